@@ -1,7 +1,6 @@
-"""The `repro` command: commands and their options, without logic.
+"""The `repro` program: it parses the command line, and reports errors as one line on standard error.
 
-A command imports the packages that it needs when it is called, so that `--help` starts quickly. Exit codes are in
-`--help`; bad input is one `error:` line.
+A command imports the packages that it needs when it is called, so that `--help` starts quickly.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from repro.config.errors import ConfigError, short
 from repro.util.extras import missing_package_hint
 
 PANEL_COLUMNS = 110
-"""Width of a terminal below which typer's panels cut the names of options; plain help is printed there."""
+"""Minimum width of a terminal in columns for help in typer's panels, which cut option names in narrower terminals."""
 
 
 class _Group(TyperGroup):
-    """A group whose plain help lists its commands by topic with full summaries: click cuts each to one line."""
+    """A group of commands whose plain help lists the commands by topic and does not shorten their summaries."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section of commands for each topic."""
+        """Write one section of the help text for each topic, with its commands and their summaries."""
         topics: dict[str, list[tuple[str, str]]] = {}
         for name, command in self.commands.items():
             topic = getattr(command, "rich_help_panel", None) or "Commands"
@@ -44,7 +43,7 @@ app = typer.Typer(
     name="repro",
     cls=_Group,
     help="Reproduce the published claims of ZeRO, DeepSpeed, Turing-NLG, Megatron-LM and Yuan 1.0.\n\n"
-    "Exit codes: 0 done; 1 failed, or the answer is no (it does not fit, it is worse, it is not as expected); "
+    "Exit codes: 0 success; 1 failure, or a negative answer (does not fit, is worse, differs from the expectation); "
     "2 bad input; 130 interrupted.",
     epilog="Example:  repro run suites/smoke.toml  &&  repro claims",
     add_completion=False,
@@ -57,14 +56,14 @@ TOPICS = {
     "Runs on a cluster": cluster,
     "Weights": quality,
 }
-"""Modules of commands by topic, in the order of --help."""
+"""Module that defines the commands of each topic, in the order of `repro --help`."""
 for topic, module in TOPICS.items():
     for registered in module.app.registered_commands:
         registered.rich_help_panel = topic
     app.registered_commands += module.app.registered_commands
 app.add_typer(cluster.lab, name="lab", cls=_Group, rich_help_panel="Runs on this machine")
 
-# typer brings its own copy of click or uses the installed one, depending on its version.
+# Some versions of typer contain their own copy of click, so `click.ClickException` may be a different class.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
@@ -81,11 +80,11 @@ def _options(
 
 
 _UNNAMED = {errno.ENOSPC: "standard output", errno.ENOENT: "the current folder"}
-"""What an error of the system that names no file is about; who writes files names them."""
+"""Subject of an error message for an `OSError` without a file name, by its error number."""
 
 
 def _check_filled(given: list[str]) -> None:
-    """An argument without a letter is a variable that the shell does not know.  What `exec` runs may have such."""
+    """Raise `ConfigError` for an empty value, which an undefined shell variable gives; skip the arguments of `exec`."""
     for before, argument in zip(["", *given], given, strict=False):
         if before == "exec":
             return
@@ -97,9 +96,9 @@ def _check_filled(given: list[str]) -> None:
 
 
 class _StreamFile(io.FileIO):
-    """The file of a standard stream, which discards what is written after the first error.
+    """File of a standard stream that discards all output after the first error.
 
-    A closed pipe is no error. A full disk is reported once, and not again when Python flushes the stream at exit.
+    A closed pipe raises no error. A full disk raises one error, and no second one when Python flushes at exit.
     """
 
     def write(self, data: Any) -> int:
@@ -115,10 +114,10 @@ class _StreamFile(io.FileIO):
 
 
 def _open_streams() -> None:
-    """Make standard streams that accept every write.
+    """Replace standard output and standard error by streams to which every write succeeds.
 
-    A stream may be missing (`>&-`), have an encoding without most letters (`LC_ALL=C`), or be a pipe whose reader
-    ends early (`repro run SUITE | head -1`). A closed pipe ends the printing, neither the work nor the exit code.
+    A stream may be closed (`>&-`), have an ASCII encoding (`LC_ALL=C`), or be a pipe whose reader ends early
+    (`repro run SUITE | head -1`). A closed pipe changes neither the work of the command nor its exit code.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -137,7 +136,8 @@ def _without_broken_pipe(stream: io.TextIOWrapper) -> io.TextIOWrapper:
         io.BufferedWriter(_StreamFile(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=stream.line_buffering or stream.write_through,  # the latter with PYTHONUNBUFFERED
+        # PYTHONUNBUFFERED sets `write_through` of a standard stream instead of `line_buffering`.
+        line_buffering=stream.line_buffering or stream.write_through,
     )
 
 
@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"error: {line}", file=sys.stderr)
         return 2
-    except (KeyboardInterrupt, typer.Abort):  # typer turns the one into the other
+    except (KeyboardInterrupt, typer.Abort):  # typer replaces `KeyboardInterrupt` by `Abort`.
         return 130
     except OSError as error:
         what = error.filename or _UNNAMED.get(error.errno or 0, "file")

@@ -1,7 +1,7 @@
-"""Compute rate of a rank of an emulated network: matrix products on every compute core, per second of processor time.
+"""Measurement of the FLOP/s at which a rank of an emulated network computes, by matrix products on every compute core.
 
-An emulated network fixes a ratio of compute to messages, so its link rates hold for one compute rate.  Other programs
-take cores from ranks and from this measurement alike, and do not change the result.
+The link rates of an emulated network are scaled to this rate.  The rate is per second of processor time, so other
+programs on the machine do not change it.
 
     python -m repro.emulate.compute_rate        FLOP per second of processor time of this process
 """
@@ -19,26 +19,26 @@ from repro.emulate.network import NoNetwork
 from repro.util.processes import count_compute_cores, usable_cores
 
 COMPUTE_RATE_FACT = "products_flops_per_s"
-"""Name of the compute rate among the facts of a calibrated file."""
+"""Key of the compute rate in the provenance facts of a system file that `repro calibrate` wrote."""
 MEASUREMENT_S = 0.5
 WIDTH = 192
-"""Width of the fp32 products, typical for the small models of twins."""
+"""Rows and columns of the multiplied fp32 matrices, typical for the small models on emulated networks."""
 
 
 def rank_flops_per_s(world: int) -> float:
-    """Return the FLOP/s of each of `world` ranks with its share of the compute cores.  Raises `NoNetwork`."""
+    """Return the FLOP/s of one of `world` ranks that share the compute cores.  Raises `NoNetwork` on a failure."""
     cores = count_compute_cores(usable_cores())
     command = [sys.executable, "-m", __name__]
     ranks = range(min(cores, world))
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in ranks]
     outputs = [process.communicate()[0] for process in running]
     if any(process.returncode for process in running):
-        raise NoNetwork("the rate at which ranks compute, to which links are scaled, could not be measured")
+        raise NoNetwork("the compute rate of a rank could not be measured: a measuring process failed")
     return statistics.median(map(float, outputs)) * core_share(world, cores)
 
 
 def count_flop(seconds: float, clock: Callable[[], float]) -> int:
-    """Return the FLOP of this thread's products until `clock` has advanced by at least `seconds`."""
+    """Multiply matrices in this thread until `clock` has advanced by `seconds`, and return the FLOP of the products."""
     import torch
 
     a, out = torch.ones(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH)
@@ -50,7 +50,7 @@ def count_flop(seconds: float, clock: Callable[[], float]) -> int:
 
 
 def core_flops_per_s() -> float:
-    """Return the FLOP per second of this thread's processor time."""
+    """Return the FLOP of matrix products per second of this thread's processor time."""
     count_flop(MEASUREMENT_S / 10, time.thread_time)  # warm-up
     began = time.thread_time()
     return count_flop(MEASUREMENT_S, time.thread_time) / (time.thread_time() - began)

@@ -1,11 +1,7 @@
-"""The keeper of an emulated network: the process that makes the network, measures its links and holds it.
+"""The process that creates an emulated network, measures every link in both directions, and owns the namespaces.
 
-The keeper is `python -m repro.emulate.keeper --parent PID`.  One line of JSON on its standard input asks for a network.
-One line of JSON on its standard output describes the network or the error.  The keeper ends when its input ends or its
-parent dies, and the kernel removes namespaces without a holder.
-
-Before the network is used, every link is measured in both directions.  `verify` compares the bytes/s that ranks
-receive, while all of them send, with the requested rates.
+`python -m repro.emulate.keeper --parent PID` reads the network from standard input and writes its description, or the
+error, to standard output, each as one line of JSON.  When this process ends, the kernel removes the network.
 """
 
 from __future__ import annotations
@@ -30,14 +26,16 @@ from repro.emulate.network import mtu_bytes, payload_share
 from repro.util.processes import die_with_parent, usable_cores
 
 RAMP_S, WINDOW_S = 0.03, 0.12
-"""Seconds before a measurement, and seconds of the measurement."""
+"""Time in seconds that the streams run before a measurement of rates, and time in seconds of the measurement."""
 TURN_S = 1e-3
-"""Seconds between two turns in which each stream is filled and emptied."""
+"""Time in seconds between two writes to, and reads from, the sockets of a measured stream."""
 CHUNK = memoryview(bytes(1 << 18))
 PINGS = 40
+"""Number of round trips of one byte of which the median is taken."""
 TOLERANCE = 0.05
 """Maximum relative difference between the measured and the requested rate of a link."""
 ATTEMPTS = 15
+"""Number of measurements of a link before a wrong rate is an error, since other programs disturb measurements."""
 SENDS, RECEIVES = "sends", "receives"
 
 
@@ -46,11 +44,11 @@ class WrongRate(Exception):
 
 
 def verify(links: Links) -> dict[str, Any]:
-    """Measure all links, limit them to their rates, and return the measurements.  Raises `WrongRate`.
+    """Limit all links to their rates and return the measured bytes/s and round trips.  Raises `WrongRate`.
 
     The two ends of a link are measured one at a time with the other end unlimited, so that neither end hides an error
-    of the other.  All links of a kind are measured at once, since the machine must run all of them together.  After
-    that all links are limited, and the rates between nodes are measured again.
+    of the other.  All links of ranks, or of nodes, are measured at once, since an experiment uses them at once.  When
+    all links are limited, the rates between nodes are measured again.
     """
     network = links.network
     found: dict[str, list[float]] = {}
@@ -66,7 +64,7 @@ def verify(links: Links) -> dict[str, Any]:
         end.limit_rate()
     if network.between:
         together = min(network.between, network.within * network.ranks_per_node or network.between)
-        side = f"{SENDS}, all links held,"
+        side = f"{SENDS}, with all links limited,"
         found["node sends, all held"] = _measure_until_right(links, "node", side, together)
     trips = {}
     if network.ranks_per_node > 1:
@@ -74,18 +72,19 @@ def verify(links: Links) -> dict[str, Any]:
     if network.nodes > 1:
         trips["between"] = round_trip_s(links, 0, network.ranks_per_node)
         if (trip_s := trips["between"]) < 2 * network.delay_s * (1 - TOLERANCE):
-            least = f"twice {network.delay_s:g} s"
-            raise WrongRate(f"nodes answer each other in {trip_s:.2g} s, less than {least}")
+            least = f"twice delay_s = {network.delay_s:g} s"
+            raise WrongRate(f"the round trip between nodes takes {trip_s:.2g} s, less than {least}")
     return {"rates": found, "round_trip_s": trips}
 
 
-def _measure_until_right(links: Links, kind: str, side: str, asked: float) -> list[float]:
-    """Return the bytes/s of every rank, or node.  Raises `WrongRate` if a rate is wrong in every attempt.
+def _measure_until_right(links: Links, kind: str, side: str, rate: float) -> list[float]:
+    """Return the measured bytes/s of the link of every rank, or node (`kind`).
 
-    Each rank sends to the next rank, or to its counterpart on the next node.  Other programs may disturb an attempt.
+    Each rank sends to the next rank, or to its counterpart on the next node.  Raises `WrongRate` if the rate of a link
+    differs from `rate` in every attempt.
     """
     network, receives = links.network, side == RECEIVES
-    ranks = network.ranks_per_node if kind == "node" else 1  # that share a link
+    ranks = network.ranks_per_node if kind == "node" else 1
     count = network.world // ranks
     found = [0.0] * count
     for senders in turns(count):
@@ -96,20 +95,20 @@ def _measure_until_right(links: Links, kind: str, side: str, asked: float) -> li
             for place, sender in enumerate(senders):
                 number = (sender + 1) % count if receives else sender
                 found[number] = sum(rates[place * ranks : (place + 1) * ranks])
-            number = max(((n + receives) % count for n in senders), key=lambda n: abs(found[n] - asked))
-            if abs(found[number] - asked) <= TOLERANCE * asked:
+            number = max(((n + receives) % count for n in senders), key=lambda n: abs(found[n] - rate))
+            if abs(found[number] - rate) <= TOLERANCE * rate:
                 break
         else:
             raise WrongRate(
-                f"{kind} {number} {side} {found[number] / 1e6:.3g} MB/s on its link and not {asked / 1e6:.3g} MB/s, "
-                f"as asked: more than {TOLERANCE:.0%} off, {ATTEMPTS} times"
+                f"{kind} {number} {side} {found[number] / 1e6:.3g} MB/s on its link instead of {rate / 1e6:.3g} MB/s: "
+                f"{ATTEMPTS} measurements differ by more than {TOLERANCE:.0%}"
             )
     return found
 
 
 @contextmanager
 def _connection(links: Links, source: int, target: int) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Open a stream from one rank to another, with both ends in this process."""
+    """Open a TCP stream from rank `source` to rank `target`, with both sockets in this process."""
     with ExitStack() as stack:
         with links.ranks[target].namespace.inside():
             listener = stack.enter_context(socket.create_server((address(links.network, target), 0)))
@@ -127,7 +126,7 @@ def _connection(links: Links, source: int, target: int) -> Iterator[tuple[socket
 
 
 def flow_rates(links: Links, flows: Sequence[tuple[int, int]]) -> list[float]:
-    """Return the bytes/s on the wire of each flow (from rank, to rank) while all ranks send at full speed."""
+    """Return the bytes/s, with headers, of each flow (sending rank, receiving rank) while all flows send at once."""
     sink = bytearray(1 << 22)
     received = [0] * len(flows)
     with ExitStack() as stack:
@@ -137,7 +136,7 @@ def flow_rates(links: Links, flows: Sequence[tuple[int, int]]) -> list[float]:
             receiver.setblocking(False)
 
         def pump(seconds: float) -> float:
-            """Send and receive for `seconds`, and return the time at the end."""
+            """Send and receive on all streams for `seconds`, and return the time at the end."""
             end = time.perf_counter() + seconds
             while (now := time.perf_counter()) < end:
                 for number, (sender, receiver) in enumerate(streams):
@@ -157,7 +156,7 @@ def flow_rates(links: Links, flows: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def turns(count: int) -> list[list[int]]:
-    """Return the senders of each turn in a ring of `count` members, such that no member both sends and receives.
+    """Divide the `count` members of a ring into groups that send in turn, so that no member sends and receives at once.
 
     Acknowledgements that wait behind data of the other direction would lower the measured rate of a link.
     """
@@ -167,7 +166,7 @@ def turns(count: int) -> list[list[int]]:
 
 
 def round_trip_s(links: Links, source: int, target: int) -> float:
-    """Return the median seconds of one byte and its answer."""
+    """Return the median time in seconds in which rank `source` sends one byte to `target` and receives one byte."""
     with _connection(links, source, target) as (there, back):
         seconds = []
         for _ in range(PINGS):
@@ -181,16 +180,16 @@ def round_trip_s(links: Links, source: int, target: int) -> float:
 
 
 def main() -> int:
-    """Make the requested network as a keeper, report it, and wait for the end."""
+    """Create the network that standard input requests, print its description, and wait for the end of the input."""
     parser = argparse.ArgumentParser(prog="python -m repro.emulate.keeper", description=__doc__)
-    parser.add_argument("--parent", type=int, default=0, help="process to die with; 0: none")
-    parser.add_argument("--stay", action="store_true", help="stay when the input ends")
+    parser.add_argument("--parent", type=int, default=0, help="end when this process dies; 0: never")
+    parser.add_argument("--stay", action="store_true", help="run on when the input ends")
     options = parser.parse_args()
     die_with_parent(options.parent)
     network = EmulatedNetwork(**json.loads(sys.stdin.readline()))
     try:
         answer = _make_network(network)
-    except Exception as error:  # the requester reports the error; the keeper has no other reader
+    except Exception as error:  # The process that requested the network prints this error.
         answer = {"error": " ".join(str(error).split()) or type(error).__name__}
     print(json.dumps(answer), flush=True)
     if "error" in answer:
@@ -203,10 +202,10 @@ def main() -> int:
 
 
 def _make_network(network: EmulatedNetwork) -> dict[str, Any]:
-    """Make and verify a network in this process, and return its description as plain JSON data."""
+    """Create a network in this process, verify its rates, and return the fields of `NetworkFacts` as JSON data."""
     for key in ("between", "within"):
         rate = getattr(network, key)
-        require(rate < 2**32, key, rate, "less than the 2**32 that a bucket can count")
+        require(rate < 2**32, key, rate, "less than 2**32 bytes/s, the maximum rate of a token bucket")
     mapped = become_root()
     made = Links(network)
     return {

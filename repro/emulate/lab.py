@@ -1,4 +1,4 @@
-"""`repro lab`: one emulated network for each user, which stays until it is stopped, and the check of requirements."""
+"""`repro lab`: a check whether emulated networks work here, and one network per user that runs until it is stopped."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from repro.util.files import write_json
 
 @cache
 def missing_requirement() -> str:
-    """Return one line on the missing requirement of emulated networks; empty if a trial network works."""
+    """Name the requirement of emulated networks that this machine lacks; empty if a trial network works."""
     if not sys.platform.startswith("linux"):
-        return "network namespaces, which only Linux has"
+        return "network namespaces, which only Linux provides"
     if not extras.is_installed("pyroute2"):
         return extras.missing_package_hint("pyroute2")
     if not shutil.which("nsenter"):
@@ -31,7 +31,7 @@ def missing_requirement() -> str:
         RunningNetwork(EmulatedNetwork(nodes=1, ranks_per_node=2)).close()
     except NoNetwork as error:
         return (
-            "network namespaces, which root may make, or any user where user namespaces are allowed "
+            "permission to create network namespaces: run as root, or allow user namespaces "
             f"(sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces): {error}"
         )
     return ""
@@ -39,7 +39,7 @@ def missing_requirement() -> str:
 
 @dataclass(frozen=True)
 class LabNetwork:
-    """A running network of the lab."""
+    """The running network of `repro lab`: its configuration, and its processes and measurements."""
 
     network: EmulatedNetwork
     facts: NetworkFacts
@@ -50,7 +50,7 @@ def _state_file() -> Path:
 
 
 def _start_time(process: int) -> float:
-    """Return the time at which a process started.  Raises `ProcessLookupError`."""
+    """Return the start time of a process in seconds since the epoch.  Raises `ProcessLookupError`."""
     import psutil
 
     try:
@@ -60,7 +60,7 @@ def _start_time(process: int) -> float:
 
 
 def find_network() -> LabNetwork | None:
-    """Return the running network; None if there is none or its keeper has ended."""
+    """Return the running network of this user; None if none was started or the process that owns it has ended."""
     try:
         found = json.loads(_state_file().read_text(encoding="utf-8"))
         began = _start_time(found["facts"]["keeper"])
@@ -72,14 +72,14 @@ def find_network() -> LabNetwork | None:
 
 
 def start_network(network: EmulatedNetwork) -> LabNetwork:
-    """Start a network that runs until it is stopped.
+    """Start an emulated network that runs until `stop_network`.
 
     Raises:
-        ConfigError: A network is running already.
+        ConfigError: A network of this user is already running.
         NoNetwork: The network cannot be created.
     """
     if (running := find_network()) is not None:
-        raise ConfigError("lab", str(running.network), says="is up; `repro lab down` takes it down")
+        raise ConfigError("lab", str(running.network), says="is already running; `repro lab down` stops it")
     keeper = start_keeper("--stay")
     try:
         facts = request_network(keeper, network)
@@ -93,7 +93,7 @@ def start_network(network: EmulatedNetwork) -> LabNetwork:
 
 
 def stop_network() -> bool:
-    """Stop the running network, and return whether there was one."""
+    """Stop the running network of this user, and return whether a network was running."""
     running = find_network()
     if running is not None:
         os.kill(running.facts.keeper, signal.SIGKILL)
@@ -102,7 +102,7 @@ def stop_network() -> bool:
 
 
 def require_network() -> LabNetwork:
-    """Return the running network.  Raises `ConfigError` if there is none."""
+    """Return the running network of this user.  Raises `ConfigError` if no network is running."""
     if (running := find_network()) is None:
-        raise ConfigError("lab", says="no network is up; `repro lab up` makes one")
+        raise ConfigError("lab", says="no network is running; `repro lab up` starts one")
     return running

@@ -1,13 +1,12 @@
 """Network namespaces of an emulated network, and the interfaces, switches and token buckets in them.
 
-A namespace has no name: a small process holds it, and it ends with that process.  Interfaces are created over netlink.
 Every rank has a link to its node's switch, and every node has a link to the switch between the nodes::
 
     rank 0 eth0 -- port0 [node 0] uplink -- port0 [core] port1 -- uplink [node 1] port0 -- eth0 rank 2
     rank 1 eth0 -- port1 [node 0]                                 [node 1] port1 -- eth0 rank 3
 
-A token bucket at either end of a link limits the bytes that are sent from there.  The buckets of a rank's link limit
-its sent and received bytes.  The buckets of a node's link limit its ranks' traffic with other nodes.
+A token bucket at each end of a link limits the rate of the bytes that this end sends.  A namespace has no name and
+exists as long as its process (`Namespace.holder`).
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from repro.emulate.network import ETHERNET_BYTES, MIN_MTU, mtu_bytes, segment_by
 from repro.util.processes import die_with_parent
 
 WAKE_S = 300e-6
-"""Maximum delay of the kernel's wake-up of a bucket, in seconds.  A bucket of a frame and the bytes of this time keeps
-its rate."""
+"""Maximum delay in seconds until the kernel refills a token bucket.  A bucket that holds one frame and the bytes of
+this time keeps the link's rate."""
 QUEUE_BYTES = 1 << 28
-"""Bytes of a queue, more than all sockets have in flight: no packet is dropped, as on networks with flow control."""
+"""Bytes of a link's queue.  All sockets have fewer bytes in flight, so no packet is dropped, as with flow control."""
 SUBNET = "10.77"
 UPLINK, RANK_INTERFACE = "uplink", "eth0"
-"""Interface of a node, and of a rank."""
+"""Name of a node's interface towards other nodes, and name of a rank's interface."""
 _NEWNET, _NEWUSER = 0x40000000, 0x10000000
 
 
@@ -47,9 +46,9 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def become_root() -> bool:
-    """Move this process to a new network namespace, and to a new user namespace if only that is allowed.
+    """Move this process to a new network namespace, and return whether that needed a new user namespace.
 
-    Returns whether there is a new user namespace.  Raises `OSError` if neither is allowed.
+    Raises `OSError` if this user may create neither kind of namespace.
     """
     try:
         _call("unshare", _NEWNET)
@@ -64,7 +63,7 @@ def become_root() -> bool:
 
 
 class Namespace:
-    """A network namespace, held by an idle child of this process."""
+    """A network namespace that lives as long as `holder`, an idle child of this process."""
 
     def __init__(self) -> None:
         parent, (here, there) = os.getpid(), socket.socketpair()
@@ -81,12 +80,12 @@ class Namespace:
         there.close()
         with here:
             if not here.recv(1):
-                raise OSError("a network namespace could not be made")
+                raise OSError("a network namespace could not be created")
         self.descriptor = os.open(f"/proc/{self.holder}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Enter the namespace: inside, new sockets and `/proc/sys/net` belong to it."""
+        """Enter the namespace, so that new sockets and `/proc/sys/net` belong to it."""
         home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             _call("setns", self.descriptor, _NEWNET)
@@ -97,7 +96,7 @@ class Namespace:
 
 
 class Host:
-    """A namespace with its interfaces: a rank or a switch."""
+    """A network namespace with its interfaces: a rank, or a switch."""
 
     def __init__(self, window: int) -> None:
         self.namespace = Namespace()
@@ -113,12 +112,12 @@ class Host:
         return index
 
     def become_switch(self) -> None:
-        """Join the interfaces of this host by a switch."""
+        """Create a bridge, which forwards packets between the interfaces of this host."""
         self.netlink.link("add", ifname="switch", kind="bridge")
         self._bridge = self._up("switch")
 
     def join(self, name: str, other: Host, its_name: str, **settings: int) -> tuple[int, int]:
-        """Link this switch to `other`, a rank or a switch, and return the interfaces at both ends."""
+        """Link this switch to `other`, a rank or a switch, and return the interface indices of both ends."""
         peer = {"ifname": its_name, "net_ns_fd": other.namespace.descriptor}
         self.netlink.link("add", ifname=name, kind="veth", peer=peer)
         here = self._up(name, master=self._bridge, **settings)
@@ -127,9 +126,9 @@ class Host:
 
 
 def _configure_tcp(window: int) -> None:
-    """Disable traffic and delays of the kernel's own: IPv6, slow start after idle, and early retransmission.
+    """Disable IPv6, slow start after idle, and early retransmission, which would add traffic and delays.
 
-    A window of `window` bytes bounds queues, in which acknowledgements wait behind data of the other direction.
+    A TCP window of `window` bytes limits queues, because acknowledgements wait behind data of the other direction.
     """
     for key, value in (
         ("ipv4/tcp_rmem", f"4096 {2 * window} {2 * window}"),
@@ -147,7 +146,7 @@ def _configure_tcp(window: int) -> None:
 
 
 def _start_with_full_window(rank: Host, device: int, packets: int) -> None:
-    """Let streams start with a full window, because no packet is lost and no rate has to be probed."""
+    """Let TCP streams of `rank` start with a window of `packets`, because no packet is lost on emulated links."""
     metrics = {"attrs": [("RTAX_INITCWND", packets), ("RTAX_INITRWND", packets)]}
     route = {"dst": f"{SUBNET}.0.0/16", "oif": device, "scope": 253, "proto": "kernel"}
     rank.netlink.route("replace", **route, metrics=metrics)
@@ -155,28 +154,28 @@ def _start_with_full_window(rank: Host, device: int, packets: int) -> None:
 
 @dataclass(frozen=True)
 class End:
-    """One end of a link."""
+    """One end of a link of an emulated network."""
 
     host: Host
     device: int
     rate: float
-    """Limit of the bytes/s that are sent from this end."""
+    """Maximum bytes/s that this end sends; 0 for no limit."""
     frame: int
-    """Bytes of the largest frame that is sent from this end."""
+    """Bytes of the largest frame that this end sends."""
     delay_s: float = 0.0
-    """Delay of each frame, in seconds."""
+    """Additional delay of each frame that this end sends, in seconds."""
 
     @property
     def burst(self) -> int:
-        """Return the bytes of the bucket: a frame, and the bytes that arrive until the kernel wakes up.
+        """Return the bytes of the token bucket: one frame, and the bytes that `rate` allows in `WAKE_S`.
 
-        A message of `n` bytes takes `(n - burst) / rate` and the latency: a larger bucket would let short messages
-        pass at no cost, a smaller one would lose the rate.
+        A message of `n` bytes takes `(n - burst) / rate` and the latency.  A larger bucket would let short messages
+        pass without delay, and a smaller bucket would lower the rate.
         """
         return round(self.frame + self.rate * WAKE_S)
 
     def limit_rate(self) -> None:
-        """Limit the rate of this end."""
+        """Add a token bucket of `rate`, and the delay, to the interface of this end."""
         settings = {"rate": round(self.rate), "burst": self.burst, "limit": QUEUE_BYTES}
         self.host.netlink.tc("add", "tbf", self.device, handle="1:", **settings)
         if self.delay_s:
@@ -184,11 +183,11 @@ class End:
             try:
                 self.host.netlink.tc("add", "netem", self.device, parent="1:1", handle="2:", **delay)
             except NetlinkError as error:
-                needed = "a kernel with netem (CONFIG_NET_SCH_NETEM)"
-                raise OSError(f"delay_s = {self.delay_s:g} needs {needed}: {error}") from None
+                needed = "needs a kernel with netem (CONFIG_NET_SCH_NETEM)"
+                raise OSError(f"delay_s = {self.delay_s:g} {needed}: {error}") from None
 
     def remove_limit(self) -> None:
-        """Undo `limit_rate`."""
+        """Remove the token bucket and the delay from the interface of this end."""
         self.host.netlink.tc("del", index=self.device, root=True)
 
 
@@ -198,7 +197,7 @@ def address(network: EmulatedNetwork, rank: int) -> str:
 
 
 class Links:
-    """Hosts of a network and the links between them, which start without a limit."""
+    """Hosts of an emulated network and the links between them, without limits of their rates at first."""
 
     def __init__(self, network: EmulatedNetwork):
         self.network = network
@@ -210,9 +209,9 @@ class Links:
         self.nodes: list[Host] = []
         self.ranks: list[Host] = []
         self.sent: dict[str, list[End]] = {"rank": [], "node": []}
-        """Ends that limit the sent bytes of each rank or node."""
+        """Ends of links that limit the bytes/s that each rank, or each node, sends."""
         self.received: dict[str, list[End]] = {"rank": [], "node": []}
-        """Ends that limit the received bytes of each rank or node."""
+        """Ends of links that limit the bytes/s that each rank, or each node, receives."""
         for number in range(network.nodes):
             node = Host(window)
             node.become_switch()
@@ -231,7 +230,7 @@ class Links:
                 self.ranks.append(rank)
 
     def ends(self) -> Iterator[End]:
-        """Yield all ends with a rate."""
+        """Yield all ends of links that have a limit of their rate."""
         for side in (self.sent, self.received):
             for ends in side.values():
                 yield from (end for end in ends if end.rate)

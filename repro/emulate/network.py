@@ -1,4 +1,4 @@
-"""An emulated network: sizes of its frames, and its start and end for a job by a keeper process."""
+"""Start and end of an emulated network for a job, and the sizes of its packets."""
 
 from __future__ import annotations
 
@@ -15,87 +15,88 @@ from repro.config import EmulatedNetwork
 from repro.util.processes import usable_cores
 
 ETHERNET_BYTES = 14
-"""Bytes of an Ethernet header, which a token bucket counts."""
+"""Bytes of an Ethernet header, which a token bucket counts in addition to the packet."""
 HEADER_BYTES = 52
 """Bytes of the IPv4 and TCP headers with a time stamp, which the MTU includes."""
 MIN_FRAME_S = 200e-6
-"""Minimum seconds of a frame on its link.  A longer frame makes a coarser link."""
+"""Minimum transmission time of a frame on its link, in seconds."""
 MAX_FRAMES_PER_CORE_S = 6000
-"""Maximum frames/s, for each core of this machine, of all links of a kind together.  Beyond it a ring takes longer than
-its link (docs/windtunnel.md)."""
+"""Maximum frames/s per core of this machine, over all links of ranks or of nodes.  With more, the processors and not
+the links limit a ring collective (docs/windtunnel.md)."""
 MIN_MTU, MAX_MTU = 1500, 9000
 MAX_SEGMENT_BYTES = 64000
 WINDOW_S = 30e-3
-"""Seconds of its link that a stream has in flight.  A rank that waits for a core must not stop its link, because links
-of a cluster need no core."""
+"""TCP window of a stream as transmission time of its link, in seconds.  While a rank waits for a core, its link must
+continue to transmit, because links of a cluster need no core."""
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 1 << 18, 1 << 22
 
 
 def _frame_bytes(rate: float, links: int) -> float:
-    """Return the bytes of a frame on each of `links` links of `rate` bytes/s."""
+    """Return the bytes of a frame on each of `links` links of `rate` bytes/s, by the limits of time and of frames/s."""
     return rate * max(MIN_FRAME_S, links / (MAX_FRAMES_PER_CORE_S * usable_cores()))
 
 
 def mtu_bytes(network: EmulatedNetwork) -> int:
-    """Return the bytes of a packet: a frame of the slowest link, within limits."""
+    """Return the MTU in bytes: a frame of the slowest link, from `MIN_MTU` to `MAX_MTU`."""
     kinds = ((network.between, network.nodes), (network.within, network.world))
     frame = min((_frame_bytes(*kind) for kind in kinds if kind[0]), default=MAX_MTU)
     return round(min(max(frame, MIN_MTU), MAX_MTU))
 
 
 def segment_bytes(network: EmulatedNetwork) -> int:
-    """Return the bytes that a rank's link transmits as one segment; a slower link divides them into packets."""
+    """Return the bytes of a segment that a rank's link transmits as one frame; slower links divide it into packets."""
     frame = _frame_bytes(network.within, network.world) if network.within else MAX_SEGMENT_BYTES
     return round(min(max(frame, mtu_bytes(network)), MAX_SEGMENT_BYTES))
 
 
 def window_bytes(network: EmulatedNetwork) -> int:
-    """Return the maximum bytes that a stream has in flight."""
+    """Return the TCP window in bytes: the maximum number of bytes that a stream has in flight."""
     fastest = network.within or (network.between if network.ranks_per_node == 1 else math.inf)
     return round(min(max(fastest * WINDOW_S, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES))
 
 
 def payload_share(network: EmulatedNetwork) -> float:
-    """Return the payload's fraction of a link's bytes, for large messages in one direction."""
+    """Return the payload as a fraction of the bytes on a link, for large messages in one direction."""
     return (mtu_bytes(network) - HEADER_BYTES) / (mtu_bytes(network) + ETHERNET_BYTES)
 
 
 class NoNetwork(Exception):
-    """The network cannot be created; `str` is the reason in one line."""
+    """An emulated network cannot be created; `str` is the reason in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFacts:
-    """A keeper's description of its network: processes and measurements."""
+    """Processes, packet sizes and measurements of a running emulated network."""
 
     keeper: int
+    """Id of the process that owns the network (`repro.emulate.keeper`)."""
     user_namespace: bool
-    """Whether the user who made the network is root in a user namespace only."""
+    """Whether the network is in a user namespace, because its creator is not root on this machine."""
     ranks: list[int]
-    """Process that holds the namespace, by rank."""
+    """Id of the process in each rank's network namespace, by rank."""
     nodes: list[int]
-    """Process that holds the namespace, by node."""
+    """Id of the process in each node's network namespace, by node."""
     cores: int
-    """Cores that the ranks share."""
+    """Number of cores that the ranks share."""
     mtu: int
     payload_share: float
-    """Payload's fraction of a link's bytes under full load in both directions."""
+    """Payload as a fraction of the bytes on a link."""
     rates: dict[str, list[float]] = field(default_factory=dict)
-    """Measured bytes/s of every link by kind and direction."""
+    """Measured bytes/s of each rank's and each node's link, by kind and direction such as `node sends`."""
     round_trip_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of one byte and its answer, `within` a node and `between` nodes, in the kernel alone."""
+    """Median round trip of one byte in seconds, `within` a node and `between` nodes."""
 
     def exec_command(self, rank: int, command: list[str]) -> list[str]:
-        """Return the command line that runs `command` in the namespace of `rank`."""
+        """Return the command line that runs `command` in the network namespace of `rank`."""
         inside = ["--user", "--preserve-credentials"] if self.user_namespace else []
         return ["nsenter", "--target", str(self.ranks[rank]), "--net", *inside, "--", *command]
 
 
 class RunningNetwork:
-    """A created and verified network; close it in the end."""
+    """An emulated network with verified rates, which runs until `close`."""
 
     def __init__(self, network: EmulatedNetwork):
-        """Create and verify the network.  Raises `NoNetwork`.  The calling thread must live as long as the network."""
+        """Create the network and verify its rates.  Raises `NoNetwork`.  The network ends with the calling thread."""
         self.network = network
         self._keeper = start_keeper("--parent", str(os.getpid()))
         try:
@@ -115,7 +116,7 @@ class RunningNetwork:
 
 
 def start_keeper(*arguments: str) -> subprocess.Popen[str]:
-    """Start a keeper that waits for a request."""
+    """Start the process that will own a network; it waits for `request_network`."""
     return subprocess.Popen(
         [sys.executable, "-m", "repro.emulate.keeper", *arguments],
         stdin=subprocess.PIPE,
@@ -127,7 +128,7 @@ def start_keeper(*arguments: str) -> subprocess.Popen[str]:
 
 
 def request_network(keeper: subprocess.Popen[str], network: EmulatedNetwork) -> NetworkFacts:
-    """Request a network from a keeper, and return its description.  Raises `NoNetwork`."""
+    """Let the process of `start_keeper` create a network, and return its description.  Raises `NoNetwork`."""
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     assert keeper.stderr is not None
@@ -137,8 +138,8 @@ def request_network(keeper: subprocess.Popen[str], network: EmulatedNetwork) -> 
     line = keeper.stdout.readline()
     if not line:
         lines = keeper.stderr.read().strip().splitlines()
-        reason = lines[-1] if lines else "its keeper died"
-        raise NoNetwork(f"the emulated network could not be made: {reason}")
+        reason = lines[-1] if lines else "the process that creates it was killed"
+        raise NoNetwork(f"the emulated network could not be created: {reason}")
     answer: dict[str, Any] = json.loads(line)
     if "error" in answer:
         raise NoNetwork(f"emulated network {network}: {answer['error']}")

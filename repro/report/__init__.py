@@ -1,4 +1,4 @@
-"""Output for readers: the page, figures, exports and the text of commands, drawn from records and judged claims.
+"""Output of records and judged claims: the site of `repro report`, figures, exports, and the text of commands.
 
-`evidence` reads and judges a store for all modules. `export` and `compare` are commands.
+`evidence` reads a store of records and judges the claims with it, for all other modules.
 """

@@ -1,8 +1,7 @@
-"""`repro compare A B`: changes between two stores or two commits, judged as better or worse.
+"""`repro compare A B`: changes of the same experiments between two stores or two commits, judged as better or worse.
 
-The two sides are two sets of records of the same experiments. A launch differs from the next one by more than its steps
-differ from each other, so the interval of a ratio comes from pairs of launches. A launch counts by its shortest step,
-because other programs can only lengthen a step. `--tolerance` sets the relative change that is ignored.
+Step times differ more between launches than within a launch, so the interval of a speed ratio comes from pairs of
+launches. Each launch counts by its shortest step, because other programs can only lengthen a step.
 """
 
 from __future__ import annotations
@@ -33,32 +32,33 @@ from repro.util.console import new_table, print_json, print_page
 
 WORSE, SAME, BETTER, UNDECIDED = "worse", "same", "better", "not decided"
 MIN_LAUNCHES = 6
-"""Minimum number of launches on each side for a decision about speed. With n pairs the interval of a median, which is
-within the sample, misses with a probability of at least 2^(1-n): 3 %."""
+"""Minimum number of launches of each side for a decision about speed. The widest possible interval of a median of n
+ratios, from the smallest to the largest, has an error probability of 2^(1-n), which is 3 % for n = 6."""
 MAX_LAUNCHES = 30
 """Default maximum number of launches of each commit."""
 MAX_CHANGES = 8
-"""Maximum number of printed changes without `--details`; each may have two lines."""
+"""Maximum number of printed changes without `--details`; a change may have two lines."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Change of one experiment or claim between both sides."""
+    """Difference of one experiment or claim between side A (`before`) and side B (`after`)."""
 
     kind: str
-    """`speed` (samples/s, B over A), `memory` (peak bytes, B over A), `outcome` or `verdict`."""
+    """Changed quantity: `speed` in samples/s, `memory` in peak bytes, `outcome` or `verdict`."""
     name: str
     before: str
     after: str
     judged: str
     """`worse`, `same`, `better`, or `not decided` with few launches or a wide interval."""
     ratio: float | None = None
+    """Speed or memory of side B over that of side A, with the ends of its 95 % interval in `low` and `high`."""
     low: float | None = None
     high: float | None = None
 
 
 def read_side(text: str, results: Path) -> list[Record]:
-    """Return the records of a side: a store's folder, or those in `results` whose commit begins with `text`."""
+    """Return the records in the folder `text`, or the records in `results` that the commit `text` wrote."""
     folder = Path(text)
     if folder.is_dir():
         records = read_records(folder)
@@ -68,7 +68,7 @@ def read_side(text: str, results: Path) -> list[Record]:
     if not results.is_dir():
         raise ConfigError("--results", str(results), says="no such folder")
     records = read_records(results)
-    with suppress(ConfigError):  # HEAD~1, a tag or a branch of this checkout
+    with suppress(ConfigError):  # A hash needs no checkout of this program; HEAD~1 or a branch does.
         text = _git("rev-parse", "--verify", f"{text}^{{commit}}")
     found = [record for record in records if _commit(record).startswith(text)] if len(text) >= 4 else []
     if not found:
@@ -81,13 +81,13 @@ def read_side(text: str, results: Path) -> list[Record]:
 def compare_results(
     before: list[Record], after: list[Record], *, tolerance: float, own: Sequence[Path] = ()
 ) -> list[Change]:
-    """Return the changes of every experiment measured on both sides, then of the claims' verdicts."""
+    """Return the changes of all experiments that both sides measured, then the changed verdicts of claims."""
     changes = _compare_experiments(before, after, tolerance)
     return changes + _verdicts(before, after, own) if changes else []
 
 
 def _compare_experiments(before: list[Record], after: list[Record], tolerance: float) -> list[Change]:
-    # An interrupted run does not show a change of its side.
+    # An interrupted run has an outcome that says nothing about the compared code.
     old, new = (by_key(records, without=("interrupted",)) for records in (before, after))
     launches = [launches_by_key(records) for records in (before, after)]
     changes = []
@@ -124,7 +124,7 @@ def _experiment(
 
 
 def judge_speed(ratio: RatioInterval, tolerance: float) -> str:
-    """Return `same` only if the interval is within the tolerance."""
+    """Return whether a speed ratio is better or worse; `same` only if its interval lies within 1 +- `tolerance`."""
     if ratio.low is None or ratio.high is None:
         return UNDECIDED
     if ratio.high < 1 - tolerance:
@@ -135,10 +135,10 @@ def judge_speed(ratio: RatioInterval, tolerance: float) -> str:
 
 
 def speed_ratio(old: Sequence[ExperimentRecord], new: Sequence[ExperimentRecord]) -> RatioInterval | None:
-    """Return the ratio new/old of the speeds of shortest steps, with its 95 % interval, from launches in pairs.
+    """Return the median ratio new/old of speeds, each from the shortest step of a launch, with its 95 % interval.
 
-    The first launch of one side forms a pair with the first launch of the other, and so on. There is no interval with
-    fewer than `MIN_LAUNCHES` pairs, and no ratio if a side has no step times.
+    Launch i of one side forms a pair with launch i of the other side. The interval is None with fewer than
+    `MIN_LAUNCHES` pairs, and the result is None if a side has no step times.
     """
     pairs = list(zip(map(shortest_step, new), map(shortest_step, old), strict=False))
     if not pairs or not all(map(all, pairs)):
@@ -148,23 +148,24 @@ def speed_ratio(old: Sequence[ExperimentRecord], new: Sequence[ExperimentRecord]
 
 
 def shortest_step(record: ExperimentRecord) -> float:
-    """Return the seconds of the shortest timed step of a launch; 0 without step times."""
+    """Return the shortest step time of a launch in seconds; 0 without step times."""
     return min((seconds for turn in record.series.step_seconds or () for seconds in turn), default=0.0)
 
 
 def run_commits(
     commits: Sequence[str], suite: Path, launches: int, results: Path, tolerance: float
 ) -> list[str]:
-    """Run a suite in two commits of this checkout, in turns, and return the two new stores in `results`/compare.
+    """Run a suite alternately in two commits of this checkout, and return the two new stores in `results`/compare.
 
-    Each commit gets a temporary git worktree, from which this interpreter imports it. The order changes from launch to
-    launch (A B, B A, ...). The runs end when all speeds are decided, or after `launches` of each commit.
-    Raises `ConfigError` for an unknown commit, or for a suite that a commit refuses.
+    Each commit gets a temporary git worktree. The order of the commits changes with each launch (A B, B A, ...). The
+    runs end when all speeds are decided, or after `launches` runs of each commit. Raises `ConfigError` for an unknown
+    commit, or for a suite that a commit rejects.
     """
     load_suite(suite)
     ids = [_git("rev-parse", "--short=9", "--verify", f"{commit}^{{commit}}") for commit in commits]
     place = results.resolve() / "compare" / f"{'-'.join(ids)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktrees are removed
+    # After SIGTERM the `finally` clause must still remove the worktrees.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="repro-compare-"))
     sides = list(zip(ids, [folder / "a", folder / "b"], [place / "a", place / "b"], strict=True))
     try:
@@ -187,24 +188,23 @@ def run_commits(
 
 
 def _run_suite(commit: str, tree: Path, suite: Path, store: Path) -> None:
-    """Run the suite once with the program of a worktree. Raises `ConfigError` if the program refuses the suite."""
-    program = (
-        "import sys; from repro.cli import main; sys.exit(main())"  # older commits have no `python -m repro`
-    )
+    """Run the suite once with the program of a worktree. Raises `ConfigError` if the program rejects the suite."""
+    # Older commits do not support `python -m repro`.
+    program = "import sys; from repro.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "run", str(suite), "--rerun", "--results", str(store)]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1):  # 1: an experiment failed, which its record says
+    if done.returncode not in (0, 1):  # Exit code 1 means that an experiment failed.
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise ConfigError("compare", commit, says=f"`repro run {suite}` of this commit failed: {lines[-1]}")
 
 
 def _git(*arguments: str) -> str:
-    """Return the output of git in the checkout of this program. Raises `ConfigError` if git fails."""
+    """Return the output of a git command in the checkout of this program. Raises `ConfigError` if git fails."""
     root = Path(repro.__file__).parents[1]
     done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
     if done.returncode:
-        says = f"is no commit of {root}, which --suite needs"
+        says = f"is not a commit of the checkout {root}; --suite needs two such commits"
         raise ConfigError("compare", arguments[-1].removesuffix("^{commit}"), says=says)
     return done.stdout.strip()
 
@@ -220,7 +220,7 @@ def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) ->
 
 
 def _judge_verdicts(old: str, new: str) -> str:
-    """Compare two verdicts; a verdict that is missing on one side gives `same`."""
+    """Return `better`, `worse` or `same` for two verdicts of a claim; `same` if one verdict has no rank."""
     from repro.claims.verdicts import BAD, GOOD, POSSIBLE
 
     rank = {**dict.fromkeys(BAD, 0), POSSIBLE: 1, **dict.fromkeys(GOOD, 2)}
@@ -244,19 +244,19 @@ def print_comparison(
     suite: Path | None = None,
     launches: int = MAX_LAUNCHES,
 ) -> int:
-    """Print the changes; return 1 if one is worse, else 0. Raises `ConfigError` for an invalid tolerance or side.
+    """Print the changes from side `first` to side `second`; return 1 if one is worse, else 0. Raises `ConfigError`.
 
     `own`: additional ledger files.
     `suite`: run this suite at most `launches` times in the commits `first` and `second` before the comparison.
     """
-    require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
+    require(0 <= tolerance < 1, "--tolerance", tolerance, "a fraction below 1, such as 0.05 for 5 %")
     require(launches >= 1, "--launches", launches, "1 or more")
     if suite is not None:
         first, second = run_commits((first, second), suite, launches, results, tolerance)
     sides = [read_side(side, results) for side in (first, second)]
     changes = compare_results(*sides, tolerance=tolerance, own=own)
     if not changes:
-        raise ConfigError("compare", second, f"records of experiments that {first} has too")
+        raise ConfigError("compare", second, f"records of an experiment that {first} also contains")
     worse = sum(change.judged == WORSE for change in changes)
     if json:
         print_json({"changes": [asdict(change) for change in changes], "worse": worse})
@@ -266,7 +266,7 @@ def print_comparison(
 
 
 def _print_changes(changes: Sequence[Change], most: int | None) -> None:
-    """Print the totals, then up to `most` changes, worse ones first; None: all, with equal speeds."""
+    """Print the totals, then at most `most` changes, worse ones first; None: all, also equal speeds."""
     order = (WORSE, SAME, BETTER, UNDECIDED)
     counts = ", ".join(f"{sum(c.judged == judged for c in changes)} {judged}" for judged in order)
     wrap = ("before", "after")
@@ -277,8 +277,8 @@ def _print_changes(changes: Sequence[Change], most: int | None) -> None:
         made.add_row(c.judged, c.kind, c.name, ratio, c.before, c.after)
     more = "--details lists all changes, and equal speeds." if most is not None else ""
     few = (
-        f"Not decided: fewer than {MIN_LAUNCHES} launches on a side, or an interval wider than --tolerance. "
+        f"Not decided: fewer than {MIN_LAUNCHES} launches of A or B, or an interval wider than --tolerance. "
     )
-    few += "`repro compare COMMIT COMMIT --suite FILE` launches both in turns until all speeds are decided."
+    few += "`repro compare COMMIT COMMIT --suite FILE` runs both commits alternately until all speeds are decided."
     is_undecided = any(c.judged == UNDECIDED for c in changes)
     print_page(f"Changes: {counts}.", made, few * is_undecided, more)

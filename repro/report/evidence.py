@@ -1,13 +1,11 @@
-"""A store and the judged ledger as data frames, the common input of the page, the exports and the notebooks.
+"""A store of records and the judged claims as data frames, for the page, the exports and the notebooks.
 
-    from repro.report import evidence
+from repro.report import evidence
 
-    found = evidence.read_store()               # $REPRO_RESULTS, else the nearest results/ from here upwards
-    found.claims(about="ZeRO")                  # a row per claim: published, evidence, verdict
-    found.values("zero-fig1-*")                 # a row per published value, with each kind of evidence
-    found.experiments("zero_r/*")               # a row per record, a column per metric
-
-pandas is imported only when a frame is built.
+found = evidence.read_store()               # $REPRO_RESULTS, else results/ here or in a parent folder
+found.claims(about="ZeRO")                  # a row per claim: published, evidence, verdict
+found.values("zero-fig1-*")                 # a row per published value, with each kind of evidence
+found.experiments("zero_r/*")               # a row per record, a column per metric
 """
 
 from __future__ import annotations
@@ -44,25 +42,25 @@ if TYPE_CHECKING:
 
 
 STORE_VARIABLE = "REPRO_RESULTS"
-"""Environment variable with the folder of the store that `read_store` reads by default."""
+"""Name of the environment variable with the folder of the store that `read_store` reads by default."""
 
 
 @dataclass(frozen=True)
 class JudgedStore:
-    """Ledger with the verdicts that a store gives. `pattern`: a glob of claim ids, or of `suite/name`."""
+    """Records of a store, and claims with their verdicts; `pattern` is a glob of claim ids, or of `suite/name`."""
 
     results: Path
     records: list[Record]
-    """All readable records, oldest first, of any protocol."""
+    """All readable records of any protocol version, oldest first."""
     torn: list[str]
-    """Remark (file, line, reason) for each line that is not a record."""
+    """Remark with file, line and reason, for each line of the store that is not a valid record."""
     ledger: Ledger
     references: Sequence[ReferenceFile] = ()
-    """Results of other machines, for measured evidence that the store lacks."""
+    """Measurements of other machines that are part of this package, used if the store has no such measurement."""
 
     @cached_property
     def judged(self) -> list[ClaimResult]:
-        """Return a result for every claim, in the ledger's order."""
+        """Return the result of every claim, in the ledger's order."""
         return judge(self.ledger, self.records, self.references)
 
     def documents(self, pattern: str = "*") -> list[dict[str, Any]]:
@@ -73,7 +71,7 @@ class JudgedStore:
         return [result for result in self.judged if fnmatchcase(result.claim.id, pattern)]
 
     def headlines(self, pattern: str = "*") -> pd.DataFrame:
-        """Return one row per headline claim: published value, value by kind of evidence, verdict."""
+        """Return one row per headline claim: published value, value of each kind of evidence, and verdict."""
         rows = [
             {"claim": line.name, "published": line.published, **line.values, "verdict": line.verdict}
             for line in headline_lines(self.ledger, self.judged)
@@ -82,7 +80,7 @@ class JudgedStore:
         return _frame(rows)
 
     def claims(self, pattern: str = "*", about: str = "") -> pd.DataFrame:
-        """Return one row per claim: published value, number of reproduced values per kind of evidence, verdict."""
+        """Return one row per claim: published value, number of values that each kind reproduces, and verdict."""
         rows = [
             {
                 "claim": result.claim.id,
@@ -102,9 +100,9 @@ class JudgedStore:
         return _frame(rows)
 
     def summary(self) -> pd.DataFrame:
-        """Return one row per system, and one for all: verdicts, reproduced values, number of independent quantities.
+        """Return one row per subject such as ZeRO, and one for all: counts of verdicts and of reproduced values.
 
-        The values of each kind of evidence are `reproduced/decided`. `repro.claims.independence` defines independence.
+        The column `quantities` counts independent quantities (`repro.claims.independence`).
         """
         groups: dict[str, list[ClaimResult]] = {}
         for result in self.judged:
@@ -112,11 +110,11 @@ class JudgedStore:
         return _frame([_counts(about, results) for about, results in [*groups.items(), ("all", self.judged)]])
 
     def values(self, pattern: str = "*") -> pd.DataFrame:
-        """Return one row per published value, with the strongest value of each kind of evidence and its interval."""
+        """Return one row per published value, with the strongest result of each kind of evidence and its interval."""
         return _frame([_value(claim, row) for claim in self.documents(pattern) for row in claim["rows"]])
 
     def table(self, pattern: str = "*") -> pd.DataFrame:
-        """Return one row per published value with formatted text, as on the page; a dash marks missing evidence."""
+        """Return one row per published value with text as on the page; a dash stands for missing evidence."""
         from repro.report.views import VERDICT_SIGNS, row_view
 
         rows = []
@@ -124,14 +122,14 @@ class JudgedStore:
             for row in result.rows:
                 view = row_view(row, result.claim)
                 seen = dict.fromkeys(KINDS, NO_VALUE)
-                for finding in reversed(view["findings"]):  # the strongest finding of a kind is first
+                for finding in reversed(view["findings"]):  # The strongest finding of a kind is first.
                     seen[finding["kind"]] = f"{finding['value']} {VERDICT_SIGNS[finding['verdict']]}"
                 shown = {"claim": result.claim.id, "value": view["label"], "published": view["published"]}
                 rows.append({**shown, **seen, "verdict": view["verdict"]})
         return _frame(rows)
 
     def tidy(self, pattern: str = "*") -> pd.DataFrame:
-        """Return one row per published value and kind (`published` or evidence) that has a number, for plots."""
+        """Return one row per number of a published value, for plots; `kind`: `published` or the kind of evidence."""
         rows = []
         for claim in self.documents(pattern):
             for row in claim["rows"]:
@@ -147,7 +145,7 @@ class JudgedStore:
         return _frame(rows)
 
     def to_run(self, pattern: str = "*") -> list[str]:
-        """Return the commands that create the records which these claims need and the store lacks."""
+        """Return the commands that create the records that these claims need and the store does not contain."""
         from repro.claims.run_commands import SuiteCatalogue, experiments_of
 
         known = {(record.evidence, record.label) for record in self.latest() if record.conclusive}
@@ -160,44 +158,44 @@ class JudgedStore:
         return [command.text for command in SuiteCatalogue().commands(lacking)]
 
     def experiments(self, pattern: str = "*", evidence: str = "") -> pd.DataFrame:
-        """Return one row per experiment record of any protocol: conditions, outcome, every metric."""
+        """Return one row per experiment record of any protocol version: conditions, outcome, and every metric."""
         found = (record for record in self._matching(pattern) if isinstance(record, ExperimentRecord))
         return _frame([experiment_row(record) for record in found if evidence in ("", record.evidence)])
 
     def latest(self, pattern: str = "*", evidence: str = "") -> list[ExperimentRecord]:
-        """Return the judged records: the newest conclusive one of each experiment, else its newest failure."""
+        """Return the records that decide verdicts: the newest conclusive record of each experiment, else its newest."""
         chosen = select(self.records)
         found = [r for r in [*chosen.measured, *chosen.simulated] if fnmatchcase(r.label, pattern)]
         return [record for record in found if evidence in ("", record.evidence)]
 
     def comparisons(self, pattern: str = "*") -> pd.DataFrame:
-        """Return one row per comparison of two interleaved strategies: ratio with its 95 % interval."""
+        """Return one row per comparison of two interleaved experiments: the speed ratio with its 95 % interval."""
         found = (record for record in self._matching(pattern) if isinstance(record, ComparisonRecord))
         return _frame([comparison_row(record) for record in found])
 
     def provenance(self) -> pd.DataFrame:
-        """Return one row per record of any kind and protocol: id, origin and source commit."""
+        """Return one row per record of any kind: id, time, machine, versions and commit."""
         return _frame([_origin(record) for record in self.records])
 
     @cached_property
     def shopping_list(self) -> RankedInputs:
-        """Return the unknowns of systems that affect a predicted row; the unknown that decides most rows is first."""
+        """Return the unknown inputs of systems that affect predictions; the input that decides most rows is first."""
         return rank_inputs(self.judged, self.records)
 
     @cached_property
     def implied(self) -> list[ImpliedInput]:
-        """Return the value of each unknown that the published values imply; unknowns with most rows are first."""
+        """Return the values of each unknown input that the published values imply."""
         return find_implied_inputs(self.judged, self.records)
 
     @cached_property
     def asked_again(self) -> dict[str, list[Answer]]:
-        """Return by simulated system the answers to the questions of `repro.claims.other_system`."""
+        """Return the predictions of the claims for each other system in the store (`repro.claims.other_system`)."""
         simulated = simulated_systems(self.records)
         questions = load_questions(self.ledger).asked if simulated else ()
         return {name: answer_questions(questions, self.records, load_system(name)) for name in simulated}
 
     def unknowns(self) -> pd.DataFrame:
-        """Return one row per unknown: range, numbers of affected and decided rows, the measurement to make."""
+        """Return one row per unknown input: range, counts of affected and decided rows, and how to measure it."""
         counted = ("rows", "settles", "possible")
         inputs = [one.as_dict() for one in self.shopping_list.inputs]
         counts = [{key: len(one[key]) for key in counted} for one in inputs]
@@ -208,14 +206,14 @@ class JudgedStore:
 
 
 def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
-    """Return the judged store at `results`; an empty store has analytic evidence and reference records only."""
+    """Return the records at `results` (default: `default_store()`) and the ledger; `own`: additional ledger files."""
     store = Store(Path(results) if results is not None else default_store())
     records, torn = store.readable()
     return JudgedStore(store.root, records, torn, load_ledger(own=tuple(own)), load_reference())
 
 
 def default_store() -> Path:
-    """Return `$REPRO_RESULTS`, else the nearest folder `results` here or above, else `results` here."""
+    """Return `$REPRO_RESULTS`, else the folder `results` with records here or in the nearest parent, else `results`."""
     named = os.environ.get(STORE_VARIABLE, "")
     if named:
         return Path(named)
@@ -236,7 +234,7 @@ def _counts(about: str, results: list[ClaimResult]) -> dict[str, Any]:
 
 def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for finding in row["evidence"]:  # strongest first
+    for finding in row["evidence"]:  # The strongest finding of a kind comes first.
         found.setdefault(finding["kind"], finding)
     parts = {"value": "", **{key: f"_{key}" for key in ("low", "high", "tolerance", "origin", "verdict")}}
     evidence = {f"{k}{suffix}": found.get(k, {}).get(key) for k in KINDS for key, suffix in parts.items()}
@@ -267,10 +265,10 @@ def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | str]:
-    """Trace one step of `model` on `system` in this process; return its metrics and `outcome` (`ok` or `oom`).
+    """Simulate one step of `model` on `system`; return its metrics and its `outcome` (`ok` or `oom`) by name.
 
-    `layout`: fields of `repro.Layout`, as in a suite: `dp=64, zero=2, micro_batch=8, precision="fp16"`. Names of
-    metrics are those of simulated records. Raises `ConfigError` if the layout cannot be simulated.
+    `layout`: fields of `repro.Layout`, such as `dp=64, zero=2, micro_batch=8, precision="fp16"`. Raises `ConfigError`
+    if the layout cannot be simulated.
     """
     from repro.launch.simulated import simulate_experiment
 
@@ -279,5 +277,5 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
     experiment = Experiment(name="what-if", model=known, **keys)
     record = simulate_experiment(experiment, load_system(system), "notebook")
     if record.outcome not in ("ok", "oom"):
-        raise ConfigError("layout", layout, f"one that can be simulated: {record.reason}")
+        raise ConfigError("layout", layout, says=f"cannot be simulated: {record.reason}")
     return {"outcome": record.outcome, **shown(record.metrics, record.outcome)}

@@ -1,9 +1,7 @@
 """`repro export` and `repro artifact`: tables for programs, papers and pull requests, and the artifact appendix.
 
-The appendix gives claim, command, expected value, tolerance and cost on the required cluster. It depends only on the
-ledger and the suites, not on records, so that a checkout always gives the same text. The cost of a measured command is
-a range in GPU-hours. The lower end is the arithmetic of its steps at the device's peak. The upper end is the sum of its
-experiments' time limits. `repro submit --dry-run` predicts the value in between from simulated records.
+The appendix lists the command, expected value, tolerance and GPU-hours of every claim. It depends on the ledger and the
+suites, not on records, so that a checkout always gives the same text.
 """
 
 from __future__ import annotations
@@ -39,11 +37,9 @@ if TYPE_CHECKING:
 FORMATS = ("csv", "parquet", "markdown", "latex")
 TABLES = ("headlines", "summary", "claims", "values", "experiments", "comparisons", "records", "unknowns")
 REFERENCE = "reference"
-"""Name of the table whose file is JSON lines: the measurements of a machine, as reference records of the package."""
-
-
+"""Name of the table of measurements that other stores can use as reference records, a file of JSON lines."""
 CLAIM_TABLES = ("headlines", "claims", "values")
-"""Tables whose rows belong to claims."""
+"""Names of the exported tables to which `--claims` applies, since each row belongs to a claim."""
 PAGE_COLUMNS = {
     "summary": ("about", "claims", "reproduced", "possible", "not reproduced", "not run"),
     "claims": ("claim", "published", "analytic", "simulated", "measured", "verdict"),
@@ -53,14 +49,14 @@ PAGE_COLUMNS = {
     "records": ("id", "suite", "name", "evidence", "outcome", "written"),
     "unknowns": ("unknown", "low", "high", "rows", "settles", "possible"),
 }
-"""Columns of Markdown and LaTeX tables by default: at most six, for a page of a paper."""
+"""Default columns of each table in Markdown and LaTeX, at most six, which fit a page of a paper."""
 COLUMN_UNITS = {
     "_bytes": ("GB", 1e9),
     "_seconds.median": ("s", 1.0),
     "mfu": ("%", 0.01),
     "mfu_causal": ("%", 0.01),
 }
-"""Unit and its size by the end of a column's name, in Markdown and LaTeX tables."""
+"""Unit of a column in Markdown and LaTeX tables, and its size in base units, by the ending of the column's name."""
 
 
 def write_table(
@@ -74,29 +70,28 @@ def write_table(
 ) -> int:
     """Write one table to `output`, or to standard output; parquet and `reference` need `output`.
 
-    `own`: additional ledger files. `claims`: a glob of claim ids, for the tables of claims. `columns`: names, separated
-    by commas; by default Markdown and LaTeX have `PAGE_COLUMNS`, and other formats have all columns. Raises
-    `ConfigError` for an unknown table, format, claim or column, or a missing `output`.
+    `own`: additional ledger files. `claims`: glob of claim ids, for `CLAIM_TABLES`. `columns`: names, separated by
+    commas; empty selects `PAGE_COLUMNS` for Markdown and LaTeX, else all columns. Raises `ConfigError`.
     """
     if table not in (*TABLES, REFERENCE):
         raise ConfigError("--table", table, f"one of {', '.join((*TABLES, REFERENCE))}")
     if table == REFERENCE:
         if output is None:
-            raise ConfigError("--output", "", "a file: reference records are JSON lines")
+            raise ConfigError("--output", "", "a file for the reference records (JSON lines)")
         count = write_reference(read_records(results), output)
         print(f"{count_noun(count, 'record')} in {output}.")
         return 0
     if form not in FORMATS:
         raise ConfigError("--format", form, f"one of {', '.join(FORMATS)}")
     if form == "parquet" and output is None:
-        raise ConfigError("--output", "", "a file: parquet is no text")
+        raise ConfigError("--output", "", "a file, since parquet is a binary format")
     if claims and table not in CLAIM_TABLES:
-        raise ConfigError("--claims", claims, f"left out with --table {table}, or --table {CLAIM_TABLES[0]}")
+        says = f"cannot be combined with --table {table}, only with {', '.join(CLAIM_TABLES)}"
+        raise ConfigError("--claims", claims, says=says)
     frame = build_table(results, table, own, claims)
     if claims and frame.empty:
-        raise ConfigError(
-            "--claims", claims, f"a glob of ids of the table {table}, as `repro claims --all` lists"
-        )
+        right = f"a glob that matches ids of the table {table}; `repro claims --all` lists all ids"
+        raise ConfigError("--claims", claims, right)
     chosen = [name.strip() for name in columns.split(",") if name.strip()]
     if unknown := [name for name in chosen if name not in frame]:
         raise ConfigError("--columns", unknown[0], f"one of {', '.join(map(str, frame))}")
@@ -106,7 +101,7 @@ def write_table(
     elif chosen:
         frame = frame[chosen]
     if frame.empty:
-        print(f"note: no {table} in {results}: the table is empty", file=sys.stderr)
+        print(f"note: the table is empty, because {results} has no {table}", file=sys.stderr)
     if form == "parquet":
         assert output is not None
         _parquet(frame, output)
@@ -120,10 +115,7 @@ def write_table(
 
 
 def build_table(results: Path, table: str, own: Sequence[Path] = (), claims: str = "") -> pd.DataFrame:
-    """Return one of `TABLES` from the store at `results`; an empty store has claims with analytic evidence only.
-
-    `claims`: a glob of claim ids, for `CLAIM_TABLES`.
-    """
+    """Return one of `TABLES` from the store at `results`; `claims`: glob of claim ids, for `CLAIM_TABLES`."""
     from repro.report import evidence
 
     found = evidence.read_store(results, own)
@@ -134,7 +126,7 @@ def build_table(results: Path, table: str, own: Sequence[Path] = (), claims: str
 
 
 def _with_units(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Return the columns with numbers of three digits, and with units in the headers or, for values, in the cells."""
+    """Return these columns with numbers of three digits, and with their units in the headers or the cells."""
     found = {}
     units = frame["unit"] if "unit" in frame and "unit" not in columns else [""] * len(frame)
     for name in columns:
@@ -147,7 +139,7 @@ def _with_units(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 
 
 def _cell(value: Any, size: float, unit: str) -> Any:
-    """Return a number in units of `size`, or a fraction, as text of three digits; other values are unchanged."""
+    """Return a number divided by `size` as text of three digits with its unit; return other values unchanged."""
     if isinstance(value, float | int) and value == value and (size or isinstance(value, float)):
         return append_unit(number(value / (size or 1.0)), unit)
     return value
@@ -174,7 +166,7 @@ def _filled(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parquet(frame: pd.DataFrame, output: Path) -> None:
-    # A column of numbers and words ("inf", an outcome) has no parquet type.
+    # A parquet column has one type, so columns that mix numbers with words such as "inf" are written as text.
     mixed = [name for name in frame if frame[name].map(type).nunique() > 1 and frame[name].dtype == object]
     typed = frame.assign(**{str(name): frame[name].map(_text) for name in mixed})
     try:
@@ -198,25 +190,22 @@ HOUR_S = 3600.0
 INTRODUCTION = """\
 # Artifact appendix
 
-What reviewers of a systems venue ask for: every claim with the command that tests it, the value to expect and its
-tolerance, and the cost in GPU-hours on the cluster that it needs. `make artifact` writes this file from the ledger
-(`repro/claims/*.toml`) and the suites (`suites/*.toml`); a test compares them.
+This appendix lists every claim with the command that tests it, the expected value, its tolerance, and the cost in
+GPU-hours on the required cluster. `make artifact` writes this file from the ledger (`repro/claims/*.toml`) and the
+suites (`suites/*.toml`), and a test compares the file with them.
 
-- **Here** needs no GPU: `make smoke` (two cores, minutes) measures the small twins and simulates every published
-  layout; the simulated commands below take about a second or a few for each experiment.
-- **On a cluster** `repro submit` runs the measured commands. Cost: from the arithmetic of the steps at the device's
-  peak rate to the time limits of the experiments. `repro submit SUITE --profile PROFILE --dry-run` says what is
-  predicted in between, once the store has the simulated records.
-- **Tolerance** is what is accepted, by kind of evidence; the rule is in `repro/claims/tolerance.py`. Analytic values
-  need no run: `repro claims ID` computes them.
+- **Without a GPU**, `make smoke` (two cores, minutes) measures the small twins and simulates every published layout.
+  The simulated commands below take a few seconds for each experiment.
+- **On a cluster**, `repro submit` runs the measured commands. The lower end of the cost is the arithmetic of the steps
+  at the device's peak rate, and the upper end is the sum of the experiments' time limits.
+  `repro submit SUITE --profile PROFILE --dry-run` predicts the cost from simulated records.
+- **Tolerance** is the accepted difference by kind of evidence, by the rule in `repro/claims/tolerance.py`. Analytic
+  values need no run: `repro claims ID` computes them.
 """
 
 
 def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
-    """Write the appendix to `output`, or print it, and return 0.
-
-    `own`: additional ledger files. Raises `ConfigError` if a ledger file is invalid.
-    """
+    """Write the artifact appendix to `output`, or print it; return 0. `own`: additional ledger files."""
     if output is None:
         sys.stdout.write(appendix(own))
     else:
@@ -225,7 +214,7 @@ def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
 
 
 def appendix(own: Sequence[Path] = ()) -> str:
-    """Return the appendix as Markdown."""
+    """Return the artifact appendix as Markdown; `own`: additional ledger files."""
     ledger, catalogue = load_ledger(own=tuple(own)), SuiteCatalogue()
     results = judge(ledger, [])
     parts = [INTRODUCTION, _independent(results), _overview(results, catalogue)]
@@ -238,20 +227,21 @@ def appendix(own: Sequence[Path] = ()) -> str:
 
 
 def gpu_hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> tuple[float | None, float]:
-    """Return the range of the GPU-hours of a measured command's experiments.
+    """Return the minimum and maximum of the GPU-hours of a measured command.
 
-    The lower end is the time of the steps' arithmetic at peak rate, None where the peak is unknown.
+    The minimum is the time of the steps' arithmetic at the device's peak rate, and None if this rate is unknown. The
+    maximum is the sum of the experiments' time limits.
     """
     known = catalogue.suites[found.suite]
     chosen = [entry for entry in known.entries if entry.experiment.name in found.names]
-    # An experiment that is expected to run out of memory has no steps.
+    # An experiment that must run out of memory completes no step.
     least = [_arithmetic_hours(entry.experiment) if entry.expect != "oom" else 0.0 for entry in chosen]
     most = sum(e.experiment.limits.timeout_s * e.experiment.layout.world / HOUR_S for e in chosen)
     return None if None in least else sum(hours or 0.0 for hours in least), most
 
 
 def _arithmetic_hours(experiment: Experiment) -> float | None:
-    """Return the GPU-hours of all steps at the device's peak rate; None where the peak is unknown."""
+    """Return the GPU-hours of all steps of an experiment at the device's peak rate; None if the rate is unknown."""
     layout, training = experiment.layout, experiment.training
     peak = load_system(experiment.system).device.peak_flops.get(layout.precision)
     if peak is None or peak.value is None:
@@ -261,7 +251,7 @@ def _arithmetic_hours(experiment: Experiment) -> float | None:
 
 
 def _overview(results: list[ClaimResult], catalogue: SuiteCatalogue) -> str:
-    """Return a table with one row per suite and system: the total cost for all claims."""
+    """Return a Markdown table of the cost of all measured evidence, with one row per suite and system."""
     wanted = [entry for result in results for entry in run_commands.experiments_of(result.claim.rows)]
     lines = ["| suite | needs | experiments | GPU-hours |", "|---|---|---|---|"]
     for found in catalogue.commands(dict.fromkeys(wanted)):
@@ -272,7 +262,7 @@ def _overview(results: list[ClaimResult], catalogue: SuiteCatalogue) -> str:
 
 
 def _independent(results: list[ClaimResult]) -> str:
-    """Return the paragraph with the number of independent quantities among the ledger's values, by kind of evidence."""
+    """Return a paragraph about the number of independent quantities in the ledger, by kind of evidence."""
     found = count_independent(results, possible=True)
     kinds = ", ".join(f"{found[kind].tested} {kind}" for kind in KINDS)
     rows = [row.findings for result in results for row in result.rows]
@@ -312,7 +302,7 @@ def _row(row: RowResult, result: ClaimResult) -> str:
     for finding in sorted(row.findings, key=lambda finding: KINDS.index(finding.kind)):
         rules.setdefault(finding.tolerance, []).append(ITSELF if finding.itself else finding.kind)
     rule = "; ".join(f"{', '.join(dict.fromkeys(kinds))}: {rule}" for rule, kinds in rules.items())
-    return f"| {_plain(view['label'])} | {_plain(view['published'])} | {_plain(rule) or 'no expression tests it yet'} |"
+    return f"| {_plain(view['label'])} | {_plain(view['published'])} | {_plain(rule) or 'not tested yet'} |"
 
 
 def _note(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
@@ -332,5 +322,5 @@ def _hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
 
 
 def _plain(words: str) -> str:
-    """Escape text for a cell of a Markdown table."""
+    """Return text that is escaped for a cell of a Markdown table."""
     return words.replace("|", "\\|").replace("\n", " ")

@@ -1,4 +1,4 @@
-"""Claims and records as text for the page: every row of a claim with all its evidence, records and their origins."""
+"""Claims, records and origins of records as dictionaries of text for the templates of the page."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ VERDICT_SIGNS = {
     verdicts.DEPENDS: "±",
     verdicts.ERRATUM: "!",
 }
-"""Sign of each verdict, because colour alone must not distinguish verdicts."""
+"""Sign that distinguishes each verdict in addition to its colour."""
 
 
 def anchor(kind: str, name: str) -> str:
-    """Return the anchor of the record `suite/name` in `experiments.html`."""
+    """Return the HTML anchor of the record `suite/name` on the page of experiments."""
     return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.').replace(' ', '-')}"
 
 
 def claim_view(result: ClaimResult, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:
-    """Return the fields of a claim and of its result, and further data that the page shows about the claim."""
+    """Return the values that the template of a claim's page uses."""
     claim = result.claim
     read = list(dict.fromkeys([*experiments_of(claim.rows), *_measured_at_published_scale(result)]))
     return {
@@ -63,7 +63,7 @@ def claim_view(result: ClaimResult, ledger: Ledger, catalogue: SuiteCatalogue) -
 
 
 def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
-    """Return the experiments that the ledger lists as simulated and the store also has as measured."""
+    """Return kind and name of the measured experiments at the published scale that a claim's result reads."""
     return [
         (finding.kind, name)
         for row in result.rows
@@ -74,7 +74,7 @@ def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
 
 
 def _cell(result: ClaimResult, name: str) -> dict[str, str]:
-    """Return the cell of one kind of evidence for a claim: a single value, or the count of the ledger table."""
+    """Return text, scale and verdict of one kind of evidence: a claim's only value, or a count of reproduced values."""
     words = count_text(result, name)
     kind = result.kind(name)
     if kind is None or kind.decided == 0:
@@ -85,13 +85,13 @@ def _cell(result: ClaimResult, name: str) -> dict[str, str]:
     elif kind.decided < kind.rows:
         words += f" ({kind.rows - kind.decided} not run)"
     shown = kind.verdict
-    if shown == verdicts.NOT_RUN:  # missing runs alone are not a failure if all executed rows agree
+    if shown == verdicts.NOT_RUN:  # Some rows have no run, so only the rows with a run decide.
         shown = verdicts.REPRODUCED if kind.reproduced == kind.decided else verdicts.POSSIBLE
     return {"text": words, "scale": kind.scale, "verdict": shown}
 
 
 def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
-    """Return one published value with all its evidence, strongest first, with every number as text."""
+    """Return one published value with all its evidence, strongest first, as text for the page."""
     row = result.row
     published = f"{row.bound} {row.published}".strip()
     if row.printed is not None:
@@ -125,14 +125,14 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
 
 
 MAX_TORNADO_BARS = 5
-"""Maximum number of unknowns in a tornado diagram, by descending effect."""
+"""Maximum number of unknown inputs in a tornado diagram; inputs with the largest effects are shown."""
 
 
 def tornado(doubt: InputUncertainty) -> list[dict[str, Any]]:
-    """Return one bar per unknown: the range of a value as this unknown alone varies.
+    """Return one bar per unknown input: the range of a predicted value when only this input varies.
 
-    `left` and `width` are percentages of the common span of all bars. `best` is the position of the value at the best
-    numbers.
+    `left`, `width` and `best` are percentages of the common axis of all bars. `best` is the position of the value with
+    the best estimates of all inputs.
     """
     shown = doubt.largest_unknowns(MAX_TORNADO_BARS)
     ends = [end for _, low, high, _ in shown for end in (low, high)] + [doubt.best]
@@ -157,31 +157,31 @@ def tornado(doubt: InputUncertainty) -> list[dict[str, Any]]:
 
 
 def _beside_the_rule(finding: Finding) -> str:
-    """Return the reason without the rule that ends the tolerance: missing records, or the effect of an interval."""
+    """Return the reason of a finding's verdict without the rule that its tolerance already contains."""
     rule = finding.tolerance.partition(": ")[2]
     return finding.reason.removeprefix(rule).removeprefix("; ") if rule else finding.reason
 
 
 def _value(finding: Finding, result: RowResult) -> str:
-    """Return the value as text, with the row's unit if it is a number."""
+    """Return the value of a finding as text, with the row's unit if the value is a number."""
     return finding.text if isinstance(finding.value, str) else append_unit(finding.text, result.row.unit)
 
 
 def _source(text: str, ledger: Ledger) -> dict[str, str]:
-    """Return a citation with the title of the cited source."""
+    """Return a citation such as `KEY sec. 3`, and the title and address of its source."""
     key = text.split(" ")[0]
     source = ledger.sources.get(key)
     return {"text": text, "title": f"{source.title}; {source.where}" if source else ""}
 
 
 def count_verdicts(claims: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the number of claims of each verdict that occurs."""
+    """Return the number of claims with each verdict, without verdicts that no claim has."""
     found = [claim["verdict"] for claim in claims]
     return {verdict: found.count(verdict) for verdict in VERDICT_SIGNS if verdict in found}
 
 
 class Machines:
-    """Origins of records: one entry per machine, source state and set of versions, numbered from 1."""
+    """Origins of records: one entry per combination of machine, commit and package versions, numbered from 1."""
 
     def __init__(self, records: Iterable[Record]):
         groups: dict[tuple[str, ...], list[Record]] = {}
@@ -189,7 +189,7 @@ class Machines:
             groups.setdefault(_origin(record), []).append(record)
         self._numbers = {origin: number for number, origin in enumerate(groups, 1)}
         self.entries: list[dict[str, Any]] = []
-        """Newest first."""
+        """Texts about each origin for the page, the origin of the newest record first."""
         for origin, members in groups.items():
             written = sorted(record.written[:19].replace("T", " ") for record in members)
             found = {"records": len(members), "first": written[0], "last": written[-1]}
@@ -198,7 +198,7 @@ class Machines:
             self.entries.append(number | describe_origin(provenance) | found | {"provenance": provenance})
 
     def number(self, record: Record) -> int:
-        """Return the number of the entry with the origin of `record`."""
+        """Return the number of the origin of `record`."""
         return self._numbers[_origin(record)]
 
 
@@ -207,7 +207,7 @@ def _origin(record: Record) -> tuple[str, ...]:
 
 
 def describe_origin(provenance: Provenance) -> dict[str, str]:
-    """Return a record's machine, versions and source, each in a few words; `unknown` without a value."""
+    """Return machine, versions and commit of a record as short texts by name; an unknown value is `unknown`."""
     cpu, packages = provenance.get("cpu") or {}, provenance.get("packages") or {}
     memory, gpus = provenance.get("memory") or {}, provenance.get("gpus") or []
     names = [str(gpu.get("name")) for gpu in gpus]
@@ -224,7 +224,7 @@ def describe_origin(provenance: Provenance) -> dict[str, str]:
 
 
 def _commit(provenance: Provenance) -> str:
-    """Return the commit, such as `3300ebc0a1b2`, with the hash of the uncommitted difference if there is one."""
+    """Return the first 12 digits of the commit, with the hash of uncommitted changes if there are any."""
     git = provenance.get("git") or {}
     if not git.get("commit"):
         return "not a checkout" if not git else f"no commit, tree {git.get('diff')}"
@@ -232,11 +232,11 @@ def _commit(provenance: Provenance) -> str:
 
 
 SIZES = {"states_gb": "memory.states_bytes", "peak_gb": "memory.peak_bytes", "sent_gb": "comm.sent_bytes"}
-"""Metric of each column in GB."""
+"""Metric of each column of memory or traffic in the table of experiments, which is in GB."""
 
 
 def record_row(record: ExperimentRecord) -> dict[str, Any]:
-    """Return one row of the table of experiments: its columns, and `facts`, further values as text by their labels."""
+    """Return one row of the table of experiments, with further values as text by their labels in `facts`."""
     metrics, layout, basis = record.metrics, record.experiment.layout, basis_of_record(record)
     is_simulated = record.evidence == SIMULATED
     facts = _simulated_facts(record, basis) if is_simulated else _measured_facts(record)
@@ -267,7 +267,7 @@ def _measured_facts(record: ExperimentRecord) -> dict[str, str]:
         "Step time, 20 % to 80 % of steps": " to ".join(ends) if STEP_SECONDS in metrics else "",
         "Tokens per second": units.number(metrics.get("tokens_per_s")),
         "Resident memory of the process": units.size(metrics.get("memory.rss_peak_bytes")),
-        "GPU memory outside of torch": "" if outside is None else units.size(outside),
+        "GPU memory outside torch's allocator": "" if outside is None else units.size(outside),
         "Last loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NO_VALUE,
         "Engine": record.experiment.engine,
     }
@@ -288,7 +288,7 @@ def _simulated_facts(record: ExperimentRecord, basis: str) -> dict[str, str]:
 
 
 def _peak_place(role: SimulatedRole | None) -> str:
-    """Return the phase and stage of the fullest rank's memory peak, such as `backward, first stage`."""
+    """Return phase and pipeline stage of the memory peak, such as `backward, first stage`."""
     if role is None:
         return ""
     stage = "" if role.name == "all" else f", {role.name} stage"

@@ -1,4 +1,4 @@
 """Files, processes, worker pools, units, tables and console output.
 
-The package has no knowledge of training: every other package may import it, and it imports none of them.
+Every other package may import this package, which imports none of them.
 """

@@ -1,4 +1,4 @@
-"""Terminal output: consoles, tables without frames that can be copied and searched, and JSON documents."""
+"""Terminal output: consoles, tables without frames, and JSON documents."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 MIN_COLUMNS = 20
-"""Minimum width of the output in columns, whatever `COLUMNS` is."""
+"""Minimum width of the output in columns, even if the environment variable `COLUMNS` is smaller."""
 PAGE_COLUMNS = 100
-"""Width in columns of one screen, for output to a pipe or a file while `COLUMNS` is not set."""
+"""Width in columns of output to a pipe or a file without the environment variable `COLUMNS`."""
 MIN_TABLE_COLUMNS = 80
-"""Width of a terminal below which a table that needs more columns than it has is printed as blocks."""
+"""Minimum width in columns of a terminal in which cells may wrap; below it, rows of wide tables become blocks."""
 
 
 def stdout(least: int = 0) -> Console:
-    """Return a console for standard output, without highlighting.
+    """Return a console for standard output, without highlighting of numbers and names.
 
-    `least`: its minimum width in columns where neither a terminal nor `COLUMNS` gives one.
+    `least`: minimum width in columns if neither a terminal nor the environment variable `COLUMNS` sets the width.
     """
     from rich.console import Console
 
@@ -38,14 +38,14 @@ def stdout(least: int = 0) -> Console:
 
 
 def stderr() -> Console:
-    """Return a console for standard error, without highlighting."""
+    """Return a console for standard error, without highlighting of numbers and names."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
 
 
 def show_progress(text: str) -> AbstractContextManager[object]:
-    """Return a context that shows `text` and the elapsed time if standard error is a terminal."""
+    """Return a context manager that shows `text` and the elapsed time if standard error is a terminal."""
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -64,10 +64,9 @@ def print_json(document: Any) -> None:
 
 
 def print_page(*parts: str | Table, command: str = "", console: Console | None = None) -> None:
-    """Print paragraphs, wrapped between words, and tables after an empty line; empty parts are left out.
+    """Print paragraphs, wrapped between words, and tables, each after an empty line; skip empty parts.
 
-    `command`: the command to enter next; a backslash at the end of a line continues it on the next line.
-    `console`: None for standard output with `PAGE_COLUMNS`.
+    `command`: command that the user may enter next, printed after `Next:`.
     """
     console = console or stdout(PAGE_COLUMNS)
     after_table = False
@@ -95,10 +94,11 @@ def new_table(
     gap: int = 2,
     below: int = 0,
 ) -> Table:
-    """Return a table of text (`left`: the first so many columns, or those headings) and right-aligned numbers.
+    """Return a table without a frame.
 
-    Only the columns of `wrap` are broken into lines, between words.  Where the terminal is too narrow for that, each
-    row becomes a block of lines `heading: value`.  `gap`: columns between columns; `below`: empty lines between rows.
+    `left`: headings of the left-aligned columns, or the number of left-aligned columns; others are right-aligned.
+    `wrap`: headings of the columns whose cells may have several lines.  In a terminal that is too narrow, each row
+    becomes a block of lines `heading: value`.  `gap`: spaces between columns.  `below`: empty lines between rows.
     """
     made = _whole_words(box=None, pad_edge=False, padding=(0, gap, below, 0), header_style="bold")
     for i, heading in enumerate(headings):
@@ -110,24 +110,24 @@ def new_table(
 
 
 def new_facts_table() -> Table:
-    """Return an empty table of two columns without headings, a name and its description."""
+    """Return an empty table without headings for pairs of a name and its description."""
     made = new_table("", "", left=2, wrap=("",))
     made.show_header, made.columns[0].style, made.columns[0].no_wrap = False, "dim", True
     return made
 
 
 def _whole_words(**settings: Any) -> Table:
-    """Return a table that shows the letters of its cells as they are and breaks them only between words."""
+    """Return a table that prints cells without markup and breaks their lines only between words."""
     from rich.table import Table
     from rich.text import Text
 
     class WholeWords(Table):
         def add_row(self, *cells: Any, **named: Any) -> None:
-            """Add a row without markup: rich takes `[engines]` for a style and leaves it out."""
+            """Add a row of plain text, because rich interprets `[engines]` in a string as a style and omits it."""
             super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **named)
 
         def _widths(self, console: Any, options: Any) -> tuple[list[int], list[int]]:
-            """Return the widths of the columns with whole words, and with whole lines."""
+            """Return the widths of the columns if every word, and if every line, is unbroken."""
             ranges = [self._measure_column(console, options.update_width(10**6), c) for c in self.columns]
             least = [r.maximum if c.no_wrap else r.minimum for r, c in zip(ranges, self.columns, strict=True)]
             return least, [r.maximum for r in ranges]
@@ -152,7 +152,7 @@ def _whole_words(**settings: Any) -> Table:
             return super().__rich_console__(console, options)
 
         def _blocks(self, console: Any, columns: int, is_headed: bool) -> Iterator[Text]:
-            """Yield the lines of each row; a row whose first cell is empty continues the block before it."""
+            """Yield lines `heading: value` for each row; a row with an empty first cell continues the block above."""
             rows: list[tuple[Any, ...]] = list(zip(*(column.cells for column in self.columns), strict=True))
             has_names = any(row[0] for row in rows)
             for number, row in enumerate(rows):
@@ -175,9 +175,9 @@ def _whole_words(**settings: Any) -> Table:
 
 
 def sparkline(console: Console, values: Sequence[float | None], columns: int = 10) -> str:
-    """Return `values` as a curve of at most `columns` characters, the minimum at the bottom and None as a blank.
+    """Return a curve of `values` as text of at most `columns` characters, which show means of consecutive values.
 
-    With more values than columns, a column shows the mean of its values.
+    The height of a character is relative to the range of the means; a blank stands for None.
     """
     levels = "▁▂▃▄▅▆▇█" if console.encoding.startswith("utf") else "_.-~=+*#"
     count = min(columns, len(values))

@@ -1,4 +1,4 @@
-"""Optional packages: which extra provides each of them, and the command that installs an extra here."""
+"""Optional packages: the extra of this distribution that requires each package, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXTRAS = {
     "ipykernel": "notebooks",
     "ipywidgets": "notebooks",
 }
-"""Package as it is imported -> extra."""
+"""Extra of `pyproject.toml` that requires a package, by the name under which Python imports the package."""
 
 
 def is_installed(package: str) -> bool:
@@ -46,36 +46,35 @@ def is_installed(package: str) -> bool:
 
 
 def require_extras(*extras: str) -> None:
-    """Check that every package of some extras is installed.  Raises `ModuleNotFoundError`."""
+    """Raise `ModuleNotFoundError` if a package of one of the `extras` is not installed."""
     for package, extra in EXTRAS.items():
         if extra in extras and not is_installed(package):
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def missing_package_hint(package: str) -> str:
-    """Return one line about a package that an import did not find; empty if no extra provides the package."""
+    """Return one line that names the extra of a missing package and its installation; empty if no extra requires it."""
     name = package.partition(".")[0]
     extra = EXTRAS.get(name)
     return f"{name} is not installed. Install the extra {extra}: {installation(extra)}" if extra else ""
 
 
 def installation(extra: str) -> str:
-    """Return the shell command that installs the packages of an extra for the running interpreter."""
+    """Return the shell command that installs all packages of `extra` for the running Python."""
     return install_command(*requirements(extra))
 
 
 def install_command(*packages: str) -> str:
-    """Return the shell command that installs requirements for the running interpreter, by pip or else by uv."""
+    """Return the shell command that installs `packages` for the running Python, with pip or, without pip, with uv."""
     python = shlex.quote(sys.executable)
     install = f"{python} -m pip install" if is_installed("pip") else f"uv pip install --python {python}"
     return f"{install} {shlex.join(packages)}"
 
 
 def requirements(extra: str) -> list[str]:
-    """Return the requirements of an extra, from the installed metadata or else from the checkout.
+    """Return the requirements of an extra, from the installed metadata or else from `pyproject.toml`.
 
-    The command cannot be `pip install 'repro[EXTRA]'`: the package index has another project of that name, and the
-    wheel or the folder that repro was installed from may be deleted.
+    `pip install 'repro[EXTRA]'` is not possible, because another project has the name `repro` in the package index.
     """
     try:
         lines = metadata.requires("repro") or []

@@ -1,4 +1,4 @@
-"""Atomic replacement of files, JSON files, durable writes and digests."""
+"""Files: atomic replacement, JSON, writes that survive a power failure, and SHA-256."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from typing import Any
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write `content` to `path` so that a reader sees either the old file or the complete new one.
+    """Write `content` to `path` atomically: a reader sees either the old file or the complete new file.
 
-    The partial file has a unique name in the folder of `path`, so that writers on several nodes do not collide.
-    `durable`: whether content and name are on disk when the function returns.
-
-    Raises:
-        OSError: The error names `path`; no partial file remains.
+    The temporary file has a unique name in the folder of `path`, so that writers on several nodes do not collide.
+    `durable`: whether to wait until content and name are on disk.  Raises `OSError` with `path` as its file name.
     """
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
@@ -40,7 +37,7 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path`, which may be a device.  Raises `OSError` that names `path`, also on a full disk."""
+    """Write `content` to `path`, which may be a device.  Raises `OSError` with `path` as its file name."""
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
@@ -52,12 +49,12 @@ def _about(path: Path, error: OSError) -> OSError:
 
 
 def write_json(path: Path, document: Any, *, durable: bool = False) -> None:
-    """Replace `path` by `document` as JSON; see `replace`."""
+    """Write `document` as JSON to `path` with `replace_file`."""
     replace_file(path, json.dumps(document), durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file is missing or has no complete object."""
+    """Return the JSON object in a file; empty if the file is missing or contains no complete JSON object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -75,7 +72,7 @@ def sha256_digest(path: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the names in `folder` to disk."""
+    """Wait until the names of created and renamed files in `folder` are on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

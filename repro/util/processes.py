@@ -1,4 +1,4 @@
-"""Processes of this machine: cores, memory, core affinity and garbage collection, and pools of worker processes."""
+"""Cores, memory, core affinity and garbage collection of this process, and pools of worker processes."""
 
 from __future__ import annotations
 
@@ -19,87 +19,86 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Parameters of glibc's `mallopt`, from malloc.h."""
+"""Numbers of the parameters of glibc's `mallopt`, from malloc.h."""
 _NEVER_TRIM = 2**31 - 1
 HEAP_PEAKS = 3
-"""Reserved heap as a multiple of a step's peak.  In the first five steps, blocks move within 2.4 times the peak."""
+"""Heap that `reserve_heap` touches, in multiples of a step's peak memory; the first five steps touch up to 2.4."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when process `parent` dies, even of SIGKILL; without effect outside Linux.
+    """Let Linux kill this process when its parent process dies for any reason; do nothing on other systems.
 
-    `parent` 0 means no parent.  Raises `OSError` if the kernel refuses.
+    `parent`: process id of the parent; 0 does nothing.  Raises `OSError` if the kernel refuses.
     """
     if not parent or not sys.platform.startswith("linux"):
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # the parent died before the call above
+    if os.getppid() != parent:  # The parent died before `prctl`, so no signal comes.
         os._exit(1)
 
 
 def usable_cores() -> int:
-    """Return the number of logical cores that the scheduler lets this process use."""
+    """Return the number of logical cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def available_bytes() -> int:
-    """Return the available host memory in bytes."""
+    """Return the host memory in bytes that processes can allocate without swapping."""
     import psutil
 
     return int(psutil.virtual_memory().available)
 
 
 def memory_and_swap() -> int:
-    """Return the sum of available host memory and free swap in bytes, an upper bound of any allocation."""
+    """Return the available host memory plus the free swap space in bytes."""
     import psutil
 
     return available_bytes() + int(psutil.swap_memory().free)
 
 
 def count_compute_cores(cores: int) -> int:
-    """Return the number of a machine's cores on which the ranks of an emulated network compute.
+    """Return the number of a machine's `cores` on which the ranks of an emulated network compute: one half of them.
 
-    The other half carries messages.  The kernel's work for messages would otherwise interrupt a rank's computation
-    and count as its processor time.  A single core does both.
+    The other half sends and receives messages, which would interrupt the computation of a rank on the same core.  A
+    single core does both.
     """
     return max(1, cores // 2)
 
 
 class CoreAssignment:
-    """The cores that this process may use, divided into one compute core and the cores for messages."""
+    """One core for the computation of this process, and the cores for its network messages."""
 
-    def __init__(self, place: int):
-        """`place`: index of this process among the processes on these cores."""
+    def __init__(self, index: int):
+        """Choose the cores of the process with this `index` among the processes that share the usable cores."""
         cores = sorted(os.sched_getaffinity(0))
         compute = cores[: count_compute_cores(len(cores))]
-        self.compute = {compute[place % len(compute)]}
-        """Core of this process's computation."""
+        self.compute = {compute[index % len(compute)]}
+        """Id of the core on which the process computes, as a set."""
         self.messages = set(cores[len(compute) :]) or set(cores)
-        """Cores that carry messages; with a single core, the compute core."""
+        """Ids of the cores for the threads that send and receive messages."""
 
     def apply(self) -> None:
-        """Put this thread on its compute core, and the other threads of the process on the cores for messages.
+        """Bind the calling thread to the compute core, and all other threads of the process to the cores for messages.
 
-        A new thread inherits the cores of its creator, so call `apply` again after threads have started.
+        A new thread inherits the affinity of its creator, so call `apply` again after threads have started.
         """
         this_thread = threading.get_native_id()
         for name in os.listdir("/proc/self/task"):
             thread = int(name)
             try:
                 os.sched_setaffinity(thread, self.compute if thread == this_thread else self.messages)
-            except ProcessLookupError:  # the thread has ended
+            except ProcessLookupError:  # The thread ended after `listdir`.
                 continue
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in this process from now on, where the C library has `mallopt`.
+    """Configure glibc to keep freed memory for later allocations; do nothing with another C library.
 
-    By default glibc returns large blocks to the kernel and requests them again at the next step.  The kernel zeroes
-    them page by page: 2 to 20 us for each 4 kB, up to half of a small step's compute.  The delay hits one rank at a
-    time, and all other ranks wait for it.
+    By default glibc returns large blocks to the kernel and requests them again at the next step.  The kernel then
+    zeroes each page of 4 kB in 2 to 20 us, which takes up to half of the compute time of a small step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -108,9 +107,9 @@ def keep_freed_memory() -> None:
 
 
 def reserve_heap(peak: int, processes: int) -> None:
-    """Touch and free heap memory for steps of at most `peak` bytes.
+    """Allocate, touch and free `HEAP_PEAKS` times `peak` bytes, so that training steps need no new pages.
 
-    `processes`: number of processes that reserve heap at the same time.  They share half of the available memory.
+    `processes`: number of processes that reserve heap at the same time, in half of the available memory together.
     """
     import torch
 
@@ -119,9 +118,9 @@ def reserve_heap(peak: int, processes: int) -> None:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Disable Python's collection of reference cycles inside the context.
+    """Disable Python's garbage collector inside the context.
 
-    Each collection costs time in proportion to the live objects, and a trace makes millions without cycles.
+    The time of a collection grows with the number of live objects, and a trace creates millions without cycles.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -134,25 +133,25 @@ def pause_garbage_collection() -> Iterator[None]:
 
 T = TypeVar("T")
 PRELOADED = ["torch", "torch.fx.experimental.symbolic_shapes"]
-"""Modules that the fork server imports once for all workers.  Traces need both, the second for their first shapes."""
+"""Modules that multiprocessing's fork server imports once for all worker processes, because all traces need them."""
 MIN_PARALLEL_TASKS = 6
-"""Minimum number of tasks for which processes are started; a process needs seconds to import torch."""
+"""Minimum number of tasks for which `Workers` starts processes, since a process needs seconds to import torch."""
 WORKER_BYTES = 2 * 2**30
-"""Maximum host memory of one trace, in bytes."""
+"""Assumed maximum host memory of one worker process, in bytes."""
 
 
 class WorkerDied(Exception):
-    """A worker process ended without a result, for example killed for lack of memory."""
+    """A worker process ended without a result, for example because the kernel killed it for lack of memory."""
 
     def __init__(self) -> None:
-        super().__init__("a worker process died: killed, perhaps for want of memory")
+        super().__init__("a worker process was killed, perhaps because the host memory was full")
 
 
 class Workers:
-    """A pool of processes, used as a context manager; its methods keep the processes for the next call."""
+    """Context manager of a pool of worker processes that start at the first call and end with the context."""
 
     def __init__(self, maximum: int = 0):
-        """`maximum`: of processes; 1 runs all tasks in this process, 0 means as many as cores and memory allow."""
+        """Limit the number of processes to `maximum`; 0: by cores and memory only, 1: run all tasks in this process."""
         limit = max(1, min(usable_cores(), available_bytes() // WORKER_BYTES))
         self.count = min(maximum or limit, limit)
         self._pool: ProcessPoolExecutor | None = None
@@ -164,17 +163,17 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pool is not None:
-            if kind is not None:  # otherwise the interpreter would wait at its end for running tasks
+            if kind is not None:  # Otherwise Python would wait at its exit for the running tasks.
                 for process in self._processes():
                     process.kill()
             self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
     def _processes(self) -> list[Any]:
-        """Return the pool's processes.  The pool itself can kill them only from Python 3.14 on."""
+        """Return the worker processes; `ProcessPoolExecutor` has a method that kills them only since Python 3.14."""
         return list((getattr(self._pool, "_processes", None) or {}).values())
 
     def start(self) -> None:
-        """Start the pool and the imports of its fork server.  After that even a single task runs in a process."""
+        """Start the pool and the imports of its fork server; `begin` and `map` then use it even for a single task."""
         if self.count > 1 and self._pool is None:
             from concurrent.futures import ProcessPoolExecutor
             from multiprocessing import forkserver, get_context
@@ -185,18 +184,18 @@ class Workers:
             forkserver.ensure_running()
 
     def map(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[T]:
-        """Return `function(*task)` of every task, in order.  Raises exceptions of `function`, and `WorkerDied`."""
+        """Return `function(*task)` for each task, in order.  Raises the exceptions of `function`, and `WorkerDied`."""
         return self.begin(function, tasks)()
 
     def begin(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> Callable[[], list[T]]:
-        """Submit tasks to the pool, and return a function that waits for the results of `map`."""
+        """Submit the tasks to the pool, and return a function that waits for them and returns the results of `map`."""
         if self.count == 1 or (self._pool is None and len(tasks) < MIN_PARALLEL_TASKS):
             return lambda: [function(*task) for task in tasks]
         futures = self._submit(function, tasks)
         return lambda: [_result(future) for future in futures]
 
     def completed(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> Iterator[T]:
-        """Yield the results in order of completion.  Two tasks or more run in processes."""
+        """Yield `function(*task)` for each task in order of completion; a single task runs in this process."""
         if min(self.count, len(tasks)) <= 1:
             for task in tasks:
                 yield function(*task)
@@ -222,7 +221,7 @@ def _result(future: Future[T]) -> T:
 
 
 def _outlive_nobody() -> None:
-    """End this worker when the process that uses the pool ends, even by SIGKILL; the fork server would wait for it."""
+    """End this worker process when the process that uses the pool ends; the fork server alone would not end it."""
     from multiprocessing import parent_process
 
     user = parent_process()
@@ -232,10 +231,10 @@ def _outlive_nobody() -> None:
 
 
 def _prepare() -> None:
-    """Set up a worker: it ends with the pool's user, ignores Ctrl-C, and uses one thread."""
+    """Initialise a worker process: it ends with the pool's user, ignores Ctrl-C, and uses one thread for operators."""
     threading.Thread(target=_outlive_nobody, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr  # the parent's output is one document
+    sys.stdout = sys.stderr  # The standard output of a command may be one JSON document.

@@ -1,4 +1,4 @@
-"""Numbers as text: decimal units (GB = 1e9 bytes), three significant digits, an en dash for a missing value."""
+"""Numbers as text with decimal units (GB = 1e9 bytes) and three significant digits; a missing value is an en dash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONG = re.compile(r"\b\d{4,}\b( bytes)?")
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return `digits` significant digits without an exponent: `1.53`, `15.0`, `12,345`; `15` for exactly 15."""
+    """Return `value` with `digits` significant digits, without an exponent: `1.53`, `12,345`; `15` for exactly 15."""
     if value is None:
         return NO_VALUE
     if value == 0 or not math.isfinite(value):
@@ -30,12 +30,12 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def size(count: float | None, digits: int = 3) -> str:
-    """Return bytes as text: `1.53 GB`, `512 B`."""
+    """Return a number of bytes as text: `1.53 GB`, `512 B`."""
     return _scaled(count, _BYTES, digits)
 
 
 def gb(count: float | None) -> str:
-    """Return bytes as GB with two decimals, for a column with aligned points."""
+    """Return a number of bytes in GB with two decimals and no unit, for a column of a table."""
     return NO_VALUE if count is None else f"{count / GB:,.2f}"
 
 
@@ -48,7 +48,7 @@ def seconds(value: float | None, digits: int = 3) -> str:
 
 
 def parameter_count(count: float) -> str:
-    """Return a number of parameters in four digits: `842`, `236.9K`, `1.558B`, `1.008T`."""
+    """Return a number of parameters as text with four digits: `842`, `236.9K`, `1.558B`, `1.008T`."""
     return _scaled(count, _PARAMETERS, digits=4, space="")
 
 
@@ -58,17 +58,17 @@ def flop(count: float) -> str:
 
 
 def flop_rate(per_s: float | None, digits: int = 3) -> str:
-    """Return FLOP/s in the unit of data sheets: `312 TFLOP/s`."""
+    """Return a rate of FLOP/s in TFLOP/s as text: `312 TFLOP/s`."""
     return NO_VALUE if per_s is None else f"{number(per_s / TERA, digits)} TFLOP/s"
 
 
 def percent(part: float, *, sign: bool = False) -> str:
-    """Return a fraction as a percentage: `7.7 %`; with `sign` as a difference, `+7.7 %`."""
+    """Return the fraction `part` as a percentage: `7.7 %`, or `+7.7 %` with `sign`."""
     return f"{100 * part:{'+' if sign else ''}.1f} %"
 
 
 def ratio(value: float, low: float | None, high: float | None) -> str:
-    """Return a ratio and its interval, if known: `1.023 times (1.010 to 1.034)`."""
+    """Return a ratio with its interval if both ends are known: `1.023 times (1.010 to 1.034)`."""
     span = f" ({low:.3f} to {high:.3f})" if low is not None and high is not None else ""
     return f"{value:.3f} times{span}"
 
@@ -79,14 +79,14 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def readable(message: str) -> str:
-    """Return an allocator's message with its bytes in the format of `size`."""
+    """Return an allocator's message with its numbers of bytes in the format of `size`, such as `1.53 GB`."""
     return _LONG.sub(lambda found: size(int(found[0].split()[0])), message)
 
 
 def common_unit(values: Iterable[float | None], unit: str) -> tuple[str, float]:
-    """Return the unit for a column of bytes (`B`), seconds (`s`) or FLOP/s (`FLOP/s`), and its size in the base unit.
+    """Return the name of the largest unit in which the largest of `values` is 1 or more, and its size in the base unit.
 
-    In this unit the largest of `values` is 1 or more.
+    `unit`: the base unit of `values`, one of `B`, `s` and `FLOP/s`.
     """
     known = {
         "B": _BYTES,
@@ -100,7 +100,7 @@ def common_unit(values: Iterable[float | None], unit: str) -> tuple[str, float]:
 def _scaled(
     value: float | None, units: tuple[tuple[str, float], ...], digits: int = 3, space: str = " "
 ) -> str:
-    """Return `value` in the largest of `units` (descending) in which the rounded value is 1 or more."""
+    """Return `value` as text in the first of `units`, in descending order, in which it rounds to 1 or more."""
     if value is None:
         return NO_VALUE
     least = 1 - 0.5 * 10.0**-digits

@@ -35,7 +35,7 @@ def test_answers_stand_beside_what_was_published(results: Path, capsys: pytest.C
     assert "3.75x 1.5x a smaller gain" in text
     assert "1.5b-dp: no record" in text
     assert "no verdicts" in text
-    assert "1 not simulated yet: `repro run again --evidence simulated --system dgx-h100`" in text
+    assert "1 answers need a simulation: `repro run again --evidence simulated --system dgx-h100`" in text
 
 
 def test_a_store_without_predictions_names_the_command_that_makes_them(
@@ -70,9 +70,9 @@ def test_json_has_every_answer(results: Path, capsys: pytest.CaptureFixture[str]
         (
             "tnlg-lambada",
             "dgx-h100",
-            "is not asked again: its family is quality, not one of throughput, memory",
+            "cannot be predicted for another system: its family is quality, not one of throughput, memory",
         ),
-        ("yuan-bubble", "dgx-h100", "is not asked again: sizes or a schedule decide it"),
+        ("yuan-bubble", "dgx-h100", "cannot be predicted for another system: sizes or a schedule decide it"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(results: Path, claim: str, system: str, right: str) -> None:

@@ -146,9 +146,7 @@ NASTY = {
     "a suite where nothing can be": Bad(
         "FILE = '/proc/x.toml': must be a file that can be written", "init /proc/x.toml"
     ),
-    "a page where a file is": Bad(
-        "--out = 's.toml': must be a folder that can be written", "report --out s.toml"
-    ),
+    "a page where a file is": Bad("--out = 's.toml': must be a writable folder", "report --out s.toml"),
     # ledgers
     "a ledger called as ours": Bad(
         "--ledger = 'yuan.toml': must be a file whose name no other ledger file has",
@@ -178,7 +176,7 @@ NASTY = {
         "exclude = 'n1\\nx': must be text of one line",
         "submit zero_r --profile dgx2 --dry-run --exclude 'n1\nx'",
     ),
-    "nodes without a cluster": Bad("--nodes = 3: must be 0 or more, with --profile", "doctor --nodes 3"),
+    "nodes without a cluster": Bad("--nodes = 3: must be 0 or more, and needs --profile", "doctor --nodes 3"),
     "jobs of nobody": Bad(
         "--results = 'nowhere': must be a folder that `repro submit`", "cancel --results nowhere"
     ),
@@ -187,10 +185,10 @@ NASTY = {
     ),
     # twins
     "a rate that is none": Bad("--within = 'nan': must be bytes/s", "twin ds-3p75x-lowbw --within nan"),
-    "the twin of nothing": Bad("CLAIM = 'nope': must be a claim of the ledger", "twin nope"),
+    "the twin of nothing": Bad("CLAIM = 'nope': must be the id of a claim", "twin nope"),
     "no step at all": Bad("--steps = 0: must be 2 or more", "twin ds-3p75x-lowbw --steps 0"),
     "a rank of nothing measured": Bad(
-        "--as-rank = 3: needs --measure", "fit --system dgx2 --gpus 8 --as-rank 3"
+        "--as-rank = 3: is allowed only with --measure", "fit --system dgx2 --gpus 8 --as-rank 3"
     ),
 }
 

@@ -92,4 +92,4 @@ def test_errors_are_one_line(
 def test_several_limits_need_a_map(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
     asked = [argument for argument in ask(tiny_model, *LIMITS) if argument != "--map"]
     assert cli.main(asked) == 2
-    assert "one size; --map takes several" in capsys.readouterr().err
+    assert "one size, or use --map" in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_curves_of_losses_as_a_picture(
         assert picture.read_bytes().startswith(head)
     assert b"parity-z3-dp2" in (tmp_path / "losses.svg").read_bytes()
     code, _, err = shown(capsys, "tight", "--results", str(store), "--plot", str(picture))
-    assert (code, "a curve of losses" in err) == (2, True)
+    assert (code, "no selected experiment trained for two steps" in err) == (2, True)
     code, _, err = shown(capsys, "--results", str(store), "--plot", str(tmp_path / "x.pdf"))
     assert (code, ".svg or .png" in err) == (2, True)
 
@@ -139,7 +139,7 @@ def test_curves_of_losses_as_a_picture(
 def test_nothing_known_is_said(store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, err = shown(capsys, "smoek", "--results", str(store))
     assert (code, out) == (2, "")
-    assert "a suite, or a glob of experiments, with results in" in err
+    assert "a suite or a glob of experiments with results in" in err
     assert err.rstrip().endswith(": smoke")
     code, _, err = shown(capsys, "--results", str(tmp_path / "nowhere"))
     assert code == 2

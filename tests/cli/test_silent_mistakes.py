@@ -97,7 +97,7 @@ def test_blank_lines_in_a_store_are_nothing_to_tell(tmp_path: Path) -> None:
 def test_an_empty_table_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pandas", reason="pandas makes the table; it is in the extra report")
     assert cli.main(["export", "--results", str(tmp_path), "--table", "records", "--format", "csv"]) == 0
-    assert capsys.readouterr().err == f"note: no records in {tmp_path}: the table is empty\n"
+    assert capsys.readouterr().err == f"note: the table is empty, because {tmp_path} has no records\n"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_a_network_stays_is_shown_runs_commands_and_goes(capfd: pytest.CaptureFi
     assert main(["lab", "up", "--nodes", "2", "--between", "8e6"]) == 0
     try:
         assert main(["lab", "up", "--nodes", "2", "--between", "8e6"]) == 2
-        assert "is up; `repro lab down` takes it down" in capfd.readouterr().err
+        assert "is already running; `repro lab down` stops it" in capfd.readouterr().err
         assert main(["lab", "status", "--json"]) == 0
         found = json.loads(capfd.readouterr().out)
         assert found["facts"]["rates"]["node sends"] == pytest.approx([8e6, 8e6], rel=0.05)

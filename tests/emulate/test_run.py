@@ -146,4 +146,4 @@ def test_a_network_that_cannot_be_had_is_an_error_of_one_line(tmp_path: Path) ->
     assert code == 1
     (record,) = experiments(tmp_path / "results")
     assert record.outcome == "error"
-    assert "MB/s on its link and not 4e+03 MB/s" in record.reason
+    assert "MB/s on its link instead of 4e+03 MB/s" in record.reason

@@ -21,7 +21,7 @@ def test_what_needs_a_cluster_is_listed_and_not_started(tmp_path: Path) -> None:
     assert out.splitlines()[:3] == [
         "faults: 2 experiments: 1 not run, 1 ok; all that can run here as expected",
         "not run: 1 experiment: needs 3072 GPUs of system selene.",
-        "`--evidence simulated` predicts 1 of them on this machine.",
+        "`--evidence simulated` can simulate 1 of these experiments on this machine.",
     ]
     records = lines(tmp_path / "results")
     assert [(record["name"], record["outcome"]) for record in records] == [("twin", "ok")]

@@ -254,7 +254,7 @@ def test_an_import_adds_records_once_and_says_what_changed(
     assert cli.main(["gpu-day", "--import", str(out), "--results", str(results)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "0 new records" in text
-    assert "1 were there already" in text
+    assert "it already had 1 others" in text
     assert "facts: failed: exit code 1" in text
     assert len(Store(results).records()) == 2
 

@@ -107,7 +107,7 @@ def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == [
         "1 experiment: 1 to run, 0 in the store, 0 not here.",
-        "Estimated time: 2 s for 1, from their last runs.",
+        "Estimated time: 2 s for 1 experiment by the last runs.",
     ]
 
 
@@ -122,7 +122,7 @@ def test_an_experiment_without_a_run_has_steps_and_no_time(
         arguments = ["run", "smoke", "--only", "states-z0-dp2", "--results", str(tmp_path), "--dry-run"]
         assert cli.main([*arguments, "--details", "--evidence", evidence]) == 0
         said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-        assert said[1] == "Estimated time: unknown for 1 without a run in this store."
+        assert said[1] == "Estimated time: unknown for 1 experiment without a record."
         assert said[-1] == row
 
 
@@ -137,7 +137,7 @@ def test_the_answer_counts_what_needs_another_machine(
     away = len(entries) - len(here)
     assert said[0] == f"{len(entries)} experiments: {len(here)} to run, 0 in the store, {away} not here."
     assert f"not run: {len(wide)} experiments: needs 128 GPUs of system dgx2." in said
-    assert f"`--evidence simulated` predicts {away} of them on this machine." in said
+    assert f"`--evidence simulated` can simulate {away} of these experiments on this machine." in said
     steps = sum(entry.experiment.training.steps for entry in here)
     assert f"4 ranks here {len(here)} {steps}" in said
 

@@ -46,4 +46,4 @@ def test_the_table_explains_more_than_once(
     capsys.readouterr()
     assert cli.main(["results", "--results", store, "s", "--details"]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert ("with m of them ZeRO 2 sends (m + 1)/2 times as much" in words) is is_noted
+    assert ("with m micro-batches ZeRO 2 sends (m + 1)/2 times" in words) is is_noted

@@ -71,9 +71,9 @@ def test_every_kind_stands_at_its_distance_from_one_process() -> None:
     assert sorted({*band.get_paths()[0].vertices[:, 1]}) == pytest.approx([1e-6, 2e-6])
     assert drawing.missing == ""
     assert "convergence/batch-32" not in drawing.records
-    assert "5 layouts in fp32 and 1 in 16 bits" in drawing.caption
+    assert "5 layouts in fp32 and 1 in fp16 or bf16" in drawing.caption
     assert (
-        "any step of an fp32 layout: 7.0e-06, of one process with its sums in another order: 2.0e-06"
+        "any step: 7.0e-06 of an fp32 layout, 2.0e-06 of one process with sums in another order"
         in drawing.caption
     )
 

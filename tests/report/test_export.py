@@ -114,9 +114,9 @@ def test_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.CaptureFix
         (["--format", "parquet"], "--output"),
         (
             ["--table", "records", "--claims", "zero-*"],
-            "--claims = 'zero-*': must be left out with --table rec",
+            "--claims = 'zero-*': cannot be combined with --table rec",
         ),
-        (["--claims", "no-such-*"], "--claims = 'no-such-*': must be a glob of ids"),
+        (["--claims", "no-such-*"], "--claims = 'no-such-*': must be a glob that matches ids"),
         (["--columns", "claim,size"], "--columns = 'size': must be one of claim, about, title"),
         (["--output", "/nowhere/x.csv"], "a file in a folder that exists"),
     ],

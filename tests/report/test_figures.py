@@ -114,14 +114,14 @@ def test_memory_that_is_not_accounted_for_is_left_out_and_said(chosen: Any) -> N
     foreign = replace(first, name="speed-torch-z0-dp2", metrics=known)
     drawing = drawn(peak_memory.draw_peaks, [*chosen.measured, foreign])
     assert "smoke/speed-torch-z0-dp2" not in drawing.records
-    assert "Left out: 1 experiments" in drawing.caption
+    assert "Omitted: 1 experiments" in drawing.caption
     assert record_row(foreign)["peak_gb"] == record_row(first)["peak_gb"] is not None
 
 
 def test_what_is_beside_torch_on_a_gpu_is_said_with_what_is_resident(chosen: Any) -> None:
     first = chosen.measured[0]
     on_gpu = replace(first, metrics={**first.metrics, "memory.context_bytes": 1.5e9})
-    outside = [record_row(one)["facts"]["GPU memory outside of torch"] for one in (first, on_gpu)]
+    outside = [record_row(one)["facts"]["GPU memory outside torch's allocator"] for one in (first, on_gpu)]
     assert outside == ["", "1.5 GB"]
 
 

@@ -190,7 +190,7 @@ def test_what_is_missing_keeps_its_place_beside_the_published_value(ledger: Ledg
     assert drawing.figure is not None
     assert [text.get_text() for text in drawing.figure.axes[1].texts].count("no\nrecord") == 10
     assert drawing.missing == "repro run suites/zero_throughput.toml --evidence simulated"
-    assert "10 of 11 published values have no result of this store" in drawing.caption
+    assert "For 10 of 11 published values this store has no result" in drawing.caption
     with figure_style():
         assert troubles(drawing.figure) == []
 
@@ -227,7 +227,7 @@ def test_what_unknown_inputs_decide_is_a_prediction_with_its_interval() -> None:
     assert ends[0] == (0, pytest.approx(0.2))
     assert ends[1] == pytest.approx((-0.3, 0.3))
     words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == ["published", "simulated", "?: possible, unknown inputs decide"]
+    assert words == ["published", "simulated", "?: possible within unknown inputs"]
 
 
 def test_a_step_that_does_not_fit_says_so(ledger: Ledger) -> None:

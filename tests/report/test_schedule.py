@@ -63,8 +63,8 @@ def test_the_drawing_shows_every_action_and_the_summary_every_cost(
         "1/4 = 25.0 % of the total time",
         "12 = 3 x (1 forward + 2 backward) + 3 idle",
         "2 micro-batches on stage 0, falling to 1 on stage 1",
-        "2 x 1/2 of the layers = 1 micro-batch through all layers; GPipe: 1.5",
-        "6 boundary tensors a step: 3 x 1 activations and as many gradients",
+        "2 x 1/2 of the layers or less, as much as 1 micro-batch of all layers; GPipe: 1.5",
+        "6 tensors per step between stages: 3 x 1 activations and as many gradients",
     ):
         assert expected in words
 
@@ -298,7 +298,7 @@ def _luminance(colour: str) -> float:
         ),
         (
             ["--pp", "2", "--micro-batches", "2", "--json", "--svg"],
-            "--json = true: must be left out with --svg",
+            "--json = true: cannot be combined with --svg",
         ),
         (["--pp", "2"], "Missing option '--micro-batches'"),
     ],

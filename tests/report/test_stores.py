@@ -118,8 +118,8 @@ def test_bad_lines_and_other_protocols_are_on_the_page_counted_where_there_are_m
     report = build_report(tmp_path / "results", tmp_path / "out")
     assert report.remarks[0] == f"{path}:1: not a record, skipped"
     assert report.remarks[10:12] == [
-        "and 15 more lines that are no records",
-        "2 records of another measurement protocol are left out: not comparable",
+        "15 more lines of the store are not records",
+        "2 records of another version of the measurement protocol are omitted, because they are not comparable",
     ]
     assert f"{path}:1: not a record" in report.page.read_text()
     assert report.experiments == 1

@@ -203,12 +203,12 @@ def test_the_command(
     picture = tmp_path / "x.svg"
     assert main(["validate", "--results", str(store), "--svg", str(picture)]) == 0
     text = capsys.readouterr().out
-    assert "1 of 1 ratios are on the right side of 1" in " ".join(text.split())
-    assert "Calibration: left out" not in text
+    assert "1 of 1 ratios are on the published side of 1" in " ".join(text.split())
+    assert "Omitted: calibration values" not in text
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["validate", "--results", str(store), "--details"]) == 0
     text = capsys.readouterr().out
-    assert "Calibration: left out" in text
+    assert "Omitted: calibration values" in text
     assert re.search(r"8B: speed-up .* published *\n", text)
     assert BASES[PUBLISHED_POINT] in " ".join(text.split())
     assert BASES[UNCALIBRATED] not in " ".join(text.split()), "nothing here rests on it"
@@ -231,7 +231,7 @@ def test_what_is_far_off_is_explained(tmp_path: Path, capsys: pytest.CaptureFixt
         opened.append(record("megatron_2019", "dec2020-v100-1b", 71.9e12))
     assert main(["validate", "--results", str(tmp_path), "--details"]) == 0
     text = capsys.readouterr().out
-    assert "other side of 1" not in text
+    assert "wrong side of 1" not in text
     section = text.partition("rows with an error above 25 %")[2].partition("in wider interval")[0]
     words = " ".join(section.split())
     assert words.count("The simulated collective spans all nodes") == 1

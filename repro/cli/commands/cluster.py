@@ -1,4 +1,4 @@
-"""Suites on a SLURM cluster (submit, status, logs, cancel, collect), and emulated networks by hand (`repro lab`)."""
+"""Commands for suites on a SLURM cluster (`repro submit`, `status`, `logs`, `cancel`, `collect`), and `repro lab`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def submit(
     profile: ProfileFile,
     only: Only = None,
     results: Results = Path("results"),
-    exclude: Annotated[str, option("Keep away from these nodes: n3,n[7-8].", "NODES")] = "",
+    exclude: Annotated[str, option("Do not run on these nodes: n3,n[7-8].", "NODES")] = "",
     dry_run: Annotated[
         bool,
         flag(
@@ -41,13 +41,13 @@ def submit(
         ),
     ] = False,
     move: Annotated[
-        bool, flag("--move", "Run cases of other systems on the profile's, named NAME@SYSTEM.")
+        bool, flag("--move", "Run experiments of other systems on the profile's, as NAME@SYSTEM.")
     ] = False,
     rerun: Rerun = False,
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Submit experiments of a suite that have no record and no job to SLURM: a job array for each shape."""
+    """Submit the experiments of a suite without a record or a job to SLURM, in one job array for each job size."""
     from repro.launch.slurm.submission.submit import submit_suite
 
     return submit_suite(suite, profile, results, only or [], exclude, dry_run, move, rerun, json, details)
@@ -56,12 +56,12 @@ def submit(
 @app.command(epilog="Example:  repro status --watch")
 def status(
     results: Results = Path("results"),
-    watch: Annotated[bool, flag("--watch", "Refresh until no case is open.")] = False,
-    every: Annotated[bool, flag("--all", "Every submission of a case, not the last alone.")] = False,
+    watch: Annotated[bool, flag("--watch", "Refresh until no experiment waits or runs.")] = False,
+    every: Annotated[bool, flag("--all", "Show every submission of a suite, not only the newest.")] = False,
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show the state of every submitted case.  Exit code 3: something is open; 1: something failed."""
+    """Show the state of every submitted experiment.  Exit code 3: some wait or run; 1: some failed."""
     from repro.report.text.cluster import print_status
 
     return print_status(results, watch, every, json, details)
@@ -69,13 +69,13 @@ def status(
 
 @app.command(epilog="Example:  repro logs fig8-c4-60b --rank 17")
 def logs(
-    case: Annotated[str, argument("A submitted case.", "CASE")],
+    case: Annotated[str, argument("Name of a submitted experiment.", "CASE")],
     results: Results = Path("results"),
     rank: Annotated[
-        OptionalInt, option("What this rank wrote; without it, the job around the ranks.", "R")
+        OptionalInt, option("Show the output of this rank. Default: output of the job script.", "R")
     ] = None,
 ) -> int:
-    """Show the last output of a case or of one of its ranks."""
+    """Show the last lines that the job of a submitted experiment, or one of its ranks, printed."""
     from repro.launch.slurm.commands import print_logs
 
     return print_logs(results, case, rank)
@@ -84,11 +84,11 @@ def logs(
 @app.command(epilog="Example:  repro cancel 'fig6-*'")
 def cancel(
     what: Annotated[
-        str, argument("A suite, a submission, a case or a glob of cases; all by default.", "WHAT")
+        str, argument("A suite, a submission, an experiment or a glob of experiments; default: all.", "WHAT")
     ] = "",
     results: Results = Path("results"),
 ) -> int:
-    """Cancel jobs that wait or run."""
+    """Cancel submitted jobs that wait or run."""
     from repro.launch.slurm.commands import cancel_jobs
 
     return cancel_jobs(results, what)
@@ -98,18 +98,18 @@ def cancel(
 def collect(
     results: Results = Path("results"),
     into: Annotated[
-        OptionalPath, folder_option("Also copy records to this folder, those that it lacks.")
+        OptionalPath, folder_option("Also copy records to this folder, except for records that it has.")
     ] = None,
     json: Json = False,
 ) -> int:
-    """Record cases that were lost or cancelled, and check every record."""
+    """Write a record for each submitted experiment that was lost or cancelled, and check every record."""
     from repro.launch.slurm.commands import collect_records
 
     return collect_records(results, into, json)
 
 
 lab = typer.Typer(
-    help="Emulated networks: ranks of this machine behind links of any rate.",
+    help="Emulated networks: ranks on this machine behind links with a limited rate.",
     epilog="Example:  repro lab check  &&  repro lab up --nodes 2 --between 8e6",
     no_args_is_help=True,
 )
@@ -117,7 +117,7 @@ lab = typer.Typer(
 
 @lab.command("check", epilog="Example:  repro lab check")
 def check_requirements() -> int:
-    """Say whether emulated networks can be had here, and if not, what is missing.  Exit code 1: they cannot."""
+    """Show whether emulated networks work on this machine, or the missing requirement.  Exit code 1: missing."""
     from repro.report.text.cluster import check_lab
 
     return check_lab()
@@ -126,22 +126,22 @@ def check_requirements() -> int:
 @lab.command("up", epilog="Example:  repro lab up --nodes 2 --ranks-per-node 2 --between 8e6")
 def start_network(
     suite: Annotated[OptionalPath, argument("A suite file.", "[SUITE.toml")] = None,
-    experiment: Annotated[str, argument("Its experiment whose network is made.", "NAME]")] = "",
-    nodes: Annotated[int, option("Without a suite: nodes.", "N")] = 2,
-    ranks_per_node: Annotated[int, option("Ranks of each node.", "N")] = 1,
-    between: Annotated[float, option("Bytes/s of a node's link.", "RATE")] = 0.0,
+    experiment: Annotated[str, argument("Experiment of the suite that has the network.", "NAME]")] = "",
+    nodes: Annotated[int, option("Number of nodes, without a suite.", "N")] = 2,
+    ranks_per_node: Annotated[int, option("Number of ranks per node.", "N")] = 1,
+    between: Annotated[float, option("Bytes/s of a node's link; required with several nodes.", "RATE")] = 0.0,
     within: Annotated[float, option("Bytes/s of a rank's own link; 0: no limit.", "RATE")] = 0.0,
 ) -> int:
-    """Make a network that stays, with every link measured."""
+    """Start an emulated network that runs until `repro lab down`, and measure all its links."""
     from repro.report.text.cluster import start_lab
 
-    asked = {"nodes": nodes, "ranks_per_node": ranks_per_node, "between": between, "within": within}
-    return start_lab(suite, experiment, asked)
+    sizes = {"nodes": nodes, "ranks_per_node": ranks_per_node, "between": between, "within": within}
+    return start_lab(suite, experiment, sizes)
 
 
 @lab.command("status", epilog="Example:  repro lab status")
 def network_status(json: Json = False) -> int:
-    """Show the running network and its measured rates.  Exit code 3: no network runs."""
+    """Show the running emulated network and the measured rates of its links.  Exit code 3: no network runs."""
     from repro.report.text.cluster import print_lab_status
 
     return print_lab_status(json)
@@ -153,10 +153,10 @@ def network_status(json: Json = False) -> int:
     epilog="Example:  repro lab exec 0 cat /proc/net/dev",
 )
 def execute_on_network(
-    rank: Annotated[int, argument("Whose network the command has.", "RANK")],
-    command: Annotated[list[str], argument("What is run.", "COMMAND...")],
+    rank: Annotated[int, argument("Rank in whose network namespace the command runs.", "RANK")],
+    command: Annotated[list[str], argument("The command with its arguments.", "COMMAND...")],
 ) -> int:
-    """Run a command where a rank of the network is."""
+    """Run a command in the network namespace of a rank of the running emulated network."""
     from repro.report.text.cluster import execute_on_rank
 
     return execute_on_rank(rank, command)
@@ -164,7 +164,7 @@ def execute_on_network(
 
 @lab.command("down", epilog="Example:  repro lab down")
 def stop_network() -> int:
-    """Take the network down.  Exit code 3: none was up."""
+    """Stop the running emulated network.  Exit code 3: no network runs."""
     from repro.report.text.cluster import stop_lab
 
     return stop_lab()

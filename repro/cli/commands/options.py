@@ -1,4 +1,4 @@
-"""Options of several commands: each with one name and one help text, and an option for every key of a layout."""
+"""Options that several commands share, and one option for each key of a layout (`repro.Layout`)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from repro.simulate.plan.candidates import LayoutQuery
 
 PANEL = "Layout"
 NO_OPTIONS = ("dp", "offload_optimizer")
-"""Keys without an option: `--gpus` gives the number of replicas, and no traced step offloads."""
+"""Keys of a layout without an option: `dp` follows from `--gpus`, and the simulation has no optimizer offload."""
 WITHOUT = {
-    "global_batch": "Without: what fills the pipeline once; for a plan 2 per GPU.",
-    "precision": "Without: fp16 before A100, then bf16; fp32 on CPUs.",
+    "global_batch": "Default: micro-batch x dp x pp; for repro plan 2 per GPU.",
+    "precision": "Default: fp16 on GPUs before A100, then bf16; fp32 on CPUs.",
 }
-"""Help on the value without the option, where it is not the default of the layout."""
+"""Help text on the default of an option whose default differs from that of the layout's key, by key."""
 
 
 def check_folder(option: typer.CallbackParam, value: Path | None) -> Path | None:
-    """Return `value`; raise `ConfigError` if it is a file."""
+    """Return the path `value` of an option; raise `ConfigError` if it is a file instead of a folder."""
     fine = value is None or value.is_dir() or not value.exists()
     require(fine, option.opts[0], str(value), "a folder; this is a file")
     return value
 
 
 def check_writable_file(option: typer.CallbackParam, value: Path | None) -> Path | None:
-    """Return `value`; raise `ConfigError` if no file can be written there."""
+    """Return the path `value` of an option; raise `ConfigError` if this path cannot be written as a file."""
     if value is not None:
         from repro.config.files import check_writable
 
@@ -48,7 +48,7 @@ def check_writable_file(option: typer.CallbackParam, value: Path | None) -> Path
 
 
 def _existing(context: typer.Context, option: typer.CallbackParam, value: Path) -> Path:
-    """Return `value`; raise `ConfigError` if it is a missing folder that the command line names."""
+    """Return the folder `value` of an option; raise `ConfigError` if the command line names it and it is missing."""
     if _given(context, option) and not value.exists():
         raise ConfigError("--results", str(value), says="no such folder")
     check_folder(option, value)
@@ -56,29 +56,29 @@ def _existing(context: typer.Context, option: typer.CallbackParam, value: Path) 
 
 
 def check_count(context: typer.Context, option: typer.CallbackParam, value: int) -> int:
-    """Return `value`; raise `ConfigError` if it is given and below 1. The default 0 means that it is not given."""
-    right = "a whole number of at least 1, or left out"
+    """Return the `value` of an option; raise `ConfigError` if it is below 1, except for the default 0."""
+    right = "a whole number of at least 1; or omit the option"
     require(not _given(context, option) or value >= 1, option.opts[0], value, right)
     return value
 
 
 def option(text: str, metavar: str | None = None, *, name: str | None = None, **settings: Any) -> Any:
-    """Return an option with the help `text`; `name`: its name, if it is not that of the parameter."""
+    """Return a command-line option with the help `text`; `name`: its name if it differs from the parameter's name."""
     return typer.Option(*filter(None, [name]), help=text, metavar=metavar, **settings)
 
 
 def argument(text: str, metavar: str) -> Any:
-    """Return an argument with the help `text`."""
+    """Return a positional argument with the help `text`."""
     return typer.Argument(help=text, metavar=metavar)
 
 
 def flag(name: str, text: str) -> Any:
-    """Return a switch without a negation."""
+    """Return an option without a value, and without an option `--no-NAME`."""
     return option(text, name=name)
 
 
 def count_option(text: str, metavar: str | None = None) -> Any:
-    """Return an option for a count, without a default that help shows."""
+    """Return an option for a number of at least 1, whose default the help does not show."""
     return option(text, metavar, callback=check_count, show_default=False)
 
 
@@ -88,16 +88,16 @@ def file_option(text: str, metavar: str | None = None) -> Any:
 
 
 def layout_option(text: str, metavar: str | None = None, **settings: Any) -> Any:
-    """Return an option in the panel of the layout."""
+    """Return an option that the help lists under the heading `Layout`."""
     return option(text, metavar, rich_help_panel=PANEL, **settings)
 
 
 def folder_option(text: str, name: str | None = None) -> Any:
-    """Return an option for a folder."""
+    """Return an option for a folder; an existing file is an error."""
     return option(text, "DIR", name=name, callback=check_folder)
 
 
-# typer evaluates annotations on Python 3.10 as well.
+# typer evaluates these annotations at run time, on every supported version of Python.
 OptionalInt = Optional[int]  # noqa: UP045
 OptionalNames = Optional[list[str]]  # noqa: UP045
 OptionalPath = Optional[Path]  # noqa: UP045
@@ -111,26 +111,26 @@ def _given(context: typer.Context, option: typer.CallbackParam) -> bool:
 
 
 Json = Annotated[bool, flag("--json", "Print one JSON document and nothing else.")]
-Details = Annotated[bool, flag("--details", "Print all results, not one screen of them.")]
-SuiteFiles = Annotated[OptionalPaths, argument("Suites: files, or names of packaged ones.", "SUITE...")]
-SuiteFile = Annotated[Path, argument("A suite: a file, or the name of a packaged one.", "SUITE")]
+Details = Annotated[bool, flag("--details", "Print all results instead of one screen.")]
+SuiteFiles = Annotated[OptionalPaths, argument("Suite files, or names of packaged suites.", "SUITE...")]
+SuiteFile = Annotated[Path, argument("A suite file, or the name of a packaged suite.", "SUITE")]
 Only = Annotated[
     OptionalNames, option("Only experiments of this name or glob; may be repeated.", "GLOB", name="--only")
 ]
-Rerun = Annotated[bool, flag("--rerun", "Run again what the store already holds.")]
+Rerun = Annotated[bool, flag("--rerun", "Also run experiments that already have a record.")]
 ProfileFile = Annotated[
-    Path, option("How the site's SLURM is asked: a file, or a packaged name.", "PROFILE", name="--profile")
+    Path, option("SLURM settings of the cluster: a file, or a packaged name.", "PROFILE", name="--profile")
 ]
 Results = Annotated[Path, folder_option("Where records are stored.", name="--results")]
 StoredResults = Annotated[
     Path, option("Where records are stored.", "DIR", name="--results", callback=_existing)
 ]
 Ledger = Annotated[
-    OptionalPaths, option("Judge the claims of this file too; may be repeated.", "FILE.toml", name="--ledger")
+    OptionalPaths, option("Also judge this file of claims; may be repeated.", "FILE.toml", name="--ledger")
 ]
 
 ModelName = Annotated[
-    str, option("A model's name, its file, or FILE.toml:NAME.", "M", name="--model", show_default=False)
+    str, option("Model: a name, a file, or FILE.toml:NAME.", "M", name="--model", show_default=False)
 ]
 LaunchSource = Annotated[
     OptionalPath,
@@ -144,16 +144,16 @@ LaunchSource = Annotated[
 LaunchFramework = Annotated[
     str,
     option(
-        "Write what launches the layout: megatron, torchtitan, deepspeed or nanotron.",
+        "Write launch files of this framework: megatron, torchtitan, deepspeed or nanotron.",
         "NAME",
         show_default=False,
     ),
 ]
-LaunchFolder = Annotated[OptionalPath, folder_option("The folder of the files of --launch.", name="--output")]
+LaunchFolder = Annotated[OptionalPath, folder_option("Folder for the files of --launch.", name="--output")]
 
 
 def first_sentences(kind: type[Any]) -> dict[str, str]:
-    """Return the first sentence of the text under each field of a dataclass, without backticks."""
+    """Return the first sentence of each field's docstring in a dataclass, without backticks, by field name."""
     tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
     body = next(
         node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__
@@ -167,12 +167,12 @@ def first_sentences(kind: type[Any]) -> dict[str, str]:
 
 
 def _layout_options() -> dict[str, tuple[Any, Any]]:
-    """Return type and option of each field of `Layout` that is a number, a word or a switch, by name of the field."""
+    """Return type and option of each field of `Layout` that is an `int`, a `str` or a `bool`, by field name."""
     hints, sentences = get_type_hints(Layout), first_sentences(Layout)
     found = {}
     for field in dataclasses.fields(Layout):
         hint = hints[field.name]
-        # `tuple[int, ...]` is no class, although `isinstance(hint, type)` is true for it in Python 3.10.
+        # In Python 3.10 `isinstance(hint, type)` is also true for `tuple[int, ...]`, which `issubclass` rejects.
         is_class = isinstance(hint, type) and get_origin(hint) is None
         hint, is_class = (bool, True) if hint == bool | str else (hint, is_class)
         kind = next((kind for kind in (bool, int, str) if is_class and issubclass(hint, kind)), None)
@@ -204,12 +204,12 @@ def _parameter(
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-_SOFTWARE = f"Settings of a report's software, over which options take precedence: {', '.join(SOFTWARE)}."
-_SELECTIVE = "Recompute the core of attention alone (recompute = selective)."
-_SEQ = "Tokens of a sample; by default those of the model. Learned positions allow no more."
+_SOFTWARE = f"Layout keys of a published software, which other options override: {', '.join(SOFTWARE)}."
+_SELECTIVE = "Recompute only the core of attention: scores, softmax, dropout (recompute = selective)."
+_SEQ = "Tokens per sample; default and maximum with learned positions: the model's sequence length."
 QUESTION = [
-    _parameter("system", str, option("A system's name, or its file.", "S", name="--system")),
-    _parameter("gpus", int, option("Devices: tp x cp x pp x dp.", "N", name="--gpus")),
+    _parameter("system", str, option("Name or file of a system.", "S", name="--system")),
+    _parameter("gpus", int, option("Number of devices: tp x cp x pp x dp.", "N", name="--gpus")),
     _parameter("software", str, layout_option(_SOFTWARE, "NAME", show_default=False), ""),
     *(_parameter(key, *kind_and_option, None) for key, kind_and_option in LAYOUT.items()),
     _parameter("recompute_selective", bool, layout_option(_SELECTIVE, name="--recompute-selective"), False),
@@ -217,16 +217,16 @@ QUESTION = [
     _parameter(
         "memory_limit",
         str,
-        option("Take the device's memory for this much: 32GB, 32GiB or 16e9.", "SIZE"),
+        option("Device memory, instead of the system's: 32GB, 32GiB or 16e9.", "SIZE"),
         "",
     ),
-    _parameter("expandable", bool, flag("--expandable", "torch's expandable segments."), False),
+    _parameter("expandable", bool, flag("--expandable", "Use torch's expandable segments."), False),
 ]
-"""Options of a `LayoutQuery`: a system, and every key of a layout. A key without its option is absent."""
+"""Parameters of a command that takes a `LayoutQuery`: system, devices, and one option for each key of a layout."""
 
 
 def question_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Return `command` with the options of `QUESTION` in place of its parameter `asked`; errors name the option."""
+    """Return `command` with the parameters `QUESTION` in place of its parameter `asked`; errors name the option."""
     taken = list(inspect.signature(command, eval_str=True).parameters.values())
     at = next(i for i, parameter in enumerate(taken) if parameter.name == "asked")
     own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in taken]
@@ -256,9 +256,9 @@ def _layout_query(given: dict[str, Any]) -> LayoutQuery:
 
 
 def read_alternative(context: typer.Context, option: str, text: str) -> tuple[str, LayoutQuery]:
-    """Return the model and the query of the running command after the options in `text` replace its own.
+    """Return the model and the query of the running command with the changes that the options in `text` make.
 
-    Raises `ConfigError` about `option`, which has this text, if it contains anything else.
+    `option`: name of the option whose value is `text`. Raises `ConfigError` if `text` contains other options.
     """
     values, names = dict(context.params), ("model", *(parameter.name for parameter in QUESTION))
     given, rest, order = context.command.make_parser(context).parse_args(shlex.split(text))
@@ -274,7 +274,7 @@ def read_alternative(context: typer.Context, option: str, text: str) -> tuple[st
 
 
 def as_option(error: ConfigError, options: Container[str]) -> ConfigError:
-    """Return `error` with the option that sets its key in place of the key; an error about a file is unchanged."""
+    """Return `error` with the name of the option instead of the key that it sets; errors about a file are unchanged."""
     if error.file or error.key not in options:
         return error
     return error.for_key(f"--{error.key.replace('_', '-')}")

@@ -1,5 +1,4 @@
-"""Commands that predict, and what predictions rest on: `repro simulate`, `fit`, `plan`, `calibrate` and
-`validate`."""
+"""Commands for predictions and their accuracy: `repro simulate`, `fit`, `plan`, `twin`, `calibrate`, `validate`."""
 
 from __future__ import annotations
 
@@ -47,13 +46,13 @@ def simulate(
     asked: LayoutQuery,
     model: ModelName = "",
     timeline: Annotated[
-        OptionalPath, file_option("Write when everything happens, for ui.perfetto.dev.", "FILE.json")
+        OptionalPath, file_option("Write the timeline of the step, for ui.perfetto.dev.", "FILE.json")
     ] = None,
     snapshot: Annotated[
         OptionalPath, file_option("Write every allocation, for pytorch.org/memory_viz.", "FILE.pickle")
     ] = None,
     versus: Annotated[
-        str, option("Compare with the layout after these changes: '--tp 4 --zero 1'.", "OPTIONS")
+        str, option("Compare with the same step under other options: '--tp 4 --zero 1'.", "OPTIONS")
     ] = "",
     source: LaunchSource = None,
     launch: LaunchFramework = "",
@@ -75,7 +74,7 @@ def simulate(
                 not value,
                 "--versus",
                 versus,
-                says=f"cannot be combined with {name}, which is about one layout",
+                says=f"cannot be combined with {name}, since it compares two layouts",
             )
         return print_versus((model, asked), read_alternative(context, "--versus", versus), json)
 
@@ -87,27 +86,27 @@ def simulate(
 @question_options
 def fit(
     asked: LayoutQuery,
-    model: Annotated[str, option("Take sizes from this model.", "M", name="--model")] = "",
-    hidden: Annotated[int, count_option("Width.  Without: one that about hidden/64 layers fill.")] = 0,
-    heads: Annotated[int, count_option("Attention heads; hidden/128 by default.")] = 0,
-    vocab: Annotated[int, count_option("Vocabulary; 51200 by default.")] = 0,
-    search: Annotated[str, option("layers, or micro-batch (of --model).")] = "layers",
-    measure: Annotated[bool, flag("--measure", "Try on the devices of this machine.")] = False,
+    model: Annotated[str, option("Take the sizes of layers from this model.", "M", name="--model")] = "",
+    hidden: Annotated[int, count_option("Hidden size. Default: about 64 times the layers.")] = 0,
+    heads: Annotated[int, count_option("Attention heads. Default: hidden/128.")] = 0,
+    vocab: Annotated[int, count_option("Vocabulary size. Default: 51200.")] = 0,
+    search: Annotated[str, option("Find the maximum of: layers, or micro-batch (of --model).")] = "layers",
+    measure: Annotated[bool, flag("--measure", "Run each trial on the devices of this machine.")] = False,
     as_rank: Annotated[
-        OptionalInt, option("With --measure: be this rank alone, of --of; collectives are left out.", "R")
+        OptionalInt, option("With --measure: run only this rank, of --of ranks, without collectives.", "R")
     ] = None,
-    of: Annotated[int, count_option("The ranks of which --as-rank is one.")] = 0,
+    of: Annotated[int, count_option("With --as-rank: number of ranks.")] = 0,
     results: Results = Path("results"),
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Find the largest model that fits in device memory, for each ZeRO stage, and the term that limits it.
+    """Find the largest model that fits in device memory, for each ZeRO stage, and the memory term that limits it.
 
     With --zero or --json, one stage is searched.  Exit code 1: nothing fits, or a trial of --measure failed.
     """
     sizes = {"hidden": hidden, "heads": heads, "vocab": vocab}
     for name, value in (("--as-rank", as_rank), ("--of", of or None)):
-        require(measure or value is None, name, value, says="needs --measure, which tries what a rank holds")
+        require(measure or value is None, name, value, says="is allowed only with --measure")
     if measure:
         from repro.report.text.predictions import print_measured_fit
 
@@ -123,23 +122,31 @@ def plan(
     asked: LayoutQuery,
     model: ModelName = "",
     dp: Annotated[
-        OptionalInt, layout_option("Replicas: only layouts whose tp x pp leaves so many.", "N", name="--dp")
+        OptionalInt, layout_option("Data-parallel degree: gpus / (tp x cp x pp).", "N", name="--dp")
     ] = None,
     top: Annotated[
-        OptionalInt, option(f"Print the best N; without: {DEFAULT_PLAN_ROWS}, and all with --json.", "N")
+        OptionalInt, option(f"Print the best N layouts. Default: {DEFAULT_PLAN_ROWS}; all with --json.", "N")
     ] = None,
     rank_by: Annotated[
-        str, option(f"Order layouts by this step time, or by cost: {', '.join(RANK_QUANTILES)}.", "NAME")
+        str,
+        option(
+            f"Order by this quantile of the step time, or by cost: {', '.join(RANK_QUANTILES)}.",
+            "NAME",
+        ),
     ] = DEFAULT_RANK,
     as_map: Annotated[
-        bool, flag("--map", "Draw tp against pp of one strategy; --memory-limit may be several: 40GB,80GB.")
+        bool, flag("--map", "Print whether each tp and pp fits; --memory-limit may list sizes: 40GB,80GB.")
     ] = False,
     tokens: Annotated[
-        float, option("Tokens of a training, for its time, energy and cost.", "N", show_default=False)
+        float,
+        option("Predict the duration, energy and cost of a training on N tokens.", "N", show_default=False),
     ] = 0.0,
     price_per_gpu_hour: Annotated[
         str,
-        option("US dollars for a GPU hour, one for each system; without: the systems' prices.", "PRICE,..."),
+        option(
+            "US dollars for a GPU hour, one for each system. Default: the prices in the system files.",
+            "PRICE,...",
+        ),
     ] = "",
     source: LaunchSource = None,
     launch: LaunchFramework = "",
@@ -147,10 +154,10 @@ def plan(
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Find the fastest layouts of a model on a system: best first, with step time and memory.
+    """Find the fastest layouts of a model on a system, with their step time and memory.
 
-    --system may be several, with commas, whose layouts are ranked together.  Each option of a layout fixes a key of
-    the search.  Exit code 1: no layout fits.
+    --system may name several systems, separated by commas, whose layouts are ranked together.  Each option of a
+    layout restricts the search to its value.  Exit code 1: no layout fits.
     """
     from repro.engines.frameworks.files import LaunchFiles
     from repro.report.text.predictions import print_plan
@@ -162,25 +169,23 @@ def plan(
 
 @app.command(epilog="Example:  repro twin ds-3p75x-lowbw --machine here.toml")
 def twin(
-    originals: Annotated[list[str], argument("A claim, or experiments.", "CLAIM | SUITE/EXPERIMENT...")],
+    originals: Annotated[list[str], argument("Claim, or experiments.", "CLAIM | SUITE/EXPERIMENT...")],
     machine: Annotated[
-        OptionalPath, option("This machine, by repro calibrate with as many ranks.", "FILE.toml")
+        OptionalPath, option("This machine's file, from repro calibrate --gpus RANKS.", "FILE.toml")
     ] = None,
-    ranks: Annotated[int, option("Processes of the twin.")] = 16,
-    part: Annotated[int, option("The model is as wide as 1/PART of the original.")] = 8,
-    width: Annotated[int, count_option("Of the twin's model, in place of --part.")] = 0,
-    layers: Annotated[int, option("Of the twin's model.")] = 4,
-    tp: Annotated[int, count_option("Tensor-parallel degree; as the ranks allow.")] = 0,
-    steps: Annotated[int, option("Of each experiment; the first is not timed.")] = 10,
-    within: Annotated[
-        str, option("What rings reach inside a node of the original; several: a sweep.", "RATE,...")
-    ] = "",
-    between: Annotated[str, option("What rings reach between its nodes; several: a sweep.", "RATE,...")] = "",
-    write: Annotated[OptionalPath, file_option("Write it as a suite.", "SUITE.toml")] = None,
+    ranks: Annotated[int, option("Number of ranks of the twin.")] = 16,
+    part: Annotated[int, option("Hidden size of the original over that of the twin, about.")] = 8,
+    width: Annotated[int, count_option("Hidden size of the twin, instead of --part.")] = 0,
+    layers: Annotated[int, option("Number of layers of the twin.")] = 4,
+    tp: Annotated[int, count_option("Tensor-parallel degree. Default: the largest possible.")] = 0,
+    steps: Annotated[int, option("Steps of each experiment; the first is not timed.")] = 10,
+    within: Annotated[str, option("Bytes/s of rings inside an original node; or a list.", "RATE,...")] = "",
+    between: Annotated[str, option("Bytes/s of rings between original nodes; or a list.", "RATE,...")] = "",
+    write: Annotated[OptionalPath, file_option("Write the twin as a suite.", "SUITE.toml")] = None,
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Derive a small twin of compared experiments, on an emulated network that keeps what their ratio depends on."""
+    """Derive small twins of compared experiments, with an emulated network on which their ratio stays the same."""
     from repro.accuracy.twins.derive import TwinOptions
     from repro.report.text.twin import print_twin
 
@@ -197,29 +202,29 @@ def calibrate(
         ),
     ],
     gpus: Annotated[
-        int, count_option("Ranks of a node; by default every GPU, or 2 on processor cores.", "N")
+        int, count_option("Ranks per node. Default: all GPUs, or 2 on processor cores.", "N")
     ] = 0,
     output: Annotated[
-        OptionalPath, file_option("The system file; by default NAME-calibrated.toml here.", "FILE.toml")
+        OptionalPath, file_option("System file to write. Default: NAME-calibrated.toml.", "FILE.toml")
     ] = None,
     profile: Annotated[
-        OptionalPath, option("Measure nodes of this SLURM, in one job that is waited for.", "FILE.toml")
+        OptionalPath, option("Measure nodes of this SLURM cluster, and wait for the job.", "FILE.toml")
     ] = None,
-    nodes: Annotated[int, count_option("How many, with --profile; by default 1.", "N")] = 0,
-    quick: Annotated[bool, flag("--quick", "Few sizes and repeats: to try it out.")] = False,
+    nodes: Annotated[int, count_option("Number of nodes, with --profile. Default: 1.", "N")] = 0,
+    quick: Annotated[bool, flag("--quick", "Measure few sizes with few repeats, for a trial.")] = False,
     suite: Annotated[
         OptionalPaths,
         option(
-            "Operators of this suite's own steps, for twins on emulated networks; may be given again.",
+            "Measure the operators of this suite's steps, for twins on emulated networks; may be repeated.",
             "SUITE.toml",
         ),
     ] = None,
     json: Json = False,
 ) -> int:
-    """Measure this machine (operators, copies, launches, collectives by size and group) and write a system file.
+    """Measure operators, copies, kernel launches and collectives of this machine, and write a system file.
 
-    It takes some minutes, in which nothing else should run.  A file speaks for the number of ranks that it was
-    measured with, on this machine or, with --profile, on nodes of a cluster.
+    The measurement takes some minutes, in which no other program should use the machine.  The file is valid for the
+    number of ranks of the measurement.
     """
     from repro.accuracy.calibrate.calibration import run_calibration
     from repro.report.text.machine import print_calibration
@@ -232,12 +237,12 @@ def calibrate(
 def validate(
     results: StoredResults = Path("results"),
     svg: Annotated[
-        OptionalPath, file_option("Draw published against predicted to this file.", "FILE")
+        OptionalPath, file_option("Draw predicted over published throughput to this file.", "FILE")
     ] = None,
     system: Annotated[
         str,
         option(
-            "Also predict what was measured here, on this file of `repro calibrate`.",
+            "Also predict the measured runs of this machine, with its file from `repro calibrate`.",
             "FILE.toml",
             show_default=False,
         ),
@@ -246,14 +251,14 @@ def validate(
         bool,
         flag(
             "--unknowns",
-            "Instead: the unknown numbers of systems that would settle most rows, and what measures them.",
+            "Print the unknown inputs that cause most of the uncertainty instead, and how to measure them.",
         ),
     ] = False,
     covered: Annotated[
         OptionalRange,
         option(
-            "Instead: whether so many percent of published rates, and of ratios, lie in their 90 % intervals "
-            "with the model's error elsewhere.",
+            "Print instead whether LEAST to MOST percent of published values lie in the wider 90 % intervals, which "
+            "include the model's error in other reports.",
             "LEAST MOST",
             show_default=False,
         ),
@@ -262,19 +267,20 @@ def validate(
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Compare published throughput with what is predicted, by family; and predicted steps with measured ones."""
+    """Compare predicted with published throughput and memory, by hardware and software, and with measured steps."""
     if covered is not None:
         from repro.report.text.validate import print_coverage
 
         alone = svg is None and not system and not unknowns and not json
-        said = f"{covered[0]:g} {covered[1]:g}"
-        require(alone, "--covered", said, says="goes without --svg, --system, --unknowns and --json")
-        require(0 <= covered[0] <= covered[1] <= 100, "--covered", said, "two percentages, the least first")
+        given = f"{covered[0]:g} {covered[1]:g}"
+        require(alone, "--covered", given, says="excludes --svg, --system, --unknowns and --json")
+        right = "two percentages, the smaller one first"
+        require(0 <= covered[0] <= covered[1] <= 100, "--covered", given, right)
         return print_coverage(results, covered, tuple(ledger or ()))
     if unknowns:
         from repro.report.text.validate import print_unknowns
 
-        require(svg is None and not system, "--unknowns", True, says="goes without --svg and --system")
+        require(svg is None and not system, "--unknowns", True, says="excludes --svg and --system")
         return print_unknowns(results, json, details, tuple(ledger or ()))
     from repro.report.text.validate import print_validation
 

@@ -1,4 +1,4 @@
-"""`repro evaluate` and `export-weights`: what models have learnt, and their weights for other programs."""
+"""`repro evaluate` and `repro export-weights`: scores of trained weights, and their export for other programs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ app = typer.Typer()
 Weights = Annotated[
     Path,
     option(
-        "A folder of transformers (GPT-2, Llama, ...), or a checkpoint of Megatron-LM or `repro run`.", "DIR"
+        "Folder of transformers weights (GPT-2, Llama), or checkpoint of Megatron-LM or `repro run`.", "DIR"
     ),
 ]
 Sizes = Annotated[
     str,
-    option(
-        "Sizes of a checkpoint of Megatron-LM that says none: a model's name or file.", "M", name="--model"
-    ),
+    option("Name or file of the model, for Megatron-LM checkpoints without sizes.", "M", name="--model"),
 ]
 
 
@@ -40,37 +38,37 @@ def evaluate(
     task: Annotated[str, option("wikitext103 (perplexity) or lambada (accuracy).", "TASK")],
     data: Annotated[
         Path,
-        option("wiki.test.tokens; lambada_test.jsonl, or LAMBADA's plain text, one sample a line.", "FILE"),
+        option("wiki.test.tokens; lambada_test.jsonl, or LAMBADA as text, one sample per line.", "FILE"),
     ],
     protocol: Annotated[
         str,
-        option("How it is scored: megatron, gpt2, and of lambada last-token.  Without: megatron.", "NAME"),
+        option("Scoring rules: megatron, gpt2, or last-token (lambada). Default: megatron.", "NAME"),
     ] = "",
     tokenizer: Annotated[
         str,
         option(
-            "A folder with vocab.json and merges.txt, or bytes.  Without: that of the weights, or GPT-2's.",
+            "Folder with vocab.json and merges.txt, or `bytes`. Default: tokenizer of the weights, or GPT-2's.",
             "DIR",
         ),
     ] = "",
     stride: Annotated[
-        int, option("Tokens between windows.  Without: the protocol's.", "N", callback=check_count)
+        int, option("Tokens between windows. Default: stride of the protocol.", "N", callback=check_count)
     ] = 0,
     stop_words: Annotated[
-        OptionalPath, option("Stop words of lambada, in place of 127 English ones.", "FILE")
+        OptionalPath, option("Stop words for lambada. Default: 127 English words.", "FILE")
     ] = None,
     model: Sizes = "",
-    system: Annotated[str, option("local: processor cores; local-gpu.", "S")] = "local",
+    system: Annotated[str, option("local: processor cores; local-gpu: GPUs.", "S")] = "local",
     tp: Annotated[int, layout_option("Tensor-parallel ranks.", "N")] = 1,
     pp: Annotated[int, layout_option("Pipeline stages.", "N")] = 1,
     dp: Annotated[int, layout_option("Replicas, each with its share of the samples.", "N")] = 1,
-    zero: Annotated[int, layout_option("3: a replica keeps its share of the weights.")] = 0,
-    micro_batch: Annotated[int, layout_option("Samples of one pass.", "N")] = 4,
+    zero: Annotated[int, layout_option("3: divide the weights among the replicas.")] = 0,
+    micro_batch: Annotated[int, layout_option("Samples per forward pass.", "N")] = 4,
     precision: Annotated[str, layout_option("fp32, bf16 or fp16.")] = "fp32",
     results: Results = Path("results"),
     json: Json = False,
 ) -> int:
-    """Score weights on WikiText-103 or LAMBADA by a published protocol; nothing is fetched, all files are named."""
+    """Score weights on WikiText-103 or LAMBADA by a published protocol, from local files only."""
     from repro.config.layout import Layout
     from repro.report.text.predictions import print_scores
 
@@ -84,8 +82,8 @@ def evaluate(
 )
 def export_weights(
     weights: Weights,
-    output: Annotated[Path, folder_option("The folder to be written.")],
-    vocab: Annotated[int, option("Number of exported tokens, without padding.  Default: all.", "N")] = 0,
+    output: Annotated[Path, folder_option("Folder for the exported files.")],
+    vocab: Annotated[int, option("Number of exported tokens, without padding. Default: all.", "N")] = 0,
     model: Sizes = "",
     json: Json = False,
 ) -> int:

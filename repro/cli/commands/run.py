@@ -1,4 +1,4 @@
-"""`repro run`, `gpu-day`, `results`, `init` and `doctor`: what is run, came of it, is begun with, could be run here."""
+"""Commands for runs on this machine: `repro run`, `gpu-day`, `results`, `init` and `doctor`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIRST_COMMANDS = {
     "system": "repro systems {file}, then repro simulate --model gpt2-1.5b --system {file} --gpus 32",
     "model": "repro models {file}, then repro simulate --model {file} --system dgx-a100 --gpus 8",
 }
-"""Commands that read a file of each kind."""
+"""Commands that `repro init` suggests for a new file, by the kind of the file."""
 
 
 @app.command(epilog="Example:  repro run suites/smoke.toml --only 'parity-*'")
@@ -48,21 +48,21 @@ def run(
     results: Results = Path("results"),
     rerun: Rerun = False,
     evidence: Annotated[
-        str, option("measured: run it here; simulated: trace its step in shape only, at any scale.")
+        str, option("measured: run on this machine; simulated: trace the step without data, at any scale.")
     ] = "measured",
     system: Annotated[
-        str, option("Simulate on this system instead of the suite's; named NAME@SYSTEM then.", "SYSTEM")
+        str, option("Simulate on this system instead of the suite's, with records NAME@SYSTEM.", "SYSTEM")
     ] = "",
     dry_run: Annotated[
-        bool, flag("--dry-run", "Print what would run, where and how long; start nothing.")
+        bool, flag("--dry-run", "Print the experiments to run and their estimated time; start none.")
     ] = False,
     profile: Annotated[
-        bool, flag("--profile", "Run again, and write traces and memory of each rank to DIR/profiles/KEY.")
+        bool, flag("--profile", "Run again; write traces and memory of each rank to DIR/profiles/KEY.")
     ] = False,
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Run experiments of suites, or of a claim, that have no record, and record how each ended."""
+    """Run the experiments of suites, or of a claim, that have no record, and record their results and failures."""
     suites, only = list(suites or []), list(only or [])
     require(
         bool(suites) != bool(claim), "SUITE", " ".join(map(str, suites)), "one suite or more, or --claim ID"
@@ -98,31 +98,31 @@ def gpu_day(
     out: Annotated[
         OptionalPath, folder_option("Write the results to this new folder: at most 8 files of 16 MiB.")
     ] = None,
-    minutes: Annotated[float, option("Time of the visit; steps that no longer fit are skipped.", "N")] = 9.0,
+    minutes: Annotated[float, option("Time limit of all steps together, in minutes.", "N")] = 9.0,
     only: Annotated[
-        OptionalNames, option("Only steps of this name or glob; may be repeated.", "GLOB")
+        OptionalNames, option("Run only steps of this name or glob; may be repeated.", "GLOB")
     ] = None,
     dry_run: Annotated[
-        bool, flag("--dry-run", "List every step with its estimated time; start nothing.")
+        bool, flag("--dry-run", "List the steps with their estimated times; start none.")
     ] = False,
     rehearse: Annotated[
-        bool, flag("--rehearse", "Run the same steps with tiny sizes on processors.")
+        bool, flag("--rehearse", "Run the same steps with tiny sizes on processor cores.")
     ] = False,
     inject: Annotated[
-        OptionalNames, option("With --rehearse: replace a step by a failure or a hang.", "STEP=fail|hang")
+        OptionalNames, option("With --rehearse: let a step fail or hang.", "STEP=fail|hang")
     ] = None,
     scratch: Annotated[
         OptionalPath,
-        folder_option("Folder for stores and caches, deleted at the end; by default a temporary one."),
+        folder_option("Folder for stores and caches, deleted at the end. Default: a temporary folder."),
     ] = None,
     take: Annotated[
-        OptionalPath, option("Add the results of this folder to --results.", "DIR", name="--import")
+        OptionalPath, option("Import the results in this folder into --results.", "DIR", name="--import")
     ] = None,
     results: Results = Path("results"),
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Measure on a GPU machine without internet: steps in order of value, within a given time.
+    """Run the measurements that matter most on a GPU machine without internet, within a time limit.
 
     Exit code 1: a step failed.
     """
@@ -140,16 +140,16 @@ def gpu_day(
 @app.command(epilog="Example:  repro results smoke && repro results 'parity-*' --plot losses.svg")
 def results(
     what: Annotated[
-        str, argument("A suite, its file, or a glob of experiments; all by default.", "SUITE|GLOB")
+        str, argument("A suite, its file, or a glob of experiments. Default: all.", "SUITE|GLOB")
     ] = "",
     results: StoredResults = Path("results"),
     plot: Annotated[
-        OptionalPath, file_option("Draw the curves of losses to this file, .svg or .png.", "FILE")
+        OptionalPath, file_option("Draw the loss curves to this file, .svg or .png.", "FILE")
     ] = None,
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show results side by side: loss, speed, memory, bytes sent, and ratios of interleaved runs."""
+    """Show stored results in one table: loss, speed, memory, sent bytes, and ratios of interleaved runs."""
     from repro.report.text.results import print_results
 
     return print_results(what, results, json, plot, details)
@@ -158,10 +158,10 @@ def results(
 @app.command(epilog="Example:  repro init mine.toml")
 def init(
     words: Annotated[
-        OptionalNames, argument("suite (the default), claim, system or model; and the file.", "[KIND] FILE")
+        OptionalNames, argument("suite (default), claim, system or model; and the new file.", "[KIND] FILE")
     ] = None,
 ) -> int:
-    """Write a commented file to begin with: a suite that runs on this machine, a claim, a system or a model."""
+    """Write a commented example file: a suite that runs on this machine, a claim, a system or a model."""
     import shlex
 
     from repro.config.suites import write_template
@@ -178,22 +178,22 @@ def init(
 @app.command(epilog="Example:  repro doctor --profile slurm/mine.toml --nodes 1")
 def doctor(
     profile: Annotated[
-        OptionalPath, option("Examine a SLURM cluster through this profile instead.", "FILE.toml")
+        OptionalPath, option("Check the SLURM cluster of this profile instead.", "FILE.toml")
     ] = None,
     results: Results = Path("results"),
-    nodes: Annotated[int, option("With --profile: number of nodes to check.", "N")] = 0,
+    nodes: Annotated[int, option("With --profile: number of nodes to check in a job.", "N")] = 0,
     kernels: Annotated[
         str,
         option(
-            "Compile and list every CUDA kernel for these architectures, GPU or not: sm_70,sm_80 or all.",
+            "Compile all CUDA kernels for these architectures and list them: sm_70,sm_80 or all. Needs no GPU.",
             "ARCH",
         ),
     ] = "",
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show what works on this machine, or on a cluster, and what it enables."""
-    right = "0 or more, with --profile: the nodes of its cluster"
+    """Check this machine, or a cluster: show the software and hardware that work, and their use in this suite."""
+    right = "0 or more, and needs --profile"
     require(nodes == 0 or (nodes > 0 and profile is not None), "--nodes", nodes, right)
     if profile is not None:
         from repro.report.text.machine import print_cluster_checks

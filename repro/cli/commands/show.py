@@ -1,4 +1,4 @@
-"""Commands that show what is published, known and stored: `repro claims`, `models`, `systems`, `report`,
+"""Commands that show claims, packaged data and stored results: `repro claims`, `models`, `systems`, `report`,
 `export`, `artifact`, `compare` and `schedule`."""
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def claims(
     results: StoredResults = Path("results"),
     ledger: Ledger = None,
     system: Annotated[
-        str, option("Ask the claims again of this system: predictions, no verdicts.", "SYSTEM")
+        str, option("Predict the claims for this system instead of the published one; no verdicts.", "SYSTEM")
     ] = "",
-    all_claims: Annotated[bool, flag("--all", "Show every claim, in one line each.")] = False,
+    all_claims: Annotated[bool, flag("--all", "Show all claims, one line each.")] = False,
     details: Annotated[
         bool, flag("--details", "Show every value with its source, notes and expression.")
     ] = False,
@@ -44,8 +44,8 @@ def claims(
         from repro.report.text.claims import print_claims_on_system
 
         if ledger:
-            what = "left out with --system: the questions are of our ledger"
-            raise ConfigError("--ledger", str(ledger[0]), what)
+            says = "cannot be combined with --system, which predicts claims of the packaged ledger only"
+            raise ConfigError("--ledger", str(ledger[0]), says=says)
         return print_claims_on_system(claim, system, json, results, details)
     from repro.report.text.claims import print_claims
 
@@ -54,11 +54,11 @@ def claims(
 
 @app.command(epilog="Example:  repro models gpt2-1.5b")
 def models(
-    name: Annotated[str, argument("Show this model, or the one in this file, in full.", "NAME")] = "",
+    name: Annotated[str, argument("Show all properties of this model: a name or a file.", "NAME")] = "",
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show models: exact number of parameters, and memory of the model states by ZeRO stage."""
+    """Show models with their exact number of parameters, and their model-state memory by ZeRO stage."""
     from repro.report.text.models_and_systems import print_models
 
     return print_models(name, json, details)
@@ -66,11 +66,11 @@ def models(
 
 @app.command(epilog="Example:  repro systems dgx2")
 def systems(
-    name: Annotated[str, argument("Show this system, or the one in this file, in full.", "NAME")] = "",
+    name: Annotated[str, argument("Show all properties of this system: a name or a file.", "NAME")] = "",
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show systems: devices, memory and links; --details shows the source of each number."""
+    """Show systems with their devices, memory and links; --details shows the source of each number."""
     from repro.report.text.models_and_systems import print_systems
 
     return print_systems(name, json, details)
@@ -79,7 +79,7 @@ def systems(
 @app.command(epilog="Example:  repro report --results results --out reports/out")
 def report(
     results: StoredResults = Path("results"),
-    out: Annotated[Path, option("Where the report is written.", "DIR")] = Path("reports/out"),
+    out: Annotated[Path, option("Folder for the report.", "DIR")] = Path("reports/out"),
     ledger: Ledger = None,
     notebooks: Annotated[
         bool, flag("--notebooks", "Also execute the notebooks of reports/ and write them as HTML.")
@@ -99,19 +99,19 @@ def export(
     table: Annotated[
         str,
         option(
-            "headlines, summary (for a pull request), claims, values (every published one), experiments,"
-            " comparisons, records (provenance of each), unknowns or reference (results to send)."
+            "headlines, summary (for a pull request), claims, values (of all claims), experiments,"
+            " comparisons, records (their provenance), unknowns, or reference (measurements for other stores)."
         ),
     ] = "claims",
     form: Annotated[str, option("csv, parquet, markdown or latex.", name="--format")] = "markdown",
     claims: Annotated[
-        str, option("Only claims whose id matches: of headlines, claims or values.", "GLOB")
+        str, option("Only claims whose id matches, in the tables headlines, claims and values.", "GLOB")
     ] = "",
     columns: Annotated[
         str,
         option(
-            "Only these columns, separated by commas; by default markdown and latex have six at most,"
-            " other formats all.",
+            "Only these columns, separated by commas. Default: at most six in markdown and latex, all in other"
+            " formats.",
             "NAMES",
         ),
     ] = "",
@@ -136,25 +136,25 @@ def artifact(
 
 @app.command(epilog="Example:  repro compare HEAD~1 HEAD --suite mine.toml")
 def compare(
-    first: Annotated[str, argument("A folder of results, or a commit of --results.", "A")],
-    second: Annotated[str, argument("The same, held against A.", "B")],
+    first: Annotated[str, argument("First side: a folder of results, or a commit of --results.", "A")],
+    second: Annotated[str, argument("Second side: a folder of results, or a commit of --results.", "B")],
     results: Results = Path("results"),
-    tolerance: Annotated[float, option("A change by less is none.", "PART")] = 0.05,
+    tolerance: Annotated[float, option("Relative change below which results are equal.", "PART")] = 0.05,
     suite: Annotated[
         OptionalPath,
         option(
-            "Run this suite in turns in the commits A and B of the checkout that this program is from.",
+            "First run this suite alternately in the commits A and B of this program's checkout.",
             "FILE",
         ),
     ] = None,
     launches: Annotated[
-        int, option("With --suite: most runs of each commit, until all speeds are decided.", "N")
+        int, option("With --suite: maximum number of runs per commit; fewer if all speeds are decided.", "N")
     ] = 30,
     ledger: Ledger = None,
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
+    """Compare speed, memory, outcomes and verdicts of two sets of results.  Exit code 1: a result is worse."""
     from repro.report.compare import print_comparison
 
     return print_comparison(
@@ -170,16 +170,16 @@ def schedule(
     name: Annotated[
         str,
         option(
-            "gpipe, 1f1b or interleaved; 1f1b by default, interleaved with chunks.",
+            "gpipe, 1f1b or interleaved. Default: interleaved if --chunks is above 1, else 1f1b.",
             name="--schedule",
             show_default=False,
         ),
     ] = "",
-    forward: Annotated[str, option("Relative time of a stage's forward.")] = "1",
-    backward: Annotated[str, option("Relative time of a stage's backward.")] = "2",
+    forward: Annotated[str, option("Relative time of a stage's forward pass.")] = "1",
+    backward: Annotated[str, option("Relative time of a stage's backward pass.")] = "2",
     details: Details = False,
     json: Json = False,
-    svg: Annotated[bool, flag("--svg", "Draw it as an SVG picture.")] = False,
+    svg: Annotated[bool, flag("--svg", "Print the schedule as an SVG picture.")] = False,
     out: Annotated[OptionalPath, file_option("Write the SVG picture to this file.", "FILE")] = None,
 ) -> int:
     """Print or draw a pipeline schedule with its bubble and memory."""

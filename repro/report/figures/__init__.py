@@ -1,7 +1,4 @@
-"""Figures of the report, drawn from records.
-
-`style` holds their common style. `page` embeds the figures, and commands write them as files.
-"""
+"""Figures of the report, drawn from records, in the common style of the module `style`."""
 
 from __future__ import annotations
 
@@ -37,11 +34,10 @@ def draw_all(
     judged: Sequence[ClaimResult] = (),
     needs: Sequence[ImpliedInput] = (),
 ) -> list[Drawing]:
-    """Return every figure in the order of the page. A figure without records has no picture and names its command.
+    """Return every figure of the report. A figure without records has no picture, and a command that creates them.
 
-    `simulated` records have separate figures; only `draw_machine` combines them with measured records. `points`:
-    published values with their predictions. `judged`: the ledger, required for figures of the sources. `needs`: values
-    of unknowns that published values imply.
+    `experiments`: measured records. `points`: published values with their predictions. `judged`: results of all claims;
+    without them the figures of the sources are omitted. `needs`: values of unknown inputs that published values imply.
     """
     found = list(simulated)
     view = View(judged, found) if judged else None

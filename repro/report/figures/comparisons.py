@@ -41,7 +41,7 @@ class _EngineBar(NamedTuple):
 
 
 def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
-    """Draw each engine's time over ours as bars by strategy, with the intervals of the comparisons."""
+    """Draw step time over the native engine's, model states and sent bytes of each engine, as bars by strategy."""
     shown = {r.key: r for r in style.successful_records(records, "speed-") if r.suite == "engines"}
     turns = [c for c in comparisons if c.baseline.key in shown and c.subject.key in shown]
     if not turns:
@@ -68,9 +68,9 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
     libraries = {str(r.software["name"]) for r in members.values() if r.software} - {"repro"}
     rounds = "/".join(map(str, sorted({c.rounds for c in turns})))
     caption = (
-        f"{_describe_setup(list(members.values()))} The engines took turns in {rounds} rounds; lines on the times are "
-        "95 % intervals. Model states as they lie when the gradients are there, of the fullest rank; messages as a "
-        f"ring sends them, of libraries counted from outside. {', '.join(sorted(libraries))}."
+        f"{_describe_setup(list(members.values()))} The engines ran alternately in {rounds} rounds; lines on the times "
+        "are 95 % intervals. Model states: bytes after backward on the fullest rank. Sent bytes: those of ring "
+        f"algorithms, counted at the calls of torch.distributed. Libraries: {', '.join(sorted(libraries))}."
     )
     missing = here != list(ENGINE_STYLES)
     return ENGINES.drawn(figure, caption, (r.label for r in members.values()), missing=missing)
@@ -115,11 +115,11 @@ def _describe_setup(members: list[Record]) -> str:
 
 
 SPEEDUP_ROW = "ds-3p75x-lowbw/throughput over Megatron"
-"""Ledger row of the comparison that the sweeps repeat."""
+"""`claim/label` of the published ratio that the sweeps of emulated bandwidths repeat."""
 LARGER_TWIN_SUITE = "windtunnel_3p75x"
 SWEEPS = {
-    "windtunnel_between": ("between", "GB/s of a node's link to the others, in the original"),
-    "windtunnel_within": ("within", "GB/s that a GPU gets inside its node, which nobody published"),
+    "windtunnel_between": ("between", "GB/s of a node's link to other nodes, in the original"),
+    "windtunnel_within": ("within", "GB/s of a GPU inside its node, in the original (not published)"),
 }
 BANDWIDTHS = Drawing(
     "windtunnel",
@@ -130,7 +130,7 @@ BANDWIDTHS = Drawing(
 
 
 class _TwinComparison(NamedTuple):
-    """Comparison of twins."""
+    """Comparison of the twin of an experiment (the subject) with the twin of its baseline."""
 
     suite: str
     twin: TwinOf
@@ -139,14 +139,14 @@ class _TwinComparison(NamedTuple):
 
     @property
     def predicted(self) -> tuple[float, float]:
-        """The predicted ratio of the originals and that of the twins."""
+        """Predicted ratio of the original experiments, and predicted ratio of their twins."""
         return self.twin.numbers[TWIN_RATIO]
 
 
 def draw_bandwidth_sweeps(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord], published: float | None
 ) -> Drawing:
-    """Draw one panel per sweep: measured ratios with intervals, the time model's curves, and the `published` ratio."""
+    """Draw the ratio of two twins over the emulated bandwidth, measured and predicted, and the `published` ratio."""
     found = _twin_comparisons(records, comparisons)
     shown = {sweep: [p for p in found if p.suite == sweep] for sweep in SWEEPS}
     shown = {sweep: points for sweep, points in shown.items() if len(points) > 1}
@@ -162,8 +162,8 @@ def draw_bandwidth_sweeps(
     used = [*single, *(p for points in shown.values() for p in points)]
     rounds = "/".join(map(str, sorted({p.record.rounds for p in used})))
     caption = (
-        "Small twins that train behind slow links, in turns with their baseline; lines and band are 95 % intervals of "
-        f"{rounds} rounds. The curves are the time model's, of the originals and of these twins, which no step entered."
+        "Small twins on emulated slow links, each run alternately with its baseline; lines and band are 95 % intervals "
+        f"of {rounds} rounds. Curves: the time model's predictions for originals and twins, from no measured step."
     )
     missing = len(shown) < len(SWEEPS) or not single
     return BANDWIDTHS.drawn(figure, caption, (p.record.label for p in used), missing=missing)
@@ -172,7 +172,7 @@ def draw_bandwidth_sweeps(
 def _twin_comparisons(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord]
 ) -> list[_TwinComparison]:
-    """Return the newest comparison of each pair for every suite with the pair, since two sweeps may share a point."""
+    """Return the newest comparison of each pair of twins, once for every suite that contains the pair."""
     twins: dict[str, dict[str, TwinOf]] = {}
     for record in records:
         if record.experiment.twin is not None and record.outcome == "ok":

@@ -24,13 +24,13 @@ MAP = Drawing(
     evidence=SIMULATED,
 )
 PUBLISHED_LAYOUT = (8, 38)
-"""t and p of the published run, claim yuan-config."""
+"""Tensor-parallel degree t and pipeline stages p of Yuan's published run (claim yuan-config)."""
 MapCells = dict[tuple[int, int], Record]
-"""Record of each (t, p)."""
+"""Simulated record of each pair of tensor-parallel degree t and number p of pipeline stages."""
 
 
 def draw_maps(records: list[Record]) -> Drawing:
-    """Draw one panel per system of the `map-*` records, by ascending memory, with one cell per (t, p)."""
+    """Draw whether layouts of Yuan 1.0 fit: one panel per system, with one cell per tensor and pipeline degree."""
     maps = [r for r in records if r.evidence == SIMULATED and r.label.startswith("yuan/map-")]
     shown = [r for r in maps if r.conclusive and r.metrics.get("memory.limit_bytes")]
     if not shown:
@@ -54,7 +54,7 @@ def _device_memory(record: Record) -> float:
 
 
 def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
-    """Draw the share of the device's memory by t and p, blue where the layout fits, and the required bytes as text."""
+    """Draw cells by tensor degree t and pipeline degree p: colour for the share of device memory, and bytes as text."""
     import pandas as pd
     import seaborn as sns
     from matplotlib.patches import Rectangle
@@ -83,7 +83,7 @@ def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
 
 
 def _memory_share(record: Record) -> float:
-    """Return the required share of the device's memory, at least 1 without a fit, even if live bytes are fewer."""
+    """Return the required share of the device's memory; 1 or more if the layout does not fit, else below 1."""
     share = style.required_bytes(record) / _device_memory(record)
     return min(share, 0.999) if record.outcome == "ok" else max(share, 1.0)
 
@@ -100,9 +100,9 @@ def _map_caption(record: Record) -> str:
         f"Simulated, not measured: {model.name} on {gpus:,} GPUs with t tensor ranks, p pipeline stages and "
         f"d replicas, micro-batch {layout.micro_batch} of {layout.global_batch:,}, "
         f"{layout.precision}, activations recomputed, no ZeRO. Every (t, p) that divides layers and batch. "
-        "Number and shade: what the fullest GPU gives to the allocator and to what it cannot see (CUDA, NCCL), as a "
-        "share of its memory; blue fits. Where it does not fit, what is live instead of what is reserved. Frame: the "
-        f"layout of the run, t = {PUBLISHED_LAYOUT[0]}, p = {PUBLISHED_LAYOUT[1]}. Which A100 it had is not published."
+        "Number: reserved memory of the fullest GPU with CUDA and NCCL, or live memory where the layout does not fit. "
+        "Shade: share of the device memory; blue fits. Frame: the "
+        f"published layout, t = {PUBLISHED_LAYOUT[0]}, p = {PUBLISHED_LAYOUT[1]}; its kind of A100 is not published."
     )
 
 
@@ -120,11 +120,11 @@ PUBLISHED_DEGREE_ROWS = {
     "zero1-mp": "tnlg-mp16-to-4/smallest MP that fits with ZeRO 1",
 }
 MAX_HEIGHT_IN_MEMORIES = 2.2
-"""Maximum of the vertical axis in memories of a GPU; a taller bar is cut and shows its number."""
+"""Maximum of the vertical axis, as a multiple of a GPU's memory; the number of a taller bar is written on it."""
 
 
 def draw_degrees(view: View, simulated: list[Record]) -> Drawing:
-    """Draw the required bytes per GPU by degree (left), and the samples in work on a node of 16 GPUs (right)."""
+    """Draw the required bytes per GPU by degree (left), and the samples that a node processes at once (right)."""
     simulations = {r.label: r for r in simulated if r.conclusive and r.metrics.get("memory.limit_bytes")}
     found = {
         (prefix, degree): simulations[label]
@@ -179,7 +179,7 @@ def _draw_memory(axes: Axes, found: DegreeRecords, memory: float) -> None:
 
 
 def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
-    """Draw the replicas on a node times their micro-batch, at degrees that fit."""
+    """Draw the samples that a node processes at once, replicas times micro-batch, for the degrees that fit."""
     for (prefix, degree), record in found.items():
         if record.outcome != "ok":
             continue
@@ -196,7 +196,7 @@ def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
 
 
 def _set_degree_axis(axes: Axes, what: str, height: str) -> None:
-    """Label the degrees and both axes."""
+    """Label both axes of a panel, and the model-parallel degrees on the horizontal axis."""
     axes.set(xlabel=what, ylabel=height, xlim=(-0.55, len(MP_DEGREES) - 0.45))
     axes.set_xticks(range(len(MP_DEGREES)), [f"{degree}" for degree in MP_DEGREES])
     axes.tick_params(axis="x", length=0, pad=9)
@@ -216,7 +216,7 @@ def _degrees_caption(found: DegreeRecords) -> str:
     layout = record.experiment.layout
     return (
         f"Simulated, not measured: {record.experiment.model.name} at micro-batch {layout.micro_batch}, "
-        "activations recomputed. What the fullest GPU gives to the allocator and to what it cannot see; where the step "
-        "does not fit, what is live. TF: predicted TFLOP/s per GPU. Claims: tnlg-mp16-to-4, tnlg-256-vs-1024. "
+        "activations recomputed. Bars: reserved memory of the fullest GPU with CUDA and NCCL, or live memory where the "
+        "step does not fit. TF: predicted TFLOP/s per GPU. Claims: tnlg-mp16-to-4, tnlg-256-vs-1024. "
         f"{count_bases(map(basis_of_record, found.values()))}"
     )

@@ -23,15 +23,15 @@ PARITY = Drawing(
 )
 PARITY_TOLERANCE = 1e-5
 MIN_DRAWN_DIFFERENCE = 1e-9
-"""Position of an exact zero on the log axis; fp32 losses near 5 cannot differ by less."""
+"""Position on the log axis of losses that are exactly equal."""
 
 
 def draw_parity(records: list[Record]) -> Drawing:
-    """Draw the curves (left) and the relative difference at every step (right), with one line per strategy."""
+    """Draw the loss curve of each strategy (left), and its relative differences from one process (right)."""
     shown = [r for r in style.successful_records(records, PARITY_PREFIX) if r.series.loss]
     single = next((r for r in shown if r.name == SINGLE_PROCESS), None)
     if single is None:
-        words = f"No record of {SINGLE_PROCESS}, which the others are compared with."
+        words = f"No record of {SINGLE_PROCESS}, the baseline of all other experiments."
         return replace(PARITY, caption=words) if shown else PARITY
     others = [r for r in shown if r is not single]
     others.sort(key=lambda r: (list(STRATEGY_LINES).index(_strategy_of(r)), r.experiment.layout.zero, r.name))
@@ -88,11 +88,11 @@ STRATEGY_LINES: dict[str, tuple[str, Any]] = {
     "recomputation": (style.PURPLE, (0, (5, 1, 1, 1))),
     "other": (style.GREY, (0, (3, 1.25, 1.25, 1.25, 1.25, 1.25))),
 }
-"""Colour and dashes of each kind of strategy, in the order of the lines. Dashes keep coinciding curves apart."""
+"""Colour and dashes of each kind of strategy, in the order of the lines; dashes show both of two equal curves."""
 
 
 def _loss_by_step(record: Record) -> tuple[list[int], list[float]]:
-    """Return the steps that have a loss, counted from 1, and their losses."""
+    """Return the numbers of the steps with a loss, counted from 1, and the losses of these steps."""
     found = {step: loss for step, loss in enumerate(record.series.loss or (), 1) if loss is not None}
     return [*found], [*found.values()]
 
@@ -111,11 +111,11 @@ def _strategy_of(record: Record) -> str:
 CONVERGENCE = Drawing(
     "convergence",
     "One loss curve under every layout",
-    "No curve of one process with its controls.",
+    "No loss curve of one process and of its repetitions with other orders of sums.",
     missing="repro run suites/convergence.toml",
 )
 STEPS_PER_POINT = 10
-"""Number of steps per drawn distance, because distances of single steps cross zero."""
+"""Number of steps per drawn point: loss differences of single steps change their sign."""
 FAULT_LABELS = {"fault-rate": "rate + 0.01 %", "fault-decay": "no weight decay", "fault-clip": "norm - 1 %"}
 LAYOUT_COLOURS = {
     "data parallel, ZeRO 1-3": style.BLUE,
@@ -128,7 +128,7 @@ PRECISION_COLOURS = {"fp16": style.VERMILION, "bf16": style.BLUE}
 
 
 def draw_convergence(records: Sequence[Record]) -> Drawing:
-    """Draw losses, distances of fp32 layouts from one process, and distances of 16 bits and other seeds from fp32."""
+    """Draw losses, differences of fp32 layouts from one process, and differences of fp16, bf16 and seeds from fp32."""
     found = style.successful_records([record for record in records if record.suite == "convergence"], "")
     every = [r for r in found if r.series.loss and None not in r.series.loss]
     ran = [record for record in every if not record.name.startswith("batch-")]
@@ -149,10 +149,10 @@ def draw_convergence(records: Sequence[Record]) -> Drawing:
     explained = max(max(_distances(r, reference)) for r in controls)
     steps = len(reference.series.loss or ())
     caption = (
-        f"{reference.experiment.model.name} on text for {steps} steps: {len(layouts)} layouts in fp32 and {len(short)} "
-        f"in 16 bits against one process in fp32, relative, root mean squares of {STEPS_PER_POINT} steps. Largest "
-        f"difference at any step of an fp32 layout: {largest:.1e}, of one process with its sums in another order: "
-        f"{explained:.1e}. Dotted: small faults, which are no rounding."
+        f"{reference.experiment.model.name} for {steps} steps: relative difference of {len(layouts)} layouts in "
+        f"fp32 and {len(short)} in fp16 or bf16 to one process in fp32, root mean square of {STEPS_PER_POINT} steps. "
+        f"Largest difference at any step: {largest:.1e} of an fp32 layout, {explained:.1e} of one process with sums in "
+        "another order. Dotted: small deliberate errors of the training, larger than rounding."
     )
     missing = not (layouts and faults and short and seeds)
     return CONVERGENCE.drawn(figure, caption, (r.label for r in ran), missing=missing)
@@ -205,7 +205,7 @@ def _draw_precisions(axes: Axes, reference: Record, short: list[Record], seeds: 
 
 
 def _finish_axes(axes: Axes) -> None:
-    """Label each kind of curve once, below the axes."""
+    """Add a legend below the axes that has one entry per kind of curve, and label the axis of steps."""
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if handles:
         shown, below = [*handles.values()], (-0.02, -0.17)
@@ -215,7 +215,7 @@ def _finish_axes(axes: Axes) -> None:
 
 
 def layout_kind(record: Record) -> str:
-    """Return the entry of `LAYOUTS` for a record."""
+    """Return the key of `LAYOUT_COLOURS` for a record: the parallelism of its layout, or its engine."""
     layout = record.experiment.layout
     if record.experiment.engine != "native":
         return "DeepSpeed"
@@ -230,9 +230,9 @@ def _distances(record: Record, reference: Record) -> list[float]:
 
 
 def _smoothed_distances(record: Record, reference: Record) -> tuple[range, list[float]]:
-    """Return the last steps of all stretches of `STEPS_PER_POINT` steps, and the root mean squares of the stretches.
+    """Return the last step of every `STEPS_PER_POINT` steps, and the root mean square of their relative differences.
 
-    A root mean square is at least the rounding error of an fp32 loss.
+    Root mean squares below the rounding error of an fp32 loss are replaced by it.
     """
     found = _distances(record, reference)
     ends = range(STEPS_PER_POINT, len(found) + 1, STEPS_PER_POINT)
@@ -240,15 +240,15 @@ def _smoothed_distances(record: Record, reference: Record) -> tuple[range, list[
     return ends, [max(square, FP32_ROUNDING / 2) for square in squares]
 
 
-CURVES = Drawing("curves", "Loss over the steps", "none of them trained for two steps.")
+CURVES = Drawing("curves", "Loss over the steps", "no selected experiment trained for two steps or more")
 MAX_NAMED_CURVES = 12
-"""Maximum number of lines of a panel with a name next to the panel."""
+"""Maximum number of curves in a panel with a legend."""
 CURVE_DASHES = ((4, 0), (4, 2), (2, 2), (1, 3))
-"""Dashes that make coinciding curves distinguishable."""
+"""Dashes of consecutive curves, which distinguish curves that coincide."""
 
 
 def draw_loss_curves(records: Sequence[Record]) -> Drawing:
-    """Draw one line per record that has losses of two or more steps."""
+    """Draw the loss curve of each record with losses of two or more steps, in one panel per suite and model."""
     import seaborn
 
     panels: dict[tuple[str, str, str], list[Record]] = {}

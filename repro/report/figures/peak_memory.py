@@ -31,7 +31,7 @@ LIMIT_LINE: dict[str, Any] = {"color": style.INK, "ls": "--", "lw": 1.2, "label"
 RARE_CATEGORIES = ("checkpoints", FRAGMENTATION, "host")
 """Categories that few layouts have; the legend lists them only if a bar shows them."""
 MAX_BARS = 40
-"""Maximum number of drawn bars."""
+"""Maximum number of experiments in the figure of memory peaks."""
 
 
 def draw_peaks(records: list[Record]) -> Drawing:
@@ -66,17 +66,15 @@ def draw_peaks(records: list[Record]) -> Drawing:
     style.draw_fills_above(figure, fills, ncols=len(fills))
 
     caption = (
-        "Bytes of live tensor storages at the moment of one step when the rank that needs most held most. "
-        "Category 'other' is what backward and the optimizer allocate for a moment; 'host', where there is "
-        "any, is in host memory and not in the number. The allocator's "
-        "overhead and the process itself are not in it; the table gives the resident size."
+        "Bytes of live tensors on the fullest rank at the memory peak of a step. Category 'other' is temporary memory "
+        "of backward and the optimizer; 'host' is host memory, which the number does not include. Overhead of the "
+        "allocator and memory of the process are not included."
     )
     if len(every) > len(shown):
         caption += f" The newest {len(shown)} of {len(every):,}; `repro export --table experiments` has all."
     if others:
         engines = ", ".join(sorted({r.experiment.engine for r in others}))
-        known = "of whose memory the total and the model states alone are known"
-        caption += f" Left out: {len(others)} experiments of engine {engines}, {known}."
+        caption += f" Omitted: {len(others)} experiments of engine {engines}, without memory by category."
     return PEAK.drawn(figure, caption, (r.label for r in shown), missing=False)
 
 
@@ -113,17 +111,17 @@ TIMELINE_COMMANDS = (
 TIMELINES = Drawing(
     "memory-timeline",
     "Memory over one step by category",
-    "No simulated record that keeps its memory over time.",
+    "No simulated record with its memory over time.",
     missing=" && ".join(TIMELINE_COMMANDS),
     evidence=SIMULATED,
 )
 MAX_HEIGHT_IN_LIMITS = 1.5
-"""Maximum height of a panel in units of the memory limit; higher panels are cut."""
+"""Maximum of a panel's vertical axis, as a multiple of the memory limit, if a curve exceeds twice the limit."""
 MARKED_PHASES = ("forward", "backward", "optimizer")
 
 
 def draw_timelines(simulated: list[Record]) -> Drawing:
-    """Draw one panel per layout: stacked bytes of the fullest role along the device's busy time."""
+    """Draw one panel per layout: bytes by category on the fullest stage over the busy time of the device."""
     records = {record.label: record for record in simulated if record.series.memory}
     rows = [[records.get(name) for name in row] for row in TIMELINE_ROWS]
     shown = [record for row in rows for record in row if record]
@@ -153,15 +151,14 @@ def draw_timelines(simulated: list[Record]) -> Drawing:
     first = shown[0].experiment.model.name
     caption = (
         f"Simulated, not measured: every allocation of the real step, run on shapes. Above: {first} under the "
-        "stages of ZeRO on 64 GPUs. Below: 40B on 400 V100 under C1 to C4 of ZeRO-R (figure 7). Time is that of the "
-        "device's operators, without waits; of each 96th of it the moment that holds most. Dotted: backward and "
-        "update begin."
+        "stages of ZeRO on 64 GPUs. Below: 40B on 400 V100 under C1 to C4 of ZeRO-R (figure 7). Time: the device's "
+        "operators without waits, in 96 parts, each with its largest memory. Dotted: begin of backward and optimizer."
     )
     return TIMELINES.drawn(figure, caption, (r.label for r in shown), missing=missing)
 
 
 def gigabytes_by_category(record: Record) -> dict[str, list[float]]:
-    """Return the GB by category on the device, as lists of equal length."""
+    """Return the device memory of a record over its step in GB, as one list of equal length per category."""
     memory = record.series.memory or {}
     unit = memory["unit"] / units.GB
     size = max(len(row) for row in memory["bytes"].values())
@@ -199,7 +196,7 @@ def _draw_timeline(axes: Axes, record: Record) -> set[str]:
 
 
 def _set_row_height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
-    """Set one height for a row: the maximum, or `MAX_HEIGHT_IN_LIMITS` if a panel is far above the limit."""
+    """Set the vertical axis of a row of panels: to the maximum of their curves, or to `MAX_HEIGHT_IN_LIMITS`."""
     curves = {number: gigabytes_by_category(r).values() for number, r in enumerate(row) if r}
     most = {number: max(map(sum, zip(*curve, strict=True))) for number, curve in curves.items()}
     limit = max(r.metrics.get("memory.limit_bytes", 0) / units.GB for r in row if r)

@@ -38,7 +38,7 @@ OTHER_RUNS = {
     "DeepSpeed 1.5B, 40 Gbit/s": "deepspeed_lowbw/lowbw-deepspeed",
     "Megatron-LM 1.5B, 40 Gbit/s": "deepspeed_lowbw/lowbw-megatron",
 }
-"""Name in the figure and record."""
+"""Record `suite/name` of each bar, by the label of the bar."""
 PART_COLOURS = {
     "matrix products": style.BLUE,
     "attention": style.SKY,
@@ -56,7 +56,7 @@ GROUP_PARTS = {"(tp)": "waits for tensor parallelism", "(pp)": "waits between st
 
 
 def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
-    """Draw the seconds of Yuan's step (left), and the parts' shares of the step in other published layouts (right)."""
+    """Draw the parts of Yuan's step in seconds (left), and of steps of other published layouts as shares (right)."""
     records = {record.label: record for record in simulated if STEP_SECONDS in record.metrics}
     yuan = records.get(YUAN_RUN)
     others = {name: records[run] for name, run in OTHER_RUNS.items() if run in records}
@@ -77,15 +77,15 @@ def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
     )
     shown = ([yuan] if yuan is not None else []) + list(others.values())
     caption = (
-        "Simulated, not measured: the slowest stage's seconds. Waits are communication that nothing hides; the "
-        "bubble is waiting for other stages to compute. No source prints parts; Yuan's step is published. "
+        "Simulated, not measured: time of the slowest stage. Waits are communication that no computation hides; the "
+        "bubble is waiting for the computation of other stages. Only Yuan's step time is published, without parts. "
         f"Claims: yuan-step-time, yuan-bubble. {count_bases(map(basis_of_record, shown))}"
     )
     return BREAKDOWN.drawn(figure, caption.rstrip(), (r.label for r in shown), missing=missing)
 
 
 def seconds_by_part(record: Record) -> dict[str, float]:
-    """Return the seconds by part, whose sum is the step time; finer parts if the record has seconds by kind."""
+    """Return the seconds of each part of a step, which sum to the step time; records with series have finer parts."""
     metrics, series = record.metrics, record.series.seconds
     found = dict.fromkeys(PART_COLOURS, 0.0)
     if series:
@@ -102,7 +102,7 @@ def seconds_by_part(record: Record) -> dict[str, float]:
 
 
 def _draw_shares(axes: Axes, records: dict[str, Record]) -> set[str]:
-    """Draw one bar per layout and return the names of the parts."""
+    """Draw the shares of the parts of a step as one bar per layout, and return the names of the drawn parts."""
     seen: set[str] = set()
     for y, record in enumerate(records.values()):
         found = seconds_by_part(record)
@@ -118,7 +118,7 @@ def _draw_shares(axes: Axes, records: dict[str, Record]) -> set[str]:
 
 
 def _draw_yuan(axes: Axes, view: View, record: Record) -> set[str]:
-    """Draw Yuan's step next to the published step, and return the names of the parts."""
+    """Draw Yuan's simulated step time by part next to the published time, and return the names of the parts."""
     printed = view.row(YUAN_STEP_ROW).row.printed
     assert printed is not None
     found, step = seconds_by_part(record), record.metrics[STEP_SECONDS]
@@ -148,11 +148,11 @@ MACHINE_TIMES_COMMAND = (
     "repro run suites/machine.toml --only '*-on-2' --evidence simulated --system here.toml"
 )
 MeasuredPairs = list[tuple[str, float, float]]
-"""Label of the record, measured value, predicted value."""
+"""Triples of `suite/name` of a record, measured value and predicted value."""
 
 
 def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
-    """Draw one panel per quantity: the prediction's relative error over the measured value."""
+    """Draw relative errors of predictions over measured values: a panel each for memory, sent bytes and step time."""
     found = {metric: measured_pairs(experiments, simulated, metric) for metric, _, _ in MACHINE_PANELS}
     commands = {"memory.peak_bytes": MACHINE_COMMAND, STEP_SECONDS: MACHINE_TIMES_COMMAND}
     missing = " && ".join(command for metric, command in commands.items() if not found[metric])
@@ -175,14 +175,14 @@ def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
     shown = {name for points in found.values() for name, _, _ in points}
     newest, timed = _newest_simulations(simulated, STEP_SECONDS), found[STEP_SECONDS]
     caption = (
-        "Measured by the processes of this store's machine, predicted from the trace of the same step. Bands: 10 and "
+        "Measured values are from this store's machine, predictions from the trace of the same step. Bands: 10 and "
         f"25 %. {'; '.join(parts)}. {count_bases(basis_of_record(newest[name]) for name, _, _ in timed)}"
     )
     return MACHINE.drawn(figure, caption.rstrip(), sorted(shown), missing=missing)
 
 
 def measured_pairs(experiments: list[Record], simulated: list[Record], metric: str) -> MeasuredPairs:
-    """Return measured runs with the newest simulation of the same experiment."""
+    """Return label, measured value and predicted value of `metric` for each measured run with a simulation."""
     predicted = _newest_simulations(simulated, metric)
     native = (r for r in style.successful_records(experiments, "") if r.experiment.engine == "native")
     return [
@@ -193,9 +193,9 @@ def measured_pairs(experiments: list[Record], simulated: list[Record], metric: s
 
 
 def _newest_simulations(simulated: list[Record], metric: str) -> dict[str, Record]:
-    """Return the newest simulation with the metric of each experiment, unchanged or on a calibrated file (`@NAME`).
+    """Return the newest simulated record with this metric for each experiment, by `suite/name`.
 
-    Simulations on a published system (`@SYSTEM`) do not predict this machine and are omitted.
+    Simulations on a packaged system (`NAME@SYSTEM`) do not predict this machine and are omitted.
     """
     from repro.config import systems
 

@@ -1,4 +1,4 @@
-"""Figures of the sources redrawn from `redrawn.toml`: published values, our values, and the relative errors.
+"""Published figures redrawn by `redrawn.toml`: published values, values of this suite, and their relative errors.
 
     [[figure]]
     id = "zero-fig2"                        # file name and anchor
@@ -51,41 +51,41 @@ ENTRIES_FILE = Path(__file__).parent / "redrawn.toml"
 
 @dataclass(kw_only=True)
 class SeriesEntry:
-    """Series of a panel, drawn in one colour."""
+    """Entry of `redrawn.toml` for one series of a panel, whose bars have one colour."""
 
     name: str
     rows: str = ""
-    """`claim/label` with a `*`."""
+    """Pattern `claim/label` of the drawn rows of the ledger, with a `*` for the place on the axis."""
     at: dict[str, str] = field(default_factory=dict)
-    """`claim/label` by place."""
+    """Row `claim/label` of the ledger, by its place on the axis."""
     more: dict[str, str] = field(default_factory=dict)
-    """Expression over simulated records by place."""
+    """Expression over simulated records for a place without a published number, by place."""
 
     def __post_init__(self) -> None:
         if not (self.rows or self.at or self.more):
-            raise ConfigError("rows", says="is missing: rows, at or more says what is drawn")
+            raise ConfigError("rows", says="is missing: a series needs rows, at or more")
         if self.rows and "*" not in self.rows:
-            right = "claim/label with a *; at = { place = ... } takes single rows"
+            right = "claim/label with a *; for single rows use at = { place = ... }"
             raise ConfigError("rows", self.rows, right)
 
 
 @dataclass(kw_only=True)
 class PanelEntry:
-    """Panel with the values on upper axes and the errors of our values on lower axes."""
+    """Entry of `redrawn.toml` for a panel: upper axes with values, and lower axes with errors of our values."""
 
     label: str
     series: list[SeriesEntry]
     title: str = ""
     across: str = ""
-    """Label of the horizontal axis."""
+    """Label of the panel's horizontal axis."""
     order: list[str] = field(default_factory=list)
-    """Order of the places, if it differs from the order of the rows."""
+    """Order of the places on the horizontal axis, if it differs from the order of the ledger's rows."""
     unit: str = ""
     """Unit of a panel with `more`; other panels have the unit of their rows."""
     under: str = ""
-    """`claim/*: ...` or `claim/*`: rows whose published words are printed under the places of the axis."""
+    """Pattern `claim/label` with a `*`, of rows whose published text is printed below each place of the axis."""
     words: list[str] = field(default_factory=list)
-    """Rows published as words, `claim/label`, printed above the panel with the verdict of the evidence."""
+    """Rows `claim/label` with a published text, which is printed above the panel with the verdict."""
 
     def __post_init__(self) -> None:
         if self.unit and self.unit not in UNITS:
@@ -94,7 +94,7 @@ class PanelEntry:
 
 @dataclass(kw_only=True)
 class FigureEntry:
-    """One figure of a source."""
+    """Entry of `redrawn.toml` for one figure of a published report."""
 
     id: str
     title: str
@@ -105,7 +105,7 @@ class FigureEntry:
 
 @cache
 def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
-    """Return the figures of `path` in order. Raises `ConfigError` with file, figure and key for an invalid entry."""
+    """Return the entries of the figures in the file `path`. Raises `ConfigError` for an invalid entry."""
     tables = read_toml(path)
     figures = tables.pop("figure", [])
     if tables or not isinstance(figures, list):
@@ -124,20 +124,20 @@ def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
 SERIES_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)
 """Colours of a figure's series, in the order of their names."""
 MAX_ROW_BARS = 40
-"""Bars in one row of panels; with more, the next panel starts a new row."""
+"""Maximum number of bars in one row of panels."""
 _INDEXED_NAME = re.compile(r"\b([A-Z])_(\w+(?:\+\w+)?)")
-"""`P_os`, `P_a+cpu`, `C_B`."""
+"""Names with a subscript, such as `P_os`, `P_a+cpu` and `C_B`."""
 MAX_DRAWN_ERROR = 1.0
-"""Limit of the lower axes, as a relative error; a larger error is drawn at the limit with its number."""
+"""Maximum relative error on the axes of errors; a larger error is drawn at this limit with its number."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel with its values."""
+    """An entry of a panel with the values of its series."""
 
     entry: PanelEntry
     series: tuple[tuple[str, tuple[Value, ...]], ...]
-    """Name and values."""
+    """Name and values of each series."""
     places: tuple[str, ...]
     unit: str
 
@@ -147,19 +147,19 @@ class Panel:
         return max(4, 2 * len(self.places) * self.crowd)
 
     def slot(self, value: Value, series: str) -> BarPair:
-        """Return the position of a series' bars at a place, next to the other series at that place."""
+        """Return the position of the bars of a value, next to the bars of other series at the same place."""
         there = [name for name, values in self.series if any(other.at == value.at for other in values)]
         first = (self.crowd - len(there)) / 2
         return bar_pair(self.places.index(value.at), first + there.index(series), self.crowd)
 
     @property
     def crowd(self) -> int:
-        """Maximum number of series at one place."""
+        """Maximum number of series with a value at the same place of the axis."""
         return max(sum(value.at == place for value in self.values) for place in self.places)
 
     @property
     def compared(self) -> bool:
-        """Whether any value is published as a number."""
+        """Whether the source prints a number for any value of the panel."""
         return any(value.published for value in self.values)
 
     @property
@@ -210,7 +210,7 @@ def _read_series(entry: SeriesEntry, panel: PanelEntry, view: View) -> list[Valu
 
 
 def _make_axes(panels: Sequence[Panel]) -> tuple[Figure, list[tuple[Axes, Axes | None]]]:
-    """Return pairs of axes for panels in rows of at most `MAX_ROW_BARS` bars; each pair shares its places."""
+    """Return a figure, and upper and lower axes for each panel; lower axes are None without published numbers."""
     from matplotlib.figure import Figure
 
     rows: list[list[Panel]] = [[]]
@@ -249,7 +249,7 @@ def _draw_values(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
 
 
 def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> None:
-    """Draw our value over the published one less 1, with the judge's tolerance; filled marks are accepted values."""
+    """Draw the relative errors of our values, with the tolerance as a band; accepted values have filled marks."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     metrics = {value.metric for value in panel.values if value.published}
@@ -272,7 +272,7 @@ def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
 
 
 def _set_places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None:
-    """Label the places, with their published words."""
+    """Label the places on the horizontal axis of a panel, with published texts below the labels."""
     under: dict[str, str] = {}
     if panel.entry.under:
         pattern = panel.entry.under
@@ -286,7 +286,7 @@ def _set_places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None
 
 
 def _in_two_lines(words: str) -> str:
-    """Return a configuration in two lines, with subscripts as in the paper: `P_os`."""
+    """Return the text of a configuration in two lines, with the subscripts of names such as `P_os`."""
     first, _, rest = _INDEXED_NAME.sub(r"$\1_{\2}$", words).partition(", ")
     return f"{first}\n{rest}" if rest else first
 
@@ -305,12 +305,14 @@ def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
     if compared:
         kinds = ", ".join(sorted({ours.kind for ours in predicted})).capitalize()
         accepted = sum(ours.agrees is True for ours in predicted)
-        parts.append(f"{kinds}: {accepted} of {len(compared)} values lie within the ledger's tolerance.")
+        parts.append(
+            f"{kinds}: {accepted} of {len(compared)} values are within the tolerance of their claim."
+        )
     if any(ours.kind == SIMULATED and ours.high > ours.low for ours in predicted):
-        parts.append("Whiskers, and pale bands below: the 90 % interval that unknown inputs leave of ours.")
+        parts.append("Whiskers, and pale bands below: 90 % interval of our value from unknown inputs.")
     lacking = len(printed) - len(compared)
     if printed and lacking:
-        parts.append(f"{lacking} of {len(printed)} published values have no result of this store.")
+        parts.append(f"For {lacking} of {len(printed)} published values this store has no result.")
     bases = count_bases(ours.rests_on for value in values for ours in value.ours if ours is value.predicted)
     parts += [bases] if bases else []
     parts.append(_claims_sentence(entry))

@@ -1,7 +1,7 @@
 """Figures of pipeline schedules: one row per stage, time to the right.
 
-Every action is a cell if the cells are wide enough to see. A larger schedule is shown as the share of time that each
-stage spends in forward and backward, above its beginning and its end with every cell.
+Every action is a cell if the cells are wide enough. A picture of a larger schedule shows the shares of forward and
+backward over the full step, and below them all actions at the begin and at the end of the step.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 
 PICTURE_WIDTH_INCHES = 13.0
-"""Width of a separate picture, in inches."""
+"""Width in inches of the picture that `repro schedule` writes."""
 MIN_ACTION_POINTS = 2.5
-"""Minimum width of the shortest action, in points; narrower cells are merged."""
+"""Minimum width of a drawn action in points; a schedule with shorter actions is drawn as shares of time."""
 MIN_MERGED_POINTS = 1.2
-"""Minimum width of a part of a merged row, in points."""
+"""Minimum width in points of a part of the step whose shares of forward and backward are drawn."""
 MIN_NUMBER_POINTS, MAX_NUMBER_POINTS = 4.5, 8.5
-"""Font size of the numbers in cells, in points; smaller numbers are omitted."""
+"""Minimum and maximum font size of micro-batch numbers in actions, in points; smaller numbers are omitted."""
 TimedRows = Sequence[Sequence[TimedAction]]
 """Timed actions of each stage, from `parallel.pipeline.schedule.timeline`."""
 
@@ -62,13 +62,13 @@ CHUNK_COLOURS = {FORWARD: ("#00568c", "#9bd0f0"), BACKWARD: ("#d07f00", "#fbe3a6
 
 
 def action_colours(kind: str, chunk: int = 0, chunks: int = 1) -> tuple[str, str]:
-    """Return the colours (text, cell) of an action as `#rrggbb`."""
+    """Return the colours of an action's text and of its rectangle, each as `#rrggbb`."""
     fill = ACTION_COLOURS[kind]
     if chunks > 1:
         first, last = (_channels(colour) for colour in CHUNK_COLOURS[kind])
         mixed = (a + (b - a) * chunk / (chunks - 1) for a, b in zip(first, last, strict=True))
         fill = "#" + "".join(f"{round(channel):02x}" for channel in mixed)
-    # Relative luminance (WCAG 2): black text reads better than white above about 0.18.
+    # By the relative luminance of WCAG 2, black text has more contrast than white on colours above about 0.18.
     parts = [value / 255 for value in _channels(fill)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -80,7 +80,7 @@ def _channels(colour: str) -> tuple[int, ...]:
 
 
 def busy_shares(row: Sequence[TimedAction], total: float, columns: int) -> list[tuple[float, float]]:
-    """Return the shares of forward and backward of a stage in each of `columns` equal parts of the step."""
+    """Return the shares of time of forward and of backward on a stage, in each of `columns` equal parts of the step."""
     scale = columns / total
     forward, backward = [0.0] * columns, [0.0] * columns
     for action, start, stop in row:
@@ -92,7 +92,7 @@ def busy_shares(row: Sequence[TimedAction], total: float, columns: int) -> list[
 
 
 def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
-    """Draw the full schedule under its `title`; `facts` is a line of properties."""
+    """Draw a full schedule with its `title` and a line of properties, `facts`."""
     stages, total = len(rows), float(max(row[-1].stop for row in rows))
     times = {slot.action.kind: float(slot.stop - slot.start) for slot in rows[0]}
     room = 72 * (PICTURE_WIDTH_INCHES - 1)
@@ -105,8 +105,7 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
         span = float(int(span)) if span >= 10 else span
         windows += [(0.0, span), (total - span, total)]
         heights = [min(0.25, max(0.045, 2.6 / stages))] + 2 * [min(0.32, max(0.1, 4.5 / stages))]
-        mixed = "in every part the colours of what the stage does, mixed by share of time"
-        titles[0] += f"\nThe full step: {mixed}"
+        titles[0] += "\nThe full step, with colours mixed by the share of time of each kind of action"
         titles += [f"Every action of the {end} {span:,.6g} units of time" for end in ("first", "last")]
 
     tall = [stages * height for height in heights]
@@ -140,7 +139,7 @@ def draw_actions(
     points: tuple[float, float],
     bottom: float = 0.42,
 ) -> None:
-    """Draw every action between two times, with the number of its micro-batch where the number fits.
+    """Draw every action between the two times of `window`, with the number of its micro-batch if it fits.
 
     `points`: approximate width of the axes and height of a row, in points. `bottom`: end of the actions below the
     centre of a row of height 1. One path per colour limits the size of files.
@@ -248,13 +247,15 @@ def draw_cells(
 
 
 def _draw_merged(axes: Axes, rows: TimedRows, total: float, columns: int) -> None:
-    """Draw each stage's row in `columns` parts, each in the stage's colours mixed by share of time."""
+    """Draw each stage's row in `columns` parts, each in the colours of forward, backward and idle, mixed by time."""
     import numpy as np
     from matplotlib.colors import to_rgb
 
     fills = (ACTION_COLOURS[FORWARD], ACTION_COLOURS[BACKWARD], GRID)
     forward, backward, idle = (np.array(to_rgb(fill)) for fill in fills)
-    shares = np.array([busy_shares(row, total, columns) for row in rows])  # [stage, column, F and B]
+    shares = np.array(
+        [busy_shares(row, total, columns) for row in rows]
+    )  # shape [stage, column, 2]: forward, backward
     colours = shares[..., :1] * forward + shares[..., 1:] * backward
     colours += (1 - shares.sum(axis=2, keepdims=True)).clip(0) * idle
     extent = (0, total, len(rows) - 0.5, -0.5)
@@ -283,7 +284,7 @@ def _draw_legend(figure: Figure, chunks: int) -> None:
 
 
 STAGES, MICRO_BATCHES = 4, 8
-"""Size of the paper's figures."""
+"""Sizes of the drawn schedules, as in 2104.04473, figures 3 and 4."""
 SCHEDULES = (("gpipe", "GPipe", 1), ("1f1b", "1F1B with flush", 1), ("interleaved", "Interleaved 1F1B", 2))
 TWIN_ROWS = {
     "gpipe": "meg2-bubble/GPipe, p = 2, m = 4: idle over compute time",
@@ -293,15 +294,15 @@ TWIN_ROWS = {
 PAPER_SCHEDULES = Drawing(
     "schedules",
     "Pipeline schedules and their idle time",
-    f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in the paper's figures 3 and 4; counted on the schedule "
-    "that the runner executes. Forward is blue, backward orange; the number is the micro-batch; paler cells are a "
-    "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others.",
+    f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in figures 3 and 4 of the Megatron-LM paper of 2021; counted "
+    "on the schedule that the native engine executes. Forward is blue, backward orange; numbers are micro-batches; "
+    "paler cells are a stage's second chunk. Twins have two stages. Claim: meg2-bubble. More: `repro schedule`.",
     missing="repro run suites/smoke.toml --only 'bubble-*'",
 )
 
 
 def draw_schedules(view: View) -> Drawing:
-    """Draw one panel per schedule and one row per stage, with the counted bubble and the bubble measured on a twin."""
+    """Draw GPipe, 1F1B and interleaved 1F1B with their counted bubbles, and the bubbles measured on small twins."""
     figure, grid = make_axes(5.6, len(SCHEDULES), 1, sharex=True)
     records: dict[str, None] = {}
     missing, longest = False, 0.0
@@ -324,8 +325,8 @@ def draw_schedules(view: View) -> Drawing:
         idle = float(bubble_ratio(schedule))
         half = f", 1/{chunks} of a stage each" if chunks > 1 else ""
         axes.set_title(
-            f"{title}: idle for {units.percent(idle)} of its compute time (counted), activations of at most {most} "
-            f"micro-batches kept{half}\n{twin}",
+            f"{title}: idle for {units.percent(idle)} of the compute time (counted), stores activations of at most "
+            f"{most} micro-batches{half}\n{twin}",
             fontsize=8.5,
             fontweight="normal",
         )

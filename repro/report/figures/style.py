@@ -30,8 +30,8 @@ WIDTH_INCHES = 9.5
 INK, MUTED, GRID = "#1d2530", "#5d6875", "#dfe4ea"
 """Colours `--ink`, `--muted` and `--line` of the page's light theme (`page/templates/style.css`)."""
 DARK_THEME = {INK: "#e4e9ee", MUTED: "#9fabb7", GRID: "#36404b", "#ffffff": "#14191f"}
-"""Colours of the page's dark theme by those of the light theme."""
-# Okabe and Ito's colours, in an order in which neighbours also differ in lightness.
+"""Colour of the page's dark theme that replaces each colour of the light theme."""
+# Okabe and Ito's colours for colour-blind readers, in an order in which neighbours also differ in lightness.
 BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
 VERMILION, SKY, RED = "#d55e00", "#56b4e9", "#c1121f"
 CATEGORY_COLOURS = {
@@ -51,13 +51,10 @@ STAGE_NAMES = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
 
 @dataclass(frozen=True)
 class Drawing:
-    """Figure, the records that it shows, and the commands for missing records.
-
-    A module defines each of its figures as a drawing without records, and `drawn` adds the picture.
-    """
+    """Figure of the report with its records, and commands for missing records; `drawn` adds the picture."""
 
     id: str
-    """File name without its suffix, and the anchor in the page."""
+    """Name of the figure's files without suffix, and of its anchor on the page."""
     title: str
     caption: str
     records: tuple[str, ...] = ()
@@ -65,28 +62,28 @@ class Drawing:
     missing: str = ""
     """Command that creates the missing records of the figure; empty for a complete figure."""
     figure: Figure | None = None
-    """Picture; None without data to draw."""
+    """Picture of matplotlib; None if the store has no data for the figure."""
     evidence: str = "measured"
-    """Kind of evidence of the records, which selects their place on the page."""
+    """Kind of evidence of the figure's records, `measured` or `simulated`."""
 
     def drawn(self, figure: Figure, caption: str, records: Iterable[str], *, missing: bool | str) -> Drawing:
-        """Return the drawing with its picture. `missing`: whether records are missing, or the commands for them."""
+        """Return the drawing with a picture; `missing`: whether records are missing, or commands that create them."""
         command = self.missing if missing is True else missing or ""
         return replace(self, figure=figure, caption=caption, records=tuple(records), missing=command)
 
 
 def fix_layout(figure: Figure) -> None:
-    """Compute the layout once and fix it, since each further layout takes as long as the drawing."""
+    """Compute the layout of a figure and keep it, because each further computation takes as long as drawing."""
     engine = figure.get_layout_engine()
     if engine is not None:
-        # Axes of a fixed aspect free space that only a second pass uses.
+        # Axes with a fixed aspect ratio leave space unused that a second pass distributes.
         for _ in range(2 if any(axes.get_aspect() != "auto" for axes in figure.axes) else 1):
             engine.execute(figure)
-        figure.set_layout_engine(None)  # with "none", an engine remains and savefig draws twice
+        figure.set_layout_engine(None)  # With "none" instead, an engine remains and `savefig` draws twice.
 
 
 def to_svg(drawing: Drawing) -> str:
-    """Return the figure as an `<svg>` element with real text, which takes the colours of a light or a dark page."""
+    """Return the figure as an `<svg>` element with selectable text and colours for light and dark pages."""
     text = _render(drawing, format="svg", metadata={"Date": None, "Creator": None}).decode()
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -95,7 +92,7 @@ def to_svg(drawing: Drawing) -> str:
 
 
 def _dark_rules() -> str:
-    """Return CSS rules for a dark page; white text stays white, because it stands on coloured fields."""
+    """Return CSS rules for a dark page, which exclude white text because its background is coloured."""
     rules = [
         f'{":not(text)" * (light == "#ffffff")}:is([style*="{name}: {light}"], [{name}="{light}"])'
         f" {{ {name}: {dark} !important }}"
@@ -122,7 +119,7 @@ def _render(drawing: Drawing, **options: Any) -> bytes:
 @contextmanager
 def figure_style() -> Iterator[None]:
     """Apply seaborn's theme `ticks` in our font and colours, for drawing and for saving."""
-    # Without a writable home folder, matplotlib warns that its cache is temporary.
+    # Hide matplotlib's warning about a temporary cache, which appears if the home folder is not writable.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
     import seaborn
@@ -132,7 +129,7 @@ def figure_style() -> Iterator[None]:
         "svg.fonttype": "none",
         "svg.hashsalt": "repro",
         "font.family": "DejaVu Sans",
-        # The layout uses the letter widths of the SVG, because widths rounded to dots displace small letters.
+        # Hinting rounds the widths of letters to pixels, which displaces small text in an SVG.
         "text.hinting": "none",
         "font.size": 9,
         "mathtext.fontset": "dejavusans",
@@ -172,9 +169,9 @@ def make_axes(
 def draw_stacked_bar(
     axes: Axes, at: float, parts: Mapping[str, float], fills: Mapping[str, Any], size: float, *, across: bool
 ) -> float:
-    """Draw one bar of `parts` in the order and with the fills of `fills`; return its end.
+    """Draw one stacked bar of `parts`, in the order and the colours of `fills`, and return its length.
 
-    `size`: thickness of the bar. `across`: horizontal, otherwise vertical.
+    `at`: position of the bar. `size`: its thickness. `across`: whether it is horizontal.
     """
     end = 0.0
     for name, filled in fills.items():
@@ -227,12 +224,12 @@ def draw_legend_above(figure: Figure, styles: Mapping[str, tuple[str, str]], **w
 def write_near(
     axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], **kw: Any
 ) -> None:
-    """Write `words` at an `offset` in points from a place of the axes."""
+    """Write `words` at an `offset` in points from the data coordinates `at`."""
     axes.annotate(words, at, offset, textcoords="offset points", **kw)
 
 
 def set_grid(axes: Axes, axis: str) -> None:
-    """Draw grid lines across `axis` only."""
+    """Draw grid lines at the ticks of `axis` (`x` or `y`) only."""
     axes.grid(visible=True, axis=axis)  # type: ignore[arg-type]
     axes.tick_params(length=3)
 
@@ -243,11 +240,11 @@ def successful_records(records: list[Record], prefix: str) -> list[Record]:
 
 
 def has_memory_categories(record: Record) -> bool:
-    """Return whether the record has memory by category; a library as engine has only the model states."""
+    """Return whether the record has memory by category; records of other engines have only the model states."""
     return bool(record.memory_by_rank) and "memory.activations_bytes" in record.metrics
 
 
 def required_bytes(record: Record) -> float:
-    """Return the device bytes of a layout: reserved and context, or live and context where the layout does not fit."""
+    """Return the device bytes that a layout needs: the context, and reserved memory or, without a fit, live memory."""
     reserved = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
     return reserved + record.metrics["memory.context_bytes"]

@@ -26,7 +26,7 @@ VALIDATION_COMMAND = "repro run suites/zero_throughput.toml --evidence simulated
 VALIDATION = Drawing(
     "validation",
     "Published throughput against predicted",
-    "Nothing that was published in time is predicted.",
+    "The store has no predictions of published times or rates.",
     missing=VALIDATION_COMMAND,
     evidence=SIMULATED,
 )
@@ -39,15 +39,15 @@ FAMILY_STYLES = {
     published.CLUSTER: (style.SKY, "X"),
     published.OTHER: (style.GREY, "v"),
 }
-"""Colour and marker of each family."""
+"""Colour and marker of each family of published runs."""
 MAX_NAMED_POINTS = 4
-"""Maximum number of named points per panel, by descending error."""
+"""Maximum number of points per panel with a label; points with the largest errors have labels."""
 MAX_LINE_CHARACTERS = 40
-"""Maximum number of characters of a name on one line."""
+"""Maximum length of a point's label on one line, in characters; longer labels have two lines."""
 
 
 def draw_validation(found: Sequence[Point]) -> Drawing:
-    """Draw rates in TFLOP/s per GPU (left) and ratios (right) of the points that count."""
+    """Draw predicted over published rates in TFLOP/s per GPU (left), and predicted over published ratios (right)."""
     judged = [point for point in found if not point.left_out]
     rates = [point for point in judged if point.kind == published.RATE and point.device_flops]
     ratios = [point for point in judged if point.kind == published.RATIO]
@@ -55,7 +55,7 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
         return VALIDATION
     import pandas as pd
 
-    # Some families have only ratios, so the legend covers both panels.
+    # The legend is common to both panels, because some families have only ratios.
     seen = {point.family for point in [*rates, *ratios]}
     styles = {family: FAMILY_STYLES[family] for family in published.FAMILIES if family in seen}
     figure, (left, right) = style.make_axes(5.0, 1, 2)
@@ -80,7 +80,7 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
 
 
 def _position(point: Point) -> tuple[float, float]:
-    """Return the published and the predicted value, in TFLOP/s per GPU or as a plain ratio."""
+    """Return the published and the predicted value of a point, as TFLOP/s per GPU or as a ratio."""
     if point.kind == published.RATE:
         predicted = point.device_flops / units.TERA
         return predicted / point.factor, predicted
@@ -88,10 +88,10 @@ def _position(point: Point) -> tuple[float, float]:
 
 
 def _interval_of(point: Point) -> tuple[float, float]:
-    """Return the interval from unknown inputs, in the unit of `_position`."""
+    """Return the 90 % interval of a point's predicted value, in the unit of `_position`."""
     _, predicted = _position(point)
     low, high = predicted * point.low / point.predicted, predicted * point.high / point.predicted
-    if point.unit in published.TIMES:  # the longest time gives the smallest rate
+    if point.unit in published.TIMES:  # The longest time corresponds to the smallest rate.
         low, high = predicted * point.predicted / point.high, predicted * point.predicted / point.low
     return low, high
 
@@ -139,27 +139,27 @@ def _validation_caption(found: Sequence[Point]) -> str:
         for family in published.family_statistics(found)
     ]
     return (
-        "Simulated, not measured: each dot is a run that a source published, predicted from its model, layout, batch, "
-        "software and machine; upright lines are the 90 % intervals that unknown inputs leave. Bands: 10 and 25 %. "
-        "Points that calibrate the time model are left out, and so are "
+        "Simulated, not measured: each dot is a published run, predicted from its model, layout, batch, "
+        "software and machine; vertical lines are 90 % intervals from unknown inputs. Bands: 10 and 25 %. "
+        "Points that calibrate the time model are omitted, and so are "
         f"bounds and means. {count_bases(point.rests_on for point in found if not point.left_out)} {'; '.join(parts)}."
     )
 
 
 IMPLIED = Drawing(
     "implied",
-    "What the sources imply: the value of an unknown that each row needs",
-    "No predicted row of the store says what it needs.",
+    "Values of unknown inputs that published values imply",
+    "The store has no prediction that implies the value of an unknown input.",
     missing=VALIDATION_COMMAND,
     evidence=SIMULATED,
 )
 MAX_IMPLIED_PANELS = 8
 MAX_LABELLED_ROWS = 24
-"""Maximum number of named rows of a panel; above it, only contradicting rows have names."""
+"""Maximum number of published values in a panel that are all labelled; with more, only contradicting ones are."""
 
 
 def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
-    """Draw one panel per unknown, and per row a line over the values in tolerance with a dot at the exact value."""
+    """Draw one panel per unknown input, with a line over the values that each published value implies for it."""
     shown = select_implied(found)
     if not shown:
         return IMPLIED
@@ -169,18 +169,17 @@ def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
         _draw_implied_panel(axes, one)
     text = " ".join(f"{one.key} of {one.system}: {one.words}" for one in shown)
     caption = (
-        "Predicted, all other unknowns at their best values. Grey: the range that the system's file gives, and the "
-        "value that is used. Lines: values that bring the prediction within the tolerance of the row; dots: where it "
-        f"is what was published; crosses at the right: rows that no value serves. {text}"
+        "Predicted with all other unknown inputs at their best estimates. Grey: the range in the system's file and "
+        "the used value. Lines: values with which the prediction is within the tolerance of a published value; dots: "
+        f"values with which both are equal; crosses at the right: no value suffices. {text}"
     )
     return IMPLIED.drawn(figure, caption, (), missing=False)
 
 
 def select_implied(found: Sequence[ImpliedInput]) -> list[ImpliedInput]:
-    """Return the unknowns with most contradicting rows, then those with most rows, and at least one of each cluster.
+    """Return the unknown inputs with most contradicting rows, then those with most rows; one of each system or more.
 
-    Pace and spread of the devices are excluded because they scale all times. The value that a row implies for them is
-    the error of the model.
+    Pace and spread of the devices are excluded, because they scale all times and so contain the error of the model.
     """
     telling = [one for one in found if one.key not in (PACE, SPREAD)]
     ordered = sorted(telling, key=lambda one: (-one.torn, -len(one.needs)))

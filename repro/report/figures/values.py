@@ -1,10 +1,7 @@
-"""Values of a figure from the judged ledger, published and of each kind of evidence, and their marks.
+"""Published values of the ledger and values of each kind of evidence for figures, and their bars and marks.
 
-A figure names rows of the ledger as `claim/label`. A `*` in the label stands for the places on the axis. A value that a
-source draws but does not print has no row. Such a place names an expression over simulated records, in the ledger's own
-language.
-
-Published values are solid, simulated hatched, measured dotted, analytic a diamond, missing dashed.
+A figure names rows of the ledger as `claim/label`, in which a `*` stands for the place on the axis. Published bars are
+solid, simulated hatched, measured dotted, and missing dashed; analytic values are diamonds.
 """
 
 from __future__ import annotations
@@ -37,19 +34,19 @@ _CHOOSE = {"largest", "smallest"}
 
 @dataclass(frozen=True, kw_only=True)
 class Ours:
-    """Value of one kind of evidence, in the row's unit."""
+    """Value of this suite by one kind of evidence, in the unit of the published value."""
 
     kind: str
-    """`analytic`, `simulated` or `measured`; measured at the published scale only."""
+    """Kind of evidence: `analytic`, `simulated`, or `measured` at the published scale."""
     value: float
     low: float
     high: float
     agrees: bool | None = None
     """Whether the judge accepts the value; None if it calibrates the time model, is `possible` or is not judged."""
     runs: tuple[str, ...]
-    """`suite/name` of the records that give the value."""
+    """Names `suite/name` of the records from which the value is computed."""
     fits: bool
-    """Whether all simulated runs of the value fit their devices."""
+    """Whether all simulated steps from which the value is computed fit in device memory."""
     possible: bool = False
     """Whether the prediction misses and the published value lies inside the interval from unknown inputs."""
     rests_on: str = ""
@@ -58,7 +55,7 @@ class Ours:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """Value of one series at one place on the axis."""
+    """Published value of one series at one place of a figure's axis, and the values of this suite for it."""
 
     at: str
     published: PrintedNumber | None
@@ -66,25 +63,25 @@ class Value:
     error: float
     """Digitisation error of the published value; 0 without digitisation."""
     metric: str
-    """Class of tolerance."""
+    """Name of the tolerance that applies to the value, a key of `RELATIVE_TOLERANCE`."""
     unit: str
     ours: tuple[Ours, ...]
-    """Values of the kinds of evidence: measured, then simulated, then analytic."""
+    """Values of this suite, at most one per kind of evidence: measured, then simulated, then analytic."""
     remedy: tuple[str, ...]
     """Commands that create the missing simulated records."""
 
     def of_kind(self, kind: str) -> Ours | None:
-        """Return the value of this kind of evidence, or None."""
+        """Return the value by the kind of evidence `kind`; None without such evidence."""
         return next((ours for ours in self.ours if ours.kind == kind), None)
 
     @property
     def predicted(self) -> Ours | None:
-        """The measured value at the published scale, else the simulated value."""
+        """Value to compare with the published one: measured at the published scale, else simulated."""
         return self.of_kind("measured") or self.of_kind(SIMULATED)
 
 
 class View:
-    """View of the judged ledger and the simulated records for figures."""
+    """Access to published values and their evidence by `claim/label`, and to simulated records, for figures."""
 
     def __init__(self, judged: Iterable[ClaimResult], simulated: Sequence[Record]):
         self._rows = {f"{r.claim.id}/{row.row.label}": row for r in judged for row in r.rows}
@@ -111,7 +108,7 @@ class View:
         return [self._value(at, row) for at, row in found]
 
     def value(self, at: str, reference: str) -> Value:
-        """Return the value of one row, placed `at`."""
+        """Return the value of the row `reference` (`claim/label`) for the place `at` on the axis."""
         return self._value(at, self.row(reference))
 
     def unpublished(self, at: str, expression: str, unit: str) -> Value:
@@ -158,9 +155,7 @@ class View:
         )
 
     def _ours(self, finding: Finding, result: RowResult) -> Ours | None:
-        """Return the value to draw for a finding; None if it is not at the published scale or tests the source against
-        itself.
-        """
+        """Return the value to draw for a finding; None for other scales, and for tests of a source against itself."""
         value = finding.value
         if not isinstance(value, int | float) or finding.expected is not None:
             return None
@@ -169,7 +164,8 @@ class View:
         if finding.origin == ITSELF:
             return None
         is_simulated, runs = finding.kind == SIMULATED, finding.experiments
-        is_search = bool(parse(finding.expression).calls & _CHOOSE)  # in which some runs do not fit
+        # A search for the largest or smallest layout that fits includes runs that do not fit.
+        is_search = bool(parse(finding.expression).calls & _CHOOSE)
         return Ours(
             kind=finding.kind,
             value=float(value),
@@ -192,18 +188,18 @@ class View:
 
 KIND_HATCHES = {SIMULATED: "//////", "measured": "....."}
 PLACE_WIDTH = 0.84
-"""Total width of the bars at a place, in units of the axis."""
+"""Total width of all bars at one place of the horizontal axis, whose places have distance 1."""
 
 
 class BarPair(NamedTuple):
-    """Position of a series' pair of bars at a place: the centre, and the width of both bars."""
+    """Centre, and width of both bars, of the published and our bar of a series at one place of the axis."""
 
     middle: float
     width: float
 
 
 def bar_pair(place: int, series: float, count: int) -> BarPair:
-    """Return the bar pair of series number `series` of `count` at `place`."""
+    """Return the position of the bars of series number `series`, of `count` series, at a place of the axis."""
     width = PLACE_WIDTH / count
     return BarPair(place - PLACE_WIDTH / 2 + (series + 0.5) * width, width * 0.94)
 
@@ -236,7 +232,7 @@ def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -
 
 
 def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> float:
-    """Draw the relative error of our value as a stem with a number; return the drawn height, 0 without two values."""
+    """Draw the relative error of our value as a stem with its number, and return the height; 0 without both values."""
     ours, printed = value.predicted, value.published
     if printed is None:
         return 0.0
@@ -247,7 +243,7 @@ def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -
     shown = max(-far, min(far, off))
     calibrates = ours.agrees is None and not ours.possible
     axes.plot([at.middle, at.middle], [0, shown], color=GREY if calibrates else colour, lw=1.6, zorder=2)
-    if ours.high > ours.low:  # limited to the axis
+    if ours.high > ours.low:
         ends = [max(-far, min(far, end / printed.value - 1)) for end in (ours.low, ours.high)]
         axes.plot([at.middle, at.middle], ends, color=INK, lw=5, alpha=0.18, solid_capstyle="butt", zorder=1)
     face = colour if ours.agrees else "white"
@@ -262,7 +258,7 @@ def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -
 
 
 def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]) -> None:
-    """Draw the legend of the series' colours, and of the fills and signs that occur."""
+    """Draw the legend of a figure: colours of the series, and fills and marks that the figure contains."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -292,7 +288,7 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
         mark("x", "does not fit, simulated", color=VERMILION, markersize=6)
     compared = [value.predicted for value in values if value.published and value.predicted]
     if any(ours.possible for ours in compared):
-        mark("o", "?: possible, unknown inputs decide", color=MUTED, mfc="white")
+        mark("o", "?: possible within unknown inputs", color=MUTED, mfc="white")
     if any(ours.agrees is None and not ours.possible for ours in compared):
         mark("o", "cal.: calibrates, no prediction", color=GREY, mfc="white")
     elif any(ours.agrees is False for ours in compared):
@@ -302,7 +298,7 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
 
 
 def _draw_interval_and_misfit(axes: Axes, x: float, ours: Ours, size: float) -> None:
-    """Draw the interval of the evidence if it has one, and a cross if a run does not fit."""
+    """Draw the interval of our value if it has one, and a cross if one of its runs does not fit."""
     y = ours.value / size
     if ours.high > ours.low:
         spread = [[(ours.value - ours.low) / size], [(ours.high - ours.value) / size]]

@@ -1,7 +1,4 @@
-"""Figures of the ZeRO paper's costs by stage: memory of the model states, and communication volume.
-
-Each has the measured values of small models, and the simulated values of the published ones.
-"""
+"""Figures of model-state memory and communication volume by ZeRO stage, of small measured and published models."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ MEASURED_STATES = Drawing(
     missing="repro run suites/smoke.toml --only 'states-*'",
 )
 MEASURED_LAYOUTS = {(stage, nd) for stage in range(4) for nd in (1, 2, 4)}
-"""(stage, Nd) of the complete figure."""
+"""Pairs (ZeRO stage, Nd) that the complete figure shows."""
 FORMULA_MARK: dict[str, Any] = {
     "marker": "D",
     "color": "white",
@@ -35,7 +32,7 @@ STAGE_FORMULAS = {0: "16Ψ", 1: "4Ψ + 12Ψ/Nd", 2: "2Ψ + 14Ψ/Nd", 3: "16Ψ/Nd
 
 
 def draw_measured_states(records: list[Record]) -> Drawing:
-    """Draw measured bytes of storages per parameter on the largest rank (bars), and the formula (diamonds)."""
+    """Draw measured bytes of model states per parameter on the fullest rank (bars), and the formula (diamonds)."""
     from matplotlib.lines import Line2D
 
     states = filter(style.has_memory_categories, style.successful_records(records, "states-"))
@@ -43,7 +40,7 @@ def draw_measured_states(records: list[Record]) -> Drawing:
     if not shown:
         return MEASURED_STATES
     models = Counter(r.experiment.model.name for r in shown)
-    model = models.most_common(1)[0][0]  # one Psi for all bars
+    model = models.most_common(1)[0][0]  # All bars belong to one model.
     shown = [r for r in shown if r.experiment.model.name == model]
     shown.sort(key=lambda r: (r.experiment.layout.dp, r.experiment.layout.zero))
     psi = shown[0].metrics["parameters"]
@@ -76,8 +73,8 @@ def draw_measured_states(records: list[Record]) -> Drawing:
     style.draw_fills_above(figure, fills, Line2D([], [], label="formula", **FORMULA_MARK), ncols=4)
 
     caption = (
-        f"Persistent model states of {model} between steps, measured from the tensors' storages on the rank "
-        f"that holds most. Diamonds: {', '.join(STAGE_FORMULAS.values())} with K = 12 (ZeRO paper, sec. 5). "
+        f"Model states of {model} between steps, measured as the sizes of the tensors' storages on the "
+        f"fullest rank. Diamonds: {', '.join(STAGE_FORMULAS.values())} with K = 12 (ZeRO paper, sec. 5). "
     )
     if worst:
         caption += f"Largest difference between bar and diamond: {units.number(100 * worst)} %; "
@@ -99,7 +96,7 @@ PUBLISHED_STATES = Drawing(
 
 
 def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
-    """Draw bytes of the simulated step by part (bars), the published bytes (outline), and the formula (diamond)."""
+    """Draw model states by stage: simulated bytes (bars), published bytes (outlines) and the formula (diamonds)."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -144,7 +141,7 @@ def _value_label(value: Value) -> str:
 VOLUME = Drawing(
     "communication",
     "Communication volume by stage",
-    "No record of states-z0-dp2 and of stages to compare with it.",
+    "No record of states-z0-dp2 together with records of other ZeRO stages.",
     missing="repro run suites/smoke.toml",
 )
 PUBLISHED_VOLUMES = {
@@ -154,12 +151,13 @@ PUBLISHED_VOLUMES = {
     style.STAGE_NAMES[3]: 1.5,
     f"{style.STAGE_NAMES[1]}, Feb 2020": 1.5,
 }
-"""1910.02054 sec. 7.1-7.2; the release of February 2020 reduced with an all-reduce, 3 Psi for 2 Psi."""
+"""Published communication volume of each stage over that of DP (1910.02054 sec. 7.1-7.2). DeepSpeed's release of
+February 2020 reduced gradients with an all-reduce, so P_os sent 3 Psi instead of 2 Psi."""
 DEGREE_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)
 
 
 def draw_volume(records: list[Record]) -> Drawing:
-    """Draw the bytes counted at the collectives (ring algorithms) as bars, and the published ratio as lines."""
+    """Draw the sent bytes of each stage relative to plain data parallelism (bars), and the published ratios (lines)."""
     prefixes = ("states-", "comm-z1-allreduce")
     ended = [record for prefix in prefixes for record in style.successful_records(records, prefix)]
     divided = [r for r in ended if r.experiment.layout.dp > 1]
@@ -197,8 +195,8 @@ def draw_volume(records: list[Record]) -> Drawing:
     caption = (
         "Bytes that one rank sends over the data-parallel group in one ordinary step, divided by those of "
         "plain data parallelism with the same model and Nd. Lines: the published 1x, 1x, 1x and 1.5x; the "
-        "release of February 2020 sent 1.5x under P_os as well. Small collectives, such as that of the "
-        "gradient norm, count."
+        "release of February 2020 sent 1.5x under P_os as well. Small collectives, such as the all-reduce of the "
+        "gradient norm, are included."
     )
     wanted = {(column, nd) for column in range(len(names)) for nd in (2, 4)}
     missing = not wanted <= {(_stage_column(r), r.experiment.layout.dp) for r in shown}
@@ -221,7 +219,7 @@ def _stage_column(record: Record) -> int:
 
 
 LINKS_MODELS = ("1.5b", "8b", "40b", "60b", "80b", "100b", "120b", "140b", "170b")
-"""Models of ZeRO's Figure 2."""
+"""Sizes of the models in Figure 2 of the ZeRO paper."""
 LINKS_PANELS = (("zero", "ZeRO-100B"), ("megatron", "Megatron-LM"))
 LINKS = Drawing(
     "links",
@@ -232,11 +230,11 @@ LINKS = Drawing(
 )
 LINK_NAMES = {"nvlink": "in the node (NVLink)", "inter-node": "between nodes"}
 LINK_STYLES = {LINK_NAMES["nvlink"]: (style.BLUE, "o"), LINK_NAMES["inter-node"]: (style.VERMILION, "s")}
-"""Colour and marker of a class of links."""
+"""Colour and marker of each class of links, inside and between nodes."""
 
 
 def draw_link_traffic(simulated: list[Record]) -> Drawing:
-    """Draw one panel per system and one line per model: bytes that all GPUs send for one sample, by class of link."""
+    """Draw the bytes that all GPUs send per sample inside and between nodes, for ZeRO-100B and Megatron-LM."""
     records = {r.label: r for r in simulated if r.conclusive and "comm.sent_bytes" in r.metrics}
     found = {
         (model, system): records[name]
@@ -271,16 +269,16 @@ def draw_link_traffic(simulated: list[Record]) -> Drawing:
     grid[0].set_ylim(len(LINKS_MODELS) - 0.5, -0.5)
     style.draw_legend_above(figure, LINK_STYLES, ncols=2)
     caption = (
-        "Simulated, not measured: counted where the step calls its collectives, by the slowest class of links that a "
-        "group crosses, ring algorithms, over the samples of a step; layouts of the paper's Figure 2. Where model "
-        "parallelism leaves the node, all of its traffic does. No source prints these bytes."
+        "Simulated, not measured: bytes of all collectives of a step with ring algorithms, per sample, by the slowest "
+        "class of links in a group; layouts of the paper's Figure 2. If a model-parallel group has several nodes, all "
+        "of its traffic counts as inter-node. No source prints these bytes."
     )
     missing = len(found) < len(LINKS_MODELS) * len(LINKS_PANELS)
     return LINKS.drawn(figure, caption, (r.label for r in found.values()), missing=missing)
 
 
 def sample_bytes_by_link(record: Record) -> dict[str, float]:
-    """Return the bytes for one sample over all GPUs, by class of link, without classes that have no traffic."""
+    """Return the bytes that all GPUs send per sample, by class of link, without classes that have no traffic."""
     layout, metrics = record.experiment.layout, record.metrics
     ranks = layout.dp * layout.tp * layout.pp
     sent = {name: metrics.get(f"comm.link.{name}.sent_bytes", 0) for name in LINK_NAMES}

@@ -1,4 +1,4 @@
-"""`repro report`: one self-contained HTML page of verdicts, evidence and figures, made from a store.
+"""`repro report`: a site of static HTML pages with verdicts, evidence and figures of a store.
 
-`build` writes the page, and `context` fills its templates.
+`build` writes the files of the site, and `context` provides the values for their templates.
 """

@@ -1,7 +1,6 @@
-"""Build of the report: a site of small HTML files, and the executed notebooks of reports/.
+"""Build of the report: a site of static HTML pages, and the executed notebooks of the folder reports/.
 
-A notebook is a Python file with cells (jupytext's percent format). Each runs in its own kernel, which reads the store
-in `REPRO_RESULTS`.
+A notebook is a Python file in jupytext's percent format, which reads the store that `REPRO_RESULTS` names.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ if TYPE_CHECKING:
 
 NOTEBOOKS_FOLDER = ROOT / "reports"
 CELL_TIMEOUT_S = 300
-"""Timeout of a cell, and of the start of a kernel, in seconds."""
+"""Timeout of a notebook's cell, and of the start of a kernel, in seconds."""
 WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 MAX_PARALLEL_NOTEBOOKS = 2
-"""Maximum number of kernels that run at once."""
+"""Maximum number of notebooks that run at once."""
 
 
 class CellFailed(Exception):
-    """Failure of a cell; `str` is one line with file, cell and error."""
+    """A cell of a notebook failed; `str` is one line with file, cell and error."""
 
 
 def find_notebooks(folder: Path = NOTEBOOKS_FOLDER) -> list[Path]:
-    """Return the notebooks by number. Raises `ConfigError` if there is no checkout."""
+    """Return the notebook files in `folder`, in the order of their numbers. Raises `ConfigError` if there are none."""
     found = sorted(folder.glob("[0-9][0-9]_*.py"))
     if not found:
         raise ConfigError("--notebooks", str(folder), "a checkout with reports/*.py")
@@ -54,30 +53,28 @@ def find_notebooks(folder: Path = NOTEBOOKS_FOLDER) -> list[Path]:
 
 
 def write_notebooks(results: Path, out: Path, folder: Path = NOTEBOOKS_FOLDER) -> list[tuple[Path, str]]:
-    """Execute every notebook on `results`, write `out`/NAME.html, and return the pages and their titles.
+    """Execute the notebooks in `folder` on the store `results`, and write each as HTML to the folder `out`.
 
-    Raises `CellFailed`, or as `find_notebooks`.
+    Returns the written pages with their titles. Raises `CellFailed`, and `ConfigError` without notebooks.
     """
     paths = find_notebooks(folder)
     with tempfile.TemporaryDirectory() as settings, ThreadPoolExecutor(MAX_PARALLEL_NOTEBOOKS) as pool:
-        # IPython reads no settings of the user, and works where the home folder cannot be written.
+        # An empty folder hides the user's IPython settings, and replaces a home folder that cannot be written.
         os.environ["IPYTHONDIR"] = settings
-        done = list(
-            pool.map(execute, paths, [results.resolve()] * len(paths))
-        )  # a failure cancels the next ones
+        done = list(pool.map(execute, paths, [results.resolve()] * len(paths)))
         out.mkdir(parents=True, exist_ok=True)
         return [_save_notebook(path, notebook, out) for path, notebook in zip(paths, done, strict=True)]
 
 
 def read_notebook(path: Path) -> Any:
-    """Return the notebook of a percent file."""
+    """Return the notebook in a file of jupytext's percent format."""
     import jupytext
 
     return jupytext.read(path)
 
 
 def execute(path: Path, results: Path) -> Any:
-    """Return the notebook at `path` with its outputs.  Raises `CellFailed`."""
+    """Execute the notebook at `path` on the store `results`, and return it with its outputs. Raises `CellFailed`."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -98,7 +95,7 @@ def execute(path: Path, results: Path) -> Any:
 
 
 def _place(notebook: Any) -> str:
-    """Return number and first line of the cell that did not finish."""
+    """Return number and first line of the first code cell that failed or did not run."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     bad = (
         number
@@ -132,18 +129,18 @@ def _save_notebook(path: Path, notebook: Any, out: Path) -> tuple[Path, str]:
 
 
 def title_of(notebook: Any, path: Path) -> str:
-    """Return the first heading of the notebook, or its file name without one."""
+    """Return the first heading of a notebook; the name of its file if it has no heading."""
     found = re.search(r"^# (.+)$", "\n".join(cell.source for cell in notebook.cells), re.MULTILINE)
     return found[1].strip() if found else path.stem
 
 
 MAX_LINKS = 100
-"""Maximum number of a figure's records that a page lists and links."""
+"""Maximum number of links to records below a figure."""
 
 
 @dataclass
 class Report:
-    """Paths and counts of a written report."""
+    """Paths of a written report, and counts of its contents."""
 
     page: Path
     claims: int
@@ -154,24 +151,22 @@ class Report:
     comparisons: int
     figures: list[Path] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    """Command by figure that creates the figure's missing records."""
+    """Command that creates the missing records of a figure, by the figure's id."""
     notebooks: list[Path] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """Remarks on the store for the reader: incomplete lines, other protocols."""
+    """Remarks about the store, such as unreadable lines and records of another protocol version."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
+        """Return the report's paths and counts as JSON data."""
         paths = {name: [str(path) for path in getattr(self, name)] for name in ("figures", "notebooks")}
         return {**vars(self), "page": str(self.page), **paths}
 
 
 def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Path] = ()) -> Report:
-    """Write `out`/*.html, `out`/claims and `out`/figures; with `notebooks` also `out`/notebooks.
+    """Write the site on the store `results` to the folder `out`, with `notebooks` also the executed notebooks.
 
-    `own`: additional ledger files, which the site includes and the notebooks omit.
-
-    Raises `ConfigError` if `out` is not a writable folder, `ModuleNotFoundError` before any file is written if a
-    package is missing, and `CellFailed` if a cell of a notebook failed.
+    `own`: additional ledger files, which the notebooks do not use. Raises `ConfigError` if `out` is not a writable
+    folder, `ModuleNotFoundError` if a package is missing, and `CellFailed` if a cell of a notebook failed.
     """
     extras.require_extras("report", *(["notebooks"] if notebooks else []))
     from repro.report.figures import draw_all
@@ -180,7 +175,7 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
         for folder in ("figures", "claims"):
             (out / folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("--out", str(out), f"a folder that can be written ({error.strerror})") from None
+        raise ConfigError("--out", str(out), f"a writable folder ({error.strerror})") from None
     found = evidence.read_store(results, own)
     chosen = select(found.records)
     points = published.points(found.judged, found.records)
@@ -210,7 +205,7 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
 
 
 def _save_figure(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
-    """Write a figure's two files and return its data for the template. Old files of an empty figure are removed."""
+    """Write a figure as SVG and PNG, or remove its old files if it has no picture; return its data for templates."""
     from repro.report.figures import style
 
     writers = {"svg": lambda: style.to_svg(drawing).encode(), "png": lambda: style.to_png(drawing)}
@@ -235,30 +230,27 @@ def _save_figure(drawing: Drawing, folder: Path, report: Report) -> dict[str, An
 def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
     remarks = found.torn[:MAX_PRINTED_REMARKS]
     if len(found.torn) > MAX_PRINTED_REMARKS:
-        remarks.append(f"and {len(found.torn) - MAX_PRINTED_REMARKS} more lines that are no records")
+        remarks.append(f"{len(found.torn) - MAX_PRINTED_REMARKS} more lines of the store are not records")
     if not found.records:
         shown = "the site shows the ledger, analytic evidence and reference records only"
         remarks.append(f"no records in {found.results}: {shown}")
     if chosen.foreign:
-        foreign = f"{chosen.foreign} records of another measurement protocol"
-        remarks.append(f"{foreign} are left out: not comparable")
+        foreign = f"{chosen.foreign} records of another version of the measurement protocol"
+        remarks.append(f"{foreign} are omitted, because they are not comparable")
     failed = [record for record in [*chosen.measured, *chosen.simulated] if not record.conclusive]
     if failed:
         names = ", ".join(f"{record.label} ({record.outcome})" for record in failed[:6])
         more = f" and {len(failed) - 6} more" if len(failed) > 6 else ""
-        remarks.append(f"without a conclusive result: {names}{more}; the next `repro run` runs them again")
+        remarks.append(f"experiments without a conclusive result: {names}{more}; `repro run` runs them again")
     findings = (finding for result in found.judged for finding in result.findings)
     if labels := dict.fromkeys(one.measured_on for one in findings if one.is_reference and one.decided):
-        values = f"values as measured on {'; '.join(labels)} come from reference records of this package"
-        remarks.append(f"{values}: this store has no such results")
+        values = f"values measured on {'; '.join(labels)} come from reference records of this package"
+        remarks.append(f"{values}, because this store has no such measurements")
     return remarks
 
 
 def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Sequence[Path] = ()) -> int:
-    """Write the report on the store `results` to `out` and print its path; return 0, or 1 if a notebook failed.
-
-    `own`: additional ledger files.
-    """
+    """Write the report on the store `results` to `out` and print a summary; return 1 if a notebook failed, else 0."""
     try:
         written = build_report(results, out, notebooks=notebooks, own=own)
     except CellFailed as error:

@@ -1,7 +1,6 @@
-"""Data of the site for the templates: claims, figures, records, machines, and the limits for large stores.
+"""Values of the site's templates: claims, figures, records and machines, and the rendered files of the site.
 
-The site lists every record that a claim or a figure reads, and the newest `MAX_RECORDS` other records of each kind. It
-gives the number of omitted records, which `repro export` contains.
+The site lists every record that a claim or a figure reads, and the newest `MAX_RECORDS` other records of each kind.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_RECORDS = 200
-"""Maximum number of listed comparisons, and of listed records per kind that no claim and no figure reads."""
+"""Maximum number of listed comparisons, and of listed records of each kind that no claim and no figure reads."""
 MAX_MACHINES = 100
-"""Maximum number of listed machines."""
+"""Maximum number of origins of records that the page of machines lists."""
 BEST_FIGURES = {
     "zero-fig1": "Model states per GPU without ZeRO and with its three stages: published, by formula, simulated.",
     "turing-degrees": "Memory per GPU at each model-parallel degree, with and without ZeRO 1, and the limit of a V100.",
     "validation": "Each dot is one published run: its published throughput, and the throughput predicted for it.",
 }
-"""Ids of the figures on the first page, and what each shows."""
+"""Captions of the figures on the first page, by figure id."""
 BEYOND = "beyond"
-"""Name of the page of ledger files that are no publication of the reports."""
+"""Name of the page for claims from ledger files without a date, which no reproduced report published."""
 SOURCE_FIGURES = {
     "megatron-2019": "megatron-2019 megatron-2020",
     "zero": "zero-fig1 states memory-timeline peak zero-fig2 zero-fig3 zero-fig4 zero-fig6 zero-fig7 zero-fig8"
@@ -59,7 +58,7 @@ SOURCE_FIGURES = {
     "yuan": "map",
     BEYOND: "loss convergence engines",
 }
-"""Ids of the figures on each source's page; `machines.html` has the other figures."""
+"""Ids of the figures on the page of each source; the page of machines has all other figures."""
 
 
 def context(
@@ -69,7 +68,7 @@ def context(
     remarks: list[str],
     catalogue: SuiteCatalogue,
 ) -> dict[str, Any]:
-    """Return the templates' values. `figures`: data from `build`, with `records` by anchor."""
+    """Return the values of the templates by name; `figures`: data of each written figure (`build._save_figure`)."""
     everything = [*chosen.measured, *chosen.simulated]
     machines = Machines([*everything, *chosen.comparisons])
     known = {_anchor(record): record for record in everything}
@@ -128,9 +127,9 @@ def context(
 def _sources(
     ledger: Ledger, claims: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return one entry per source in the order of publication; each claim and figure receives the name of its page.
+    """Return one entry per source, in the order of publication, and add the page's name to each claim and figure.
 
-    A source is one ledger file, or consecutive files by the same author. Files without a date are one source, the last.
+    A source is a ledger file, or consecutive files about the same subject. All files without a date are one source.
     """
     files = [file for file in ledger.titles if any(claim["file"] == file for claim in claims)]
     found = []
@@ -165,7 +164,7 @@ def _sources(
 
 
 def render_site(values: dict[str, Any]) -> dict[str, str]:
-    """Return every file of the site, except for the figures, by its path."""
+    """Return the text of each file of the site by its path, except for figures and notebooks."""
     site = {name: (TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "site.js")}
     site["records.js"] = f"const STORE = {json.dumps(_records(values['rows']), separators=(',', ':'))};\n"
 
@@ -183,7 +182,7 @@ def render_site(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _records(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the rows of the table of experiments as lists, which are half as long as objects."""
+    """Return the table of experiments as lists of values with one list of keys, which halves the size of the JSON."""
     keys = list(rows[0]) if rows else []
     labels = {row["evidence"]: list(row["facts"]) for row in rows}
     values = [[*{**row, "facts": [*row["facts"].values()]}.values()] for row in rows]
@@ -192,7 +191,7 @@ def _records(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @functools.cache
 def template(name: str) -> Template:
-    """Return a template of the folder `templates`; an undefined name raises an error."""
+    """Return the Jinja template `name`, in which an undefined variable is an error."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -224,7 +223,7 @@ def template(name: str) -> Template:
 
 
 def _code(words: str) -> Any:
-    """Return text as HTML, with commands in backticks as code."""
+    """Return text as HTML in which words in backticks are code."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(words))))
@@ -235,7 +234,7 @@ def _anchor(record: ExperimentRecord) -> str:
 
 
 def _listed(records: list[ExperimentRecord], cited: Iterable[str]) -> list[ExperimentRecord]:
-    """Return the cited records, then the newest `MAX_RECORDS` others."""
+    """Return the records whose anchors are in `cited`, then the newest `MAX_RECORDS` other records."""
     others = [record for record in records if _anchor(record) not in cited]
     newest = sorted(others, key=lambda record: record.order, reverse=True)[:MAX_RECORDS]
     return [*(record for record in records if _anchor(record) in cited), *newest]

@@ -1,4 +1,4 @@
-"""Output of `repro claims`: the ledger and its verdicts, and predictions for another system with `--system`."""
+"""Output of `repro claims`: published claims with their verdicts, and predictions of claims for another system."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from repro.util.units import NO_VALUE
 DEFINITIONS: tuple[str, ...] = (
     "simulated: with a 90 % interval. possible: a miss, but the interval contains the published value.",
 )
-"""Meaning of columns and verdicts, one line each."""
+"""Lines under the table of headline claims that explain its columns and verdicts."""
 MAX_CLAIM_ROWS = 6
-"""Maximum number of values that one claim shows, those that disagree first."""
+"""Maximum number of values of one claim that are printed without `--details`; disagreeing values come first."""
 MAX_STRENGTH_TEXT = 195
-"""Maximum length of the margins of a claim's values, in characters: two lines."""
+"""Maximum length of the line with the margins of a claim's values, in characters."""
 MAX_CLAIM_TEXT = 290
-"""Maximum length of a cause or of conditions, in characters: three lines."""
+"""Maximum length of the printed cause or conditions of a claim, in characters."""
 ALL_CLAIMS_COLUMNS = 25, 25, 14
-"""Widths of published values, evidence and verdicts in the table of all claims."""
+"""Widths of the columns `published`, `evidence` and `verdict` in the table of all claims, in characters."""
 MAX_ANSWERS, ANSWER_COLUMNS = 15, (16, 21, 18)
-"""Maximum number of claims whose first answer for another system is shown, and the widths of its cells."""
+"""Maximum number of printed claims for another system, and the widths of three columns of their table."""
 MAX_SHOWN_UNKNOWNS = 3
-"""Maximum number of unknowns that are shown for each value; the page and `--json` have more."""
+"""Maximum number of printed unknown inputs for each predicted value."""
 VERDICT_STYLES = {
     verdicts.REPRODUCED: "green",
     **dict.fromkeys((verdicts.POSSIBLE, verdicts.DEPENDS), "blue"),
@@ -73,9 +73,9 @@ def print_claims(
     all_claims: bool = False,
     details: bool = False,
 ) -> int:
-    """Print the headline claims, one claim, or with `all_claims` every claim; `own`: further ledger files.
+    """Print the headline claims, the claim `claim_id`, or with `all_claims` every claim; return 0.
 
-    Raises `ConfigError` if the id is unknown or a ledger file is invalid.
+    `own`: additional ledger files. Raises `ConfigError` if the id is unknown or a ledger file is invalid.
     """
     ledger = load_ledger(own=tuple(own))
     first: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ def print_claims(
 
 
 def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
-    """Print one line per headline claim, the counts of all claims, and what to do next."""
+    """Print the counts of all claims, a table of the headline claims, and the machines of the measurements."""
     lines = headline_lines(ledger, results)
     console.print(textwrap.fill(totals(results), PAGE_COLUMNS) + "\n")
     headings = ("", "claim", "published", *SHOWN_KINDS, "verdict")
@@ -121,7 +121,7 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
             one.verdict for result in results for one in result.findings if one.itself and one.decided
         ]
         follow = f"{formulas.count(FOLLOWS)} of {len(formulas)} values follow from formulas of their source"
-        notes = (f"Nothing has been tested in this store yet. {follow}.", "Simulate them: `make simulate`.")
+        notes = (f"This store has no results yet. {follow}.", "To simulate all claims: `make simulate`.")
     console.print("\n".join(notes))
     machines = [f"claim {line.number}: {machine}" for line in lines for machine in line.machines]
     references = [machine for machine in machines if REFERENCE_SUFFIX in machine]
@@ -140,9 +140,9 @@ def _verdict_counts(verdicts: Sequence[str]) -> str:
 
 
 def print_claim(result: ClaimResult, console: Console, first: Collection[str] = ()) -> None:
-    """Print one claim on one screen: verdict, cause, the values that decide, and how to repeat them.
+    """Print one claim on one screen: verdict, cause, the values that decide, and the commands that test them.
 
-    The rows labelled `first` come first: those of a headline.
+    `first`: labels of the rows to print first, which a headline claim names.
     """
     claim = result.claim
     console.print(Text.assemble((claim.id, "bold cyan"), f": {claim.title}."))
@@ -177,9 +177,7 @@ def print_claim(result: ClaimResult, console: Console, first: Collection[str] = 
         "supporting values": len(result.rows) - len(main),
     }
     if any(hidden.values()):
-        console.print(
-            f"Not shown: {', '.join(f'{count} {what}' for what, count in hidden.items() if count)}."
-        )
+        console.print(f"Omitted: {', '.join(f'{count} {what}' for what, count in hidden.items() if count)}.")
     verb = "Run" if result.verdict == NOT_RUN else "Repeat"
     for what, command in _repeat_commands(result):
         console.print(f"{verb} the {what}: {command}", soft_wrap=True)
@@ -187,11 +185,11 @@ def print_claim(result: ClaimResult, console: Console, first: Collection[str] = 
 
 
 def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:
-    """Return the kinds of evidence that have experiments, and the search of the claim, each with its command."""
+    """Return what can be run for a claim (search, simulation, measurement or emulation), each with its command."""
     known = {finding.kind for finding in result.findings if finding.experiments}
     found = [("search", result.claim.repeat)] * bool(result.claim.repeat)
     read = {name.partition("/")[0] for finding in result.findings for name in finding.experiments}
-    own = sorted(read - {*SUITES.names()})  # suites of the reader, which `--claim` does not find
+    own = sorted(read - {*SUITES.names()})  # `repro run --claim` finds packaged suites only.
     run = f"repro run {' '.join(f'{name}.toml' for name in own) or f'--claim {result.claim.id}'}"
     if SIMULATED in known:
         found.append(("simulation", f"{run} --evidence {SIMULATED}"))
@@ -202,7 +200,7 @@ def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:
 
 
 def _strength_lines(rows: Sequence[RowResult]) -> list[str]:
-    """Return the margins of reproduced rows, weak ones first, and the mutations that would change them."""
+    """Return a line with the margins of reproduced rows, and a line with changes that would make them fail."""
     rows = sorted((row for row in rows if row.margin or row.mutations), key=lambda row: not row.weakness)
     margins = [
         f"{row.row.label} {headlines.describe_margin(row)}{', weak' * bool(row.weakness)}" for row in rows
@@ -213,7 +211,7 @@ def _strength_lines(rows: Sequence[RowResult]) -> list[str]:
 
 
 def _cause(result: ClaimResult) -> str:
-    """Return the note to the first main row that misses, else the claim's note; the missing part of other verdicts."""
+    """Return the cause of a claim's verdict: for `not reproduced` a note of the ledger, else the judge's reason."""
     if result.verdict != NOT_REPRODUCED:
         return result.reason
     notes = (row.row.note for row in result.rows if row.row.main and row.verdict == NOT_REPRODUCED)
@@ -221,13 +219,13 @@ def _cause(result: ClaimResult) -> str:
 
 
 def _shortened(text: str, most: int = MAX_CLAIM_TEXT) -> str:
-    """Return `text` in at most `most` characters, cut between words."""
+    """Return `text`, shortened between words to at most `most` characters."""
     indent = " " * (len(text) - len(text.lstrip()))
     return indent + textwrap.shorten(text, most - len(indent), placeholder=" ...")
 
 
 def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
-    """Print one line per claim, grouped by ledger file, and the counts."""
+    """Print one line per claim under the title of its ledger file, and the number of claims by verdict."""
     headings = ("claim", "published", "evidence: rows that agree", "verdict")
     widths = max(len(result.claim.id) for result in results), *ALL_CLAIMS_COLUMNS
     file = ""
@@ -255,7 +253,7 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
 
 
 def print_claim_details(result: ClaimResult, ledger: Ledger, console: Console) -> None:
-    """Print all data of one claim."""
+    """Print all properties of one claim, and every value with its evidence."""
     claim = result.claim
     console.print(Text(claim.id, style="bold cyan"), Text(claim.title, style="bold"))
     facts = render.new_facts_table()
@@ -320,7 +318,7 @@ def _evidence_table(result: ClaimResult) -> Table:
 
 
 def _unknowns_table(result: ClaimResult) -> Table:
-    """Return a table of the unknowns with the largest effect on each predicted value, each varied alone."""
+    """Return a table of the unknown inputs with the largest effects on each predicted value, each varied alone."""
     headings = ("value", "unknown input", "value at its low end", "value at its high end", "uncertainty")
     grid = render.new_table(*headings, left=2, wrap=headings[:2])
     for row in result.rows:
@@ -358,9 +356,9 @@ def _published(result: RowResult) -> str:
 
 
 def print_claims_on_system(claim: str, system: str, json: bool, results: Path, details: bool) -> int:
-    """Print the predictions of the store `results` for `system`; return 0, or 1 without predictions, also with JSON.
+    """Print the predictions of the claims for `system` in the store `results`; return 1 if there are none, else 0.
 
-    Raises `ConfigError` if the system or the claim is unknown, or the claim has no question for other systems.
+    Raises `ConfigError` if the system or the claim is unknown, or if the claim cannot be asked of another system.
     """
     ledger = load_ledger()
     questions = other_system.load_questions(ledger)
@@ -370,7 +368,7 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
         if not asked:
             families = ", ".join(other_system.QUESTION_FAMILIES)
             why = questions.left_out.get(claim, f"its family is {family}, not one of {families}")
-            raise ConfigError("claim", claim, says=f"is not asked again: {why}")
+            raise ConfigError("claim", claim, says=f"cannot be predicted for another system: {why}")
     else:
         asked = questions.asked
     target = load_system(system)
@@ -387,12 +385,12 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
     console = stdout(PAGE_COLUMNS)
     print_answers(found, name, console, None if details or claim else MAX_ANSWERS)
     if lacking := sum(answer.unrecorded for answer in found):
-        console.print(f"{lacking} not simulated yet: `{command}`.", markup=False, soft_wrap=True)
+        console.print(f"{lacking} answers need a simulation: `{command}`.", markup=False, soft_wrap=True)
     return 0
 
 
 def print_answers(found: Sequence[Answer], system: str, console: Console, most: int | None) -> None:
-    """Print one line per answer, grouped by claim; with `most` the first answers of so many claims, shortened."""
+    """Print predictions of claims for `system`; `most`: only the first of each claim, for this number of claims."""
     headings = ("claim" if most else "question", "published", f"on {system}", "comparison", "basis")
     wrapped = () if most else headings[:4]
     grid = render.new_table(*headings, left=set(headings), wrap=wrapped, gap=1)

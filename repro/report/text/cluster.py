@@ -44,8 +44,9 @@ from repro.results.store import Store
 from repro.util.console import new_table, print_json, print_page, stdout
 
 REFRESH_S = 5.0
+"""Time between two refreshes of `repro status --watch`, in seconds."""
 MAX_CASES = 16
-"""Maximum number of printed cases without `--details`."""
+"""Maximum number of printed submitted experiments without `--details`."""
 _STATE_COLOURS = {
     RUNNING: "green",
     FAILED: "red",
@@ -57,13 +58,13 @@ _STATE_COLOURS = {
 
 
 def print_status(results: Path, watch: bool, every: bool, json: bool, details: bool) -> int:
-    """Print the state of every case of each suite's newest submission, or of all submissions (`every`).
+    """Print the state of every experiment in each suite's newest submission, or in all submissions (`every`).
 
-    Returns 0 when nothing is open and nothing failed, 3 while cases wait or run, 1 if some failed.
+    Returns 3 while an experiment waits or runs, else 1 if an experiment failed, else 0.
     """
     registry, store = Registry(results), Store(results)
     if not registry.all():
-        raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
+        raise ConfigError("--results", str(results), "a results folder of a `repro submit` command")
     try:
         if watch and not json:
             return _watch(registry, store, every, details)
@@ -78,7 +79,7 @@ def print_status(results: Path, watch: bool, every: bool, json: bool, details: b
 
 
 def print_cases(cases: list[CaseState], warnings: list[str], console: Console, most: int | None) -> None:
-    """Print the totals, then up to `most` cases, finished ones last; None: all."""
+    """Print the submitted experiments by state, then rows of at most `most` of them (None: all), finished ones last."""
     unrecorded = any(case.state in (LOST, CANCELLED) and not case.recorded for case in cases)
     shown = sorted(cases, key=lambda case: case.state == DONE)[:most]
     hidden = len(cases) - len(shown)
@@ -86,9 +87,8 @@ def print_cases(cases: list[CaseState], warnings: list[str], console: Console, m
         f"{_totals_text(cases)}.",
         _cases_table(shown),
         f"--details lists {hidden} more cases." if hidden else "",
-        "repro collect records cases that are lost or cancelled. repro submit runs them again."
-        if unrecorded
-        else "",
+        "repro collect writes records of lost and cancelled cases; repro submit runs them again."
+        * unrecorded,
         console=console,
     )
     for warning in warnings:
@@ -118,9 +118,9 @@ def _totals_text(cases: list[CaseState]) -> str:
 
 
 def _watch(registry: Registry, store: Store, every: bool, details: bool) -> int:
-    """Refresh the table every few seconds while cases wait or run.
+    """Refresh the table of states while an experiment waits or runs, and return the exit code of `repro status`.
 
-    Raises `SchedulerError` without a first answer of the cluster. Later failures to answer do not end the loop.
+    Raises `SchedulerError` if the first query of SLURM fails. Failures of later queries are printed only.
     """
     console = stdout()
     cases, warnings = read_case_states(registry, store, every)
@@ -136,9 +136,7 @@ def _watch(registry: Registry, store: Store, every: bool, details: bool) -> int:
                 cases, warnings = read_case_states(registry, store, every)
                 note = ""
             except SchedulerError as error:
-                note = (
-                    note or f"; as of {time.strftime('%H:%M:%S')}, since when SLURM does not answer: {error}"
-                )
+                note = note or f"; SLURM does not answer since {time.strftime('%H:%M:%S')}: {error}"
     print_cases(cases, warnings, console, None if details else MAX_CASES)
     return status_exit_code(cases)
 
@@ -147,17 +145,15 @@ EXIT_CODE_WITHOUT_LAB = 3
 
 
 def check_lab() -> int:
-    """Try to create a network here and print whether it is possible."""
+    """Print whether emulated networks work on this machine; return 1 if a requirement is missing, else 0."""
     lacking = lab.missing_requirement()
-    print(f"missing: {lacking}" if lacking else "emulated networks can be had here")
+    print(f"missing: {lacking}" if lacking else "emulated networks work on this machine")
     return 1 if lacking else 0
 
 
-def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
-    """Create an experiment's network or the given one; return 1 on failure. Raises `ConfigError` if it is invalid."""
-    network = (
-        _network_of(suite, experiment) if suite is not None else build_dataclass(EmulatedNetwork, dict(asked))
-    )
+def start_lab(suite: Path | None, experiment: str, sizes: Mapping[str, Any]) -> int:
+    """Start the network of an experiment in `suite`, or one with the fields `sizes`; return 1 if it cannot start."""
+    network = _network_of(suite, experiment) if suite else build_dataclass(EmulatedNetwork, dict(sizes))
     at_most("nodes x ranks_per_node", network.world, max_ranks())
     if lacking := lab.missing_requirement():
         raise ConfigError("lab", says=f"missing: {lacking}")
@@ -170,23 +166,23 @@ def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> 
 
 
 def _network_of(suite: Path, name: str) -> EmulatedNetwork:
-    """Return the network of an experiment of `suite`."""
+    """Return the emulated network of the experiment `name` in `suite`. Raises `ConfigError` if it has none."""
     known = {entry.experiment.name: entry.experiment for entry in suites.load_suite(suite).entries}
     having = [name for name, experiment in known.items() if experiment.network is not None]
     network = known[name].network if name in known else None
     if network is None:
-        right = f"an experiment with a network: {', '.join(having) or 'the file has none'}"
+        right = f"an experiment with a network: {', '.join(having) or 'none in this file'}"
         raise ConfigError("experiment", name, right, file=str(suite))
     return network
 
 
 def print_lab_status(json: bool) -> int:
-    """Print the current network."""
+    """Print the running emulated network of this user; return 3 if no network is running, else 0."""
     there = lab.find_network()
     if json:
         print_json({"up": there is not None, **(asdict(there) if there else {})})
     elif there is None:
-        print("no network is up")
+        print("no network is running")
     else:
         _print_network(there)
     return EXIT_CODE_WITHOUT_LAB if there is None else 0
@@ -194,7 +190,7 @@ def print_lab_status(json: bool) -> int:
 
 def _print_network(there: LabNetwork) -> None:
     facts = there.facts
-    print(f"{there.network}; keeper is process {facts.keeper}, packets of {facts.mtu} bytes")
+    print(f"{there.network}; owned by process {facts.keeper}; MTU {facts.mtu} bytes")
     for what, rates in facts.rates.items():
         print(
             f"  {what:<24} {min(rates) / 1e6:.4g} to {max(rates) / 1e6:.4g} MB/s measured, {len(rates)} links"
@@ -204,7 +200,7 @@ def _print_network(there: LabNetwork) -> None:
 
 
 def execute_on_rank(rank: int, command: list[str]) -> int:
-    """Run a command in the network of `rank`; return its exit code. Raises `ConfigError` without rank or network."""
+    """Run a command in the network namespace of `rank`, and return its exit code. Raises `ConfigError`."""
     there = lab.require_network()
     if not 0 <= rank < there.network.world:
         raise ConfigError("RANK", rank, f"0 to {there.network.world - 1}")
@@ -213,7 +209,7 @@ def execute_on_rank(rank: int, command: list[str]) -> int:
 
 
 def stop_lab() -> int:
-    """Remove the network."""
-    was = lab.stop_network()
-    print("down" if was else "no network is up")
-    return 0 if was else EXIT_CODE_WITHOUT_LAB
+    """Stop the running emulated network of this user; return 3 if no network is running, else 0."""
+    was_running = lab.stop_network()
+    print("stopped" if was_running else "no network is running")
+    return 0 if was_running else EXIT_CODE_WITHOUT_LAB

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 KNOWN_FROM = {STATES: "closed form", RETAINED: "lower bound", FULL: "simulation"}
-"""Text for the evidence of a layout that does not fit."""
+"""Words for the evidence that a layout does not fit, by its key in `PlanRow.evidence`."""
 SWITCHES = {
     "recompute": ("rc", "recomputation"),
     "sp": ("sp", "sequence parallelism"),
@@ -96,7 +96,7 @@ def _fit_cells(question: FitQuestion, document: dict[str, Any]) -> list[str]:
 
 
 def _fit_details(question: FitQuestion, document: dict[str, Any]) -> list[str | Table]:
-    """Return the memory at the peak of both sizes at the limit, by category, the failure, and all trials."""
+    """Return the peak memory by category of the largest size that fits and of the next size, and all trials."""
     largest, failing = ((document[key] or {}) for key in ("largest", "first_failing"))
     peaks = [each.get("memory", {"by_category": {}})["by_category"] for each in (largest, failing)]
     sizes = {term: [peak.get(key, 0) for peak in peaks] for key, term in TERMS.items()}
@@ -368,10 +368,7 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
 
 
 def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> str:
-    """Return `21.20` over `fits 40 GB`: the required bytes of a cell, and the smallest sufficient memory.
-
-    The bytes are those of the smallest memory that fits, else of the largest memory.
-    """
+    """Return two lines for a cell of the map: required memory in GB, and the smallest device memory that fits."""
     if cell is None:
         return "-\n"
     rows = [cell.rows[limit] for limit in sorted(cell.rows)]

@@ -1,4 +1,4 @@
-"""Output of `repro gpu-day`: the planned steps, the running visit, and the changes by an import."""
+"""Output of `repro gpu-day`: the planned measurements, their progress, and the changes that their import makes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, 
 from repro.util.units import NO_VALUE
 
 MAX_ROWS, MAX_OTHERS = 12, 6
-"""Maximum numbers of printed rows, and of lines about other results, without `--details`."""
+"""Maximum numbers of printed table rows, and of printed lines about failures and verdicts, without `--details`."""
 
 
 def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> int:
-    """Print the planned time and the planned steps; `details`: every step and the basis of its time. Return 0."""
+    """Print the steps that fit in the time limit, or with `details` all steps, with their estimated times; return 0."""
     request.check()
     with tempfile.TemporaryDirectory() as scratch:
         steps = planned_steps(request, Path(scratch))
@@ -43,14 +43,12 @@ def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> in
     planned = [step for step, plan in rows if plan == "starts"]
     planned_s = sum(step.estimate_s for step in planned)
     needed_s = sum(step.estimate_s for step, _ in rows if not step.missing)
-    answer = (
-        f"{len(planned)} of {len(rows)} steps are planned: {planned_s:.0f} s of {60 * request.minutes:.0f} s."
-    )
+    answer = f"{len(planned)} of {len(rows)} steps fit: {planned_s:.0f} s of the limit of {60 * request.minutes:.0f} s."
     others = Counter(plan for _, plan in rows if plan != "starts").items()
     left_out = (
         f"Left out: {', '.join(f'{count} steps ({plan})' for plan, count in others)}." if others else ""
     )
-    enough = f"All steps that can run here need about {needed_s:.0f} s."
+    enough = f"All steps that can run on this machine take about {needed_s:.0f} s."
     wrap = ("plan", "question", "basis of the estimate")
     headings = ["step", "estimate (s)", "time limit (s)", *(wrap if details else ())]
     shown, most = new_table(*headings, left={"step", *wrap}, wrap=wrap), len(rows) if details else MAX_ROWS
@@ -58,13 +56,13 @@ def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> in
     for step, plan in listed[:most]:
         cells = step.name, f"{step.estimate_s:.0f}", f"{step.limit_s:.0f}", plan, step.question, step.basis
         shown.add_row(*cells[: len(headings)])
-    more = f"{max(0, len(listed) - most)} more steps, and the question of each step: --details"
+    more = f"--details lists {max(0, len(listed) - most)} more steps, and the question of each step."
     print_page(answer, left_out, enough, shown, "" if details else more)
     return 0
 
 
 def print_gpu_day(request: GpuDayRequest, json: bool) -> int:
-    """Run a visit, with its progress on standard error; return 1 if a step failed, 130 if it was interrupted."""
+    """Run the measurements, with progress on standard error; return 1 if a step failed, and 130 after an interrupt."""
     progress = stderr()
 
     def announce(step: GpuDayStep, outcome: StepOutcome | None) -> None:
@@ -99,7 +97,7 @@ FAILURES = ("failed", "timeout", "interrupted")
 
 
 def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
-    """Add the results of a visit to a store and print the changed verdicts and the records. Return 0."""
+    """Import the results of `repro gpu-day` from `folder` into a store, and print the changes of verdicts; return 0."""
     before = read_records(results)
     visit = import_results(folder, results)
     after = read_records(results)
@@ -118,7 +116,7 @@ def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
         )
         return 0
     gpus = visit.facts.get("provenance", {}).get("gpus") or []
-    machine = str(gpus[0].get("name")) if gpus else "a machine whose facts were not measured"
+    machine = str(gpus[0].get("name")) if gpus else "an unknown machine"
     lines = [f"claim {change['claim']}: {change['before']} -> {change['after']}" for change in verdicts]
     wrong = [outcome for outcome in visit.outcomes if outcome.get("outcome") != "ok"]
     lines += [
@@ -139,7 +137,7 @@ def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
         lines = [shorten(line, PAGE_COLUMNS, placeholder=" ...") for line in lines[:MAX_OTHERS]]
         lines += [f"--details lists {hidden} more records and results of steps."] * bool(hidden)
     print_page(
-        f"{visit.new_records} new records from {machine} in {results}; {visit.known_records} were there already.",
+        f"{results} has {visit.new_records} new records from {machine}; it already had {visit.known_records} others.",
         f"{len(verdicts) or 'No'} verdict{'s' * (len(verdicts) > 1)} changed.",
         *lines,
         shown,
@@ -148,7 +146,7 @@ def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
 
 
 def _changed_verdicts(before: Iterable[Record], after: Iterable[Record]) -> list[dict[str, str]]:
-    """Return id, earlier and present verdict of every claim whose verdict or basis differs."""
+    """Return id, verdict before and verdict after the import for every claim whose verdict or evidence changes."""
     ledger = load_ledger()
     pairs = zip(judge(ledger, before), judge(ledger, after), strict=True)
     return [
@@ -163,7 +161,7 @@ def _verdict(result: Any) -> str:
 
 
 def _record_row(record: Record, before: Iterable[Record]) -> dict[str, Any]:
-    """Return name, outcome and step time of a record, and the step time of the newest earlier record of its name."""
+    """Return name, outcome and step time of a record, and the step time of the last record of its name in `before`."""
     row: dict[str, Any] = {"name": record.label, "kind": record.kind, "outcome": NO_VALUE}
     if isinstance(record, ExperimentRecord):
         earlier = [r for r in before if isinstance(r, ExperimentRecord) and r.label == record.label]

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def print_machine_checks(results: Path, compile_for: str, json: bool, details: bool) -> int:
-    """Examine this machine; return 1 if the suite cannot run anything here, else 0.
+    """Print the checks of this machine; return 1 if no experiment can run on it, else 0.
 
-    `compile_for`: architectures for which all CUDA kernels are compiled and listed. Raises `ConfigError`.
+    `compile_for`: GPU architectures, such as `sm_80`, for which all CUDA kernels are compiled and listed.
     """
     from repro.launch.doctor import kernels
     from repro.launch.doctor.machine import examine_machine
@@ -38,7 +38,7 @@ def print_machine_checks(results: Path, compile_for: str, json: bool, details: b
 
 
 def _print_kernels(rows: Sequence[KernelRow]) -> None:
-    """Print a line for each kernel of each size class with a column for each architecture, and a summary."""
+    """Print one line per kernel and range of row widths, with its resources on each GPU architecture."""
     architectures = list(dict.fromkeys(row.architecture for row in rows))
     by_kernel: dict[tuple[str, str], dict[str, KernelRow]] = {}
     for row in rows:
@@ -56,8 +56,8 @@ def _print_kernels(rows: Sequence[KernelRow]) -> None:
     console.print(shown)
     spilled = sum(row.spilled_bytes > 0 for row in rows)
     console.print(
-        "registers of a thread / shared bytes of a block / occupancy / part of the memory's bandwidth that its threads "
-        f"ask for at least (by Little's law: nothing was timed); {spilled or 'nothing'} spilled."
+        "registers per thread / shared bytes per block / occupancy / minimum share of the memory bandwidth that the "
+        f"requested bytes in flight can use (Little's law, not measured); {spilled or 'no'} kernels spill registers."
     )
 
 
@@ -68,7 +68,7 @@ def _cell(row: KernelRow) -> str:
 
 
 def _specialised(program: str) -> str:
-    """Return the definitions that distinguish the programs of a source, in short form."""
+    """Return the macro definitions of a compiled CUDA program in short form, such as `half by 8 bias`."""
     words = dict(word.split("=") for word in program.split()[1:])
     kinds = [words[key] for key in ("TYPE", "GRADIENT", "COPY") if key in words]
     width = [f"by {words['WIDTH']}"] if "WIDTH" in words else []
@@ -77,14 +77,14 @@ def _specialised(program: str) -> str:
 
 
 def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool, details: bool) -> int:
-    """Check a profile's cluster; return 1 if a check prevents suites from running, else 0.
+    """Print the checks of a profile's SLURM cluster; return 1 if no suite can be submitted, else 0.
 
-    `nodes`: size of an additional job that checks from its nodes; 0: none. Raises `ConfigError` for a bad profile.
+    `nodes`: number of nodes of a job that checks the nodes themselves; 0: no job.
     """
     from repro.launch.slurm.profile import load_profile
     from repro.launch.slurm.submission.profile_check import examine_profile
 
-    hint = "" if nodes else "--nodes 1 also checks a node: GPUs, interfaces, NCCL and the shared folder."
+    hint = "" if nodes else "--nodes 1 also checks a node: GPUs, network interfaces, NCCL, shared folder."
     checks = list(examine_profile(load_profile(profile), results.absolute(), nodes))
     return _print_checks(checks, json=json, undone="submitted", details=details, hint=hint)
 
@@ -100,8 +100,8 @@ def _print_checks(
 ) -> int:
     """Print the checks; return 1 if a fatal check failed, else 0.
 
-    `undone`: participle of the action that a fatal check prevents. `hint`: text without fatal failures. `more`: further
-    keys of the JSON document. Without `details`, only the failed checks have a row, without commands.
+    `undone`: the action that a fatal failure prevents, such as `submitted`. `hint`: text to print without such a
+    failure. `more`: further keys of the JSON document. `details`: also print the checks that passed.
     """
     broken = [check.name for check in checks if check.fatal]
     if json:
@@ -110,7 +110,7 @@ def _print_checks(
         return 1 if broken else 0
     passed = [check for check in checks if check.state == YES]
     shown = [check for check in checks if details or check.state != YES]
-    if not details:  # the command that installs a library has four lines
+    if not details:  # The omitted command that installs a library would take four lines.
         shown = [replace(c, found=re.sub("^not installed: .*", "not installed", c.found)) for c in shown]
     rows = [(check.state, check.name, check.found, check.enables) for check in shown]
     wrap = ("found", "use")
@@ -125,11 +125,11 @@ def _print_checks(
 
 
 def print_calibration(found: Calibrated, json: bool) -> int:
-    """Print the rates of a calibration; return 1 if a rank or the job failed, and 128 plus the signal after one."""
+    """Print the rates that a calibration measured; return 1 if it failed, and 128 plus the number after a signal."""
     if found.signal:
         return 128 + found.signal
     if found.outcome != "ok":
-        print(f"error: calibration ended in {found.outcome}: {found.reason}", file=sys.stderr)
+        print(f"error: the calibration failed ({found.outcome}): {found.reason}", file=sys.stderr)
         return 1
     if json:
         print_json({"file": str(found.path), "seconds": found.seconds, "system": found.document})
@@ -139,7 +139,7 @@ def print_calibration(found: Calibrated, json: bool) -> int:
 
 
 def _print_calibrated(found: Calibrated) -> None:
-    """Print the written file, the rates of a rank, and the time of each collective at its ends of sizes."""
+    """Print the measured rates of a rank, and the times of each collective for its smallest and largest message."""
     from repro.accuracy.calibrate.document import STEP
 
     device, provenance = found.document["device"], found.document["provenance"]
@@ -149,20 +149,20 @@ def _print_calibrated(found: Calibrated) -> None:
     spread = units.percent(facts["spread_of_calls"])
     rows = [
         ("fastest product", f"{units.flop_rate(peak['value'])} per rank in {precision}"),
-        ("memory copy", f"{units.size(device['memory_bandwidth']['value'])}/s per rank, read and written"),
+        ("memory copy", f"{units.size(device['memory_bandwidth']['value'])}/s per rank, reads plus writes"),
         ("host time", f"{units.seconds(facts['host_s_per_operator'])} per operator"),
-        ("spread of calls", f"{spread}: half of the distance between the quartiles, relative to the median"),
+        ("spread of calls", f"{spread}: half of the interquartile range over the median"),
     ]
     if STEP in facts:
         jitter = units.seconds(device["time"]["jitter_s"]["value"])
-        rows.append(("step", f"{facts[STEP]:.2f} times the sum of its operators, without messages"))
+        rows.append(("step", f"{facts[STEP]:.2f} times the sum of its operators, without collectives"))
         rows.append(("jitter", f"{jitter}, variance over mean"))
     links = found.document["links"].items()
     for name, link in links:
         if "overlap_cost" in link:
             lost = units.percent(link["overlap_cost"]["value"])
             rows.append(
-                ("overlap cost", f"compute loses {lost} of the time of a concurrent {name} collective")
+                ("overlap cost", f"compute slows down by {lost} of the time of a parallel {name} collective")
             )
     headings = ("collective", "link", "smallest message", "time (us)", "largest message", "rate (GB/s)")
     collectives = new_table(*headings, left=2)

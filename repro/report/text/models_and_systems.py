@@ -1,4 +1,4 @@
-"""Output of `repro models` and `repro systems`: the packaged files, or one of them in full."""
+"""Output of `repro models` and `repro systems`: all packaged models or systems, or all properties of one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from repro.util import units
 from repro.util.console import new_table, print_json, print_page, stdout
 
 ZERO_DEGREES = (1, 4, 16, 64, 256, 1024)
-"""Data-parallel degrees Nd of the ZeRO paper's Table 1."""
+"""Data-parallel degrees Nd in Table 1 of the ZeRO paper."""
 ZERO_STAGES = ("0  DP", "1  P_os", "2  P_os+g", "3  P_os+g+p")
 
 
 def print_models(name: str | None, json: bool, details: bool = False) -> int:
-    """Print all models or one in full. Raises `ConfigError` for an unknown name or an invalid file."""
+    """Print all models, or all properties of the model `name` (a name or a file). Raises `ConfigError`."""
     models = [load_model(each) for each in ([name] if name else model_names())]
     if json:
         described = [describe_model(model) for model in models]
@@ -40,7 +40,7 @@ def print_models(name: str | None, json: bool, details: bool = False) -> int:
 
 
 def describe_model(model: Model) -> dict[str, Any]:
-    """Return the properties of one model as JSON data; memory in bytes per device."""
+    """Return the properties of a model as JSON data, with the bytes of model states per device by ZeRO stage and Nd."""
     from repro.model import counts
 
     gpt = model.architecture == "gpt"
@@ -64,7 +64,7 @@ def describe_model(model: Model) -> dict[str, Any]:
 
 
 def _print_model_groups(models: dict[str, Model]) -> None:
-    """Print one row for each group of models, those of the reports first, with names to begin with."""
+    """Print one row for each group of models, groups of the reproduced reports first, with examples of names."""
     aliases, groups, examples = model_aliases(), model_groups(), "examples (other names)"
     made = new_table("group", "models", "parameters", examples, left={"group", examples}, wrap=(examples,))
     for group, names in groups.items():
@@ -74,7 +74,9 @@ def _print_model_groups(models: dict[str, Model]) -> None:
         text = ", ".join(f"{name} ({other})" for name, other in others.items() if other) or ", ".join(names)
         text = textwrap.shorten(text, 50, placeholder=" ...", break_on_hyphens=False)
         made.add_row(group, str(len(names)), size, text)
-    text = f"{len(models)} models in {len(groups)} groups; the first {len(REPORT_FILES)} groups are of the reports."
+    text = (
+        f"{len(models)} models in {len(groups)} groups, the first {len(REPORT_FILES)} of reproduced reports."
+    )
     text += " --details lists every model."
     print_page(text, made, command="repro models gpt2-1.5b")
 
@@ -82,7 +84,7 @@ def _print_model_groups(models: dict[str, Model]) -> None:
 def _print_every_model(models: list[Model]) -> None:
     sizes = ("layers", "hidden\nsize", "heads", "vocab\nsize")
     headings = ("model", *sizes, "parameters", "printed", "states\n(GB)")
-    rows = new_table(*headings, gap=1)  # narrow enough for 80 columns, so that no name or count is cut
+    rows = new_table(*headings, gap=1)  # A wider table would not fit in 80 columns.
     for model in models:
         psi = total_parameters(model)
         widths = (str(size) for size in (model.hidden, model.heads, model.vocab))
@@ -93,8 +95,8 @@ def _print_every_model(models: list[Model]) -> None:
     other = ", ".join(f"{alias} = {name}" for alias, name in model_aliases().items())
     print_page(
         rows,
-        "parameters: exact count; printed: size in the source; states: model states of mixed-precision Adam on one "
-        "device, 16 bytes per parameter.",
+        "parameters: exact count; printed: size that the source states; states: parameters, gradients and Adam's "
+        "moments in mixed precision, 16 bytes per parameter.",
         f"Other names: {other}.",
         console=stdout(),
     )
@@ -145,11 +147,11 @@ def _print_model(name: str, model: Model, details: bool) -> None:
 BETWEEN_NODES = "inter-node"
 UNKNOWN_NUMBER = "?"
 SIGNIFICANT_DIGITS = 4
-"""Significant digits of printed system numbers."""
+"""Number of significant digits of the printed properties of systems."""
 
 
 def print_systems(name: str, json: bool, details: bool = False) -> int:
-    """Print all systems or one in full (name or path). Raises `ConfigError` for an unknown name or an invalid file."""
+    """Print all systems, or all properties of the system `name` (a name or a file). Raises `ConfigError`."""
     systems = [load_system(name)] if name else [load_system(each) for each in system_names()]
     if json:
         described = [describe_system(system) for system in systems]
@@ -162,7 +164,7 @@ def print_systems(name: str, json: bool, details: bool = False) -> int:
 
 
 def describe_system(system: System) -> dict[str, Any]:
-    """Return the properties of one system as JSON data; an unknown value is null."""
+    """Return the properties of a system as JSON data; unknown values are null."""
     known = system.device.memory_bytes.value is not None
     return {
         **dataclasses.asdict(system),
@@ -184,7 +186,7 @@ def _number(value: float | None, scale: float = 1.0) -> str:
 
 
 def _bandwidth(system: System, link: str) -> str:
-    """Return GB/s per device; `?` for an unknown value and `-` without such a link."""
+    """Return the bandwidth of a link in GB/s per device as text: `?` if unknown, `-` if the system has no such link."""
     if link not in system.links:
         return "-"
     devices, value = system.devices_per_node.value, system.links[link].bandwidth.value
@@ -194,8 +196,8 @@ def _bandwidth(system: System, link: str) -> str:
 
 
 def _print_all_systems(systems: list[System], details: bool) -> None:
-    """Print a row for each system; without `details`, systems that few people have are named only."""
-    # Narrow enough for 80 columns, so that no name or number is cut.
+    """Print one row per system; without `details`, rows of the systems of the reports and of systems with aliases."""
+    # A wider table would not fit in 80 columns.
     headings = ("devices\nper node", "memory\n(GB)", "fp16\n(TFLOP/s)", "nvlink\n(GB/s)", "network\n(GB/s)")
     names = ("system", "other names", "device")
     rows = new_table(*names, *headings, left=3, wrap=names[1:], gap=1)
@@ -214,15 +216,15 @@ def _print_all_systems(systems: list[System], details: bool) -> None:
             *(_bandwidth(system, link) for link in ("nvlink", BETWEEN_NODES)),
         )
     print_page(
-        f"{len(systems)} systems; the reports trained on the first {len(REPORT_SYSTEMS)}.",
+        f"{len(systems)} systems. The reproduced reports used the first {len(REPORT_SYSTEMS)}.",
         rows,
-        f"Also: {', '.join(others)}. --details has a row for each." if others else "",
-        f"Bandwidth per device and direction; {UNKNOWN_NUMBER}: unknown. Next: repro systems NAME, or your .toml file.",
+        f"Other systems, which --details lists: {', '.join(others)}." if others else "",
+        f"Bandwidth is per device and direction; {UNKNOWN_NUMBER}: unknown. Next: repro systems NAME or FILE.toml.",
     )
 
 
 def _print_system(name: str, system: System, details: bool) -> None:
-    """Print the numbers of a system in a table; `details` adds the numbers of the time model, and all sources."""
+    """Print the properties of a system as a table; `details`: also the inputs of the time model, and all sources."""
     device = system.device
     capability = f", compute capability {device.compute_capability}" if device.compute_capability else ""
     known = device.memory_bytes.value is not None
@@ -252,7 +254,7 @@ def _print_system(name: str, system: System, details: bool) -> None:
         *(f"{label}: {source}" for label, _, source in rows if details),
         *(_describe_measured(system) if details else ()),
         f"Note: {system.note}" if system.note and details else "",
-        "" if details else "--details lists the source of each number, and the numbers of the time model.",
+        "" if details else "--details lists the source of each number, and the inputs of the time model.",
         command=f"repro plan --model gpt2-1.5b --system {name} --gpus 8",
     )
 
@@ -260,7 +262,7 @@ def _print_system(name: str, system: System, details: bool) -> None:
 def _row(
     label: str, quantity: Quantity, words: Callable[[float], str], after: str = ""
 ) -> tuple[str, str, str]:
-    """Return label, value and source; the value of an unknown number is `unknown`."""
+    """Return label, value with its range, and source of a property; an unknown value is `unknown`."""
     value_text = "unknown" if quantity.value is None else words(quantity.value)
     if quantity.ranges:
         low, _, high = quantity.ends
@@ -289,14 +291,15 @@ FORMATS_BY_ENDING: dict[str, Callable[[float], str]] = {
     "_bytes": _size,
     "_flops": _flop_rate,
 }
-"""Formats of the numbers of the time model by the ending of their key; other numbers are counts."""
+"""Formats of the inputs of the time model by the ending of their key; inputs with other endings are counts."""
 SHOWN_LINK_KEYS = ("latency_s", "efficiency")
+"""Keys of all links that are printed even if the system's file omits them and a default applies."""
 NETWORK_KEYS = ("adapters", "rings")
-"""Numbers of links between nodes that are shown even if assumed, as `SHOWN_LINK_KEYS` of all links."""
+"""Keys of links between nodes that are printed even if the system's file omits them and a default applies."""
 
 
 def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
-    """Yield rows of the numbers that the time model uses."""
+    """Yield label, value and source of each input of the time model."""
     time = system.device.time
     used = {field.name: time.used(field.name) for field in dataclasses.fields(time)}
     for name, link in system.links.items():
@@ -310,7 +313,7 @@ def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
 
 
 def _describe_measured(system: System) -> Iterator[str]:
-    """Yield the measured operators and collectives of a calibrated file."""
+    """Yield lines about the measured operators and collectives in a file of `repro calibrate`."""
     made = system.provenance
     if made is None:
         return

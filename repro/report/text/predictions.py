@@ -1,8 +1,6 @@
-"""Commands on one model: check the input, compute the result, print it.
+"""Implementation of `repro simulate`, `fit`, `plan`, `evaluate` and `export-weights`: check, compute, print.
 
-These are `repro simulate`, `repro fit`, `repro plan`, `repro evaluate` and `repro export-weights`.
-
-Invalid input is reported before the import of torch.
+Each command checks its input before it imports torch, so that an error is printed at once.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def print_simulation(
     details: bool,
     files: LaunchFiles,
 ) -> int:
-    """Trace one step of a model and print its requirements; return 1 if it does not fit."""
+    """Simulate one step of a model and print its memory, time and traffic; return 1 if it does not fit, else 0."""
     files.check(model)
     on = _system(query)
     experiment = _stated(files, model, query) or complete_experiment(model, query, on)
@@ -59,9 +57,9 @@ def print_simulation(
         from repro.simulate.time.breakdown import write_chrome_trace
 
         if not found.fits:
-            print(f"note: {timeline} is not written: {NO_STEP_TIME}", file=sys.stderr)
+            print(f"note: the timeline {timeline} is not written: {NO_STEP_TIME}", file=sys.stderr)
         elif found.time is None:
-            says = f"needs times, which cannot be predicted: {found.no_time}"
+            says = f"cannot be written, since no times are predicted: {found.no_time}"
             raise ConfigError("timeline", str(timeline), says=says)
         else:
             write_chrome_trace(timeline, found.time.timeline.spans, [role.role.stage for role in found.roles])
@@ -78,7 +76,7 @@ def print_simulation(
 def print_versus(first: tuple[str, LayoutQuery], second: tuple[str, LayoutQuery], json: bool) -> int:
     """Simulate two queries, each a model and a layout, and print their differences; return 1 if one does not fit.
 
-    The second has the global batch of the first unless it names one.
+    Without a global batch of its own, the second query has that of the first.
     """
     checked: list[tuple[Experiment, System, LayoutQuery, int | None]] = []
     for model, query in (first, second):
@@ -105,7 +103,7 @@ def _memory_limit(system: System, query: LayoutQuery) -> int | None:
 def _simulate(
     experiment: Experiment, system: System, query: LayoutQuery, limit: int | None, *, record: bool = False
 ) -> Simulation:
-    """Trace one step and return it with its time and interval; `record`: with every span."""
+    """Simulate one step with its time and interval; `record`: keep the start and end of every operation."""
     from repro.simulate.step import simulate
 
     wanted = {"expandable": query.expandable, "time": True, "record": record, "interval": True}
@@ -114,10 +112,10 @@ def _simulate(
 
 
 def _stated(files: LaunchFiles, model: str, query: LayoutQuery) -> Experiment | None:
-    """Return the experiment of another framework's file, and note what its prediction leaves out; None without one."""
+    """Return the experiment in the launch file of `--from`, and print notes on ignored settings; None without one."""
     software = query.layout.get("software")
-    given = files.source is None or software is None
-    require(given, "software", software, "left out with --from, whose file states the software's settings")
+    is_valid = files.source is None or software is None
+    require(is_valid, "software", software, says="cannot be combined with --from, whose file sets it")
     found, notes = files.read(model, query.gpus, query.layout, query.seq)
     for note in notes:
         print(f"note: {files.source}: {note}", file=sys.stderr)
@@ -125,13 +123,13 @@ def _stated(files: LaunchFiles, model: str, query: LayoutQuery) -> Experiment | 
 
 
 def _write(files: LaunchFiles, experiment: Experiment, system: System) -> None:
-    """Write the files of another framework, if any, and name them on standard error."""
+    """Write the launch files that `--launch` requests, and print their names to standard error."""
     for line in files.write(experiment, int(system.devices_per_node.value or experiment.layout.world)):
         print(line, file=sys.stderr)
 
 
 def _question(model: str, query: LayoutQuery, source: Path | None = None) -> str:
-    """Return the model, the system and the devices of a query as options of the command line."""
+    """Return the options of a command line that repeat the model, system and devices of a query."""
     options = {
         "--model": model,
         "--from": str(source or ""),
@@ -146,15 +144,15 @@ def _question(model: str, query: LayoutQuery, source: Path | None = None) -> str
 
 
 def _system(query: LayoutQuery) -> System:
-    """Return the requested system; note on standard error if it has fewer devices than the query."""
+    """Return the system of a query, and print a note to standard error if it has fewer devices than the query."""
     at_most("gpus", query.gpus, RANKS)
     on = load_system(query.system)
     nodes, devices = on.nodes.value or 0, on.devices_per_node.value or 0
     is_published = on.provenance is None and "memory" not in on.links
     if is_published and 0 < nodes * devices < query.gpus:
-        most = f"{nodes * devices:,.0f} of {on.name} ({nodes:,.0f} nodes of {devices:,.0f})"
-        note = f"note: {query.gpus:,} GPUs are more than the {most}; taken as more of the same nodes"
-        print(note, file=sys.stderr)
+        size = f"{nodes * devices:,.0f} GPUs ({nodes:,.0f} nodes of {devices:,.0f})"
+        text = f"{on.name} has {size}; the prediction for {query.gpus:,} GPUs assumes more nodes of the same kind"
+        print(f"note: {text}", file=sys.stderr)
     if name := query.layout.get("software"):
         print(f"note: {engines.describe_software(name)}", file=sys.stderr)
     return on
@@ -163,9 +161,9 @@ def _system(query: LayoutQuery) -> System:
 def print_fit(
     query: LayoutQuery, model: str, sizes: dict[str, int], search: str, json: bool, details: bool
 ) -> int:
-    """Find the largest model that fits and the first that does not; return 1 if nothing fits.
+    """Print the largest model that fits in device memory and the limit of the next larger one; return 1 if none fits.
 
-    If the query has no ZeRO stage, all stages are tried; the JSON document has stage 0 only.
+    Without a ZeRO stage in the query, all stages are searched, or only stage 0 for `json`.
     """
     from repro.report.text.fit_and_plan import print_fits
     from repro.simulate.plan import fit
@@ -180,12 +178,12 @@ def print_fit(
         asked = query if stage is None else replace(query, layout={**query.layout, "zero": stage})
         try:
             question = fit.question_of(system, asked, known, sizes, search)
-            with show_progress(f"searching the largest that fits, on {query.gpus:,} GPUs"):
+            with show_progress(f"searching for the largest model that fits on {query.gpus:,} GPUs"):
                 answer = fit.fit_by_simulation(question)
         except ConfigError as error:
             if stage == stages[0]:
                 raise
-            remarks.append(f"ZeRO {stage} has no answer: {error}.")
+            remarks.append(f"ZeRO {stage} cannot be simulated: {error}.")
             continue
         fits.append((question, fit.fit_document(question, answer)))
         if question.layout.copies == 1:
@@ -208,9 +206,9 @@ def print_measured_fit(
     json: bool,
     details: bool,
 ) -> int:
-    """Try sizes on real devices and record the answer; return 1 if nothing fits or a trial fails, 130 if interrupted.
+    """Run trials of increasing size on real devices, and record the largest model that fits.
 
-    An interrupted search leaves no record.
+    Returns 1 if nothing fits or a trial fails, and 128 plus the number of a signal, after which no record is written.
     """
     from repro.launch.fit import plan_trials
     from repro.launch.job import Interrupt
@@ -231,8 +229,9 @@ def print_measured_fit(
     else:
         print_fits([(trials.question, document)], _question(model or "MODEL", query), details=details)
         if not interrupt:
-            command = f"`repro claims --results {results}`"
-            print(f"Recorded in {results}; {command} compares it with published limits.")
+            print(
+                f"Recorded in {results}. `repro claims --results {results}` compares with published limits."
+            )
     if interrupt:
         return 128 + interrupt.signal
     failed = answer.first_failing is not None and answer.first_failing.outcome != "oom"
@@ -251,12 +250,13 @@ def print_plan(
     details: bool,
     files: LaunchFiles,
 ) -> int:
-    """List the `top` best of all sensible layouts, or draw tp against pp; return 1 if none fits.
+    """Print the `top` best layouts, or with `as_map` whether each tp and pp fits; return 1 if none fits.
 
     `query.system` may name several systems, separated by commas. Their layouts are ranked together.
     """
     files.check(model)
-    require(not (as_map and files.framework), "launch", files.framework, "left out with --map")
+    says = "cannot be combined with --map"
+    require(not (as_map and files.framework), "launch", files.framework, says=says)
     stated = _stated(files, model, query)
     if stated is not None:
         same = {key: getattr(stated.layout, key) for key in ("precision", "global_batch")}
@@ -267,19 +267,21 @@ def print_plan(
     require(is_unique, "system", query.system, "one system, or different systems separated by commas")
     require(not as_map or len(systems) == 1, "system", query.system, "one system with --map")
     sizes = stated.model if stated else models.load_model(model)
-    require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
+    require(sizes.architecture == "gpt", "model", model, "a model with `architecture = gpt`")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
     sizes.check_sequence(Training(seq=seq).seq)
     require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
     prices = _prices(price_per_gpu_hour, len(systems))
-    trained = "more than 0 with --price-per-gpu-hour and with --rank-by cost: how much is trained"
+    trained = (
+        "more than 0 with --price-per-gpu-hour and with --rank-by cost, which need a length of the training"
+    )
     require(tokens > 0 or not (price_per_gpu_hour or rank_by == COST), "tokens", tokens, trained)
-    require(not (as_map and tokens), "tokens", tokens, "left out with --map, which predicts no time")
+    require(not (as_map and tokens), "tokens", tokens, says=f"{says}, which predicts no time")
     require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
-    require(top is None or not as_map, "top", top, "left out with --map, which draws every tp and pp")
+    require(top is None or not as_map, "top", top, says=f"{says}, which prints every tp and pp")
     require(rank_by in RANK_QUANTILES, "rank_by", rank_by, f"one of {', '.join(RANK_QUANTILES)}")
     given = query.memory_limit.split(",")
-    require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one size; --map takes several")
+    require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one size, or use --map")
     requests = []
     for on, price in zip(systems, prices, strict=True):
         limit = device_memory_limit(on, parse_memory_size(given[0]))
@@ -334,7 +336,7 @@ def _prices(text: str, count: int) -> list[float]:
 
 
 def _defaults_again(stated: Layout, found: Layout) -> str:
-    """Return the options that set keys of a file's layout back to the defaults that `found` has."""
+    """Return options for the keys in which `found` has the default but `stated`, the layout of a file, does not."""
     text = ""
     for key in (field.name for field in fields(Layout) if field.name not in ("dp", "stage_layers")):
         value, default = getattr(found, key), getattr(Layout, key)
@@ -345,7 +347,7 @@ def _defaults_again(stated: Layout, found: Layout) -> str:
 
 
 def _print_map(request: PlanRequest, limits: list[int], json: bool) -> int:
-    """Draw the fit of each tp and pp for each of `limits` (bytes of a device's memory)."""
+    """Print whether each tp and pp fits in each of `limits`, in bytes of device memory; return 1 if none fits."""
     from repro.report.text.fit_and_plan import print_plan_map
     from repro.simulate.plan.plan import map_axes, map_document, search_map
     from repro.simulate.plan.rows import OK
@@ -366,7 +368,7 @@ def _print_map(request: PlanRequest, limits: list[int], json: bool) -> int:
 def print_scores(
     weights: Path, task: str, data: Path, layout: Layout, results: Path, json: bool, **how: Any
 ) -> int:
-    """Score and print the result, or the record (`json`); return 1 if the ranks failed. Raises `ConfigError`."""
+    """Score weights on a task and print the scores; return 1 if a rank failed. Raises `ConfigError` for bad input."""
     from repro.quality.evaluate.run import EvaluationOptions, run_evaluation
 
     options = EvaluationOptions(weights=weights, task=task, data=data, layout=layout, **how)
@@ -397,7 +399,7 @@ def print_scores(
 
 
 def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
-    """Write the weights and name the files; return 0. Raises `ConfigError` before any file is written."""
+    """Export weights to the folder `output` and print its files; return 0. Raises `ConfigError` before it writes."""
     from repro.quality.weights import open_weights
     from repro.quality.weights.huggingface import export_huggingface
 

@@ -1,4 +1,4 @@
-"""Output of `repro results` and `repro run`: stored experiments side by side, totals, and the dry run."""
+"""Output of `repro results` and `repro run`: tables of stored experiments, summaries of runs, and the dry run."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
     from repro.launch.run import ExperimentPreview
 
 EVIDENCE_TITLES = {
-    MEASURED: "measured: real processes and messages",
-    EMULATED: "emulated: small twins on a throttled network, of which only ratios count",
-    SIMULATED: "simulated: predictions",
+    MEASURED: "measured: real processes and collectives",
+    EMULATED: "emulated: small twins on a throttled network, whose ratios are comparable but not their speeds",
+    SIMULATED: "simulated: predictions from a trace of the step",
 }
 WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
-"""Conditions with a column where experiments differ."""
+"""Conditions of experiments, left-aligned and right-aligned, which have a column only if experiments differ in them."""
 MAX_ROWS, MAX_SHORT_GROUPS, MAX_GROUP_ROWS, MAX_LINES = 14, 3, 18, 3
-"""Maximum numbers of rows, of groups with a table each, of groups with a row each, and of lines of one kind (failures,
-comparisons, reasons), without `--details`."""
+"""Maximum numbers without `--details`: rows of experiments, suites with a table each, suites with a row each, and lines
+of failures, of comparisons and of reasons."""
 
 
 class Column(NamedTuple):
-    """Column of a table: a heading in two lines, and a text for every row."""
+    """Column of a table: a heading of at most two lines, and a text for every row."""
 
     heading: str
     cells: list[str]
@@ -63,31 +63,31 @@ class Column(NamedTuple):
     is_main: bool = False
     """Whether the column is shown without `--details`."""
     note: str = ""
-    """Description of the value."""
+    """Explanation of the column, printed below the table."""
 
     @property
     def width(self) -> int:
-        """Width in columns of the terminal."""
+        """Width of the column in characters."""
         return max(len(line) for line in [*self.heading.split("\n"), *self.cells])
 
     @property
     def empty(self) -> bool:
-        """Whether no row has a value in this column."""
+        """Whether no row of the table has a value in this column."""
         return not any(cell not in ("", units.NO_VALUE) for cell in self.cells)
 
 
 def print_results(what: str, results: Path, json: bool, plot: Path | None, details: bool) -> int:
-    """Print the stored results of the selected experiments. Raises `ConfigError` if `what` selects none."""
+    """Print the results of a suite or of a glob of experiments (`what`). Raises `ConfigError` if there are none."""
     selection = select(read_records(results))
     pattern = load_suite(Path(what)).name if what.endswith(".toml") else what
     found = comparable_results(selection, pattern)
     if not found:
         here = ", ".join(sorted({record.suite for record in selection.by_name.values()}))
         if not here:
-            says = f"no records in {results}; `repro run` makes some, and --results names another folder"
+            says = f"no records in {results}; run experiments with `repro run`, or name another folder by --results"
             raise ConfigError("results", says=says)
         raise ConfigError(
-            "results", what, f"a suite, or a glob of experiments, with results in {results}: {here}"
+            "results", what, f"a suite or a glob of experiments with results in {results}: {here}"
         )
     if plot is not None:
         _write_curves(found, plot)
@@ -101,7 +101,7 @@ def print_results(what: str, results: Path, json: bool, plot: Path | None, detai
 
 
 def _print_groups(found: Sequence[ComparableResults]) -> None:
-    """Print one row for each suite and kind of evidence."""
+    """Print the number of experiments, failures and comparisons of each suite and kind of evidence."""
     made = new_table("suite", "evidence", "experiments", "failures", "comparisons", left=2)
     for group in found[:MAX_GROUP_ROWS]:
         failures = sum(record.outcome != "ok" for record in group.records)
@@ -115,9 +115,9 @@ def _print_groups(found: Sequence[ComparableResults]) -> None:
 def print_result_tables(
     found: Sequence[ComparableResults], *, details: bool = False, rows: int = MAX_ROWS
 ) -> None:
-    """Print every group: its table, its failures, and its comparisons. Without `details`, all fit on one screen.
+    """Print the experiments, failures and comparisons of each suite and kind of evidence.
 
-    `rows`: number of lines for experiments, failures and comparisons of all groups without `details`.
+    `rows`: maximum number of lines for all of them together, unless `details`.
     """
     console = stdout(PAGE_COLUMNS)
     for group in found:
@@ -142,9 +142,9 @@ def print_result_tables(
 
 
 def _print_experiments(console: Console, group: ComparableResults, most: int | None) -> None:
-    """Print the columns with values, in several tables if one is too wide, or as blocks if every table is too wide.
+    """Print the experiments of a suite in one table, or in several tables if one would be wider than the terminal.
 
-    `most`: the number of rows with the main columns; None: all rows with all columns.
+    `most`: maximum number of rows, in which case only the main columns are printed; None: all rows and columns.
     """
     name, blocks = _columns(console, group)
     gap = 2 if console.width >= PAGE_COLUMNS else 1
@@ -166,13 +166,13 @@ def _print_experiments(console: Console, group: ComparableResults, most: int | N
 
 
 REPEATED_REDUCTION = (
-    "; ZeRO 2 and 3 reduce gradients in every micro-batch, "
-    "so with m of them ZeRO 2 sends (m + 1)/2 times as much"
+    "ZeRO 2 and 3 reduce gradients in every micro-batch, so with m micro-batches ZeRO 2 sends (m + 1)/2 times the "
+    "bytes of ZeRO 1"
 )
 
 
 def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[list[Column]]]:
-    """Return the column of names, and blocks of columns that share a table."""
+    """Return the column of experiment names, and groups of columns that one table must not separate."""
     rows = [experiment_row(record) for record in group.records]
     bases = [basis_of_record(record) for record in group.records]
     varied = [key for key in (*WORD_COLUMNS, *COUNT_COLUMNS) if len({row[key] for row in rows}) > 1]
@@ -193,8 +193,8 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     tokens = _numbers([row.get("tokens_per_s") for row in rows], 1.0)
     layouts = [record.experiment.layout for record in group.records]
     is_repeated = any(one.zero >= 2 and one.accumulation > 1 and one.copies > 1 for one in layouts)
-    traffic = f"sent: by rank 0 in a step{REPEATED_REDUCTION * is_repeated}"
-    memory = "memory: of the fullest rank, between steps for model states"
+    traffic = "sent: bytes that rank 0 sends in a step" + f"; {REPEATED_REDUCTION}" * is_repeated
+    memory = "memory: bytes on the fullest rank, of model states between two steps"
     return Column("experiment", [row["name"] for row in rows], left=True), [
         [
             Column(key.replace("_", "\n"), [str(row[key]) for row in rows], left=key in WORD_COLUMNS)
@@ -205,16 +205,16 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
             Column("ZeRO", [str(row["zero"]) for row in rows], is_main=True),
         ],
         [
-            Column("loss\n(nats)", nats, is_main=True, note="loss: of the last step"),
+            Column("loss\n(nats)", nats, is_main=True, note="loss: loss of the last step"),
             Column("loss\ncurve", curves, left=True),
         ],
         [
             Column(f"step\n({s})", times, is_main=True,
-                   note="step: median time of the slowest rank"),
+                   note="step: median step time of the slowest rank"),
             Column("throughput\n(tokens/s)", tokens, is_main=True),
-            Column(f"rate per\nrank ({flops})", _numbers(rates, flop), note="rate: with recomputation"),
+            Column(f"rate per\nrank ({flops})", _numbers(rates, flop), note="rate: FLOP/s with recomputation"),
             Column("MFU\n(%)", _numbers([row.get("mfu") for row in rows], 0.01), is_main=True,
-                   note="MFU: model FLOP utilization, attention counted in full"),
+                   note="MFU: model FLOP utilization, with attention counted in full"),
             Column("basis of\nspeed", [BASIS_LABELS[basis] for basis in bases], left=True, is_main=True),
         ],
         [
@@ -228,7 +228,7 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
 
 
 def _numbers(values: Sequence[float | None], unit: float) -> list[str]:
-    """Return three significant digits, but no more than three decimal places."""
+    """Return each value in units of `unit` as text of three significant digits, with at most three decimal places."""
     found = []
     for value in values:
         size = 0.0 if value is None else value / unit
@@ -238,7 +238,7 @@ def _numbers(values: Sequence[float | None], unit: float) -> list[str]:
 
 
 def _print_comparisons(compared: Sequence[ComparisonRecord]) -> None:
-    """Print ratios of interleaved experiments with the bootstrap intervals of their records."""
+    """Print the ratios of interleaved experiments with their 95 % bootstrap intervals."""
     grid = new_table("subject", "baseline", "metric", "ratio", "95 % interval", "rounds", left=3)
     for record in compared:
         is_known = record.low is not None and record.high is not None
@@ -249,7 +249,7 @@ def _print_comparisons(compared: Sequence[ComparisonRecord]) -> None:
 
 
 def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:
-    """Return the document of `--json`: experiments with metrics and loss curves, and comparisons."""
+    """Return the JSON document of `repro results`: experiments with metrics and loss curves, and comparisons."""
     return {
         "experiments": [
             {
@@ -269,7 +269,7 @@ def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:
 
 
 def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
-    """Write the loss curves as a picture."""
+    """Draw the loss curves of the experiments to `path`. Raises `ConfigError` if no experiment has a curve."""
     from repro.report.figures import loss_curves, style
 
     if path.suffix not in (".svg", ".png"):
@@ -277,19 +277,17 @@ def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
     with style.figure_style():
         drawing = loss_curves.draw_loss_curves([record for group in found for record in group.records])
     if drawing.figure is None:
-        raise ConfigError(
-            "--plot", str(path), says=f"needs results with a curve of losses: {drawing.caption}"
-        )
+        raise ConfigError("--plot", str(path), says=f"cannot be drawn: {drawing.caption}")
     files.write_file(path, style.to_png(drawing) if path.suffix == ".png" else style.to_svg(drawing))
 
 
 def print_run(
     suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, details: bool, **how: Any
 ) -> int:
-    """Run the experiments of `suites` that the store lacks, and print a summary of each suite (`json`: a list).
+    """Run the experiments of `suites` that have no record in the store, and print a summary of each suite.
 
-    Returns 0 if every possible experiment has the outcome that its suite expects, 1 if not, and 128 plus the signal's
-    number if a signal interrupted the run. Raises `ConfigError` if the input is invalid; no experiment is started.
+    Returns 0 if every experiment that can run has the outcome that its suite expects, else 1; after a signal 128 plus
+    its number. Raises `ConfigError` for invalid input, before any experiment starts.
     """
     from repro.launch.run import run_suites
 
@@ -307,7 +305,7 @@ def print_run(
 
 
 def print_run_summary(summary: dict[str, Any], *, with_table: bool, details: bool) -> None:
-    """Print the totals in one line, unexpected outcomes, missing requirements, then the results `with_table`."""
+    """Print the outcomes of a run, unexpected outcomes, missing requirements, and `with_table` the results."""
     rows = summary["experiments"]
     for remark in summary["skipped_lines"]:
         print(f"note: {remark}", file=sys.stderr)
@@ -318,7 +316,7 @@ def print_run_summary(summary: dict[str, Any], *, with_table: bool, details: boo
     judged = f"{len(wrong)} not as expected" if wrong else f"all{possible * bool(missing)} as expected"
     what = "experiment" if summary["evidence"] == MEASURED else f"{summary['evidence']} experiment"
     lines = [f"{summary['suite']}: {words.count_noun(len(rows), what)}: {counts}; {judged}"]
-    lines += [f"stopped: {summary['stopped']}; the same command continues the run"] * bool(summary["stopped"])
+    lines += [f"stopped: {summary['stopped']}; repeat the command to continue"] * bool(summary["stopped"])
     for row in wrong[:MAX_LINES]:
         logs = f"  logs: {row['logs']}" * bool(row["logs"])
         lines.append(f"{row['name']}: {row['outcome']}  {units.readable(row['reason'])}{logs}")
@@ -329,24 +327,24 @@ def print_run_summary(summary: dict[str, Any], *, with_table: bool, details: boo
     if with_table:
         print()
         names = [row["name"] for row in rows]
-        records, _ = Store(Path(summary["results"])).readable()  # the summary names unreadable lines
+        records, _ = Store(Path(summary["results"])).readable()
         found = results_of_run(select(records), summary["suite"], names, summary["evidence"])
         print_result_tables(found, details=details, rows=MAX_ROWS - 1 - len(lines))
 
 
 def reason_lines(reasons: Sequence[str]) -> list[str]:
-    """Return a line for each of the most frequent reasons why experiments cannot run here, and one for the others."""
+    """Return a line for each frequent reason why experiments cannot run on this machine, with their number."""
     counts = Counter(reason.partition("; ")[0] for reason in reasons).most_common()
     lines = [f"not run: {words.count_noun(n, 'experiment')}: {reason}." for reason, n in counts[:MAX_LINES]]
     if others := sum(count for _, count in counts[MAX_LINES:]):
-        lines.append(f"not run: {others} more for similar reasons, which --json lists.")
+        lines.append(f"not run: {others} more experiments, with reasons that --json lists.")
     if can := sum(f"--evidence {SIMULATED}" in reason for reason in reasons):
-        lines.append(f"`--evidence {SIMULATED}` predicts {can} of them on this machine.")
+        lines.append(f"`--evidence {SIMULATED}` can simulate {can} of these experiments on this machine.")
     return lines
 
 
 def print_dry_run(found: Sequence[ExperimentPreview], json: bool, details: bool) -> int:
-    """Print numbers of experiments by state, their estimated time, and with `details` a row of each; return 0."""
+    """Print the number of experiments by state and their estimated time, with `details` one row for each; return 0."""
     from repro.launch.run import ELSEWHERE, KNOWN, TO_RUN
 
     if json:
@@ -355,8 +353,9 @@ def print_dry_run(found: Sequence[ExperimentPreview], json: bool, details: bool)
     todo, counts = [each for each in found if each.state == TO_RUN], Counter(each.state for each in found)
     answer = ", ".join(f"{counts[state]} {state}" for state in (TO_RUN, KNOWN, ELSEWHERE))
     known = [each.last_s for each in todo if each.last_s is not None]
-    times = [f"{units.seconds(sum(known))} for {len(known)}, from their last runs"] * bool(known)
-    times += [f"unknown for {len(todo) - len(known)} without a run in this store"] * (len(known) < len(todo))
+    timed, new = (words.count_noun(count, "experiment") for count in (len(known), len(todo) - len(known)))
+    times = [f"{units.seconds(sum(known))} for {timed} by the last runs"] * bool(known)
+    times += [f"unknown for {new} without a record"] * (len(known) < len(todo))
     print_page(f"{words.count_noun(len(found), 'experiment')}: {answer}.")
     print_page(f"Estimated time: {'; '.join(times) or '0 s'}.")
     print_page(*reason_lines([each.where for each in found if each.state == ELSEWHERE]))
@@ -365,7 +364,7 @@ def print_dry_run(found: Sequence[ExperimentPreview], json: bool, details: bool)
         for where in list(dict.fromkeys(each.where for each in todo))[:MAX_ROWS]:
             some = [each for each in todo if each.where == where]
             rows.add_row(where, str(len(some)), str(sum(each.steps for each in some)))
-        print_page(rows, "Every experiment with its memory or time limit: --details")
+        print_page(rows, "--details lists every experiment with its memory or time limit.")
         return 0
     local = new_table("experiment", "state", "processes", "steps", "last run (s)", "timeout (s)", left=3)
     other = new_table("experiment", "state", "processes", "memory per device", left=4, wrap=("processes",))

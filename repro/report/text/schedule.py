@@ -1,4 +1,4 @@
-"""Output of `repro schedule`: a pipeline schedule as a drawing of characters, as SVG or as JSON."""
+"""Output of `repro schedule`: a pipeline schedule drawn with characters, as SVG or as JSON."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def print_schedule(
     out: Path | None,
     details: bool,
 ) -> int:
-    """Print, draw or dump one schedule. Raises `ConfigError` if an option is invalid; the message names it."""
+    """Print one pipeline schedule as text, SVG or JSON; return 0. Raises `ConfigError` for an invalid option."""
     svg = svg or out is not None
-    require(not (json and svg), "--json", True, "left out with --svg or --out: one document at a time")
+    require(not (json and svg), "--json", True, says="cannot be combined with --svg or --out")
     plan = make_schedule(name, stages, micro_batches, chunks, forward, backward)
     if json:
         document = json_module.dumps(schedule_document(plan), separators=(",", ":"))
@@ -60,7 +60,7 @@ def print_schedule(
 
 
 def _svg(plan: TimedSchedule) -> str:
-    """Return the picture as an SVG document."""
+    """Return the drawing of a schedule as an SVG document."""
     from repro.report.figures import schedules, style
 
     caption = "No bubble"
@@ -75,14 +75,14 @@ def _svg(plan: TimedSchedule) -> str:
 
 
 MAX_DRAWN_LINES, SCREEN_LINES = 60, 11
-"""Maximum number of lines of a drawing that is broken into several lines of time, and of one without `--details`."""
+"""Maximum number of lines of a drawing, and of a drawing without `--details`."""
 IDLE_CELL, MIXED_CELL = "·", "▒"
 Cell = tuple[str, str]
-"""One character and its rich style."""
+"""One character of a drawing and its style for rich."""
 
 
 def print_drawing(plan: TimedSchedule, most: int | None) -> None:
-    """Print the properties of a schedule, then its drawing (`draw_schedule`) in the width of the terminal."""
+    """Print the properties of a schedule, then its drawing; `most`: see `draw_schedule`."""
     console = stdout(PAGE_COLUMNS)
     rows = new_facts_table()
     for name, sentence in schedule_facts(plan):
@@ -94,9 +94,9 @@ def print_drawing(plan: TimedSchedule, most: int | None) -> None:
 
 
 def draw_schedule(plan: TimedSchedule, console: Console, most: int | None = None) -> list[Text]:
-    """Return the drawing as lines no wider than the console.
+    """Return the drawing of a schedule as lines of text, one row per stage and time from left to right.
 
-    `most`: number of lines without the legend, for which stages in the middle are left out; None: all stages.
+    `most`: maximum number of lines without the legend; stages in the middle are omitted. None: draw all stages.
     """
     colour = console.color_system is not None
     live = plan.in_flight
@@ -109,7 +109,8 @@ def draw_schedule(plan: TimedSchedule, console: Console, most: int | None = None
         gap = per_action > _widest(plan, colour)
         rows = [_actions(plan, stage, columns, columns_per_time, colour, gap) for stage in range(plan.stages)]
     else:
-        pair = (plan.forward + plan.backward) / plan.chunks  # in turn, every column has its forward
+        # Columns that are shorter than one forward and one backward would alternate between both.
+        pair = (plan.forward + plan.backward) / plan.chunks
         columns = min(width, floor(plan.total / pair))
         columns_per_time = columns / plan.total
         rows = [_shares(plan, stage, columns, colour) for stage in range(plan.stages)]
@@ -149,12 +150,12 @@ def _widest(plan: TimedSchedule, colour: bool) -> int:
 
 
 def _columns_per_action(plan: TimedSchedule, width: int, colour: bool, most: int) -> int:
-    """Return the columns of the shortest action, or 0 where the width does not suffice for every action.
+    """Return the width of the shortest action in characters, or 0 if the terminal is too narrow to draw every action.
 
-    Drawings with labels are preferred: on one line of time, else on several, else colours or letters on one line.
+    The first possible choice counts: labels on one line of time, labels on several lines, one line without labels.
     """
     label = _widest(plan, colour)
-    least = label if not colour or label == 1 else label + 1  # adjacent 10, 11 would read 1011
+    least = label + (colour and label > 1)  # Without a gap, labels 10 and 11 would read as 1011.
 
     def blocks(columns: int) -> int:
         return ceil(plan.total * columns / _shortest(plan) / width)
@@ -171,7 +172,7 @@ def _columns_per_action(plan: TimedSchedule, width: int, colour: bool, most: int
 def _actions(
     plan: TimedSchedule, stage: int, columns: int, scale: Fraction, colour: bool, gap: bool
 ) -> list[Cell]:
-    """Return a stage's row with every action: its label, its length, and a gap if every action has space for one."""
+    """Return the characters of a stage's row, `scale` for each unit of time; `gap`: a blank after each action."""
     row: list[Cell] = [(IDLE_CELL, "dim")] * columns
     for action, start, stop in plan.slots[stage]:
         first, last = (floor(time * scale + Fraction(1, 2)) for time in (start, stop))
@@ -185,7 +186,7 @@ def _actions(
 
 
 def _shares(plan: TimedSchedule, stage: int, columns: int, colour: bool) -> list[Cell]:
-    """Return a stage's row with a column for many actions: the predominant action in the column's time."""
+    """Return the characters of a stage's row, each for the predominant action in an equal part of the step."""
     shares = busy_shares(plan.slots[stage], float(plan.total), columns)
     row: list[Cell] = []
     for forward, backward in shares:
@@ -210,7 +211,7 @@ def _mixed_style() -> str:
 
 
 def _axis(first: int, last: int, scale: Fraction) -> str:
-    """Return times above the columns `first` to `last`, at round numbers with sufficient distance."""
+    """Return the line of round times above columns `first` to `last` of a drawing; `scale`: columns per time."""
     step = Fraction(1)
     for step in (Fraction(factor) * 10**power for power in range(7) for factor in (1, 2, 5)):
         if step * scale >= 6:

@@ -1,4 +1,4 @@
-"""A pipeline schedule with its times: the data and the text of `repro schedule`."""
+"""A pipeline schedule with start and stop times, and its properties as JSON data and as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEDULE_OPTIONS = {
 
 @dataclass(frozen=True)
 class TimedSchedule:
-    """Schedule and its times; `forward` and `backward` are relative times on one full stage."""
+    """A pipeline schedule with start and stop times; `forward` and `backward` are the relative times of a stage."""
 
     name: str
     stages: int
@@ -37,37 +37,37 @@ class TimedSchedule:
 
     @property
     def ideal(self) -> Fraction:
-        """Time of a stage's own work, m (t_f + t_b)."""
+        """Computation time of a stage, m (t_f + t_b) for m micro-batches."""
         return self.micro_batches * (self.forward + self.backward)
 
     @property
     def total(self) -> Fraction:
-        """Time of the full step."""
+        """Time from the first to the last action of all stages."""
         return max(row[-1].stop for row in self.slots)
 
     @property
     def bubble(self) -> Fraction:
-        """Idle time over ideal time, counted (2104.04473 sec. 2.2)."""
+        """Bubble: idle time of the built schedule over `ideal` (2104.04473 sec. 2.2)."""
         return self.total / self.ideal - 1
 
     @property
     def in_flight(self) -> list[int]:
-        """Maximum number of (micro-batch, chunk) pairs with stored activations on each stage."""
+        """Maximum number of pairs (micro-batch, chunk) whose activations a stage stores at once, for each stage."""
         return [in_flight(actions) for actions in self.schedule]
 
     @property
     def messages(self) -> int:
-        """Boundary tensors of one step in each direction, m (p v - 1); none on a single stage."""
+        """Number of tensors that stages send in each direction in one step, m (p v - 1); 0 with one stage."""
         return self.micro_batches * (self.stages * self.chunks - 1) if self.stages > 1 else 0
 
     @property
     def formula(self) -> str:
-        """The bubble's closed form (2104.04473 sec. 2.2)."""
+        """Closed form of the bubble with p stages, m micro-batches and v chunks (2104.04473 sec. 2.2)."""
         return "(p - 1) / (v m)" if self.chunks > 1 else "(p - 1) / m"
 
     @property
     def title(self) -> str:
-        """Name and sizes of the schedule in words."""
+        """Name of the schedule with its numbers of stages, micro-batches and chunks."""
         parts = [words.count_noun(self.stages, "stage"), words.count_noun(self.micro_batches, "micro-batch")]
         if self.chunks > 1:
             parts.append(f"{self.chunks} chunks per stage")
@@ -77,7 +77,7 @@ class TimedSchedule:
 def make_schedule(
     name: str, stages: int, micro_batches: int, chunks: int = 1, forward: str = "1", backward: str = "2"
 ) -> TimedSchedule:
-    """Build and time a schedule; an empty `name` is `1f1b`, or `interleaved` with chunks > 1."""
+    """Return a schedule with its times; an empty `name` selects `interleaved` for more than one chunk, else `1f1b`."""
     name = name or ("interleaved" if chunks > 1 else "1f1b")
     times = _parse_time("--forward", forward), _parse_time("--backward", backward)
     actions = 2 * stages * micro_batches * chunks
@@ -90,7 +90,7 @@ def make_schedule(
 
 
 def schedule_document(plan: TimedSchedule) -> dict[str, Any]:
-    """Return the schedule as JSON data: times relative to `forward` and `backward`, counts of one step."""
+    """Return the schedule as JSON data, with times in the unit of `forward` and `backward`."""
     return {
         "schedule": plan.name,
         "stages": plan.stages,
@@ -121,12 +121,12 @@ def schedule_document(plan: TimedSchedule) -> dict[str, Any]:
 
 
 def schedule_facts(plan: TimedSchedule) -> list[tuple[str, str]]:
-    """Return (name, sentence) of every property of the schedule that the command prints."""
+    """Return name and text of each property of a schedule that `repro schedule` prints."""
     idle = plan.total - plan.ideal
     return [
         ("schedule", f"{plan.title}  (p = {plan.stages}, m = {plan.micro_batches}, v = {plan.chunks})"),
         ("bubble", f"{format_share(plan.bubble)} of the ideal time; {plan.formula}"),
-        ("idle", f"{format_share(idle / plan.total)} of the total time, on every stage"),
+        ("idle", f"{format_share(idle / plan.total)} of the total time of every stage"),
         (
             "time",
             f"{format_number(plan.total)} = {plan.micro_batches} x ({format_number(plan.forward)} forward + "
@@ -139,12 +139,12 @@ def schedule_facts(plan: TimedSchedule) -> list[tuple[str, str]]:
 
 
 def format_share(value: Fraction) -> str:
-    """Return `37/480 = 7.7 %`, or `none`."""
+    """Return a fraction with its percentage, such as `37/480 = 7.7 %`; `none` for 0."""
     return f"{value} = {units.percent(float(value))}" if value else "none"
 
 
 def format_number(value: Fraction | float) -> str:
-    """Return a time as text: `33`, `28.5`, `1,551`."""
+    """Return a number as text of at most six digits: `33`, `28.5`, `1,551`."""
     return units.number(float(value), digits=6)
 
 
@@ -158,12 +158,12 @@ def _in_flight(plan: TimedSchedule) -> str:
 
 
 def _activations(plan: TimedSchedule) -> str:
-    """Return the in-flight activations as micro-batches through all layers, with GPipe's number."""
+    """Return the maximum stored activations of a stage, in micro-batches of all layers, and those of GPipe."""
     most = max(plan.in_flight)
     parts = plan.stages * plan.chunks
     whole = Fraction(most, parts)
     through = words.count_noun(float(whole), "micro-batch")
-    volume = f"at most {most} x 1/{parts} of the layers = {through} through all layers"
+    volume = f"{most} x 1/{parts} of the layers or less, as much as {through} of all layers"
     if plan.name == "gpipe":
         return volume
     other = Fraction(plan.micro_batches, plan.stages)
@@ -175,13 +175,13 @@ def _messages(plan: TimedSchedule) -> str:
         return "none"
     boundaries = plan.stages * plan.chunks - 1
     return (
-        f"{2 * plan.messages:,} boundary tensors a step: {plan.micro_batches} x {boundaries} activations "
-        "and as many gradients"
+        f"{2 * plan.messages:,} tensors per step between stages: {plan.micro_batches} x {boundaries} activations and "
+        "as many gradients"
     )
 
 
 def _parse_time(option: str, value: str) -> Fraction:
-    """Return an exact positive number; reject numbers with too many digits."""
+    """Return the positive number in the `value` of `option` as a fraction. Raises `ConfigError`."""
     expected = "a number greater than 0, such as 2, 1.5 or 3/2"
     require(re.fullmatch(r"\d{1,6}([./]\d{1,6})?", value) is not None, option, value, expected)
     numerator, _, denominator = value.partition("/")

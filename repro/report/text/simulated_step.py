@@ -1,4 +1,4 @@
-"""Output of `repro simulate`: time, memory, communication and FLOP of a simulated step."""
+"""Output of `repro simulate`: time, memory, communication and FLOP of one simulated training step."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ TIME_PARTS = {
     "exposed_s": "communication",
     "bubble_s": "pipeline bubble",
 }
-"""Names of the parts of a step, by key of its time."""
+"""Names of the parts of a step's time, by their key in a simulation's document."""
 MIN_SHOWN_SHARE = 0.005
-"""Minimum share of a total for which a part has a row in a table."""
+"""Minimum share of total memory or traffic for which a category or group has a row in a table."""
 MIN_SHOWN_DIGIT = 0.005
-"""Minimum GB or seconds for a row of two steps; smaller values print as 0.00."""
+"""Minimum GB or seconds for a row in the comparison of two steps, because smaller values print as 0.00."""
 SHOWN_INPUTS = 5
-"""Maximum number of uncertain inputs with a row."""
+"""Maximum number of printed uncertain inputs."""
 
 
 def describe_step_time(time: dict[str, Any]) -> str:
-    """Return the predicted step time, its interval and the MFU as sentences."""
+    """Return the predicted step time with its interval, and the model FLOP utilization, as sentences."""
     text, found = f"Predicted step time: {units.seconds(time['step_s'])}", time["interval"]
     if found is not None:
         text += f" (90 % interval: {units.seconds(found['low_s'])} to {units.seconds(found['high_s'])})"
@@ -48,9 +48,9 @@ def describe_step_time(time: dict[str, Any]) -> str:
 def print_simulated_step(
     simulation: Simulation, system: System, question: str = "", *, details: bool = False
 ) -> None:
-    """Print whether the step fits, its time and its limit, then memory and traffic.
+    """Print whether a simulated step fits, its time, and tables of its memory and traffic.
 
-    `question`: model, system and devices as options of the next command. `details` adds roles, messages and inputs.
+    `question`: options for the suggested command. `details`: also print all stages, messages and uncertain inputs.
     """
     document, e = simulation.as_dict(), simulation.experiment
     capability, is_dropped = system.device.compute_capability, e.training.attention_dropout
@@ -74,7 +74,7 @@ def print_simulated_step(
 
 
 def print_step_differences(a: Simulation, b: Simulation) -> None:
-    """Print the differences of two simulated steps: speed and its cause, memory, time and traffic."""
+    """Print which of two simulated steps is faster and why, and a table of their memory, time and traffic."""
     documents = [simulation.as_dict() for simulation in (a, b)]
     lines = [
         f"{name}: {simulation.experiment.model.name} on {simulation.experiment.layout.world:,} GPUs of "
@@ -94,7 +94,7 @@ def print_step_differences(a: Simulation, b: Simulation) -> None:
 
 
 def _compared_values(document: dict[str, Any], has_times: bool) -> dict[str, float]:
-    """Return GB and seconds of a step by the name of their row; parts are indented below their sum."""
+    """Return memory and traffic in GB and times in seconds of a step, by the name of their row in a table."""
     memory, time = document["memory"], document["time"]
     found = {"reserved memory at the peak (GB)": memory["reserved_bytes"] / units.GB}
     found |= {f"  {term}": memory["by_category"][key] / units.GB for key, term in TERMS.items()}
@@ -107,7 +107,7 @@ def _compared_values(document: dict[str, Any], has_times: bool) -> dict[str, flo
 
 
 def _describe_differences(a: Simulation, b: Simulation, documents: list[dict[str, Any]]) -> list[str]:
-    """Return which step is faster, by how much and because of what, or why there is no comparison of times."""
+    """Return the ratio of two steps' speeds and its main cause as sentences, or why there is no such ratio."""
     for name, simulation, document in zip("AB", (a, b), documents, strict=True):
         if not simulation.fits:
             return [f"{name} does not fit: {units.readable(simulation.reason)}."]
@@ -123,7 +123,7 @@ def _describe_differences(a: Simulation, b: Simulation, documents: list[dict[str
         intervals = f" (90 % interval: {units.number(low)} to {units.number(high)})"
     changes = {term: second[key] - first[key] for key, term in TIME_PARTS.items()}
     key = max(changes, key=lambda term: abs(changes[term]))
-    cause = f"The step changes by {sum(changes.values()):+.3g} s. Largest part: {key}, {changes[key]:+.3g} s"
+    cause = f"The step time changes by {sum(changes.values()):+.3g} s, mainly by {key}: {changes[key]:+.3g} s"
     if key == TIME_PARTS["exposed_s"]:
         kinds = [time["exposed_by_kind"] for time in (first, second)]
         by_kind = {kind: kinds[1].get(kind, 0) - kinds[0].get(kind, 0) for kind in {**kinds[0], **kinds[1]}}
@@ -150,7 +150,7 @@ def describe_fit(simulation: Simulation, system: System) -> list[str]:
 
 
 def _describe_time(simulation: Simulation, document: dict[str, Any]) -> list[str]:
-    """Return the step time, the part that limits it and the basis of the prediction."""
+    """Return the predicted step time, its largest part and the basis of the prediction as sentences."""
     time = document["time"]
     if time is None or simulation.time is None:
         return [f"No step time is predicted: {document['no_time']}."]
@@ -161,16 +161,15 @@ def _describe_time(simulation: Simulation, document: dict[str, Any]) -> list[str
     is_exact = time["interval"] is None and simulation.time.system.device.operators
     return [
         f"{describe_step_time(time)} Throughput: {units.number(time['samples_per_s'])} samples/s.",
-        f"Limit: {TIME_PARTS[key]}, {units.percent(time[key] / time['step_s'])} of the step{slowest}{cause}.",
+        f"Largest part: {TIME_PARTS[key]}, {units.percent(time[key] / time['step_s'])} of the step{slowest}{cause}.",
         f"Basis of the time: {time['rests_on']}; {BASES[time['rests_on']]}.",
-        "No interval: measured inputs count as exact. repro validate --system shows the error."
-        if is_exact
-        else "",
+        "No interval, because all inputs are measured. repro validate --system shows the error."
+        * bool(is_exact),
     ]
 
 
 def _memory_table(simulation: Simulation, memory: dict[str, Any]) -> Table:
-    """Return the live bytes of the fullest rank at the peak, by category."""
+    """Return a table of the memory at the peak by category, on the rank that needs most memory."""
     role = simulation.fullest.role.name.partition(" (")[0]
     total, peak = simulation.limit_bytes or memory["reserved_bytes"], memory["peak_bytes"]
     sizes = {term: memory["by_category"][category] for category, term in TERMS.items()}
@@ -184,7 +183,7 @@ def _memory_table(simulation: Simulation, memory: dict[str, Any]) -> Table:
 
 
 def _traffic_table(comm: dict[str, Any]) -> Table | str:
-    """Return the bytes that a rank of the busiest stage sends, by group."""
+    """Return a table of the bytes that a rank sends per step by process group, on the stage that sends most."""
     groups = {row["group"]: row for row in comm["rows"]}
     rows = (
         (group, groups[group]["link"], str(groups[group]["size"]), gb(sent))
@@ -196,7 +195,7 @@ def _traffic_table(comm: dict[str, Any]) -> Table | str:
 
 
 def _step_details(simulation: Simulation, document: dict[str, Any]) -> list[str | Table]:
-    """Return the memory of every stage, all messages, the parts of the step time and the uncertain inputs."""
+    """Return tables of the memory of every stage, all messages, the parts of the time and the uncertain inputs."""
     memory, time, flops = document["memory"], document["time"], document["flops"]
     roles = (
         (role.role.name.partition(" (")[0], str(role.role.stages), gb(role.memory.peak_bytes),
@@ -211,7 +210,7 @@ def _step_details(simulation: Simulation, document: dict[str, Any]) -> list[str 
     host = units.size(memory["host_bytes"]), units.size(memory["host_reserved_bytes"])
     parts: list[str | Table] = [
         new_table("stage", "stages", "live (GB)", "reserved (GB)", "model states (GB)", rows=roles),
-        f"Peak: {memory['peak_phase']}, {memory['peak_line']} ({memory['peak_operator']}). Context outside the "
+        f"Memory peak: in {memory['peak_phase']} at {memory['peak_line']} ({memory['peak_operator']}). Outside the "
         f"allocator: {units.size(memory['context_bytes'])}. Initialisation: {units.size(memory['init_peak_bytes'])}.",
         "Host memory per GPU: {}, page-locked {}.".format(*host) if memory["host_bytes"] else "",
         f"Failure: {units.readable(simulation.reason)}." if simulation.reason else "",
@@ -241,8 +240,8 @@ def _step_details(simulation: Simulation, document: dict[str, Any]) -> list[str 
         *parts,
         new_table("part of the step", "time (s)", "share (%)", rows=shares),
         new_table("uncertain input", "low", "high", "step at low (s)", "step at high (s)", rows=inputs),
-        "The interval covers uncertain inputs only; repro validate shows the error of the model.",
+        "The interval includes only uncertain inputs; repro validate shows the error of the time model.",
         f"Rate per GPU with recomputation: {units.flop_rate(time['flops_per_device'])}. Basis of the time: {basis}.",
-        f"Factor of kernel times: {units.number(simulation.time.kernels.products)} for matrix products, "
-        f"{units.number(simulation.time.kernels.others)} for others.",
+        f"Calibration factor of kernel times: {units.number(simulation.time.kernels.products)} for matrix products, "
+        f"{units.number(simulation.time.kernels.others)} for other kernels.",
     ]

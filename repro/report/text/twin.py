@@ -1,4 +1,4 @@
-"""`repro twin`: original and twin in one table, and the differences between them."""
+"""Output of `repro twin`: compared experiments and their small twins, and how the twins change the compared ratios."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CALIBRATE_COMMAND = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
 
 MAX_RATIOS = 8
-"""Maximum number of printed ratios of a sweep."""
+"""Maximum number of printed ratios of twins."""
 
 
 def print_twin(
@@ -41,9 +41,9 @@ def print_twin(
     json: bool,
     details: bool,
 ) -> int:
-    """Derive the twin of a claim's comparisons, or of experiments; print it, and write a suite on request.
+    """Derive and print the twins of claims or experiments (`names`), and write them to the suite `write` if given.
 
-    `within`, `between`: bytes/s, one or several with commas, or empty.
+    `within`, `between`: bytes/s in the originals, one or several with commas; empty takes those of their system.
     """
     for key in ("ranks", "part", "layers"):
         require(getattr(choice, key) >= 1, f"--{key}", getattr(choice, key), "1 or more")
@@ -85,7 +85,7 @@ def print_twin(
 
 
 def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]:
-    """Return the requested comparisons, and the claims to which they belong."""
+    """Return lists of experiments that are compared with each other, and the ids of their claims."""
     catalogue = SuiteCatalogue()
     if all("/" in name for name in names):
         return named_comparisons(names, catalogue.suites), []
@@ -93,24 +93,24 @@ def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]
     found: list[list[Experiment]] = []
     for name in names:
         if name not in claims:
-            raise ConfigError("CLAIM", name, "a claim of the ledger (repro claims), or SUITE/EXPERIMENT...")
+            raise ConfigError("CLAIM", name, "the id of a claim (repro claims --all), or SUITE/EXPERIMENT...")
         found += claim_comparisons(claims[name], catalogue.suites)
     return found, list(names)
 
 
 def _parse_rates(option: str, given: str) -> list[float]:
-    """Return bytes/s, each more than 0; `[0]` for an empty option."""
+    """Return the rates in bytes/s in the option value `given`, which commas separate; `[0]` if it is empty."""
     try:
         found = [float(part) for part in given.split(",")] if given else [0.0]
     except ValueError:
         found = []
     if not found or (given and not all(0 < rate < math.inf for rate in found)):
-        raise ConfigError(option, given, "bytes/s, several with commas: 2.5e9,5e9")
+        raise ConfigError(option, given, "bytes/s greater than 0, or several with commas: 2.5e9,5e9")
     return found
 
 
 def _variant_suffix(within: float, between: float) -> str:
-    """Return a suffix such as `-between2.5` for 2.5 GB/s."""
+    """Return the suffix of a twin's name in a sweep of rates in bytes/s, such as `-between2.5` for 2.5 GB/s."""
     parts = (("within", within), ("between", between))
     return "".join(f"-{name}{rate / units.GB:g}" for name, rate in parts if rate)
 
@@ -120,7 +120,7 @@ def _ratios(twin: Twin) -> list[ScaledRatio]:
 
 
 def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
-    """Return how well the twins keep the compared ratios, and the sizes of every first variant."""
+    """Return a table of the compared ratios of originals and twins, and a table of the sizes of the first twins."""
     ratios = [(each.ending, each.twin, ratio) for each in found for ratio in _ratios(each.twin)]
     apart = [ratio.twin / ratio.original - 1 for _, _, ratio in ratios]
     compared = new_table("compared", "original\nratio", "twin\nratio", "difference\n(%)", "corrected\nratio")
@@ -137,14 +137,14 @@ def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
         shapes = (f"{e.model.layers} x {e.model.hidden}" for e in both)
         steps = (units.number(p.step_s) for p in (member.before, member.after))
         sizes.add_row(member.original.name, *degrees, *shapes, *steps)
-    note = "Ratio: FLOP/s of a device over those of the baseline. Corrected: without the differences of the twin."
+    note = "Ratio: FLOP/s per device over those of the baseline. Corrected: without the effects of other differences."
     largest = units.percent(max(map(abs, apart), default=0.0))
     answer = f"The twin changes the predicted ratio by {largest} or less."
     return [*([answer, compared, note] if apart else ["No experiments are compared."]), sizes]
 
 
 def _twin_details(twin: Twin) -> list[str | Table]:
-    """Return the similarity numbers of all members, and the effects of all differences on the ratios."""
+    """Return tables of the similarity numbers of each twin, and of the effect of each difference on the ratios."""
     parts: list[str | Table] = []
     for member, scale in zip(twin.members, twin.scales, strict=True):
         headings = ("number", "original", "twin", "change", "reason")
@@ -159,17 +159,19 @@ def _twin_details(twin: Twin) -> list[str | Table]:
             f"k = {scale.width:g}, s'/s = {scale.tokens:g}, e'/e = {scale.element:g}, F'/F = {scale.rate:.4g}.",
             numbers,
         ]
-    parts += [f"No limit: {reason}" for reason in twin.unlimited]
+    parts += [f"Link without a limit: {reason}" for reason in twin.unlimited]
     for ratio in _ratios(twin):
-        effects = {effect.difference: effect.ratio for effect in ratio.effects} | {"all of these": ratio.rest}
+        effects = {effect.difference: effect.ratio for effect in ratio.effects} | {
+            "all conditions": ratio.rest
+        }
         changes = {name: (value, 100 * (value / ratio.twin - 1)) for name, value in effects.items()}
         rows = ((name, f"{value:.3f}", f"{change:+.1f}") for name, (value, change) in changes.items())
-        parts += [new_table(f"{ratio.member}: ratio of the twin, if", "ratio", "change (%)", rows=rows)]
+        parts += [new_table(f"{ratio.member}: condition on the twin", "ratio", "change (%)", rows=rows)]
     return parts
 
 
 def _document(twin: Twin, ending: str) -> dict[str, Any]:
-    """Return the document of `--json`."""
+    """Return the JSON document of `repro twin` for one twin."""
     return {
         "variant": ending.lstrip("-"),
         "take_turns": [member.original.name for member in twin.together],

@@ -1,4 +1,4 @@
-"""Output of `repro validate`: predicted against published and measured values, and the unknowns to measure."""
+"""Output of `repro validate`: predicted against published and measured values, and the unknown inputs to measure."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 WIDER_INTERVAL_NOTE = (
-    "Wider interval: the 90 % interval, widened by the factor that nine of ten rows of other reports need."
+    "Wider interval: the 90 % interval, widened by the factor that 90 % of the rows of other reports need."
 )
 MAX_INPUTS = 10
-"""Maximum number of printed inputs without `--details`."""
+"""Maximum number of printed unknown inputs without `--details`."""
 SIMULATE_COMMAND = "repro run suites/NAME.toml --evidence simulated"
 
 
 def print_validation(
     results: Path, json: bool, details: bool, svg: Path | None, system: str, own: Sequence[Path] = ()
 ) -> int:
-    """Compare predictions of the store `results`; return 0. `system`: also compare local measurements with it.
+    """Print the errors of predicted against published values in the store `results`; return 0.
 
-    `own`: additional ledger files.
+    `system`: file of this machine, whose measured runs are also compared. `own`: additional ledger files.
     """
     seen = _read_store(results, own)
     found = published.points(seen.judged, seen.records)
@@ -58,7 +58,7 @@ def print_validation(
 
 
 def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
-    """Print how many published rates and ratios lie in their intervals; return 0 if both shares lie in `between`."""
+    """Print the shares of published rates and ratios in their wider intervals; return 0 if `between` (%) has both."""
     seen = _read_store(results, own)
     console, least, most = stdout(), *between
     found = published.family_statistics(published.points(seen.judged, seen.records))
@@ -67,7 +67,7 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     ]
     parts = [(family, 100 * family.held_wider / family.wider) for family in together]
     if len(parts) < 2:
-        print_page("Too little is predicted in this store.", command=SIMULATE_COMMAND, console=console)
+        print_page("This store has too few predictions.", command=SIMULATE_COMMAND, console=console)
         return 1
     as_promised = all(least <= part <= most for _, part in parts)
     counts = (f"{one.held_wider} of {one.wider} {one.name.removeprefix('all ')}" for one, _ in parts)
@@ -80,7 +80,7 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
 
 
 def _read_store(results: Path, own: Sequence[Path]) -> JudgedStore:
-    """Return the judged store, and name its unreadable lines on standard error."""
+    """Return the records and judged claims of a store, and print notes on its unreadable lines to standard error."""
     from repro.report.evidence import read_store
     from repro.results.store import print_remarks
 
@@ -90,7 +90,7 @@ def _read_store(results: Path, own: Sequence[Path]) -> JudgedStore:
 
 
 def validation_document(found: Sequence[Point], machine: MachineErrors | None = None) -> dict[str, Any]:
-    """Return the validation as JSON data."""
+    """Return the JSON document of `repro validate`: every point with its error, and statistics by family."""
     ratios = [point for point in found if point.kind == published.RATIO and not point.left_out]
     document: dict[str, Any] = {
         "points": [
@@ -137,7 +137,7 @@ def _statistics_of(family: FamilyStatistics) -> dict[str, Any]:
 
 
 def print_points(found: Sequence[Point], details: bool) -> None:
-    """Print the errors by family; `details` adds all points with the reasons of large errors."""
+    """Print the errors of predictions by family; `details`: also print all points, with reasons of large errors."""
     if not found:
         print_page("This store has no predictions of published values.", command=SIMULATE_COMMAND)
         return
@@ -145,10 +145,12 @@ def print_points(found: Sequence[Point], details: bool) -> None:
     ratios = [p for p in found if p.kind == published.RATIO and not p.left_out]
     text = ""
     for rates in (family for family in families if family.name == published.ALL_RATES):
-        text = f"Predicted rates: median error {units.percent(rates.median)}. {rates.held} of {rates.points} are "
-        text += "in the 90 % interval of uncertain inputs. "
+        text = f"Predicted rates: median error {units.percent(rates.median)}. {rates.held} of {rates.points} published "
+        text += "rates are in the 90 % interval of the prediction. "
     if ratios:
-        text += f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the right side of 1. "
+        text += (
+            f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the published side of 1. "
+        )
     for peaks in (family for family in families if family.name == published.PEAK_MEMORY):
         text += f"Predicted peak memory: median error {units.percent(peaks.median)}."
     headings = ["family", "rows", "median\nerror (%)", "error\nbelow 25 %*", "in 90 %\ninterval"]
@@ -181,7 +183,7 @@ def _statistics_table(headings: list[str], families: Sequence[FamilyStatistics])
 
 
 def _point_tables(found: Sequence[Point]) -> list[str | Table]:
-    """Return the points by family, those that do not count, the reasons of large errors, and the counts by claim."""
+    """Return tables of the points by family, of the reasons of large errors, and of the counts by claim."""
     counted = [point for point in found if not point.left_out]
     groups = {
         name: [p for p in counted if (p.kind, p.family) == (published.RATE, name)]
@@ -190,8 +192,8 @@ def _point_tables(found: Sequence[Point]) -> list[str | Table]:
     groups |= {
         "Ratios": [point for point in counted if point.kind == published.RATIO],
         "Peak memory": [point for point in counted if point.kind == published.MEMORY],
-        "Calibration: left out": [point for point in found if point.left_out == published.CALIBRATION],
-        "Not counted: bounds, means, and other rows about a run above": [
+        "Omitted: calibration values": [point for point in found if point.left_out == published.CALIBRATION],
+        "Not counted: bounds, means, and further values of a run that is listed above": [
             point for point in found if point.left_out not in ("", published.CALIBRATION)
         ],
     }
@@ -225,7 +227,7 @@ def _point_table(group: Sequence[Point]) -> Table:
             *(point.claim, point.label, units.number(point.published), units.number(point.predicted)),
             _interval_text((point.low, point.high) if point.low < point.high else None),
             *(_interval_text(point.wider), point.unit),
-            f"{100 * point.error:+.1f}" + " other side of 1" * (point in wrong),
+            f"{100 * point.error:+.1f}" + ", wrong side of 1" * (point in wrong),
             BASIS_LABELS[point.rests_on],
         )
         for point in group
@@ -243,32 +245,32 @@ def _interval_counts(family: FamilyStatistics) -> tuple[str, str]:
 
 
 def print_machine_errors(machine: MachineErrors, details: bool) -> None:
-    """Print the error of predictions for this machine; `details` adds predicted and measured step times."""
+    """Print the median error of step times predicted for this machine; `details`: also print all step times."""
     headings = ("experiment", "layout", "measured", "predicted", "error (%)", "basis")
     made = new_table(*headings, left={"experiment", "layout", "basis"}, wrap=headings)
     for pair in machine.pairs:
         times = units.seconds(pair.measured), units.seconds(pair.predicted)
         made.add_row(pair.name, pair.layout, *times, f"{100 * pair.error:+.1f}", BASIS_LABELS[pair.rests_on])
-    text = f"{len(machine.pairs)} runs of this machine are predicted on {machine.system}"
+    text = f"{len(machine.pairs)} measured runs of this machine are predicted with {machine.system}"
     text += f": median error {units.percent(machine.median)}." if machine.pairs else "."
-    missing = (f"{name}: not predicted: {reason}" for name, reason in machine.missing.items())
+    missing = (f"{name} cannot be predicted: {reason}" for name, reason in machine.missing.items())
     print_page(text, *([made, *missing] if details else ()))
 
 
 def _write_scatter(found: Sequence[Point], path: Path) -> None:
-    """Write the scatter plot as a separate picture."""
+    """Draw predicted over published throughput to `path`. Raises `ConfigError` if the store has no predictions."""
     from repro.report.figures import style, validation
 
     with style.figure_style():
         drawing = validation.draw_validation(found)
     if drawing.figure is None:
-        says = f"needs a store with predictions; `{SIMULATE_COMMAND}` makes them"
+        says = f"cannot be drawn, since the store has no predictions; run `{SIMULATE_COMMAND}` first"
         raise ConfigError("--svg", str(path), says=says)
     files.write_file(path, style.to_svg(drawing))
 
 
 def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path] = ()) -> int:
-    """List the unknowns of the predictions in the store `results`; return 0. `own`: additional ledger files."""
+    """Print the unknown inputs that make predictions in the store uncertain; return 0. `own`: more ledger files."""
     seen = _read_store(results, own)
     if json:
         print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})
@@ -276,9 +278,10 @@ def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path]
     found = seen.shopping_list.inputs
     answer = "No input is uncertain."
     for first in found[:1]:
-        answer = f"Largest uncertainty: {words.describe_input(first.key)} of {first.system}, "
-        answer += f"{units.percent(first.share)} of the width of all intervals. "
-        answer += f"{len(found)} inputs are uncertain."
+        answer = (
+            f"Largest of {len(found)} uncertainties: {words.describe_input(first.key)} of {first.system}, "
+        )
+        answer += f"{units.percent(first.share)} of the widths of all intervals."
     headings = ("input", "system", "value [range]", "rows", "decided\nrows", "share of\nwidth (%)")
     rows = [
         (
@@ -294,21 +297,21 @@ def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path]
     print_page(
         answer,
         new_table(*headings, left=3, wrap=headings[:3], rows=rows),
-        "Decided rows: predictions for which the input has more than half of the uncertainty.",
+        "Decided rows: predictions for which the input causes more than half of the uncertainty.",
         *(_input_details(found, seen.implied) if details else ["--details lists sources and measurements."]),
     )  # fmt: skip
     return 0
 
 
 def _input_details(found: Sequence[UncertainInput], implied: Sequence[ImpliedInput]) -> list[str | Table]:
-    """Return how the first inputs are measured, their sources, and the values that published rows imply."""
+    """Return how to measure the most important inputs, their sources, and the values that published rows imply."""
     parts: list[str | Table] = []
     for one in found[:LISTED_INPUTS]:
         how, facts = one.measured_by, new_facts_table()
         facts.add_row("input", f"{one.key} of {one.system}")
         claims = f"{': ' * bool(one.possible)}{count_by_claim(one.possible)}"
         facts.add_row("verdicts", f"{len(one.possible)} possible{claims}")
-        command = f"{how.command}: {how.fact}" if how.command else "not by repro calibrate"
+        command = f"{how.command}: {how.fact}" if how.command else "no command of this program"
         facts.add_row("measured by", command)
         facts.add_row("", how.how)
         facts.add_row("source", one.source)

@@ -46,7 +46,7 @@ def test_a_store_without_predictions_covers_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["validate", "--results", str(tmp_path), "--covered", "80", "97"]) == 1
-    assert "Too little is predicted in this store" in capsys.readouterr().out
+    assert "This store has too few predictions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [("97", "80"), ("-1", "50"), ("80", "101")])
@@ -54,9 +54,9 @@ def test_what_is_no_range_of_percentages_is_refused(
     words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["validate", "--results", str(tmp_path), "--covered", *words]) == 2
-    assert "two percentages, the least first" in " ".join(capsys.readouterr().err.split())
+    assert "two percentages, the smaller one first" in " ".join(capsys.readouterr().err.split())
 
 
 def test_it_goes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["validate", "--results", str(tmp_path), "--covered", "80", "97", "--unknowns"]) == 2
-    assert "goes without --svg" in " ".join(capsys.readouterr().err.split())
+    assert "excludes --svg" in " ".join(capsys.readouterr().err.split())

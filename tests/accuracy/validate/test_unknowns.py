@@ -151,7 +151,7 @@ def test_the_command_and_the_table(store: list[str], capsys: pytest.CaptureFixtu
     assert main(["validate", "--unknowns", *store]) == 0
     text = capsys.readouterr().out
     assert text.startswith(
-        "Largest uncertainty: inter-node rings of dgx2, 80.0 % of the width of all intervals."
+        "Largest of 2 uncertainties: inter-node rings of dgx2, 80.0 % of the widths of all intervals."
     )
     rows = [line.split() for line in text.splitlines() if line.startswith((RINGS, PACE))]
     assert [row[0] for row in rows] == [RINGS, PACE]
@@ -173,4 +173,4 @@ def test_the_command_and_the_table(store: list[str], capsys: pytest.CaptureFixtu
         assert main(["export", "--table", "unknowns", "--format", form, *store]) == 0
         assert "inter-node.rings" in capsys.readouterr().out
     assert main(["validate", "--unknowns", "--svg", "x.svg", *store]) == 2
-    assert "goes without" in capsys.readouterr().err
+    assert "excludes --svg and --system" in capsys.readouterr().err

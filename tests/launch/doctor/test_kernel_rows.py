@@ -75,7 +75,7 @@ def test_it_is_printed_and_in_the_document(capsys: pytest.CaptureFixture[str], t
     assert "40/64/–/–" in text
     assert re.search(r"layernorm\.forward half by 8 centred +\d+ ", text)  # and the columns of its rows
     assert "spilled 8" in text
-    assert "ask for at least (by Little's law: nothing was timed)" in " ".join(text.split())
+    assert "bytes in flight can use (Little's law, not measured)" in " ".join(text.split())
     assert cli.main([*arguments, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["kernels"]
     assert {row["architecture"] for row in rows} == {"sm_70", "sm_86"}
