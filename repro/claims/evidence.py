@@ -122,7 +122,7 @@ def _evaluate_on(
         # The point estimate decides; only for a published bound ("over 38") the interval of the value counts.
         seen = (low, high) if evidence.kind == "analytic" or row.bound else (point, point)
         if evidence.kind != "analytic" and _crosses_limit(rule, low, high):
-            reason += "; the interval of the value contains the published bound"
+            reason += "; the interval of the value reaches beyond the accepted values"
     verdict = no
     if rule.meets(*seen):
         verdict = yes

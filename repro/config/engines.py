@@ -233,7 +233,7 @@ def check_layout_fits(layout: Layout, model: Model, seq: int) -> None:
             total == model.layers,
             "stage_layers",
             list(layout.stage_layers),
-            f"numbers with the sum {what}, not {total}",
+            f"numbers that add up to {what}, not {total}",
         )
         return
     require(parts <= model.layers, "pp", layout.pp, says=f"{times}at most {what}")

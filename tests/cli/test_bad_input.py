@@ -203,7 +203,7 @@ CASES = {
     ),
     "layers that do not divide": (
         EXPERIMENT + "layout = { pp = 2, stage_layers = [1, 2] }",
-        'experiment "a": layout.stage_layers = [1, 2]: must be numbers with the sum layers = 2 (tiny), not 3',
+        'experiment "a": layout.stage_layers = [1, 2]: must be numbers that add up to layers = 2 (tiny), not 3',
     ),
     "unknown system": (
         EXPERIMENT + 'system = "dgx"',
