@@ -1,4 +1,4 @@
-"""Accuracy of predictions: calibrated machines, scaled twins, and predictions against published values.
+"""Accuracy of predictions: calibration of machines, scaled-down twins, and predictions against published values.
 
 The package combines runs of `launch` with simulations, and `report` shows its results.
 """

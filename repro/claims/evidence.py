@@ -1,4 +1,4 @@
-"""Evaluation of one piece of evidence for a row: its value, its uncertainty from unknown inputs, and its verdict."""
+"""Evaluation of one test of a published value: its value, its uncertainty from unknown inputs, and its verdict."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def evaluate_evidence(
 ) -> Finding:
     """Evaluate one piece of evidence, which reads the experiments `read`, and compare it with the published value.
 
-    Measured and emulated evidence comes from the reader's own records, or else from the reference records of one
-    machine, newest first. Missing records give the verdict `not run`. A predicted miss that unknown inputs explain
-    gives `possible`.
+    Measured and emulated evidence comes from the user's own records, or else from the newest reference records of
+    one machine that suffice. Missing records give the verdict `not run`. A simulated value that misses gives
+    `possible` if unknown inputs explain the miss.
     """
     found = _evaluate_on(records, evidence, row, claim, read)
     if evidence.kind not in (MEASURED, EMULATED) or found.decided:
@@ -80,7 +80,9 @@ def _evaluate_on(
     variables = {**CONSTANTS, **row.variables}
     calibration = ""
     if row.calibrates and evidence.kind == SIMULATED:
-        calibration = f"calibration, no evidence: {row.calibrates} takes its efficiency from this value"
+        calibration = (
+            f"no evidence, since the efficiency {row.calibrates} is calibrated on this published value"
+        )
     try:
         value = evaluate_expression(evidence.value, functions, variables)
         expected = evaluate_expression(evidence.expect, functions, variables) if evidence.expect else None
@@ -107,7 +109,8 @@ def _evaluate_on(
     if expected is not None:
         expected = _in_unit(expected, row.unit)
         common["expected"] = expected.value
-        seen = (low, high) if evidence.metric in NOISELESS_METRICS else (point, point)  # noise must not help
+        # A wide interval of a noisy measurement must not make it agree, so the point estimate decides.
+        seen = (low, high) if evidence.metric in NOISELESS_METRICS else (point, point)
         rule = accepted_range_at_scale((float(expected.low), float(expected.high)), evidence.metric)
         expectation = format_value(float(expected.value))
         allowance = describe_class_tolerance(evidence.metric)
@@ -116,10 +119,10 @@ def _evaluate_on(
         published = accepted_range_of_row(row, evidence, claim)
         assert published is not None
         rule, reason = published, _joined(published.because, describe_fits(used))
-        # Noise must not help: the point decides, but at a bound, which the evidence's own interval widens.
+        # The point estimate decides; only for a published bound ("over 38") the interval of the value counts.
         seen = (low, high) if evidence.kind == "analytic" or row.bound else (point, point)
         if evidence.kind != "analytic" and _crosses_limit(rule, low, high):
-            reason += "; the interval reaches across the limit"
+            reason += "; the interval of the value reaches beyond the accepted values"
     verdict = no
     if rule.meets(*seen):
         verdict = yes
@@ -136,7 +139,7 @@ def _evaluate_on(
 
 
 def _numbers(value: Result, row: Row) -> dict[str, Any]:
-    """Return the fields of a finding that contain its number."""
+    """Return the fields of a `Finding` for its value, its interval and their text."""
     return {"value": value.value, "low": value.low, "high": value.high, "text": _text(value, row)}
 
 
@@ -147,7 +150,7 @@ def _joined(reason: str, detail: str) -> str:
 def _measured_where(
     evidence: Evidence, records: Records, used: Sequence[ExperimentRecord | FitRecord]
 ) -> dict[str, Any]:
-    """Return scale and machine of measured evidence: reference records name both, own records the device of a fit."""
+    """Return the scale of evidence and the device that measured it, as fields of a `Finding`."""
     device = device_of(used[0]) if used else ""
     return {
         "scale": scale_of_fits(used) or evidence.scale,
@@ -159,16 +162,16 @@ def _measured_where(
 def _judge_miss(
     doubt: InputUncertainty, row: Row, claim: Claim, rule: str
 ) -> tuple[str, str, tuple[str, ...]]:
-    """Return verdict, reason and deciding unknowns of a predicted time whose best value misses."""
+    """Return verdict, reason and deciding unknown inputs of a simulated value that misses the published one."""
     published = published_range(row, claim)
     assert published is not None
     ends = " to ".join(dict.fromkeys(format_value(end, row.printed) for end in (doubt.least, doubt.most)))
     if not published.meets(doubt.least, doubt.most):
-        why = f"over all unknown inputs it is {ends}, which does not contain the published value"
+        why = f"the ranges of all unknown inputs give {ends}, which does not contain the published value"
         return NOT_REPRODUCED, f"{rule}; {why}", ()
     found = doubt.deciding_unknowns(published.meets)
     which = f"{' and '.join(found)} decide{'s' * (len(found) == 1)}"
-    why = f"over all unknown inputs it is {ends}, which contains the published value; {which}"
+    why = f"the ranges of all unknown inputs give {ends}, which contains the published value; {which}"
     return POSSIBLE, f"{rule}; {why}", found
 
 
@@ -185,8 +188,8 @@ def propagate_unknowns(
 ) -> InputUncertainty | None:
     """Return the uncertainty of a simulated value from unknown inputs; None without unknown inputs.
 
-    Evaluate the expression in every case of the records of `experiments`. Both sides of a ratio use the same case, so
-    their common unknowns cancel.
+    The expression is evaluated for every case (choice of the unknown inputs) that the simulated records of
+    `experiments` contain. Both sides of a ratio use the same case, so that their common unknowns cancel.
     """
     found = records.intervals(experiments)
     draws = min((len(interval.draws) for interval in found), default=0)
@@ -204,7 +207,7 @@ def propagate_unknowns(
             return None
         keys = dict.fromkeys(move.key for interval in found for move in interval.moves)
         alone = {key: (value((key, False)), value((key, True))) for key in keys}
-    except ExpressionError:  # of some case: a quotient of nothing
+    except ExpressionError:  # in some case the expression divides by zero
         return None
     alone = {key: ends for key, ends in alone.items() if set(ends) != {best}}
     if not alone:

@@ -4,8 +4,8 @@ Python's own parser reads an expression: numbers, strings, names of constants an
 parentheses and calls of known functions.  Attributes, subscripts, comprehensions and lambdas are errors, so that a
 ledger file from an unknown author can only compute.
 
-A rounded or digitised input is an `Uncertain`.  The result is then an interval over every corner of the inputs.  It is
-correct if the expression is monotone in each input, as sums, products, quotients and powers of positive numbers are.
+A rounded or digitised input is an `Uncertain`, and makes the result an interval.  The ends of the interval are correct
+if the expression is monotone in each input, as sums, products, quotients and powers of positive numbers are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 class ExpressionError(ValueError):
-    """The expression is invalid, or names an unknown function or variable."""
+    """Error of an expression that is invalid, names an unknown function or variable, or cannot be computed."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def parse(text: str) -> Expression:
             if any(isinstance(a, ast.Starred) for a in node.args) or any(
                 k.arg is None for k in node.keywords
             ):
-                raise ExpressionError("arguments are written out, without *")
+                raise ExpressionError("calls must list their arguments, without * or **")
             calls.add(node.func.id)
             todo += [*node.args, *(keyword.value for keyword in node.keywords)]
         else:
@@ -172,7 +172,7 @@ def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tupl
 
 
 def quotient(expression: Expression, variables: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return `(a, b, name)` if the expression is `metric(a, name) / metric(b, name)`, otherwise None."""
+    """Return `(a, b, name)` of an expression `metric(a, name) / metric(b, name)`; None for other expressions."""
     tree = expression.tree
     if not (isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Div)):
         return None
@@ -253,7 +253,7 @@ def _walk(
     positional = [walk(argument) for argument in node.args]
     keyword = {str(argument.arg): walk(argument.value) for argument in node.keywords}
     try:
-        # A call is identified by its position: the same digitised number written twice is two independent inputs.
+        # The position identifies a call, so that two equal calls of digitised() are independent uncertain inputs.
         key = f"{node.func.id}@{node.lineno}:{node.col_offset}"
         return settle(key, functions[node.func.id](*positional, **keyword))
     except (ArithmeticError, TypeError) as error:
@@ -262,13 +262,13 @@ def _walk(
 
 def _product(left: Any, right: Any) -> Any:
     if isinstance(left, str) or isinstance(right, str):
-        raise TypeError("a word is no factor")
+        raise TypeError("a string cannot be multiplied")
     return left * right
 
 
 def _power(base: float, exponent: float) -> float:
     if abs(exponent) > 64:
-        raise ArithmeticError("an exponent over 64")
+        raise ArithmeticError("the exponent must be at most 64")
     result = base**exponent
     if isinstance(result, complex) or (isinstance(result, float) and math.isnan(result)):
         raise ArithmeticError("not a real number")

@@ -1,6 +1,4 @@
-"""Closed forms of the papers, in the papers' symbols, and counts of this repository's scripts.
-
-Expressions of the ledger call these functions by name.
+"""Closed forms of the papers, and counts of lines of this repository's scripts, for expressions of the ledger.
 
 Sizes are bytes unless the name has `elements`; times are seconds; work is FLOP.  Psi is the number of
 parameters, Nd the data-parallel degree, Nm (`mp`) the model-parallel degree, K the optimizer bytes per
@@ -35,7 +33,7 @@ def model_state_bytes(psi: float, nd: float = 1, stage: int = 0, k: float = K_AD
 
 def _bytes_per_parameter(nd: float, stage: int, k: float) -> float:
     if stage not in (0, 1, 2, 3):
-        raise ArithmeticError(f"ZeRO stage {stage}; there are 0, 1, 2 and 3")
+        raise ArithmeticError(f"ZeRO stage {stage} does not exist; must be 0, 1, 2 or 3")
     weights, gradients = 2.0, 2.0
     optimizer = k / nd if stage >= 1 else k
     gradients = gradients / nd if stage >= 2 else gradients
@@ -44,12 +42,12 @@ def _bytes_per_parameter(nd: float, stage: int, k: float) -> float:
 
 
 def memory_reduction(nd: float, stage: int, k: float = K_ADAM) -> float:
-    """Return model states of plain DP divided by those of this stage (ZERO3 sec. 1); `nd = inf`: limit of large Nd."""
+    """Return bytes of model states under plain DP over those under a ZeRO stage (ZERO3 sec. 1); `nd` may be `inf`."""
     return (4 + k) / _bytes_per_parameter(nd, stage, k)
 
 
 def max_params(memory: float, nd: float = 1, stage: int = 0, mp: float = 1, k: float = K_ADAM) -> float:
-    """Return the largest Psi whose model states fill `memory` bytes (ZERO3 Table 2, theoretical columns)."""
+    """Return the largest number of parameters whose model states fit in `memory` bytes (ZERO3 Table 2, theoretical)."""
     return memory * mp / _bytes_per_parameter(nd, stage, k)
 
 
@@ -58,29 +56,29 @@ def layer_activation_bytes(
 ) -> float:
     """Return bytes of activations that a layer retains on one of t ranks, in 16 bits (2205.05198 eq. 1 to 6).
 
-    `s b h (10 + 24/t + 5 a s/(h t))` for a micro-batch of b samples of s tokens, a heads and width h.  With `sp` the
-    10 is divided by t, and with `selective` the scores' last term is 0.
+    `s b h (10 + 24/t + 5 a s/(h t))` for a micro-batch of b samples of s tokens, a heads and width h.  Sequence
+    parallelism (`sp`) divides the 10 by t. Selective recomputation (`selective`) removes the last term, the scores.
     """
     return s * b * h * ((10 / t if sp else 10) + (24 + (0 if selective else 5 * a * s / h)) / t)
 
 
 def adam_state_bytes(psi: float, nd: float = 1) -> float:
-    """Return K Psi/Nd: fp32 master weights, momentum and variance of one device (ZERO3 sec. 3.1, 5.1)."""
+    """Return `K Psi/Nd`: bytes of fp32 master weights, momentum and variance per device (ZERO3 sec. 3.1, 5.1)."""
     return K_ADAM * psi / nd
 
 
 def deepspeed_zero2_estimate(psi: float, nd: float) -> float:
-    """Return `2 Psi + 18 Psi/Nd`, DeepSpeed's own `estimate_zero2_model_states_mem_needs` without offload."""
+    """Return `2 Psi + 18 Psi/Nd` bytes, as DeepSpeed's `estimate_zero2_model_states_mem_needs` without offload."""
     return 2 * psi + 18 * psi / nd
 
 
 def activation_elements(hidden: float, batch: float, seq: float, layers: float) -> float:
-    """Return `12 h b s l`, activations of a GPT-2-like model in elements (ZERO3 sec. 3.2, footnote)."""
+    """Return `12 h b s l`: activation elements of a GPT-2-like model with l layers (ZERO3 sec. 3.2, footnote)."""
     return 12 * hidden * batch * seq * layers
 
 
 def checkpoint_elements(hidden: float, batch: float, seq: float, layers: float, mp: float = 1) -> float:
-    """Return `h b s l / mp`: one activation checkpoint per layer, partitioned mp ways by P_a (ZERO3 sec. 6.1)."""
+    """Return `h b s l / mp`: elements of one activation checkpoint per layer, partitioned by P_a (ZERO3 sec. 6.1)."""
     return hidden * batch * seq * layers / mp
 
 
@@ -90,7 +88,7 @@ def flat_buffer_bytes(psi: float) -> float:
 
 
 def arithmetic_intensity(hidden: float) -> float:
-    """Return FLOP per byte of fp16 activation checkpoint: a block's forward 24 b s h^2 over 2 b s h bytes = 12 h."""
+    """Return `12 h`: forward FLOP of a block (24 b s h^2) per byte of its fp16 activation checkpoint (2 b s h)."""
     return 12 * hidden
 
 
@@ -98,29 +96,29 @@ def arithmetic_intensity(hidden: float) -> float:
 
 
 def dp_elements(psi: float, stage: int = 0, variant: str = "reduce-scatter") -> float:
-    """Return the elements that one process moves per step: 2 Psi, 2 Psi, 2 Psi, 3 Psi (ZERO3 sec. 7.1-7.2).
+    """Return the elements that one rank communicates per step: 2 Psi, and 3 Psi with stage 3 (ZERO3 sec. 7.1-7.2).
 
     `variant="all-reduce"` is stage 1 of the February 2020 release: all-reduce 2 Psi + all-gather Psi.
     """
     if variant not in ("reduce-scatter", "all-reduce"):
-        raise ArithmeticError(f"variant {variant!r}; there are reduce-scatter and all-reduce")
+        raise ArithmeticError(f"variant {variant!r} is unknown; must be reduce-scatter or all-reduce")
     if stage == 3 or (stage == 1 and variant == "all-reduce"):
         return 3 * psi
     return 2 * psi
 
 
 def megatron_all_reduces(recompute: int = 0) -> int:
-    """Return all-reduces per transformer layer: 2 forward, 2 backward, 2 more if recomputed (MEG1 sec. 3)."""
+    """Return the tensor-parallel all-reduces per layer: 2 forward, 2 backward, 2 in recomputation (MEG1 sec. 3)."""
     return 4 + 2 * recompute
 
 
 def megatron_block_elements(seq: float, hidden: float, recompute: int = 1) -> float:
-    """Return elements per sample and block: each all-reduce of s h elements moves 2 s h (ZERO3 sec. 8)."""
+    """Return tensor-parallel elements per sample and block: 2 s h for each all-reduce of s h (ZERO3 sec. 8)."""
     return megatron_all_reduces(recompute) * 2 * seq * hidden
 
 
 def partitioned_activation_elements(seq: float, hidden: float) -> float:
-    """Return `s h`: the one all-gather per block that P_a adds (ZERO3 sec. 8)."""
+    """Return `s h`: elements of the all-gather that P_a adds per sample and block (ZERO3 sec. 8)."""
     return seq * hidden
 
 
@@ -130,7 +128,7 @@ def tensor_parallel_elements(batch: float, seq: float, hidden: float, t: float) 
 
 
 def pipeline_elements(batch: float, seq: float, hidden: float, scatter: float = 1) -> float:
-    """Return `b s h` between stages per micro-batch; `scatter=t`: over t with scatter/gather (MEG2 sec. 4.1)."""
+    """Return `b s h / scatter`: elements sent between stages per micro-batch; t with scatter/gather (MEG2 sec. 4.1)."""
     return batch * seq * hidden / scatter
 
 
@@ -177,13 +175,13 @@ def bubble_fraction(p: float, m: float, v: float = 1) -> float:
 
 @cache
 def schedule_bubble(p: float, m: float, v: float = 1) -> float:
-    """Return the `bubble_fraction` of the pipeline's own schedule, 1F1B or interleaved, counted action by action."""
+    """Return the bubble fraction counted in this suite's pipeline schedule: interleaved if v > 1, else 1F1B."""
     from repro.config.errors import ConfigError
     from repro.parallel.pipeline import schedule
 
     counts = (int(p), int(m), int(v))
     if counts != (p, m, v):
-        raise ArithmeticError(f"stages, micro-batches and chunks are whole numbers, not {p}, {m}, {v}")
+        raise ArithmeticError(f"stages, micro-batches and chunks must be integers, not {p}, {m}, {v}")
     try:
         return float(
             schedule.bubble_ratio(schedule.build_schedule("interleaved" if v > 1 else "1f1b", *counts))
@@ -198,12 +196,12 @@ def train_seconds(tokens: float, params: float, gpus: float, flops_per_gpu: floa
 
 
 def training_steps(tokens: float, global_batch: float, seq: float) -> float:
-    """Return the optimizer steps that process `tokens` tokens once."""
+    """Return the number of optimizer steps that process `tokens` tokens once."""
     return tokens / (global_batch * seq)
 
 
 def rounded(value: float, step: float) -> float:
-    """Return `value` rounded to a multiple of `step`, for a source that computes with rounded numbers."""
+    """Return `value` rounded to a multiple of `step`, since some sources calculate with rounded numbers."""
     return round(value / step) * step
 
 
@@ -223,7 +221,7 @@ FORMULAS: dict[str, Callable[..., float]] = {
     for name, value in globals().items()
     if callable(value) and value.__module__ == __name__ and not name.startswith("_")
 }
-"""The public functions above, by name."""
+"""Public functions of this module and `sqrt`, by the name that expressions use."""
 FORMULAS["sqrt"] = _root
 CONSTANTS: dict[str, float] = {
     "GB": GB,
@@ -238,7 +236,7 @@ CONSTANTS: dict[str, float] = {
 
 @cache
 def changed_lines(script: str) -> int:
-    """Return the number of lines that `examples/zero/SCRIPT.py` changes, adds or removes in `examples/plain/SCRIPT.py`.
+    """Return how many lines of `examples/plain/SCRIPT.py` are changed, added or removed in `examples/zero/SCRIPT.py`.
 
     A replaced line counts once. Blank lines and comments do not count.
 
@@ -258,7 +256,7 @@ def _code_lines(kind: str, script: str) -> list[str]:
     try:
         text = files(f"repro.examples.{kind}").joinpath(f"{script}.py").read_text(encoding="utf-8")
     except (OSError, ModuleNotFoundError):
-        raise ArithmeticError(f"no script {kind}/{script}.py in examples/") from None
+        raise ArithmeticError(f"examples/{kind}/{script}.py does not exist") from None
     return [line for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
 
 

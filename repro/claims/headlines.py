@@ -14,34 +14,34 @@ from repro.results.schema import MEASURED, SIMULATED
 from repro.util import units
 
 SHOWN_KINDS = (SIMULATED, EMULATED, MEASURED)
-"""Kinds of evidence with a column of the table."""
+"""Kinds of evidence that have a column in the table of headline claims."""
 OUTCOMES = {"ok": "fits", "oom": "does not fit"}
-"""Words for outcomes of experiments."""
+"""Displayed word for each outcome of an experiment."""
 BOUND_SIGNS = {"over": ">", "at least": "≥", "under": "<", "at most": "≤"}
-"""Signs of bounds before a published value."""
+"""Sign before a published value, by the bound that the source states."""
 REFERENCE_SUFFIX = " (a reference record of this package)"
-"""End of the name of a machine whose value is not the reader's own."""
+"""Text after the name of a machine whose value comes from the packaged reference records."""
 MAX_LISTED_VALUES = 3
-"""Number of rows up to which each value is shown; more rows are shown as a range."""
+"""Maximum number of rows whose values are listed; more values are shown as a range."""
 
 
 @dataclass(frozen=True)
 class HeadlineLine:
-    """One headline claim, judged."""
+    """Line of the table of headline claims."""
 
     number: int
-    """Place in the table, from 1; `repro claims NUMBER` shows the claim."""
+    """Number of the headline, from 1; `repro claims NUMBER` shows the claim."""
     name: str
     claim: str
     published: str
     values: Mapping[str, str]
-    """Value by kind of evidence; `not run`, or a dash if the claim has no such test."""
+    """Text of the value by kind of evidence; `not run`, or a dash if no row has this kind of evidence."""
     verdict: str
-    """Verdict of the rows of the headline; the claim may have more rows."""
+    """Verdict of the headline's rows only; the claim may have more rows."""
     machines: tuple[str, ...]
-    """Machines of the values that one device measured (`measuring_machines`)."""
+    """Devices that measured the values (`measuring_machines`)."""
     miss: str
-    """Accepted values and cause of the first row that misses them (`describe_miss`); empty without such a row."""
+    """Accepted values and cause for the first row that misses the published value; empty without such a row."""
 
 
 def headline_lines(ledger: Ledger, results: Sequence[ClaimResult]) -> list[HeadlineLine]:
@@ -91,7 +91,7 @@ def describe_accepted(row: RowResult) -> str:
 
 
 def describe_margin(row: RowResult) -> str:
-    """Return the margins of a row down and up in percent, such as `-8 +22`; an open end has none."""
+    """Return how far a row's value may move down and up, in percent, such as `-8 +22`; without unlimited directions."""
     if row.margin == (0, 0):
         return "0"
     ends = zip("-+", row.margin or (), strict=False)
@@ -110,7 +110,7 @@ def describe_strength(row: RowResult) -> str:
 
 
 def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
-    """Return the machine of each decided value of `rows` that one device measured, each once."""
+    """Return the devices that measured decided values of `rows`, each once, with the scale of the measurement."""
     measured = [one for row in rows for one in row.findings if one.decided and one.measured_on]
     return tuple(
         dict.fromkeys(
@@ -122,7 +122,7 @@ def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
 
 
 def value_text(rows: Sequence[RowResult], kind: str) -> str:
-    """Return the values of `rows` under one kind of evidence; a single prediction with its interval."""
+    """Return the text of the values of `rows` under one kind of evidence; one simulated value includes its interval."""
     found = [row.under(kind) for row in rows]
     if not any(found):
         return units.NO_VALUE
@@ -147,7 +147,7 @@ def value_text(rows: Sequence[RowResult], kind: str) -> str:
 
 
 def _agreement(findings: Sequence[Finding]) -> str:
-    """Return how far values at another scale are from the published formula at this scale."""
+    """Return the ratio of a scaled-down value to the formula at its scale that is farthest from 1; `exact` near 1."""
     ratios = [float(finding.value or 0.0) / float(finding.expected or 1.0) for finding in findings]
     farthest = max(ratios, key=lambda ratio: abs(ratio - 1))
     return "exact" if abs(farthest - 1) < 1e-9 else f"{units.number(farthest)} of formula"

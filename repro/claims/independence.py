@@ -1,22 +1,12 @@
-"""Independence of evidence: shared inputs with the published value, and the number of independent quantities tested.
+"""Independence of evidence: inputs shared with the published value, and the number of independent quantities tested.
 
-**Origin.** A simulated step is a `trace`, real processes a `run`, and a count of this repository's scripts a `count`.
-These are tests. A formula of a paper on typed numbers is a `closed form`. Every other value is `the source against
-itself`: arithmetic on columns and literals, a printed or digitised number, and a row whose answer is `given`. The last
-two show only that the published value follows from its own source. A closed form that no number of its row changes is
-refused (`is_constant`).
+Many published values test one formula, so tests are counted by the quantities that they read (docs/claims.md):
 
-**Independent quantities.** Many cells of the ledger evaluate one formula. A test is the set of quantities that one
-finding reads:
+- Model sizes alone decide some metrics (bytes of states, calls, bytes sent): one quantity per metric.
+- The layout decides time, fit, peak memory and loss: one quantity per experiment.
+- Each count of script lines and each score of weights is one quantity. Quantities of another library are separate.
 
-- A count reads its function.
-- A trace or a run reads quantities that sizes decide (bytes of states, calls, bytes sent): one quantity per name.
-- A trace or a run also reads results of a layout (time, fit, peak memory, loss): one quantity per experiment.
-- Scores of weights are one quantity each. Quantities of another library are separate from those of this suite.
-- A closed form and the source against itself are one quantity per expression of a claim, and no test.
-
-Tests are counted in order of their number of quantities. A test counts if it reads a quantity that no counted test
-has read. The rates of two runs and their ratio count two. All rates, times and shares of one run count one.
+A test counts if it reads a quantity that no counted test with fewer quantities has read.
 """
 
 from __future__ import annotations
@@ -44,12 +34,12 @@ from repro.claims.tolerance import COUNT_UNITS
 from repro.claims.verdicts import GOOD, NOT_COMPARABLE, POSSIBLE, ClaimResult, Finding, RowResult
 
 ARITHMETIC_FUNCTIONS = frozenset({"rounded", "mean", "sqrt"})
-"""Functions of expressions that are no formula of a paper."""
+"""Functions of ledger expressions that are plain arithmetic and not a formula of a paper."""
 SCORE_FUNCTION = "evaluated"
-"""The function of expressions that reads scores of weights."""
+"""Function of ledger expressions that reads scores of weights."""
 PAPER_FUNCTIONS = FORMULAS.keys() - ARITHMETIC_FUNCTIONS
 UBIQUITOUS_NUMBERS = frozenset({0.0, 1.0, 2.0})
-"""Numbers that every formula has: one layer, two bytes an element."""
+"""Numbers that occur in many formulas, for example two bytes per element, so that they do not show a shared input."""
 
 
 def analytic_origin(expression: Expression, variables: Mapping[str, Any]) -> str:
@@ -61,9 +51,9 @@ def analytic_origin(expression: Expression, variables: Mapping[str, Any]) -> str
 
 
 def is_constant(expression: Expression, variables: Mapping[str, Any]) -> bool:
-    """Return whether no number that the row names changes the value of an analytic expression.
+    """Return whether the value of an analytic expression is independent of every number in it and in its row.
 
-    All occurrences of a number change together, so that `2 * 3 / 3` is constant. 0 and 1 are no inputs of a row.
+    All occurrences of a number change together, so that `3 / 3` is constant. 0 and 1 do not count as inputs.
     """
     if expression.calls & SCRIPT_COUNTS.keys() or _reads_printed_numbers(expression, variables):
         return False
@@ -75,7 +65,7 @@ def is_constant(expression: Expression, variables: Mapping[str, Any]) -> bool:
 def _changed_inputs(
     expression: Expression, columns: Mapping[str, Any]
 ) -> Iterator[tuple[Expression, Mapping[str, Any]]]:
-    """Yield the expression and its columns with one number changed."""
+    """Yield pairs of the expression and its columns, each with one number changed."""
     for name, number in columns.items():
         if not isinstance(number, str):
             for other in (2 * number, number + 1, number - 1):
@@ -86,11 +76,11 @@ def _changed_inputs(
 
 
 _QUICK_FORMULAS = {**FORMULAS, "schedule_bubble": bubble_fraction}
-"""Formulas that read the same inputs, without counting a schedule action by action."""
+"""Formulas by name, with a fast replacement of `schedule_bubble` that depends on the same inputs."""
 
 
 def _value(expression: Expression, columns: Mapping[str, Any]) -> Any:
-    """Return the value of an analytic expression; None for inputs that its formulas refuse, for example a stage 4."""
+    """Return the value of an analytic expression; None if a formula raises an error, for example for ZeRO stage 4."""
     try:
         return evaluate_expression(expression, _QUICK_FORMULAS, {**CONSTANTS, **columns}).value
     except ExpressionError:
@@ -103,9 +93,9 @@ def _reads_printed_numbers(expression: Expression, variables: Mapping[str, Any])
 
 
 def shared_input(row: Row) -> str:
-    """Return how an expression of a trace or a run uses the published value as an input.
+    """Return how a simulated or measured expression of a row uses the published value as an input.
 
-    The result is empty without such an input, and for a row that names its `given` answer.
+    The result is empty without such an input, and for a row that declares it in `given`.
     """
     if row.given:
         return ""
@@ -114,23 +104,24 @@ def shared_input(row: Row) -> str:
         if evidence.kind == "analytic" or (row.calibrates and evidence.kind == "simulated"):
             continue
         if evidence.expect is not None and evidence.expect.text == evidence.value.text:
-            return "what is expected is the value itself"
+            return "`expect` is the same expression as the value"
         called = arguments(evidence.value, row.variables)
         by_condition = DEVICE_FUNCTIONS | {SCORE_FUNCTION}
         read = {f for f, texts in called if f in by_condition or "/" in "".join(texts)}
         if read <= {"setting"}:
-            return "it reads nothing but settings of the suite"
+            return "the expression reads only settings of the suite"
         if read <= {"setting", "parameters"} and row.unit == "parameters":
-            return "it reads nothing but the size of the suite's own model"
+            return "the expression reads only the size of the suite's own model"
         if evidence.expect is None and _typed(evidence.value, row.variables, published, row.unit):
-            return "the published value is typed in the expression, or a column of it"
+            return "the expression contains the published value as a number or a column"
     return ""
 
 
 def _typed(expression: Expression, variables: Mapping[str, Any], published: float | None, unit: str) -> bool:
-    """Return whether the published value is among the inputs.
+    """Return whether an expression contains the published value as a number or a column.
 
-    Inside a formula, whose arguments are sizes, only a count or a size can be it: 7.5e9 parameters are not 7.5 GB.
+    Columns and arguments of formulas are sizes, so they matter only for published counts and sizes: an argument of
+    7.5e9 parameters is not a published value of 7.5 GB.
     """
     outside = unit not in (*COUNT_UNITS, "parameters")
     typed = literals(expression, PAPER_FUNCTIONS if outside else frozenset())
@@ -142,14 +133,14 @@ def _typed(expression: Expression, variables: Mapping[str, Any], published: floa
 Quantity = tuple[str, ...]
 STATE_METRICS = ("states", "parameters", "gradients", "optimizer")
 LAYOUT_METRICS = ("peak", "reserved", "used", "activations", "allocated", "cached")
-"""X of the metrics `memory.X_bytes` that depend on the layout and have no closed form."""
+"""Names X of the metrics `memory.X_bytes` that depend on the layout and have no closed form."""
 FIT_FUNCTIONS = ("outcome", "failure", "largest", "smallest")
 LOSS_CURVE_FUNCTIONS = ("strayed", "apart")
-"""Functions on loss curves, whose first argument is the tested experiment and whose others are references."""
+"""Functions on loss curves. Their first argument is the tested experiment; the others are references."""
 
 
 FAILS, OPEN, HOLDS = range(3)
-"""Worst outcome of all cells that read the same quantities."""
+"""Outcomes of the findings that read the same quantities, worst first; the worst counts."""
 
 
 @dataclass(frozen=True)
@@ -158,15 +149,15 @@ class QuantityCounts:
 
     tested: int
     hold: int
-    """Quantities whose cells all agree."""
+    """Number of quantities whose findings all agree."""
     possible: int = 0
-    """Quantities whose cells all agree or are in the interval from unknown inputs."""
+    """Number of quantities with a `possible` finding and no finding that misses."""
 
 
 def count_independent(results: Sequence[ClaimResult], possible: bool = False) -> dict[str, QuantityCounts]:
-    """Return the counts by kind of evidence, and under `ledger.ITSELF` those of sources against themselves.
+    """Return counts of independent quantities by kind of evidence; `ledger.ITSELF`: sources compared with themselves.
 
-    `possible`: include quantities whose tests have not run; these do not hold.
+    `possible`: count quantities whose tests have not run, too, as not holding.
     """
     groups: dict[str, dict[frozenset[Quantity], int]] = {name: {} for name in (*KINDS, ITSELF)}
     for result in results:
@@ -217,14 +208,14 @@ def quantities_read(finding: Finding, row: RowResult, result: ClaimResult) -> It
 
 
 def _device_results(expression: Expression) -> list[Quantity]:
-    """Return one quantity for each search or pair of runs that an expression finds by its conditions."""
+    """Return one quantity for each call of a one-device function (`largest_fit`, ...) in an expression."""
     calls = [node for node in ast.walk(expression.tree) if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in DEVICE_FUNCTIONS]
     return [("one device", *sorted(map(ast.unparse, call.keywords))) for call in named]
 
 
 def _quantity(experiment: str, metric: str) -> Quantity:
-    """Return the quantity that a metric of an experiment belongs to."""
+    """Return the independent quantity of which a metric of an experiment is a part."""
     area, _, rest = metric.partition(".")
     if area == "memory":
         part = rest.removesuffix("_bytes")

@@ -1,17 +1,9 @@
-"""The judge: computes verdicts from the ledger and the records, and runs no experiment.
+"""Verdicts of rows and claims, computed from the ledger and from records.
 
-Every kind of evidence for a row (analytic, simulated, measured at some scale) gets its own verdict.  The verdict of
-a row is that of its strongest decided evidence: measured at the published scale, then one rank of N, a scaled twin, a
-scaled twin on an emulated network, simulated, a count of committed lines.  A closed form and the source against itself
-are no tests: they make a row `follows` or `inconsistent`, never `reproduced`, and while a test of the row has not run
-they decide only by a contradiction.  A simulation of a value that calibrates the time model is shown and decides
-nothing.
-
-Evidence may state a `reading`, a condition that the source does not print.  A row whose readings differ `depends`.
-An `inconsistent` row whose source corrects the number is an `erratum`.  A row without any evidence is `no test`.
-
-A claim's verdict comes from its main rows (`main`): the first verdict in `DISAGREEING_FIRST` that one of them has.
-Weaker evidence that disagrees with the strongest is listed.
+Every piece of evidence of a row gets its own verdict.  The strongest evidence that has been evaluated decides the row
+(`_ORDER`).  Closed forms and other numbers of the source are no tests: they give `follows` or `inconsistent`, never
+`reproduced`, and only `inconsistent` while a test of the row has not run.  A claim's verdict is the first in
+`DISAGREEING_FIRST` that one of its main rows has.
 """
 
 from __future__ import annotations
@@ -67,16 +59,16 @@ from repro.results.schema import MEASURED, SIMULATED, Record
 def judge(
     ledger: Ledger, records: Iterable[Record], references: Iterable[ReferenceFile] = ()
 ) -> list[ClaimResult]:
-    """Return a result for every claim of `ledger`, in its order.
+    """Return the verdict of every claim of `ledger`, in its order.
 
-    `references`: results of other machines, which count where `records` have no result.
+    `references`: records of other machines, used for measured values that `records` do not contain.
     """
     seen = Records(records, references)
     return [judge_claim(claim, seen) for claim in ledger.claims]
 
 
 def judge_claim(claim: Claim, records: Records) -> ClaimResult:
-    """Return the verdict of one claim on the store's records."""
+    """Return the verdict of one claim from `records`."""
     rows = tuple(_judge_row(row, claim, records) for row in claim.rows)
     main = [row for row in rows if row.row.main]
     kinds = tuple(kind for kind in (_kind(name, main) for name in (*KINDS, ITSELF)) if kind)
@@ -95,7 +87,7 @@ def judge_claim(claim: Claim, records: Records) -> ClaimResult:
         basis=_basis(main),
         reason=reason,
         disagreements=tuple(
-            f"{row.row.label}: {row.basis} says {row.verdict}, {_name(finding)} says {finding.verdict}"
+            f"{row.row.label}: {row.verdict} ({row.basis}), but {finding.verdict} ({_name(finding)})"
             for row in rows
             for finding in row.disagrees
         ),
@@ -108,18 +100,18 @@ def weakest_verdict(rows: Sequence[RowResult]) -> str:
 
 
 DISAGREEING_FIRST = (*BAD, NOT_RUN, NO_TEST, DEPENDS, POSSIBLE, NOT_COMPARABLE, FOLLOWS, REPRODUCED)
-"""Verdicts by priority: a claim has the first verdict that one of its main rows has."""
+"""Verdicts by priority. The verdict of a claim is the first of them that one of its main rows has."""
 _ORDER = (
     *(f"measured, {scale}" for scale in (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)),
     *KINDS[2::-1],
     CLOSED_FORM,
     ITSELF,
 )
-"""Bases of a row's verdict, strongest first."""
+"""Kinds of evidence that can decide a row, strongest first."""
 
 
 def strength_rank(basis: str) -> int:
-    """Return the rank of a row's evidence; 0 is the strongest."""
+    """Return the position of a kind of evidence in `_ORDER`; 0 is the strongest."""
     return next(rank for rank, start in enumerate(_ORDER) if basis.startswith(start))
 
 
@@ -138,10 +130,9 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
         if equals[0].itself:
             equals = [f for f in equals if f.decided] or equals
             if not all(f.itself for f in speaking):
-                equals = [
-                    f for f in equals if f.verdict in BAD
-                ]  # this row waits for a test by other evidence
-        # One failure is enough; success needs all expressions of this strength.
+                # Another test of this row has not run, so the source itself decides only if it is inconsistent.
+                equals = [f for f in equals if f.verdict in BAD]
+        # One miss decides against the row; agreement needs all expressions of this strength.
         failed = next((f for f in equals if f.verdict in BAD), None)
         if failed or (equals and all(f.decided for f in equals)):
             best = failed or next((f for f in equals if f.verdict == POSSIBLE), equals[0])
@@ -158,7 +149,7 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
 
 
 def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -> RowResult:
-    """Return `result` with its margin and its mutations, if tests reproduce the row."""
+    """Return a `reproduced` result with its margin and the simulator faults that change it; others unchanged."""
     if result.verdict != REPRODUCED:
         return result
     margins = [one.margin for one in deciding if one.margin is not None]
@@ -171,14 +162,14 @@ def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -
 
 @cache
 def load_mutations() -> dict[str, dict[str, list[str]]]:
-    """Return the mutations that change a verdict by claim and label of the row, as `make mutation-table` wrote them."""
+    """Return the simulator faults that change a verdict, by claim and row label, from `make mutation-table`."""
     document = json.loads((Path(__file__).parent / "data/mutations.json").read_text(encoding="utf-8"))
     found: dict[str, dict[str, list[str]]] = document["claims"]
     return found
 
 
 def _describe_differing_readings(findings: Sequence[Finding]) -> str:
-    """Return the value and the verdict under each reading that was tested; empty if they agree."""
+    """Return the value and the verdict under each tested reading; empty if the verdicts of the readings agree."""
     tested = [finding for finding in findings if finding.reading and finding.decided]
     if len({finding.verdict in BAD for finding in tested}) < 2:
         return ""
@@ -186,15 +177,15 @@ def _describe_differing_readings(findings: Sequence[Finding]) -> str:
 
 
 def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
-    """Yield measured evidence for each simulated evidence whose experiments were run at the published scale.
+    """Yield measured evidence for each simulated evidence whose experiments have measured records.
 
-    Simulated experiments are the published ones and use the same names of metrics, so that their measured records
-    answer the same expression.  A ratio of two interleaved experiments is that of their comparison, with its interval.
+    Simulated and measured records have the same experiments and metrics, so that one expression reads both.  The ratio
+    of two interleaved experiments comes from their comparison record, which has an interval.
     """
-    said = {experiment for one in row.evidence if one.kind == MEASURED for experiment in _read(one, row)}
+    tested = {experiment for one in row.evidence if one.kind == MEASURED for experiment in _read(one, row)}
     for one in row.evidence:
         read = _read(one, row)
-        if one.kind != SIMULATED or not read or said.intersection(read):
+        if one.kind != SIMULATED or not read or tested.intersection(read):
             continue
         origin = RUN if one.origin == TRACE else one.origin
         value = one.value
@@ -209,12 +200,12 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
 
 
 def _read(evidence: Evidence, row: Row) -> list[str]:
-    """Return the experiments that a value reads."""
+    """Return the experiments that the expression of evidence reads, as `suite/name`."""
     return [] if evidence.kind == "analytic" else experiments_read(evidence.value, row.variables)
 
 
 def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
-    """Return the result of one kind of evidence or of the source against itself; None if no row can be tested by it."""
+    """Return the verdict of one kind of evidence, or of `ITSELF`, on `rows`; None if it can test none of them."""
     tested = [found for row in rows if (found := row.under(name))]
     if not tested:
         return None
@@ -236,7 +227,7 @@ def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
 
 
 def _basis(rows: list[RowResult]) -> str:
-    """Return the count of rows by basis: `measured, scaled twin 9/9; analytic 6/7; 2 not run`."""
+    """Return agreeing of decided rows by evidence, then other rows: `measured, scaled twin 9/9; 2 not run`."""
     rest = Counter(row.basis for row in rows if row.basis)
     good = Counter(row.basis for row in rows if row.basis and row.verdict in GOOD)
     open_ = Counter(row.verdict for row in rows if rest and not row.basis)

@@ -1,8 +1,7 @@
-"""The ledger: every published claim, and the schema of the TOML files in this package that define the claims.
+"""Dataclasses of the published claims, and the schema of the ledger's TOML files, which define the claims.
 
-A claim has rows. A row is one published value with the expressions that test it. A file lists rows one by one
-(`rows`) or as a table of the source (`[[claim.table]]`), whose `cells` name the columns with published values.
-Expressions may use the other columns of a line by name. `docs/ledger.md` shows how to add a claim.
+A claim has rows; a row is one published value with the expressions that test it. `docs/ledger.md` shows how to add
+a claim.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ T = TypeVar("T")
 KINDS = ("analytic", "simulated", EMULATED, "measured")
 """Kinds of evidence, weakest first.
 
-`emulated`: real processes train a small twin on this machine. Their emulated links are as slow as the compute, so
-that the ratio of two runs compares with the published ratio.
+`emulated`: local processes train a scaled-down model over links whose bandwidth is reduced in proportion to their
+compute rate. Only ratios of two such runs compare with published ratios.
 """
 CERTAINTIES = {
     "confirmed": "read in the primary text",
@@ -51,13 +50,13 @@ PUBLISHED_SCALE, SCALED_TWIN, ONE_RANK = "published scale", "scaled twin", "one 
 EMULATED_NETWORK = "scaled twin, emulated network"
 CLOSED_FORM, COUNT = "closed form", "count of what is committed"
 ITSELF, TRACE, RUN = "the source against itself", "trace", "run"
-"""Origins of evidence (`repro.claims.independence`): a formula of a paper and sizes; scripts of this repository; other
-numbers of the same source, or a given answer; a simulated step; real processes."""
+"""Origins of evidence, in order: a formula of a paper; counted lines of scripts in this repository; other numbers of
+the claim's source, or an answer that the suite sets; a simulated training step; a run of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Publication of claims; `[[source]]` in sources.toml."""
+    """Publication that claims cite; one `[[source]]` table of sources.toml."""
 
     key: str
     """Citation key in claims, for example `ZERO3`."""
@@ -69,28 +68,28 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One test of a row."""
+    """One test of a published value: the expression of a value, and the expected value."""
 
     kind: str
     """One of `KINDS`."""
     scale: str
-    """`published scale`, `one rank of N`, `scaled twin`, `scaled twin, emulated network`; analytic:
-    `origin`."""
+    """Scale of the tested run: `published scale`, `one rank of N`, `scaled twin` or `scaled twin, emulated network`.
+    Analytic evidence repeats `origin`."""
     origin: str
-    """`CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
+    """Origin of the value: `CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     value: Expression
-    """Value in bytes, seconds, FLOP or plain numbers."""
+    """Expression of the value, in bytes, seconds, FLOP or without a unit."""
     expect: Expression | None
-    """Expected value: the formula at the twin's own scale; None: compare with the published value."""
+    """Expression of the expected value, a formula at the scale of a scaled-down twin; None: the published value."""
     metric: str
-    """Class of tolerance, a key of `tolerance.RELATIVE`."""
+    """Class of tolerance, a key of `tolerance.RELATIVE_TOLERANCE`."""
     reading: str = ""
-    """Condition that the source does not print and this evidence assumes."""
+    """Condition that the source does not state and that this evidence assumes; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published value."""
+    """One published value of a claim, and the evidence that tests it."""
 
     label: str
     published: str
@@ -98,44 +97,44 @@ class Row:
     printed: PrintedNumber | None
     """`published` as a number; None for a formula or words."""
     unit: str
-    """A key of `published.UNITS`."""
+    """Unit of the published value, a key of `published.UNITS`."""
     metric: str
-    """Class of tolerance, a key of `tolerance.RELATIVE`."""
+    """Class of tolerance, a key of `tolerance.RELATIVE_TOLERANCE`."""
     statement: str
     """Kind of the statement, one of `tolerance.STATEMENTS`."""
     bound: str
     """Bound in the source: empty (equal), `over`, `at least`, `under`, `at most`, `up to`."""
     error: float
-    """Error of digitisation, in `unit`; 0 without digitisation."""
+    """Error of a published value that was measured from a figure, in `unit`; 0 for a printed value."""
     certainty: str
     evidence: tuple[Evidence, ...]
     calibrates: str
-    """Number of the time model that is calibrated on this value, a `name` of simulate/time/calibration_points.toml;
-    empty: none. A calibrated simulation is no evidence."""
+    """Parameter of the time model that is calibrated on this published value, a `name` of
+    simulate/time/calibration_points.toml; empty: none. Simulations of such a value get no verdict."""
     blind: PrintedNumber | None
     """Prediction of the suite, in `unit`, made by people who did not know `published`."""
     needs: str
-    """Hardware and run that would measure it."""
+    """Hardware and run that would measure the published value."""
     not_comparable: str
-    """Reason why no value can be compared with the row; empty if values can."""
+    """Reason why no value can be compared with the published one; empty if values can."""
     note: str
     source: str = ""
-    """Document of the row, where the claim cites several; empty: all sources of the claim."""
+    """Document that prints the value, if the claim cites several documents; empty: all sources of the claim."""
     erratum: str = ""
-    """Arithmetic by which the source itself shows another number than the printed one."""
+    """Arithmetic on the source's own numbers that contradicts the printed number; empty: none."""
     sentence: str = ""
-    """Name of the published sentence that rows of several claims quote; their simulations are the same."""
+    """Key of a published sentence that rows of several claims quote; all these rows must read the same simulations."""
     main: bool = True
-    """Whether the row decides the claim's verdict.  Other rows are shown and judged only."""
+    """Whether the row's verdict counts for the claim's verdict."""
     given: str = ""
-    """Part of the answer that is an input, of ours or of the suite; the best verdict of such a row is consistent."""
+    """Part of the published answer that is an input of the test. The best verdict of such a row is `follows`."""
     variables: Mapping[str, Value | Uncertain] = field(default_factory=dict, compare=False)
-    """Other columns of the row's line, for its expressions."""
+    """Cells of the row's line in a ledger table, by column; expressions read them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One claim of one source."""
+    """One published claim: its statement, conditions, sources and values."""
 
     id: str
     title: str
@@ -143,10 +142,10 @@ class Claim:
     family: str
     """One of `FAMILIES`; suites and the report group by it."""
     published: str
-    """One line with the published value for a person."""
+    """Published values in one line of text."""
     conditions: str
     source: tuple[str, ...]
-    """Each is a source key and a place in it: `ZERO3 sec. 3.1 p.8`."""
+    """Citations; each is a source key with section or page, such as `ZERO3 sec. 3.1 p.8`."""
     certainty: str
     """A key of `CERTAINTIES`."""
     contradictions: tuple[str, ...]
@@ -154,12 +153,12 @@ class Claim:
     note: str
     needs: str
     steps: tuple[float, ...]
-    """Model sizes that the source tried, for class `limit`."""
+    """Sizes that the source tried; rows with the metric `limit` need them."""
     rows: tuple[Row, ...]
     file: str
     """Name of the ledger file."""
     predicted_blind: str = ""
-    """Day and commit of the predictions in its rows' `blind`; empty without predictions."""
+    """Day and commit of the blind predictions of this claim's rows; empty without predictions."""
     repeat: str = ""
     """Command that searches the claim's number directly, such as `repro fit ...`; empty: none."""
 
@@ -184,9 +183,9 @@ class Headline:
     rows: list[str]
     """Labels of the claim's rows that test the statement."""
     otherwise: list[str] = field(default_factory=list)
-    """Labels of rows whose values are shown where `rows` have none; they have no part in the verdict."""
+    """Labels of rows whose values a table shows if `rows` have no value. These rows do not affect the verdict."""
     published: str = ""
-    """Published value in one text; empty: the published values of `rows`."""
+    """Text of the published value; empty: the published values of `rows`."""
 
 
 @dataclass(frozen=True)
@@ -201,10 +200,14 @@ class Ledger:
     about: Mapping[str, str]
     """Author of the claims in each ledger file, by file name: `ZeRO`, `Megatron`."""
     dates: Mapping[str, str]
-    """Month of the publication of each ledger file, by file name; empty beyond the reports."""
+    """Publication month of the claims in each ledger file, such as `2019-09`, by file name; may be empty."""
 
     def claim(self, claim_id: str) -> Claim:
-        """Return the claim with this id or number of a headline.  Raises `ConfigError` with near matches."""
+        """Return the claim with this id, or the claim of the headline with this number (`1` is the first).
+
+        Raises:
+            ConfigError: No claim has this id; the message lists similar ids.
+        """
         if claim_id.isdigit() and 0 < int(claim_id) <= len(self.headlines):
             claim_id = self.headlines[int(claim_id) - 1].claim
         for claim in self.claims:
@@ -216,19 +219,19 @@ class Ledger:
         hint = (
             f"no such claim; did you mean {' or '.join(near)}?"
             if near
-            else "must be a claim's id; `repro claims` lists them"
+            else "must be the id of a claim; `repro claims` lists all ids"
         )
         raise ConfigError("claim", claim_id, says=hint)
 
     def rows_of(self, headline: Headline) -> list[Row]:
-        """Return the rows of a headline, and those whose values are shown otherwise."""
+        """Return the claim's rows that the headline names in `rows` and in `otherwise`."""
         labels = (*headline.rows, *headline.otherwise)
         return [row for row in self.claim(headline.claim).rows if row.label in labels]
 
 
 @dataclass(kw_only=True)
 class EvidenceEntry:
-    """`measured = { value = "...", expect = "...", scale = "scaled twin", metric = "exact" }`."""
+    """Test of a published value in a ledger file: `measured = { value = "...", expect = "...", metric = "exact" }`."""
 
     value: str
     expect: str = ""
@@ -239,11 +242,11 @@ class EvidenceEntry:
 
 @dataclass(kw_only=True)
 class TestableEntry:
-    """Keys that a row and a column of a table have in common. An empty value takes the value of the claim."""
+    """Keys of a ledger file that a row and a table column have in common; an empty key takes the claim's value."""
 
     label: str = ""
     unit: str | None = None
-    """`""` is no unit; None is the unit of the claim."""
+    """Unit of the published value. An empty text is no unit, and None is the unit of the claim."""
     metric: str = ""
     bound: str = ""
     statement: str = ""
@@ -267,32 +270,32 @@ class TestableEntry:
 
 @dataclass(kw_only=True)
 class RowEntry(TestableEntry):
-    """One element of `rows`."""
+    """Published value that a ledger file lists in `rows`."""
 
     published: str
 
 
 @dataclass(kw_only=True)
 class CellEntry(TestableEntry):
-    """One element of a table's `cells`: the column of that name holds published values."""
+    """Column of a ledger table that contains published values; each of its cells becomes a row."""
 
     column: str
 
 
 @dataclass(kw_only=True)
 class TableEntry:
-    """`[[claim.table]]`.  Strings in `body` are printed values, numbers are exact; "" is no value."""
+    """`[[claim.table]]` of a ledger file. Strings in `body` are printed values, numbers are exact, "" is no value."""
 
     columns: list[str]
     keys: list[str]
-    """Columns that name a line."""
+    """Columns whose cells name a line of the table."""
     cells: list[CellEntry]
     body: list[list[int | float | str]]
 
 
 @dataclass(kw_only=True)
 class ClaimEntry:
-    """`[[claim]]`; the fields are explained at `Claim`."""
+    """Claim in a ledger file, `[[claim]]`; `Claim` explains its keys."""
 
     id: str
     title: str
@@ -316,28 +319,28 @@ class ClaimEntry:
 
 @dataclass(kw_only=True)
 class FileEntry:
-    """One ledger file."""
+    """Content of one ledger file."""
 
     title: str
     """Title of the file."""
     about: str = ""
     """Author of the claims, in one or two words; empty for the title. Several files may name the same author."""
     date: str = ""
-    """Month of the publication, `2019-09`, which orders the files. Files without a date follow."""
+    """Month of the publication, `2019-09`. Ledger files are ordered by it; files without a date are last."""
     headline: list[Headline] = field(default_factory=list)
     claim: list[ClaimEntry] = field(default_factory=list)
     source: list[Source] = field(default_factory=list)
 
 
 def read_ledger_file(path: Path) -> FileEntry:
-    """Read one file and check its keys and types.
+    """Read one ledger file and check its keys and types.
 
     Raises:
-        ConfigError: One line that names file, claim, row and key.
+        ConfigError: A key is invalid; the message names file, claim, row and key.
     """
     data = read_toml(path)
     if "title" not in data and data.keys() <= _ENTRY_FIELDS[FileEntry][0].keys():
-        says = 'is missing: title = "..." of the file, above its first table'
+        says = 'is missing: add title = "..." above the first table of the file'
         raise ConfigError("title", says=says, file=str(path))
     return _build_entry(FileEntry, data, str(path), "")
 
@@ -354,7 +357,7 @@ _INNER_ENTRIES: dict[tuple[type, str], type] = {
 
 
 def _fields(cls: Any) -> tuple[dict[str, str], frozenset[str]]:
-    """Return the annotations by name, and the names without a default."""
+    """Return the type annotation of each field of a dataclass, and the names of the fields without a default."""
     missing = dataclasses.MISSING
     fields = dataclasses.fields(cls)
     return {f.name: str(f.type) for f in fields}, frozenset(
@@ -377,10 +380,10 @@ _TYPE_CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def _build_entry(cls: type[T], data: Any, file: str, where: str) -> T:
-    """Return `cls(**data)` with dataclasses for the inner tables.
+    """Return the dataclass `cls` for a table of a ledger file, with dataclasses for the inner tables.
 
-    Only an invalid table goes to `build_dataclass`, whose pydantic words the error: importing pydantic for valid
-    claims would double the time of `repro claims`.
+    Only invalid tables are passed to pydantic, which writes the error message. Importing pydantic for valid claims
+    would double the time of `repro claims`.
     """
     if not isinstance(data, dict):
         outer, _, key = where.rpartition(".")
@@ -403,7 +406,7 @@ def _build_entry(cls: type[T], data: Any, file: str, where: str) -> T:
 
 
 def _place(where: str, key: str, number: int, item: Any) -> str:
-    """Return the name of an inner table for a person: a claim's id, a row's label or a cell's column."""
+    """Return the name of an inner table for messages: the id of a claim, or `rows[label]` after the outer name."""
     names = [item.get(k) for k in ("id", "key", "label", "column", "name")] if isinstance(item, dict) else []
     name = next((name for name in names if name), number)
     return (

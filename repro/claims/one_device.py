@@ -1,8 +1,8 @@
 """Functions by which expressions of the ledger read results of one device.
 
-`largest_fit`, `fit_outcome` and `fit_states` read records of `repro fit --measure`, where one process may have run as
-one rank of N. `kernel_speedup` compares two runs that differ in nothing but their kernels. Expressions name conditions
-and no record, so that results of any machine answer them.
+`largest_fit`, `fit_outcome` and `fit_states` read records of `repro fit --measure`, in which one process may allocate
+the memory of one rank of N. `kernel_speedup` compares two runs that differ in their kernels only. Expressions name
+conditions and not a record, so that records of any machine qualify.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from repro.results.select import Selection
 from repro.util import units
 
 FIT_NAME, KERNELS_NAME = "repro fit", "kernels compared"
-"""Names of the missing evidence in a reason."""
+"""Names of missing evidence in messages: a search for the largest model, a pair of runs with different kernels."""
 LARGEST_GB_PER_GB = 1.024**3
-"""Bytes of a GiB over those of a GB: memory of "32 GB" is 32e9 to 32 * 2**30 bytes."""
+"""Bytes of a GiB over bytes of a GB, because memory of "32 GB" may be 32e9 to 32 * 2**30 bytes."""
 _NOT_COMPARED = ("kernels", "global_batch", "overlap", "gather_overlap", "tp_overlap")
-"""Fields of a layout that do not decide what fits in memory."""
+"""Fields of a layout that do not affect which model fits in memory."""
 
 
 def device_functions(
     chosen: Selection, used: list[ExperimentRecord | FitRecord]
 ) -> dict[str, Callable[..., Value | Uncertain]]:
-    """Return the functions on measured records. Each appends the records that it reads to `used`."""
+    """Return the functions of this module by name. Each call appends the records that it reads to `used`."""
 
     def largest(memory: float, hidden: int, **conditions: Any) -> MeasuredTrial:
         layout = _layout(**conditions)
@@ -41,21 +41,23 @@ def device_functions(
                 used.append(record)
                 assert record.largest is not None
                 return record.largest
-        raise Missing(FIT_NAME, "no record of this search", _fit_command(layout, memory, hidden))
+        raise Missing(
+            FIT_NAME, "no search with these conditions has a record", _fit_command(layout, memory, hidden)
+        )
 
     def largest_fit(*, memory: float, hidden: int, **conditions: Any) -> Value:
-        """Return the parameters of the largest model that trains in `memory` bytes of a device, layer by layer.
+        """Return the parameter count of the largest model, by layers, that trains in `memory` bytes of a device.
 
         `largest_fit(ranks=64, memory=32 * GB, hidden=1600, zero=0, cb=0)`; `conditions`: arguments of `_layout`.
         """
         return largest(memory, hidden, **conditions).parameters
 
     def fit_outcome(layers: int, *, memory: float, hidden: int, **conditions: Any) -> Value:
-        """Return `"ok"` or `"oom"` for a number of layers, from the search of `largest_fit`."""
+        """Return `"ok"` if a model of `layers` layers fits by the search of `largest_fit`, else `"oom"`."""
         return "ok" if layers <= largest(memory, hidden, **conditions).layers else "oom"
 
     def fit_states(model: str, *, ranks: int, zero: int, tp: int = 1) -> Value:
-        """Return the bytes of model states on a rank in 16 bits, from any search with a model of that size."""
+        """Return measured bytes of model states per rank in 16-bit training, from any search that trained this size."""
         parameters = total_parameters(models.load_model(model))
         for record in reversed(chosen.fits):
             size = _states(record, parameters, Layout(dp=ranks // tp, tp=tp, zero=zero))
@@ -69,9 +71,9 @@ def device_functions(
     def kernel_speedup(
         *, layers: int, hidden: int, vocab: int, micro_batch: int, precision: str = "bf16"
     ) -> Value | Uncertain:
-        """Return samples/s by this suite's kernels over those by torch's operators, on one GPU.
+        """Return samples/s with this suite's fused kernels over samples/s with torch's operators, on one GPU.
 
-        The two runs differ in nothing but their kernels. If they took turns in one launch, the value has an interval.
+        The two runs differ in their kernels only. If one launch interleaved them, the value has an interval.
         """
         sizes = (layers, hidden, vocab, micro_batch, precision)
         for fused, reference in _kernel_pairs(chosen, sizes):
@@ -80,7 +82,7 @@ def device_functions(
             if compared is None:
                 return fused.metrics["samples_per_s"] / reference.metrics["samples_per_s"]
             return uncertain_ratio(compared)
-        reason = f"no two runs of {layers} layers of {hidden} on one GPU"
+        reason = f"no pair of runs with {layers} layers of width {hidden} on one GPU"
         raise Missing(KERNELS_NAME, reason, "repro run suites/one_gpu.toml --only '1.5b-*'")
 
     functions = (largest_fit, fit_outcome, fit_states, kernel_speedup)
@@ -88,11 +90,11 @@ def device_functions(
 
 
 DEVICE_FUNCTIONS = frozenset({"largest_fit", "fit_outcome", "fit_states", "kernel_speedup"})
-"""Functions that find records by conditions and not by the name of an experiment."""
+"""Functions of ledger expressions that find records by conditions and not by the name of an experiment."""
 
 
 def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
-    """Return `one rank of 64`, `published scale` if every rank was a process, or an empty text without a search."""
+    """Return the scale of the fit searches in `used`, `one rank of 64` or `published scale`; empty without a search."""
     fits = [record for record in used if isinstance(record, FitRecord)]
     if not fits:
         return ""
@@ -136,7 +138,7 @@ def _layout(
 
 
 def _answers(record: FitRecord, layout: Layout, memory: float, hidden: int) -> bool:
-    """Return whether a conclusive search over layers on GPUs has these conditions."""
+    """Return whether `record` is a conclusive search over layers on a GPU with these conditions."""
     experiment = _experiment(record)
     return (
         record.conclusive
@@ -154,7 +156,7 @@ def _memory_conditions(layout: Layout) -> dict[str, Any]:
 
 
 def _experiment(record: ExperimentRecord | FitRecord) -> Experiment | None:
-    """Return the experiment of a record; None for conditions of a newer program."""
+    """Return the experiment of a record; None if a newer version of this suite wrote conditions unknown here."""
     try:
         return record.experiment
     except ConfigError:
@@ -162,7 +164,7 @@ def _experiment(record: ExperimentRecord | FitRecord) -> Experiment | None:
 
 
 def _states(record: FitRecord, parameters: int, layout: Layout) -> int:
-    """Return the bytes of model states if the largest trial has that size and layout, else 0."""
+    """Return the bytes of model states per rank if the search's largest model has this size and layout, else 0."""
     experiment, trial = _experiment(record), record.largest
     if experiment is None or trial is None or trial.memory is None or not trial.memory.states:
         return 0
@@ -209,7 +211,7 @@ def _kernel_pairs(
 
 
 def _without_kernels(record: ExperimentRecord) -> dict[str, Any]:
-    """Return the conditions of a run that two compared runs have in common."""
+    """Return the conditions that two runs must share for a comparison of their kernels."""
     experiment = record.experiment.as_dict()
     layout = {key: value for key, value in experiment["layout"].items() if key != "kernels"}
     named = {key: value for key, value in experiment.items() if key not in ("name", "limits")}

@@ -1,4 +1,4 @@
-"""Claims for another system: questions from the ledger, and predictions that answer them.
+"""Questions that ask whether published claims hold on another system, and simulated predictions that answer them.
 
     [[question]]
     claim = "ds-3p75x-lowbw"
@@ -7,8 +7,8 @@
     value = 'metric("again/1.5b-zero1", "samples_per_s") / metric("again/1.5b-mp4", "samples_per_s")'
     words = ["no gain", 1.05, "a smaller gain", 3, "as then"]      # no gain below 1.05, as then from 3 on
 
-An expression names the experiments of the suite `again`. On dgx-h100 it reads the records `again/NAME@dgx-h100` of
-`repro run again --evidence simulated --system dgx-h100`. `PEAK` is the dense bf16 peak of the system in FLOP/s.
+`value` names experiments of the suite `again`. On dgx-h100 it reads the records `again/NAME@dgx-h100`, which
+`repro run again --evidence simulated --system dgx-h100` creates. `PEAK` is the system's dense bf16 peak in FLOP/s.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ SUITE = "again"
 QUESTIONS_FILE = Path(__file__).parent / "data" / "questions.toml"
 PEAK = "PEAK"
 QUESTION_FAMILIES = ("throughput", "memory", "limit", "scaling", "time")
-"""Families whose claims have a question or a reason to have none."""
+"""Families of claims. Each claim in them needs a question, or a reason why it has none."""
 PREDICTIONS = (
-    "Predictions for Llama models of the same size with software of 2024; no verdicts. The 90 % intervals contain the "
-    "uncertain inputs of the system, not the error of the time model."
+    "Predictions for Llama models of the same size with software of 2024; no verdicts. The 90 % intervals include the "
+    "uncertainty of the system's inputs, but not the error of the time model."
 )
 
 
@@ -58,14 +58,14 @@ class SystemQuestion:
     """Description of the compared experiments, for a person."""
     value: Expression
     words: tuple[str, ...]
-    """Words for the value, one more than `steps`; empty if the number needs none."""
+    """Words that describe ranges of the value, one more than `steps`; empty: the number suffices."""
     steps: tuple[float, ...]
-    """Rising thresholds in the row's unit. From the first threshold on, the second word holds."""
+    """Rising thresholds between `words`, in the row's unit. From the first threshold on, the second word applies."""
     note: str = ""
     """Caveat of the answer."""
 
     def word(self, value: float) -> str:
-        """Return the word for `value` in the row's unit; empty without words."""
+        """Return the word for the range that contains `value`, given in the row's unit; empty without words."""
         return self.words[sum(value >= step for step in self.steps)] if self.words else ""
 
 
@@ -75,7 +75,7 @@ class QuestionSet:
 
     asked: tuple[SystemQuestion, ...]
     left_out: Mapping[str, str]
-    """Map from a claim to the reason why it has no question."""
+    """Reason why a claim has no question, by claim id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def load_questions(ledger: Ledger, file: Path = QUESTIONS_FILE) -> QuestionSet:
     except ConfigError as error:
         raise error.within(file=str(file)) from None
     for twice in left_out.keys() & {question.claim for question in asked}:
-        raise ConfigError("left_out", twice, "a claim that no question asks", file=str(file))
+        raise ConfigError("left_out", twice, "a claim without a [[question]]", file=str(file))
     return QuestionSet(asked, left_out)
 
 
@@ -134,7 +134,7 @@ def _question(entry: _QuestionEntry, ledger: Ledger) -> SystemQuestion:
 
 
 def _words_and_thresholds(parts: list[str | float]) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """Split words and the thresholds between them."""
+    """Split `["slower", 1.1, "faster"]` into its words and the thresholds between them."""
     words = tuple(part for part in parts[::2] if isinstance(part, str))
     steps = tuple(float(part) for part in parts[1::2] if not isinstance(part, str))
     rising = all(low < high for low, high in pairwise(steps))
@@ -147,22 +147,22 @@ def _words_and_thresholds(parts: list[str | float]) -> tuple[tuple[str, ...], tu
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer to one question on one system."""
+    """Answer to one question on one system: a simulated value, or the reason why it is missing."""
 
     question: SystemQuestion
     value: float | str | None = None
-    """Value in the row's unit; None for the reason in `lacks`."""
+    """Value in the row's unit; None: missing for the reason in `lacks`."""
     low: float | None = None
-    """Lower end of the 90 % interval from unknown numbers of the system; None without unknown numbers."""
+    """Lower end of the 90 % interval from unknown inputs of the system; None without unknown inputs."""
     high: float | None = None
     word: str = ""
-    """Word for the value; in brackets the words for other values in the interval."""
+    """Word for the value, followed in brackets by the words for other values in the interval."""
     rests_on: str = ""
-    """Basis of the step times in the value, one of `repro.simulate.time.calibration.BASES`."""
+    """Weakest basis of the step times in the value, one of `repro.simulate.time.calibration.BASES`."""
     lacks: str = ""
-    """Reason for a missing value."""
+    """Reason why the value is missing; empty if it is not."""
     unrecorded: bool = False
-    """Whether the value is missing because a record is missing."""
+    """Whether the value is missing because an experiment has no record."""
 
     @property
     def published(self) -> str:
@@ -173,7 +173,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Return the value for a person: `1.15x [1.1, 1.2]`."""
+        """Return the displayed value, such as `1.15x [1.1, 1.2]`."""
         row = self.question.row
         if self.value is None or isinstance(self.value, str):
             return self.value or ""
@@ -198,12 +198,12 @@ class Answer:
 
 
 def simulation_command(system: str) -> str:
-    """Return the command that creates the records of a system."""
+    """Return the command that simulates the suite `again` on a system."""
     return f"repro run {SUITE} --evidence {SIMULATED} --system {system}"
 
 
 def simulated_systems(records: Iterable[Record]) -> list[str]:
-    """Return the packaged systems on which the suite has been simulated."""
+    """Return the packaged systems on which the suite `again` has been simulated."""
     names = {record.name.rpartition("@")[2] for record in _suite_records(records)}
     return [name for name in systems.system_names() if name in names]
 
@@ -211,7 +211,7 @@ def simulated_systems(records: Iterable[Record]) -> list[str]:
 def answer_questions(
     questions: Iterable[SystemQuestion], records: Iterable[Record], system: System
 ) -> list[Answer]:
-    """Answer each question with the records of `system`."""
+    """Return the answer to each question from the simulated records of `system`."""
     ending = f"@{system.name}"
     system_records = [
         replace(record, name=record.name.removesuffix(ending))
@@ -226,7 +226,7 @@ def answer_questions(
 
 
 def _suite_records(records: Iterable[Record]) -> list[ExperimentRecord]:
-    """Return the simulated records of the suite."""
+    """Return the simulated records of the suite `again`."""
     experiments = (record for record in records if isinstance(record, ExperimentRecord))
     return [record for record in experiments if (record.suite, record.evidence) == (SUITE, SIMULATED)]
 
@@ -243,7 +243,7 @@ def _answer(
         timed = _timed_records(question, named)
         value = evaluate_expression(question.value, functions, {**CONSTANTS, **row.variables}).value
     except Missing as missing:
-        reason = str(missing).replace(f"{SUITE}/", "")  # all questions read the same suite
+        reason = str(missing).replace(f"{SUITE}/", "")  # the suite's name is the same for all questions
         return Answer(question=question, lacks=reason, unrecorded=not set(read) <= named.keys())
     except (ConfigError, ExpressionError, KeyError) as error:
         return Answer(question=question, lacks=f"cannot be computed: {error}")
@@ -266,10 +266,10 @@ def _answer(
 
 
 def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecord]) -> list[ExperimentRecord]:
-    """Return the records whose step times are in the value.
+    """Return the simulated records whose step times the value of a question depends on.
 
     Raises:
-        Missing: The expression reads a rate of a step that does not fit; the value would hide that.
+        Missing: The expression reads the throughput of a step that does not fit in memory.
     """
     found = []
     for function, texts in arguments(question.value, question.row.variables):
@@ -289,7 +289,7 @@ def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecor
 def _word_with_alternatives(
     question: SystemQuestion, value: float, uncertainty: InputUncertainty | None
 ) -> str:
-    """Return the word for `value`, and in brackets the other words for values in the interval."""
+    """Return the word for `value`, followed in brackets by the words for other values in the interval."""
     best = question.word(value)
     if uncertainty is None:
         return best

@@ -40,7 +40,7 @@ UNITS: dict[str, float] = {
     "tokens/s": 1,
     "FLOP/byte": 1,
 }
-"""Unit of the published value in bytes, seconds or FLOP; expressions give bytes, seconds or FLOP."""
+"""Size of each published unit in bytes, seconds, FLOP or plain numbers, which are the units of expressions."""
 _MAGNITUDES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _NUMBER = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)([KMBT]?)")
 
@@ -76,7 +76,7 @@ def parse_printed_number(text: str) -> PrintedNumber:
     values = [float(match.group(1).replace(",", "")) * _MAGNITUDES[match.group(2) or last] for match in found]
     digits = max(len(match.group(1).partition(".")[2]) for match in found)
     if values[0] > values[-1]:
-        raise ValueError(f"{text!r} is a range from high to low")
+        raise ValueError(f"{text!r} is a range whose first number is the larger one")
     return PrintedNumber(text, values[0], values[-1], _MAGNITUDES[last] * 10.0**-digits)
 
 
@@ -86,7 +86,7 @@ def printed(text: str) -> Uncertain:
         number = parse_printed_number(text)
     except (AttributeError, TypeError, ValueError):
         raise ExpressionError(
-            f"printed({text!r}): a printed number in quotes, such as printed('39')"
+            f"printed({text!r}): must be a number in quotes, such as printed('39')"
         ) from None
     return Uncertain(number.value, number.low - number.step / 2, number.high + number.step / 2)
 

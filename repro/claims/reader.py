@@ -1,4 +1,4 @@
-"""Reader of ledger files: parses expressions and checks names and unique ids (`repro.claims.ledger`)."""
+"""Reader of ledger files: builds `repro.claims.ledger.Ledger` from TOML and checks every key and expression."""
 
 from __future__ import annotations
 
@@ -33,15 +33,19 @@ _CLOSED = {**FORMULAS, **SCRIPT_COUNTS, "printed": printed, "digitised": digitis
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured"), **device_functions(select([]), [])}
 SYSTEMS = LEDGER_DIRECTORY.parent / "config" / "systems"
 _DOCUMENT = re.compile(r"[\w.-]+\.(?:png|jpg)\b|[\w.-]+/[\w.-]+#\d+")
-"""Pictures and issue threads, by which a source names one document."""
+"""Pattern of citations of one document: the file name of a picture, or an issue `OWNER/REPOSITORY#NUMBER`."""
 BEYOND_REPORTS = "9999"
-"""Date that orders ledger files without a date."""
+"""Date by which ledger files without a date are sorted, so that they come last."""
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2} at [0-9a-f]{7,}$")
 
 
 def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) -> ledger.Ledger:
-    """Read and check every `*.toml` in `directory`, then the files `own`.  Raises `ConfigError` in one line."""
+    """Read and check every ledger file `*.toml` in `directory`, then the user's files `own`.
+
+    Raises:
+        ConfigError: A file is invalid; the message names file, claim, row and key.
+    """
     files = {path: ledger.read_ledger_file(path) for path in sorted(directory.glob("*.toml"))}
     for path in own:
         if any(path.name == other.name for other in files):
@@ -83,7 +87,7 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
 
 
 def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterable[str]) -> None:
-    """Raise `ConfigError` for a row whose tests read a system that takes a number from the row's own document."""
+    """Raise `ConfigError` for a tested row that cites a document from which a system file takes a number."""
     documents = set(_DOCUMENT.findall(" ".join(system_texts)))
     for claim in claims:
         for row in claim.rows:
@@ -98,7 +102,7 @@ def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterabl
 
 
 def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
-    """Raise `ConfigError` if two rows quote one published sentence and simulate different experiments."""
+    """Raise `ConfigError` if rows that quote the same published sentence read different simulated experiments."""
     read: dict[str, tuple[str, set[str]]] = {}
     for claim in claims:
         for row in (row for row in claim.rows if row.sentence):
@@ -110,12 +114,13 @@ def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
             }
             first, others = read.setdefault(row.sentence, (claim.id, experiments))
             if experiments != others:
-                right = f"with the same simulations in {first} and here: {', '.join(sorted(experiments ^ others))}"
+                differing = ", ".join(sorted(experiments ^ others))
+                right = f"a sentence with the same simulations in {first}; these differ: {differing}"
                 raise ConfigError("sentence", row.sentence, right, where=f"{claim.id}.{row.label}")
 
 
 def _check_headline(headline: ledger.Headline, claims: Mapping[str, ledger.Claim], file: str) -> None:
-    """Raise `ConfigError` if the headline names a claim or a row that the ledger lacks."""
+    """Raise `ConfigError` if the headline names a claim or a row that the ledger does not contain."""
     try:
         _one_of("claim", headline.claim, claims)
         labels = [row.label for row in claims[headline.claim].rows]
@@ -130,7 +135,7 @@ def _check_headline(headline: ledger.Headline, claims: Mapping[str, ledger.Claim
 def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file: str) -> ledger.Claim:
     require(bool(_ID.fullmatch(entry.id)), "id", entry.id, "lower-case words joined by hyphens")
     _one_of("family", entry.family, ledger.FAMILIES)
-    require(bool(entry.source), "source", entry.source, "at least one source key with a place")
+    require(bool(entry.source), "source", entry.source, "at least one source key with section or page")
     for source in entry.source:
         _one_of("source", source.partition(" ")[0], sources)
     steps = tuple(_number("steps", step).value for step in entry.steps)
@@ -151,12 +156,10 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
         rows = [dataclasses.replace(row, main=True) for row in rows]
     parts = entry.published.count(";") + 1
     if sum(row.main for row in rows) < parts:
-        right = f"true in {parts} rows or more, since `published` has {parts} parts; a claim agrees when all parts do"
+        right = f"true in {parts} or more rows of the claim, one for each of the {parts} parts of `published`"
         raise ConfigError("main", expected=right)
     predicted = any(row.blind for row in rows)
-    right = (
-        "the day and the commit of the predictions in `blind`, as 2026-11-22 at 1c75963; nothing without them"
-    )
+    right = "the day and commit of the `blind` predictions, such as 2026-11-22 at 1c75963; empty without them"
     is_dated = bool(_DAY.match(entry.predicted_blind)) if predicted else not entry.predicted_blind
     require(is_dated, "predicted_blind", entry.predicted_blind, right)
     _one_of("certainty", entry.certainty, ledger.CERTAINTIES)
@@ -165,7 +168,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
 
 
 def _common(entry: object, of: type[Any]) -> dict[str, Any]:
-    """Return the fields of an entry that `of` has under the same names."""
+    """Return the fields of an entry that the dataclass `of` also has, except `steps` and `rows`."""
     names = {field.name for field in dataclasses.fields(of)} - {"steps", "rows"}
     return {name: value for name, value in vars(entry).items() if name in names}
 
@@ -176,7 +179,7 @@ def _table_rows(entry: ledger.ClaimEntry, table: ledger.TableEntry) -> list[ledg
     errors = {cell.column: cell.error for cell in table.cells}
     rows = []
     for line in table.body:
-        right = f"{len(table.columns)} values, one for each of {table.columns}"
+        right = f"{len(table.columns)} values, one for each column of {table.columns}"
         require(len(line) == len(table.columns), "table.body", line, right)
         at = dict(zip(table.columns, line, strict=True))
         variables = {
@@ -203,7 +206,7 @@ def _table_rows(entry: ledger.ClaimEntry, table: ledger.TableEntry) -> list[ledg
 
 
 def _variable(value: int | float | str, error: float) -> Value | Uncertain:
-    """Return a table cell as an input: exact if a number, uncertain by its rounding or `error` if printed."""
+    """Return a table cell as an input of expressions; a printed text is uncertain by `error`, or by its rounding."""
     if not isinstance(value, str):
         return value
     try:
@@ -225,7 +228,7 @@ def _row(
         certainty = _one_of("certainty", entry.certainty or claim.certainty, ledger.CERTAINTIES)
         require(entry.error >= 0, "error", entry.error, "0 or more")
         unit = _one_of("unit", claim.unit if entry.unit is None else entry.unit, UNITS)
-        says = "needs simulated evidence, today's answer to the same question"
+        says = "needs a simulated expression in the same row, which computes the predicted value today"
         require(bool(entry.simulated) or not entry.blind, "blind", entry.blind, says=says)
         number: PrintedNumber | None
         try:
@@ -235,7 +238,9 @@ def _row(
         evidence = []
         if entry.analytic:
             value = parse_checked("analytic", entry.analytic, _CLOSED, variables)
-            says = "no number that the row names changes it, so that it could not fail"
+            says = (
+                "no number of the row changes the value of this expression, so that the test could not fail"
+            )
             require(not is_constant(value, variables), "analytic", entry.analytic, says=says)
             origin = ledger.ITSELF if entry.given else analytic_origin(value, variables)
             evidence.append(
@@ -247,18 +252,19 @@ def _row(
             for item in getattr(entry, kind):
                 found = _evidence(kind, item, metric, variables)
                 evidence.append(dataclasses.replace(found, origin=ledger.ITSELF) if entry.given else found)
-        says = "needs simulated evidence, which then gets no verdict"
+        says = "needs a simulated expression in the same row; its value then gets no verdict"
         require(bool(entry.simulated) or not entry.calibrates, "calibrates", entry.calibrates, says=says)
-        right = "a number such as 1.88, 14.4B or 3-5, since a value is compared"
+        right = "a number such as 1.88, 14.4B or 3-5, since evidence without `expect` is compared with it"
         is_compared = any(item.expect is None for item in evidence)
         require(number is not None or not is_compared, "published", published, right)
         for points in sorted({metric, *(item.metric for item in evidence)} & TOLERANCE_POINTS.keys()):
-            require(unit == "%", "unit", unit, f"% with metric {points}, whose tolerance is in points")
+            says = f"must be % with metric {points}, whose tolerance is in percentage points"
+            require(unit == "%", "unit", unit, says=says)
         if len({bool(item.reading) for item in evidence if item.kind != "analytic"}) > 1:
-            raise ConfigError("reading", says="must be a condition for each test of the row, or for none")
+            raise ConfigError("reading", says="must be given for all tests of the row, or for none")
         calls = frozenset(name for item in evidence for name in item.value.calls)
         statement = statement_of(number, published, entry.bound, metric, calls)
-        right = f"{statement}, by its text, bound, metric and functions; a threshold has metric limit"
+        right = f"{statement}, which follows from the row's published text, bound, metric and functions"
         require(entry.statement in ("", statement), "statement", entry.statement, right)
         _one_of("bound", entry.bound, BOUNDS)
         derived = {
@@ -278,7 +284,9 @@ def _row(
             variables=variables,
         )
         shared = shared_input(row)
-        require(not shared, "given", "", f"what of the answer is an input: {shared}")
+        require(
+            not shared, "given", "", f"a text that names the part of the answer that is an input: {shared}"
+        )
         return row
     except ConfigError as error:
         raise error.within(where=where) from None
@@ -292,15 +300,13 @@ def _evidence(
     ):
         raise ConfigError("scale", item.scale, "published scale, one rank of N, or scaled twin")
     if item.scale == ledger.SCALED_TWIN and metric not in ("exact", "ratio") and not item.expect:
-        raise ConfigError(
-            "expect", says="is missing: a scaled twin is compared with the formula at its own scale"
-        )
-    right = "needs the metric ratio, against the published value: of a twin only ratios are alike"
+        raise ConfigError("expect", says="is missing: it must be the formula at the scale of the scaled twin")
+    right = "needs metric ratio and no expect: only ratios of a scaled twin compare with published values"
     is_ratio = metric == "ratio" and not item.expect
     require(kind != EMULATED or is_ratio, EMULATED, item.value, says=right)
     is_word = item.expect.lstrip()[:1] in ("'", '"', "")
     if not (is_word or item.metric or metric == "exact" or item.scale == ledger.SCALED_TWIN):
-        says = f"is missing next to expect: {metric}, as the value has, or exact, for this very number"
+        says = f"is missing next to expect: must be {metric}, the class of the row, or exact for equality"
         raise ConfigError("metric", says=says)
     fallback = "exact" if item.expect else metric
     return ledger.Evidence(
@@ -317,7 +323,7 @@ def _evidence(
 def parse_checked(
     key: str, text: str, functions: Mapping[str, Any], variables: Collection[str]
 ) -> Expression:
-    """Parse an expression of the key `key` and check its functions and names.
+    """Parse the expression `text` of the key `key` and check its functions and names.
 
     Raises:
         ConfigError: The expression is invalid.

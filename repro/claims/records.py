@@ -1,4 +1,4 @@
-"""Functions by which expressions of the ledger read the store: metrics, outcomes and compared ratios."""
+"""Functions with which ledger expressions read stored records: metrics, outcomes and compared ratios."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class Records:
     def __init__(self, records: Iterable[Record], references: Iterable[ReferenceFile] = (), label: str = ""):
         self.selection = select(records)
         self.references = tuple(Records(file.records, label=file.label) for file in references)
-        """Records of other machines, for measured evidence that these records lack; newest first."""
+        """Reference records of other machines, newest first; used for experiments without a record of the user."""
         self.label = label
-        """Device and day of reference records; empty for the reader's own records."""
+        """Device and day of reference records; empty for the user's own records."""
 
     def measured(self, experiment: str) -> bool:
         """Return whether the experiment has been run, with any outcome."""
         return (MEASURED, experiment) in self.selection.by_name
 
     def libraries(self, experiments: Iterable[str]) -> list[str]:
-        """Return the libraries other than this suite that were measured: `DeepSpeed 0.19.8`."""
+        """Return the training libraries that ran measured `experiments`, except this suite: `DeepSpeed 0.19.8`."""
         records = (self.selection.by_name.get((MEASURED, experiment)) for experiment in experiments)
         found = {r.software["name"] for r in records if r and r.software and r.experiment.engine != NATIVE}
         return sorted(found)
 
     def interleaved(self, subject: str, baseline: str, metric: str) -> bool:
-        """Return whether two experiments were interleaved in one run and compared by `metric`."""
+        """Return whether one launch interleaved two experiments and compared them by `metric`."""
         pairs = self.selection.by_pair
         record = pairs.get((subject, baseline)) or pairs.get((baseline, subject))
         return record is not None and record.metric == metric
@@ -64,9 +64,9 @@ class Records:
         return [record.interval for record in records if record is not None and record.interval is not None]
 
     def functions(self, kind: str, case: Case | None = None) -> dict[str, Callable[..., Value | Uncertain]]:
-        """Return the functions for expressions of evidence `kind` (`simulated`, `emulated` or `measured`).
+        """Return the functions for expressions of evidence `kind` (`simulated`, `emulated` or `measured`), by name.
 
-        `case`: the case of unknown inputs for which simulated records give their times; None: best values.
+        `case`: choice of the unknown inputs for which simulated records give times; None: best values.
         """
 
         def find(experiment: str) -> ExperimentRecord:
@@ -89,8 +89,8 @@ class Records:
         def metric(experiment: str, name: str) -> Value | Uncertain:
             """Return a metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.
 
-            A simulated experiment may also have run out of memory: all metrics except the reserved memory are known
-            then. A metric with a confidence interval (`name.low`, `name.high`) returns the interval too.
+            A simulated experiment that ran out of memory has all metrics except the reserved memory. A metric with a
+            confidence interval (`name.low`, `name.high`) is returned with this interval.
             """
             record = find(experiment)
             if record.outcome != "ok" and kind != SIMULATED:
@@ -123,7 +123,7 @@ class Records:
             return value
 
         def parameters(experiment: str) -> Value | Uncertain:
-            """Return the experiment's own Psi, counted on the model that it trained."""
+            """Return the number of parameters (Psi) of the model that the experiment trained."""
             return metric(experiment, "parameters")
 
         def outcome(experiment: str) -> Value:
@@ -131,9 +131,9 @@ class Records:
             return find(experiment).outcome
 
         def failure(experiment: str, name: str) -> Value:
-            """Return the `phase`, `allocated_bytes` or `reserved_bytes` when a simulated step runs out of memory.
+            """Return the `phase`, `allocated_bytes` or `reserved_bytes` at which a simulated step runs out of memory.
 
-            Return `"it fits"` if the step does not.
+            Return `"it fits"` for a step that fits in memory.
             """
             record = find(experiment)
             if record.outcome == "ok":
@@ -141,12 +141,12 @@ class Records:
             for role in record.roles or ():
                 if role.failure is not None and name in role.failure.as_dict():
                     return cast(Value, role.failure.as_dict()[name])
-            raise Missing(experiment, f"its record does not say at what {name} it failed")
+            raise Missing(experiment, f"its record does not contain the {name} of the failure")
 
         def extreme(name: str, experiments: tuple[str, ...], best: Callable[..., str], what: str) -> Value:
-            """Return `name` of the experiment that `best` picks among those that end ok.
+            """Return the `largest` or `smallest` setting `name` (`what`) among the experiments that end ok.
 
-            An experiment beyond it must not end ok, and the experiments must differ in nothing else.
+            An experiment with a larger (smaller) setting must fail, and the experiments may differ in nothing else.
             """
             if not experiments:
                 raise TypeError("needs experiments to choose from")
@@ -157,26 +157,26 @@ class Records:
             if not fits:
                 return 0 if what == "largest" else math.inf
             chosen = best(fits, key=values.__getitem__)
-            if chosen == end and (what, values[end]) != ("smallest", 1):  # nothing is below a degree of 1
-                raise Missing(end, f"it fits, so the {what} {name} that does is beyond it")
+            if chosen == end and (what, values[end]) != ("smallest", 1):  # no parallel degree is below 1
+                raise Missing(end, f"it fits, so the {what} {name} that fits is not among the experiments")
             return values[chosen]
 
         def largest(name: str, *experiments: str) -> Value:
-            """Return the largest `setting` among experiments that differ in it and fit; at least one must not fit.
+            """Return the largest setting `name` among experiments that differ in it and fit; at least one must not fit.
 
             `largest("model.published_params", ...)` is the largest model, by its size in the source; 0 if none fits.
             """
             return extreme(name, experiments, max, "largest")
 
         def smallest(name: str, *experiments: str) -> Value:
-            """Return the smallest `setting` that fits; a smaller one must not fit unless it is 1: `layout.tp`."""
+            """Return the smallest setting `name` (`layout.tp`) that fits; a smaller one must fail, unless it is 1."""
             return extreme(name, experiments, min, "smallest")
 
         def fastest(name: str, *experiments: str) -> Value | Uncertain:
             """Return the largest `metric` among experiments that end ok: `fastest("samples_per_s", ...)`."""
             fits = [experiment for experiment in experiments if outcome(experiment) == "ok"]
             if not fits:
-                raise Missing(" and ".join(experiments), "none of them fits")
+                raise Missing(" and ".join(experiments), "none of these experiments fits")
             found = [metric(experiment, name) for experiment in fits]
             return max(found, key=lambda one: float(one.value if isinstance(one, Uncertain) else one))
 
@@ -194,7 +194,7 @@ class Records:
             return record.series.loss
 
         def strayed(experiment: str, reference: str, *controls: str) -> Value:
-            """Return the distance of a loss curve from another over that of `controls` (`relative_loss_distance`)."""
+            """Return the distance of a loss curve from the reference curve, relative to that of the control runs."""
             curve, *others = map(losses, (experiment, *controls))
             try:
                 return relative_loss_distance(curve, losses(reference), others)
@@ -202,7 +202,7 @@ class Records:
                 raise Missing(experiment, f"cannot be compared with {reference}: it {error}") from None
 
         def apart(experiment: str, reference: str) -> Value:
-            """Return the relative difference of two trainings' mean loss over their last 50 steps."""
+            """Return the relative difference of the mean losses of two trainings over their last 50 steps."""
             try:
                 mine, other = final_loss(losses(experiment)), final_loss(losses(reference))
             except ValueError as error:
@@ -210,7 +210,7 @@ class Records:
             return abs(mine - other) / other
 
         def compared(subject: str, baseline: str) -> Value | Uncertain:
-            """Return throughput of `subject` over `baseline` in one interleaved run, with its 95 % interval."""
+            """Return the ratio of throughputs of two experiments interleaved in one launch, with its 95 % interval."""
             for experiment in (subject, baseline):
                 if found := self.selection.by_name.get((MEASURED, experiment)):
                     _of_kind(found)
@@ -219,13 +219,13 @@ class Records:
             if record := self.selection.by_pair.get((baseline, subject)):
                 inverse = uncertain_ratio(record)
                 return Uncertain(1 / inverse.value, 1 / inverse.high, 1 / inverse.low)
-            raise Missing(subject, f"not compared with {baseline} in one run")
+            raise Missing(subject, f"no launch interleaved it with {baseline}")
 
         def evaluated(model: str, task: str, way: str, metric: str) -> Value:
-            """Return a score of weights that have a packaged model's sizes, from the newest record of that protocol:
+            """Return a score of weights with the sizes of a packaged model, from the newest record of protocol `way`:
             `evaluated("gpt2-1.5b", "lambada", "gpt2", "accuracy.filtered")`.
 
-            The vocabulary may have another padding.
+            The padding of the vocabulary may differ.
             """
             sizes = _sizes(asdict(models.load_model(model)))
             for record in reversed(self.selection.evaluations):
@@ -234,7 +234,7 @@ class Records:
                     if isinstance(value, int | float):
                         return value
                     raise Missing(record.label, f"its record has no metric {metric}")
-            reason = "not run here, runnable by anyone with the weights"
+            reason = "not evaluated; the evaluation needs the published weights"
             raise Missing(f"{model} on {task}", reason, evaluation(task, way))
 
         found: list[Callable[..., Value | Uncertain]] = [metric, setting, parameters, outcome, failure]
@@ -263,19 +263,19 @@ _FOLLOWS = {
     "layout.micro_batch": ("layout.micro_batch", "layout.global_batch"),
     "layout.world": ("layout.tp", "layout.dp", "layout.micro_batch"),
 }
-"""Conditions that differ together with a setting.
+"""Conditions that may differ between experiments, by the setting that is compared.
 
-Models differ in every size. Tensor parallelism changes the remaining GPUs, and sequence parallelism, which a degree of
-1 does not have. The micro-batch changes the global batch. The number of GPUs changes the spread of one global batch.
+Models may differ in all sizes. A tensor-parallel degree also sets the data-parallel degree and allows sequence
+parallelism. A micro-batch also sets the global batch. A number of GPUs sets all degrees that divide the global batch.
 """
 
 
 MAX_CACHED_CONDITIONS = 4096
-"""Number of experiments whose conditions are stored, because each case of the unknown inputs reads them again."""
+"""Maximum number of experiments with cached conditions. Each case of the unknown inputs reads these conditions."""
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:
-    """Raise `Missing` if experiments differ in more than `name`, because another condition may decide the fit."""
+    """Raise `Missing` if experiments differ in more than `name`, since another condition may decide what fits."""
     free = _FOLLOWS.get(name) or _FOLLOWS.get(name.partition(".")[0]) or (name,)
     first = _conditions(records[0].experiment, free)
     for record in records[1:]:
@@ -287,9 +287,9 @@ def _alike(records: list[ExperimentRecord], name: str) -> None:
 
 @lru_cache(MAX_CACHED_CONDITIONS)
 def _conditions(experiment: Experiment, free: tuple[str, ...]) -> dict[str, Any]:
-    """Return the conditions of a run as a flat dictionary (`layout.zero`), without names, limits and those in `free`.
+    """Return the conditions of an experiment by key (`layout.zero`), without names, time limits and the keys `free`.
 
-    The sequence length is the one that was used, from the training or the model.
+    `training.seq` is the sequence length in use, from the training or the model.
     """
     flat: dict[str, Any] = {}
     for key, value in experiment.as_dict().items():
@@ -309,6 +309,6 @@ def _ended(record: ExperimentRecord) -> str:
 
 
 def uncertain_ratio(comparison: ComparisonRecord) -> Uncertain:
-    """Return the ratio with its interval; without one (too few rounds), both ends are the ratio."""
+    """Return a measured ratio with its interval. With too few rounds for an interval, both ends are the ratio."""
     ratio, low, high = comparison.ratio, comparison.low, comparison.high
     return Uncertain(ratio, ratio if low is None else low, ratio if high is None else high)

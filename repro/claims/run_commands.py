@@ -31,13 +31,13 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceCommand:
-    """One command, the kind of evidence that it creates, and its experiments."""
+    """Command that creates one kind of evidence, with the experiments that it runs."""
 
     kind: str
     """`simulated`, `emulated` or `measured`."""
     text: str
     needs: str
-    """Devices and system, empty if any machine suffices: `400 GPUs of dgx2`."""
+    """Devices and system that the command needs, such as `400 GPUs of dgx2`; empty if any machine suffices."""
     suite: str = ""
     names: tuple[str, ...] = ()
 
@@ -75,7 +75,7 @@ def named_experiments(ledger: Ledger, name: str, evidence: str) -> list[str]:
         rows = ledger.claim(name).rows
     found = {full for kind, full in experiments_of(rows) if (kind == SIMULATED) == (evidence == SIMULATED)}
     if not found:
-        right = f"has no {evidence} evidence; `repro claims {name}` shows what it has"
+        right = f"has no {evidence} evidence; `repro claims {name}` lists its evidence"
         raise ConfigError("--claim", name, says=right)
     return sorted(found)
 
@@ -94,9 +94,9 @@ class SuiteCatalogue:
                 self._profiles.setdefault(system, f"slurm/{path.name}")
 
     def commands(self, experiments: Iterable[tuple[str, str]]) -> list[EvidenceCommand]:
-        """Return the commands that create records of (kind of evidence, `suite/name`), by suite.
+        """Return the commands, sorted by suite, that create the records of (kind of evidence, `suite/name`) pairs.
 
-        Simulated experiments of a cluster also get the command that measures them there at the published scale.
+        A simulated experiment on a cluster also gets the command that measures it on that cluster.
         """
         wanted: dict[tuple[str, str, str], set[str]] = {}
         for kind, full in experiments:
@@ -141,7 +141,7 @@ def evaluation_commands(claim: Claim) -> list[EvidenceCommand]:
             for function, texts in arguments(evidence.value, row.variables):
                 if function == SCORE_FUNCTION:
                     text = evaluation(*texts[1:3])
-                    needs = row.needs or "weights that were not released"
+                    needs = row.needs or "the weights of the model, which were not released"
                     found.setdefault(text, EvidenceCommand(kind="measured", text=text, needs=needs))
     return list(found.values())
 
@@ -185,7 +185,7 @@ def covering_globs(names: set[str], every: Iterable[str]) -> list[str]:
 
 
 def _common_prefix(names: set[str]) -> str:
-    """Return the longest common prefix."""
-    low, high = min(names), max(names)  # a common prefix of these two is common to all names
+    """Return the longest prefix that all `names` have."""
+    low, high = min(names), max(names)  # in sorted order, all other names have the common prefix of these two
     same = [a == b for a, b in zip(low, high, strict=False)]
     return low[: same.index(False) if False in same else len(same)]

@@ -1,4 +1,4 @@
-"""Judged claims as plain data: counts for tables, all fields for JSON, no rendering."""
+"""Verdicts of claims as plain data: counts for tables, all fields for JSON, sentences for displays."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _evidence(results: Sequence[ClaimResult], kind: str, quantities: QuantityCou
 
 
 def totals(results: Sequence[ClaimResult]) -> str:
-    """Return the sentences that README, commands and page quote: values by test and verdict, and values without."""
+    """Return the totals that README and commands quote: values by test and by verdict, values without a test."""
     rows = [row for result in results for row in result.rows]
     count = Counter(row.verdict for row in rows)
     tested = [row.basis for row in rows if row.verdict in TESTED]
@@ -90,14 +90,14 @@ _WORDS = {
     f"measured, {SCALED_TWIN}": "measured on small twins, against the formula at their scale",
     EMULATED: "small twins on an emulated network",
     "simulated": "simulated at the published scale",
-    "analytic": "counts of the lines that example scripts change",
+    "analytic": "counted lines of the example scripts",
     CLOSED_FORM: "the formula of the source",
     ITSELF: "other numbers of the same source",
 }
 
 
 def why(result: ClaimResult) -> str:
-    """Return one sentence with the reason to believe the verdict."""
+    """Return one sentence with the evidence for the verdict of a claim."""
     main = [row for row in result.rows if row.row.main]
     by = "; ".join(text for start, text in _WORDS.items() if any(row.basis.startswith(start) for row in main))
     of = f"of {len(main)} values"
@@ -107,7 +107,7 @@ def why(result: ClaimResult) -> str:
     if result.verdict in (NOT_RUN, NO_TEST):
         count = sum(row.verdict == result.verdict for row in main)
         return (
-            f"{count} {of} {'can be tested and were not' if result.verdict == NOT_RUN else 'have no test'}."
+            f"{count} {of} {'have a test that was not run' if result.verdict == NOT_RUN else 'have no test'}."
         )
     if result.verdict == DEPENDS:
         return f"{sum(row.verdict == DEPENDS for row in main)} {of} depend on a condition that is not published ({by})."
@@ -128,7 +128,7 @@ def why(result: ClaimResult) -> str:
 
 
 def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
-    """Return one claim with every field, row and piece of evidence, ready for JSON."""
+    """Return one claim with its verdict and all rows and evidence as JSON data."""
     claim = result.claim
     return {
         **_fields(claim, "id", "title", "family", "file"),
@@ -155,14 +155,14 @@ def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
 
 
 def _fields(of: object, *names: str) -> dict[str, Any]:
-    """Return fields of an object by name, with infinity as text, because JSON has no infinity."""
+    """Return the fields `names` of an object, with infinity as text, because JSON has no infinity."""
     return {name: _json(getattr(of, name)) for name in names}
 
 
 def count_text(result: ClaimResult, name: str) -> str:
-    """Return reproduced of testable rows under a kind of evidence or `ITSELF`: `54/54`, `not run`, or a dash.
+    """Return agreeing of testable rows under the kind of evidence `name` or `ITSELF`: `54/54`, `not run`, or a dash.
 
-    A claim whose ledger entry names the hardware for a measurement that no expression tests is `not run`, too.
+    Measured evidence is also `not run` if the ledger names needed hardware but has no expression for a measurement.
     """
     kind, claim = result.kind(name), result.claim
     if kind and kind.decided:
@@ -198,11 +198,11 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 MOVES = 5
-"""Maximum number of unknowns listed for a predicted value, largest effect first."""
+"""Maximum number of unknown inputs listed for a simulated value, largest effect first."""
 
 
 def _moved(doubt: InputUncertainty | None) -> list[dict[str, Any]]:
-    """Return the value at both ends of an unknown's range, with all other unknowns at their best values."""
+    """Return values at both ends of each unknown input's range, with all other inputs at their best values."""
     alone = {} if doubt is None else doubt.alone
     return [{"key": key, "low": low, "high": high} for key, (low, high) in list(alone.items())[:MOVES]]
 

@@ -1,35 +1,23 @@
-"""The rule that decides whether a value agrees with a published value.
+"""The rule that decides whether a value agrees with a published value; no row of the ledger has its own tolerance.
 
-**The rule.**  Evidence agrees if its value, with the uncertainty of its inputs, meets the widest of
+A `value` agrees if it lies in the widest of three ranges:
 
-1. the source's printed digits.  A closed form may be rounded, and a number of three digits or more also truncated (the
-   ZeRO paper does both: 31.41 -> 31.4, 41.25 -> 41.3, but 4187.5 -> 4187; 8.72 is not 8).  Simulated and measured
-   values may only be rounded.  Counts of any kind of evidence must be equal (4.4 calls are not 4);
-2. the error of a value digitised from a figure, if the ledger states one;
-3. the tolerance of the metric's class, below, for simulated and measured evidence.  Analytic evidence gets
-   only 1 and 2, because a closed form has no noise.  The exception is `size`, which is a name and not a result.
+1. The printed digits of the source.  A closed form may be rounded, or truncated if the number has three digits or more
+   (the ZeRO paper does both: 41.25 -> 41.3, but 4187.5 -> 4187).  Simulated and measured values may only be rounded.
+   Counts must be equal (4.4 calls are not 4).
+2. The error of a value digitised from a figure, if the ledger states one.
+3. The tolerance of the metric's class (`RELATIVE_TOLERANCE`), for simulated and measured values only, because a closed
+   form has no noise.  Class `size` applies to closed forms too.
 
-**Kinds of statements** (`STATEMENTS`, `statement_of`).  The rule above is that of a `value`.  An `order` or an `event`
-("ok", "oom", "forward") agrees if the words are equal, and equal values have no order.
+Other statements (`STATEMENTS`) have these rules:
 
-A `bound` ("over 38", "at least 24", "less than 20") has the printed number as its edge, "more than doubles" 2.  The
-error in the ledger widens a bound: that of a digitised figure, or of a rounding that the source mentions.  The
-evidence's own interval widens it too: that of its inputs or of a measurement.  Printed digits do not widen a bound.
+- An `order` or an `event` ("ok", "oom", "forward") agrees if the words are equal.
+- A `bound` ("over 38") ends at the printed number.  Only the ledger's error and the interval of the value widen it.
+- `up to` must reach the number after rounding (9.5 counts as 10).  Above the number, the rule of a `value` applies.
+- A `threshold` ("the largest model is 1.3B") agrees from the printed size, less its rounding and at most 5 %, to below
+  the next larger size that the source tried.  The same applies to `up to` in class `limit`.
 
-`up to` states a largest case.  The best case must reach the number, less the rounding of the printed number (9.5
-counts as 10) and the two errors that widen a bound.  Above the number, the tolerance of an equality applies.
-
-A `threshold` ("the largest model is 1.3B", "fails beyond 1.3B") lies between the largest size that ran and the smallest
-tried size that did not.  A limit from tests agrees from the printed size, less its rounding and at most 5 %, to below
-the next larger size that the source tried.  The same holds for `up to` in class `limit`.
-
-A scaled twin is compared with the same formula at the twin's own scale, which the ledger writes as `expect`.  Its
-class is `exact`, `exact-padding` or `parity`, or `share` if the formula gives the idle share of the time.  Where
-measurements have noise, the measured point decides and not its interval; a bound uses the interval.
-
-No row of the ledger has a tolerance of its own.
-
-The margin of an agreeing value is its distance to both ends of the accepted values, relative to the published number.
+A scaled-down twin is compared with the formula at its own scale, which the ledger gives as `expect`.
 """
 
 from __future__ import annotations
@@ -55,41 +43,39 @@ RELATIVE_TOLERANCE: dict[str, float] = {
 }
 """Relative tolerance by class of metric.
 
-`exact`: counts and closed forms.  `exact-padding`: exact bytes except for the padding of shards and the few scalars
-(loss, norm) that a real step adds; a missing or doubled term of any formula here is at least a hundred times larger.
-`parity`: the same loss from another layout in fp32.  `size`: the name that a source gives a model ("100B"), against
-its true parameter count; as memory.  `limit`: the largest model that fits, a threshold between the sizes that the
-source tried.  `quality`: scores of weights; never compared without the weights.
+`exact`: counts and closed forms.  `exact-padding`: bytes, except for the padding of shards and the few scalars (loss,
+norm) that a real step adds.  `parity`: the same loss from another layout in fp32.  `size`: the name of a model
+("100B"), against its true parameter count.  `limit`: the largest model that fits; the sizes that the source tried
+(`Claim.steps`) give its tolerance.  `quality`: scores of the published weights.
 """
 TOLERANCE_POINTS: dict[str, float] = {"share": 3.0}
 """Absolute tolerance in percentage points, for classes whose unit is %.
 
-`share`: lost or gained time as a share of the time of the work.  Its disturbances (message time, unequal stages, a
-core used by others) are shares of the work too and do not shrink with the loss.  A tolerance of 12 % for a bubble of
-8 % would require a hundredth of the work.
+`share`: lost or gained time as a share of the compute time.  Its errors (message time, unequal stages, other processes)
+are shares of the compute time too and do not shrink with the lost time, so a relative tolerance would be too strict.
 """
 NOISELESS_METRICS = ("exact", "exact-padding", "parity")
-"""Classes whose values have no noise: printed digits give no tolerance to measured values and counts."""
+"""Classes whose values have no noise. Measured values and counts of these classes need not be rounded to agree."""
 COUNT_UNITS = ("", "x", "calls", "elements", "bytes", "samples", "steps", "GPUs")
-"""Units of counts: calls, samples, elements or bytes per parameter, multiples."""
+"""Units of values that count items or multiples, such as elements or bytes per parameter."""
 UP_TO = "up to"
 BOUNDS = ("", "over", "at least", "under", "at most", UP_TO)
-"""Bounds by which a source can state a number; empty: equality."""
+"""Bounds with which a source can state a number; empty: equality."""
 VALUE, BOUND, ORDER, EVENT, THRESHOLD = STATEMENTS = ("value", "bound", "order", "event", "threshold")
-"""Kinds of published statements; each has its rule above."""
+"""Kinds of published statements; the docstring of the module gives the rule of each kind."""
 EVENT_FUNCTIONS = frozenset({"outcome", "failure", "fit_outcome"})
-"""Functions of expressions that return the outcome of a run."""
+"""Functions of ledger expressions that return the outcome of a run."""
 MAX_TRUNCATED_SHARE = 0.01
-"""Maximum share of its last digit in a number that a closed form may truncate: three digits."""
+"""A closed form may be truncated if the unit of the last printed digit is at most this share of the number."""
 SIZE_ROUNDING = RELATIVE_TOLERANCE["size"]
-"""Maximum relative rounding of the name of a size: 5.5B is not 6B, and 0.5B is not 1B."""
+"""Maximum relative rounding of a published size limit: 5.5B is not 6B, and 0.5B is not 1B."""
 _ROUNDING = 1e-12
-"""Relative slack for binary floating point."""
+"""Relative tolerance for rounding errors of floating-point arithmetic."""
 
 
 @dataclass(frozen=True)
 class AcceptedRange:
-    """Accepted values: `low <= value <= high`, without an end that is open, and the reason."""
+    """Accepted values from `low` to `high`, each end included unless it is open, and the rule that set them."""
 
     low: float
     high: float
@@ -105,7 +91,7 @@ class AcceptedRange:
         return above and below
 
     def margin(self, low: float, high: float, published: float) -> tuple[float, float]:
-        """Return how far an agreeing interval `[low, high]` may move down and up, as shares of `published`."""
+        """Return how far a value's interval `[low, high]` may move down and up and still agree, over `published`."""
         slack = _ROUNDING * max(abs(low), abs(high))
         ends = (high - self.low, self.high - low)
         down, up = (
@@ -124,11 +110,11 @@ def accepted_range(
     steps: tuple[float, ...] = (),
     count: bool = False,
 ) -> AcceptedRange:
-    """Return the values that agree with `published` under the rule above, all in the published unit.
+    """Return the values that agree with `published` under the rule of this module, in the published unit.
 
-    `closed_form`: the evidence is analytic.  `error`: error of digitisation, or of a rounding that the source
-    mentions. `steps`: the sizes that the source tried, for class `limit`.  `count`: the value is a number of items,
-    a multiple or a coefficient, which must be equal.
+    `closed_form`: the evidence is analytic.  `error`: error of a digitised value, or of a rounding that the source
+    mentions.  `steps`: sizes that the source tried, for class `limit`.  `count`: the value counts items or multiples
+    and must be equal.
     """
     low, high = published.low, published.high
     count = count and metric in NOISELESS_METRICS
@@ -158,7 +144,7 @@ def accepted_range(
     if metric in TOLERANCE_POINTS and not closed_form:
         points = TOLERANCE_POINTS[metric]
         widened.append((low - points, high + points, f"{points:g} points ({metric})"))
-    # Truncation accepts everything below the next printed number; the end of a range is only rounded.
+    # A truncated number may stand for any value below the next printed number. Ends of a range are rounded only.
     truncated = closed_form and low == high and published.step <= MAX_TRUNCATED_SHARE * low
     half = 0.0 if count else published.step / 2
     digits = (low - half, high + (2 * half if truncated else half))
@@ -178,7 +164,7 @@ def accepted_range(
 def statement_of(
     printed: PrintedNumber | None, published: str, bound: str, metric: str, calls: Set[str]
 ) -> str:
-    """Return the kind of a statement from its text and from the functions `calls` that test it."""
+    """Return the kind of a published statement from its text and from the functions `calls` in its expressions."""
     if bound:
         return BOUND
     if printed is not None:
@@ -189,14 +175,14 @@ def statement_of(
 
 
 def accepted_range_at_scale(expected: tuple[float, float], metric: str) -> AcceptedRange:
-    """Return the values that agree under `metric` with the interval of a formula at a twin's scale."""
+    """Return the values that agree with the interval `expected` of a formula at a twin's scale, by class `metric`."""
     relative = max(RELATIVE_TOLERANCE[metric], _ROUNDING)
     slack = relative * max(map(abs, expected)) + TOLERANCE_POINTS.get(metric, 0)
     return AcceptedRange(expected[0] - slack, expected[1] + slack, False, False, metric)
 
 
 def describe_class_tolerance(metric: str) -> str:
-    """Describe the tolerance of a class: `exactly`, `within 0.001 relative`, `within 3 points`."""
+    """Return the tolerance of a class as text: `exactly`, `within 0.001 relative`, `within 3 points`."""
     if metric in TOLERANCE_POINTS:
         return f"within {TOLERANCE_POINTS[metric]:g} points"
     return f"within {RELATIVE_TOLERANCE[metric]:g} relative" if RELATIVE_TOLERANCE[metric] else "exactly"
@@ -221,7 +207,7 @@ def accepted_range_of_row(row: Row, evidence: Evidence, claim: Claim) -> Accepte
 
 
 def published_range(row: Row, claim: Claim) -> AcceptedRange | None:
-    """Return the published value, in the row's unit, with the source's own error and no tolerance; None for words."""
+    """Return the range of the published value from its digits and error, in the row's unit; None for words."""
     if row.printed is None:
         return None
     steps = tuple(step / UNITS[row.unit] for step in claim.steps)
@@ -231,7 +217,7 @@ def published_range(row: Row, claim: Claim) -> AcceptedRange | None:
 
 
 def describe_tolerance(row: Row, evidence: Evidence, claim: Claim) -> str:
-    """Describe the accepted values: `29.83 to 32.97 GB: 5% (memory)`, `the same word`."""
+    """Return the accepted values and their rule as text: `29.83 to 32.97 GB: 5% (memory)`, `the same word`."""
     rule = accepted_range_of_row(row, evidence, claim)
     if rule is not None:
         return f"{_range(rule, row)}: {rule.because}"

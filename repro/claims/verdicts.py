@@ -1,4 +1,4 @@
-"""Verdicts, and the results of evidence, rows, kinds of evidence and claims that contain them."""
+"""Verdicts, and the results of single tests, rows, kinds of evidence and claims."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from repro.claims.ledger import CLOSED_FORM, ITSELF, Claim, Row
 from repro.results.interval import possible_range
 
 MAX_MARGIN = 0.25
-"""Maximum margin of a test that is not weak, relative to the published number."""
+"""Margin, relative to the published number, above which a test counts as weak."""
 MIN_SHOWN_SHARE = 0.02
-"""Minimum share of the uncertainty of an unknown that is shown."""
+"""Minimum share of the total uncertainty for an unknown input to be listed."""
 
 
 @dataclass(frozen=True)
 class InputUncertainty:
-    """The values of one expression in all cases of its unknown inputs."""
+    """Range of one expression over the ranges of its unknown inputs."""
 
     low: float
     """Lower end of the 90 % interval of joint draws. The interval includes the best value."""
     high: float
     least: float
-    """Lower end of all possible values; `most` is the upper end."""
+    """Smallest possible value; `most` is the largest."""
     most: float
     best: float
     alone: Mapping[str, tuple[float, float]]
-    """Map from an unknown to the values at both ends of its range; largest effect first."""
+    """Values of the expression at both ends of the range of one unknown input, by input; largest effect first."""
 
     def in_units_of(self, size: float) -> InputUncertainty:
         """Return a copy with every value divided by `size`."""
@@ -37,21 +37,20 @@ class InputUncertainty:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return each unknown's share of the summed effects of all unknowns."""
+        """Return the effect of each unknown input, as a share of the summed effects of all of them."""
         spans = {key: abs(high - low) for key, (low, high) in self.alone.items()}
-        whole = sum(spans.values()) or 1.0
-        return {key: span / whole for key, span in spans.items()}
+        total = sum(spans.values()) or 1.0
+        return {key: span / total for key, span in spans.items()}
 
     def largest_unknowns(self, count: int) -> list[tuple[str, float, float, float]]:
         """Return (unknown, value at the low end, value at the high end, share) of the `count` largest effects."""
         shares = self.shares
-        kept = [
+        return [
             (key, *ends, shares[key]) for key, ends in self.alone.items() if shares[key] >= MIN_SHOWN_SHARE
-        ]
-        return kept[:count]
+        ][:count]
 
     def deciding_unknowns(self, meets: Callable[[float, float], bool]) -> tuple[str, ...]:
-        """Return the unknown that alone explains the published value, else the two unknowns with the largest effects.
+        """Return the unknown input whose range alone reaches the published value, else the two with largest effects.
 
         `meets` returns whether an interval contains the published value.
         """
@@ -63,11 +62,11 @@ class InputUncertainty:
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 FOLLOWS, INCONSISTENT = "follows", "inconsistent"
-"""Verdicts of arithmetic: a formula or other numbers of the source, or a given answer, give the published value."""
+"""Verdicts of arithmetic: formulas or other numbers of the source give the published value, or contradict it."""
 POSSIBLE = "possible"
-"""Verdict of a prediction whose best value misses and whose interval from unknown inputs holds the published value."""
+"""Verdict of a prediction that misses the published value, which is inside the interval from unknown inputs."""
 ERRATUM, DEPENDS = "erratum", "depends"
-"""Verdicts of a printed number that its source corrects, and of a value that agrees under one reading only."""
+"""Verdicts of a printed number that its source corrects, and of a value that agrees under some readings only."""
 NOT_COMPARABLE, NOT_RUN, NO_TEST = "not comparable", "not run", "no test"
 TESTED = (REPRODUCED, POSSIBLE, DEPENDS, NOT_REPRODUCED)
 """Verdicts of rows that a test decides."""
@@ -87,48 +86,48 @@ VERDICTS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One piece of evidence for one row, with its own verdict."""
+    """Result of one piece of evidence for one row: its value and its own verdict."""
 
     kind: str
     scale: str
     origin: str
-    """Origin of the inputs: `ledger.CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
+    """Origin of the value: `ledger.CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     verdict: str
     reason: str
-    """The applied rule, or the missing record."""
+    """Tolerance rule that decided, or the missing record."""
     reading: str = ""
-    """Unpublished condition that the evidence assumes, where a row has evidence for several; otherwise empty."""
+    """Unpublished condition that the evidence assumes, if the row tests several conditions; otherwise empty."""
     value: Value | None = None
     """Value in the row's unit; None if not run."""
     low: Value | None = None
-    """Lower end of the evidence's interval: 95 % if measured, 90 % from unknown inputs if predicted."""
+    """Lower end of the value's interval: 95 % if measured, 90 % from unknown inputs if simulated."""
     high: Value | None = None
     expected: Value | None = None
-    """Value of the formula at a twin's scale, in the row's unit; None: the published value counts."""
+    """Expected value at the scale of a scaled-down twin, in the row's unit; None: the published value."""
     text: str = ""
-    """The value for a person."""
+    """Value as displayed, with its interval."""
     expression: str = ""
     tolerance: str = ""
     """Accepted values in words, independent of any run."""
     experiments: tuple[str, ...] = ()
-    """Experiments of the value as `suite/name`, each once; empty for a closed form."""
+    """Experiments that the value reads, as `suite/name`; empty for a closed form."""
     libraries: tuple[str, ...] = ()
-    """Measured libraries other than this suite's own step: `DeepSpeed 0.19.8`."""
+    """Training libraries that ran instead of this suite's own engine, such as `DeepSpeed 0.19.8`."""
     measured_on: str = ""
-    """Device of measurements of one device, and device and day of reference records; otherwise empty."""
+    """Device of a one-GPU measurement, or device and day of reference records; otherwise empty."""
     is_reference: bool = False
-    """Whether the value comes from reference records and not from the reader's own."""
+    """Whether the value comes from packaged reference records and not from the user's own records."""
     doubt: InputUncertainty | None = None
-    """Uncertainty of a predicted time from unknown inputs, in the row's unit."""
+    """Uncertainty of a simulated value from unknown inputs, in the row's unit."""
     margin: tuple[float, float] | None = None
     """Distance of an agreeing number to the low and the high end of the accepted values, relative to the expected
     number; None for words."""
     deciding: tuple[str, ...] = ()
-    """Unknown that alone explains the published value, or the two with the largest effects; for `possible` only."""
+    """Unknown inputs that explain the distance to the published value; for the verdict `possible` only."""
 
     @property
     def machine(self) -> str:
-        """Return `as measured on` a device of reference records, `on` an own device, or an empty text."""
+        """Return `on DEVICE`, or `as measured on DEVICE` for reference records; empty without a device."""
         if not self.measured_on:
             return ""
         return f"{'as measured on' if self.is_reference else 'on'} {self.measured_on}"
@@ -145,12 +144,12 @@ class Finding:
 
     @property
     def decided(self) -> bool:
-        """Return whether a value was judged."""
+        """Return whether the evidence agrees with or contradicts the published value, or is `possible`."""
         return self.verdict in (*GOOD, POSSIBLE, *BAD)
 
     @property
     def itself(self) -> bool:
-        """Return whether it only compares a source with its own formulas and numbers, which is no test."""
+        """Return whether the evidence only compares a source with its own formulas and numbers, which is no test."""
         return self.origin in (CLOSED_FORM, ITSELF)
 
 
@@ -160,26 +159,28 @@ class RowResult:
 
     row: Row
     findings: tuple[Finding, ...]
-    """Strongest first."""
+    """Results of all evidence, strongest evidence first."""
     verdict: str
     basis: str
-    """Kind and scale of the deciding evidence; empty when nothing is decided."""
+    """Kind and scale of the deciding evidence; empty if no evidence decides."""
     reason: str
     margin: tuple[float, float] | None = None
     """Smallest margins down and up of the tests that decide a `reproduced` row; None for words and other verdicts."""
     mutations: tuple[str, ...] | None = None
-    """Mutations of the simulated system that change the verdict; None if the committed table lacks the row."""
+    """Faults of the simulator that change the verdict; None if data/mutations.json does not contain the row."""
 
     @property
     def weakness(self) -> str:
         """Return why the test of a `reproduced` row is weak; empty if it is not."""
         finite = [one for one in self.margin or () if one < float("inf") or not self.row.bound]
-        wide = f"may move by more than {MAX_MARGIN:.0%}" if max(finite, default=0) > MAX_MARGIN else ""
+        wide = (
+            f"value may change by more than {MAX_MARGIN:.0%}" if max(finite, default=0) > MAX_MARGIN else ""
+        )
         return " and ".join(filter(None, (wide, "no mutation changes it" if self.mutations == () else "")))
 
     @property
     def disagrees(self) -> tuple[Finding, ...]:
-        """Return weaker decided evidence whose verdict contradicts that of the row."""
+        """Return the evidence whose verdict contradicts that of the row; it is weaker than the deciding evidence."""
         against = BAD if self.verdict in GOOD else GOOD if self.verdict in BAD else ()
         return tuple(f for f in self.findings if f.verdict in against and self.basis)
 
@@ -197,23 +198,23 @@ class RowResult:
 
 @dataclass(frozen=True)
 class KindResult:
-    """Main rows of a claim under one kind of evidence; other rows do not count."""
+    """Verdict and counts of a claim's main rows under one kind of evidence."""
 
     kind: str
-    """`analytic`, `simulated`, `emulated`, `measured`; or `ledger.ITSELF`, which is separate from these."""
+    """`analytic`, `simulated`, `emulated`, `measured`, or `ledger.ITSELF` for comparisons of a source with itself."""
     scale: str
-    """Every scale of measured evidence, joined by `, `."""
+    """Scales of the evidence, joined by `, `."""
     verdict: str
     reproduced: int
-    """Rows that agree."""
+    """Number of rows whose evidence agrees."""
     decided: int
     rows: int
-    """Rows that this kind of evidence can test."""
+    """Number of rows that this kind of evidence can test."""
 
 
 @dataclass(frozen=True)
 class ClaimResult:
-    """One claim, judged."""
+    """Verdict of one claim, and the results of its rows."""
 
     claim: Claim
     rows: tuple[RowResult, ...]
@@ -221,13 +222,13 @@ class ClaimResult:
     """Kinds of evidence that can test a main row."""
     verdict: str
     basis: str
-    """Bases of the main rows, strongest first, each with its agreeing rows."""
+    """Kinds of evidence that decide the main rows, strongest first, each with its agreeing and decided rows."""
     reason: str
     disagreements: tuple[str, ...]
 
     @property
     def findings(self) -> list[Finding]:
-        """All evidence for or against the claim's rows."""
+        """Results of all evidence for the claim's rows."""
         return [finding for row in self.rows for finding in row.findings]
 
     def kind(self, name: str) -> KindResult | None:

@@ -1,7 +1,6 @@
-"""Engines that execute a layout, the software of the reports by name, and the layouts, trainings and models that an
-engine, a layout or a GPU cannot run.
+"""Checks of what each engine can execute, and the settings that repeat the software of a published report.
 
-A layout of a suite or of the command line may name a software (`software.toml`) in place of its settings.
+A layout of a suite or of the command line may name such a software (`software.toml`) in place of its settings.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from repro.config.training import Training
 
 NATIVE = "native"
 FUSED_HEAD_MULTIPLE = 8
-"""Required divisor of a head's 16-bit elements before compute capability 8.0, with xFormers' kernel only.
-FlashAttention pads heads (`sdp_utils.cpp` of PyTorch, `minimum_gemm_alignment`)."""
+"""Width of a 16-bit head must be a multiple of this for fused attention before compute capability 8.0, where torch has
+only xFormers' kernel. Later FlashAttention pads heads (`minimum_gemm_alignment` in PyTorch's `sdp_utils.cpp`)."""
 
 
 class Combination(NamedTuple):
-    """A value that the engine refuses in combination with others, and the valid values."""
+    """Setting that an engine refuses in combination with other settings: its key, a test, and the valid values."""
 
     key: str
     refused: Callable[[Layout, Training], bool]
@@ -33,7 +32,7 @@ class Combination(NamedTuple):
 
 
 ENGINES: dict[str, dict[str, list[Any]]] = read_toml(Path(__file__).with_suffix(".toml"))
-"""Values that each engine supports, by key of a layout or a training."""
+"""Values of the keys of a layout or a training that each engine supports; every value of a missing key."""
 
 
 class Software(NamedTuple):
@@ -42,9 +41,9 @@ class Software(NamedTuple):
     title: str
     source: str
     layout: dict[str, Any]
-    """Settings of every layout. `bucket_elements` are a constant and a number per replica; the larger counts."""
+    """Settings of every layout. `bucket_elements` has a constant and a number per replica; buckets take the larger."""
     stages: dict[str, dict[str, Any]]
-    """Settings of each ZeRO stage that the software had."""
+    """Additional settings, by each ZeRO stage that the software had."""
 
 
 SOFTWARE: dict[str, Software] = {
@@ -61,7 +60,7 @@ def find_software(name: str) -> Software:
 
 
 def describe_software(name: str) -> str:
-    """Return the settings of a software in one line."""
+    """Return one line with the title of a software and its layout settings."""
     known = find_software(name)
     tables = {"": known.layout} | {f"ZeRO {stage} ": table for stage, table in known.stages.items() if table}
     texts = (
@@ -72,7 +71,7 @@ def describe_software(name: str) -> str:
 
 
 def with_software(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` with the settings of its key `software` in place of that key; given settings take precedence."""
+    """Return layout settings with the settings of the key `software` in its place; other given keys take precedence."""
     keys = dict(given)
     name = keys.pop("software", None)
     if name is None:
@@ -84,14 +83,14 @@ def with_software(given: Mapping[str, Any]) -> dict[str, Any]:
     for key, degree in degrees.items():
         require(type(degree) is int, key, degree, "a whole number")
     zero, dp, cp = degrees.values()
-    right = f"a ZeRO stage that {name} has: {', '.join(found.stages)}"
+    right = f"a ZeRO stage that software {name} has: {', '.join(found.stages)}"
     require(str(zero) in found.stages, "zero", zero, right)
     settings = found.layout | found.stages[str(zero)]
     if dp * cp == 1:
         settings.pop("gradient_as_bucket_view", None)
     settings |= keys
     constant, per_replica = settings.pop("bucket_elements", (0, 0))
-    if constant and dp * cp > 1 and zero != 3:  # other layouts have no buckets
+    if constant and dp * cp > 1 and zero != 3:  # a single replica and stage 3 have no gradient buckets
         wide = "fp32" in (settings.get("grad_dtype"), settings.get("precision", "fp32"))
         settings.setdefault("bucket_bytes", max(constant, per_replica * dp) * (4 if wide else 2))
     return settings
@@ -110,17 +109,17 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
                 layout.recompute == SELECTIVE
                 and not (layout.kernels.writes_scores or training.attention_dropout)
             ),
-            "none or block without kernels = softmax or unfused, since fused attention retains no scores,",
+            "none or block with fused attention, which stores no scores (use kernels = softmax or unfused),",
         ),
     ),
     "torch": (
-        # ZeroRedundancyOptimizer does not support DTensors.
+        # torch's ZeroRedundancyOptimizer, which runs stage 1, does not support DTensors.
         Combination(
             "zero",
             lambda layout, _: layout.zero == 1 and layout.dp > 1 and _has_model_parallelism(layout),
             "0, 2 or 3 with tp or pp",
         ),
-        # With model parallelism or 16 bits FSDP2 sums the gradients, and it has no buckets.
+        # With model parallelism or 16 bits, FSDP2 reduces the gradients, and FSDP2 has no gradient buckets.
         Combination(
             "gradient_as_bucket_view",
             lambda layout, _: (
@@ -134,7 +133,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
             lambda layout, _: layout.schedule == "1f1b" and layout.accumulation < layout.pp,
             "at least as many micro-batches as stages",
         ),
-        # GradScaler halves the scale at the first overflow.
+        # torch's GradScaler halves the loss scale at the first overflow, so that its hysteresis is always 1.
         Combination(
             "loss_scale_hysteresis",
             lambda layout, training: layout.precision == "fp16" and training.loss_scale_hysteresis != 1,
@@ -142,7 +141,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         ),
     ),
     "deepspeed": (
-        # DeepSpeed's contiguous buffers are for partitioned checkpoints; gradients always have one.
+        # M_D in DeepSpeed is a contiguous buffer for partitioned checkpoints; its gradients always have such a buffer.
         Combination("md", lambda layout, _: layout.md and not layout.pa, "false, or pa = true,"),
         Combination(
             "offload_optimizer",
@@ -158,7 +157,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         ),
     ),
     "megatron": (
-        # Its batch has two messages to and two from the same stage, which are confused with each other.
+        # With two stages, the next and the previous stage are one peer, whose batched messages Megatron-core mixes up.
         Combination(
             "overlap",
             lambda layout, _: layout.chunks > 1 and layout.pp == 2 and not layout.overlap,
@@ -176,10 +175,10 @@ GPT2_ENGINES = ("torch", "megatron")
 def check_engine(engine: str, layout: Layout, training: Training, model: Model) -> None:
     """Raise `ConfigError` for a layout, a training or a model that the engine cannot execute."""
     for key, value in model.departures().items() if engine in GPT2_ENGINES else ():
-        right = f"as in GPT-2 with engine {engine}, whose model is one"
+        right = f"the value of GPT-2, the only model of engine {engine}"
         raise ConfigError(key, value, right, where="model")
     if engine == "deepspeed" and layout.tp > model.key_heads:
-        right = f"at most kv_heads = {model.key_heads} with engine {engine}, which does not add gradients up over tp"
+        right = f"at most kv_heads = {model.key_heads} with engine {engine}, which replicates no key heads"
         raise ConfigError("tp", layout.tp, right, where="layout")
 
     def refuse(key: str, right: str) -> None:
@@ -196,18 +195,18 @@ def check_engine(engine: str, layout: Layout, training: Training, model: Model) 
 
 
 def capture_obstacle(layout: Layout, training: Training) -> str:
-    """Return why engine `native` cannot capture the passes of a micro-batch in CUDA graphs, or an empty string."""
+    """Return why engine `native` cannot capture forward and backward passes in CUDA graphs; empty if it can."""
     if layout.world > 1:
-        return "collectives between several ranks are not captured"
+        return "CUDA graphs here do not include collectives between several ranks"
     if layout.kernels.plain and (training.dropout or training.attention_dropout):
-        return "torch's operators take the keys of dropout, which change with each micro-batch, from the host"
+        return "dropout by torch's operators needs a new seed from the host for every micro-batch"
     if layout.pa_cpu:
-        return "checkpoints are copied to host memory on a stream of their own"
+        return "activation checkpoints are copied to host memory on another CUDA stream"
     return ""
 
 
 def check_layout_fits(layout: Layout, model: Model, seq: int) -> None:
-    """Raise `ConfigError` that names the layout's key if `layout` cannot divide `model` or samples of `seq` tokens."""
+    """Raise `ConfigError` if a degree of `layout` does not divide the sizes of `model` or samples of `seq` tokens."""
     for key, what in (("heads", "heads"), ("ffn_width", "ffn"), ("vocab", "vocab")):
         size = getattr(model, key)
         require(size % layout.tp == 0, "tp", layout.tp, f"a divisor of {what} = {size} ({model.name})")
@@ -216,7 +215,7 @@ def check_layout_fits(layout: Layout, model: Model, seq: int) -> None:
     require(keys % layout.tp == 0 or layout.tp % keys == 0, "tp", layout.tp, what)
     other = next(iter(model.departures()), "")
     later = ", ".join(each for each in OperatorSet if each is not OperatorSet.UNFUSED)
-    what = f"one of {later}: the software of 2019 has no {other} = {getattr(model, other, '')}"
+    what = f"one of {later}, since operators of 2019 do not support {other} = {getattr(model, other, '')}"
     require(not other or layout.kernels is not OperatorSet.UNFUSED, "kernels", layout.kernels, what)
     ranks, names = (layout.cp * layout.tp, "cp x tp") if layout.cp > 1 else (layout.tp, "tp")
     require(
@@ -242,14 +241,14 @@ def check_layout_fits(layout: Layout, model: Model, seq: int) -> None:
         model.layers % parts == 0,
         "pp",
         layout.pp,
-        says=f"{times}a divisor of {what}, or stage_layers with {parts} numbers that add up to it",
+        says=f"{times}a divisor of {what}, or stage_layers must list {parts} numbers with this sum",
     )
 
 
 def unfused_attention_note(model: Model, layout: Layout, capability: str) -> str:
-    """Return one line if torch has no fused attention for the model's heads, otherwise an empty string.
+    """Return a warning if torch has no fused attention for the width of the model's heads; otherwise an empty text.
 
-    `capability`: compute capability of the device, such as `7.0`; empty without one.
+    `capability`: CUDA compute capability of the device, such as `7.0`; empty without CUDA.
     """
     other = (
         layout.kernels.writes_scores
@@ -259,15 +258,14 @@ def unfused_attention_note(model: Model, layout: Layout, capability: str) -> str
     if other or not capability or float(capability) >= 8:
         return ""
     return (
-        f"Heads of {model.head_width} elements are no multiple of {FUSED_HEAD_MULTIPLE}, for which torch has no "
-        f"fused attention on compute capability {capability}: it writes the scores, which neither memory nor time here "
-        "has."
+        f"Attention heads of width {model.head_width} are not a multiple of {FUSED_HEAD_MULTIPLE}, so torch cannot "
+        f"fuse attention on compute capability {capability}. It writes the scores, which predictions do not include."
     )
 
 
 def has_fused_softmax(samples: int, heads: int, s: int) -> bool:
-    """Return whether Megatron-LM's operator for scale, mask and softmax supports these sizes of a rank.
+    """Return whether Megatron-LM's fused scale, mask and softmax supports scores [samples, heads, s, s] of a rank.
 
-    Four squares of scores share a thread block (`megatron/model/fused_softmax.py` at 44bfcb32).
+    A thread block computes four score matrices [s, s] (`megatron/model/fused_softmax.py` at 44bfcb32).
     """
     return samples * heads % 4 == 0 and s % 4 == 0 and s <= 2048

@@ -10,11 +10,11 @@ _UNSET: Any = object()
 
 
 class ConfigError(ValueError):
-    """Invalid input from a person.  `str(error)` is one line; commands print it and exit with code 2.
+    """Invalid input of a user.  `str(error)` is one line, which commands print before they exit with code 2.
 
-    `key` and `value` name the input and `expected` the valid input.  If `expected` cannot describe the error (an
-    unknown key, a missing companion key), `says` is a full phrase.  Code that does not know the file omits it; the
-    reader of the file adds it with `within`.
+    `key` and `value` name the input, and `expected` describes valid input (`KEY = VALUE: must be EXPECTED`).  `says`
+    replaces the text from `must be` on.  Code that does not know the file omits it; the file's reader adds it
+    (`within`).
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class ConfigError(ValueError):
         super().__init__(key, value, expected, says, file, where)
 
     def within(self, *, file: str = "", where: str = "") -> ConfigError:
-        """Return a copy of the error, placed in a file and in a table of that file."""
+        """Return a copy of the error whose message names `file` and the table `where` as well."""
         where = ".".join(part for part in (where, self.where) if part)
         return self.for_key(self.key, file=self.file or file, where=where)
 
     def for_key(self, key: str, *, file: str = "", where: str = "") -> ConfigError:
-        """Return a copy of the error for the key `key`, in this file and table only."""
+        """Return a copy of the error whose message names exactly this key, file and table."""
         return ConfigError(key, self.value, self.expected, says=self.says, file=file, where=where)
 
     def __str__(self) -> str:
@@ -61,15 +61,19 @@ def require(condition: bool, key: str, value: Any, expected: str = "", *, says: 
 
 
 def unknown_name_hint(key: str, known: Sequence[str], what: str = "key") -> str:
-    """Return the hint for a name that is not among `known`."""
+    """Return the message for a name that is not among `known`, with the most similar name or all known names."""
     near = difflib.get_close_matches(key, known, n=1)
     hint = (
-        f"did you mean {near[0]}?" if near else f"known are {listed(known)}" if known else "there is no other"
+        f"did you mean {near[0]}?"
+        if near
+        else f"known are {listed(known)}"
+        if known
+        else f"there is no other {what}"
     )
     return f"unknown {what}; {hint}"
 
 
 def listed(names: Sequence[str], most: int = 30) -> str:
-    """Return `names` in one line of an error."""
+    """Return up to `most` names and the number of further names, for an error message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

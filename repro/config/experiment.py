@@ -1,4 +1,4 @@
-"""An experiment: model x layout x training x system x engine; and its key, the name of its results."""
+"""An experiment (model, layout, training, system and engine), and the key that identifies its results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from repro.config.sizes import TENSOR_BYTES, at_least, at_most
 from repro.config.training import Training
 
 PROTOCOL = 2
-"""Version of the measurement protocol; raised when a change makes older measurements incomparable."""
+"""Version of the measurement protocol. A change that makes older measurements incomparable raises it."""
 TWIN_RATIO = "FLOP/s of a device over the baseline's, predicted"
-"""Name of the number that a twin reproduces."""
+"""Name of the dimensionless number that a scaled-down twin must reproduce."""
 _REMARKS = ("published_name", "published_params", "source", "note")
 _NOT_OF_THE_COURSE = (
     "steps",
@@ -34,14 +34,14 @@ _NOT_OF_THE_COURSE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of a run.  Times in seconds, memory in bytes; 0 means no limit."""
+    """Time and memory limits of a run; 0 means no limit."""
 
     timeout_s: float = 600.0
-    """Wall-clock limit of one launch."""
+    """Wall-clock limit of one launch, in seconds."""
     hang_s: float = 60.0
-    """Time without progress of any rank after which a launch counts as a hang."""
+    """Seconds without progress of any rank after which a launch counts as a hang."""
     memory_bytes: int = 0
-    """Limit on each rank's data memory (`RLIMIT_DATA`; on CUDA a fraction of the device)."""
+    """Limit on the memory of each rank, in bytes: `RLIMIT_DATA`, or on CUDA a fraction of the device memory."""
 
     def __post_init__(self) -> None:
         at_least(self, ("timeout_s", "hang_s", "memory_bytes"), 0, "0 (no limit) or more")
@@ -50,22 +50,22 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class TwinOf:
-    """Origin of a small twin, as `repro twin` writes it; the run does not depend on it."""
+    """Published experiment of which an experiment is a scaled-down twin, as `repro twin` writes it for displays."""
 
     original: str
     """Name of the published experiment."""
     part: float
-    """Width of the twin over the width of the original, k."""
+    """Model width of the twin over that of the original, k."""
     between: float = 0.0
     """Bytes/s of a node's link to other nodes in the original; 0 on one node."""
     within: float = 0.0
     """Bytes/s of a device's link inside a node of the original."""
     numbers: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
-    """Dimensionless numbers (original, twin), predicted by the time model at the creation of the suite."""
+    """Dimensionless numbers of (original, twin) by name, which the time model predicted when the suite was written."""
 
     def __post_init__(self) -> None:
         pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in self.numbers.items()}
-        object.__setattr__(self, "numbers", pairs)  # JSON has lists
+        object.__setattr__(self, "numbers", pairs)  # JSON turns tuples into lists
         require(self.part > 0, "part", self.part, "more than 0")
         at_least(self, ("between", "within"), 0, "0 (none) or more")
 
@@ -80,20 +80,19 @@ class Experiment:
     layout: Layout
     training: Training = field(default_factory=Training)
     system: str = "local"
-    """Name of the system file; `local` is the machine at hand."""
+    """Name of a packaged system or path of a system file; `local` is the local machine."""
     engine: str = engines.NATIVE
-    """Engine that executes the layout: see `repro.config.engines`."""
+    """Training engine that executes the layout, a key of `repro.config.engines.ENGINES`."""
     limits: Limits = field(default_factory=Limits)
     network: EmulatedNetwork | None = None
-    """Emulated network between the ranks; None means the machine's own memory or network."""
+    """Emulated network between the ranks; None: the machine's own shared memory or network."""
     twin: TwinOf | None = None
-    """Origin of a small twin of a published experiment; None for other experiments."""
+    """Original of a scaled-down twin; None for other experiments."""
 
     def __post_init__(self) -> None:
         require(self.engine in engines.ENGINES, "engine", self.engine, f"one of {', '.join(engines.ENGINES)}")
-        require(
-            self.model.architecture == "gpt", "model", self.model.name, "a gpt; other models are only counted"
-        )
+        right = "a gpt; other models are only counted"
+        require(self.model.architecture == "gpt", "model", self.model.name, right)
         self.model.check_sequence(self.training.seq)
         try:
             engines.check_layout_fits(self.layout, self.model, self.seq)
@@ -102,28 +101,30 @@ class Experiment:
         at_most("bytes of a layer's largest tensor", self._largest_tensor(), TENSOR_BYTES)
         engines.check_engine(self.engine, self.layout, self.training, self.model)
         chunks = 2 * self.layout.cp if self.layout.cp > 1 else 1
-        require(self.seq % chunks == 0, "seq", self.seq, f"a multiple of 2 cp = {chunks}, two chunks a rank")
+        require(
+            self.seq % chunks == 0, "seq", self.seq, f"a multiple of 2 cp = {chunks}, for two chunks per rank"
+        )
         require(
             not self.layout.cuda_graphs or self.training.untimed_steps > 1,
             "untimed_steps",
             self.training.untimed_steps,
-            "at least 2 with cuda_graphs = true, whose graphs are captured in the second step",
+            "at least 2 with cuda_graphs = true, since the second step captures the graphs",
         )
         if self.training.checkpoint_every and self.engine != engines.NATIVE:
-            right = f"0 with engine {self.engine}, whose states only it knows"
+            right = f"0 with engine {self.engine}; only engine {engines.NATIVE} writes checkpoints"
             raise ConfigError("checkpoint_every", self.training.checkpoint_every, right, where="training")
         if self.network is not None:
             self._check_network(self.network)
 
     def _check_network(self, network: EmulatedNetwork) -> None:
-        right = "local, or a file of `repro calibrate`, with a network, which joins processes of this machine"
+        right = "local, or a file of `repro calibrate`, since an emulated network connects local processes"
         require(self.system == "local" or self.system.endswith(".toml"), "system", self.system, right)
         if network.world != self.layout.world:
             right = f"as many ranks as {' x '.join(self.layout.axes)} = {self.layout.world}"
             raise ConfigError("nodes x ranks_per_node", network.world, right, where="network")
 
     def _largest_tensor(self) -> int:
-        """Return the fp32 bytes of the largest tensor of an undivided layer: activations, scores or a matrix."""
+        """Return the bytes of the largest fp32 tensor (activations, scores or a matrix) of a layer without tp."""
         model = self.model
         inner = (model.heads + 2 * model.key_heads) * model.head_width
         ffn, tokens = (model.mlp_matrices - 1) * model.ffn_width, self.layout.micro_batch * self.seq
@@ -137,9 +138,9 @@ class Experiment:
 
     @property
     def course(self) -> dict[str, Any]:
-        """Return the settings that determine the weights after each step, except the order of sums.
+        """Return the settings that determine the weights after each step, up to rounding.
 
-        Experiments with equal settings can continue from each other's checkpoints.
+        Experiments with equal results of this property can continue from each other's checkpoints.
         """
         training = _chosen(self.training, without=_NOT_OF_THE_COURSE)
         if self.training.schedule == "cosine":
@@ -155,12 +156,11 @@ class Experiment:
 
     @property
     def key(self) -> str:
-        """Return sixteen hex digits that name the results: equal conditions and protocol, equal key.
+        """Return sixteen hex digits that identify the results of equal conditions under one `PROTOCOL`.
 
-        The key omits the experiment's name, the limits on time, the model's remarks and `twin`, which do not change
-        the measurement; a limit on memory does change it.  The key omits fields at their default too, so that a new
-        option that is off by default does not change the keys of older records.  A change of a default's value or
-        effect must raise `PROTOCOL`.
+        The key omits name, time limits, the model's remarks and `twin`, which do not affect a measurement.  It also
+        omits fields at their defaults, so that a new option does not change the keys of older records.  A change of a
+        default's value or effect must raise `PROTOCOL`.
         """
         content: dict[str, Any] = {
             "model": _chosen(self.model, without=_REMARKS),
@@ -177,7 +177,7 @@ class Experiment:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON data for `from_dict`.  The model contains only the layer's differences from GPT-2."""
+        """Return JSON data for `from_dict`; of the keys in `DEPARTURES`, only those that differ from GPT-2."""
         data, given = asdict(self), self.model.departures()
         data["model"] = {
             key: value for key, value in data["model"].items() if key in given or key not in DEPARTURES
@@ -194,14 +194,14 @@ def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> d
 
 
 def _default_tp_overlap(operators: OperatorSet) -> bool:
-    """Return `tp_overlap` of records without that option, in which the operators decided it."""
+    """Return the value of `tp_overlap` in records older than this option, in which the operators determined it."""
     return not operators.writes_scores
 
 
 def _chosen_layout(layout: Layout) -> dict[str, Any]:
-    """Return the fields of a layout in an experiment's key.
+    """Return the fields of a layout that belong to an experiment's key.
 
-    `tp_overlap` is included only if it differs from the value in records without that option: their keys are fixed.
+    `tp_overlap` is included only if it differs from `_default_tp_overlap`, so that keys of older records stay valid.
     """
     chosen = _chosen(layout, without=("tp_overlap",))
     if layout.tp > 1 and layout.tp_overlap != _default_tp_overlap(layout.kernels):
@@ -210,7 +210,7 @@ def _chosen_layout(layout: Layout) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any]) -> Experiment:
-    """Return the experiment of `Experiment.as_dict`, also of records without newer options."""
+    """Return the experiment for JSON data of `Experiment.as_dict`, also from older records without newer options."""
     layout = dict(data["layout"])
     if "tp_overlap" not in layout:
         operators = OperatorSet(layout.get("kernels", OperatorSet.FUSED))

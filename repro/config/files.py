@@ -1,4 +1,4 @@
-"""Reader of TOML files into frozen dataclasses; every mistake becomes one `ConfigError` line."""
+"""Reader of TOML files into frozen dataclasses; every mistake in a file raises a `ConfigError` of one line."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ _NUMBERS = {
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file.  Raises `ConfigError` if the file is missing or is not TOML."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:
         raise ConfigError(
             error.strerror or "cannot be read", expected="the path of a TOML file", file=str(path)
         ) from None
     except UnicodeDecodeError:
         raise ConfigError("not text", expected="a TOML file in UTF-8", file=str(path)) from None
-    except ValueError as error:  # a name with a zero byte
+    except ValueError as error:  # the path contains a null byte
         raise ConfigError(str(error), expected="the path of a TOML file", file=repr(str(path))) from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("not TOML", says=str(error), file=str(path)) from None
     except RecursionError:
-        raise ConfigError("not TOML", says="tables or lists in hundreds of others", file=str(path)) from None
+        raise ConfigError("not TOML", says="tables or lists are nested too deeply", file=str(path)) from None
 
 
 def check_writable(key: str, path: Path) -> None:
-    """Raise `ConfigError` unless `path` is a writable file, before the work that fills it; no file is created."""
+    """Raise `ConfigError` unless `path` can be written; long commands call it first, and it creates no file."""
     if not path.parent.is_dir():
-        raise ConfigError(key, str(path), "a file in a folder that exists")
+        raise ConfigError(key, str(path), "a file in an existing folder")
     try:
         with open(path, "ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -80,7 +80,7 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
 
 @cache
 def _nested_types(cls: type[Any]) -> dict[str, Any]:
-    """Return the types of the fields of `cls` that contain dataclasses, without `None`."""
+    """Return the types of the fields of `cls` that are or contain dataclasses, by field; `| None` is removed."""
     found = {}
     for name, kind in get_type_hints(cls).items():
         kinds = get_args(kind)
@@ -90,7 +90,7 @@ def _nested_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def _build_nested(kind: Any, value: Any, *, file: str, where: str) -> Any:
-    """Return the tables at `where` as `kind`: a dataclass, a dictionary, list or tuple of them."""
+    """Return the TOML tables at the key `where` as `kind`: a dataclass, or a dictionary or list of dataclasses."""
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is dict:
         if not isinstance(value, dict):
@@ -110,9 +110,9 @@ def _build_nested(kind: Any, value: Any, *, file: str, where: str) -> Any:
 
 
 def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
-    """Return `cls(**data)` after pydantic's check of types; an unknown key raises `ConfigError` with its name.
+    """Return the dataclass `cls` for a TOML table, after pydantic's check of types; invalid keys raise `ConfigError`.
 
-    Tables become the dataclasses of their fields. `"unknown"` is None where a field may be `float | None`.
+    Inner tables become dataclasses, too. `"unknown"` becomes None if the type of the field is `float | None`.
     """
     from pydantic import ValidationError
 
@@ -135,18 +135,17 @@ def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "")
         value = data.get(field.name)
         if value == "unknown" and field.type == "float | None":
             data[field.name] = value = None
-        if field.type in _NUMBERS and isinstance(
-            value, (bool, str)
-        ):  # pydantic accepts true as 1 and "4" as 4
+        # pydantic would convert true to 1, "4" to 4, and "no" or 0 to false.
+        if field.type in _NUMBERS and isinstance(value, (bool, str)):
             raise ConfigError(field.name, value, _NUMBERS[str(field.type)], file=file, where=where)
         kinds: Any = {"bool": bool, "bool | str": (bool, str)}.get(str(field.type), object)
-        if field.name in data and not isinstance(value, kinds):  # "no" and 0 for false
+        if field.name in data and not isinstance(value, kinds):
             raise ConfigError(field.name, value, "true or false", file=file, where=where)
         for leaf in _leaves(value):
             if isinstance(leaf, float) and not math.isfinite(leaf):
                 raise ConfigError(field.name, value, "finite", file=file, where=where)
             if isinstance(leaf, bool) and isinstance(value, list):
-                raise ConfigError(field.name, value, "a list without true or false", file=file, where=where)
+                raise ConfigError(field.name, value, "a list of numbers or texts", file=file, where=where)
     try:
         return _adapter(cls).validate_python(data, strict=False)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Layout: the distribution of one training step over devices.  Sizes of batches are in samples."""
+"""Layout of one training step: parallel degrees, batches, ZeRO stage and memory options."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
 ZERO3_GATHER = ("block", "parameter")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 SELECTIVE = "selective"
-"""Value of `recompute` that computes only the core of attention again."""
+"""Value of `recompute` that recomputes only the core of attention in backward."""
 RECOMPUTE_WORDS = {"none": False, "block": True, SELECTIVE: SELECTIVE}
-"""Values of `recompute` by their words; files and records have the values."""
+"""Values of `recompute` by the words of the command line; files and records contain the values."""
 ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One product `tp x cp x pp x dp` with a ZeRO stage across `dp x cp`.  `world = tp * cp * pp * dp`."""
+    """Distribution of a training step over `world = tp * cp * pp * dp` ranks, with a ZeRO stage over dp x cp."""
 
     dp: int = 1
     """Data-parallel degree, the ZeRO paper's Nd."""
@@ -38,48 +38,48 @@ class Layout:
     pp: int = 1
     """Pipeline-parallel degree, Megatron's p: the number of stages."""
     cp: int = 1
-    """Context-parallel degree: ranks that share the tokens of each sample, and gather all keys and values for their
-    attention (2407.21783 sec. 3.3.2).  All other operators process a sequence of s/cp tokens.  Gradients are averaged
-    over dp x cp, and ZeRO splits model states over dp x cp."""
+    """Context-parallel degree: ranks that share the tokens of each sample (2407.21783 sec. 3.3.2).  Attention gathers
+    all keys and values; other operators process s/cp tokens.  Gradients are averaged over dp x cp, and ZeRO splits
+    model states over dp x cp."""
     schedule: str = "1f1b"
     """Pipeline schedule: `gpipe`, `1f1b` (with flush) or `interleaved` (2104.04473 sec. 2.2)."""
     chunks: int = 1
-    """Model chunks of each stage under `interleaved`, Megatron's v."""
+    """Number of model chunks per stage under `interleaved`, Megatron's v."""
     stage_layers: tuple[int, ...] = ()
-    """Layers of each of the pp * chunks parts, in the order of the model; empty for equal numbers. The first part may
-    have only the embedding, and the last only the logits (2407.21783 sec. 3.3.2): 0."""
+    """Number of layers in each of the pp * chunks parts of the model, in order; empty for equal numbers. It may be 0 in
+    the first part, which has the embedding, and the last, which has the logits (2407.21783 sec. 3.3.2)."""
     scatter_gather: bool = False
-    """Send 1/tp of a boundary tensor from each tp rank and all-gather it on arrival (2104.04473 sec. 4.1)."""
+    """Send 1/tp of a boundary tensor between stages from each tp rank and all-gather it there (2104.04473 sec. 4.1)."""
     order: str = "tp-dp-pp"
-    """Axes from neighbouring ranks outwards: the first ones share a node.  cp follows tp directly."""
+    """Order in which ranks are assigned to axes: ranks of the first axis are consecutive.  cp follows tp directly."""
     zero: int = 0
     """ZeRO stage: 0 plain data parallelism, 1 P_os, 2 P_os+g, 3 P_os+g+p (1910.02054 sec. 5)."""
     zero1_reduce: str = "reduce-scatter"
-    """Collective by which stage 1 sums gradients: `reduce-scatter`, or `all-reduce` as released in February 2020. With
-    the following all-gather of parameters, the all-reduce sends 1.5x the bytes."""
+    """Collective with which stage 1 sums gradients: `reduce-scatter`, or `all-reduce` as released in February 2020.
+    With the following all-gather of parameters, the all-reduce variant sends 1.5x the bytes."""
     zero3_gather: str = "block"
     """Unit that stage 3 gathers: a `block` while the preceding block computes, or a `parameter` as released in March
-    2021.  With `parameter`, gathers do not overlap.  A gather sends and receives a list of the ranks' parts, for
-    which the host makes views and copies.  The host waits for the device before and after each gather.  Parameters of
-    fewer than 100,000 elements stay gathered until the optimizer's step.  A recomputed layer gathers a parameter again
-    for its backward pass if 1e9 elements of other parameters lie between the two uses."""
+    2021.  With `parameter`, gathers do not overlap with compute.  A gather sends and receives a list of the ranks'
+    parts, for which the host makes views and copies.  The host waits for the device before and after each gather.
+    Parameters of fewer than 100,000 elements stay gathered until the optimizer's step.  A recomputed layer gathers a
+    parameter again for backward if 1e9 elements of other parameters are used between forward and backward."""
     sp: bool = False
-    """Megatron sequence parallelism: norms and dropouts split along the sequence; needs tp > 1."""
+    """Megatron sequence parallelism: norms and dropouts process s/tp tokens per rank; needs tp > 1."""
     micro_batch: int = 1
-    """Samples that one replica runs through forward and backward at once."""
+    """Samples in one forward and backward pass of a replica."""
     global_batch: int = 0
     """Samples of one optimizer step over all replicas.  0 means micro_batch * dp."""
     recompute: bool | str = False
-    """Activation recomputation (checkpointing), one checkpoint per block.  `none` is false, and `block` is true, which
-    Megatron calls full, uniform, of one layer.  `selective`: only the core of attention (scores, softmax, their dropout
-    and the product with the values) is computed again in backward (2205.05198 sec. 5)."""
+    """Activation recomputation: `none` (false), `block` (true; one checkpoint per block) or `selective`.  Megatron
+    calls `block` full, uniform, of one layer.  `selective` recomputes only the core of attention (scores, softmax, its
+    dropout and the product with the values) in backward (2205.05198 sec. 5)."""
     pa: bool = False
     """P_a: each tp rank retains 1/tp of every activation checkpoint (1910.02054 sec. 6.1)."""
     pa_cpu: bool = False
-    """P_a+cpu: checkpoints are stored in host memory (1910.02054 sec. 6.1)."""
+    """P_a+cpu: activation checkpoints are stored in host memory (1910.02054 sec. 6.1)."""
     cb: bool = True
-    """C_B: fused communication uses buffers of constant size (1910.02054 sec. 6.2).  Without it all
-    gradients are fused in one fp32 buffer of 4 Psi bytes, as before ZeRO."""
+    """C_B: fused communication uses buffers of constant size (1910.02054 sec. 6.2).  Without C_B, all gradients are
+    copied to one fp32 buffer of 4 Psi bytes for their reduction."""
     md: bool = False
     """M_D: checkpoints and transient gradients use memory that is allocated once (1910.02054 sec. 6.3)."""
     offload_optimizer: bool = False
@@ -88,35 +88,35 @@ class Layout:
     """fp32; bf16 with fp32 master weights; fp16 with fp32 master weights and dynamic loss scaling."""
     grad_dtype: str = "precision"
     """Data type in which gradients are accumulated and reduced: that of `precision`, or `fp32` in 16-bit training.
-    With `fp32` the 16-bit gradient of each backward pass is added to an fp32 buffer and freed, as to the `main_grad` of
-    Megatron-LM (`accumulate_allreduce_grads_in_fp32`): gradients and their messages have 4 bytes a parameter.  Products
-    of `kernels = "megatron-2025"` add to the buffer themselves."""
+    With `fp32`, each backward pass adds its 16-bit gradients to an fp32 buffer and frees them, as Megatron-LM's
+    `main_grad` (`accumulate_allreduce_grads_in_fp32`).  Gradients and their messages then have 4 bytes per parameter.
+    Matrix products of `kernels = "megatron-2025"` add to the buffer directly."""
     bucket_bytes: int = 25_000_000
     """Bytes of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
     gradient_as_bucket_view: bool = True
-    """Gradients lie in the buckets that are reduced.  Without, as in torch's DistributedDataParallel until 1.7 (and by
-    default since), buckets are copies in addition to the gradients: 2 Psi bytes more in 16 bits."""
+    """Gradients are views of the buckets that are reduced.  If false, buckets are copies of the gradients, with 2 Psi
+    more bytes in 16 bits, as in torch's DistributedDataParallel by default."""
     kernels: OperatorSet = OperatorSet.FUSED
     """Set of operators that compute a layer, the loss and the optimizer."""
     tp_overlap: bool = True
-    """Weight gradients are computed while a sum over tp is under way.  Without, as in Megatron-LM until 2021 and
-    software on it, the device waits for every collective of tensor parallelism directly.  With tp = 1 there is none."""
+    """Weight gradients are computed during the all-reduce of input gradients over tp.  If false, as in Megatron-LM
+    until 2021, compute waits for every collective of tensor parallelism.  No effect with tp = 1."""
     overlap: bool = True
-    """Data-parallel communication overlaps with computation.  Without, as in Megatron-LM's own data parallelism of
-    2019 and DeepSpeed of February 2020: under stages 0 and 1 gradients are reduced when the step's last backward
-    pass has ended; stage 2, which does not retain them all, waits for each bucket as it is reduced (DeepSpeed's
-    `overlap_comm = false`); updated parameters (1 and 2) are complete before the next step begins.  Pipeline
-    stages exchange messages in batches and compute nothing meanwhile, as Megatron-LM of 2021."""
+    """Data-parallel communication overlaps with computation.  If false, as in Megatron-LM's own data parallelism of
+    2019 and DeepSpeed of February 2020, stages 0 and 1 reduce gradients after the step's last backward pass.  Stage 2,
+    which does not retain all gradients, waits for the reduction of each bucket (DeepSpeed's `overlap_comm = false`).
+    Updated parameters (stages 1 and 2) are complete before the next step begins.  Pipeline stages send and receive in
+    batches and compute nothing meanwhile, as Megatron-LM of 2021."""
     cuda_graphs: bool = False
     """Capture the forward and backward passes of a micro-batch in CUDA graphs, which the host launches at once (engine
-    `native`).  The record says why passes were not captured."""
+    `native`).  If they cannot be captured, the record contains the reason."""
     gather_overlap: bool = True
-    """Stages 1 and 2 gather updated parameters during the next forward pass.  Without, as DeepSpeed does, they are
-    complete before the next step begins; `overlap = false` implies it."""
+    """Stages 1 and 2 gather updated parameters during the next forward pass.  If false, as in DeepSpeed, the parameters
+    are complete before the next step begins.  `overlap = false` implies false."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Layout:
         if arguments:
-            raise ConfigError("layout", arguments, "settings by name, such as Layout(dp=2, zero=3)")
+            raise ConfigError("layout", arguments, "keyword arguments, such as Layout(dp=2, zero=3)")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -141,10 +141,10 @@ class Layout:
             self.grad_dtype == "precision" or self.precision != "fp32",
             "grad_dtype",
             self.grad_dtype,
-            says="needs precision = bf16 or fp16, since gradients of fp32 training are fp32 already",
+            says="needs precision = bf16 or fp16; with fp32, gradients are fp32 in any case",
         )
         require(
-            not self.sp or self.tp > 1, "sp", self.sp, says="needs tp > 1, since sp splits over the tp group"
+            not self.sp or self.tp > 1, "sp", self.sp, says="needs tp > 1: sp splits a sequence over tp ranks"
         )
         self._check_batches()
         self._check_zero()
@@ -154,7 +154,7 @@ class Layout:
             self.cp == 1 or not self.kernels.writes_scores,
             "cp",
             self.cp,
-            f"1 with kernels = {self.kernels}, whose software had no context parallelism",
+            f"1 with kernels = {self.kernels}, which do not support context parallelism",
         )
         self._check_sizes()
 
@@ -176,39 +176,39 @@ class Layout:
             self.zero1_reduce == "reduce-scatter" or self.zero == 1,
             "zero1_reduce",
             self.zero1_reduce,
-            says=f"needs zero = 1, the only stage it exists for (here zero = {self.zero})",
+            says=f"needs zero = 1, the only stage with this choice (here zero = {self.zero})",
         )
         require(
             self.zero3_gather == "block" or self.zero == 3,
             "zero3_gather",
             self.zero3_gather,
-            says=f"needs zero = 3, the only stage that gathers parameters for their use (here zero = {self.zero})",
+            says=f"needs zero = 3, the only stage that partitions parameters (here zero = {self.zero})",
         )
         require(
             self.gradient_as_bucket_view or (self.zero == 0 and self.copies > 1),
             "gradient_as_bucket_view",
             self.gradient_as_bucket_view,
-            f"true unless zero = 0 and dp > 1 (here zero = {self.zero}, dp = {self.dp}), where DDP keeps copies",
+            f"true unless zero = 0 and dp > 1 (here zero = {self.zero}, dp = {self.dp})",
         )
         require(
             self.zero < 3 or self.pp == 1,
             "zero",
             self.zero,
-            f"0, 1 or 2 with pp = {self.pp}: stage 3 would gather every parameter twice per micro-batch",
+            f"0, 1 or 2 with pp = {self.pp}, since stage 3 would gather all parameters twice per micro-batch",
         )
         require(
             self.zero < 3 or self.schedule != "gpipe" or self.accumulation == 1,
             "schedule",
             self.schedule,
-            "1f1b with zero = 3, whose forward passes each precede their backward pass directly",
+            "1f1b with zero = 3, which runs backward directly after the forward pass of a micro-batch",
         )
         for key, reason in (
-            ("cb", "which communicates one block at a time and has nothing to fuse"),
-            ("overlap", "which gathers a block's parameters while the one before it computes"),
+            ("cb", "stage 3 communicates one block at a time and has no fused buffer"),
+            ("overlap", "stage 3 gathers the parameters of a block while the preceding block computes"),
         ):
             value = getattr(self, key)
-            require(value or self.zero < 3, key, value, f"true with zero = 3, {reason}")
-        require(self.cb or self.copies > 1, "cb", self.cb, "true with dp = 1, where no gradients are sent")
+            require(value or self.zero < 3, key, value, f"true with zero = 3: {reason}")
+        require(self.cb or self.copies > 1, "cb", self.cb, "true with dp = 1, which reduces no gradients")
 
     def _check_pipeline(self) -> None:
         parts = self.pp * self.chunks
@@ -223,7 +223,7 @@ class Layout:
             not interleaved or self.pp > 1,
             "schedule",
             self.schedule,
-            says="needs pp > 1, or there is no stage to wait for",
+            says="needs pp > 1: one stage has no pipeline to interleave",
         )
         require(
             not interleaved or self.accumulation % self.pp == 0,
@@ -242,13 +242,13 @@ class Layout:
             all(count >= 1 for count in self.stage_layers[1:-1]) and min(self.stage_layers, default=0) >= 0,
             "stage_layers",
             list(self.stage_layers),
-            "at least one layer in every part but the first and the last, which have embedding and logits",
+            "1 or more layers in each part; only the first (embedding) and the last (logits) may have 0",
         )
         require(
             not self.scatter_gather or (self.tp > 1 and self.pp > 1 and not self.sp),
             "scatter_gather",
             self.scatter_gather,
-            says="needs tp > 1 and pp > 1 without sp, under which boundary tensors are split already",
+            says="needs tp > 1, pp > 1 and sp = false; sequence parallelism already splits boundary tensors",
         )
 
     def _check_checkpoints(self) -> None:
@@ -257,20 +257,20 @@ class Layout:
                 self.has_checkpoints or not getattr(self, key),
                 key,
                 getattr(self, key),
-                says="needs recompute = true, since it is about activation checkpoints",
+                says="needs recompute = true: without it, there are no activation checkpoints",
             )
         require(self.cp == 1 or self.recompute != SELECTIVE, "cp", self.cp, f"1 with recompute = {SELECTIVE}")
         require(
             not self.pa or (self.tp > 1 and not self.sp),
             "pa",
             self.pa,
-            says="needs tp > 1 without sp, under which checkpoints are split already",
+            says="needs tp > 1 and sp = false; sequence parallelism already splits checkpoints",
         )
         require(
             not self.pa_cpu or self.pa or self.tp == 1 or self.sp,
             "pa_cpu",
             self.pa_cpu,
-            says="needs pa = true, or every tp rank sends the same checkpoint to the host",
+            says="needs pa = true: otherwise all tp ranks copy the same checkpoint to host memory",
         )
 
     def _check_sizes(self) -> None:
@@ -299,12 +299,12 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Return the number of ranks with the same part of the model, whose states ZeRO splits: dp x cp."""
+        """Return dp x cp, the number of ranks with the same part of the model, over which ZeRO splits its states."""
         return self.dp * self.cp
 
     @property
     def grad_bytes(self) -> int:
-        """Return the bytes per element of accumulated gradients and of the messages that reduce them."""
+        """Return the bytes per element of accumulated gradients and of their reduction."""
         return ELEMENT_BYTES["fp32" if self.grad_dtype == "fp32" else self.precision]
 
     @property
@@ -319,7 +319,7 @@ class Layout:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Return the distance in ranks between neighbours along tp, cp, dp and pp, from `order`."""
+        """Return the distance in ranks between neighbours along each axis (tp, cp, dp and pp), from `order`."""
         found, stride = {}, 1
         for axis in self.order.replace("tp", "tp-cp").split("-"):
             found[axis] = stride
@@ -332,7 +332,7 @@ class Layout:
 
     @staticmethod
     def within(group: str) -> tuple[str, ...]:
-        """Return the axes along which the members of a `group` differ: its own, and for `dp` also cp, the inner one."""
+        """Return the axes along which the ranks of a `group` differ: its own; for `dp` also cp, the inner axis."""
         return ("dp", "cp") if group == "dp" else (group,)
 
     def offsets(self, group: str) -> Sequence[int]:
@@ -343,13 +343,13 @@ class Layout:
         ]
         outer, inner = steps if len(steps) == 2 else (steps[0], range(1))
         if len(inner) == 1:
-            return outer  # no loop over a hundred thousand replicas
+            return outer  # a range avoids a loop over up to 100,000 replicas
         return tuple(far + near for far in outer for near in inner)
 
     def group_of(self, group: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` in their index along tp, cp or pp only, ordered by that index.
+        """Return the ranks of the tp, cp or pp group of `rank`, ordered by their index along this axis.
 
-        A `dp` group has the `copies` of one part of the model, which differ along dp and cp, replica by replica.
+        A `dp` group consists of all `copies` of one part of the model: ranks that differ along dp and cp, cp innermost.
         """
         first = rank - sum(self.strides[axis] * self.index_of(axis, rank) for axis in self.within(group))
         offsets = self.offsets(group)
@@ -358,9 +358,9 @@ class Layout:
         return tuple(first + offset for offset in offsets)
 
     def parts(self, layers: int) -> list[range]:
-        """Return the layers of each of the pp * chunks parts of a model; part k is chunk k // pp of stage k % pp.
+        """Return the layers of each of the pp * chunks parts of a model with `layers` layers.
 
-        Part k of the model is not on stage k unless chunks is 1 (2104.04473 sec. 2.2).
+        Part k is chunk k // pp of stage k % pp (2104.04473 sec. 2.2).
         """
         count = self.pp * self.chunks
         sizes = self.stage_layers or (layers // count,) * count

@@ -1,4 +1,4 @@
-"""Links between devices as data: peak bandwidth, and the rates of collectives."""
+"""Links between devices: peak bandwidth, parameters of collectives, and measured collectives."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from repro.config.quantity import (
 )
 
 LINKS = ("memory", "nvlink", "pcie", "inter-node")
-"""Classes of links, from the inside of a node outwards.  `memory` joins processes that share one processor
-as their device.  nvlink and pcie join the devices of a node, which use the first class that they have."""
+"""Classes of links, from the inside of a node outwards.  `memory` is shared memory between processes on one processor.
+nvlink and pcie connect the devices of a node, which use the first class that they have."""
 PER = ("device", "node")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
 
 ASSUMED_LINKS = {link: assumed_quantities("links", link) for link in LINKS}
-"""Assumed values, with their sources, for keys of a `Link` that a system does not know, by class of links."""
+"""Assumed values, with their sources, for unknown numbers of a `Link`, by class of links and key."""
 ASSUMED_ANY = assumed_quantities("any_link")
-"""Assumed values, with their sources, for every class."""
+"""Assumed values, with their sources, for unknown numbers of links of every class, by key."""
 KEYS = (
     *("latency_s", "start_s", "efficiency", "half_bytes", "chunk_s"),
     *("pair", "adapters", "switch", "rings", "overlap_cost", "pod", "oversubscription"),
 )
-"""Optional numbers of a link."""
+"""Keys of the optional numbers of a link."""
 
 
 def check_classes(links: Iterable[str], file: str = "") -> None:
-    """Raise `ConfigError` unless these are classes of links."""
+    """Raise `ConfigError` unless all `links` are classes of links."""
     for link in links:
         if link not in LINKS:
             raise ConfigError("links", link, f"one of {', '.join(LINKS)}", file=file)
@@ -41,74 +41,75 @@ def check_classes(links: Iterable[str], file: str = "") -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """`[links.CLASS.collectives.OP]` of a calibrated file."""
+    """Measured durations of a collective, `[links.CLASS.collectives.OPERATION]` of a calibrated file."""
 
     points: tuple[tuple[float, float], ...]
-    """(payload in bytes, seconds), by payload, all groups of this kind at the same time."""
+    """Pairs (payload in bytes, seconds) with rising payloads; all groups communicated at the same time."""
     ranks: int = 0
-    """Members of a group; 0: all ranks of the file's provenance."""
+    """Ranks of a group; 0: all ranks of the measurement."""
     per_node: int = 0
-    """Members of a group on one node; 0: all members."""
+    """Ranks of a group on one node; 0: all ranks of the group."""
     stride: int = 1
-    """Distance in ranks from one member to the next."""
+    """Distance between consecutive ranks of a group."""
     groups: tuple[Collective, ...] = ()
     """Measurements of the same collective in smaller groups."""
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
-        require(bool(sizes), "points", [], "at least one [bytes, seconds]")
-        require(sizes == sorted(set(sizes)), "points", sizes, "payloads that rise")
-        require(sizes[0] > 0, "points", sizes[0], "payloads of more than 0 bytes")
+        require(bool(sizes), "points", [], "at least one pair [bytes, seconds]")
+        require(sizes == sorted(set(sizes)), "points", sizes, "pairs with rising payloads")
+        require(sizes[0] > 0, "points", sizes[0], "pairs with payloads of more than 0 bytes")
         for _, seconds in self.points:
             require(seconds > 0, "points", seconds, "more than 0 seconds")
         for key, least in (("ranks", 0), ("per_node", 0), ("stride", 1)):
-            require(getattr(self, key) >= least, key, getattr(self, key), f"a whole number, {least} or more")
+            require(getattr(self, key) >= least, key, getattr(self, key), f"an integer of at least {least}")
         require(
             all(part.ranks > 1 and not part.groups for part in self.groups),
             "groups",
             [part.ranks for part in self.groups],
-            "ranks of 2 or more for each, and none with groups of its own",
+            "measurements with ranks = 2 or more and without inner groups",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One class of links."""
+    """Links of one class in a system."""
 
     per: str
-    """`device`: every device has this bandwidth; `node`: a node's devices share it."""
+    """`device`: every device has `bandwidth`; `node`: the devices of a node share it."""
     bandwidth: Quantity
     """Peak bytes/s in one direction."""
     latency_s: Quantity = UNSAID
-    """Seconds of one message between two neighbours, software included, in the steps of a large collective."""
+    """Seconds per message between two neighbours, software included, in each step of a large collective."""
     start_s: Quantity = UNSAID
     """Seconds of a collective before its first step."""
     efficiency: Quantity = UNSAID
-    """Fraction of the bandwidth that collectives of large messages reach."""
+    """Fraction of `bandwidth` that collectives of large messages reach."""
     half_bytes: Quantity = UNSAID
-    """Payload of a step that reaches half of this fraction, in addition to the effect of latency_s."""
+    """Payload of a step, in bytes, that reaches half of `efficiency`, in addition to the effect of `latency_s`."""
     chunk_s: Quantity = UNSAID
-    """Seconds of a chunk, which a node of a tree receives fully before it forwards it; a small message is one."""
+    """Seconds per chunk of a tree collective, which a node receives fully before it forwards it."""
     pair: Quantity = UNSAID
-    """Fraction of a device's bandwidth to one other: a ring of n devices of a node has n - 1 times it, at most 1."""
+    """Fraction of a device's bandwidth that it can use to one other device. A ring of n devices of a node uses n - 1
+    times this fraction, at most 1."""
     adapters: Quantity = UNSAID
-    """Network adapters of a node, each with an equal part of its bandwidth; a device uses the nearest."""
+    """Number of network adapters of a node, each with an equal part of its bandwidth; a device uses the nearest."""
     switch: Quantity = UNSAID
-    """Neighbouring devices behind one PCIe switch with their adapters.  A communicator with k of these devices uses the
-    first k adapters, independent of other communicators of the node."""
+    """Number of neighbouring devices behind one PCIe switch with their adapters.  A communicator with k of these
+    devices uses the first k adapters, independent of other communicators of the node."""
     rings: Quantity = UNSAID
     """Maximum number of adapters that one communicator uses at once."""
     overlap_cost: Quantity = UNSAID
-    """Fraction of a collective's seconds that concurrent compute loses, because both need the multiprocessors."""
+    """Fraction of a collective's duration by which it delays concurrent compute, since both use the multiprocessors."""
     pod: Quantity = UNSAID
-    """Consecutive nodes that reach each other at full bisection bandwidth; of PCIe, devices behind one host bridge."""
+    """Number of consecutive nodes with full bisection bandwidth between them; for PCIe, devices of one host bridge."""
     oversubscription: Quantity = UNSAID
-    """Bandwidth of a pod's nodes over that of its uplink, 7 for 1:7; 1: no oversubscription."""
+    """Bandwidth of a pod's nodes over the bandwidth of the pod's uplink: 7 for 1:7, 1 without oversubscription."""
     collectives: dict[str, Collective] = field(default_factory=dict)
-    """Measured seconds by operation, which take precedence over the formula."""
+    """Measured seconds by collective, which take precedence over predicted ones."""
     hop: Collective | None = None
-    """Core seconds of a ring step, by the bytes that every rank forwards, if ranks share cores.  A step takes the
-    maximum of these seconds and those of its link."""
+    """Processor seconds of a ring step by forwarded bytes per rank, if ranks share cores.  A ring step takes the
+    maximum of these seconds and the transfer time."""
 
     def __post_init__(self) -> None:
         require(self.per in PER, "per", self.per, f"one of {', '.join(PER)}")
@@ -118,15 +119,15 @@ class Link:
         for key in ("adapters", "switch", "rings", "pod"):
             check_whole(key, getattr(self, key))
         for factor in self.oversubscription.ends:
-            what = "1 or more: bandwidth below over bandwidth above"
+            what = "1 or more, as bandwidth of a pod's nodes over that of its uplink"
             require(factor >= 1, "oversubscription", factor, what)
         for cost in self.overlap_cost.ends:
-            require(cost <= 1, "overlap_cost", cost, "a fraction, 0 to 1")
+            require(cost <= 1, "overlap_cost", cost, "a fraction from 0 to 1")
         for operation in self.collectives:
             known = ", ".join(OPERATIONS)
             require(operation in OPERATIONS, "collectives", operation, f"one of {known}")
 
     def used(self, name: str, key: str) -> Quantity:
-        """Return `key` of this link of class `name`; if it is unknown, the assumed value, marked as assumed."""
+        """Return the number `key` of this link of class `name`, or the assumed number if it is unknown."""
         known: Quantity = getattr(self, key)
         return known.or_assumed(ASSUMED_LINKS.get(name, {}).get(key) or ASSUMED_ANY.get(key))

@@ -1,4 +1,4 @@
-"""A model: architecture and sizes only, read from a data file in `repro/config/models`."""
+"""Architecture and sizes of a transformer, as read from a TOML file in `repro/config/models`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIANTS = {
     "biases": ("all", "qkv", "none"),
     "blocks": ("sequential", "parallel", "parallel-one-norm"),
 }
-"""Values of a layer's keys, GPT-2's first."""
+"""Valid values of the keys that select a layer's variant, the value of GPT-2 first."""
 DEPARTURES = (
     *VARIANTS,
     *("norm_eps", "embedding_norm", "rotary_base", "rotary_fraction", "kv_heads", "tied"),
@@ -27,60 +27,60 @@ DEPARTURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Sizes of one transformer.  Only `gpt` can be trained; `bert` and `t5` are counted."""
+    """Architecture and sizes of one transformer.  Only `gpt` can be trained; of others, parameters are counted."""
 
     name: str
-    """The file's name without its ending, for example `gpt2-1.5b`."""
+    """Name of the model, for example `gpt2-1.5b`; by default the name of its file."""
     layers: int
-    """Transformer blocks (the encoder's, for `t5`)."""
+    """Number of transformer blocks; for `t5`, blocks of the encoder."""
     hidden: int
     """Width h of the residual stream."""
     heads: int
-    """Attention heads; `hidden` must divide by it unless `head_dim` is given."""
+    """Number of attention heads a, a divisor of `hidden` unless `head_dim` is given."""
     vocab: int
-    """Rows of the token embedding V, padding included."""
+    """Rows V of the token embedding, padding included."""
     seq: int
-    """Sequence s of the model's training. Learned positions have an embedding of so many rows, its maximum."""
+    """Tokens s of a training sample. With learned positions, the maximum."""
     ffn: int = 0
-    """Width of the MLP; 0 means 4h."""
+    """Width of the MLP's hidden layer; 0 means 4h."""
     architecture: str = "gpt"
-    """`gpt` (decoder-only, norms first; by default GPT-2's layer, which the keys from `norm` on change), or `bert` or
-    `t5`, which are only counted."""
+    """`gpt` (decoder-only, pre-norm), or `bert` or `t5`, whose parameters are only counted. The keys from `norm` on
+    change the layer of `gpt`, which is GPT-2's by default."""
     head_dim: int = 0
-    """Width of one head if it is not hidden/heads (T5-11B); 0 means hidden/heads."""
+    """Width of one attention head if it is not hidden/heads (T5-11B); 0 means hidden/heads."""
     norm: str = "layer"
     """`layer` (mean and variance, weight and bias) or `rms` (root mean square, weight alone; 1910.07467)."""
     norm_eps: float = 1e-5
-    """Constant that is added to the variance or to the mean square."""
+    """Constant that a norm adds to the variance (`layer`) or the mean square (`rms`)."""
     embedding_norm: bool = False
     """Whether a norm follows the token embedding (BLOOM)."""
     positions: str = "learned"
-    """`learned` (an embedding), `rotary` (2104.09864; halves of a head are paired) or `alibi` (2108.12409)."""
+    """Positions: `learned` (an embedding), `rotary` (2104.09864; pairs halves of a head) or `alibi` (2108.12409)."""
     rotary_base: float = 10000.0
-    """Base of the rotary wavelengths, rope theta."""
+    """Base of the rotary wavelengths, `rope_theta`."""
     rotary_fraction: float = 1.0
     """Fraction of a head's elements that rotary positions rotate (GPT-NeoX 20B: 0.25)."""
     mlp: str = "gelu"
-    """`gelu` (tanh approximation), `gelu-erf` (exact) or `swiglu` (gate and up, two matrices of `ffn`; 2002.05202)."""
+    """Activation of the MLP: `gelu` (tanh approximation), `gelu-erf` (exact) or `swiglu` (with a gate; 2002.05202)."""
     kv_heads: int = 0
-    """Heads of keys and values, each shared by heads/kv_heads queries (2305.13245); 0: as many as heads."""
+    """Number of key and value heads, each shared by heads/kv_heads query heads (2305.13245); 0: as many as `heads`."""
     biases: str = "all"
     """Linear layers with a bias: `all`, `qkv` (only query, key and value: Qwen2) or `none`."""
     tied: bool = True
-    """Whether the logits' matrix is the token embedding."""
+    """Whether the token embedding is also the output matrix that computes the logits."""
     blocks: str = "sequential"
-    """Order of attention and MLP in a layer: `sequential`, or on the same input with one sum over tp, `parallel` with
-    two norms (GPT-NeoX) or `parallel-one-norm` (Falcon 7B)."""
+    """Order of attention and MLP in a layer: `sequential`, `parallel` with two norms (GPT-NeoX), or `parallel-one-norm`
+    (Falcon 7B). In parallel, both have the same input and share one all-reduce over tp."""
     decoder_layers: int = 0
-    """Blocks of the decoder (`t5` only)."""
+    """Number of transformer blocks of the decoder (`t5` only)."""
     published_name: str = ""
-    """Size as the source prints it, for example `1.38B`; the true count may differ."""
+    """Model size as the source prints it, for example `1.38B`; the true parameter count may differ."""
     published_params: float = 0.0
     """Published size as a number of parameters; 0 if the source prints none."""
     source: str = ""
     """Publication of the sizes: a source key of the ledger, with table or section."""
     note: str = ""
-    """Remark for readers, for example that the published size is not the true count."""
+    """Remark that `repro models` shows, for example that the published size differs from the true count."""
 
     def __post_init__(self) -> None:
         sizes.check_name("name", self.name)
@@ -99,19 +99,19 @@ class Model:
 
     def _check_variants(self) -> None:
         for key, value in self.departures().items():
-            right = f"left out: a {self.architecture} is only counted, as published"
+            right = f"omitted with architecture = {self.architecture}; it changes the layer of gpt only"
             require(self.architecture == "gpt", key, value, right)
         heads = self.heads
         whole = 0 <= self.kv_heads <= heads and heads % self.key_heads == 0
-        require(whole, "kv_heads", self.kv_heads, f"a divisor of heads = {heads}, or 0 for as many")
+        require(whole, "kv_heads", self.kv_heads, f"a divisor of heads = {heads}, or 0 for the same number")
         require(self.norm_eps > 0, "norm_eps", self.norm_eps, "more than 0")
         rotary = self.positions == "rotary"
         for key, most in (("rotary_base", float("inf")), ("rotary_fraction", 1.0)):
             value = getattr(self, key)
-            right = "left out unless positions = rotary"
+            right = "omitted unless positions = rotary"
             require(rotary or key not in self.departures(), key, value, right)
             require(0 < value <= most, key, value, "more than 0" + (" and at most 1" if most == 1 else ""))
-        right = f"a part of the head's {self.head_width} elements that is an even number of at least 2"
+        right = f"a fraction of the head's {self.head_width} elements that gives an even number of at least 2"
         even = self.rotary_width >= 2 and self.rotary_width % 2 == 0
         require(not rotary or even, "rotary_fraction", self.rotary_fraction, right)
 
@@ -140,21 +140,21 @@ class Model:
 
     @property
     def key_heads(self) -> int:
-        """Return the number of heads of keys and of values."""
+        """Return the number of key heads, which is also the number of value heads."""
         return self.kv_heads or self.heads
 
     @property
     def mlp_matrices(self) -> int:
-        """Return the number of hidden x ffn matrices of an MLP: up and down, and the gate."""
+        """Return the number of matrices [hidden, ffn] of an MLP: up, down, and the gate of SwiGLU."""
         return 3 if self.mlp == "swiglu" else 2
 
     @property
     def rotary_width(self) -> int:
-        """Return the elements of a head that rotary positions rotate."""
+        """Return the number of elements of a head that rotary positions rotate."""
         return int(self.head_width * self.rotary_fraction)
 
     def check_sequence(self, seq: int) -> None:
-        """Raise `ConfigError` if samples of `seq` tokens are longer than the embedding of learned positions."""
+        """Raise `ConfigError` if samples of `seq` tokens exceed the model's learned positions or the maximum length."""
         learned = self.positions == "learned"
         require(
             seq <= self.seq or not learned, "seq", seq, f"at most the model's {self.seq} learned positions"
@@ -162,16 +162,16 @@ class Model:
         at_most("seq", seq, sizes.SEQ)
 
     def longer_sequence_note(self, seq: int) -> str:
-        """Return one sentence if samples of `seq` tokens are longer than those of the model's training."""
+        """Return a warning if samples of `seq` tokens are longer than those of the model's training, otherwise ''."""
         if seq <= self.seq:
             return ""
         rule = {
-            "rotary": f"rotary wavelengths keep base {self.rotary_base:g}",
-            "alibi": "ALiBi's slopes remain",
+            "rotary": f"the base {self.rotary_base:g} of the rotary wavelengths is",
+            "alibi": "the slopes of ALiBi are",
         }
-        return f"Samples of {seq} tokens are longer than the model's {self.seq}: {rule[self.positions]}."
+        return f"Samples of {seq} tokens exceed the model's {self.seq}; {rule[self.positions]} not adapted."
 
     def departures(self) -> dict[str, Any]:
-        """Return the values of a layer, of positions and of the head that differ from GPT-2's, by key."""
+        """Return the settings of layers, positions and output matrix that differ from GPT-2's, by key."""
         own = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.name in DEPARTURES}
         return {key: value for key, (value, default) in own.items() if value != default}

@@ -1,4 +1,4 @@
-"""A number with its source: the element of system files."""
+"""Numbers of system files, each with its source and its range, and their checks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from repro.config.files import read_toml
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """A number with its source."""
+    """A number of a system with its source, and its range if the number is uncertain."""
 
     value: float | None
-    """Value; None if unknown, which files write as `"unknown"`."""
+    """The number, or `"unknown"` (None in Python)."""
     source: str
-    """Publication ("second-hand", "derived" or "unconfirmed" if that applies), or the reason for an unknown number."""
+    """Publication of the number, with "second-hand", "derived" or "unconfirmed", or the reason why it is unknown."""
     low: float | None = None
-    """Minimum possible value, if sources disagree or bound it; `source` gives `low: REASON`."""
+    """Minimum possible value of an uncertain number; `source` must contain `low: REASON`."""
     high: float | None = None
-    """Maximum possible value; `source` gives `high: REASON`."""
+    """Maximum possible value of an uncertain number; `source` must contain `high: REASON`."""
 
     def __post_init__(self) -> None:
         require(self.value is None or self.value >= 0, "value", self.value, '0 or more, or "unknown"')
@@ -28,17 +28,17 @@ class Quantity:
             bool(self.source.strip()),
             "source",
             self.source,
-            "where the number comes from, or why it is unknown",
+            "the publication of the number, or the reason why it is unknown",
         )
         self._check_end("low", self.low)
         self._check_end("high", self.high)
 
     def _check_end(self, end: str, bound: float | None) -> None:
-        """Raise `ConfigError` unless this end of the range is on its side of the value and has a reason."""
+        """Raise `ConfigError` unless `low` is at most, or `high` at least, the value, and `source` gives a reason."""
         if bound is None:
             return
         if self.value is None:
-            raise ConfigError(end, bound, says="needs a value: what is unknown has no range")
+            raise ConfigError(end, bound, says="needs a known value; an unknown number has no range")
         lies = 0 <= bound <= self.value if end == "low" else bound >= self.value
         side = "0 or more and at most" if end == "low" else "at least"
         require(lies, end, bound, f"{side} value = {self.value}")
@@ -46,7 +46,7 @@ class Quantity:
 
     @property
     def ranges(self) -> bool:
-        """Return whether other values are as possible as `value`."""
+        """Return whether the number is uncertain: it has a minimum or a maximum besides `value`."""
         return self.low is not None or self.high is not None
 
     @property
@@ -60,13 +60,15 @@ class Quantity:
     def known(self, key: str, *, system: str = "") -> float:
         """Return the number.  Raises `ConfigError` that names `key` and the reason if it is unknown."""
         if self.value is None:
-            raise ConfigError(key, "unknown", says=f"is needed here, but {self.source}", file=system)
+            raise ConfigError(
+                key, "unknown", says=f"this command needs the number; {self.source}", file=system
+            )
         return self.value
 
     def or_assumed(self, assumed: Quantity | None) -> Quantity:
-        """Return the quantity if it is known, otherwise the `assumed` one, whose source is marked as assumed.
+        """Return this quantity if it is known, otherwise `assumed` with a source that begins with `assumed`.
 
-        Without an assumed quantity, the result is unknown.
+        The result is unknown if `assumed` is None.
         """
         if self.value is not None or assumed is None:
             return self
@@ -74,12 +76,12 @@ class Quantity:
 
 
 UNSAID = Quantity(value=None, source="the file does not say")
-"""Optional key that a file omits."""
+"""Unknown quantity, the default of optional keys of a system file."""
 _ASSUMED = read_toml(Path(__file__).with_name("assumed.toml"))
 
 
 def assumed_quantities(*path: str) -> dict[str, Quantity]:
-    """Return the quantities of the table at `path` of `assumed.toml` by key; empty without this table."""
+    """Return the quantities of the table at `path` in assumed.toml, by key; empty if there is no such table."""
     table = _ASSUMED
     for name in path:
         table = table.get(name, {})
@@ -87,19 +89,19 @@ def assumed_quantities(*path: str) -> dict[str, Quantity]:
 
 
 def check_positive(key: str, quantity: Quantity) -> None:
-    """Raise `ConfigError` if the number is 0."""
+    """Raise `ConfigError` if the number or an end of its range is 0."""
     for value in (quantity.value, *quantity.ends):
         require(value != 0, key, value, 'more than 0, or "unknown"')
 
 
 def check_fraction(key: str, quantity: Quantity) -> None:
-    """Raise `ConfigError` unless the number is a fraction: more than 0 and at most 1."""
+    """Raise `ConfigError` unless the number and its range are more than 0 and at most 1."""
     for value in (quantity.value, *quantity.ends):
         require(value is None or 0 < value <= 1, key, value, 'more than 0 and at most 1, or "unknown"')
 
 
 def check_whole(key: str, quantity: Quantity) -> None:
-    """Raise `ConfigError` unless the number is a count: 1, 2, ..."""
+    """Raise `ConfigError` unless the number and the ends of its range are integers of at least 1."""
     for value in (quantity.value, *quantity.ends):
         require(value is None or value == int(value), key, value, 'a whole number, or "unknown"')
     check_positive(key, quantity)

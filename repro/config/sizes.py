@@ -1,7 +1,7 @@
 """Maximum sizes of inputs, each with its reason.
 
-Larger inputs are mistyped: they would take the memory of the machine, or hours.  At these sizes a simulation needs
-less than 4 GiB of host memory (`tests/simulate/test_largest.py`).
+Larger inputs are probably typing errors, and a simulation of them would exhaust the machine's memory or take hours.  At
+these sizes it needs less than 4 GiB of host memory (`tests/simulate/test_largest.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from repro.config.errors import require
 
 POSITIVE_COUNT = "a whole number of at least 1"
-"""Description of the valid values of a count."""
+"""Valid values of a count, in error messages."""
 
 
 class SizeLimit(NamedTuple):
@@ -22,24 +22,24 @@ class SizeLimit(NamedTuple):
     why: str
 
 
-RANKS = SizeLimit(2**20, "ten times the largest training; groups are listed rank by rank")
-RANKS_PER_CORE = SizeLimit(16, "more processes time their turns on a core and not the step")
-LAYERS = SizeLimit(4096, "four times the deepest transformer that was trained")
+RANKS = SizeLimit(2**20, "ten times the ranks of the largest training runs")
+RANKS_PER_CORE = SizeLimit(16, "with more processes per core, process switches dominate the step time")
+LAYERS = SizeLimit(4096, "four times the layers of the deepest transformer that was trained")
 WIDTH = SizeLimit(2**20, "forty times the width of a 1T model")
 VOCAB = SizeLimit(2**24, "sixty times the largest vocabularies")
 SEQ = SizeLimit(2**24, "more than the longest contexts, of 10M tokens")
-PARAMETERS = SizeLimit(10**15, "a thousand times the 1T of the sources")
-SAMPLES = SizeLimit(2**20, "more samples at once than any source has in a step")
-MICRO_BATCHES = SizeLimit(2**17, "seven times Yuan 1.0's 480 on 38 stages; each is scheduled")
-TENSOR_BYTES = SizeLimit(2**60, "elements are counted in 64 bits")
-STEPS = SizeLimit(10**7, "twenty times GPT-3's at a batch of 1M tokens; a record has the loss of each")
-ACTIONS = SizeLimit(10**6, "larger schedules take minutes to time, and no picture shows them")
+PARAMETERS = SizeLimit(10**15, "a thousand times the largest published models, of 1T")
+SAMPLES = SizeLimit(2**20, "more samples than any published step has")
+MICRO_BATCHES = SizeLimit(2**17, "seven times the 480 micro-batches x 38 stages of Yuan 1.0")
+TENSOR_BYTES = SizeLimit(2**60, "sizes are 64-bit integers")
+STEPS = SizeLimit(10**7, "twenty times the steps of GPT-3 at a batch of 1M tokens")
+ACTIONS = SizeLimit(10**6, "the timing of larger schedules takes minutes")
 
-NAME = SizeLimit(100, "names become files and columns of tables")
+NAME = SizeLimit(100, "names become file names and table columns")
 
 
 def at_least(part: object, keys: Iterable[str], least: float, expected: str) -> None:
-    """Raise `ConfigError` if an attribute of `part` is under `least`; `expected` describes the valid values."""
+    """Raise `ConfigError` if an attribute `keys` of `part` is under `least`; `expected` describes valid values."""
     for key in keys:
         require(getattr(part, key) >= least, key, getattr(part, key), expected)
 
@@ -50,8 +50,8 @@ def at_most(key: str, value: int, limit: SizeLimit) -> None:
 
 
 def check_name(key: str, name: str) -> None:
-    """Raise `ConfigError` for a name that no file can have, or that is not readable."""
+    """Raise `ConfigError` for a name that is no valid file name or is not printable."""
     fine = 0 < len(name) <= NAME.value and name.isprintable() and "/" not in name
     fine = fine and name == name.strip() and not name.startswith((".", "-"))
-    right = f"a name without / of at most {NAME.value} characters, which begins with no dot, dash or space"
+    right = f"a name of at most {NAME.value} characters without /, which begins with no dot, dash or space"
     require(fine, key, name, f"{right} ({NAME.why})")

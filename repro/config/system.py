@@ -1,6 +1,6 @@
-"""A system: hardware as data.  Every number has its source; an unpublished number is marked as unknown.
+"""Hardware of a cluster or machine.  Every number has a source; an unpublished number is marked as unknown.
 
-Memory in bytes, work in FLOP/s, bandwidth in bytes/s in one direction.
+Memory is in bytes, compute in FLOP/s, and bandwidth in bytes/s in one direction.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["Device", "Link", "Quantity", "System"]
 
 FLOP_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16")
 ASSUMED_CONTEXT_BYTES = 1_400_000_000
-"""Value of `context_bytes` for a system that does not know it: about the median of the reports that the other systems
-quote (0.84, 1.06, 1.34, 1.40, 1.54 and 1.74 GB)."""
+"""Assumed `context_bytes` for a system with an unknown value: about the median of the values that sources of the other
+systems report (0.84, 1.06, 1.34, 1.40, 1.54 and 1.74 GB)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +25,17 @@ class Device:
     """One accelerator, or the processor of a machine without accelerators."""
 
     name: str
-    """Name by its vendor."""
+    """Product name of the device."""
     memory_bytes: Quantity
-    """Memory of one device as programs see it, `total_memory` in torch."""
+    """Memory of one device that programs can use, in bytes, as torch's `total_memory`."""
     memory_bandwidth: Quantity
     """Peak bytes/s between the device and its memory."""
     peak_flops: dict[str, Quantity] = field(default_factory=dict)
-    """Dense peak FLOP/s by precision; the device lacks a precision that is not listed (V100: no bf16)."""
+    """Dense peak FLOP/s by precision; the device does not support other precisions (V100: no bf16)."""
     compute_capability: str = ""
-    """CUDA compute capability, `7.0`; empty without CUDA."""
+    """CUDA compute capability, such as `7.0`; empty without CUDA."""
     time: DeviceTime = field(default_factory=DeviceTime)
-    """Fractions of these peaks that the device reaches."""
+    """Fractions of the peaks that the device reaches, and fixed costs of its operators."""
     operators: dict[str, OperatorRate] = field(default_factory=dict)
     """Measured seconds by operator, in calibrated files; they take precedence over the peaks."""
     # Records of simulations contain a digest of the system, which neither power nor price may change.
@@ -61,23 +61,23 @@ class System:
     """One cluster or machine, read from `repro/config/systems`."""
 
     name: str
-    """Name of the file without its ending."""
+    """Name of the system file without `.toml`."""
     device: Device
-    """Table `[device]`."""
+    """Table `[device]`: accelerator or processor of the nodes."""
     devices_per_node: Quantity
-    """Devices of a node."""
+    """Number of devices of a node."""
     nodes: Quantity
-    """Nodes of the largest published run on it; a simulation may use more."""
+    """Number of nodes of the largest published run on this system; a simulation may use more."""
     context_bytes: Quantity
-    """Memory of each device outside torch's allocator: CUDA context, libraries, NCCL's buffers."""
+    """Device memory outside torch's allocator, in bytes: CUDA context, libraries and NCCL's buffers."""
     host_memory_bytes: Quantity
     """Host memory of one node, which its devices share (for P_a+cpu)."""
     links: dict[str, Link] = field(default_factory=dict)
-    """Links by class: nvlink, pcie, inter-node."""
+    """Links between devices by class: nvlink, pcie, inter-node."""
     provenance: Provenance | None = None
-    """Provenance of a calibrated file, whose operators and collectives were measured."""
+    """Machine, date and software of the measurements in a calibrated file; None in other files."""
     note: str = ""
-    """Remark for readers."""
+    """Remark that `repro systems` shows."""
 
     def __post_init__(self) -> None:
         for key in ("devices_per_node", "nodes"):
@@ -93,37 +93,37 @@ class System:
         measured = any(link.collectives for link in self.links.values()) or bool(self.device.operators)
         if measured and self.provenance is None:
             expected = (
-                "is missing: device.operators and links.*.collectives are measured, so it must say where"
+                "is missing: measured device.operators and links.*.collectives need a [provenance] table"
             )
             raise ConfigError("provenance", says=expected)
 
     @property
     def context_used(self) -> Quantity:
-        """Return `context_bytes`, or if it is unknown `ASSUMED_CONTEXT_BYTES`, whose source is marked as assumed."""
+        """Return `context_bytes`, or `ASSUMED_CONTEXT_BYTES` marked as assumed if the system does not know it."""
         if self.context_bytes.value is not None:
             return self.context_bytes
-        source = f"assumed, the median of the other systems' reports: {self.context_bytes.source}"
+        source = f"assumed, the median reported for other systems: {self.context_bytes.source}"
         return Quantity(value=ASSUMED_CONTEXT_BYTES, source=source)
 
     @property
     def best_precision(self) -> str:
         """Return the fastest precision: bf16; fp16 before compute capability 8.0 (no bf16); fp32 on processors."""
-        if "memory" in self.links:  # its devices are processor cores
+        if "memory" in self.links:  # only processor cores communicate through shared memory
             return "fp32"
         capability = self.device.compute_capability
         return "fp16" if capability and float(capability) < 8 else "bf16"
 
     def context(self) -> int:
-        """Return the bytes of each device outside torch's allocator, known or assumed: `context_used`."""
+        """Return the known or assumed bytes of device memory outside torch's allocator (`context_used`)."""
         return int(self.context_used.known("context_bytes", system=self.name))
 
     def allocatable_bytes(self) -> int:
-        """Return the bytes that torch's allocator can reserve on one device: its memory less the context."""
+        """Return the bytes that torch's allocator can reserve on one device: device memory minus the context."""
         return int(self.device.memory_bytes.known("device.memory_bytes", system=self.name)) - self.context()
 
     @property
     def ranks_per_core(self) -> float:
-        """Return the ranks per processor core during the measurement; 1 if each rank had its own."""
+        """Return the ranks per processor core in the calibration of the system; 1 if each rank had its own core."""
         ranks = self.devices_per_node.value
         if self.provenance is None or not self.provenance.cores or ranks is None:
             return 1.0
@@ -131,7 +131,7 @@ class System:
 
     @property
     def timing(self) -> Timing:
-        """Return the numbers of the time model for the device, each known or assumed."""
+        """Return the device's numbers for the time model, with assumed values for unknown ones."""
         return self.device.time.numbers()
 
     def link_inside(self) -> str:
@@ -145,7 +145,7 @@ class System:
         """Return the bytes/s in one direction of one device when all devices of its node use `link`."""
         if link not in self.links:
             known = ", ".join(self.links) or "none"
-            raise ConfigError("links", link, f"a class that the system has: {known}", file=self.name)
+            raise ConfigError("links", link, f"a link class of this system: {known}", file=self.name)
         bandwidth = self.links[link].bandwidth.known(f"links.{link}.bandwidth", system=self.name)
         if self.links[link].per == "device":
             return bandwidth

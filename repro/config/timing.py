@@ -1,7 +1,7 @@
-"""Real speed of a device: the part of a system that only the time model needs.
+"""Achieved speed of a device, for the time model: fractions of its peaks, fixed costs, and measured operators.
 
-A missing or `"unknown"` key takes a constant of `ASSUMED`, which `repro systems` shows as assumed.  The constants are
-not fitted to runs of models: they come from benchmarks of single products, copies and kernels.
+A missing or `"unknown"` number takes an assumed value (`ASSUMED`) from benchmarks of single matrix products, copies and
+kernels.  No assumed value is fitted to training runs.
 """
 
 from __future__ import annotations
@@ -20,43 +20,42 @@ from repro.config.quantity import (
 from repro.config.sizes import POSITIVE_COUNT, at_least
 
 ASSUMED = assumed_quantities("device")
-"""Assumed values, with their sources, for keys of `DeviceTime` that a system does not know."""
+"""Assumed values, with their sources, for unknown numbers of `DeviceTime`, by key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTime:
-    """`[device.time]`: fractions of its peaks that a device reaches, and fixed costs of an operator."""
+    """`[device.time]` of a system: fractions of the peaks that a device reaches, and fixed costs of an operator."""
 
     matmul_efficiency: Quantity = UNSAID
     """Fraction of `peak_flops` that the largest matrix products reach (fp16 or bf16 on tensor cores)."""
     unthrottled_efficiency: Quantity = UNSAID
-    """Fraction of `peak_flops` that the products would reach if power did not slow the clock, per busy multiprocessor.
+    """Fraction of `peak_flops` that matrix products reach per busy multiprocessor at the full clock rate.
 
-    It is at least `matmul_efficiency`, which bounds the efficiency of all multiprocessors together.
+    It is at least `matmul_efficiency`, which includes the lower clock rate under the power limit.
     """
     memory_efficiency: Quantity = UNSAID
     """Fraction of `memory_bandwidth` that a streaming kernel reaches."""
     multiprocessors: Quantity = UNSAID
-    """Streaming multiprocessors: a product runs in waves of this number of tiles."""
+    """Number of streaming multiprocessors. A matrix product runs in waves of this number of tiles."""
     kernel_s: Quantity = UNSAID
-    """Seconds from the start of the shortest kernel to that of the next: the fixed time of any kernel."""
+    """Seconds between the starts of two consecutive shortest kernels, which is the fixed time of any kernel."""
     fill_s: Quantity = UNSAID
-    """Additional seconds of a kernel that moves bytes from memory: the time until all bytes are in flight, and after
-    the first blocks are done."""
+    """Additional seconds of a kernel that reads memory, while its first reads and its last blocks do not use the full
+    bandwidth."""
     launch_s: Quantity = UNSAID
-    """Seconds of the host for one operator of eager PyTorch, in the forward pass and the optimizer."""
+    """Host seconds per operator of eager PyTorch in the forward pass and the optimizer."""
     backward_launch_s: Quantity = UNSAID
-    """Seconds of the host for one operator of the backward pass, where autograd's one thread launches all operators."""
+    """Host seconds per operator in the backward pass, in which one autograd thread launches all operators."""
     pace: Quantity = UNSAID
-    """Seconds of a run's kernels over those of the device that these numbers or a published point describe."""
+    """Kernel time of a run's devices, relative to the device on which the time model is calibrated."""
     spread: Quantity = UNSAID
-    """Standard deviation over mean of the kernel time of a step on the devices of a run; all wait for the slowest
-    (`repro.simulate.time.device`)."""
+    """Standard deviation over mean of a step's kernel time between the devices of a run, which wait for the slowest."""
     jitter_s: Quantity = UNSAID
-    """Variance over mean of the time of consecutive kernels from one moment to another; each collective waits for the
+    """Variance over mean, in seconds, of the duration of consecutive kernels over time. Each collective waits for the
     last rank of its group (`repro.simulate.time.device`)."""
     unaligned_flops: Quantity = UNSAID
-    """FLOP/s of products whose sizes are not multiples of 8, which tensor cores may not support."""
+    """FLOP/s of matrix products with sizes that are not multiples of 8, for which tensor cores may be unavailable."""
 
     def __post_init__(self) -> None:
         for key in ("matmul_efficiency", "unthrottled_efficiency", "memory_efficiency"):
@@ -65,22 +64,22 @@ class DeviceTime:
         check_positive("unaligned_flops", self.unaligned_flops)
         check_positive("pace", self.pace)
         for ratio in self.spread.ends:
-            require(ratio < 1, "spread", ratio, "less than 1: a standard deviation over the mean")
+            require(ratio < 1, "spread", ratio, "less than 1, as a standard deviation over the mean")
 
     def used(self, key: str) -> Quantity:
-        """Return the number of `key`, or if it is unknown that of `ASSUMED`, whose source is marked as assumed."""
+        """Return the number of `key`, or the assumed number, marked as assumed, if it is unknown."""
         known: Quantity = getattr(self, key)
         return known.or_assumed(ASSUMED.get(key))
 
     def numbers(self) -> Timing:
-        """Return the value of every key, known or assumed."""
+        """Return all numbers, with assumed values for unknown ones."""
         values = {field.name: self.used(field.name).value for field in fields(self)}
         return Timing(**values)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Numbers of `DeviceTime`, known or assumed."""
+    """Values of `DeviceTime` without their sources, with assumed values for unknown ones."""
 
     matmul_efficiency: float
     unthrottled_efficiency: float | None
@@ -97,11 +96,11 @@ class Timing:
 
 
 UNALIGNED_MATMUL = "unaligned_matmul"
-"""Operator for matrix products with a size that is no multiple of 8 elements, which tensor cores read slowly."""
+"""Name of matrix products with a size that is not a multiple of 8 elements, which tensor cores read slowly."""
 MESSAGE = "message"
-"""Operator for a thread's own work to start and end a message, which is no operator of a step."""
+"""Name of the processor work of a computing thread to start and end one message."""
 EXCHANGE = "exchange"
-"""Operator for a thread's own work on one message of a collective in which each rank sends to every other
+"""Name of the processor work of a computing thread per message of a collective in which each rank sends to all others
 (`repro.parallel.ledger.EXCHANGED`)."""
 
 
@@ -109,9 +108,9 @@ EXCHANGE = "exchange"
 class OperatorRate:
     """`[device.operators.NAME]` of a calibrated file: seconds = fixed + bytes * per_byte + flops * per_flop.
 
-    NAME is an operator's name in a trace (`aten.mm`, `repro.adamw_`, ...).  `matmul` and `elementwise` stand for all
-    other operators.  `unaligned_matmul` stands for products whose sizes are not multiples of 8.  `message` and
-    `exchange` are the work of the computing thread to start and end a message.  Bytes are those read and written.
+    NAME is an operator of a trace (`aten.mm`, `repro.adamw_`, ...).  `matmul` and `elementwise` apply to operators
+    without their own table.  `unaligned_matmul` applies to products with sizes that are not multiples of 8, and
+    `message` and `exchange` to the computing thread's work on a message.  Bytes are read and written bytes.
     """
 
     fixed_s: float
@@ -126,26 +125,26 @@ class OperatorRate:
         return self.fixed_s + nbytes * self.per_byte_s + flops * self.per_flop_s
 
     def slowed(self, times: float) -> OperatorRate:
-        """Return the rate of an operator that is slower by the factor `times`."""
+        """Return the rate multiplied by `times`, for an operator that takes `times` as long."""
         return OperatorRate(**{key: value * times for key, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """`[provenance]` of a calibrated file: measurements and machine; names only of a cluster's nodes."""
+    """`[provenance]` of a calibrated file: date, software and machine of the measurements."""
 
     date: str
-    """Date, ISO 8601."""
+    """Date of the measurement, ISO 8601."""
     torch: str
     """Version of torch."""
     ranks: int
-    """Processes (devices) of the measured group."""
+    """Number of processes (one per device) that measured together."""
     repeats: int
-    """Measurements behind each number."""
+    """Number of measurements per published number."""
     cores: int = 0
-    """Processor cores that the ranks of a node shared; 0: every rank had its own device."""
+    """Number of processor cores that the ranks of a node shared; 0: every rank had its own device."""
     facts: dict[str, str | int | float] = field(default_factory=dict)
-    """Further conditions of the numbers: processor, cores, driver, NCCL."""
+    """Further conditions of the measurement: processor, cores, driver, NCCL."""
 
     def __post_init__(self) -> None:
         at_least(self, ("ranks", "repeats"), 1, POSITIVE_COUNT)

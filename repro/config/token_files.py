@@ -1,4 +1,4 @@
-"""Files of token ids: a text file, whose bytes are the ids, and a pre-tokenised `.bin` file."""
+"""Readers of training data: a text file, whose bytes are the token ids, or a `.bin` file of token ids."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy.typing as npt
 from repro.config.errors import ConfigError
 
 LLM_C_MAGIC = 20240520
-"""First word of llm.c's `.bin` files, which have a header and are not flat."""
+"""First 4 bytes of llm.c's `.bin` files, which begin with a header and are rejected."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids in order."""
+    """Token ids of one data file, in order."""
 
     name: str
     """Value of `Training.data`."""
     tokens: npt.NDArray[Any]
-    """Token ids, uint8, uint16 or uint32 `[tokens]`; mapped from the file if there is one."""
+    """Token ids, uint8, uint16 or uint32, [tokens]; mapped from the file into memory."""
     largest: int
-    """Upper bound of the ids: the largest id, or the type's maximum if the ids have not been read."""
+    """Upper bound of the ids: the largest id, or the maximum of the data type if the ids have not been read."""
 
 
 def open_tokens(data: str, vocab: int) -> Corpus:
@@ -55,7 +55,7 @@ def count_windows(corpus: Corpus, seq: int) -> int:
         raise ConfigError(
             "data",
             corpus.name,
-            f"at least seq + 1 = {seq + 1} tokens for one sample; it has {len(corpus.tokens)}",
+            f"data of at least seq + 1 = {seq + 1} tokens; the file has {len(corpus.tokens)}",
         )
     return windows
 
@@ -67,7 +67,7 @@ def open_text(name: str, path: Path, vocab: int) -> Corpus:
         return Corpus(name, tokens, 255)
     largest = int(tokens.max()) if len(tokens) else 0
     if largest >= vocab:
-        raise ConfigError("data", name, f"bytes under the model's vocab = {vocab}; it has byte {largest}")
+        raise ConfigError("data", name, f"bytes under vocab = {vocab}; the file has byte {largest}")
     return Corpus(name, tokens, largest)
 
 
@@ -78,20 +78,20 @@ def _binary(name: str, path: Path) -> Corpus:
         start = np.asarray(tokens[:4096])
         if len(start) >= 2 and start[:2].tobytes() == LLM_C_MAGIC.to_bytes(4, "little"):
             raise ConfigError(
-                "data", name, "flat token ids; this is an llm.c file with a header of 1024 bytes"
+                "data", name, "token ids without a header; this llm.c file has a header of 1024 bytes"
             )
-        # Ids of 4 bytes read as 2: every second one is then 0, which text never is.
+        # In small 4-byte ids that are read as 2-byte ids, every second id is 0; tokenised text is not.
         if len(start) >= 64 and not start[1::2].any() and start[::2].any():
             raise ConfigError(
                 "data",
                 name,
-                "ids of 2 bytes; these are probably ids of 4 bytes, whose file name ends in .u32.bin",
+                "2-byte ids; these are probably 4-byte ids, whose file name must end in .u32.bin",
             )
     return Corpus(name, tokens, int(np.iinfo(tokens.dtype).max))
 
 
 def _mapped(name: str, path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the file as an array that is read page by page on access."""
+    """Return the file as a memory-mapped array of token ids [tokens]."""
     try:
         size = path.stat().st_size
         if size % dtype.itemsize:

@@ -1,4 +1,4 @@
-"""A training recipe: optimizer, schedule, data and seed; everything that is neither model nor layout."""
+"""Settings of a training that are independent of model and layout: optimizer, schedule, data and seed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SCHEDULES = ("constant", "cosine")
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """AdamW with a warm-up and a schedule, on a stream of tokens."""
+    """Training with AdamW on a stream of tokens: steps, learning rate, data and checkpoints."""
 
     steps: int = 20
     """Optimizer steps, warm-up steps included."""
     untimed_steps: int = 3
-    """First steps, which count for the loss but not for times. The first one also measures memory."""
+    """Number of first steps without time measurements; their losses count. The first step also measures memory."""
     seq: int = 0
     """Tokens per sample; 0 means the model's longest sequence."""
     seed: int = 1234
@@ -25,13 +25,13 @@ class Training:
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end of the cosine schedule."""
     warmup_steps: int = 0
     """Steps of linear learning-rate warm-up."""
     decay_steps: int = 0
-    """Steps after which the cosine ends; 0 means `steps`."""
+    """Step at which the cosine schedule ends; 0 means `steps`."""
     schedule: str = "constant"
-    """`constant` or `cosine` after the warm-up."""
+    """Learning-rate schedule after the warm-up: `constant` or `cosine`."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
     beta1: float = 0.9
@@ -39,18 +39,18 @@ class Training:
     beta2: float = 0.95
     """Adam's second-moment decay."""
     eps: float = 1e-8
-    """Adam's denominator term."""
+    """Constant that Adam adds to the denominator."""
     clip: float = 1.0
-    """Largest global gradient norm; 0 means no clipping."""
+    """Maximum global gradient norm, to which larger gradients are scaled; 0 means no clipping."""
     dropout: float = 0.0
     """Dropout probability of the embedding and of both residual branches."""
     attention_dropout: float = 0.0
-    """Dropout probability of the attention weights. Above 0 the weights are written to memory, as in the software of
-    2019 and 2020: in the data type of the step, with `cp` in fp32."""
+    """Dropout probability of the attention weights. Above 0, attention writes its weights to memory, as software of
+    2019 and 2020: in the data type of the step, or in fp32 if cp > 1."""
     deterministic: bool = False
-    """Use deterministic operators on GPUs: every run of one layout on the same GPUs and software has the same bits.
-    Attention's backward is slower and needs more memory. Runs on CPUs are always deterministic. A run with an operator
-    that has no deterministic form fails with the name of the operator."""
+    """Use deterministic operators on GPUs, so that equal runs on the same GPUs and software give equal bits.
+    Attention's backward pass is slower and needs more memory. Runs on CPUs are always deterministic. A run with an
+    operator that has no deterministic form fails with the name of the operator."""
     loss_scale: float = 65536.0
     """Initial dynamic loss scale (fp16 only)."""
     loss_scale_window: int = 1000
@@ -60,7 +60,7 @@ class Training:
     checkpoint_every: int = 0
     """Steps between two checkpoints of the full training state, from which a stopped run resumes; 0 writes none."""
     continues: str = ""
-    """Experiment with the same training whose newest checkpoint is the start of this one; empty means its own."""
+    """Experiment of the same suite from whose newest checkpoint this training starts; empty: new weights."""
     data: str = "synthetic"
     """Token data: `synthetic`, `shakespeare` (bytes), `shakespeare-gpt2` (BPE), or the path of a .txt or .bin file."""
 
@@ -75,13 +75,13 @@ class Training:
         for key in ("beta1", "beta2", "dropout", "attention_dropout"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "at least 0 and under 1")
         require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"at most lr = {self.lr:g}")
-        require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number of at least 0, of 63 bits")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "0 or more and below 2**63")
         at_most("steps", self.steps, STEPS)
         require(
             self.untimed_steps < self.steps,
             "untimed_steps",
             self.untimed_steps,
-            f"fewer than steps = {self.steps}, or nothing is timed",
+            f"fewer than steps = {self.steps}, so that at least one step is timed",
         )
         require(
             not self.continues or self.checkpoint_every > 0,

@@ -1,4 +1,4 @@
-"""Descriptions of objects of `repro.config` in words: layouts, devices and counts."""
+"""Texts that describe layouts, devices, uncertain inputs and counts in displays."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _KERNELS = {
     OperatorSet.MEGATRON_2025: "operators of Megatron-core (2025)",
     OperatorSet.TORCHTITAN_2024: "operators of torchtitan (2024)",
     OperatorSet.FUSED_2026: "operators of 2026 (this suite's kernels)",
-    OperatorSet.REFERENCE: "torch's operators in place of kernels",
+    OperatorSet.REFERENCE: "torch's operators in place of this suite's kernels",
     OperatorSet.SOFTMAX: "operators of 2020 (softmax fused)",
     OperatorSet.UNFUSED: "operators of 2019 (unfused)",
 }
 
 
 def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> str:
-    """Return `tp 2 x dp 4, ZeRO 1, fp16, recomputation`, without settings that are off or 1.
+    """Return a layout as text, `tp 2 x dp 4, ZeRO 1, fp16, recomputation`, without settings at their defaults.
 
-    `degrees`: also tp, cp, pp and dp, and the pipeline's schedule; `batches`: also the batches.
+    `degrees`: include the degrees of parallelism and the pipeline schedule; `batches`: include the batch sizes.
     """
     axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := getattr(spread, axis)) > 1]
     parts = [" x ".join(axes) or "one rank"] if degrees else []
@@ -63,18 +63,18 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
     if spread.kernels is not OperatorSet.FUSED:
         parts.append(_KERNELS[spread.kernels])
     if spread.tp > 1 and not spread.tp_overlap:
-        parts.append("sums over tp waited for")
+        parts.append("tp collectives not overlapped")
     if not spread.overlap:
-        parts.append("gradients reduced after backward" if spread.zero < 2 else "reductions waited for")
+        parts.append("gradients reduced after backward" if spread.zero < 2 else "reductions not overlapped")
     elif not spread.gather_overlap:
         parts.append("parameters gathered before the step")
     return ", ".join(parts)
 
 
 def layout_options(spread: Layout, precision: str, software: str | None = None) -> str:
-    """Return the command-line options that give this layout on a system with this default precision.
+    """Return the command-line options of a layout, without those at their defaults, on a system with `precision`.
 
-    `software`: the name that another option gives.
+    `software`: value of the option `--software`, whose settings are then defaults, too.
     """
     found = []
     defaults = {field.name: field.default for field in dataclasses.fields(Layout)} | {"precision": precision}
@@ -97,21 +97,21 @@ def describe_input(key: str) -> str:
 
 
 def axes(layouts: Iterable[Layout]) -> tuple[str, ...]:
-    """Return the axes for a table of `layouts`: cp is included if a layout has it."""
+    """Return the axes of parallelism for a table of `layouts`; cp is included only if a layout uses it."""
     return max((spread.axes for spread in layouts), key=len, default=())
 
 
 def degrees(spread: Layout, names: Iterable[str]) -> str:
-    """Return the degrees along the named axes: `4 x 1 x 8`."""
+    """Return the degrees of a layout along the axes `names` as text: `4 x 1 x 8`."""
     return " x ".join(str(getattr(spread, axis)) for axis in names)
 
 
 def describe_devices(count: int, system: System) -> str:
-    """Return `16 x NVIDIA V100 SXM3 32 GB (dgx2)`."""
+    """Return the number and name of a system's devices as text: `16 x NVIDIA V100 SXM3 32 GB (dgx2)`."""
     return f"{count:,} x {system.device.name} ({system.name})"
 
 
-def count_noun(count: float, thing: str) -> str:
-    """Return `1 case`, `2 cases`, `0.75 micro-batches`."""
-    ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"
-    return f"{units.number(count)} {thing}{ending}"
+def count_noun(count: float, noun: str) -> str:
+    """Return a count with its noun in singular or plural: `1 case`, `2 cases`, `0.75 micro-batches`."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{units.number(count)} {noun}{ending}"

@@ -1,4 +1,4 @@
-"""Weights in and out, and evaluation of their quality by published protocols.
+"""Import, export and evaluation of model weights.
 
-`weights` converts weights, and `evaluate` scores them on ranks that `launch` starts.
+`weights` converts weights between formats, and `evaluate` scores them by published protocols on ranks.
 """

@@ -1,4 +1,4 @@
-"""Uncertainty of a predicted step time from unknown numbers of a system, part of the record of a simulation."""
+"""Uncertainty of a simulated step time from unknown inputs of a system, as simulated records contain it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from repro.measure.statistics import quantile
 from repro.results.json_fields import RecordPart
 
 INTERVAL_QUANTILES = (0.05, 0.95)
-"""Quantiles of the joint draws that are the ends of a 90 % interval."""
+"""Quantiles of the joint draws at the ends of a 90 % interval."""
 
 
 class Other(NamedTuple):
-    """Case with one unknown number at a value on its curve; all others are at their best values."""
+    """Case in which the unknown input `key` has `value`, and all other unknown inputs have their best values."""
 
     key: str
     value: float
 
 
 Case: TypeAlias = int | tuple[str, bool] | Other
-"""Number of a joint draw, or the key of one unknown and whether it is at the high end of its range, or `Other`."""
+"""Choice of the unknown inputs: number of a joint draw; (key, whether it is at its high end) of one input; `Other`."""
 
 
 def log_fraction(value: float, left: float, right: float) -> float:
@@ -32,26 +32,26 @@ def log_fraction(value: float, left: float, right: float) -> float:
 
 
 def interpolate_log(left: float, right: float, part: float) -> float:
-    """Return the value at position `part`: the inverse of `log_fraction`."""
+    """Return the value at position `part` from `left` (0) to `right` (1), the inverse of `log_fraction`."""
     return left * exp(part * log(right / left)) if left else part * right
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity(RecordPart):
-    """Step time at both ends of the range of one unknown number; all others are at their best values."""
+    """Simulated step times over the range of one unknown input, with all other inputs at their best values."""
 
     key: str
-    """Key of the unknown in `repro.config.systems.unknowns`."""
+    """Key of the unknown input (`repro.config.systems.unknowns`)."""
     low: float
     best: float
     high: float
     low_s: float
     high_s: float
     curve: list[list[float]] | None = None
-    """Points [value, seconds] in the range and around it, by value; None for an unknown with a small effect."""
+    """Points [value, step seconds] in and around the range, by value; None for an input with a small effect."""
 
     def seconds_at(self, value: float) -> float:
-        """Return the step time at another value by log-log interpolation of the curve, in seconds."""
+        """Return the step time, in seconds, at a value of the input by log-log interpolation of `curve`."""
         points = self.curve or []
         after = min(max(bisect_left(points, [value]), 1), len(points) - 1)
         (left, low), (right, high) = points[after - 1], points[after]
@@ -59,28 +59,28 @@ class Sensitivity(RecordPart):
 
     @property
     def span(self) -> float:
-        """Difference of the step times at both ends, in seconds."""
+        """Return the absolute difference of the step times at both ends of the range, in seconds."""
         return abs(self.high_s - self.low_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepInterval(RecordPart):
-    """Step times for other values of the unknown numbers of a system, in seconds."""
+    """Simulated step times for many values of the unknown inputs of a system, in seconds."""
 
     draws: list[float]
-    """Step time of each joint draw. Draw i uses the same values of the unknowns in every record."""
+    """Step time of each joint draw. Draw i uses the same quantiles of the inputs in every record."""
     moves: list[Sensitivity]
-    """Effect of each unknown alone; largest effect first."""
+    """Step times for each unknown input alone; largest effect first."""
 
     def summary(self, best: float) -> dict[str, Any]:
-        """Return JSON data for a step that takes `best` at the best values, without curves."""
+        """Return JSON data of the interval without curves; `best`: step time at the best values."""
         low, high = likely_range(self.draws, best)
         least, most = possible_range(self.cases(), best)
         moves = [{**replace(move, curve=None).as_dict(), "span": move.span / best} for move in self.moves]
         return {"low_s": low, "high_s": high, "least_s": least, "most_s": most, "moves": moves}
 
     def seconds_in(self, case: Case, best: float) -> float:
-        """Return the step time in `case`, in seconds; `best` where the case does not move the step."""
+        """Return the step time in `case`, in seconds; `best` if the step does not depend on the input of the case."""
         if isinstance(case, int):
             return self.draws[case]
         key, end = case
@@ -90,14 +90,14 @@ class StepInterval(RecordPart):
         return best if move is None else move.high_s if end else move.low_s
 
     def cases(self) -> Iterator[float]:
-        """Yield the step time of every case."""
+        """Yield the step times of all joint draws and of both ends of each input."""
         yield from self.draws
         for move in self.moves:
             yield from (move.low_s, move.high_s)
 
 
 def likely_range(draws: Sequence[float], best: float) -> tuple[float, float]:
-    """Return the 90 % interval of `draws`, extended to `best`."""
+    """Return the 90 % interval of `draws`, extended to include `best`."""
     low, high = (quantile(draws, end) for end in INTERVAL_QUANTILES)
     return min(low, best), max(high, best)
 

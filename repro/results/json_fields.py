@@ -1,7 +1,7 @@
 """Conversion of frozen dataclasses to JSON objects and back, with field names as keys.
 
-A None default is not written. A missing key gives a field its default, so that lines of older versions remain readable
-and unchanged. Unknown keys are ignored.
+Fields that are None by default are not written if they are None. When reading, missing keys take the default of their
+field, and unknown keys are ignored, so that records of older versions remain readable.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ P = TypeVar("P", bound="RecordPart")
 
 
 class RecordPart:
-    """Base of frozen dataclasses that represent a JSON object or a part of one."""
+    """Base class of frozen dataclasses that represent a JSON object of a record."""
 
     @classmethod
     def read(cls: type[P], document: Mapping[str, Any]) -> P:
-        """Return the instance for a JSON object. A field with neither a key nor a default becomes None."""
+        """Return the instance for a JSON object. Fields without a default become None if their key is missing."""
         values = {}
         for field in _fields(typing.cast(Any, cls)):
             if field.key in document:
@@ -34,9 +34,9 @@ class RecordPart:
 
     @classmethod
     def wrong(cls, document: Mapping[str, Any]) -> str:
-        """Return `KEY: missing` or `KEY: of another type` for the first such field, else an empty string.
+        """Return `KEY: missing` or `KEY: of another type` for the first wrong key, else an empty string.
 
-        The check skips fields that may be None, and the contents of lists and dictionaries.
+        Fields that may be None, and the contents of lists and dictionaries, are not checked.
         """
         for field in _fields(typing.cast(Any, cls)):
             if not field.types or not (field.required or field.key in document):
@@ -59,7 +59,7 @@ class RecordPart:
 
 
 def finite(value: Any) -> Any:
-    """Return JSON data in which null replaces NaN and infinity, because JSON does not have these numbers."""
+    """Return JSON data with None in place of NaN and infinity, because JSON does not have these numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -114,7 +114,7 @@ _TYPES: dict[Any, tuple[type, ...]] = {
 
 
 def _converter(hint: Any) -> Convert:
-    """Return the conversion of JSON data to the type `hint`: a record part, or a list of parts; {} becomes None."""
+    """Return a function that converts JSON data to the type `hint`: a `RecordPart`, a list of them, or other data."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         inner = _converter(next((one for one in arguments if one is not type(None)), Any))

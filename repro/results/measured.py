@@ -1,8 +1,6 @@
-"""Records from the measurements of the ranks.
+"""Construction of measured records from the results of all ranks.
 
-`kernels` names the implementation of each operator: a CUDA kernel, or torch's operators with the reason. A run that
-continued from a checkpoint names the steps of its restarts in `checkpoints` and `series.resumed_from`. Its losses cover
-all steps. Its times cover only the steps after the last restart, since times of several starts are not combined.
+If a run continued from checkpoints, its losses cover all steps, and its times only the steps after the last restart.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ def experiment_record(
     outcome: str = "ok",
     reason: str = "",
 ) -> ExperimentRecord:
-    """Return the record of one experiment. `results`: one result per rank, or none if the experiment did not finish.
+    """Return the record of one measured experiment. `results`: one per rank, or none if the experiment did not finish.
 
-    A rank that finishes may report a failure. The record has the outcome of the worst rank.
+    The outcome of the record is the worst outcome that a rank reports.
     """
     if outcome == "ok" and results:
         worst = min(results, key=lambda result: _WORST_FIRST.index(result.outcome))
@@ -84,9 +82,9 @@ def comparison_record(
     suite: str,
     provenance: Provenance,
 ) -> ComparisonRecord | None:
-    """Return the ratio subject/baseline of samples/s over paired rounds; None if a round has no time.
+    """Return the comparison of samples/s of two experiments over paired rounds; None if a round has no time.
 
-    `results`: the ranks' results of the baseline and of the subject, from one interleaved launch.
+    `results`: results of all ranks for the baseline and for the subject, from one interleaved launch.
     """
     sides = zip((baseline, subject), results, strict=True)
     rates = [_round_rates(ranks, experiment.layout.global_batch) for experiment, ranks in sides]
@@ -110,9 +108,9 @@ def comparison_record(
 
 
 def step_seconds(results: list[RankResult]) -> list[list[float]]:
-    """Return the seconds of the slowest rank in each timed step, by round.
+    """Return the seconds of the slowest rank in each timed step, in one list per round.
 
-    Ranks that diverge may stop one step apart. Only steps of all ranks count.
+    Only steps of all ranks count, since ranks that diverge may stop one step apart.
     """
     rounds = zip(*(result.rounds for result in results), strict=False)
     return [[max(step) for step in zip(*ranks, strict=False)] for ranks in rounds]
@@ -135,7 +133,7 @@ def _metrics(results: list[RankResult], experiment: Experiment) -> Metrics:
     found |= _speed(results, experiment)
     found |= _memory(results, marked=experiment.engine == NATIVE)
     resumed = _resumed(first)
-    # A run that continued with one step left has no ordinary step.
+    # A run that continued from its last checkpoint with one remaining step has not measured communication.
     if not (resumed and not any(first.rounds)):
         found |= metrics.communication(first.comm, first.comm_per_layer)
         found |= metrics.purposes((1, result.comm) for result in results)
@@ -155,7 +153,7 @@ def _speed(results: list[RankResult], experiment: Experiment) -> Metrics:
 
 
 def _memory(results: list[RankResult], marked: bool) -> Metrics:
-    # A rank that diverges in its first steps has not measured its memory.
+    # Ranks that diverged in their first steps have not measured their memory.
     known = [
         (memory.rss_peak_bytes, Held(memory.states, memory.peak, memory.most, memory.init_peak_bytes or 0))
         for memory in (result.memory for result in results)
@@ -185,12 +183,12 @@ def _series(results: list[RankResult]) -> StepSeries:
 
 
 def _resumed(result: RankResult) -> list[int]:
-    """Return the steps after which the run continued from a checkpoint."""
+    """Return the numbers of the steps after which the run continued from a checkpoint."""
     return [start["step"] for start in result.checkpoints.resumed] if result.checkpoints else []
 
 
 def _checkpoints(results: list[RankResult]) -> CheckpointReport | None:
-    """Combine the checkpoint reports of all ranks; return None for a run without checkpoints."""
+    """Return the combined checkpoint report of all ranks; None for a run without checkpoints."""
     found = [result.checkpoints for result in results if result.checkpoints]
     if not found:
         return None

@@ -1,30 +1,26 @@
-"""Metrics of a step under their names, from one builder for measurements and simulations.
+"""Metrics of measured and simulated steps. Claims refer to metrics by name, so the names are fixed.
 
-Names are fixed, since claims refer to them. Times are in seconds, sizes in bytes, work in FLOP. The step time is that
-of the slowest rank. Memory is the maximum over ranks. Communication is that of rank 0 in one ordinary step.
+Times are in seconds, sizes in bytes, work in FLOP. The step time is that of the slowest rank, memory the maximum over
+ranks, and communication that of rank 0 in one step.
 
 - `memory.activations_bytes` are the activations at the device's peak, checkpoints included.
 - `memory.checkpoints_bytes` (on the device), `memory.host_bytes` (checkpoints in host memory) and
   `memory.communication_bytes` (communication buffers) are maxima over the step. `memory.gathered_bytes` is the maximum
-  of other ranks' parameters on a rank under stage 3.
-- `memory.reserved_bytes` is the predicted reservation of the caching allocator on the fullest device.
-  `memory.used_bytes` is the sum of the reservation and the context.
-- `memory.context_bytes` is memory that torch's allocator cannot use (CUDA, libraries, NCCL's buffers). A simulation
-  reads it from the system file. A measurement takes the maximum over ranks after the run, with connections of earlier
-  experiments of the same job.
-- `comm.purpose.GROUP.PURPOSE.*` are sums over all ranks, since no pipeline stage represents the others.
-  `comm.link.CLASS.sent_bytes` crosses a class of links. `comm.per_layer.*` is that of one block for one micro-batch.
-- `pipeline.bubble` is the wait of a step's busiest rank for other stages over its compute time, (t - ideal)/ideal of
-  2104.04473 sec. 2.2. Waits of other ranks for this slower rank are not part of the bubble. The value is the median
-  over the undisturbed timed steps, with the 95 % bootstrap interval `.low` to `.high`. A step is disturbed if other
-  ranks or programs used a rank's core while it computed, because waits for that rank do not depend on the
-  schedule. With fewer than three undisturbed steps there is no interval and no bubble. A library whose stages also have
-  tp or dp has no bubble, because its waits are measured from outside.
+  of gathered parameters of other ranks under stage 3.
+- `memory.reserved_bytes` is the predicted reservation of the caching allocator on the device with most memory, and
+  `memory.used_bytes` the sum of reservation and context.
+- `memory.context_bytes` is device memory outside torch's allocator (CUDA, libraries, NCCL's buffers). A simulation
+  reads it from the system file. A measurement takes the maximum over ranks after the run, which includes NCCL
+  connections of earlier experiments of the same launch.
+- `comm.purpose.GROUP.PURPOSE.*` are sums over all ranks. `comm.link.CLASS.sent_bytes` are the bytes that cross a class
+  of links. `comm.per_layer.*` is the communication of one block for one micro-batch.
+- `pipeline.bubble` is the time in which the busiest rank of a step waits for other stages, over its compute time
+  (2104.04473 sec. 2.2). It is the median over the undisturbed timed steps, with the 95 % bootstrap interval `.low` to
+  `.high`. A step is disturbed if other processes used the core of a computing rank. With fewer than three undisturbed
+  steps, there is no bubble, nor for libraries whose stages also have tp or dp.
 - `model_flops_per_s` counts attention in full, as 2104.04473 does, and `causal_flops_per_s` only its causal half.
-- A step that does not fit has no time: `shown` omits the metrics that begin with an entry of `SPEED`. Claims that
-  compare a published rate with a simulation that does not fit read the record itself and report the misfit.
-- `time.*` are the parts of the slowest stage's seconds in a simulation. `trace_seconds` is the duration of the
-  simulation.
+- A step that does not fit in memory has no time: `shown` omits its metrics that begin with an entry of `SPEED`.
+- `time.*` are the parts of the slowest stage's time in a simulation. `trace_seconds` is the duration of the simulation.
 """
 
 from __future__ import annotations
@@ -44,34 +40,34 @@ Metrics: TypeAlias = dict[str, float]
 STEP_SECONDS = "step_seconds.median"
 DEVICE_FLOPS_PER_S = "hardware_flops_per_s.device"
 UNDISTURBED = 0.95
-"""Minimum share of a rank's compute time on its core; a step with a smaller share is disturbed."""
+"""Minimum share of a rank's compute time in which it runs on its core, for a step to count as undisturbed."""
 STATES = ("parameters", "gradients", "optimizer")
 RATES = ("tokens_per_s", "samples_per_s", "model_flops_per_s", "causal_flops_per_s", "hardware_flops_per_s")
-"""Prefixes of the metrics that are an amount per step divided by the step time."""
+"""Prefixes of the names of metrics that are an amount per step divided by the step time."""
 SPEED = ("step_seconds.", *RATES, "time.")
-"""Prefixes of the metrics that depend on the step time."""
+"""Prefixes of the names of metrics that depend on the step time."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes by category on one rank, or on each rank of a simulated role."""
+    """Memory by category on one rank, or on each rank of a simulated role, in bytes."""
 
     states: Mapping[str, int]
-    """Bytes between two steps."""
+    """Bytes by category between two steps."""
     peak: Mapping[str, int]
-    """Bytes at the moment of the device's largest `total`."""
+    """Bytes by category when their `total` on the device is largest."""
     most: Mapping[str, int]
-    """Maximum of each category over the step."""
+    """Maximum bytes of each category over the step."""
     init_peak_bytes: int
 
 
 def shown(found: Mapping[str, float], outcome: str) -> Metrics:
-    """Return the metrics to display for a step with this `outcome`."""
+    """Return the metrics of a step without those of its speed if the step did not fit in memory (`outcome` `oom`)."""
     return {name: value for name, value in found.items() if outcome != "oom" or not name.startswith(SPEED)}
 
 
 def metric_at_step_seconds(name: str, found: Mapping[str, float], seconds: float) -> float | None:
-    """Return the value of the metric `name` for a step time of `seconds`; None if it does not follow from `found`."""
+    """Return the step time or rate `name` for a step time of `seconds`; None if `name` is another metric."""
     if name == STEP_SECONDS:
         return seconds
     return found[name] * found[STEP_SECONDS] / seconds if name.startswith(RATES) else None
@@ -80,8 +76,7 @@ def metric_at_step_seconds(name: str, found: Mapping[str, float], seconds: float
 def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:
     """Return the maximum of each memory metric over the ranks; empty without ranks.
 
-    `marked`: whether every buffer has a category. Under a library as the engine, only the categories of the model
-    states and the total are known.
+    `marked`: whether every buffer has a category. Engines that run a library know only model states and the total.
     """
     if not ranks:
         return {}
@@ -93,9 +88,9 @@ def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:
     }
     if not marked:
         return found
-    kept = ("activations", "checkpoints")  # checkpoints are activations that forward keeps
+    activations = ("activations", "checkpoints")
     return found | {
-        "memory.activations_bytes": max(sum(rank.peak[part] for part in kept) for rank in ranks),
+        "memory.activations_bytes": max(sum(rank.peak[part] for part in activations) for rank in ranks),
         "memory.checkpoints_bytes": max(rank.most["checkpoints"] for rank in ranks),
         "memory.host_bytes": max(rank.most["host"] for rank in ranks),
         "memory.gathered_bytes": max(rank.most["parameters"] - rank.states["parameters"] for rank in ranks),
@@ -111,7 +106,7 @@ def allocated(
     fragmentation: float,
     retries: int,
 ) -> Metrics:
-    """Return the further memory metrics of a simulation, in bytes. `reserved`: None for a step that does not fit."""
+    """Return the memory metrics that only a simulation has, in bytes. `reserved`: None for a step that does not fit."""
     metrics: Metrics = {
         "memory.context_bytes": context,
         "memory.communication_bytes": max(rank.most["communication"] for rank in ranks),
@@ -127,7 +122,7 @@ def allocated(
 
 
 def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic]) -> Metrics:
-    """Return the communication metrics of rank 0. Rows of the same operation (other group sizes, purposes) add up."""
+    """Return the communication metrics of rank 0, with sums over group sizes and purposes of the same collective."""
     metrics: Metrics = {"comm.sent_bytes": sum(row.sent_bytes for row in rows)}
     for row in rows:
         amounts = {name: getattr(row, name) for name in ("calls", "payload_bytes", "sent_bytes")}
@@ -141,7 +136,7 @@ def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic])
 
 
 def purposes(found: Iterable[tuple[int, Sequence[TrafficRow]]]) -> Metrics:
-    """Return calls and bytes by purpose, summed over all ranks. `found`: number of ranks, and the rows of each."""
+    """Return calls and sent bytes by purpose, summed over all ranks. `found`: pairs (number of ranks, rows of each)."""
     metrics: Metrics = {}
     for ranks, rows in found:
         for row in rows:
@@ -152,7 +147,7 @@ def purposes(found: Iterable[tuple[int, Sequence[TrafficRow]]]) -> Metrics:
 
 
 OF_BLOCKS = ("block", "keys and values")
-"""Purposes of a block's communication: sums and gathers of tensor parallelism, gathers of context parallelism."""
+"""Purposes of communication inside a block: collectives of tensor parallelism, and gathers of context parallelism."""
 
 
 def per_layer(experiment: Experiment, stage: int, rows: Iterable[TrafficRow]) -> list[LayerTraffic]:
@@ -168,7 +163,7 @@ def per_layer(experiment: Experiment, stage: int, rows: Iterable[TrafficRow]) ->
 
 
 def speed(experiment: Experiment, seconds: float) -> Metrics:
-    """Return the metrics of speed for a step of `seconds`, over all ranks."""
+    """Return step time, throughput and FLOP/s over all ranks for a step of `seconds`."""
     layout, sizes = experiment.layout, (experiment.model, experiment.seq, experiment.layout.global_batch)
     samples, hardware_flops = layout.global_batch, counts.hardware_flops(*sizes, layout.recompute)
     return {
@@ -183,14 +178,14 @@ def speed(experiment: Experiment, seconds: float) -> Metrics:
 
 
 def parts(found: Mapping[str, float], factor: float) -> Metrics:
-    """Return the parts of the slowest stage's predicted seconds, and the calibration `factor`."""
+    """Return the `time.*` metrics of a simulation: parts of the slowest stage's seconds, and the calibration factor."""
     shares = ("compute_s", "optimizer_s", "exposed_s", "hidden_s", "bubble_s")
     names = (*shares, "forward_s", "backward_s", "update_s")
     return {**{f"time.{name}": found[name] for name in names}, "time.factor": factor}
 
 
 def work(experiment: Experiment, operator_flops: int) -> Metrics:
-    """Return the FLOP of a step by the formulas and by the busiest rank's operators, and micro-batches in flight."""
+    """Return the metrics of work: parameters, FLOP of a step by formulas and operators, micro-batches in flight."""
     model, layout = experiment.model, experiment.layout
     metrics: Metrics = {
         "model.parameters": counts.total_parameters(model),
@@ -206,7 +201,7 @@ def work(experiment: Experiment, operator_flops: int) -> Metrics:
 
 
 def bubble(stages: Sequence[StageReport], *, cores: bool) -> Metrics:
-    """Return the pipeline metrics from the stages of all ranks. `cores`: omit disturbed steps."""
+    """Return the pipeline metrics from the stage reports of all ranks. `cores`: omit disturbed steps."""
     if not stages:
         return {}
     by_rank = [zip(stage.busy_s, stage.idle_s, stage.core_s, strict=True) for stage in stages]
@@ -234,11 +229,11 @@ def _add(metrics: Metrics, name: str, **counts: float) -> None:
 
 
 Losses: TypeAlias = Sequence[float | None]
-"""Losses of all steps; None for NaN."""
+"""Losses of all steps of a training; None for NaN."""
 LOSS_STRETCH_STEPS = 50
-"""Steps whose loss distances are averaged, because a training amplifies equal rounding errors unequally over time."""
+"""Number of consecutive steps over which distances of losses are averaged."""
 FP32_ROUNDING = 2.0**-24
-"""Relative rounding error of an fp32 loss. A smaller distance is not measurable."""
+"""Relative rounding error of an fp32 loss, the smallest measurable distance of two losses."""
 
 
 def loss_distances(losses: Losses, reference: Losses) -> list[float]:
@@ -253,21 +248,20 @@ def root_mean_square(values: Sequence[float]) -> float:
 
 
 def relative_loss_distance(losses: Losses, reference: Losses, controls: Sequence[Losses]) -> float:
-    """Return the distance of a loss curve from `reference` over the distance of `controls`, in the worst stretch.
+    """Return the distance of a loss curve from `reference` over that of `controls`, in the worst `LOSS_STRETCH_STEPS`.
 
-    Controls repeat the training of `reference` and change only the order of sums. A training amplifies the different
-    rounding errors, so that no fixed tolerance of losses holds after hundreds of steps. Distances are root mean
-    squares. Rounding errors add up to a normal distribution whose width the controls estimate: without another cause
-    the ratio of a stretch follows Student's t with one degree of freedom per control, or has thinner tails.
+    Controls repeat the training of `reference` with another order of sums, so that their distances contain rounding
+    errors only, which a training amplifies over hundreds of steps. Distances are root mean squares. If rounding errors
+    are the only cause, the ratio follows Student's t with one degree of freedom per control, or has thinner tails.
 
     Raises:
-        ValueError: There are no controls, or a curve lacks the loss of a step.
+        ValueError: There are no controls, or the loss of a step is missing in a curve.
     """
     distances = loss_distances(losses, reference)
     of_controls = [loss_distances(control, reference) for control in controls]
     curves = (losses, *controls, distances, *of_controls)
     if not controls or {len(curve) for curve in curves} != {len(reference)}:
-        raise ValueError("needs controls, and a loss of every step of each")
+        raise ValueError("needs control runs, and the losses of all steps of all runs")
     largest = 0.0
     for start in range(0, len(reference), LOSS_STRETCH_STEPS):
         part = slice(start, start + LOSS_STRETCH_STEPS)
@@ -277,12 +271,12 @@ def relative_loss_distance(losses: Losses, reference: Losses, controls: Sequence
 
 
 def final_loss(losses: Losses) -> float:
-    """Return the mean loss of the last stretch.
+    """Return the mean loss of the last `LOSS_STRETCH_STEPS` steps.
 
     Raises:
-        ValueError: A loss of the stretch is missing.
+        ValueError: A loss of these steps is missing.
     """
     last = [loss for loss in losses[-LOSS_STRETCH_STEPS:] if loss is not None]
     if len(last) < LOSS_STRETCH_STEPS:
-        raise ValueError(f"needs a loss in each of the last {LOSS_STRETCH_STEPS} steps")
+        raise ValueError(f"needs the losses of the last {LOSS_STRETCH_STEPS} steps")
     return sum(last) / LOSS_STRETCH_STEPS

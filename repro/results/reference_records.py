@@ -1,8 +1,7 @@
-"""Reference records: results of other machines that are part of this package.
+"""Reference records: packaged results of other machines, for claims without a result in the user's own store.
 
-Each file `reference/*.jsonl` has the records of one machine, one per line, in the format of the store. A new file in
-that folder is enough: its device and its date come from its records. Reference records judge claims where the reader's
-own store has no result. `repro run` does not read them, so that every experiment still runs on the reader's machine.
+Each file `reference/*.jsonl` contains the records of one machine in the format of the store. `repro run` does not read
+these files, so that every experiment still runs on the user's machine.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from repro.util.files import write_file
 ReferenceRecord: TypeAlias = ExperimentRecord | ComparisonRecord | FitRecord
 REFERENCE_DIRECTORY = Path(__file__).parent / "reference"
 KEPT_PROVENANCE = ("git", "torch", "gpus")
-"""Entries of the provenance that a reference record keeps unchanged."""
+"""Entries of a record's provenance that its reference record contains unchanged."""
 KEPT_PACKAGES = ("repro", "torch", "deepspeed", "megatron-core")
-"""Packages whose versions a reference record keeps."""
+"""Packages whose versions a reference record contains."""
 
 
 @dataclass(frozen=True)
 class ReferenceFile:
-    """Records of one machine."""
+    """Reference records of one machine."""
 
     name: str
     device: str
-    """Name of the machine's device: `NVIDIA H200`."""
+    """Name of the machine's GPU or processor, such as `NVIDIA H200`."""
     date: str
     """Day of the first record, as YYYY-MM-DD."""
     records: tuple[Record, ...]
 
     @property
     def label(self) -> str:
-        """Return device and day: `NVIDIA H200, 2026-11-26`."""
+        """Return device and day of the records: `NVIDIA H200, 2026-11-26`."""
         return f"{self.device}, {self.date}"
 
 
 def load_reference(directory: Path = REFERENCE_DIRECTORY) -> list[ReferenceFile]:
-    """Return the files of `directory`, newest first.  Raises `ConfigError` for a line that is not a record."""
+    """Return the reference files in `directory`, newest first.  Raises `ConfigError` for an invalid line."""
     found = [_read_file(path) for path in sorted(directory.glob("*.jsonl"))]
     return sorted(found, key=lambda file: file.date, reverse=True)
 
@@ -57,19 +56,19 @@ def _read_file(path: Path) -> ReferenceFile:
             record = read_record(json.loads(line))
             _ = record.experiment if isinstance(record, ExperimentRecord | FitRecord) else None
         except (AttributeError, ValueError) as error:
-            raise ConfigError(f"line {number}", says=f"is not a record: {error}", file=str(path)) from None
+            raise ConfigError(f"line {number}", says=f"must be a record: {error}", file=str(path)) from None
         if getattr(record, "evidence", MEASURED) != MEASURED:
-            says = "is not measured, as all reference records are"
+            says = "must be a measured record, since simulated records cannot be reference records"
             raise ConfigError(f"line {number}", says=says, file=str(path))
         records.append(record)
-    what = "the name of one device in the provenance of its records; a file has records of one machine"
+    what = "one device in the provenance of all records, since a reference file describes one machine"
     device = _single_device(records, "device", what, file=str(path))
     date = min(record.written for record in records)[:10]
     return ReferenceFile(path.name, device, date, tuple(records))
 
 
 def device_of(record: Record) -> str:
-    """Return the device that a record names; empty if it names none, as after a failure before the first step."""
+    """Return the device that a record names; empty if it names none, for example after an early failure."""
     if isinstance(record, FitRecord):
         return record.device
     gpus = record.provenance.get("gpus") or []
@@ -84,11 +83,10 @@ def _single_device(records: Iterable[Record], key: str, expected: str, file: str
 
 
 def write_reference(records: Iterable[Record], path: Path) -> int:
-    """Write the measured records of a store as a reference file; return the number of records.
+    """Write the measured records of a store to a reference file; return their number.
 
-    Each experiment keeps its newest conclusive record, without traffic and memory of other ranks than the first and
-    without the environment of its machine. If the store has runs on GPUs, runs on processors are left out.
-    Raises `ConfigError` if the records are of several devices, or of none.
+    The file contains the newest conclusive record of each experiment, shortened. If the store has runs on GPUs, runs
+    on processors are omitted. Raises `ConfigError` unless all records are of one device.
     """
     chosen = select(records)
     found: list[ExperimentRecord | FitRecord] = [*chosen.measured, *chosen.fits]
@@ -99,7 +97,7 @@ def write_reference(records: Iterable[Record], path: Path) -> int:
         *(record for record in chosen_runs if record.conclusive),
         *(one for one in chosen.comparisons if f"{one.suite}/{one.subject.name}" in labels),
     ]
-    what = "a store with records of one GPU model or of one processor; give the store of each machine with --results"
+    what = "a store with records of one GPU model or one processor; write one reference file per machine"
     _single_device(kept, "--results", what)
     lines = [json.dumps(shortened_record(record).as_dict(), separators=(",", ":")) for record in kept]
     write_file(path, "\n".join(lines) + "\n")
@@ -107,7 +105,7 @@ def write_reference(records: Iterable[Record], path: Path) -> int:
 
 
 def shortened_record(record: ReferenceRecord) -> ReferenceRecord:
-    """Return a record without the parts that no claim reads."""
+    """Return a record without the parts that claims do not read: most provenance, series, and data of other ranks."""
     origin = record.provenance
     packages = origin.get("packages") or {}
     kept: dict[str, Any] = {key: origin[key] for key in KEPT_PROVENANCE if key in origin}

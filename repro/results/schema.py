@@ -1,9 +1,7 @@
 """Types of records: experiments, comparisons, searches for the largest model, times of kernels, evaluations.
 
-A line of the store is one record, a JSON object whose keys are the fields here (`repro.results.json_fields`). A store
-outlives the program that wrote it, and people merge, cut and edit files. `read_record` accepts lines of every version
-since the first. For any other line it names the missing or wrong key. Times are in seconds, sizes in bytes, work in
-FLOP.
+A line of the store is one record, a JSON object whose keys are the fields here (`repro.results.json_fields`).
+`read_record` accepts lines of all versions of this suite. Times are in seconds, sizes in bytes, work in FLOP.
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ from repro.results.record_parts import (
 )
 
 SCHEMA = 1
-"""Version of the record's layout."""
+"""Version of the format of records."""
 MEASURED, SIMULATED = "measured", "simulated"
 """Kinds of evidence of a record."""
 EMULATED = "emulated"
-"""Name of evidence from an emulated network, whose rates are not the rates of a real machine."""
+"""Displayed kind of evidence of measured records from an emulated network."""
 CONCLUSIVE = ("ok", "oom", "diverged")
-"""Outcomes that a further run would only repeat."""
+"""Outcomes that a repetition of the run would reproduce."""
 
 
 def _now() -> str:
@@ -61,62 +59,62 @@ def _microseconds(time: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordHead(RecordPart):
-    """Common first fields of every record."""
+    """Fields that every record has."""
 
     schema: int = SCHEMA
     protocol: int | None = PROTOCOL
     """Version of the measurement protocol; numbers of different versions are not comparable."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     written: str = field(default_factory=_now)
-    """UTC, ISO 8601."""
+    """Time at which the record was written, UTC in ISO 8601."""
     sequence: int | None = None
-    """Position in the order of the store, which assigns it; None in records of versions without the field."""
+    """Position of the record in the order of the store, which assigns it; None in records of old versions."""
     kind: str = field(default="", init=False)
     suite: str
     name: str
 
     @property
     def order(self) -> int:
-        """Sort key of the order in which records were appended: `sequence`, else `written` in microseconds."""
+        """Return the sort key of records by age: `sequence`, or the microseconds of `written` in old records."""
         return _microseconds(self.written) if self.sequence is None else self.sequence
 
     @property
     def label(self) -> str:
-        """`suite/name`, as claims and captions cite the record."""
+        """Return `suite/name`, with which claims and captions cite the record."""
         return f"{self.suite}/{self.name}"
 
 
 class ExperimentConditions:
-    """Base of records with the conditions of an experiment."""
+    """Base class of records that contain the conditions of an experiment."""
 
     name: str
     conditions: dict[str, Any]
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The experiment of the conditions. Raises `ConfigError` for unknown conditions of a newer program."""
+        """Return the experiment of the conditions; raise `ConfigError` for keys that this version does not know."""
         try:
             return from_dict(self.conditions)
         except ConfigError:
             raise
         except (KeyError, TypeError, ValueError) as error:
-            right = f"conditions that this version knows: {error}"
+            right = f"an experiment whose keys this version knows: {error}"
             raise ConfigError("experiment", self.name, right) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentRecord(RecordHead, ExperimentConditions):
-    """Outcome and observations of one experiment. Measured and simulated evidence of one key are two records."""
+    """Outcome and metrics of one measured or simulated run of an experiment."""
 
     kind: str = field(default="experiment", init=False)
     key: str
     conditions: dict[str, Any] = field(metadata={"key": "experiment"})
-    """Data from `Experiment.as_dict`."""
+    """Conditions of the experiment, from `Experiment.as_dict`."""
     evidence: str
     outcome: str
     reason: str
     metrics: dict[str, float]
-    """Values by the names of `repro.results.metrics`."""
+    """Values by metric name; `repro.results.metrics` describes the names."""
     series: StepSeries
     checkpoints: CheckpointReport | None = None
     flops_formula: str = ""
@@ -130,30 +128,30 @@ class ExperimentRecord(RecordHead, ExperimentConditions):
     kernels: KernelsRan | None = None
     """Implementation of each operator in a measured experiment."""
     network: NetworkReport | None = None
-    """Emulated network of a measurement. Such an experiment is a scaled twin, whatever its sizes are."""
+    """Emulated network of a measurement; None without one."""
     roles: list[SimulatedRole] | None = None
-    """Ranks with identical work, in a simulation."""
+    """Pipeline roles of a simulation; ranks of a role have identical work."""
     simulated_on: SimulatedOn | None = None
     interval: StepInterval | None = None
-    """Possible values of `step_seconds.median` in a simulation whose system has unknown numbers."""
+    """Possible step times of a simulation on a system with unknown inputs; None without unknown inputs."""
     provenance: Provenance = field(default_factory=dict)
     wall_s: float = 0.0
     copy_of: str | None = None
-    """Id of the record of the same experiment under another suite or another name."""
+    """Id of the record that this record copies, for an equal experiment of another suite or name."""
 
     @property
     def shown_as(self) -> str:
-        """Displayed kind of evidence: `measured`, `emulated` or `simulated`."""
+        """Return the displayed kind of evidence: `measured`, `emulated` or `simulated`."""
         emulated = self.evidence == MEASURED and self.conditions.get("network")
         return EMULATED if emulated else self.evidence
 
     @property
     def conclusive(self) -> bool:
-        """Whether a further run would only repeat the outcome."""
+        """Return whether a repetition of the run would reproduce its outcome."""
         return self.outcome in CONCLUSIVE
 
     def copy(self, experiment: Experiment, suite: str) -> ExperimentRecord:
-        """Return the record of an equal experiment under the names of another suite."""
+        """Return a copy of the record for an equal experiment of another suite."""
         return replace(
             self,
             id=uuid.uuid4().hex,
@@ -174,7 +172,7 @@ class Side(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRecord(RecordHead):
-    """Ratio subject/baseline of two experiments that ran in alternating rounds."""
+    """Ratio (subject over baseline) of a metric of two experiments that one launch ran in alternating rounds."""
 
     kind: str = field(default="comparison", init=False)
     baseline: Side
@@ -182,52 +180,53 @@ class ComparisonRecord(RecordHead):
     metric: str
     ratio: float
     low: float | None
-    """Lower end of the 95 % interval, whose upper end is `high`; None with too few rounds."""
+    """Lower end of the ratio's 95 % interval, whose upper end is `high`; None with too few rounds."""
     high: float | None
     rounds: int
     pairs: list[list[float]] = field(default_factory=list)
-    """Baseline's value and subject's value of each round."""
+    """Values [baseline, subject] of each round."""
     provenance: Provenance = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitRecord(RecordHead, ExperimentConditions):
-    """Largest model or micro-batch that trains in a device's memory, and the smallest that does not.
+    """Result of `repro fit --measure`: the largest model or micro-batch that fits a device, and the smallest that
+    fails.
 
-    `repro fit --measure` writes it. The record has no rate and no step time, because a trial has two steps. It is no
-    `ExperimentRecord`, so that one rank of a layout never counts as a run of the layout.
+    The record has no rate and no step time, because a trial has two steps. It is no `ExperimentRecord`, so that one
+    rank of a layout never counts as a run of the layout.
     """
 
     kind: str = field(default="fit", init=False)
     conditions: dict[str, Any] = field(metadata={"key": "experiment"})
-    """Data from `Experiment.as_dict` of the largest trial that fits, or else of the smallest that does not."""
+    """`Experiment.as_dict` of the largest trial that fits, or of the smallest that fails if none fits."""
     evidence: str
     search: str
     """Searched quantity: `layers` or `micro-batch`."""
     device: str
     limit_bytes: int
-    """Memory limit of a device, context included."""
+    """Memory limit of a device in bytes, including the CUDA context."""
     allocator_limit_bytes: int | None = None
-    """Limit of a process's allocator; 0 without a limit, None in a record from notes."""
+    """Limit of a process's allocator in bytes; 0 without a limit, None if unknown."""
     ranks: int
-    """Ranks of the layout."""
+    """Number of ranks of the layout."""
     one_rank: bool
-    """Whether one process ran as one of the `ranks`; otherwise there was one process per rank."""
+    """Whether a single process allocated the memory of one of the `ranks`; otherwise each rank had a process."""
     rank: int | None = None
-    """Rank of that process; None if unknown, or with one process per rank."""
+    """Rank whose memory the single process allocated; None if unknown, or with one process per rank."""
     collectives: str
-    """`no data`: collectives allocated their buffers and moved no data; `data`: collectives between processes."""
+    """`no data`: collectives only allocated their buffers; `data`: collectives between processes moved data."""
     largest: MeasuredTrial | None = None
-    """Largest trial that fits; None: none fits."""
+    """Largest trial that fits; None if no trial fits."""
     first_failing: MeasuredTrial | None = None
-    """Smallest trial that does not fit; None: all fit."""
+    """Smallest trial that does not fit; None if all trials fit."""
     note: str = ""
     provenance: Provenance = field(default_factory=dict)
     wall_s: float | None = None
 
     @property
     def conclusive(self) -> bool:
-        """Whether a size that fits is next to a size that runs out of memory."""
+        """Return whether the search found a size that fits and a larger size that runs out of memory."""
         failing = self.first_failing
         return self.largest is not None and failing is not None and failing.outcome == "oom"
 
@@ -250,7 +249,7 @@ class EvaluationRecord(RecordHead):
 
     kind: str = field(default="evaluation", init=False)
     model: dict[str, Any]
-    """Sizes with the names of `repro.config.Model`."""
+    """Sizes of the model, with the field names of `repro.config.Model`."""
     weights: dict[str, Any]
     """Format of the weight files (`kind`), and the SHA-256 of each file (`files`)."""
     task: str
@@ -264,7 +263,7 @@ class EvaluationRecord(RecordHead):
     outcome: str
     reason: str
     metrics: dict[str, float]
-    """See `repro.quality.evaluate.run`."""
+    """Scores by metric name; `repro.quality.evaluate.run` describes the names."""
     provenance: Provenance = field(default_factory=dict)
     wall_s: float = 0.0
 
@@ -275,18 +274,18 @@ _KINDS: dict[str, type[Record]] = {
     for record in (ExperimentRecord, ComparisonRecord, FitRecord, KernelsRecord, EvaluationRecord)
 }
 _CONDITIONS = ("model", "layout", "system", "engine")
-"""Conditions of every experiment in all versions of the record."""
+"""Keys of an experiment's conditions that records of all versions have."""
 
 
 class NotARecord(ValueError):
-    """JSON data that is not a complete record; `str` names the error in a few words."""
+    """Error for JSON data that is not a complete record; `str` names the missing or wrong key."""
 
 
 def read_record(document: Mapping[str, Any]) -> Record:
     """Return the record of a line of the store. Raises `NotARecord` if a key is missing or wrong."""
     kind = document.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise NotARecord("kind: a kind of record, such as experiment")
+        raise NotARecord(f"kind: must be one of {', '.join(_KINDS)}")
     record = _KINDS[kind]
     lacking = record.wrong(document)
     if not lacking and "written" not in document:
@@ -302,7 +301,7 @@ def read_record(document: Mapping[str, Any]) -> Record:
 
 
 def _unknown(document: Mapping[str, Any]) -> str:
-    """Return the unknown kind of evidence, or the first metric that is not a number; else an empty string."""
+    """Return an error for an unknown kind of evidence or a metric that is not a number; else an empty string."""
     if document["evidence"] not in (MEASURED, SIMULATED):
         return f"evidence: {document['evidence'][:20]!r}"
     wrong = [name for name, value in document.get("metrics", {}).items() if type(value) not in (int, float)]

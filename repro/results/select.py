@@ -1,9 +1,8 @@
-"""The rule that selects the records that count. No other module decides this.
+"""Selection of the records that count, if a store has several records of an experiment.
 
-Records of another measurement protocol never count, because their numbers are not comparable. Selection by key takes
-the newest record, so that an experiment that failed after a success runs again. Selection by name, for claims, figures
-and pages, takes the newest conclusive record, or the newest failure where none is conclusive. Measured and simulated
-evidence never replace each other.
+Records of another measurement protocol never count. Selection by key, for reruns, takes the newest record, so that an
+experiment that failed after a success runs again. Selection by name, for claims and figures, takes the newest
+conclusive record, or the newest failure if no record is conclusive.
 """
 
 from __future__ import annotations
@@ -25,39 +24,39 @@ from repro.results.schema import (
 
 @dataclass(frozen=True)
 class Selection:
-    """Selected records by name; a name is `suite/name`."""
+    """Records that count, by experiment name (`suite/name`)."""
 
     by_name: dict[tuple[str, str], ExperimentRecord]
-    """(evidence, name) -> record."""
+    """Selected record by (kind of evidence, `suite/name`)."""
     by_pair: dict[tuple[str, str], ComparisonRecord]
-    """(subject, baseline) -> newest comparison."""
+    """Newest comparison by the names of (subject, baseline)."""
     evaluations: list[EvaluationRecord]
     """Evaluations with outcome `ok`, oldest first."""
     fits: list[FitRecord]
     """Searches for the largest model that fits, oldest first."""
     older: int
-    """Number of records that a newer record of the same experiment replaces."""
+    """Number of records that another record of the same experiment replaces."""
     foreign: int
-    """Number of records of another measurement protocol."""
+    """Number of records that do not count because of another measurement protocol."""
 
     @property
     def measured(self) -> list[ExperimentRecord]:
-        """Records of measured experiments, one per name."""
+        """Return the selected records of measured experiments, one per name."""
         return [record for record in self.by_name.values() if record.evidence != SIMULATED]
 
     @property
     def simulated(self) -> list[ExperimentRecord]:
-        """Records of simulated experiments, one per name; figures of measurements do not use them."""
+        """Return the selected records of simulated experiments, one per name."""
         return [record for record in self.by_name.values() if record.evidence == SIMULATED]
 
     @property
     def comparisons(self) -> list[ComparisonRecord]:
-        """Comparisons, one per pair of names."""
+        """Return the selected comparisons, one per pair of experiments."""
         return list(self.by_pair.values())
 
 
 def select(records: Iterable[Record]) -> Selection:
-    """Return the records of all suites that count."""
+    """Return the selection of the records that count, over all suites."""
     by_name: dict[tuple[str, str], ExperimentRecord] = {}
     by_pair: dict[tuple[str, str], ComparisonRecord] = {}
     every = list(records)
@@ -84,14 +83,14 @@ def select(records: Iterable[Record]) -> Selection:
 
 
 def _sort_key(*names: str) -> list[list[str]]:
-    """Return the key that sorts by suite before the name in it."""
+    """Return a sort key of `suite/name` texts, by suite first and then by name."""
     return [name.split("/", 1) for name in names]
 
 
 def by_key(
     records: Iterable[Record], evidence: str = MEASURED, *, without: tuple[str, ...] = ()
 ) -> dict[str, ExperimentRecord]:
-    """Return the newest record by key, for one kind of evidence, except records with an outcome in `without`."""
+    """Return the newest record of each experiment key and one kind of evidence, without outcomes in `without`."""
     return {
         record.key: record
         for record in _of_today(records)
@@ -102,7 +101,7 @@ def by_key(
 
 
 def launches_by_key(records: Iterable[Record]) -> dict[str, list[ExperimentRecord]]:
-    """Return all successful measured records by key: one for each launch of the experiment, oldest first."""
+    """Return all successful measured records by experiment key, oldest first; each launch wrote one record."""
     found: dict[str, list[ExperimentRecord]] = {}
     for record in _of_today(records):
         if isinstance(record, ExperimentRecord) and (record.evidence, record.outcome) == (MEASURED, "ok"):
@@ -111,7 +110,7 @@ def launches_by_key(records: Iterable[Record]) -> dict[str, list[ExperimentRecor
 
 
 def by_keys(records: Iterable[Record]) -> dict[tuple[str, str], ComparisonRecord]:
-    """Return the newest comparison by (baseline's key, subject's key)."""
+    """Return the newest comparison by the experiment keys (baseline, subject)."""
     return {
         (record.baseline.key, record.subject.key): record
         for record in _of_today(records)
@@ -120,10 +119,10 @@ def by_keys(records: Iterable[Record]) -> dict[tuple[str, str], ComparisonRecord
 
 
 def of_today(record: Record) -> bool:
-    """Return whether the record was measured under the current protocol."""
+    """Return whether the record has the current version of the measurement protocol."""
     return record.protocol == PROTOCOL
 
 
 def _of_today(records: Iterable[Record]) -> list[Record]:
-    """Return the records of the current protocol, oldest first."""
+    """Return the records of the current measurement protocol, oldest first."""
     return sorted(filter(of_today, records), key=lambda record: record.order)

@@ -32,20 +32,20 @@ RecordT = TypeVar("RecordT", bound=Record)
 RESERVE_BYTES = 256 * 1024
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_PRINTED_REMARKS = 10
-"""Maximum number of invalid lines that are printed one by one."""
+"""Maximum number of invalid lines of a store that are printed."""
 CLOCK_TOLERANCE_S = 60
-"""Difference between the clocks of several writers that is not reported, in seconds."""
+"""Difference between the clocks of several writers above which a note is printed, in seconds."""
 
 
 class Store:
-    """Records of all runs below `root`. Opening and reading create no file; the first append creates the files."""
+    """Store of the records of all runs below `root`. Reading creates no file; the first append creates the files."""
 
     def __init__(self, root: Path = Path("results")):
         self.root = root
         self.folder = root / "records"
         self._file: int | None = None
         self.path: Path | None = None
-        """The file that this store appends to; None before the first append."""
+        """File to which this store appends; None before the first append."""
         self._reserve: int | None = None
         self._good = 0
         self._owner = 0
@@ -53,7 +53,7 @@ class Store:
         self._has_noted_clock = False
 
     def prepare(self) -> None:
-        """Create this writer's file and its reserve now, while the disk has space."""
+        """Create the record file of this process and its reserve file now, while the disk has space."""
         self._open()
 
     def append(self, record: RecordT) -> RecordT:
@@ -68,9 +68,9 @@ class Store:
         return record
 
     def _next_sequence(self) -> int:
-        """Return the `sequence` of the next record; note once that the clock is behind."""
+        """Return the `sequence` of the next record; print a note once if the clock is behind the newest record."""
         for path in self._files():
-            # An unreadable file of another writer must not lose this record.
+            # An unreadable file of another process must not prevent this process from writing its record.
             with contextlib.suppress(OSError):
                 self._catch_up(path)
         now, newest = time.time_ns() // 1000, self.newest
@@ -80,7 +80,7 @@ class Store:
             hours, minutes = divmod(round(behind_s / 60), 60)
             print(
                 f"note: the clock is {hours} h {minutes} min behind the newest record in {self.folder}; "
-                "records are ordered as they are written, not by their times",
+                "new records still count as newer than all others",
                 file=sys.stderr,
                 flush=True,
             )
@@ -88,14 +88,14 @@ class Store:
 
     @property
     def newest(self) -> int:
-        """`order` of the newest record that was read so far; 0 without a record."""
+        """Return the `order` of the newest record that was read so far; 0 without a record."""
         return max((reading.newest for reading in self._read.values()), default=0)
 
     def _write(self, line: bytes) -> None:
         descriptor = self._open()
         try:
             written = os.write(descriptor, line)
-            if written != len(line):  # on a full disk, os.write writes only a part
+            if written != len(line):  # a full disk lets os.write write only a part of the line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             os.fsync(descriptor)
         except OSError as error:
@@ -117,11 +117,11 @@ class Store:
 
     @property
     def skipped(self) -> list[str]:
-        """A remark (file, line, reason) for each line that the last `records` skipped."""
+        """Return a remark (file, line, reason) for each invalid line that `records` skipped."""
         return [remark for reading in self._read.values() for remark in reading.remarks()]
 
     def readable(self) -> tuple[list[Record], list[str]]:
-        """Return the records with known conditions, oldest first, and a remark for every other line."""
+        """Return the records whose conditions this version knows, oldest first, and a remark for every other line."""
         self.records()
         found, remarks = [], self.skipped
         for reading in self._read.values():
@@ -134,7 +134,7 @@ class Store:
         return _oldest_first(found), remarks
 
     def take_over(self, other: Store) -> int:
-        """Append the lines of `other` whose record ids this store lacks, unchanged; return the number of lines."""
+        """Append the records of `other` that this store does not have, unchanged; return their number."""
         known = {document.get("id") for document, _ in self._lines()}
         lacking = [line for document, line in other._lines() if document.get("id") not in known]
         for line in lacking:
@@ -152,7 +152,7 @@ class Store:
         return sorted(self.folder.glob("*.jsonl"))
 
     def close(self) -> None:
-        """Close this writer's file and remove its reserve."""
+        """Close the record file of this process and remove its reserve file."""
         if self._owner == os.getpid():
             self._free_reserve()
             if self._file is not None:
@@ -180,7 +180,7 @@ class Store:
             except FileExistsError:
                 continue
         else:
-            raise FileExistsError(errno.EEXIST, "no free name for a record file", str(self.folder))
+            raise FileExistsError(errno.EEXIST, "all names for a new record file exist", str(self.folder))
         self.path, self._owner, self._good = path, os.getpid(), 0
         self._reserve = _take_reserve(path.with_suffix(".reserve"))
         sync_folder(self.folder)
@@ -197,7 +197,7 @@ class Store:
 
 
 def read_records(root: Path) -> list[Record]:
-    """Return the readable records below `root`, oldest first; name the other lines on standard error."""
+    """Return the readable records below `root`, oldest first; print remarks on other lines to standard error."""
     records, remarks = Store(root).readable()
     print_remarks(remarks)
     return records
@@ -208,22 +208,22 @@ def _oldest_first(records: Iterable[Record]) -> list[Record]:
 
 
 def print_remarks(remarks: list[str]) -> None:
-    """Print the first remarks on invalid lines to standard error."""
+    """Print the first `MAX_PRINTED_REMARKS` remarks on invalid lines to standard error."""
     for remark in remarks[:MAX_PRINTED_REMARKS]:
         print(f"note: {remark}", file=sys.stderr)
 
 
 class _Reading:
-    """Contents of one file up to the current offset; files only grow."""
+    """Records of one file that have been read so far; `catch_up` reads lines that were appended since."""
 
     def __init__(self, path: Path):
         self.path = path
         self.records: dict[int, Record] = {}
         """Records by line number."""
         self.newest = 0
-        """Highest `order` of the records."""
+        """Maximum `order` of the records."""
         self._bad: dict[int, str] = {}
-        """Reason by line number for each line that is not a record."""
+        """Reason why a line is not a record, by line number."""
         self._offset = 0
         self._line = 0
         self._rest = False
@@ -252,7 +252,7 @@ class _Reading:
     def remarks(self) -> list[str]:
         remarks = [f"{self.path}:{line}: {why}" for line, why in self._bad.items()]
         if self._rest:
-            remarks.append(f"{self.path}:{self._line + 1}: torn record (its writer was stopped), skipped")
+            remarks.append(f"{self.path}:{self._line + 1}: incomplete record of a stopped process, skipped")
         return remarks
 
 
@@ -262,16 +262,16 @@ def _refuse(constant: str) -> None:
 
 
 def _document(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line; None for a line without one."""
+    """Return the JSON object of a line; None if the line is anything else."""
     try:
         document = json.loads(line, parse_constant=_refuse)
-    except (ValueError, RecursionError):  # a line of brackets nests as deep as its length
+    except (ValueError, RecursionError):  # the parser recurses once per bracket of a corrupt line
         return None
     return document if isinstance(document, dict) else None
 
 
 def _take_reserve(path: Path) -> int | None:
-    """Return a descriptor of allocated blocks, locked while the writer lives; None on a full disk."""
+    """Return the descriptor of a reserve file, locked while this process lives; None on a full disk."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError:
@@ -288,7 +288,7 @@ def _take_reserve(path: Path) -> int | None:
 
 
 def _clear_abandoned(folder: Path) -> None:
-    """Remove reserves of killed writers, which no longer hold a lock."""
+    """Remove the reserve files of killed processes, whose locks the operating system has released."""
     for path in folder.glob("*.reserve"):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

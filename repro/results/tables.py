@@ -1,7 +1,4 @@
-"""Tables of records: tidy rows, and groups of comparable results.
-
-Terminal tables, `--json` and data frames show the same rows.
-"""
+"""Rows and groups of records for terminal tables, `--json` and data frames."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ _COMPARED = ("suite", "name", "written", "metric", "ratio", "low", "high", "roun
 
 
 def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
-    """Return the conditions, outcome and metrics of an experiment, and MFUs where the device's peak is known.
+    """Return one table row with the conditions, outcome and metrics of an experiment, and its MFU if the peak is known.
 
-    A step that does not fit has no time and no speed.
+    The row of a step that does not fit in memory has no time and no speed.
     """
     experiment, metrics = record.experiment, shown(record.metrics, record.outcome)
     found = {
@@ -45,19 +42,19 @@ def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
 
 
 def comparison_row(record: ComparisonRecord) -> dict[str, Any]:
-    """Return `baseline`, `subject`, `metric`, `ratio` with its interval `low` to `high`, and `rounds`."""
+    """Return one table row of a comparison: its experiments, `metric`, `ratio` with interval, and `rounds`."""
     names = {"baseline": record.baseline.name, "subject": record.subject.name}
     return {name: getattr(record, name) for name in _COMPARED} | names
 
 
 def _utilisation(experiment: Experiment, rate: float | None) -> float | None:
-    """Return the MFU on a system with a file; None on the local machine, whose peak is unknown."""
+    """Return the model FLOP/s utilisation (MFU) for a FLOP/s `rate`; None on the local machine with unknown peak."""
     layout, system = experiment.layout, experiment.system
     if rate is None or system in systems.LOCAL_SYSTEMS:
         return None
     try:
         return counts.utilisation(rate, layout.world, systems.load_system_file(system), layout.precision)
-    except ConfigError:  # a system file that no longer exists
+    except ConfigError:  # the system file has been deleted since the run
         return None
 
 
@@ -66,30 +63,30 @@ KINDS = (MEASURED, EMULATED, SIMULATED)
 
 @dataclass(frozen=True)
 class ComparableResults:
-    """Results of one suite and one kind of evidence."""
+    """Records of one suite with one kind of evidence, which one table shows."""
 
     suite: str
     evidence: str
-    """`measured`, `emulated` or `simulated`."""
+    """Kind of evidence: `measured`, `emulated` or `simulated`."""
     records: list[ExperimentRecord]
-    """Sorted by model size, then by descending speed; records without speed are last."""
+    """Records by model size, then by descending speed; records without speed are last."""
     comparisons: list[ComparisonRecord]
-    """Comparisons of interleaved experiments."""
+    """Comparisons between experiments of `records` that ran interleaved."""
 
 
 def matches_pattern(pattern: str, suite: str, name: str) -> bool:
-    """Return whether a pattern (a suite, or a glob of `name` or `suite/name`) matches; an empty pattern matches all."""
+    """Return whether a glob matches a suite, a `name` or `suite/name`; an empty pattern matches everything."""
     return not pattern or any(fnmatchcase(text, pattern) for text in (suite, name, f"{suite}/{name}"))
 
 
 def comparable_results(selection: Selection, pattern: str = "") -> list[ComparableResults]:
-    """Return the selected results that match `pattern`, by suite and kind of evidence."""
+    """Return the selected records that match `pattern`, grouped by suite and kind of evidence."""
     records = selection.by_name.values()
     return _grouped(selection, (r for r in records if matches_pattern(pattern, r.suite, r.name)))
 
 
 def _grouped(selection: Selection, chosen: Iterable[ExperimentRecord]) -> list[ComparableResults]:
-    """Return the `chosen` records of the selection, and their comparisons, by suite and kind of evidence."""
+    """Return the `chosen` records and their comparisons, grouped by suite and kind of evidence."""
     found: dict[tuple[str, str], list[ExperimentRecord]] = {}
     for record in chosen:
         found.setdefault((record.suite, record.shown_as), []).append(record)
@@ -104,7 +101,7 @@ def _grouped(selection: Selection, chosen: Iterable[ExperimentRecord]) -> list[C
 def results_of_run(
     selection: Selection, suite: str, names: Iterable[str], evidence: str
 ) -> list[ComparableResults]:
-    """Return the results of a run of these experiments; evidence `measured` includes emulated results."""
+    """Return the records of the experiments `names` in a suite; evidence `measured` includes emulated records."""
     wanted = set(names)
     records = selection.simulated if evidence == SIMULATED else selection.measured
     return _grouped(selection, (r for r in records if r.suite == suite and r.name in wanted))
@@ -120,4 +117,4 @@ def _compared(
 ) -> list[ComparisonRecord]:
     names = {record.name for record in records}
     both = [c for c in comparisons if c.suite == suite and {c.subject.name, c.baseline.name} <= names]
-    return [] if kind == SIMULATED else both  # only executed experiments have comparisons
+    return [] if kind == SIMULATED else both  # comparisons are measurements

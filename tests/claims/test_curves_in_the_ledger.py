@@ -41,7 +41,7 @@ def test_a_curve_that_strays_no_further_than_so_many_controls(tmp_path: Path) ->
 def test_what_cannot_be_compared_is_not_run_and_says_why(tmp_path: Path) -> None:
     known = curve("one", 0), curve("order", 1e-6)
     for wrong, why in (
-        (curve("a", 0, steps=99), "a loss of every step"),
+        (curve("a", 0, steps=99), "the losses of all steps"),
         (record("a"), "its record has no losses"),
         (curve("a", 0, outcome="diverged"), "ended diverged"),
     ):

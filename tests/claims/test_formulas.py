@@ -107,7 +107,7 @@ def test_the_bubble_counted_on_the_schedule_is_the_papers() -> None:
 
 @pytest.mark.parametrize(
     ("counts", "message"),
-    [((2, 5, 2), "a multiple of stages = 2"), ((2, 2.5, 1), "whole numbers"), ((0, 1, 1), "at least 1")],
+    [((2, 5, 2), "a multiple of stages = 2"), ((2, 2.5, 1), "must be integers"), ((0, 1, 1), "at least 1")],
 )
 def test_no_bubble_of_a_schedule_that_does_not_exist(counts: tuple[float, ...], message: str) -> None:
     with pytest.raises(ArithmeticError, match=message):

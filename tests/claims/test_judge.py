@@ -103,14 +103,14 @@ def test_a_weaker_kind_that_disagrees_is_shown(tmp_path: Path) -> None:
     result = judged(tmp_path, row(PUBLISHED, analytic="dp_elements(7)"), record("full", speed=2.2))
     assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
     assert result.disagreements == (
-        "x: measured, published scale says reproduced, closed form says inconsistent",
+        "x: reproduced (measured, published scale), but inconsistent (closed form)",
     )
 
 
 def test_a_measurement_overrules_the_formula(tmp_path: Path) -> None:
     result = judged(tmp_path, row(PUBLISHED), record("full", speed=1.7))
     assert result.verdict == NOT_REPRODUCED
-    assert "closed form says follows" in result.disagreements[0]
+    assert "but follows (closed form)" in result.disagreements[0]
 
 
 def test_a_twin_is_compared_with_the_formula_at_its_own_scale(tmp_path: Path) -> None:
@@ -328,14 +328,14 @@ def test_a_claim_of_three_parts_has_three_deciding_rows(tmp_path: Path) -> None:
     head = HEAD.replace('published = "2x"', 'published = "2x; 3x; 4x"')
     lines = main(row(label="a")) + row(label="b") + row(label="c")
     (tmp_path / "test.toml").write_text(head + lines + "]\n")
-    with pytest.raises(ConfigError, match="true in 3 rows or more"):
+    with pytest.raises(ConfigError, match="true in 3 or more rows"):
         load_ledger(tmp_path)
 
 
 def test_rows_of_one_sentence_simulate_the_same_experiments(tmp_path: Path) -> None:
     simulated = '{ label = "%s", sentence = "one", published = "2", simulated = { value = \'metric("s/%s", "v")\' } },'
     assert judged(tmp_path, simulated % ("x", "a") + simulated % ("y", "a")).verdict == NOT_RUN
-    with pytest.raises(ConfigError, match="with the same simulations in a-claim and here: s/a, s/b"):
+    with pytest.raises(ConfigError, match="the same simulations in a-claim; these differ: s/a, s/b"):
         judged(tmp_path, simulated % ("x", "a") + simulated % ("y", "b"))
 
 
@@ -353,6 +353,6 @@ def test_evidence_that_shares_an_input_with_what_was_published_is_refused(
     tmp_path: Path, value: str, unit: str, published: str
 ) -> None:
     rows = f'{{ label = "x", published = "{published}", unit = "{unit}", measured = {{ value = \'{value}\' }} }},\n'
-    with pytest.raises(ConfigError, match="what of the answer is an input"):
+    with pytest.raises(ConfigError, match="the part of the answer that is an input"):
         judged(tmp_path, rows)
     assert judged(tmp_path, rows.replace("{ ", '{ given = "the suite", ', 1)).verdict == NOT_RUN

@@ -34,7 +34,7 @@ def test_noise_does_not_help_a_measured_ratio(tmp_path: Path) -> None:
     wide = judged(tmp_path, rows, comparison("a", "b", 1.5, 0.5, 4.0))
     assert wide.verdict == NOT_REPRODUCED
     across = judged(tmp_path, rows, comparison("a", "b", 2.1, 1.0, 4.0)).rows[0].findings[0]
-    assert "reaches across" in across.reason
+    assert "reaches beyond" in across.reason
     swapped = judged(tmp_path, rows, comparison("b", "a", 0.5, 0.48, 0.52)).rows[0].findings[0]
     assert (swapped.verdict, swapped.value) == (REPRODUCED, 2)
 
@@ -96,7 +96,7 @@ def test_an_interval_of_the_evidence_widens_a_bound_and_nothing_else_does(tmp_pa
     assert judged(tmp_path, ratio, comparison("a", "b", 1.98, 1.95, 1.99)).verdict == NOT_REPRODUCED
     across = judged(tmp_path, ratio, comparison("a", "b", 1.98, 1.95, 2.03)).rows[0].findings[0]
     assert across.verdict == REPRODUCED
-    assert "reaches across" in across.reason
+    assert "reaches beyond" in across.reason
     exact = row(PUBLISHED, analytic="").replace('"2.0"', over)
     assert judged(tmp_path, exact, record("full", speed=1.999)).verdict == NOT_REPRODUCED
     read_off = exact.replace("bound", 'certainty = "digitised", error = 0.1, bound')

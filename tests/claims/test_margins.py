@@ -58,7 +58,7 @@ def test_a_limit_reaches_from_its_digits_to_the_next_size(tmp_path: Path) -> Non
     row = 'published = "13B", unit = "parameters", metric = "limit"'
     found = row_result(tmp_path, row, 13e9, steps='steps = ["13B", "20B"]\n')
     assert found.margin == pytest.approx((0.5 / 13, 7 / 13))
-    assert describe_strength(found) == "Margin -3.85 +53.8 %. Weak: may move by more than 25%."
+    assert describe_strength(found) == "Margin -3.85 +53.8 %. Weak: value may change by more than 25%."
 
 
 def test_a_twin_has_the_margin_of_the_formula_at_its_scale(tmp_path: Path) -> None:

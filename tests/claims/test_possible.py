@@ -95,7 +95,7 @@ def test_a_published_value_is_possible_where_some_allowed_value_gives_it(
         assert f"{RINGS} decides" in row.reason
     if verdict == NOT_REPRODUCED:
         assert (
-            "over all unknown inputs it is 8.333 to 20, which does not contain the published value"
+            "the ranges of all unknown inputs give 8.333 to 20, which does not contain the published value"
             in row.reason
         )
 
@@ -107,7 +107,7 @@ def test_a_miss_says_its_rule_in_words_and_the_page_says_it_once(
     result = judged(tmp_path, published, simulated("s/a", 10.0, DOUBT), value=rate(), bound=bound)
     rule, _, rest = only(result).reason.partition("; ")
     assert rule == ("printed bound" if bound else "15% (throughput)")
-    assert rest.startswith("over all unknown inputs it is ")
+    assert rest.startswith("the ranges of all unknown inputs give ")
     (shown,) = row_view(only(result), result.claim)["findings"]
     assert shown["tolerance"].endswith(f": {rule}")
     assert shown["reason"] == rest

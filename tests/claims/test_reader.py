@@ -87,7 +87,7 @@ MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
     ),
     "a day without a blind prediction": (
         ('unit = "GB"', 'unit = "GB"\npredicted_blind = "2026-11-22 at 1c75963"'),
-        ["predicted_blind", "nothing without them"],
+        ["predicted_blind", "empty without them"],
     ),
     "a blind prediction without a simulation": (
         ("label", 'blind = "2", label'),
@@ -99,11 +99,11 @@ MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
     "words with a value": (('published = "2",', 'published = "two",'), ["published = 'two'", "a number"]),
     "points of gigabytes": (
         ("label", 'metric = "share", label'),
-        ["rows[x].unit = 'GB'", "% with metric share, whose tolerance is in points"],
+        ["rows[x].unit = 'GB'", "% with metric share, whose tolerance is in percentage points"],
     ),
     "limit without steps": (("label", 'metric = "limit", label'), ["steps", "is missing"]),
     "unknown scale": ((MEASURED[0], MEASURED[1].replace("scaled twin", "half")), ["scale = 'half'", "twin"]),
-    "twin without expect": (MEASURED, ["rows[x].expect", "its own scale"]),
+    "twin without expect": (MEASURED, ["rows[x].expect", "the scale of the scaled twin"]),
     "short table line": ((ROW, TABLE.replace('"x", ', "")), ["table.body", "2 values"]),
     "unknown column": ((ROW, TABLE.replace('column = "b"', 'column = "c"')), ["table.columns = 'c'"]),
     "published number not in quotes": ((ROW, TABLE.replace('"1"', "1")), ["b = 1", "in quotes"]),

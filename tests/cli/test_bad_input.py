@@ -109,20 +109,20 @@ CASES = {
     "same name": (EXPERIMENT + EXPERIMENT, "name = 'a': must be a name that no other experiment has"),
     "same conditions": (
         EXPERIMENT + EXPERIMENT.replace('"a"', '"b"'),
-        'experiment "b": has the same conditions as "a"; leave one of them out',
+        'experiment "b": has the same conditions as "a"; remove one of the two experiments',
     ),
-    "no experiment": ("", "experiment: is missing: at least one [[experiment]] table"),
+    "no experiment": ("", "experiment: is missing: add at least one [[experiment]] table"),
     "single brackets": (
         '[experiment]\nname = "a"',
         "experiment: must be [[experiment]] tables, in double brackets",
     ),
     "worlds in a comparison": (
         EXPERIMENT + OTHER + 'layout.dp = 2\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
-        'compare with baseline "a": experiment "b": layout.world = 2: must be 1 as in "a": they share one launch',
+        'compare with baseline "a": experiment "b": layout.world = 2: must be 1 as in "a", with which it shares',
     ),
     "worlds in a launch": (
         EXPERIMENT + 'launch = "x"\n' + OTHER + 'launch = "x"\nlayout.tp = 2',
-        'launch "x": experiment "b": layout.world = 2: must be 1 as in "a": they share one launch',
+        'launch "x": experiment "b": layout.world = 2: must be 1 as in "a", with which it shares a launch',
     ),
     "networks in a comparison": (
         EXPERIMENT
@@ -130,7 +130,7 @@ CASES = {
         + OTHER
         + 'layout.dp = 2\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
         'compare with baseline "a": experiment "b": network = \'none\': '
-        "must be '2 nodes x 1 ranks, between 8e+06' as in \"a\": they share one launch",
+        "must be '2 nodes x 1 ranks, between 8e+06' as in \"a\", with which it shares a launch",
     ),
     "network of another world": (
         EXPERIMENT + "layout.dp = 4\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }",
@@ -138,16 +138,16 @@ CASES = {
     ),
     "network without a rate": (
         EXPERIMENT + "layout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1 }",
-        'experiment "a": network.between = 0.0: must be bytes/s of a node\'s link',
+        'experiment "a": network.between = 0.0: must be a rate in bytes/s',
     ),
     "rate of one node": (
         EXPERIMENT + "layout.dp = 2\nnetwork = { nodes = 1, ranks_per_node = 2, between = 8e6 }",
-        'experiment "a": network.between = 8000000.0: must be left out with one node',
+        'experiment "a": network.between = 8000000.0: must be omitted with one node',
     ),
     "network of a system": (
         EXPERIMENT
         + 'system = "dgx2"\nlayout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }',
-        "experiment \"a\": system = 'dgx2': must be local, or a file of `repro calibrate`, with a network",
+        "experiment \"a\": system = 'dgx2': must be local, or a file of `repro calibrate`, since an emulated network",
     ),
     "unknown network": (
         "[networks.slow]\nnodes = 2\n" + EXPERIMENT + 'network = "slwo"',
@@ -163,7 +163,7 @@ CASES = {
     ),
     "twice in a comparison": (
         EXPERIMENT + '[[compare]]\nbaseline = "a"\nsubjects = ["a"]',
-        "compare.baseline = 'a': names an experiment twice",
+        "compare.baseline = 'a': must name each experiment once",
     ),
     "more rounds than steps": (
         EXPERIMENT + OTHER + '[[compare]]\nbaseline = "a"\nsubjects = ["b"]\nrounds = 18',
@@ -175,7 +175,7 @@ CASES = {
     ),
     "launch of a compared experiment": (
         EXPERIMENT + OTHER + 'launch = "x"\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
-        "experiment \"b\": launch = 'x': must be left out: [[compare]] already shares a launch",
+        "experiment \"b\": launch = 'x': must be omitted: [[compare]] already shares a launch",
     ),
     "unknown layout": (
         "[layouts.C1]\nzero = 1\n" + EXPERIMENT + 'layout = "C2"',
@@ -211,7 +211,7 @@ CASES = {
     ),
     "checkpoints of torch's engines": (
         EXPERIMENT + 'engine = "torch"\ntraining.checkpoint_every = 5',
-        'experiment "a": training.checkpoint_every = 5: must be 0 with engine torch, whose states only it knows',
+        'experiment "a": training.checkpoint_every = 5: must be 0 with engine torch; only engine native writes',
     ),
     "checkpoints at less than every step": (
         EXPERIMENT + "training.checkpoint_every = -1",
@@ -219,7 +219,7 @@ CASES = {
     ),
     "compared runs with checkpoints": (
         EXPERIMENT + OTHER + 'training.checkpoint_every = 5\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]\n',
-        'experiment "b": training.checkpoint_every = 5: must be 0 in [[compare]]',
+        'experiment "b": training.checkpoint_every = 5: must be 0 for experiments of [[compare]]',
     ),
     "continues what is not there": (
         EXPERIMENT + 'training = { checkpoint_every = 5, continues = "c" }\n' + OTHER,
@@ -238,7 +238,7 @@ CASES = {
         + 'training = { steps = 30, checkpoint_every = 5, continues = "b" }\n'
         + OTHER
         + "training.checkpoint_every = 5",
-        "experiment \"a\": training.continues = 'b': must be an experiment of the same training; "
+        "experiment \"a\": training.continues = 'b': must be an experiment with the same training; "
         "training.seed is 2 there and its default here",
     ),
     "continues to where it is already": (

@@ -74,7 +74,7 @@ def test_names_that_no_file_can_have(
     (tmp_path / "s.toml").write_text(SUITE.replace(what, f'"{name}"'))
     assert cli.main(["run", str(tmp_path / "s.toml")]) == 2
     err = capsys.readouterr().err
-    assert "must be a name without / of at most 100 characters" in err
+    assert "must be a name of at most 100 characters without /" in err
     assert len(err) < 500
 
 

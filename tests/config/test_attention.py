@@ -33,4 +33,6 @@ def test_fit_says_so(heads: str, said: bool, capsys: pytest.CaptureFixture[str])
     """What `suites/one_gpu.toml` asks has none."""
     asked = ["fit", "--system", "dgx2", "--gpus", "1", "--hidden", "1600", "--heads", heads]
     assert cli.main([*asked, "--precision", "fp16", "--micro-batch", "1", "--recompute"]) == 0
-    assert ("Heads of 100 elements are no multiple of 8" in " ".join(capsys.readouterr().out.split())) is said
+    assert (
+        "Attention heads of width 100 are not a multiple of 8" in " ".join(capsys.readouterr().out.split())
+    ) is said

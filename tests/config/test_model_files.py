@@ -204,8 +204,8 @@ def test_a_choice_that_does_not_go_with_another_is_refused() -> None:
         ("norm", "batch", "norm = 'batch': must be one of layer, rms"),
         ("kv_heads", 3, "kv_heads = 3: must be a divisor of heads = 4"),
         ("norm_eps", 0.0, "norm_eps = 0.0: must be more than 0"),
-        ("rotary_base", 5.0, "rotary_base = 5.0: must be left out unless positions = rotary"),
-        ("architecture", "bert", "norm = 'rms': must be left out: a bert is only counted"),
+        ("rotary_base", 5.0, "rotary_base = 5.0: must be omitted unless positions = rotary"),
+        ("architecture", "bert", "norm = 'rms': must be omitted with architecture = bert"),
     ):
         more = {"norm": "rms"} if key == "architecture" else {}
         with pytest.raises(ConfigError) as caught:
@@ -284,8 +284,8 @@ def test_a_persons_file_is_named_after_itself(tmp_path: Path, text: str) -> None
         (GOOD.replace("vocab = 16", "vocab = 16.5"), "vocab = 16.5"),
         (GOOD.replace("seq = 4", ""), "seq: is missing"),
         (GOOD + "head = 2", "head = 2: unknown key; did you mean heads?"),
-        (f"[[model]]\n{GOOD}[[model]]\n{GOOD}", "[[model]] tables, each with a name of its own"),
-        ("[defaults]\n" + GOOD, "[[model]] tables, each"),
+        (f"[[model]]\n{GOOD}[[model]]\n{GOOD}", "[[model]] tables with different names"),
+        ("[defaults]\n" + GOOD, "[[model]] tables with different names"),
         ("[[models]]\n[defaults]\n" + GOOD, "only [defaults] and [[model]] tables"),
         ("model = 3", "[[model]] tables"),
         ("layers: 2", "not TOML"),

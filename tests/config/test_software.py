@@ -60,7 +60,10 @@ def test_a_suite_names_software_and_its_own_keys_win(tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ('software = "megatron-2020"', "layout.software = 'megatron-2020': unknown software; did you mean"),
-        ('software = "megatron-2019", zero = 2', "zero = 2: must be a ZeRO stage that megatron-2019 has: 0"),
+        (
+            'software = "megatron-2019", zero = 2',
+            "zero = 2: must be a ZeRO stage that software megatron-2019 has: 0",
+        ),
         ("software = 2019", "layout.software = 2019: unknown software; known are"),
         ('software = "today", dp = "4"', "layout.dp = '4': must be a whole number"),
         ('software = "today", zero = true', "layout.zero = true: must be a whole number"),

@@ -140,7 +140,9 @@ def test_a_link_of_unknown_bandwidth_says_why(write: Any) -> None:
     path = write(
         GOOD.replace('{ value = 10e9, source = "here" }', '{ value = "unknown", source = "not published" }')
     )
-    with pytest.raises(ConfigError, match=r"bandwidth = 'unknown': is needed here, but not published"):
+    with pytest.raises(
+        ConfigError, match=r"bandwidth = 'unknown': this command needs the number; not published"
+    ):
         load_system_file(path).link_per_device("inter-node")
 
 
@@ -152,7 +154,8 @@ def test_memory_that_the_allocator_can_reserve(name: str) -> None:
     assert ("assumed" in context.source) == (system.context_bytes.value is None)
     if memory is None:
         with pytest.raises(
-            ConfigError, match=r"device\.memory_bytes = 'unknown': is needed here, but not published"
+            ConfigError,
+            match=r"device\.memory_bytes = 'unknown': this command needs the number; not published",
         ):
             system.allocatable_bytes()
     else:
@@ -217,13 +220,13 @@ def test_own_file_by_path(write: Any) -> None:
         ("value = 64e9", "value = 0", "host_memory_bytes = 0.0: must be more than 0"),
         ("value = 10e9", "value = 0", "links.inter-node.bandwidth = 0.0: must be more than 0"),
         ("value = 100e12", "value = 0", "device.peak_flops.fp16 = 0.0: must be more than 0"),
-        ('{ value = 2, source = "here" }', '{ value = 2, source = " " }', "where the number comes from"),
+        ('{ value = 2, source = "here" }', '{ value = 2, source = " " }', "the publication of the number"),
         ("value = 16e9", 'value = "16 GB"', "device.memory_bytes.value = '16 GB'"),
         ("fp16 =", "fp12 =", "peak_flops = 'fp12': must be one of"),
         ('per = "node"', 'per = "rack"', "links.inter-node.per = 'rack': must be one of device, node"),
         ("[links.inter-node]", "[links.ethernet]", "links = 'ethernet': must be one of"),
         ("[links.inter-node]", "links = 3\n[x]", "links = 3"),
-        ("devices_per_node", 'name = "x"\ndevices_per_node', "a system is called as its file"),
+        ("devices_per_node", 'name = "x"\ndevices_per_node', "the file names its system"),
     ],
 )
 def test_mistakes_are_one_line_with_file_key_and_remedy(

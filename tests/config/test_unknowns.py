@@ -84,7 +84,7 @@ def test_a_range_is_about_its_value_and_has_reasons(tmp_path: Path, said: str, m
 
 
 def test_what_is_unknown_or_counted_has_ends_of_the_same_kind() -> None:
-    with pytest.raises(ConfigError, match="what is unknown has no range"):
+    with pytest.raises(ConfigError, match="an unknown number has no range"):
         Quantity(value=None, low=1.0, source="low: x")
     for name in system_names():
         for one in unknowns(load_system(name)):

@@ -71,4 +71,4 @@ def test_what_is_missing_is_one_line(
 
 def test_a_network_without_a_rate_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "up", "--nodes", "2"]) == 2
-    assert "between = 0.0: must be bytes/s of a node's link" in capfd.readouterr().err
+    assert "between = 0.0: must be a rate in bytes/s" in capfd.readouterr().err

@@ -196,8 +196,8 @@ def test_recompute_keeps_nothing_but_the_checkpoint(pa_cpu: bool, md: bool) -> N
     [
         ({"pa": True, "tp": 2}, "pa = true: needs recompute = true"),
         ({"pa_cpu": True}, "pa_cpu = true: needs recompute = true"),
-        ({"pa": True, "recompute": True}, "pa = true: needs tp > 1 without sp"),
-        ({"pa": True, "recompute": True, "tp": 2, "sp": True}, "pa = true: needs tp > 1 without sp"),
+        ({"pa": True, "recompute": True}, "pa = true: needs tp > 1 and sp = false"),
+        ({"pa": True, "recompute": True, "tp": 2, "sp": True}, "pa = true: needs tp > 1 and sp = false"),
         ({"pa_cpu": True, "recompute": True, "tp": 2}, "pa_cpu = true: needs pa = true"),
         ({"cb": False, "zero": 3, "dp": 2}, "cb = false: must be true with zero = 3"),
     ],

@@ -97,7 +97,7 @@ def test_samples_longer_than_the_model_without_learned_positions(two: RankPool, 
     layout = Layout(cp=2, micro_batch=4, global_batch=BATCH)
     expected = alone(model=model, **training)
     assert_same(two.run(train, tiny(layout, model, **training)), expected, 1e-5, 1e-5)
-    assert f"than the model's {model.seq}" in model.longer_sequence_note(training["seq"])
+    assert f"exceed the model's {model.seq}" in model.longer_sequence_note(training["seq"])
     assert model.longer_sequence_note(model.seq) == ""
 
 
@@ -168,10 +168,20 @@ def test_sixteen_bits(two: RankPool, family: str, precision: str) -> None:
             {"kernels": "unfused"},
             "native",
             "kernels = 'unfused': must be one of "
-            "fused, fused-2024, fused-2026, megatron-2025, reference, softmax, torchtitan-2024: the software of 2019",
+            "fused, fused-2024, fused-2026, megatron-2025, reference, softmax, torchtitan-2024, since operators of",
         ),
-        ("bloom", {}, "torch", "embedding_norm = true: must be as in GPT-2 with engine torch"),
-        ("neox", {}, "megatron", "positions = 'rotary': must be as in GPT-2 with engine megatron"),
+        (
+            "bloom",
+            {},
+            "torch",
+            "embedding_norm = true: must be the value of GPT-2, the only model of engine torch",
+        ),
+        (
+            "neox",
+            {},
+            "megatron",
+            "positions = 'rotary': must be the value of GPT-2, the only model of engine megatron",
+        ),
         ("llama", {"tp": 4}, "deepspeed", "tp = 4: must be at most kv_heads = 2 with engine deepspeed"),
     ],
 )

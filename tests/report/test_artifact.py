@@ -68,4 +68,4 @@ def test_it_is_written_where_it_is_asked(
     assert cli.main(["artifact", "--output", str(tmp_path / "artifact.md")]) == 0
     assert (tmp_path / "artifact.md").read_text(encoding="utf-8") == text
     assert cli.main(["artifact", "--output", str(tmp_path / "no" / "artifact.md")]) == 2
-    assert "a file in a folder that exists" in capsys.readouterr().err
+    assert "a file in an existing folder" in capsys.readouterr().err

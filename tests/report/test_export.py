@@ -118,7 +118,7 @@ def test_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.CaptureFix
         ),
         (["--claims", "no-such-*"], "--claims = 'no-such-*': must be a glob that matches ids"),
         (["--columns", "claim,size"], "--columns = 'size': must be one of claim, about, title"),
-        (["--output", "/nowhere/x.csv"], "a file in a folder that exists"),
+        (["--output", "/nowhere/x.csv"], "a file in an existing folder"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:

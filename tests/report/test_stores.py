@@ -93,7 +93,7 @@ def test_a_store_of_failures_only_has_a_page_that_says_so(tmp_path: Path) -> Non
         (b"\x00\xff\xfe", "not a record"),
         ("[" * 100_000, "not a record"),
         ("[1]", "not a record"),
-        ("{}", "kind: a kind of record, such as experiment"),
+        ("{}", "kind: must be one of experiment"),
         (without("metrics"), "metrics: missing in a record of kind experiment"),
         (good(metrics=[]), "metrics: of another type in a record of kind experiment"),
         (good(experiment={}), "experiment.model: missing in a record of kind experiment"),

@@ -50,13 +50,16 @@ def test_a_file_in_the_folder_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: is not a record: Expecting"),
-        ("[]", "line 2: is not a record"),
-        ('{"kind": "experiment"}', "line 2: is not a record: schema: missing|line 2: is not a record: suite"),
-        (json.dumps(on("dgx2", "s", evidence="simulated").as_dict()), "line 2: is not measured"),
+        ("{", "line 2: must be a record: Expecting"),
+        ("[]", "line 2: must be a record"),
+        (
+            '{"kind": "experiment"}',
+            "line 2: must be a record: schema: missing|line 2: must be a record: suite",
+        ),
+        (json.dumps(on("dgx2", "s", evidence="simulated").as_dict()), "line 2: must be a measured record"),
         (
             json.dumps(fit_record(device="NVIDIA A100").as_dict()),
-            "device = 'NVIDIA A100, NVIDIA V100': must be the name of one device",
+            "device = 'NVIDIA A100, NVIDIA V100': must be one device",
         ),
     ],
     ids=["torn", "list", "keys", "simulated", "two devices"],

@@ -84,7 +84,7 @@ def test_a_line_of_the_first_version_is_read() -> None:
 def test_conditions_that_this_version_does_not_know_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.append(made_up("a", experiment={**made_up("a").conditions, "layout": {"of_tomorrow": 1}}))
-        with pytest.raises(ConfigError, match="conditions that this version knows"):
+        with pytest.raises(ConfigError, match="an experiment whose keys this version knows"):
             _ = next(r for r in store.records() if isinstance(r, ExperimentRecord)).experiment
         records, remarks = store.readable()
         assert (records, len(remarks)) == ([], 1)

@@ -118,7 +118,9 @@ def test_unknown_devices_per_node_is_one_line_where_it_matters() -> None:
     assert on(system).links(0) == {}
     with pytest.raises(ConfigError) as caught:
         on(system, tp=2).links(0)
-    assert str(caught.value) == "dgx2: devices_per_node = 'unknown': is needed here, but nobody says"
+    assert (
+        str(caught.value) == "dgx2: devices_per_node = 'unknown': this command needs the number; nobody says"
+    )
 
 
 def test_a_system_without_links_inside_its_nodes_is_one_line() -> None:

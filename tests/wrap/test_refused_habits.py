@@ -143,7 +143,7 @@ def test_arguments_that_mean_nothing() -> None:
             repro.parallelize(module, sgd(module), Layout(), clip=clip)
     with pytest.raises(ConfigError, match=r"a repro\.Layout, such as"):
         repro.parallelize(module, sgd(module), {"zero": 3})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"settings by name, such as Layout\(dp=2, zero=3\)"):
+    with pytest.raises(ConfigError, match=r"keyword arguments, such as Layout\(dp=2, zero=3\)"):
         Layout(2, 3)  # type: ignore[call-arg]
     repro.parallelize(module, sgd(module), Layout())
     for whole in (module, nn.Sequential(module)):

@@ -1,7 +1,6 @@
-"""Benchmarks of a rank: collectives by payload, computation during a collective, and timed training steps.
+"""Benchmarks of a rank: collectives by payload, compute during a collective, and training steps.
 
-An operator that is timed alone is faster than in a step, where other operators and other ranks use the caches and the
-core in between.
+Steps are timed because an operator is slower in a step than alone: other operators and ranks use caches and cores.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from repro.util import processes
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 OVERLAPPED = ("all_reduce", "reduce_scatter", "all_gather")
 SMALL, MANY = 2**20, 3
-"""Size up to which latency dominates a message, in bytes, and the factor of its repeats."""
+"""Payload in bytes up to which latency dominates a message, and the factor by which it is repeated more often."""
 PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}
 LONGER = 1.5
-"""Ratio of the computation to the collective that it hides."""
+"""Duration of the compute that overlaps with a collective, over the duration of the collective."""
 
 
 class LinkBench:
-    """Time messages of groups; all groups of a kind communicate at the same time."""
+    """Benchmark of messages and collectives, in which all groups of a kind communicate at the same time."""
 
     def __init__(self, clock: OperatorClock, largest: int):
-        """Allocate two buffers of `largest` bytes, of which all messages are parts."""
+        """Allocate two buffers of `largest` bytes; every message is a part of one of them."""
         self.clock = clock
         world = clock.group.size
         count = max(1, largest // 4 // world) * world
-        # The sum of zeros cannot overflow.
+        # The buffers contain zeros, because repeated all-reduces of other numbers would overflow.
         self._one, self._other = (torch.zeros(count, device=clock.device) for _ in range(2))
 
     def by_payload(
@@ -62,10 +61,10 @@ class LinkBench:
         beat: Callable[[], None],
         collectives: Sequence[str] = COLLECTIVES,
     ) -> list[dict[str, Any]]:
-        """Return a row for each collective of each kind of group, and for a message to the next stage at each place.
+        """Return a row for each collective and kind of group, and one for messages between neighbours at each place.
 
-        A row has `op`, `place`, the numbers of the kind, and `points` as (payload, timing) in the ledger's bytes. The
-        measurements take turns, so that a short disturbance affects one repeat of many. `beat` is called at every turn.
+        A row has `op`, `place`, the fields of the kind, and `points` (payload in bytes, timing). The measurements
+        alternate, so that a short disturbance affects few repeats of each. `beat` is called after each measurement.
         """
         rows: list[dict[str, Any]] = []
         runs: dict[tuple[int, int], Callable[[], None]] = {}
@@ -83,7 +82,7 @@ class LinkBench:
             for (row, payload), run in runs.items():
                 if payload > SMALL and turn >= self.clock.repeats:
                     continue
-                # Both ways, by all pairs of stages at once.
+                # A send is measured as a message there and one back, so its seconds are half of the measured ones.
                 ways = 2 if rows[row]["op"] == "send" else 1
                 seconds[row, payload].append(self._seconds(run, payload) / ways)
                 beat()
@@ -92,7 +91,7 @@ class LinkBench:
         return rows
 
     def overlap_cost(self, op: str, payload: int, group: Group, beat: Callable[[], None]) -> float:
-        """Return the slowdown of products that hide a collective, as a fraction of its seconds; 0 to 1.
+        """Return how much a concurrent collective slows matrix products, as a fraction (0 to 1) of its own duration.
 
         `beat` is called after each repeat.
         """
@@ -128,7 +127,7 @@ class LinkBench:
         return min(1.0, max(0.0, median(lost) / communication))
 
     def message_s(self, op: str, group: Group) -> float:
-        """Return the processor seconds of this thread for a collective, with empty caches and crowded cores."""
+        """Return the processor seconds of this thread per collective, with flushed caches and shared cores."""
         run = self._run(op, 4 * group.size, group)
         run()
         found = []
@@ -141,7 +140,7 @@ class LinkBench:
         return median(found) * self.clock.ranks_per_core
 
     def _start(self, op: str, payload: int, group: Group) -> Callable[[], Work]:
-        """Return a function that starts `op` on a message of `payload` bytes."""
+        """Return a function that starts the collective `op` with a payload of `payload` bytes."""
         part = max(1, payload // 4 // group.size)
         full, mine = self._one[: part * group.size], self._other[:part]
         starts: dict[str, Callable[[], Work]] = {
@@ -153,12 +152,12 @@ class LinkBench:
         return starts[op]
 
     def _run(self, op: str, payload: int, group: Group) -> Callable[[], None]:
-        """Return a function that starts `op` and waits."""
+        """Return a function that starts the collective `op` and waits for its end."""
         start = self._start(op, payload, group)
         return lambda: start().wait()
 
     def _messages(self, payload: int, pipeline: Group) -> Callable[[], None]:
-        """Return a function that sends a message to the next stage and receives one."""
+        """Return a function that exchanges messages of `payload` bytes with the other rank of a pair of neighbours."""
         message, back = (buffer[: max(1, payload // 4)] for buffer in (self._one, self._other))
         first = pipeline.rank % 2 == 0
         peer = pipeline.rank + (1 if first else -1)
@@ -177,9 +176,9 @@ class LinkBench:
         return there_and_back
 
     def _seconds(self, run: Callable[[], None], payload: int) -> float:
-        """Return the seconds of `run`, which all ranks start together; the mean of several calls of a short one.
+        """Return the mean seconds of `run`, which all ranks start together after a barrier.
 
-        The number of calls follows from the payload, because all ranks must make the same calls.
+        Small payloads are measured over several calls. The payload alone sets their number, equally on all ranks.
         """
         calls = 5 if payload <= 2**16 else 2 if payload <= SMALL else 1
         self.clock.flush()
@@ -192,20 +191,20 @@ class LinkBench:
         return (time.perf_counter() - began) / calls
 
     def _slowest(self, seconds: Sequence[float]) -> float:
-        """Return the largest of the ranks' medians, the same on all ranks."""
+        """Return the maximum over all ranks of the median of `seconds`."""
         shared = torch.tensor(median(seconds), device=self.clock.device)
         self.clock.group.all_reduce(shared, MAX).wait()
         return float(shared)
 
 
 WIDTH, LAYERS = 8, 4
-"""Sizes of a model whose operators have nothing to compute."""
+"""Width and number of layers of a tiny model, whose step time consists of host overhead."""
 TIMED_STEPS = 3
-"""Timed steps of a rank, after one warm-up step."""
+"""Number of timed steps of a rank, after one warm-up step."""
 
 
 class LaunchBench:
-    """Time the engine's step on a model of width 8, on every rank alone and at the same time."""
+    """Benchmark of host overhead: training steps of a tiny model without communication, on all ranks at once."""
 
     def __init__(self, clock: OperatorClock, like: Experiment):
         self.clock = clock
@@ -220,7 +219,7 @@ class LaunchBench:
         self._batches = [MicroBatch(tokens, tokens, BatchPosition(0, 0))]
         self._seconds: list[float] = []
         self._backward_s: list[float] = []
-        """Seconds of the backward pass of every step."""
+        """Seconds of the backward pass in each step."""
         self._backward_operators = 0
         is_backward = False
         for event in traced.step:
@@ -231,16 +230,17 @@ class LaunchBench:
             self._step()
 
     def sample(self) -> None:
-        """Time one step. The calibration spreads the samples, so that a short disturbance affects few of them."""
-        self._step()  # brings the code back into the caches
+        """Time one step. Samples are spread over the calibration, so that a short disturbance affects few of them."""
+        self._step()  # an untimed step loads the code into the caches again
         self.clock.synchronize()
         self.clock.group.barrier()
         self._seconds.append(self.clock.in_a_crowd(lambda i: self._step(), self._step))
 
     def result(self) -> dict[str, Any]:
-        """Return the step's operators as (name, bytes, FLOP), its timing, and the same of the backward pass.
+        """Return `operators` (name, bytes, FLOP) and the timing of the step, and count and seconds of its backward
+        pass.
 
-        On a GPU, the seconds are those to enqueue the operators. `backward_operators` is a number.
+        On a GPU, the seconds are those in which the host enqueues the operators.
         """
         return {
             "operators": self._operators,
@@ -260,10 +260,10 @@ class LaunchBench:
 
 
 class SilentTransport(NoTransport):
-    """Fill received tensors with ordinary numbers: arithmetic on denormal numbers would be slow."""
+    """Transport that sends nothing and fills received tensors with normal numbers, since denormal ones are slow."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        output.view(-1, input.numel()).copy_(input.clone())  # the input may be a part of the output
+        output.view(-1, input.numel()).copy_(input.clone())  # `input` may be a view of `output`
         return Work()
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
@@ -274,10 +274,10 @@ class SilentTransport(NoTransport):
 def time_silent_step(
     experiment: Experiment, clock: OperatorClock, beat: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Time steps of the first stage of `experiment` without messages, with few micro-batches, on all ranks at once.
+    """Time steps of the first pipeline stage of `experiment` without communication, on all ranks at once.
 
-    Returns `operators` as (name, bytes, FLOP, calls), the mean `seconds` of a step, and the seconds `between` its
-    messages for each step. The seconds count the waiting for a shared core. `beat` is called at each message and phase.
+    Returns `operators` (name, bytes, FLOP, calls), the mean `seconds` of a step, and the seconds `between` its omitted
+    messages. Processor seconds are multiplied by the ranks per core. `beat` is called at each message and phase.
     """
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     short = replace(experiment, layout=traced.layout)

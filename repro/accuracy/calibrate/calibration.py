@@ -1,7 +1,4 @@
-"""Calibration of a machine: check the options, measure on its ranks and write the system file.
-
-The ranks run on this machine or on nodes that SLURM allocates.
-"""
+"""`repro calibrate`: check the options, measure with ranks on this machine or on SLURM nodes, write a system file."""
 
 from __future__ import annotations
 
@@ -39,14 +36,14 @@ class Calibrated:
     """Outcome of a calibration, and the system file if the outcome is `ok`."""
 
     outcome: str
-    """`ok`, or the failure of an experiment."""
+    """`ok`, or the outcome of the failed measurement, such as `oom` or `hang`."""
     reason: str
     signal: int
-    """Signal that stopped the calibration; 0 for none."""
+    """Signal that stopped the calibration; 0 if none did."""
     seconds: float
     path: Path
     document: dict[str, Any] = field(default_factory=dict)
-    """Tables of the system file."""
+    """Tables of the system file; empty unless the outcome is `ok`."""
 
 
 def run_calibration(
@@ -62,17 +59,17 @@ def run_calibration(
 ) -> Calibrated:
     """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
 
-    `gpus` counts the ranks of each node. `suites` replace the steps of usual sizes by the steps of these suites: their
-    twins run on emulated networks, so only single messages are measured. `quiet` silences standard error.
+    `gpus` is the number of ranks per node. With `suites`, the operators of the twins in these suites are measured, and
+    of the collectives only single messages, because twins run on emulated networks. `quiet` silences standard error.
 
     Raises:
         ConfigError: An option is wrong, or two options contradict each other.
     """
     path = _checked_output(output or Path(f"{system}-calibrated.toml"))
     if profile is None and nodes:
-        raise ConfigError("--nodes", nodes, says="needs --profile, whose cluster has them")
+        raise ConfigError("--nodes", nodes, says="needs --profile, the SLURM profile of the cluster")
     if profile is not None and suites:
-        right = "goes without --profile: a twin runs on this machine"
+        right = "cannot be combined with --profile, since twins run on the local machine"
         raise ConfigError("--suite", str(suites[0]), says=right)
     machine: LocalMachine | ClusterNodes = (
         LocalMachine(system, gpus, target=TWIN_TARGET if suites else TARGET)
@@ -105,35 +102,34 @@ def run_calibration(
 
 
 def _checked_output(path: Path) -> Path:
-    """Return `path` if a system file can be written to it; check before the measurement, which takes minutes."""
+    """Return `path` if a system file can be written to it; checked before the measurement, which takes minutes."""
     require(path.suffix == ".toml", "--output", str(path), "a file that ends in .toml")
-    expected = f"a file that is not called as the packaged system {path.stem}"
+    expected = f"another name, since {path.stem} is a packaged system"
     require(path.stem not in system_names(), "--output", str(path), expected)
     check_writable("--output", path)
     return path
 
 
 class LocalMachine:
-    """This machine, with as many `ranks` on its node as in all."""
+    """Local machine, on which a calibration starts its `ranks`."""
 
     def __init__(self, system: str, gpus: int, *, target: str):
-        """Check the options.
+        """Check that the machine has the devices that the options request.
 
-        `gpus` counts the ranks; 0 stands for all GPUs, or for 2 ranks on cores. `target` names the function of a rank.
+        `gpus` is the number of ranks; 0: one per GPU, or 2 on processor cores. `target` names the function of a rank.
 
         Raises:
             ConfigError: The machine does not have the requested devices.
         """
         self.target = target
         if system not in local_launch.DEVICES:
-            known = ", ".join(local_launch.DEVICES)
-            expected = f"one of {known}: what can be measured is the machine at hand, or with "
-            raise ConfigError("--system", system, f"{expected}--profile a cluster")
-        require(gpus >= 0, "--gpus", gpus, "a number of ranks, 1 or more")
+            expected = f"{' or '.join(local_launch.DEVICES)}, or a cluster with its --profile"
+            raise ConfigError("--system", system, expected)
+        require(gpus >= 0, "--gpus", gpus, "1 or more ranks, or 0 for the default")
         self.system, on_cpu = system, local_launch.DEVICES[system] == "cpu"
         visible = 0 if on_cpu else local_launch.count_cuda_devices()
         if not on_cpu and visible == 0:
-            raise ConfigError("--system", system, "a machine with CUDA devices; none is visible here")
+            raise ConfigError("--system", system, "local, since this machine has no visible CUDA device")
         if not on_cpu and gpus > visible:
             raise ConfigError("--gpus", gpus, f"at most the {visible} CUDA devices that are visible here")
         if on_cpu:
@@ -143,22 +139,23 @@ class LocalMachine:
         self.precision = "fp32" if on_cpu else discover().best_precision
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """Run `job` and return `outcome`, `reason`, the ranks' `results` and the `load` before they started."""
+        """Run `job` and return `outcome`, `reason`, the ranks' `results` and the machine's `load` before the start."""
         if not quiet:
-            print(f"measuring with {self.ranks} ranks; let nothing else run meanwhile", file=sys.stderr)
+            text = f"measuring with {self.ranks} ranks; other programs on this machine would slow the result"
+            print(text, file=sys.stderr)
         load = round(os.getloadavg()[0], 2)
         ending, results = run_once(job, interrupt, target=self.target)
         return {"outcome": ending.outcome, "reason": ending.reason, "results": results, "load": load}
 
 
 class ClusterNodes:
-    """Nodes of a cluster in one SLURM job."""
+    """Nodes of a cluster, on which one SLURM job runs the ranks of a calibration."""
 
     def __init__(self, system: str, profile_file: Path, nodes: int, per_node: int, output: Path):
-        """Check the options against the profile and the partition.
+        """Check the options against the SLURM profile and the partition.
 
-        `per_node` counts the ranks of a node; 0 stands for all ranks that the profile allows. The nodes must share the
-        folder of `output`.
+        `per_node` is the number of ranks per node; 0: as many as the profile allows. `output` must be in a folder that
+        the nodes share.
 
         Raises:
             ConfigError: The cluster does not have the requested nodes, or SLURM does not answer.
@@ -168,18 +165,18 @@ class ClusterNodes:
         from repro.launch.slurm.submission import profile_check
 
         self.site = profile.load_profile(profile_file)
-        expected = f"{self.site.system}, which the nodes of {profile_file} are"
+        expected = f"{self.site.system}, the system of {profile_file}"
         require(system == self.site.system, "--system", system, expected)
         most = self.site.ranks_per_node
-        require(nodes >= 1, "--nodes", nodes, "a number of nodes, 1 or more")
-        expected = f"1 to {most}, the ranks of a node by {profile_file}"
+        require(nodes >= 1, "--nodes", nodes, "1 or more")
+        expected = f"1 to {most}, the number of ranks per node in {profile_file}"
         require(0 <= per_node <= most, "--gpus", per_node, expected)
         self.folder = output.absolute().parent
         profile_check.require_shared_folder(self.site, self.folder, option="--output", noun="file")
         self.system, self.nodes, self.per_node = system, nodes, per_node or most
         self.ranks = nodes * self.per_node
         on_cpu = local_launch.DEVICES.get(system) == "cpu"
-        # The GPU behind a site's "local-gpu" is unknown here; every GPU has fp16.
+        # The profile's system "local-gpu" does not say which GPU the nodes have, and every GPU supports fp16.
         best = "fp16" if system in LOCAL_SYSTEMS else load_system(system).best_precision
         self.precision = "fp32" if on_cpu else best
         file = self.site.file
@@ -189,13 +186,13 @@ class ClusterNodes:
             raise ConfigError("--profile", file, says=f"SLURM does not answer: {error}") from None
         partition = check_partition(known, self.site.slurm.partition, file=file, where="slurm")
         profile_check.require_node_resources(self.site, partition)
-        expected = f"at most {partition.nodes}, what partition {partition.name} has"
+        expected = f"at most {partition.nodes}, the number of nodes of partition {partition.name}"
         require(self.nodes <= partition.nodes, "--nodes", self.nodes, expected)
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """Run `job` and return an answer as `LocalMachine.measure` does, and the allocation as `place`.
+        """Submit `job` to SLURM and return its answer as `LocalMachine.measure` does, with the allocation as `place`.
 
-        `place` is from `repro.launch.slurm.allocation.nodes.slurm_provenance`.
+        `place` is the result of `repro.launch.slurm.allocation.nodes.slurm_provenance`.
         """
         from repro.launch.slurm.scheduler import SchedulerError, parse_time_limit
         from repro.launch.slurm.submission import submit
@@ -209,19 +206,19 @@ class ClusterNodes:
         try:
             number = submit.submit_job(folder, job, self.site, array, "repro-calibrate", target=TARGET)
             if not quiet:
-                print(f"job {number}: {self.nodes} nodes x {self.per_node} ranks", file=sys.stderr)
+                print(f"SLURM job {number}: {self.nodes} nodes x {self.per_node} ranks", file=sys.stderr)
             answer = submit.wait_for_answer(number, folder, interrupt, quiet=quiet)
         except SchedulerError as error:
             answer |= {"reason": f"sbatch failed: {error}", "results": []}
         finally:
             if answer["outcome"] not in ("ok", "interrupted"):
-                print(f"what the job wrote: {folder}", file=sys.stderr)
+                print(f"the files of the failed job are in {folder}", file=sys.stderr)
             else:
                 shutil.rmtree(folder, ignore_errors=True)
         return answer
 
 
 def allocation_facts(place: dict[str, Any]) -> dict[str, Any]:
-    """Return job, partition and nodes of an allocation as facts of a system file."""
+    """Return job number, partition and nodes of a SLURM allocation as facts for the provenance of a system file."""
     partition = {"slurm_partition": place["partition"]} if place["partition"] else {}
     return {"slurm_job": place["job_id"], **partition, "slurm_nodes": ",".join(place["nodes"])}

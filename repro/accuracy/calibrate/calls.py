@@ -1,6 +1,6 @@
-"""Operator calls of a step: their arguments from traced steps, and the same calls on real tensors.
+"""Operator calls of a training step: recorded in a trace on shapes, and repeated on real tensors.
 
-Bytes and FLOP of a call are the trace's numbers, so calibration and prediction use the same units.
+Bytes and FLOP of a call are those of the trace, so that calibration and prediction count them equally.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ POSITIVE_ARGUMENTS = {
     "repro.adamw_": (3,),
     "repro.cross_entropy_backward_": (2,),
 }
-"""Positions of arguments that are positive in training: radicands, divisors, second moments, sums of exponentials."""
+"""Positions of operator arguments that are positive in training, such as divisors, radicands and second moments."""
 ATTENTION = "aten._scaled_dot_product_flash_attention"
 
 
 @dataclass(frozen=True)
 class OperandShape:
-    """A tensor argument without its data."""
+    """Sizes, strides and data type of a tensor argument."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -45,7 +45,7 @@ class OperandShape:
 
     @property
     def extent(self) -> int:
-        """Elements from the first to the last one in memory."""
+        """Return the number of elements from the first to the last element of the tensor in memory."""
         if 0 in self.sizes:
             return 0
         return 1 + sum((n - 1) * step for n, step in zip(self.sizes, self.strides, strict=True))
@@ -53,7 +53,7 @@ class OperandShape:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: its arguments, with an `OperandShape` for each tensor, and its traced event."""
+    """One call of an operator: its arguments, with an `OperandShape` in place of each tensor, and its traced event."""
 
     function: Any
     args: tuple[Any, ...]
@@ -66,17 +66,17 @@ class Call:
 
     @property
     def is_unaligned_product(self) -> bool:
-        """Whether the call is a product of half precision with a size that is no multiple of `ALIGNMENT`."""
+        """Return whether the call is a half-precision matrix product with a size that is not a multiple of 8."""
         return self.name in MATMULS and is_unaligned(self.operator)
 
     @property
     def nbytes(self) -> int:
-        """Bytes read and written."""
+        """Return the bytes that the call reads and writes."""
         return self.operator.read + self.operator.written
 
 
 class CallRecorder(TraceRecorder):
-    """Trace recorder that retains every different call."""
+    """Trace recorder that also stores every distinct operator call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,40 +98,41 @@ class CallRecorder(TraceRecorder):
 
 
 def calls_of(experiment: Experiment, *, gloo: bool) -> list[Call]:
-    """Return the different calls of all roles of `experiment`, in the order of their first occurrence."""
+    """Return the distinct operator calls of all pipeline roles of `experiment`, in order of their first occurrence."""
     found: dict[object, Call] = {}
     for role in roles(experiment):
         recorder = CallRecorder()
-        trace(experiment, role, gloo=gloo, recorder=recorder, repeat=False)  # a repeated block makes no call
+        # `repeat=False` runs every block; otherwise the trace repeats events without calls of operators.
+        trace(experiment, role, gloo=gloo, recorder=recorder, repeat=False)
         found |= recorder.calls
     return list(found.values())
 
 
 def choose(calls: Sequence[Call], most: int) -> list[Call]:
-    """Return at most `most` calls of one operator: the smallest, the largest, and the calls farthest from the others.
+    """Return at most `most` calls of one operator: the smallest, the largest, and calls far from all chosen ones.
 
-    The distance compares logarithms of bytes, FLOP and sizes of the operands.
+    The distance of two calls compares logarithms of bytes, FLOP and operand sizes.
     """
 
-    def place(call: Call) -> tuple[float, ...]:
+    def point(call: Call) -> tuple[float, ...]:
         sizes = [size for shape in call.operator.shapes[:2] for size in shape]
         return tuple(math.log2(1 + x) for x in (call.nbytes, call.operator.flops, *sizes))
 
     def distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:
         return sum(abs(x - y) for x, y in zip(a, b, strict=False))
 
-    rest = {place(call): call for call in sorted(calls, key=lambda call: call.nbytes)}
+    rest = {point(call): call for call in sorted(calls, key=lambda call: call.nbytes)}
     if len(rest) <= most:
         return list(rest.values())
-    places = list(rest)
-    chosen = [places[0], places[-1]][:most]
+    points = list(rest)
+    chosen = [points[0], points[-1]][:most]
     while len(chosen) < most:
-        chosen.append(max(places, key=lambda p: min(distance(p, other) for other in chosen)))
+        chosen.append(max(points, key=lambda p: min(distance(p, other) for other in chosen)))
     return [rest[p] for p in sorted(chosen)]
 
 
 def bind(call: Call, device: torch.device, generator: torch.Generator) -> Callable[[], object]:
-    """Return a function without arguments that makes the call on new tensors."""
+    """Return a function without arguments that makes a recorded call on new tensors."""
     if call.name.startswith(ATTENTION):
         return _attention(call, device, generator)
 
@@ -144,12 +145,12 @@ def bind(call: Call, device: torch.device, generator: torch.Generator) -> Callab
     for position in POSITIVE_ARGUMENTS.get(call.name, ()):
         tree_map_only(Tensor, Tensor.abs_, args[position])
     if call.name == "repro.adamw_" and args[-1] is not None:
-        args[-1].zero_()  # found_inf: without an overflow AdamW updates
+        args[-1].zero_()  # `found_inf` = 0: AdamW skips its update after an overflow
     return lambda: call.function(*args, **kwargs)
 
 
 def _attention(call: Call, device: torch.device, generator: torch.Generator) -> Callable[[], object]:
-    """Return the call of the attention kernel of this device; a trace always names the fused kernel."""
+    """Return a function that runs attention on this device, whose kernel may differ from the kernel in the trace."""
     backward = call.name.endswith("_backward")
     shapes = call.args[1:4] if backward else call.args[:3]
     q, k, v = (_tensor(shape, device, generator).requires_grad_(backward) for shape in shapes)
@@ -166,7 +167,7 @@ def _attention(call: Call, device: torch.device, generator: torch.Generator) -> 
 
 
 def _index_bound(call: Call) -> int:
-    """Return the upper bound of the integer arguments, which are indices."""
+    """Return the exclusive upper bound of a call's integer arguments, which are indices."""
     if call.name == "aten.embedding":
         return int(call.args[0].sizes[0])
     if call.name == "aten.embedding_dense_backward":
@@ -177,9 +178,9 @@ def _index_bound(call: Call) -> int:
 
 
 def _tensor(shape: OperandShape, device: torch.device, generator: torch.Generator, below: int = 2) -> Tensor:
-    """Return a tensor of normal numbers with mean 0, as in training; indices are uniform below `below`.
+    """Return a tensor of normally distributed numbers, as in training; integers are uniform below `below`.
 
-    The power of a product, and with it the clock rate of a GPU, depends on the bits of its operands.
+    The values matter: the power of a matrix product, and so the clock rate of a GPU, depends on its operands.
     """
     flat = torch.empty(shape.extent, dtype=shape.dtype, device=device)
     if shape.dtype.is_floating_point:

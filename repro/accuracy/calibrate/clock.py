@@ -1,4 +1,4 @@
-"""Clock for single operators: warm-up, empty caches before each repeat, all ranks at once.
+"""Timer for single operators, with warm-up, flushed caches before each repeat, and all ranks measuring at once.
 
 On a GPU, large matrix products run before each repeat, so that operators are measured at the clock rate of training.
 """
@@ -23,34 +23,34 @@ from repro.parallel.comm import Group
 from repro.util.processes import usable_cores
 
 ASSUMED_CACHE = 64 * 2**20
-"""Default size of the last-level cache, in bytes."""
+"""Last-level cache size that is assumed if the device reports none, in bytes."""
 REPEAT_S = 2e-3
-"""Minimum duration of a repeat, in seconds: far above the resolution of the clock."""
+"""Minimum duration of a repeated measurement, in seconds: far above the resolution of the clock."""
 CROWDED_S = 40e-3
-"""Minimum duration of a repeat if ranks outnumber cores, in seconds: most ranks are busy most of this time."""
+"""Minimum duration of a repeated measurement if ranks share cores, in seconds; most ranks overlap for most of it."""
 MOST_CALLS = 64
 LOAD_SIZE = 4096
-"""Rows and columns of the products that load a GPU."""
+"""Rows and columns of the matrix products that load a GPU."""
 HOLD_S = 5e-3
-"""Minimum duration of the products before a repeat, in seconds."""
+"""Minimum duration of the matrix products that load a GPU before a measurement, in seconds."""
 WARM_S = 20e-3
-"""Duration of the products before the clock rate is compared with the settled one, in seconds."""
+"""Duration of the GPU load before its clock rate is compared with the settled one, in seconds."""
 SAMPLE_S = 0.1
-"""Duration of the products between two samples of the clock rate, in seconds."""
+"""Duration of the GPU load between two samples of the clock rate, in seconds."""
 MIN_SETTLE_S, MAX_SETTLE_S = 1.0, 6.0
-"""Minimum and maximum duration of the first load, in seconds."""
+"""Minimum and maximum duration of the first GPU load, in seconds, in which the clock rate settles."""
 MAX_REWARM_S = 1.0
-"""Maximum duration of a later load, in seconds."""
+"""Maximum duration of a later GPU load, which returns the GPU to the settled clock rate, in seconds."""
 MAX_LOAD_S = 15.0
-"""Total duration of all loads, in seconds, above which no later load follows."""
+"""Maximum total duration of all GPU loads, in seconds; after it, no load runs."""
 RECORD_INTERVAL_S = 0.1
-"""Minimum time between two records of clock rate and power, in seconds."""
+"""Minimum time between two records of a GPU's clock rate and power, in seconds."""
 SETTLED_SAMPLES = 4
-"""Number of samples whose mean is compared with the mean of the same number before them."""
+"""Number of latest clock-rate samples whose mean is compared with the mean of as many preceding samples."""
 MAX_CLOCK_DRIFT = 0.01
-"""Maximum relative difference of the two means at which the clock rate has settled."""
+"""Maximum relative difference of two consecutive means at which a clock rate counts as settled."""
 MAX_CLOCK_DIFFERENCE = 0.05
-"""Maximum relative difference of a clock rate from the settled one at which no load is necessary."""
+"""Maximum relative difference from the settled clock rate at which no further GPU load is necessary."""
 
 
 def gpu_state(device: torch.device) -> dict[str, float]:
@@ -66,7 +66,7 @@ def gpu_state(device: torch.device) -> dict[str, float]:
 
 
 class SustainedLoad:
-    """Products that hold a device at the clock rate and power of training."""
+    """Matrix products that bring a GPU to the clock rate and power of training, and record both."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class SustainedLoad:
         synchronize: Callable[[], Any],
         state: Callable[[], dict[str, float]],
     ):
-        """Measure the duration of `product`; `state` returns clock rate and power, see `gpu_state`."""
+        """Measure the duration of `product`. `state` returns clock rate and power as `gpu_state` does."""
         self._product, self._synchronize, self._state = product, synchronize, state
         self._settled_mhz: float | None = None
-        """Settled clock rate; 0 if it is unknown, None before the first load."""
+        """Settled clock rate of the GPU, in MHz; 0: NVML reports none; None: before the first load."""
         self._loaded_s = self._next_record_s = 0.0
         self._states: list[dict[str, float]] = []
-        for count in (1, 20):  # the first product includes the library's initialisation
+        for count in (1, 20):  # the first product initialises the BLAS library, so its duration is discarded
             synchronize()
             began = time.perf_counter()
             for _ in range(count):
@@ -89,12 +89,12 @@ class SustainedLoad:
             self._product_s = (time.perf_counter() - began) / count
 
     def hold(self, seconds: float) -> None:
-        """Queue products of at least `seconds` and `HOLD_S`."""
+        """Queue matrix products on the GPU that take at least `seconds`, and at least `HOLD_S`."""
         for _ in range(math.ceil(max(seconds, HOLD_S) / self._product_s)):
             self._product()
 
     def settle(self) -> None:
-        """Run products until the clock rate has settled, and in later calls until it has the settled rate.
+        """Run matrix products until the clock rate has settled; in later calls, until it is back at the settled rate.
 
         Without NVML, the first call runs products for `MIN_SETTLE_S` and later calls do nothing.
         """
@@ -111,7 +111,7 @@ class SustainedLoad:
             now = self._sample(WARM_S)
             while abs(now / self._settled_mhz - 1) > MAX_CLOCK_DIFFERENCE:
                 if time.perf_counter() - began >= MAX_REWARM_S:
-                    self._settled_mhz = now or self._settled_mhz  # a warmer device has another rate
+                    self._settled_mhz = now or self._settled_mhz  # a warmer GPU settles at a lower rate
                     break
                 now = self._sample(SAMPLE_S)
         self._loaded_s += time.perf_counter() - began
@@ -128,7 +128,7 @@ class SustainedLoad:
         return {key: median(state[key] for state in self._states) for key in (self._states or [{}])[0]}
 
     def _sample(self, seconds: float) -> float:
-        """Return the clock rate, in MHz, after products of `seconds`; 0 if it is unknown."""
+        """Return the clock rate, in MHz, after matrix products of `seconds`; 0 if NVML reports none."""
         self.hold(seconds)
         found = self._state().get("sm_mhz", 0.0)
         self._synchronize()
@@ -136,7 +136,7 @@ class SustainedLoad:
 
 
 def _has_settled(clocks: Sequence[float]) -> bool:
-    """Return whether the last samples and the samples before them have equal means; true if there is no clock rate."""
+    """Return whether the means of the latest and the preceding samples of a clock rate agree; true without NVML."""
     if not all(clocks):
         return True
     if len(clocks) < 2 * SETTLED_SAMPLES:
@@ -146,7 +146,7 @@ def _has_settled(clocks: Sequence[float]) -> bool:
 
 
 def gpu_load(device: torch.device) -> SustainedLoad:
-    """Return the load of a GPU: products of normal numbers in half precision."""
+    """Return the load of a GPU: half-precision matrix products of normally distributed numbers."""
     has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
     dtype = torch.bfloat16 if has_bf16 else torch.float16
     a, b = (torch.randn(LOAD_SIZE, LOAD_SIZE, device=device).to(dtype) for _ in range(2))
@@ -156,7 +156,7 @@ def gpu_load(device: torch.device) -> SustainedLoad:
 
 
 class OperatorTiming(NamedTuple):
-    """Seconds of one call, as median and quartiles over repeats."""
+    """Seconds of one call of an operator: median, quartiles and number of repeated measurements."""
 
     median: float
     low: float
@@ -165,12 +165,12 @@ class OperatorTiming(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Half of the interquartile range, as a fraction of the median."""
+        """Return half of the interquartile range, as a fraction of the median."""
         return (self.high - self.low) / 2 / self.median if self.median else 0.0
 
 
 def timing(seconds: Sequence[float]) -> OperatorTiming:
-    """Return median and quartiles of a sample."""
+    """Return the median and quartiles of repeated measurements, in seconds."""
     middle, low, high = (quantile(seconds, part) for part in (0.5, 0.25, 0.75))
     return OperatorTiming(middle, low, high, len(seconds))
 
@@ -181,19 +181,19 @@ class OperatorClock:
     def __init__(
         self, device: torch.device, group: Group, repeats: int, neighbours: int = 1, cores: int | None = None
     ):
-        """Divide the cache and the `cores` of a node, by default all usable cores, among its `neighbours` ranks."""
+        """Divide the last-level cache and the `cores` of a node (default: all usable) among its `neighbours` ranks."""
         self.device, self.group, self.repeats = device, group, repeats
         neighbours = neighbours if device.type == "cpu" else 1
         self.ranks_per_core = max(1.0, neighbours / (cores or usable_cores()))
         self.cache = max(1, cache_bytes(device) // neighbours)
-        """This rank's part of the last-level cache, in bytes; the ranks of a node flush their parts at once."""
+        """Part of the last-level cache that this rank flushes, in bytes; the ranks of a node flush it together."""
         self._wipe = torch.empty(self.cache + self.cache // 4, dtype=torch.uint8, device=device)
         self.load = gpu_load(device) if device.type == "cuda" else None
-        """Load of a GPU; None on processors."""
+        """Matrix products that load a GPU; None on processors."""
         self._device_clock = DeviceClock(flush=self.flush, hold=self.load.hold) if self.load else None
 
     def flush(self) -> None:
-        """Overwrite the last-level cache, together with the other ranks of the node."""
+        """Overwrite this rank's part of the last-level cache, so that operators read their operands from memory."""
         self._wipe.zero_()
 
     def synchronize(self) -> None:
@@ -204,8 +204,8 @@ class OperatorClock:
     def time(self, make: Callable[[], Callable[[], object]], nbytes: int) -> OperatorTiming:
         """Return the seconds of one call of the function that `make` returns, which reads and writes `nbytes`.
 
-        The calls rotate through several sets of arguments and results that exceed the cache, because a step does not
-        find its operands in the cache either.
+        The calls rotate through sets of arguments and results that together exceed the cache, because the operands of
+        an operator in a training step are not in the cache either.
         """
         first = make()
         for _ in range(2):
@@ -220,7 +220,7 @@ class OperatorClock:
 
         functions = [keeping(function) for function in (first, *(make() for _ in range(sets - 1)))]
         if self.load:
-            self.load.settle()  # the preparation of the operands leaves the device idle
+            self.load.settle()  # the GPU was idle, and its clock rate dropped, while the operands were prepared
         self._run(functions, sets)
         in_turn: Callable[[int], object] = lambda i: functions[i % sets]()
         found = []
@@ -232,28 +232,28 @@ class OperatorClock:
         return timing(found)
 
     def in_a_crowd(self, call: Callable[[int], object], alone: Callable[[], float]) -> float:
-        """Return the seconds of one call on a shared core, from the calls of `CROWDED_S`; `alone()` on an own core.
+        """Return the seconds of `call(number)` on a core that ranks share; if they share none, the result of `alone()`.
 
-        `call` receives the number of the call. The measurement uses processor time: ranks leave a barrier at different
-        times, so by the wall clock the first and the last rank would have the core alone.
+        The processor time of all calls during `CROWDED_S` is measured and multiplied by the ranks per core. Wall time
+        would be too short, since ranks leave a barrier at different times, so that some have the core alone.
         """
         if self.ranks_per_core == 1:
             return alone()
         end, began, count = time.perf_counter() + CROWDED_S, time.thread_time(), 0
-        while not count or time.perf_counter() < end:  # at least one call
+        while not count or time.perf_counter() < end:
             call(count)
             count += 1
         return (time.thread_time() - began) / count * self.ranks_per_core
 
     def _run(self, functions: Sequence[Callable[[], object]], calls: int) -> float:
-        """Return the seconds of one of `calls` calls, which rotate through `functions`."""
+        """Return the mean seconds per call of `calls` calls, which rotate through `functions`."""
         if self.load is None or self._device_clock is None:
             began = time.perf_counter()
             for i in range(calls):
                 functions[i % len(functions)]()
             return (time.perf_counter() - began) / calls
-        turns = [functions[i % len(functions)] for i in range(calls)]
-        return self._device_clock.queued_seconds(turns, self.load.record) / calls
+        rotated = [functions[i % len(functions)] for i in range(calls)]
+        return self._device_clock.queued_seconds(rotated, self.load.record) / calls
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""System file of a calibration: its tables from the ranks' measurements, and tables as TOML text."""
+"""System file of a calibration: tables from the measurements of all ranks, and their TOML text."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from repro.simulate.time.device import expected_maximum
 from repro.simulate.time.emulated import MESSAGE_CORES_FACT
 
 STEP = "step_over_operators"
-"""Fact of a system file: seconds of a step without messages on crowded cores, over the sum of its operators."""
+"""Fact of a calibrated file: seconds of a step without messages on shared cores, over the seconds of its operators."""
 RESOLUTION_S = 1e-9
-"""Resolution of the clock, in seconds."""
+"""Minimum duration of an operator call, in seconds, since the clock may return 0 for shorter calls."""
 
 
 def system_tables(
@@ -36,10 +36,10 @@ def system_tables(
     quick: bool,
     site: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the tables of the system file, in the order of the file.
+    """Return the tables of a calibrated system file, in the order of the file.
 
-    `ranks` holds the result of every rank, `load` the machine's load before they started, and `site` the job and the
-    nodes of an allocation.
+    `ranks` contains the results of all ranks, `load` the machine's load average before the calibration, and `site` job
+    and nodes of a SLURM allocation. `repeats` is the number of measurements per value.
     """
     on_cpu = system == "local"
     count, here = len(ranks), ranks[0]["machine"]
@@ -50,7 +50,7 @@ def system_tables(
     launch_s = _launch(ranks, rates, on_cpu)
     kernel_s = rates[fit.ELEMENTWISE].fixed_s
     if on_cpu:
-        # Host and device are the same core, so an operator includes its launch.
+        # A processor core is host and device, so the duration of an operator includes its launch.
         rates = {name: replace(rate, fixed_s=rate.fixed_s + launch_s) for name, rate in rates.items()}
     silent = list(zip(*(rank.get("silent", ()) for rank in ranks), strict=True))
     step = _step(silent, rates) if silent else {}
@@ -82,10 +82,12 @@ def system_tables(
         **site,
         **({"quick": 1} if quick else {}),
     }
-    launched = "with the operators' fixed_s, since the processor is host and device" if on_cpu else together
+    launched = (
+        "included in fixed_s of the operators, as a processor is host and device" if on_cpu else together
+    )
     return {
         "note": _note(on_cpu, per_node, count),
-        "devices_per_node": quantity(per_node, "ranks of a node in this measurement"),
+        "devices_per_node": quantity(per_node, "ranks per node in this measurement"),
         "nodes": quantity(count // per_node, "nodes of this measurement"),
         "context_bytes": device.pop("context_bytes"),
         "host_memory_bytes": device.pop("host_memory_bytes"),
@@ -100,14 +102,14 @@ def system_tables(
         "device": {
             **device,
             "memory_bandwidth": quantity(
-                copy, f"measured: a copy of four caches, read and written, {together}"
+                copy, f"measured: copy of four times the cache size, read and written bytes, {together}"
             ),
             "peak_flops": {precision: quantity(peak, f"measured: the fastest matrix product, {together}")},
             "time": {
-                "matmul_efficiency": quantity(1, "the peak is itself the fastest product"),
-                "memory_efficiency": quantity(1, "the bandwidth is itself that of a copy"),
-                "kernel_s": quantity(kernel_s, "measured: an element-wise operator on no bytes"),
-                "fill_s": quantity(0, "the operators' own seconds have it"),
+                "matmul_efficiency": quantity(1, "peak_flops is the measured rate of a matrix product"),
+                "memory_efficiency": quantity(1, "memory_bandwidth is the measured rate of a copy"),
+                "kernel_s": quantity(kernel_s, "measured: element-wise operator, extrapolated to no bytes"),
+                "fill_s": quantity(0, "included in the measured seconds of each operator"),
                 **(_rank_differences(silent) if silent else {}),
                 "launch_s": quantity(0 if on_cpu else launch_s, f"measured: {launched}"),
                 **({} if on_cpu else {"backward_launch_s": _backward_launch(ranks, together)}),
@@ -123,16 +125,16 @@ def system_tables(
 
 def _note(on_cpu: bool, per_node: int, count: int) -> str:
     where = "one machine" if per_node == count else f"each of {count // per_node} nodes"
-    what = "processors shared by processes that are their devices" if on_cpu else f"the GPUs of {where}"
-    return f"Measured by repro calibrate: {what}, {count} ranks, {per_node} on a node."
+    what = "processor cores, each rank a device" if on_cpu else f"the GPUs of {where}"
+    return f"Measured by repro calibrate: {what}, {count} ranks, {per_node} per node."
 
 
 def _rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row for each measured call, with the medians over ranks."""
+    """Return one row for each measured operator call, with the median seconds and spread over all ranks."""
     found = []
     for same in zip(*(rank["operators"] for rank in ranks), strict=True):
         calls = {(row["name"], row["nbytes"], row["flops"]) for row in same}
-        assert len(calls) == 1, "ranks measured other calls"
+        assert len(calls) == 1, "all ranks must measure the same calls"
         medians = [max(RESOLUTION_S, row["median"]) for row in same]
         spreads = ((row["high"] - row["low"]) / 2 / m for row, m in zip(same, medians, strict=True))
         row = {"median": statistics.median(medians), "spread": statistics.median(spreads)}
@@ -141,7 +143,7 @@ def _rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rates(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, OperatorRate], list[float]]:
-    """Return the rates, and the absolute relative error at each call."""
+    """Return the fitted rate of each operator, and the absolute relative error of the fit at each call."""
     points: dict[str, list[TimedCall]] = {}
     for row in rows:
         name = UNALIGNED_MATMUL if row["is_unaligned"] else row["name"]
@@ -152,9 +154,9 @@ def _rates(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, OperatorRate], lis
 
 
 def _launch(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate], on_cpu: bool) -> float:
-    """Return the host seconds per operator of an empty step.
+    """Return the host seconds per operator, measured in a step of a tiny model.
 
-    On processors, the operators' own seconds are subtracted. On a GPU, the backward pass is left out.
+    On processors, the fitted seconds of the operators are subtracted. On a GPU, the backward pass is excluded.
     """
     launch = ranks[0]["launch"]
     step = statistics.median(rank["launch"]["median"] for rank in ranks)
@@ -171,18 +173,18 @@ def _call_s(rates: dict[str, OperatorRate], name: str, nbytes: float, flops: flo
 
 
 def _backward_launch(ranks: Sequence[dict[str, Any]], together: str) -> dict[str, Any]:
-    """Return the host seconds per operator of the backward pass of an empty step."""
+    """Return the host seconds per operator in the backward pass, measured in a step of a tiny model."""
     seconds = statistics.median(rank["launch"]["backward_s"] for rank in ranks)
     operators = ranks[0]["launch"]["backward_operators"]
-    return quantity(seconds / operators, f"measured: the backward pass, {together}")
+    return quantity(seconds / operators, f"measured: backward pass of a tiny model, {together}")
 
 
 SilentSteps = Sequence[tuple[dict[str, Any], ...]]
-"""Steps without messages, each with the results of all ranks; empty if no ranks share a core."""
+"""Results of all ranks for each training step without messages; empty if every rank has its own core."""
 
 
 def _step(silent: SilentSteps, rates: dict[str, OperatorRate]) -> dict[str, float]:
-    """Return the median ratio of a step without messages to the sum of its operators, and the ratio's spread."""
+    """Return the median ratio of a step's seconds (without messages) to the sum of its operators, and its spread."""
     times = []
     for same in silent:
         operators = sum(calls * _call_s(rates, *call) for *call, calls in same[0]["operators"])
@@ -193,11 +195,11 @@ def _step(silent: SilentSteps, rates: dict[str, OperatorRate]) -> dict[str, floa
 
 
 def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
-    """Return the differences of ranks that compute the same, as medians over the steps.
+    """Return `spread` and `jitter_s` of ranks that compute the same steps, as medians over the steps.
 
-    `jitter_s` is variance over mean of the time between two messages, from the delay of the last rank after the mean,
-    for which a collective waits. `spread` is standard deviation over mean of a step's time on different ranks, without
-    the contribution of the jitter.
+    `jitter_s` is the variance over the mean of the time between two messages, estimated from the delay of the last
+    rank relative to the mean of all ranks. `spread` is the standard deviation over the mean of step times on different
+    ranks, without the contribution of the jitter.
     """
     spreads, jitters = [], []
     for same in silent:
@@ -212,46 +214,46 @@ def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
         jitters.append(jitter)
         own = statistics.variance(seconds_of_ranks) - jitter * mean / len(same[0]["between"])
         spreads.append(max(0.0, own) ** 0.5 / mean)
-    source = "measured: steps without messages,"
+    source = "measured in steps without messages:"
     return {
-        "spread": quantity(statistics.median(spreads), f"{source} of one rank and of another"),
-        "jitter_s": quantity(statistics.median(jitters), f"{source} between where these would be"),
+        "spread": quantity(statistics.median(spreads), f"{source} step times of different ranks"),
+        "jitter_s": quantity(statistics.median(jitters), f"{source} times between two omitted messages"),
     }
 
 
 def _processor(here: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the processor as `count` devices that share its memory."""
+    """Return the tables of a processor as `count` devices that share its memory."""
     state = here["memory"]
     total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
-    machine = "operating system and cgroup limit, rank 0's node"
+    machine = "operating system and cgroup limit on the node of rank 0"
     return {
         "name": str(here["cpu"]),
-        "memory_bytes": quantity(total // count, f"an equal part for each of {count} ranks; {machine}"),
+        "memory_bytes": quantity(total // count, f"host memory / {count} ranks; {machine}"),
         "context_bytes": quantity(0, "a processor has no CUDA context"),
         "host_memory_bytes": quantity(total, machine),
-        "links": {"memory": {"per": "device", "bandwidth": quantity(None, "one rank sends nothing")}},
+        "links": {"memory": {"per": "device", "bandwidth": quantity(None, "not measured with one rank")}},
     }
 
 
 def _gpu(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first GPU of a node; the link between GPUs is the first of its links."""
+    """Return the tables of the first GPU of a node; the first of its `links` connects the GPUs."""
     here = ranks[0]["machine"]
     first, context = here["gpus"][0], max(rank["context_bytes"] for rank in ranks)
-    unknown = "the machine does not tell and it was not measured"
-    beside_torch = f"measured: memory in use outside torch at the end, maximum of {len(ranks)} ranks"
+    unknown = "not reported by the driver and not measured"
+    outside_torch = f"measured: memory in use outside torch's allocator, maximum of {len(ranks)} ranks"
     classes = ("nvlink", "pcie") if here["nvlink"] else ("pcie",)
     return {
         "name": str(first["name"]),
         "compute_capability": first["compute_capability"] or "",
-        "memory_bytes": quantity(first["memory_bytes"], "NVML, rank 0's node"),
-        "context_bytes": quantity(context, beside_torch),
-        "host_memory_bytes": quantity(here["memory"]["total_bytes"], "operating system, rank 0's node"),
+        "memory_bytes": quantity(first["memory_bytes"], "NVML on the node of rank 0"),
+        "context_bytes": quantity(context, outside_torch),
+        "host_memory_bytes": quantity(here["memory"]["total_bytes"], "operating system, node of rank 0"),
         "links": {name: {"per": "device", "bandwidth": quantity(None, unknown)} for name in classes},
     }
 
 
 def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any]:
-    """Return the FLOP/s of products on a rank's share of a core, and the cores that carry messages."""
+    """Return facts of a processor: matrix-product FLOP/s per rank, and the number of cores that transfer messages."""
     share = core_share(per_node, ranks[0]["machine"]["cores"])
     rates = (rank["products"] for rank in ranks if rank["products"] is not None)
     rate = round_digits(statistics.median(rates) * share)
@@ -259,7 +261,7 @@ def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any
 
 
 def _gpu_facts(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return driver, limits, and clock rate and power during the measurement, as medians over the ranks."""
+    """Return facts of GPUs: driver, limits, NCCL, and the median clock rate and power during the measurement."""
     here = ranks[0]["machine"]
     first = here["gpus"][0]
     names = {key: first[key] for key in ("driver", "power_limit_w", "max_sm_mhz")}
@@ -276,7 +278,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml_text(tables: dict[str, Any]) -> str:
-    """Return `tables` as a TOML document; a table with a `source` is one line, every other table has a header."""
+    """Return `tables` as a TOML document: tables with a `source` are inline, all others have a header."""
     return "\n".join(_table(tables, ())).strip("\n") + "\n"
 
 
@@ -295,12 +297,12 @@ def _is_table(value: Any) -> bool:
 
 
 def toml_key(key: str) -> str:
-    """Return a key, in quotes where TOML needs them."""
+    """Return a TOML key, in quotes if it needs them."""
     return key if _BARE.fullmatch(key) else json.dumps(key, ensure_ascii=False)
 
 
 def toml_value(value: Any, number: Callable[[int | float], str] = repr) -> str:
-    """Return a value as TOML on one line; `number` formats integers and floats."""
+    """Return a value as TOML text on one line; `number` formats integers and floats."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{toml_key(k)} = {toml_value(v, number)}" for k, v in value.items()) + " }"
     if isinstance(value, (list, tuple)):

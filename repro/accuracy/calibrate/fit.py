@@ -1,6 +1,6 @@
-"""Rates of operators and tables of links in a system file, from the measurements of the ranks.
+"""Operator rates and link tables of a calibrated system file, fitted to the measurements of all ranks.
 
-The seconds of an operator are fixed + bytes * per_byte + flops * per_flop with non-negative terms.
+The seconds of an operator are fixed + bytes * per_byte + flops * per_flop with non-negative coefficients.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from repro.simulate.time.device import MATMULS
 
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
 MIN_SIZE_RATIO = 8.0
-"""Minimum ratio of the largest to the smallest call, in bytes, from which an operator gets a slope of its own."""
+"""Minimum ratio of the largest to the smallest measured call of an operator, in bytes, for fitting its own slope."""
 MIN_SIZES = 3
-"""Minimum number of different sizes for a slope of its own."""
+"""Minimum number of different measured sizes of an operator for fitting its own slope."""
 MAX_COMMON_RATE_ERROR = 0.1
-"""Maximum median relative error at which the common rate stands for an operator."""
+"""Maximum median relative error up to which an operator uses the common rate."""
 
 
 class TimedCall(NamedTuple):
     """One measured call of an operator."""
 
     nbytes: float
-    """Bytes read and written, in the unit of a trace."""
+    """Bytes read and written, as a trace counts them."""
     flops: float
     seconds: float
 
 
 def fit_rate(points: Sequence[TimedCall]) -> OperatorRate:
-    """Return the rate with the least sum of squared relative errors.
+    """Return the operator rate with the least sum of squared relative errors at the measured calls.
 
-    The method is non-negative least squares (Lawson and Hanson 1974). Relative errors give a call of a microsecond the
-    weight of a call of a second.
+    The method is non-negative least squares (Lawson and Hanson 1974). With relative errors, short and long calls have
+    equal weights.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -55,19 +55,19 @@ def fit_rate(points: Sequence[TimedCall]) -> OperatorRate:
 
 
 def relative_errors(rate: OperatorRate, points: Sequence[TimedCall]) -> list[float]:
-    """Return predicted / measured - 1 at every point."""
+    """Return predicted / measured - 1 of each measured call."""
     return [rate.seconds(flops=point.flops, nbytes=point.nbytes) / point.seconds - 1 for point in points]
 
 
 def median_error(rate: OperatorRate, points: Sequence[TimedCall]) -> float:
-    """Return the median of the absolute relative errors."""
+    """Return the median absolute relative error of a rate at the measured calls."""
     return median(map(abs, relative_errors(rate, points)))
 
 
 def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, OperatorRate]:
-    """Return the common rates and a rate for each operator that differs from them.
+    """Return common rates, and own rates of the operators that differ from them, by name.
 
-    The common rates are `matmul`, `elementwise`, and `unaligned_matmul` if there are such points.
+    The common rates are `matmul` and `elementwise`, and `unaligned_matmul` if such products were measured.
     """
     pools: dict[str, list[TimedCall]] = {MATMUL: [], ELEMENTWISE: [], UNALIGNED_MATMUL: []}
     pools[UNALIGNED_MATMUL] += points.get(UNALIGNED_MATMUL, [])
@@ -90,7 +90,7 @@ def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, Opera
 
 
 def scale_rate(common: OperatorRate, points: Sequence[TimedCall]) -> OperatorRate:
-    """Return the common rate with the slopes, or the fixed seconds, scaled to the points: whichever dominates them."""
+    """Return the common rate with its dominant part, the slopes or the fixed seconds, fitted to the measured calls."""
     work = [common.seconds(flops=point.flops, nbytes=point.nbytes) - common.fixed_s for point in points]
     if median(work) < common.fixed_s:
         calls = [point.seconds - seconds for point, seconds in zip(points, work, strict=True)]
@@ -98,19 +98,19 @@ def scale_rate(common: OperatorRate, points: Sequence[TimedCall]) -> OperatorRat
     times = [
         (point.seconds - common.fixed_s) / seconds
         for point, seconds in zip(points, work, strict=True)
-        if seconds and seconds >= common.fixed_s  # the fixed seconds dominate small calls
+        if seconds and seconds >= common.fixed_s  # skip small calls, in which the fixed seconds dominate
     ]
     factor = max(0.0, median(times))
     return replace(common, per_byte_s=factor * common.per_byte_s, per_flop_s=factor * common.per_flop_s)
 
 
 def rate_of(known: Mapping[str, OperatorRate], name: str) -> OperatorRate:
-    """Return the rate of an operator: its own, or else the common rate."""
+    """Return the own rate of an operator, or else the common rate for its kind."""
     return known.get(name) or known[MATMUL if name in MATMULS else ELEMENTWISE]
 
 
 def has_size_range(points: Sequence[TimedCall]) -> bool:
-    """Return whether the sizes of the calls differ enough for a slope."""
+    """Return whether the sizes of the measured calls differ enough for fitting a slope."""
     sizes = [max(1.0, point.nbytes) for point in points]
     return len(set(sizes)) >= MIN_SIZES and max(sizes) / min(sizes) >= MIN_SIZE_RATIO
 
@@ -126,11 +126,11 @@ def round_digits(value: float) -> float:
 
 
 def link_tables(ranks: Sequence[dict[str, Any]], links: dict[str, Any], together: str) -> dict[str, Any]:
-    """Return the tables of all links. `links` are the links inside a node; collectives use the first one."""
+    """Return the tables of all links, completed by measurements. Collectives in a node use the first of `links`."""
     inside = next(iter(links))
     if "host_copy" in ranks[0] and "pcie" in links:
         seconds = median(rank["host_copy"]["median"] for rank in ranks)
-        source = f"measured: pinned host memory to the device, {together}"
+        source = f"measured: copy from pinned host memory to the device, {together}"
         links["pcie"]["bandwidth"] = quantity(ranks[0]["host_copy"]["nbytes"] / seconds, source)
     for place, link in ((INSIDE, inside), (BETWEEN, BETWEEN_NODES)):
         found = _collectives(ranks, place)
@@ -143,17 +143,17 @@ def link_tables(ranks: Sequence[dict[str, Any]], links: dict[str, Any], together
 def _link(
     ranks: Sequence[dict[str, Any]], place: str, link: dict[str, Any], found: dict[str, Any], together: str
 ) -> dict[str, Any]:
-    """Return the keys of one link."""
+    """Return the measured keys of one link: bandwidth, latency, overlap cost and collectives."""
     (smallest, latency), (largest, seconds) = found[SEND]["points"][0], found[SEND]["points"][-1]
     keys: dict[str, Any] = {}
     if link["bandwidth"]["value"] == "unknown":
         senders = 1 if link["per"] == "device" else ranks[0]["per_node"]
-        source = f"measured: {largest} bytes from a rank to the next, {together}"
+        source = f"measured: message of {largest} bytes to the next rank, {together}"
         if place == BETWEEN:
-            source = f"measured: {largest} bytes from each of a node's {senders} ranks to the next node"
-            keys["efficiency"] = quantity(1, "the bandwidth is itself what messages reach")
+            source = f"measured: {largest} bytes from each of {senders} ranks of a node to the next node"
+            keys["efficiency"] = quantity(1, "bandwidth is the measured rate of messages")
         keys["bandwidth"] = quantity(senders * largest / seconds, source)
-    keys["latency_s"] = quantity(latency, f"measured: {smallest} bytes from one rank to the next")
+    keys["latency_s"] = quantity(latency, f"measured: message of {smallest} bytes to the next rank")
     costs = [rank["overlap"][place] for rank in ranks]
     keys["overlap_cost"] = quantity(
         median(value for rank in costs for value in rank.values()),
@@ -163,7 +163,7 @@ def _link(
 
 
 def _collectives(ranks: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
-    """Return the points of each operation in the largest group of a place, and in `groups` the points of the others."""
+    """Return the measured points of each collective in the largest group of a place, with other groups in `groups`."""
     found: dict[str, Any] = {}
     for same in zip(*(rank.get("links", ()) for rank in ranks), strict=True):
         row = same[0]
@@ -178,16 +178,16 @@ def _collectives(ranks: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
 
 
 def _group_keys(kind: GroupKind, world: int) -> dict[str, int]:
-    """Return the keys in which a group differs from all ranks on one node."""
+    """Return the keys that describe a kind of group, without those that apply to a group of all ranks on one node."""
     shape = {"ranks": kind.ranks} if kind.ranks != world else {}
     shape |= {"per_node": kind.per_node} if kind.per_node != kind.ranks else {}
     return shape | ({"stride": kind.stride} if kind.stride != 1 else {})
 
 
 def collective_points(by_rank: Sequence[Sequence[Any]]) -> list[list[float]]:
-    """Return (payload, seconds) of the slowest rank.
+    """Return [payload, seconds of the slowest rank] of a collective for each payload.
 
-    Noise only adds time, so the seconds of a payload are limited to the seconds of the next larger payload.
+    Disturbances only add time, so the seconds of a payload are limited to those of the next larger payload.
     """
     found = [[same[0][0], max(timing[0] for _, timing in same)] for same in zip(*by_rank, strict=True)]
     limit = float("inf")
@@ -197,7 +197,7 @@ def collective_points(by_rank: Sequence[Sequence[Any]]) -> list[list[float]]:
 
 
 def link_facts(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the spread of the collectives' timings, and the overlap cost of each collective."""
+    """Return facts of links: the median spread of collectives' durations, and the overlap cost of each collective."""
     if "links" not in ranks[0]:
         return {}
     timings = [timing for rank in ranks for row in rank["links"] for _, timing in row["points"]]

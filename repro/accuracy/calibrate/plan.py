@@ -1,7 +1,4 @@
-"""Measurements of a calibration: the traced steps, the message sizes and the groups of ranks.
-
-The module does not import torch.
-"""
+"""Plan of a calibration: the training steps whose operators it measures, the message sizes, and the groups of ranks."""
 
 from __future__ import annotations
 
@@ -19,25 +16,25 @@ if TYPE_CHECKING:
 
 
 LIMITS = Limits(timeout_s=3600.0, hang_s=120.0)
-"""Long suites of sixteen ranks have time; a hang is detected soon."""
+"""Time limits of a calibration: enough for long suites on sixteen ranks, and a short limit to detect a hang."""
 CPU_SIZES = ((64, 64, 1, 512), (256, 128, 4, 2048), (768, 256, 4, 8192))
-"""(width, tokens of a sample, samples of a micro-batch, vocabulary) of the models measured on processors: from the size
-of a test to the largest size for a laptop."""
+"""Sizes (width, tokens per sample, samples per micro-batch, vocabulary) of the models measured on processors, from the
+size of a test to the largest size for a laptop."""
 GPU_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304), (3072, 1024, 4, 8192))
 CPU_QUICK_SIZES = ((32, 32, 1, 128), (64, 64, 4, 512))
 GPU_QUICK_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304))
 UNALIGNED_SIZES = ((256, 128, 4, 2049), (1024, 1024, 4, 50257), (2048, 1024, 8, 50257))
-"""Sizes whose products with the vocabulary are not multiples of 8, which tensor cores read slowly."""
+"""Sizes with a vocabulary that is not a multiple of 8, for which tensor cores are slow."""
 CPU_HEAD, GPU_HEAD = 32, 64
-"""Widths of an attention head."""
+"""Widths of an attention head in the models measured on processors and GPUs."""
 PAYLOADS = tuple(2**k for k in range(10, 27, 2))
-"""1 KiB to 64 MiB."""
+"""Payloads of the measured messages and collectives, in bytes: 1 KiB to 64 MiB."""
 QUICK_PAYLOADS = (2**10, 2**14, 2**18, 2**24)
 REPEATS, QUICK_REPEATS = 7, 3
 
 
 def suite_experiments(suites: Sequence[Suite], system: str, ranks: int, quick: bool) -> list[Experiment]:
-    """Return the experiments of the suites on `system` with `ranks` ranks, without their networks, each once.
+    """Return the distinct experiments of the suites on `system` with `ranks` ranks, without their emulated networks.
 
     Raises:
         ConfigError: A suite has no such experiment.
@@ -48,7 +45,7 @@ def suite_experiments(suites: Sequence[Suite], system: str, ranks: int, quick: b
         every = [entry.experiment for entry in suite.entries]
         here = [e for e in every if (e.system, e.layout.world) == (system, ranks)]
         if not here:
-            right = f"a suite with experiments of {ranks} ranks of system {system}"
+            right = f"a suite with experiments of {ranks} ranks on system {system}"
             raise ConfigError("--suite", suite.file, right)
         for e in here:
             training = replace(e.training, steps=repeats, untimed_steps=1)
@@ -62,10 +59,10 @@ def step_experiments(
 ) -> list[Experiment]:
     """Return the experiments whose operators are measured; their `training.steps` is the number of repeats.
 
-    Every size runs with data parallelism. The smaller sizes also run with every strategy that has operators of its own:
+    Every size runs with data parallelism. The smaller sizes also run with every strategy that has additional operators:
     ZeRO 3 with recomputation, dropout, the kernels of earlier software, and tensor, sequence and pipeline parallelism.
-    On GPUs, models with `UNALIGNED_SIZES` follow. `gpus` counts all ranks. Tensor parallelism stays on a node of
-    `per_node` ranks; 0 stands for all ranks.
+    On GPUs, models with `UNALIGNED_SIZES` follow. `gpus` is the total number of ranks. The tensor-parallel degree is
+    the number of ranks per node, `per_node` (0: all ranks).
     """
     tp = per_node or gpus
     on_cpu = system == "local"
@@ -80,7 +77,7 @@ def step_experiments(
     ) -> None:
         hidden, seq, micro_batch, vocab = size
         replicas = keys.get("dp", 1)
-        # The first, a middle and the last micro-batch differ.
+        # Three micro-batches, because the first, the middle and the last one run different operators.
         batch = 3 * micro_batch * replicas
         sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": hidden // head}
         model = Model(name=f"calibrate-{hidden}", vocab=vocab, seq=seq, **sizes)
@@ -108,22 +105,22 @@ def step_experiments(
 
 
 INSIDE, BETWEEN = "inside", "between"
-"""Places of a group: on one node, or across nodes."""
+"""Places of a group of ranks: inside one node, or between nodes."""
 
 
 class GroupKind(GroupSpan):
-    """Groups with equal spans that together hold all ranks and communicate at the same time."""
+    """Kind of communication groups: together, the groups of a kind contain all ranks, and they communicate at once."""
 
     @property
     def place(self) -> str:
-        """Place of the groups, `INSIDE` or `BETWEEN`."""
+        """Return whether the groups are inside one node or span several: `INSIDE` or `BETWEEN`."""
         return INSIDE if self.per_node == self.ranks else BETWEEN
 
 
 def group_kinds(world: int, per_node: int, device_type: str) -> dict[GroupKind, Group]:
-    """Return this rank's group of each kind, the largest group first.
+    """Return this rank's communication group of each kind, the largest group first.
 
-    The kinds are the tp and dp groups of every tp that divides a node, and the group of all ranks.
+    The kinds are the tp and dp groups of every tensor-parallel degree that divides a node, and the group of all ranks.
     """
     from repro.parallel import mesh as meshes
 
@@ -140,7 +137,7 @@ def group_kinds(world: int, per_node: int, device_type: str) -> dict[GroupKind, 
 
 
 def pipeline_groups(world: int, per_node: int, device_type: str) -> dict[str, Group]:
-    """Return by place this rank's group of neighbours: ranks of one node, and one rank of each node."""
+    """Return this rank's pipeline groups by place: the ranks of one node, and one rank of each node."""
     from repro.parallel import mesh as meshes
 
     found = {}

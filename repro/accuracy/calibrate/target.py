@@ -1,4 +1,4 @@
-"""Measurements of one rank: operators, copies, launches and links, on all ranks at once."""
+"""Rank process of a calibration: measures operators, copies, launches and links while all ranks do the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from repro.util import processes
 from repro.util.processes import CoreAssignment, count_compute_cores, usable_cores
 
 CALLS_PER_OPERATOR, QUICK_CALLS_PER_OPERATOR = 6, 3
-"""Measured sizes of an operator; twice as many for products and attention, whose shapes matter."""
+"""Number of measured calls of an operator; twice as many for matrix products and attention, whose shapes matter."""
 
 
 def _measure(
@@ -53,7 +53,10 @@ def _measure(
     heartbeat: HeartbeatWriter,
     collectives: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Measure on this rank. The result of the first experiment holds everything; the others are only traced."""
+    """Return the measurements of this rank under the key of the first experiment, and nothing under the others.
+
+    `collectives`: measure the collectives of all groups, and not only messages and rings of all ranks.
+    """
     place = rank_device(device)
     quick = job.experiments[0].training.steps == plan.QUICK_REPEATS
     cores, carrying = usable_cores(), 0
@@ -95,7 +98,7 @@ def _measure(
         if clock.ranks_per_core > 1:
             result["silent"] = []
             for experiment in job.experiments:
-                if not experiment.training.dropout:  # rates do not include random numbers
+                if not experiment.training.dropout:  # operator rates do not include random-number generation
                     result["silent"].append(time_silent_step(experiment, clock, beat))
         result["copy"] = copies(clock, clock.device)
         if device == "cpu":
@@ -110,7 +113,7 @@ def _measure(
             measured = groups if collectives else dict(list(groups.items())[:1])
             timed = COLLECTIVES if collectives else (RING_COLLECTIVE,)
             result["links"] = bench.by_payload(measured, chains, payloads, beat, timed)
-            if not collectives:  # a measured collective includes these seconds
+            if not collectives:  # measured collectives already include the thread's work on their messages
                 result["message_s"] = bench.message_s(RING_COLLECTIVE, all_ranks)
                 exchanged = [bench.message_s(op, all_ranks) for op in EXCHANGED]
                 result["exchange_s"] = statistics.fmean(exchanged) / messages_of(EXCHANGED[0], all_ranks.size)
@@ -132,9 +135,9 @@ def _measure(
 
 
 run_rank = partial(_measure, collectives=True)
-"""Function of a rank that measures a machine."""
+"""Target function of the ranks that calibrate a machine."""
 run_rank_of_twin = partial(_measure, collectives=False)
-"""Function of a rank for twins, whose links are emulated: only messages and rings of all ranks are measured."""
+"""Target function of the ranks that calibrate a machine for twins: of collectives, only messages and one ring."""
 
 
 def operators(
@@ -144,11 +147,11 @@ def operators(
     beat: Callable[[], None],
     between: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """Return a row for each measured call: name, bytes, flops, shapes and timing.
+    """Return a row for each measured operator call: name, bytes, flops, shapes and timing.
 
-    Dropout makes some operators slower without a difference in the trace, and so does a vocabulary that is no multiple
-    of 8. Experiments without them come first, and experiments with them add only operators that are still unknown. On a
-    GPU, unaligned products are operators of their own. `beat` is called often, `between` after each operator.
+    Dropout and a vocabulary that is not a multiple of 8 make some operators slower without a difference in the trace.
+    Experiments with either therefore add only operators that other experiments do not have. On a GPU, unaligned
+    products count as separate operators. `beat` is called often, `between` after each operator.
     """
     on_gpu = clock.device.type == "cuda"
     by_name: dict[tuple[str, bool], list[Call]] = {}
@@ -180,10 +183,10 @@ def operators(
 
 
 def products_of_a_core(place: int, cores: int, group: Group) -> float | None:
-    """Return the FLOP/s of products while each of `cores` runs one rank; None on ranks that leave the cores to others.
+    """Return the FLOP/s of matrix products while each of `cores` cores runs one rank; None on ranks without a core.
 
-    A run measures the same number to scale its links (`repro.emulate.compute_rate.rank_flops_per_s`). `place` is the
-    index of this rank on its node.
+    `place` is the index of this rank on its node; the first `cores` ranks measure. A run on an emulated network
+    measures the same number to scale its links (`repro.emulate.compute_rate.rank_flops_per_s`).
     """
     group.barrier()
     found = compute_rate.core_flops_per_s() if place < cores else None
@@ -192,7 +195,7 @@ def products_of_a_core(place: int, cores: int, group: Group) -> float | None:
 
 
 def machine(cores: int) -> dict[str, Any]:
-    """Return the description of this rank's node. `cores` counts the cores on which ranks compute."""
+    """Return processor, memory, GPUs and library versions of this rank's node; `cores` cores run computing ranks."""
     return {
         "cpu": cpu()["model"],
         "cores": cores,
@@ -204,7 +207,7 @@ def machine(cores: int) -> dict[str, Any]:
 
 
 def copies(clock: OperatorClock, source: torch.device) -> dict[str, Any]:
-    """Return bytes and timing of a copy of four caches' size, on the device or from pinned host memory."""
+    """Return bytes and timing of a copy of four times the cache size, on the device or from pinned host memory."""
     count = clock.cache
     here = source == clock.device
     original = torch.ones(count, device=source, pin_memory=not here)

@@ -1,4 +1,4 @@
-"""Twins: small versions of published experiments that keep their dimensionless numbers on a slower machine and network.
+"""Twins: published experiments scaled down to a slower machine and network with the same dimensionless numbers.
 
 `derive` builds a twin and `suite` writes it as a suite file. docs/twins.md has the derivation.
 """

@@ -1,4 +1,4 @@
-"""Derivation of a twin: smaller experiments, and the emulated network that keeps their ratio."""
+"""Derivation of a twin: scaled-down experiments, and the emulated network that preserves their throughput ratio."""
 
 from __future__ import annotations
 
@@ -25,102 +25,102 @@ from repro.simulate.time.program import KINDS, OPTIMIZER
 from repro.simulate.trace.roles import trace_roles
 
 LARGE_MESSAGE_BYTES = 2**30
-"""Size of a message whose latency is negligible, in bytes."""
+"""Size of a message with negligible latency, in bytes."""
 MAX_RATE_DIFFERENCE = 0.02
-"""Relative difference up to which two rates count as one network: below the accuracy of measured links."""
+"""Maximum relative difference of link rates at which two twins share a network; measured links are less accurate."""
 
 
 @dataclass(frozen=True)
 class TwinOptions:
-    """Free parameters of a twin."""
+    """Options of `repro twin` that the similarity rules leave free."""
 
     ranks: int = 16
     part: int = 8
-    """Approximate ratio of widths, 1/k."""
+    """Approximate model width of the original over that of the twin, 1/k."""
     width: int = 0
     """Width of the twin's model; 0 derives it from `part`."""
     layers: int = 4
-    """Minimum layers of the twin's model; rounded up to a multiple of the stages."""
+    """Minimum number of layers of the twin's model; rounded up to a multiple of the pipeline stages."""
     steps: int = 10
     """Steps of each experiment; the first is not timed."""
     tp: int = 0
-    """Tensor-parallel degree of every member; 0 selects the largest possible degree."""
+    """Tensor-parallel degree of all twins; 0 selects the largest possible degree."""
     within: float = 0.0
-    """Bandwidth inside a node of the originals, in bytes/s; 0 takes the system file's."""
+    """Bandwidth per device inside a node of the original system, in bytes/s; 0: that of its system file."""
     between: float = 0.0
-    """Bandwidth of a node of the originals, in bytes/s; 0 takes the system file's."""
+    """Bandwidth of a node of the original system to other nodes, in bytes/s; 0: that of its system file."""
 
 
 @dataclass
 class Member:
-    """One experiment and its twin."""
+    """One experiment of a comparison, its system, and its twin."""
 
     original: Experiment
     system: System
     shape: TwinShape
     twin: Experiment
     machine: System
-    """System of the twin, with its network."""
+    """System on which the twin runs, including its emulated network."""
 
     @cached_property
     def before(self) -> Prediction:
-        """Return the prediction of the original, with the native engine."""
+        """Return the predicted step of the original experiment under the native engine."""
         return predict(replace(self.original, engine=NATIVE), self.system)
 
     @cached_property
     def after(self) -> Prediction:
-        """Return the prediction of the twin on its emulated network, with the native engine."""
+        """Return the predicted step of the twin on its emulated network under the native engine."""
         own = replace(self.twin, engine=NATIVE)
         return predict(own, self.machine, trace_roles(own, gloo=True))
 
     @property
     def network(self) -> EmulatedNetwork:
-        """Return the network of the twin."""
+        """Return the emulated network of the twin."""
         assert self.twin.network is not None
         return self.twin.network
 
 
 @dataclass
 class Twin:
-    """Scaled comparison; the first member is the baseline."""
+    """Comparison of scaled-down experiments; the first member is the baseline."""
 
     members: list[Member]
     scales: list[Scale]
-    """Scale of each member."""
+    """Ratios of twin to original sizes for each member."""
     unlimited: list[str] = field(default_factory=list)
-    """Messages about links that exceed the rate of this machine."""
+    """Messages about link rates that this machine cannot reach."""
 
     @property
     def together(self) -> list[Member]:
-        """Return the members on the baseline's network, which can run interleaved; the baseline is the first."""
+        """Return the members with the same network as the baseline, which one launch can interleave; baseline first."""
         return [member for member in self.members if member.network == self.members[0].network]
 
 
 def compute_s(prediction: Prediction) -> float:
-    """Return the compute seconds of the slowest stage, forward and backward, without slowdown by communication."""
+    """Return the forward and backward compute seconds of the slowest stage, without slowdown by communication."""
     return sum(s for kind, s in prediction.slowest.busy.items() if kind in KINDS and kind != OPTIMIZER)
 
 
 def useful_rate(prediction: Prediction) -> float:
-    """Return F, the FLOP/s of a device during compute."""
+    """Return F, the FLOP/s of a device during forward and backward compute."""
     e, layout = prediction.experiment, prediction.experiment.layout
     work = counts.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
     return work / layout.world / compute_s(prediction)
 
 
 def derive(originals: Sequence[Experiment], machine: System, options: TwinOptions) -> Twin:
-    """Return the twin of `originals` on `machine`, a system file of `repro calibrate` for `options.ranks` ranks.
+    """Return the twin of a comparison of `originals` on `machine`, which `repro calibrate` measured with all ranks.
 
     Raises:
-        ConfigError: The ranks or degrees do not fit the originals.
+        ConfigError: The number of ranks or a degree does not fit the original experiments.
     """
     members, scales = [], []
     on = [with_links(load_system(original.system), options) for original in originals]
     shapes = [shape_of(o.layout, s, options.ranks, tp=options.tp) for o, s in zip(originals, on, strict=True)]
-    widest = max(4, *(shape.tp for shape in shapes))  # one model for all: its heads divide by every degree
+    widest = max(4, *(shape.tp for shape in shapes))  # every tp degree must divide the heads of the one model
     for original, system, shape in zip(originals, on, shapes, strict=True):
         if shape.nodes * shape.per_node != options.ranks:
-            right = f"the ranks of every member: {original.name} has {shape.nodes * shape.per_node}"
+            right = f"{shape.nodes * shape.per_node}, the number of ranks of the twin of {original.name}"
             raise ConfigError("--ranks", options.ranks, right)
         twin = scaled_experiment(original, shape, widest, options)
         fast = 1e12 if shape.nodes > 1 else 0.0
@@ -143,19 +143,19 @@ def derive(originals: Sequence[Experiment], machine: System, options: TwinOption
 
 
 def with_links(system: System, options: TwinOptions) -> System:
-    """Return `system` with the bandwidths of `options`, which count for collectives without a loss."""
+    """Return `system` with the bandwidths in `options`, of which collectives reach 100 %."""
     links = dict(system.links)
     for name, rate in ((system.link_inside(), options.within), (BETWEEN_NODES, options.between)):
         if rate and name in links:
-            given = Quantity(value=rate, source="asked for")
+            given = Quantity(value=rate, source="option of repro twin")
             links[name] = replace(links[name], bandwidth=given, efficiency=replace(given, value=1.0))
     return replace(system, links=links)
 
 
 def scaled_experiment(original: Experiment, shape: TwinShape, tp: int, options: TwinOptions) -> Experiment:
-    """Return `original` with the twin's sizes and degrees, without dropout and without a network.
+    """Return the twin of `original` with its scaled sizes and degrees, without dropout and without a network.
 
-    `tp` divides the sizes of the model.
+    The sizes of the twin's model are multiples of `tp`.
     """
     before, layout = original.model, shape.layout(original.layout)
     width = options.width or width_near(before, options.part, tp)
@@ -172,13 +172,13 @@ def scaled_experiment(original: Experiment, shape: TwinShape, tp: int, options: 
 
 
 def scale_of(original: Experiment, twin: Experiment) -> Scale:
-    """Return the scale of `twin`, without its rate."""
+    """Return the ratios of sizes of `twin` to those of `original`; the ratio of rates is 1."""
     element = ELEMENT_BYTES[twin.layout.precision] / ELEMENT_BYTES[original.layout.precision]
     return Scale(twin.model.hidden / original.model.hidden, twin.seq / original.seq, element)
 
 
 def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
-    """Return the network on which the rate of every group's ring keeps its dimensionless number."""
+    """Return the emulated network whose link rates give the twin the dimensionless numbers of the original."""
     before, after, shape = member.original.layout, member.twin.layout, member.shape
     real, probe = Network(member.system, before), Network(member.machine, after)
     layers = member.original.model.layers, member.twin.model.layers
@@ -188,37 +188,37 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         "pp": scale.pp_link(before, after, layers),
     }
     within = between = 0.0
-    for group in ("dp", "pp", "tp"):  # the last one decides: tp communication cannot be hidden
+    for group in ("dp", "pp", "tp"):  # tp is last and sets a shared link, since it cannot be overlapped
         if not factors[group]:
             continue
         rate = (_stage_rate(real) if group == "pp" else real.bus_bandwidth(group)) * factors[group]
         if probe.link(group) == BETWEEN_NODES:
             unlimited = _stage_rate(probe) if group == "pp" else _across(member, group)
-            if group != "pp":  # the nodes' link by itself: hops inside a node have `within`
+            if group != "pp":  # the rate of the link between nodes alone; `within` limits the other hops
                 rate = Network(_open_inside(member.system), before).bus_bandwidth(group) * factors[group]
             between = rate * probe.peak(BETWEEN_NODES) / unlimited
             if _ring_inside(member, group):
                 within = inside_rate(member.system) * factors[group]
         else:
             within = rate
-    # A link that no group needs carries the small sums over all ranks.
+    # A link between nodes that no group needs still needs a rate, for small all-reduces over all ranks.
     between = between or (1e8 if shape.nodes > 1 else 0.0)
     bare = EmulatedNetwork(nodes=shape.nodes, ranks_per_node=shape.per_node, between=between, within=within)
-    share = payload_share(bare)  # headers come on top
-    # Four digits are beyond the accuracy of a token bucket.
+    share = payload_share(bare)
+    # Rates include packet headers. Four digits suffice, since the rate limiter is less accurate.
     between, within = (float(f"{rate / share:.4g}") for rate in (bare.between, bare.within))
     return replace(bare, between=between, within=within)
 
 
 def _ring_inside(member: Member, group: str) -> bool:
-    """Return whether rings of `group` that leave a node also have hops inside it."""
+    """Return whether the rings of `group` have several ranks on a node, so that some hops stay inside it."""
     placed = Placement(member.twin.layout, member.machine)
     nodes = placed.nodes(group_members(placed.layout, group))
     return group != "pp" and len(set(nodes[0].tolist())) < nodes.shape[1]
 
 
 def _across(member: Member, group: str) -> float:
-    """Return the bytes/s of a ring of `group` that only the nodes' links limit."""
+    """Return the bytes/s of a ring of `group` if only the links between nodes limit it."""
     placed = Placement(member.twin.layout, member.machine)
     members = group_members(placed.layout, group)
     nodes = placed.nodes(members)
@@ -228,33 +228,33 @@ def _across(member: Member, group: str) -> float:
 
 
 def _stage_rate(network: Network) -> float:
-    """Return the bytes/s of each rank between the first two stages."""
+    """Return the bytes/s at which each rank of the first pipeline stage sends to the second stage."""
     sizes = (LARGE_MESSAGE_BYTES, 2 * LARGE_MESSAGE_BYTES)
     few, many = (network.send_seconds(size, from_stage=0, to_stage=1) for size in sizes)
     return LARGE_MESSAGE_BYTES / (many - few)
 
 
 def _open_inside(system: System) -> System:
-    """Return `system` with unlimited links inside a node."""
+    """Return `system` with links of unlimited bandwidth inside a node."""
     name = system.link_inside()
-    free = Quantity(value=1e18, source="left out")
+    free = Quantity(value=1e18, source="unlimited")
     return replace(system, links={**system.links, name: replace(system.links[name], bandwidth=free)})
 
 
 def inside_rate(system: System) -> float:
-    """Return the bytes/s of one ring of all devices of a node."""
+    """Return the bytes/s of a ring over all devices of a node."""
     devices = int(system.devices_per_node.known("devices_per_node", system=system.name))
     return Network(system, Layout(dp=devices)).bus_bandwidth("dp")
 
 
 def limit_to_machine(network: EmulatedNetwork, machine: System) -> tuple[EmulatedNetwork, list[str]]:
-    """Return `network` without a limit inside nodes if the machine is slower, and a message for that case."""
+    """Return `network` without the rate limit inside nodes if the machine is slower, with a message in that case."""
     most = machine.links["memory"].bandwidth.known("links.memory.bandwidth", system=machine.name)
     wanted = network.within * payload_share(network)
     if wanted <= most:
         return network, []
     times = wanted / most
-    return replace(network, within=0.0), [f"within: {times:.1f} times what all ranks get here at once"]
+    return replace(network, within=0.0), [f"within: {times:.1f} times the rate of all ranks on this machine"]
 
 
 def _alike(one: EmulatedNetwork, other: EmulatedNetwork) -> bool:

@@ -1,7 +1,6 @@
-"""Dimensionless numbers of original and twin, and the effect of the differing ones on the ratio of two layouts.
+"""Dimensionless numbers of originals and twins, and the effect of each difference on the throughput ratio.
 
-A step is its compute and the waiting in addition to it. The effects replace one part of the twin's step after another
-by the original's, and predict the ratio again.
+The effect is predicted for twins whose step has one part of the original's step.
 """
 
 from __future__ import annotations
@@ -25,52 +24,52 @@ from repro.simulate.time.program import OPTIMIZER, OTHER
 from repro.simulate.trace.roles import trace_roles
 
 MAX_KEPT_CHANGE = 0.05
-"""Relative change up to which the twin keeps a number."""
+"""Maximum relative change at which a dimensionless number counts as preserved by the twin."""
 
 
 @dataclass(frozen=True)
 class SimilarityNumber:
-    """One dimensionless number of a member."""
+    """One dimensionless number of an experiment and of its twin."""
 
     name: str
     original: float
     twin: float
     by: str = ""
-    """Rule that keeps the number, or the reason for its change."""
+    """Rule that preserves the number, or the reason why the twin changes it."""
 
     @property
     def kept(self) -> bool:
-        """Return whether the twin keeps the number."""
+        """Return whether the twin preserves the number up to `MAX_KEPT_CHANGE`."""
         return abs(self.twin - self.original) <= MAX_KEPT_CHANGE * abs(self.original)
 
     @property
     def change(self) -> float:
-        """Return twin over original, less 1; infinite if the original has 0."""
+        """Return twin / original - 1; infinite if only the original is 0."""
         if self.original:
             return self.twin / self.original - 1
         return 0.0 if not self.twin else float("inf")
 
 
 def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumber]:
-    """Return the numbers of `member`; rates are relative to the `baseline` of the comparison."""
+    """Return the dimensionless numbers of `member`; rates are relative to the `baseline` of the comparison."""
     before, after = member.before, member.after
     found = [SimilarityNumber(name, read(before), read(after), by) for name, read, by in _NUMBERS]
     relative = SimilarityNumber(
         "rate of compute over the baseline's, F/F0",
         useful_rate(before) / useful_rate(baseline.before),
         useful_rate(after) / useful_rate(baseline.after),
-        "not preserved: shards lose another part of the rate",
+        "not preserved: small shards lower the compute rates differently",
     )
     found.append(relative)
     if member is not baseline:
         pairs = ((before, baseline.before), (after, baseline.after))
         original, twin = (mine.flops_per_device / base.flops_per_device for mine, base in pairs)
-        found.append(SimilarityNumber(TWIN_RATIO, original, twin, "what is asked"))
+        found.append(SimilarityNumber(TWIN_RATIO, original, twin, "the result of the comparison"))
     return [number for number in found if number.original or number.twin]
 
 
 def twin_of(member: Member, baseline: Member) -> TwinOf:
-    """Return the description of the original for the records of `member`."""
+    """Return the description of the original experiment that the suite file of the twin contains."""
     system = member.system
     return TwinOf(
         original=member.original.name,
@@ -88,19 +87,19 @@ def _bandwidth(system: System, name: str) -> float:
 
 
 def tp_number(prediction: Prediction) -> float:
-    """Return compute over tensor-parallel communication of a layer, from FLOP and bytes; 0 without."""
+    """Return compute over tensor-parallel communication time of a layer, from FLOP and bytes; 0 without tp."""
     e, layout = prediction.experiment, prediction.experiment.layout
     return _over_ring(prediction, "tp", 8 * e.model.hidden, layout.tp - 1)
 
 
 def dp_number(prediction: Prediction) -> float:
-    """Return compute over the all-reduce of gradients of a layer, from FLOP and bytes; 0 without."""
+    """Return compute over gradient all-reduce time of a layer, from FLOP and bytes; 0 without data parallelism."""
     e, layout = prediction.experiment, prediction.experiment.layout
     return _over_ring(prediction, "dp", 4 * layout.replica_batch * e.seq, _hops(layout.dp))
 
 
 def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> float:
-    """Return work W / (hops e F) for the rate W of the ring of `group`; 0 for a group of one rank."""
+    """Return `work` W / (hops e F): W bytes/s of a ring, e bytes per element, F FLOP/s of a device; 0 without hops."""
     if not hops:
         return 0.0
     layout = prediction.experiment.layout
@@ -110,13 +109,13 @@ def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> 
 
 
 def communication_share(prediction: Prediction, *, group: str) -> float:
-    """Return communication over compute seconds of a group, including hidden communication."""
+    """Return the communication seconds of a group over compute seconds, including overlapped communication."""
     seconds = (s for label, s in prediction.slowest.communication.items() if label.endswith(f"({group})"))
     return sum(seconds) / compute_s(prediction)
 
 
 def latency_share(prediction: Prediction) -> float:
-    """Return the latency of the step's collectives over compute: their time less the time without latency."""
+    """Return the latency of all collectives of a step over its compute seconds."""
     layout = prediction.experiment.layout
     real, none = Network(prediction.system, layout), Network(without_latency(prediction.system), layout)
     trace = next(r for r in prediction.roles if r.role.stage == 0)
@@ -130,42 +129,42 @@ def latency_share(prediction: Prediction) -> float:
 
 
 def without_latency(system: System) -> System:
-    """Return `system` without latency of messages."""
-    zero = Quantity(value=0.0, source="left out")
+    """Return `system` with messages and collectives without latency."""
+    zero = Quantity(value=0.0, source="assumed 0")
     quick: dict[str, Any] = {"latency_s": zero, "start_s": zero, "chunk_s": zero, "hop": None}
     return replace(system, links={name: replace(link, **quick) for name, link in system.links.items()})
 
 
 def without_jitter(system: System) -> System:
-    """Return `system` without jitter, so that no rank waits for a late one."""
-    time = replace(system.device.time, jitter_s=Quantity(value=0.0, source="left out"))
+    """Return `system` without jitter of kernel times, so that all ranks reach a collective together."""
+    time = replace(system.device.time, jitter_s=Quantity(value=0.0, source="assumed 0"))
     return replace(system, device=replace(system.device, time=time))
 
 
 def optimizer_share(prediction: Prediction) -> float:
-    """Return optimizer over compute seconds."""
+    """Return the optimizer seconds over the compute seconds of a step."""
     return prediction.slowest.busy.get(OPTIMIZER, 0.0) / compute_s(prediction)
 
 
 def elementwise_share(prediction: Prediction) -> float:
-    """Return the part of compute outside of matrix products."""
+    """Return the share of compute seconds outside of matrix products."""
     return prediction.slowest.busy.get(OTHER, 0.0) / compute_s(prediction)
 
 
 def attention_share(prediction: Prediction) -> float:
-    """Return s/6h, the attention scores' part of a layer's FLOP (2104.04473 eq. 3)."""
+    """Return s/6h, the FLOP of attention scores over the other FLOP of a layer (2104.04473 eq. 3)."""
     e = prediction.experiment
     return e.seq / (6 * e.model.hidden)
 
 
 def vocabulary_share(prediction: Prediction) -> float:
-    """Return V/12lh, the vocabulary's part of FLOP and parameters (2104.04473 eq. 3)."""
+    """Return V/12lh, parameters of the vocabulary over parameters of the layers (2104.04473 eq. 2)."""
     model = prediction.experiment.model
     return model.vocab / (12 * model.layers * model.hidden)
 
 
 def tp_all_reduces_per_layer(prediction: Prediction) -> float:
-    """Return the all-reduces over tp for each layer of a stage and each micro-batch."""
+    """Return the number of all-reduces over tp per layer of a stage and micro-batch."""
     layout = prediction.experiment.layout
     trace = next(r for r in prediction.roles if r.role.stage == 0)
     calls = sum(times for times, m in trace.messages() if (m.op, m.group) == ("all_reduce", "tp"))
@@ -173,7 +172,7 @@ def tp_all_reduces_per_layer(prediction: Prediction) -> float:
 
 
 def bucket_share(prediction: Prediction) -> float:
-    """Return the bytes of a bucket over the bytes of a rank's gradients, at most 1."""
+    """Return the size of a gradient bucket over the size of a rank's gradients, at most 1; 0 without dp."""
     layout = prediction.experiment.layout
     trace = next(r for r in prediction.roles if r.role.stage == 0)
     gradients = trace.parameters * layout.grad_bytes
@@ -181,7 +180,7 @@ def bucket_share(prediction: Prediction) -> float:
 
 
 def bubble_over_ideal(prediction: Prediction) -> float:
-    """Return idle over ideal time of a pipeline (2104.04473 sec. 2.2)."""
+    """Return idle time over ideal time of a pipeline (2104.04473 sec. 2.2)."""
     layout = prediction.experiment.layout
     return (layout.pp - 1) / (layout.accumulation * layout.chunks)
 
@@ -191,8 +190,8 @@ def _hops(degree: int) -> float:
 
 
 _LINK_RATE = "W' = W (F'/F) (e'/e) / k"
-_SIMULATED = "the above with latency, embedding, head, and all that is sent"
-_MACHINES = "not preserved: follows from the two machines"
+_SIMULATED = "as above, predicted with latency, embedding and head"
+_MACHINES = "not preserved: a property of the two machines"
 _STAGES = "equal stages and micro-batches, unless options change them"
 _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
     ("compute / tensor-parallel communication, 8hW/(t-1)eF", tp_number, _LINK_RATE),
@@ -201,7 +200,7 @@ _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
         (f"{name} communication / compute, predicted", partial(communication_share, group=group), _SIMULATED)
         for group, name in (("tp", "tensor-parallel"), ("dp", "data-parallel"), ("pp", "pipeline"))
     ),
-    ("latency of messages / compute", latency_share, "not preserved: a message here costs more"),
+    ("latency of messages / compute", latency_share, "not preserved: latency is larger on emulated links"),
     ("optimizer / compute", optimizer_share, _MACHINES),
     ("element-wise part of compute", elementwise_share, _MACHINES),
     ("attention / other products, s/6h", attention_share, "s' = k s"),
@@ -209,45 +208,45 @@ _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
     (
         "all-reduces over tp a layer",
         tp_all_reduces_per_layer,
-        "not preserved: fewer layers share embedding and head",
+        "not preserved: embedding and head have a larger share",
     ),
     ("bucket / gradients", bucket_share, "the bucket scales with the gradients"),
-    ("replica batch", lambda p: float(p.experiment.layout.replica_batch), "as it is"),
+    ("replica batch", lambda p: float(p.experiment.layout.replica_batch), "unchanged"),
     ("pipeline bubble, (p-1)/m", bubble_over_ideal, _STAGES),
     ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "in the link's rate"),
     ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "in the link's rate"),
 )
-"""Name, value for a prediction, and the rule that keeps the number or the reason for its change."""
+"""Name of a dimensionless number, its value for a prediction, and the rule that preserves it or why it changes."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Difference between original and twin, and the ratio without it."""
+    """Difference between original and twin, and the twin's throughput ratio without this difference."""
 
     difference: str
     ratio: float
-    """Ratio of the twin with the original's value."""
+    """Throughput ratio of the twin, predicted with the value of the original."""
 
 
 @dataclass(frozen=True)
 class ScaledRatio:
-    """FLOP/s per device of a member over the baseline's, predicted at both scales."""
+    """FLOP/s per device of an experiment over the baseline's, predicted for the originals and for the twins."""
 
     member: str
     original: float
     twin: float
     effects: tuple[Effect, ...]
-    """Effect of each difference alone."""
+    """Ratio of the twins without each single difference to the originals."""
     rest: float
-    """Ratio of the twin without all differences."""
+    """Ratio of the twins without all of these differences."""
 
 
 Parts = dict[str, float]
-"""`optimizer` and `waiting` seconds of a step over its compute seconds, and `rate`, F over F0."""
+"""Parts of a step: `optimizer` and `waiting` seconds over compute seconds, and `rate`, FLOP/s over the baseline's."""
 
 
 def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
-    """Return the ratio of `member` to `baseline`, and the effects that change it."""
+    """Return the throughput ratio of `member` to `baseline` at both scales, and the effects that change it."""
     rates = [useful_rate(m.after) / useful_rate(m.before) / scale.rate for m in (member, baseline)]
     twin = _efficiencies(member, baseline, lambda m: m.after)
     original = _efficiencies(member, baseline, lambda m: m.before)
@@ -255,11 +254,11 @@ def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
     together = _efficiencies(member, baseline, lambda m: _on(m, without_jitter(m.machine)))
     deep = _efficiencies(member, baseline, _deep)
     effects = (
-        Effect("messages cost only their bytes", _ratio(quick)),
-        Effect("ranks come to a collective together", _ratio(together)),
+        Effect("messages without latency", _ratio(quick)),
+        Effect("ranks without jitter", _ratio(together)),
         Effect("as many layers as the original", _ratio(deep)),
-        Effect("the layouts' rates of compute differ as in the original", _ratio(_at_rates(twin, rates))),
-        Effect("the optimizer takes the original's part", _ratio(_swapped(twin, original, "optimizer"))),
+        Effect("relative compute rates of the layouts as in the original", _ratio(_at_rates(twin, rates))),
+        Effect("optimizer's share as in the original", _ratio(_swapped(twin, original, "optimizer"))),
     )
     both = _efficiencies(member, baseline, lambda m: _deep(m, ideal=True))
     rest = _ratio(_at_rates(_swapped(both, original, "optimizer"), rates))
@@ -267,7 +266,7 @@ def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
 
 
 Pair = tuple[Parts, Parts]
-"""Parts of a member and of its baseline."""
+"""Parts of the steps of an experiment and of its baseline."""
 
 
 def _efficiencies(member: Member, baseline: Member, read: Callable[[Member], Prediction]) -> Pair:
@@ -277,8 +276,8 @@ def _efficiencies(member: Member, baseline: Member, read: Callable[[Member], Pre
 
 
 def _parts(prediction: Prediction) -> Parts:
-    whole, optimizer = compute_s(prediction), optimizer_share(prediction)
-    return {"optimizer": optimizer, "waiting": prediction.step_s / whole - 1 - optimizer}
+    optimizer = optimizer_share(prediction)
+    return {"optimizer": optimizer, "waiting": prediction.step_s / compute_s(prediction) - 1 - optimizer}
 
 
 def _ratio(pair: Pair) -> float:
@@ -293,9 +292,9 @@ def _swapped(pair: Pair, other: Pair, key: str) -> Pair:
 
 
 def _at_rates(twin: Pair, rates: Sequence[float]) -> Pair:
-    """Return `twin` with compute at the same part of the originals' rates; the waiting keeps its seconds.
+    """Return the steps of twins whose compute rates have the originals' ratio; seconds of waiting stay the same.
 
-    `rates` are F'/F of the members over F'/F of all.
+    `rates`: for member and baseline, F'/F (compute rate of the twin over the original's) over the mean F'/F.
     """
     mine, base = ({**parts, "waiting": parts["waiting"] / r} for parts, r in zip(twin, rates, strict=True))
     return {**mine, "rate": mine["rate"] * rates[1] / rates[0]}, base
@@ -306,9 +305,9 @@ def _on(member: Member, machine: System) -> Prediction:
 
 
 def _deep(member: Member, *, ideal: bool = False) -> Prediction:
-    """Predict the twin with the original's layers and a proportional vocabulary.
+    """Return the predicted step of the twin with the number of layers of the original and a proportional vocabulary.
 
-    A pipeline keeps its layers, from which the rate between its stages follows. `ideal` removes latency and jitter.
+    Twins with pipeline stages are unchanged, since their layers set the link rate. `ideal` removes latency and jitter.
     """
     twin = member.twin
     system = without_jitter(without_latency(member.machine)) if ideal else member.machine

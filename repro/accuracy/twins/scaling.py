@@ -1,13 +1,11 @@
-"""Rules of similarity: degrees, model sizes and link rates of a twin.
+"""Similarity rules: degrees, model sizes and link rates of a twin (derivation in docs/windtunnel.md).
 
-Symbols follow the papers: h width, l layers, s tokens of a sample, b samples of a replica, V vocabulary, t and d the
-tensor- and data-parallel degree. A device computes at F FLOP/s, and the ring of a group has W bytes/s. An element has
-e bytes. With h' = k h and b' s' = k b s, one factor for every link, W' = W (F'/F) (e'/e) / k, keeps both
+Symbols: h width, l layers, s tokens of a sample, b samples of a replica, V vocabulary, t and d the tensor- and
+data-parallel degree, F FLOP/s of a device, W bytes/s of a group's ring, e bytes of an element; with a prime, of the
+twin. With h' = k h and b' s' = k b s, one factor for every link, W' = W (F'/F) (e'/e) / k, preserves both
 
     compute / tensor-parallel communication    8 h W / ((t - 1) e F)
     compute / data-parallel communication      4 b s W / ((d - 1)/d e F)
-
-docs/windtunnel.md has the derivation.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from repro.config.system import System
 
 @dataclass(frozen=True)
 class TwinShape:
-    """Nodes and degrees of one twin; `nodes * per_node = tp * pp * dp`."""
+    """Number of nodes, ranks per node, and degrees of a twin; `nodes * per_node = tp * pp * dp`."""
 
     nodes: int
     per_node: int
@@ -32,7 +30,7 @@ class TwinShape:
     dp: int
 
     def layout(self, original: Layout) -> Layout:
-        """Return `original` with these degrees and the same replica batch, in fp32 as on processors."""
+        """Return the layout of the twin: `original` with these degrees, the same replica batch, and fp32."""
         return replace(
             original,
             tp=self.tp,
@@ -50,11 +48,11 @@ class TwinShape:
 
 
 def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> TwinShape:
-    """Return the shape of `layout` of `system` on at most `ranks` ranks.
+    """Return the shape of the twin of `layout` on `system`, with at most `ranks` ranks.
 
-    With enough ranks the shape is the original's. Otherwise the nodes stay, with fewer ranks each. Tensor parallelism
-    stays inside the nodes with the largest possible degree, unless `tp` is given. Stages stay as far as there are
-    ranks, and replicas use the remaining ranks.
+    If `ranks` suffice, the shape is the original's. Otherwise the twin has the same nodes with fewer ranks each. Tensor
+    parallelism stays inside a node, with the largest possible degree or `tp`. The twin has the same number of pipeline
+    stages if ranks suffice, and the remaining ranks are replicas.
 
     Raises:
         ConfigError: The degrees do not divide the ranks.
@@ -64,7 +62,7 @@ def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> Twin
     devices = min(devices, layout.world)
     if layout.world <= ranks and tp in (0, layout.tp):
         return TwinShape(nodes, layout.world // nodes, layout.tp, layout.pp, layout.dp)
-    if tp and layout.tp == devices:  # a tp group fills a node of any size
+    if tp and layout.tp == devices:  # a tp group fills a node of the original, and so of the twin
         nodes = ranks // tp
     require(ranks % nodes == 0, "--ranks", ranks, f"a multiple of the {nodes} nodes of {system.name}")
     per_node = ranks // nodes
@@ -79,25 +77,25 @@ def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> Twin
 
 @dataclass(frozen=True)
 class Scale:
-    """Ratios of twin to original."""
+    """Ratios of a twin's sizes and compute rate to those of its original."""
 
     width: float
-    """k = h'/h."""
+    """Ratio of model widths, k = h'/h."""
     tokens: float
-    """Tokens of a sample, s'/s; as near to k as whole tokens allow."""
+    """Ratio of tokens per sample, s'/s; as near to k as integers allow."""
     element: float
-    """e'/e."""
+    """Ratio of bytes per element, e'/e."""
     rate: float = 1.0
-    """F'/F of all layouts of the comparison."""
+    """Ratio of compute FLOP/s, F'/F, as the mean of all layouts of the comparison."""
 
     def tp_link(self, before: Layout, after: Layout) -> float:
-        """Return W'/W of tensor parallelism; 0 without tensor parallelism."""
+        """Return the ratio W'/W of ring rates for tensor parallelism; 0 without tensor parallelism."""
         if after.tp == 1:
             return 0.0
         return self.rate * self.element / self.width * (after.tp - 1) / (before.tp - 1)
 
     def dp_link(self, before: Layout, after: Layout) -> float:
-        """Return W'/W of data parallelism; 0 without data parallelism."""
+        """Return the ratio W'/W of ring rates for data parallelism; 0 without data parallelism."""
         if after.dp == 1:
             return 0.0
         hops = (1 - 1 / after.dp) / (1 - 1 / before.dp)
@@ -105,7 +103,7 @@ class Scale:
         return self.rate * gradients / self.tokens * hops
 
     def pp_link(self, before: Layout, after: Layout, layers: tuple[int, int]) -> float:
-        """Return W'/W of messages between stages of l/p of `layers` (before, after); 0 without stages."""
+        """Return the ratio W'/W of rates between stages for `layers` of original and twin; 0 without stages."""
         if after.pp == 1:
             return 0.0
         stage = (layers[0] / before.pp) / (layers[1] / after.pp)
@@ -114,20 +112,20 @@ class Scale:
 
 
 def _sliced(layout: Layout) -> int:
-    """Return the number of parts of a boundary tensor; each rank sends one part."""
+    """Return the number of parts into which tp ranks split a boundary tensor between stages; each sends one part."""
     return layout.tp if layout.scatter_gather or layout.sp else 1
 
 
 def scaled_model(original: Model, seq: int, *, name: str, width: int, layers: int, tp: int) -> Model:
-    """Return a model of `width` and `layers` in which attention and vocabulary keep their share of a layer's FLOP.
+    """Return a model of `width` and `layers` whose attention and vocabulary have the original's share of all FLOP.
 
-    `seq` is the number of tokens of the original's samples. Samples and heads scale with h'/h, in multiples of `tp`.
+    `seq` is the number of tokens of the original's samples. Tokens and heads scale with h'/h, in multiples of `tp`.
 
     Raises:
-        ConfigError: The layer is not GPT-2's, or `tp` does not divide the width.
+        ConfigError: The original's layer is not GPT-2's, or `tp` does not divide the width.
     """
     other = next(iter(original.departures()), "")
-    right = f"of GPT-2's layer, of which the rules of similarity are; {original.name} has another {other}"
+    right = f"a model with GPT-2's layer, for which the similarity rules hold; {original.name} has another {other}"
     require(not other, "model", original.name, right)
     require(width % tp == 0, "--width", width, f"a multiple of tp = {tp}")
     k = width / original.hidden
@@ -153,5 +151,5 @@ def scaled_model(original: Model, seq: int, *, name: str, width: int, layers: in
 
 
 def width_near(original: Model, part: int, tp: int) -> int:
-    """Return a width of about 1/`part` of the original's, a multiple of 4 on each rank."""
+    """Return a model width of about the original's over `part`, a multiple of 4 `tp`."""
     return max(1, round(original.hidden / part / (4 * tp))) * 4 * tp

@@ -1,7 +1,4 @@
-"""Suites of twins: selection of the original experiments, and twins as the text of a suite file.
-
-`repro twin --write` writes the suite and `repro run` runs it.
-"""
+"""Selection of the experiments that `repro twin` scales down, and the text of the suite file with their twins."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from repro.config.systems import LOCAL_SYSTEMS
 
 
 def claim_comparisons(claim: Claim, suites: dict[str, Suite]) -> list[list[Experiment]]:
-    """Return the comparisons that a claim's simulated evidence reads, each with its baseline first."""
+    """Return the comparisons that the simulated evidence of a claim reads: experiments, the baseline first."""
     named: dict[str, None] = {}
     for row in claim.rows:
         for evidence in row.evidence:
@@ -35,16 +32,16 @@ def claim_comparisons(claim: Claim, suites: dict[str, Suite]) -> list[list[Exper
             if all(f"{suite.name}/{name}" in named for name in members):
                 found.append([suite.entry(name).experiment for name in members])
     if not found:
-        right = "a claim whose simulated evidence is a comparison, or SUITE/EXPERIMENT..."
+        right = "a claim with simulated evidence from a [[compare]] table, or a list of SUITE/EXPERIMENT"
         raise ConfigError("CLAIM", claim.id, right)
     return found
 
 
 def named_comparisons(names: Sequence[str], suites: dict[str, Suite]) -> list[list[Experiment]]:
-    """Return the comparisons of the experiments `SUITE/NAME`.
+    """Return the comparisons that the experiments `names` (`SUITE/NAME`) select.
 
-    If all are baselines in their suites, each stands for its comparison. Otherwise they form one comparison, and the
-    first is its baseline.
+    If all of them are baselines of comparisons in their suites, the result is these comparisons. Otherwise, the
+    experiments form one comparison whose baseline is the first.
 
     Raises:
         ConfigError: An experiment does not exist, or its system is not published.
@@ -66,10 +63,10 @@ def named_comparisons(names: Sequence[str], suites: dict[str, Suite]) -> list[li
 
 
 def _check_published(members: list[Experiment]) -> list[Experiment]:
-    """Return `members` if all have a published system; raise `ConfigError` otherwise."""
+    """Return `members` if none of them runs on the local machine; raise `ConfigError` otherwise."""
     for experiment in members:
         if experiment.system in LOCAL_SYSTEMS:
-            right = "an experiment of a published system, whose time can be predicted"
+            right = "an experiment on a system with a file, since the twin needs a prediction of its time"
             raise ConfigError("SUITE/EXPERIMENT", experiment.name, right)
     return members
 
@@ -80,14 +77,14 @@ HEAD = """# {title}
 #     repro twin {arguments}
 #     repro run {file}
 #
-# Written by the first line; the rates of the networks keep the numbers of the originals where ranks compute at
-# `flops_per_s`, as those of {machine} do; elsewhere they are scaled (docs/twins.md).
+# The first command wrote this file. The rates of the networks hold for ranks that compute at `flops_per_s`, as measured
+# on {machine}; `repro run` scales them to the rate of its machine (docs/twins.md).
 """
 
 
 @dataclass(frozen=True)
 class NamedTwin:
-    """Twin of a suite file, and the suffix of its experiments' names."""
+    """Twin in a suite file, and the suffix that its experiments' names have in this file."""
 
     twin: Twin
     ending: str = ""
@@ -96,15 +93,15 @@ class NamedTwin:
 def suite_text(
     twins: Sequence[NamedTwin], *, file: str, name: str, arguments: str, claims: Sequence[str]
 ) -> str:
-    """Return the suite `name` as TOML, for the path `file`; `arguments` are the arguments of `repro twin`."""
+    """Return the TOML text of a suite `name` with `twins`; its comment quotes `file` and the `repro twin` arguments."""
     first = twins[0].twin.members[0]
     originals = list(dict.fromkeys(m.original.name for named in twins for m in named.twin.members))
     title = f"Small twins of {', '.join(originals)} on emulated networks."
-    machine = f"{first.machine.device.name}, {first.twin.layout.world} ranks,"
+    machine = f"{first.machine.device.name} with {first.twin.layout.world} ranks"
     lines = [HEAD.format(title=title, arguments=arguments, file=file, machine=machine)]
     head = {"name": name, "description": title.rstrip("."), "claims": list(claims)}
     lines += _table("[suite]", {key: value for key, value in head.items() if value})
-    # A busy machine misses the rates; the run refuses that, so the suite expects nothing.
+    # `expect` is empty, because a run fails on a machine that is too busy to reach the link rates.
     lines += _table("[defaults]", {"expect": ""})
     lines += _table("[defaults.limits]", {"timeout_s": 1800, "hang_s": 300})
     models: dict[str, Model] = {}
@@ -122,7 +119,7 @@ def _twin(named: NamedTwin) -> list[str]:
     lines, twin = [], named.twin
     names = [member.original.name + named.ending for member in twin.members]
     for reason in twin.unlimited:
-        lines.append(f"# {reason}; that link is as fast as the machine is.")
+        lines.append(f"# {reason}; this link has no rate limit.")
     networks: dict[EmulatedNetwork, str] = {}
     for i, member in enumerate(twin.members):
         if member.network not in networks:
@@ -150,7 +147,7 @@ def _stands_for(member: Member, baseline: Member) -> list[str]:
 
 
 def _chosen(part: Model | Layout, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the fields that differ from their defaults."""
+    """Return the fields of a model or layout that differ from their defaults, by name."""
     found = {}
     for field in fields(part):
         value = getattr(part, field.name)

@@ -1,5 +1,5 @@
-"""Errors of predictions: against published throughput (`published`) and against local runs (`machine`).
+"""Errors of predictions against published values (`published`) and against runs on this machine (`machine`).
 
-`published` also estimates the error of the model itself. `unknowns` ranks the inputs that contribute most to the
-uncertainty.
+`unknowns` ranks the uncertain inputs by their contribution, and `implied_inputs` computes the values of an input that
+published values imply.
 """

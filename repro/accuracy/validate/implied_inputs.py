@@ -1,8 +1,8 @@
-"""Implied values: the value of an unknown at which a published point would be predicted exactly.
+"""Implied values: the value of one uncertain input at which the prediction equals a published value.
 
-All other unknowns keep their best values. The search covers the range and its surroundings in the curves of the records
-(`Sensitivity.curve`). Two rows contradict each other if no value brings both within their tolerances: then the sources
-contradict each other, or the model is wrong for one of them.
+All other inputs have their best values. The search covers the input's range and its surroundings, which simulated
+records contain as curves (`Sensitivity.curve`). If no value brings two published values within their tolerances, the
+sources contradict each other, or the time model is wrong for one of them.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from repro.results.interval import Other, Sensitivity, interpolate_log, log_frac
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 
 MIN_SHARE = 0.1
-"""Minimum share of a row's moves from which the row implies a value of an unknown."""
+"""Minimum share of an input in a row's uncertainty for the row to imply a value of this input."""
 Curve = Sequence[tuple[float, float]]
-"""(value of the unknown, prediction), ordered by value."""
+"""Pairs (value of an uncertain input, prediction), ordered by value."""
 
 
 @dataclass(frozen=True)
 class RequiredInput:
-    """Values of an unknown that bring one row to the published value or within its tolerance."""
+    """Values of an uncertain input at which the prediction agrees with one published value."""
 
     row: str
-    """`claim/label`."""
+    """Published value as `claim/label`."""
     value: float | None
-    """Value with an exact prediction; None if no searched value has one."""
+    """Value of the input with an exact prediction; None if no searched value has one."""
     low: float | None
-    """Lower end of the values within the row's tolerance; None without such a value."""
+    """Smallest value of the input with a prediction within the tolerance; None without such a value."""
     high: float | None
 
 
 @dataclass(frozen=True)
 class ImpliedInput:
-    """Values of one unknown of a cluster that all rows need."""
+    """One uncertain input of a system, and the values that published values on this system imply for it."""
 
     key: str
     system: str
@@ -54,11 +54,11 @@ class ImpliedInput:
     high: float
     searched: tuple[float, float]
     needs: tuple[RequiredInput, ...]
-    """Needs of the rows, ordered by value; rows without a value are last."""
+    """Implied values of the rows in ascending order; rows without a value are last."""
 
     @property
     def contradiction(self) -> tuple[RequiredInput, RequiredInput] | None:
-        """Return the row with the largest lower end and the row with the smallest upper end if no value serves both."""
+        """Return the rows with the largest lower and the smallest upper end if no value agrees with both; else None."""
         served = [need for need in self.needs if need.low is not None]
         if not served:
             return None
@@ -68,7 +68,7 @@ class ImpliedInput:
 
     @property
     def torn(self) -> int:
-        """Return the number of served rows that the most frequent value does not serve."""
+        """Return the minimum number of rows that disagree at a single value, without those that no value serves."""
         ends = ((need.low, need.high) for need in self.needs)
         served = [(low, high) for low, high in ends if low is not None and high is not None]
         most = max((sum(low <= at <= high for low, high in served) for at, _ in served), default=0)
@@ -76,18 +76,18 @@ class ImpliedInput:
 
     @property
     def unserved(self) -> tuple[RequiredInput, ...]:
-        """Return the rows that no value brings within their tolerance."""
+        """Return the rows whose predictions are outside of their tolerances at all searched values."""
         return tuple(need for need in self.needs if need.low is None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return JSON data with the implied values of all rows and the rows that contradict each other."""
         against = self.contradiction
         rows = None if against is None else [need.row for need in against]
         return {**vars(self), "needs": [vars(need) for need in self.needs], "contradiction": rows}
 
     @property
     def words(self) -> str:
-        """Return a summary of the implied values."""
+        """Return one paragraph that summarises the implied values and their contradictions."""
         exact = [need.value for need in self.needs if need.value is not None]
         text = count_noun(len(self.needs), "row")
         if exact:
@@ -96,24 +96,24 @@ class ImpliedInput:
             text += f" (given {self.low:.4g} to {self.high:.4g})"
         if self.unserved:
             count, rows = len(self.unserved), ", ".join(need.row for need in self.unserved[:3])
-            text += f"; no value from {self.searched[0]:.3g} to {self.searched[1]:.3g} serves {count} of them ({rows}"
+            text += f"; no value from {self.searched[0]:.3g} to {self.searched[1]:.3g} fits {count} of them ({rows}"
             text += ", ...)" if count > 3 else ")"
         against = self.contradiction
         served = [need for need in self.needs if need.low is not None and need.high is not None]
         if against is None and served:
             low, high = max(need.low or 0.0 for need in served), min(need.high or 0.0 for need in served)
-            text += f"; {low:.3g} to {high:.3g} serves {'all others' if self.unserved else 'all'}"
+            text += f"; {low:.3g} to {high:.3g} fits {'all others' if self.unserved else 'all'}"
         if against is not None:
             most, least = against
             text += (
-                f". No single value serves all others: {most.row} needs {most.low:.3g} or more, {least.row} "
-                f"{least.high:.3g} or less: the sources contradict each other, or the model is wrong for one of them"
+                f". No single value fits all others: {most.row} needs {most.low:.3g} or more, {least.row} needs "
+                f"{least.high:.3g} or less. The sources contradict each other, or the model is wrong for one of them"
             )
         return text + "."
 
 
 def find_implied_inputs(judged: Sequence[ClaimResult], records: Sequence[Record]) -> list[ImpliedInput]:
-    """Return the implied values of every unknown of every cluster, the unknown with most rows first."""
+    """Return the implied values of every uncertain input of every system, the input with most rows first."""
     counted = {(point.claim, point.label) for point in points(judged, records) if not point.left_out}
     seen, functions = simulated_records(records), Records(records)
     moves: dict[tuple[str, str], Sensitivity] = {}
@@ -137,7 +137,7 @@ def find_implied_inputs(judged: Sequence[ClaimResult], records: Sequence[Record]
 
 
 def _moving(key: str, runs: Iterable[ExperimentRecord]) -> Mapping[str, Sensitivity]:
-    """Return the sensitivity of the runs to `key`, by system."""
+    """Return the sensitivity of simulated runs to the uncertain input `key`, by system."""
     return {
         run.experiment.system: move
         for run in runs
@@ -172,7 +172,7 @@ def _need(result: ClaimResult, row: RowResult, finding: Finding, curve: Curve) -
 
 
 def _crossing(curve: Curve, target: float) -> float | None:
-    """Return the first value with the prediction `target`, by log-linear interpolation."""
+    """Return the smallest value at which `curve` has the prediction `target`, by log-log interpolation; else None."""
     for (left, low), (right, high) in pairwise(curve):
         if min(low, high) <= target <= max(low, high) and low != high:
             return interpolate_log(left, right, log_fraction(target, low, high))

@@ -1,7 +1,6 @@
-"""Measured against predicted step times: runs of a store, predicted on a system file of their machine.
+"""Errors of predicted step times against runs on this machine, for which `repro calibrate` has written a system file.
 
-`repro calibrate` writes that file from measurements of operators, copies and collectives, without timing a step with
-messages.
+The calibration times operators, copies and collectives, but no step with messages.
 """
 
 from __future__ import annotations
@@ -24,36 +23,36 @@ class Pair:
     """Measured and predicted step time of one experiment, in seconds."""
 
     name: str
-    """`suite/name`."""
+    """Experiment as `suite/name`."""
     layout: str
     measured: float
     predicted: float
     rests_on: str
-    """One of `repro.simulate.time.calibration.BASES`."""
+    """Basis of the prediction, one of `repro.simulate.time.calibration.BASES`."""
 
     @property
     def error(self) -> float:
-        """Return the relative error of the seconds; positive if the prediction is too slow."""
+        """Return predicted / measured - 1 of the step time; positive if the prediction is too slow."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineErrors:
-    """Pairs of a store and a system."""
+    """Measured and predicted step times of all runs in a store, predicted on one system."""
 
     system: str
     pairs: tuple[Pair, ...]
     missing: Mapping[str, str]
-    """Measured experiments without a prediction, and the reason."""
+    """Reason why a measured experiment has no prediction, by experiment."""
 
     @property
     def median(self) -> float:
-        """Return the median of the absolute errors."""
+        """Return the median absolute error of the predicted step times."""
         return median(abs(pair.error) for pair in self.pairs)
 
 
 def predict_measured_runs(records: Iterable[Record], system: System) -> MachineErrors:
-    """Predict on `system` every successful experiment that was measured on this machine."""
+    """Return the predictions on `system` for every successful native run on this machine in `records`."""
     from repro.simulate.time.emulated import emulated_system
     from repro.simulate.time.predict import predict
     from repro.simulate.trace.roles import trace_roles
@@ -64,7 +63,7 @@ def predict_measured_runs(records: Iterable[Record], system: System) -> MachineE
         name, experiment = record.label, record.experiment
         ranks = experiment.layout.world
         if system.provenance is not None and system.provenance.ranks != ranks:
-            missing[name] = f"it has {ranks} ranks, {system.name} was measured with {system.provenance.ranks}"
+            missing[name] = f"{ranks} ranks, but {system.name} was calibrated with {system.provenance.ranks}"
             continue
         try:
             on = system

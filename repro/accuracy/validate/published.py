@@ -1,13 +1,12 @@
-"""Published against predicted throughput and peak memory, point by point and by family, and the model's own error.
+"""Errors of predicted throughput and peak memory against published values, by point and by family of systems.
 
-A point is one published experiment, or a pair of them for a ratio. A source often prints one run in several units; the
-most direct one counts. Calibration values, bounds and means of several runs do not count. Errors are errors of rates
-or of peak memory.
+A point is one published run, or two for a ratio, in its most direct unit. Calibration values, bounds and means of
+several runs do not count.
 
-The model's own error comes from other reports by split conformal prediction, with the score of conformalized quantile
-regression (Romano, Patterson and Candes, arXiv:1905.03222). The margin of a row is the ceil((n + 1) 0.9)-th smallest
-score of n rows that share no report and no run with it. The promise of 90 % coverage needs exchangeable rows; reports
-differ, so `repro validate` counts the covered ones. No prediction and no verdict uses the margin.
+The time model's own error is estimated by split conformal prediction with the score of conformalized quantile
+regression (Romano, Patterson and Candes, arXiv:1905.03222): the margin of a point is the ceil((n + 1) 0.9)-th smallest
+score of n points that share no report and no run with it. The nominal coverage of 90 % needs exchangeable points, so
+`repro validate` counts the covered ones. No prediction and no verdict uses the margin.
 """
 
 from __future__ import annotations
@@ -27,84 +26,85 @@ from repro.simulate.time.calibration import basis_of_record, weakest_basis
 
 RATE, RATIO, MEMORY = "rate", "ratio", "memory"
 TIMED = ("step_seconds", "samples_per_s", "tokens_per_s", "flops_per_s")
-"""Metrics of time; an expression that reads one of them becomes a point."""
+"""Metrics of time. A published value whose expression reads one of them becomes a point."""
 TIMES = ("s", "ms", "min", "h", "days")
 DIRECT = ("TFLOP/s", "samples/s", "tokens/s", *TIMES, "PFLOP/s")
-"""Units of rates and times, the most direct one first."""
+"""Units of published rates and times, the most direct one first."""
 PEAKS = ("memory.peak_bytes", "memory.reserved_bytes", "memory.used_bytes")
-"""Metrics of peak memory: allocated, reserved by torch's allocator, and used with the context."""
+"""Metrics of peak memory: allocated, reserved by torch's allocator, and reserved plus CUDA context."""
 BYTES = ("MB", "GB", "TB", "MiB", "GiB")
 CLOSE_ERROR, CLOSE_MEMORY_ERROR = 0.25, 0.05
-"""Absolute relative errors up to which a prediction of a rate or ratio, and of peak memory, counts as close."""
+"""Maximum absolute relative errors of close predictions: of a rate or ratio, and of peak memory."""
 COVERAGE = 0.9
 """Nominal coverage of the conformal intervals."""
 CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
     "calibration",
     "a bound",
     "several runs",
-    "the same run, as a share of peak",
-    "a gain: the small difference of a ratio from 1",
+    "a share of peak of a run that is another point",
+    "a gain, the small difference of a ratio from 1",
 )
+"""Reasons why a published value does not count in the statistics."""
 V100_MEGATRON, V100_ZERO = "V100 Megatron-LM", "V100 ZeRO and DeepSpeed"
 A100_MEGATRON, YUAN, OTHER = "A100 Megatron-LM", "Yuan 1.0", "other"
 NODE, CLUSTER = "nodes of 2023 and later", "clusters of 2023 and later"
 FAMILIES = (V100_MEGATRON, V100_ZERO, A100_MEGATRON, YUAN, NODE, CLUSTER, OTHER)
 ALL_RATES, RATIOS, PEAK_MEMORY = "all rates", "ratios", "peak memory"
-"""Families of all points of one kind."""
+"""Names of the families that contain all points of one kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One row of the ledger and its prediction, in the row's unit."""
+    """One published value and its prediction, in the unit of the ledger row."""
 
     claim: str
     label: str
     kind: str
     """`rate`, `ratio` or `memory`."""
     family: str
-    """Family of a rate or ratio; source of peak memory."""
+    """Family of systems for a rate or ratio; key of the source for peak memory."""
     unit: str
     published: float
     predicted: float
     low: float
-    """Lower end of the 90 % interval; `predicted` without unknown inputs."""
+    """Lower end of the prediction's 90 % interval; `predicted` without uncertain inputs."""
     high: float
     holds: bool
-    """Whether the published value, with its own error, lies in the 90 % interval."""
+    """Whether the published value, with its own error, overlaps the prediction's 90 % interval."""
     factor: float
     """Predicted rate or peak memory over the published one."""
     runs: tuple[str, ...]
-    """`suite/name` of the experiments behind the prediction."""
+    """Experiments that the prediction reads, as `suite/name`."""
     certainty: str
     device_flops: float
-    """Predicted FLOP/s of one device of a rate's run; 0 for ratios."""
+    """Predicted FLOP/s per device, for rates; 0 for ratios and memory."""
     rests_on: str = ""
-    """One of `repro.simulate.time.calibration.BASES`; for a ratio the weaker basis of its runs."""
+    """Basis of the prediction (`repro.simulate.time.calibration.BASES`); for a ratio, the weaker one of its runs."""
     left_out: str = ""
-    """Reason why the point enters no statistics; empty if it does."""
+    """Reason why the point does not count in the statistics; empty if it counts."""
     note: str = ""
     stated: AcceptedRange | None = None
-    """The published value with its own error."""
+    """Range of the published value from its printed digits and its own error."""
     reports: frozenset[str] = frozenset()
     """Keys of the sources that the claim cites."""
     margin: float | None = None
-    """Widening of the interval's logarithm on either side by the model's error; None if too few rows give it."""
+    """Logarithm of the factor by which the model's error widens both ends of the interval; None: too few points."""
 
     @property
     def wider(self) -> tuple[float, float] | None:
-        """Return the interval with the model's error; None without a margin."""
+        """Return the 90 % interval, widened by the time model's error; None without a margin."""
         if self.margin is None:
             return None
         return self.low * exp(-self.margin), self.high * exp(self.margin)
 
     @property
     def holds_wider(self) -> bool:
-        """Return whether the published value, with its own error, lies in `wider`."""
+        """Return whether the published value, with its own error, overlaps the interval `wider`."""
         return self.wider is not None and self.stated is not None and self.stated.meets(*self.wider)
 
     @property
     def error(self) -> float:
-        """Return the relative error; positive if the prediction is too fast, or needs too much memory."""
+        """Return the relative error; positive if the predicted rate or peak memory is too large."""
         return self.factor - 1
 
     @property
@@ -115,31 +115,31 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Return `claim/label` without spaces."""
+        """Return the name of the point, `claim/label`, with hyphens in place of spaces."""
         return f"{self.claim}/{self.label.replace(' ', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyStatistics:
-    """Statistics of the counting points of one family."""
+    """Statistics of prediction errors over the counting points of one family."""
 
     name: str
     points: int
     median: float
-    """Median of the absolute errors."""
+    """Median absolute relative error."""
     worst: Point
     close: int
-    """Points within `CLOSE_ERROR`, of peak memory within `CLOSE_MEMORY_ERROR`."""
+    """Number of points with errors up to `CLOSE_ERROR`, for peak memory `CLOSE_MEMORY_ERROR`."""
     held: int
-    """Points whose published value lies in the 90 % interval from unknown inputs."""
+    """Number of points whose published value overlaps the 90 % interval from uncertain inputs."""
     wider: int
-    """Points with a margin for the model's error."""
+    """Number of points with a margin for the model's error."""
     held_wider: int
-    """Points whose published value lies in the interval with that margin."""
+    """Number of points whose published value overlaps the interval with that margin."""
 
 
 def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Point]:
-    """Return every row about time or peak memory with a simulated value, in the ledger's order."""
+    """Return a point for every simulated value of a rate, time, ratio or peak memory, in the order of the ledger."""
     seen = {record.label: record for record in select(records).simulated if record.conclusive}
     found = []
     for result, row in ((claim, row) for claim in judged for row in claim.rows):
@@ -151,7 +151,7 @@ def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Poi
 
 
 def _with_margins(found: list[Point]) -> list[Point]:
-    """Return the points with their conformal margins."""
+    """Return the points, with the conformal margin of each counting point."""
     counted = [point for point in found if not point.left_out]
     scores = (conformity_score(one.low, one.high, one.published) for one in counted)
     keys = ((one.kind, one.reports, frozenset(one.runs)) for one in counted)
@@ -161,21 +161,21 @@ def _with_margins(found: list[Point]) -> list[Point]:
 
 
 def claim_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
-    """Return the statistics of each claim."""
+    """Return the statistics of the counting points of each claim."""
     counted = [point for point in found if not point.left_out]
     names = dict.fromkeys(point.claim for point in counted)
     return [_family(name, [point for point in counted if point.claim == name]) for name in names]
 
 
 def source_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
-    """Return the statistics of peak memory by source; a claim of several sources counts for its first."""
+    """Return the statistics of peak memory by source; a claim with several sources counts for the first one."""
     memory = [point for point in found if point.kind == MEMORY and not point.left_out]
     names = dict.fromkeys(point.family for point in memory)
     return [_family(name, [point for point in memory if point.family == name]) for name in names]
 
 
 def family_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
-    """Return the statistics of the rates of each family, all rates, ratios and peak memory, without empty families."""
+    """Return the statistics of rates by family, of all rates, of ratios and of peak memory, without empty families."""
     counted = [point for point in found if not point.left_out]
     rates = [point for point in counted if point.kind == RATE]
     groups = [(name, [point for point in rates if point.family == name]) for name in FAMILIES]
@@ -198,7 +198,7 @@ def _family(name: str, group: Sequence[Point]) -> FamilyStatistics:
 
 
 def close_error(kind: str) -> float:
-    """Return the absolute error up to which a point of this kind counts as close."""
+    """Return the absolute relative error up to which a prediction of this kind counts as close."""
     return CLOSE_MEMORY_ERROR if kind == MEMORY else CLOSE_ERROR
 
 
@@ -246,7 +246,7 @@ def _point(
 
 
 def _family_of(record: ExperimentRecord) -> str:
-    """Return the family of a record, by device, software and size of its system."""
+    """Return the family of a simulated run, by device, software and number of nodes."""
     from repro.measure.local_system import load_system
 
     experiment = record.experiment
@@ -262,13 +262,13 @@ def _family_of(record: ExperimentRecord) -> str:
 
 
 def _family_of_all(records: Sequence[ExperimentRecord]) -> str:
-    """Return the family of a point; the family of a ratio is that of its run with ZeRO."""
+    """Return the family of a point from its runs: that of a run with ZeRO on V100, else that of the first run."""
     found = [_family_of(record) for record in records]
     return V100_ZERO if V100_ZERO in found else found[0] if found else OTHER
 
 
 def _once(found: list[Point]) -> list[Point]:
-    """Leave out all but the most direct of the points about the same runs: printed before derived, then by unit."""
+    """Return the points, with `left_out` set on all but the most direct point of the same runs."""
 
     def directness(point: Point) -> tuple[bool, int]:
         unit = DIRECT.index(point.unit) if point.unit in DIRECT else 0
@@ -289,18 +289,18 @@ def _once(found: list[Point]) -> list[Point]:
 
 @dataclass(frozen=True)
 class Residual:
-    """Conformity score of one row, and the keys that decide on its independence from other rows."""
+    """Conformity score of one point, and the sources and runs that decide on its independence from other points."""
 
     kind: str
     """`rate`, `ratio` or `memory`; only scores of one kind are compared."""
     reports: frozenset[str]
-    """Keys of the cited sources."""
+    """Keys of the sources that the claim cites."""
     runs: frozenset[str]
-    """Experiments behind the prediction; two reports may print the same experiment."""
+    """Experiments that the prediction reads; two sources may report the same experiment."""
     score: float
 
     def apart(self, other: Residual) -> bool:
-        """Return whether the two rows share no report and no run."""
+        """Return whether two points share no source and no run."""
         return not (self.reports & other.reports or self.runs & other.runs)
 
 
@@ -310,7 +310,7 @@ def conformity_score(low: float, high: float, published: float) -> float:
 
 
 def conformal_margins(residuals: Sequence[Residual]) -> list[float | None]:
-    """Return the margin of each row from the scores of its independent rows; None if these are too few."""
+    """Return the conformal margin of each point from the scores of independent points; None if these are too few."""
     return [
         conformal_margin([other.score for other in residuals if other.kind == own.kind and own.apart(other)])
         for own in residuals
@@ -318,6 +318,6 @@ def conformal_margins(residuals: Sequence[Residual]) -> list[float | None]:
 
 
 def conformal_margin(scores: Sequence[float]) -> float | None:
-    """Return the conformal quantile of `scores`, at least 0; None for too few scores."""
+    """Return the conformal quantile of `scores` for `COVERAGE`, at least 0; None for too few scores."""
     rank = ceil((len(scores) + 1) * COVERAGE)
     return max(0.0, sorted(scores)[rank - 1]) if rank <= len(scores) else None

@@ -1,7 +1,7 @@
-"""Ranking of unknown inputs by the predicted rows that a measurement would settle.
+"""Ranking of the uncertain inputs of predictions by the number of published values that a measurement would settle.
 
-Several unknowns move a predicted row of the ledger, one at a time (`InputUncertainty.alone`). An unknown settles a
-row if it carries more than half of all moves: its measurement then removes more than half of the interval.
+An input settles the prediction of a published value if it has more than half of the summed effects of all inputs, each
+varied alone (`InputUncertainty.alone`). Its measurement then removes most of the prediction's interval.
 """
 
 from __future__ import annotations
@@ -25,54 +25,51 @@ CALIBRATE_CLUSTER = "repro calibrate --system {system} --profile SITE.toml --nod
 
 @dataclass(frozen=True)
 class MeasurementAdvice:
-    """Measurement of one unknown on a machine that has it."""
+    """How to measure one uncertain input on its system."""
 
     command: str
-    """Command of this suite; empty without one."""
+    """Command of this suite that measures the input; empty without one."""
     fact: str
-    """Key of the system file that the command writes; empty without a command."""
+    """Key of the system file to which the command writes the measurement; empty without a command."""
     how: str
-    """Content of that key; without a command the required measurement."""
+    """Description of the measurement."""
 
 
-OPERATORS = "seconds of every operator on the devices that are there, which need no pace then"
-PRODUCTS = "the fastest product of all ranks at once; the peak is then what is reached"
-COPIES = "a copy of four caches on all ranks at once; the bandwidth is then what is reached"
-LINK = "collectives by size in every group of a layout, all groups at once, in place of the formula"
-BESIDE = "products alone, and during a collective"
-UNITS = "seconds of every operator on the devices that are there, in place of waves of tiles"
-MEMORY = "what the driver says that the device has"
+OPERATORS = "seconds of every operator on the devices of the system, which make the pace unnecessary"
+PRODUCTS = "the fastest matrix product on all ranks at once, whose rate replaces the peak"
+COPIES = "a copy of four times the cache size on all ranks at once, whose rate replaces the bandwidth"
+LINK = "collectives by size in all groups of a layout at once, which replace the formula"
+OVERLAP = "matrix products alone, and during a collective"
+UNITS = "seconds of every operator on the devices of the system, which replace the waves of tiles"
+MEMORY = "the memory size that the driver reports"
 _MEASUREMENTS = (
     ("device.memory_bytes", "device.memory_bytes", MEMORY),
     ("device.time.multiprocessors", "device.operators", UNITS),
     ("device.time.unthrottled_efficiency", "device.operators", UNITS),
     ("device.time.pace", "device.operators", OPERATORS),
-    ("device.time.spread", "", "the same products on every device of the cluster, each by itself"),
+    ("device.time.spread", "", "the same products on every device of the cluster, one at a time"),
     ("device.time.matmul_efficiency", "device.peak_flops", PRODUCTS),
     ("device.peak_flops.*", "device.peak_flops", PRODUCTS),
     ("device.time.memory_efficiency", "device.memory_bandwidth", COPIES),
     ("device.memory_bandwidth", "device.memory_bandwidth", COPIES),
-    ("device.time.kernel_s", "device.time.kernel_s", "an element-wise operator on no bytes"),
+    ("device.time.kernel_s", "device.time.kernel_s", "an element-wise operator, extrapolated to no bytes"),
     ("device.time.fill_s", "device.operators", OPERATORS),
-    ("device.time.launch_s", "device.time.launch_s", "a step that has nothing to compute, by operator"),
-    ("links.pcie.bandwidth", "links.pcie.bandwidth", "pinned memory to all devices of a node at once"),
-    ("links.inter-node.overlap_cost", "links.inter-node.overlap_cost", BESIDE),
-    ("links.*.overlap_cost", "links.{link}.overlap_cost", BESIDE),
+    ("device.time.launch_s", "device.time.launch_s", "host seconds per operator in a step of a tiny model"),
+    ("links.pcie.bandwidth", "links.pcie.bandwidth", "copies from pinned memory to all devices at once"),
+    ("links.inter-node.overlap_cost", "links.inter-node.overlap_cost", OVERLAP),
+    ("links.*.overlap_cost", "links.{link}.overlap_cost", OVERLAP),
     ("links.inter-node.*", "links.inter-node.collectives", LINK),
     ("links.*", "links.{link}.collectives", LINK),
-    ("*: operator_s", "device.time.launch_s", "a step that has nothing to compute, by operator"),
-    ("*: attention", "device.operators", "seconds of every operator, attention among them"),
-    ("*: passes", "device.operators", "seconds of every operator, passes over parameters among them"),
-    ("*: products", "device.operators", "seconds of products and of every other operator, each by itself"),
-    ("*: others", "device.operators", "seconds of every operator that is no product, each by itself"),
-    ("*: FLOP/s", "", "the published run again with software of that time, its steps timed to three digits"),
-    ("*", "", "a benchmark of it alone: repro calibrate takes it as it is"),
+    ("*: operator_s", "device.time.launch_s", "host seconds per operator in a step of a tiny model"),
+    ("*: FLOP/s", "", "the published run again, with its software, and step times of three digits"),
+    ("*: *", "device.operators", "seconds of every operator, each measured alone"),
+    ("*", "", "a benchmark of this input alone, which repro calibrate does not contain"),
 )
-"""(pattern of keys, fact, how); the first matching pattern counts."""
+"""Measurement of uncertain inputs: (pattern of keys, key in the system file, description); the first match counts."""
 
 
 def measurement_advice(key: str, system: str) -> MeasurementAdvice:
-    """Return the measurement of the unknown `key` of `system`."""
+    """Return how to measure the uncertain input `key` of `system`."""
     fact, how = next(entry[1:] for entry in _MEASUREMENTS if fnmatchcase(key, entry[0]))
     link = key.split(".")[1] if key.startswith("links.") else ""
     command = "" if not fact else CALIBRATE_CLUSTER if link == "inter-node" else CALIBRATE_NODE
@@ -80,62 +77,62 @@ def measurement_advice(key: str, system: str) -> MeasurementAdvice:
 
 
 LISTED_INPUTS = 5
-"""Inputs of the short list."""
+"""Number of inputs that the summary names."""
 MIN_SETTLING_SHARE = 0.5
-"""Share of a row's moves from which an unknown settles the row."""
+"""Share of an input in the summed effects on a row above which the input settles the row."""
 
 
 @dataclass
 class UncertainInput:
-    """Unknown input and the rows that depend on it."""
+    """Uncertain input of predictions, and the rows of the ledger that depend on it."""
 
     key: str
-    """Key of the system file, `links.inter-node.rings`, or `NAME: FLOP/s` of a generation's published point."""
+    """Key of the system file, such as `links.inter-node.rings`, or `NAME: FLOP/s` of a calibration point NAME."""
     system: str
-    """System that has the input; for a generation the system of its published point."""
+    """System to which the input belongs; for a calibration point, the system of the published run."""
     low: float
     best: float
     high: float
     source: str
     rows: list[str] = field(default_factory=list)
-    """`claim/label` of the rows that the input moves."""
+    """Rows whose predictions depend on the input, as `claim/label`."""
     settles: list[str] = field(default_factory=list)
-    """Rows that the input settles."""
+    """Rows in which the input has more than `MIN_SETTLING_SHARE` of all effects."""
     possible: list[str] = field(default_factory=list)
-    """Rows with verdict `possible` on which the input decides, alone or as one of the two largest."""
+    """Rows whose verdict is `possible` because of this input, alone or as one of the two with the largest effects."""
     share: float = 0.0
-    """Share of the moves of all uncertain rows with equal weights; the shares of all inputs add up to 1."""
+    """Mean share of the input in the effects on all uncertain rows; the shares of all inputs add up to 1."""
 
     @property
     def measured_by(self) -> MeasurementAdvice:
-        """Return the measurement of the input."""
+        """Return how to measure the input."""
         return measurement_advice(self.key, self.system)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return JSON data of the input, its rows and its measurement."""
         how = self.measured_by
         return {**vars(self), "command": how.command, "fact": how.fact, "how": how.how}
 
 
 @dataclass(frozen=True)
 class RankedInputs:
-    """Unknown inputs in the order of their importance."""
+    """Uncertain inputs of predictions, ranked by the number of rows that they settle."""
 
     inputs: tuple[UncertainInput, ...]
-    """Inputs, the one that settles most rows first."""
+    """Inputs; the input that settles most rows is the first."""
     rows: int
-    """Rows with an uncertain predicted time."""
+    """Number of rows with an uncertain prediction."""
     possible: int
-    """Uncertain rows whose verdict depends on unknown inputs."""
+    """Number of uncertain rows with the verdict `possible`."""
 
     @property
     def settled_by_the_first(self) -> int:
-        """Return the number of rows that the listed inputs settle."""
+        """Return the number of rows that the first `LISTED_INPUTS` inputs settle."""
         return len({row for one in self.inputs[:LISTED_INPUTS] for row in one.settles})
 
     @property
     def words(self) -> str:
-        """Return a summary of the ranking."""
+        """Return one paragraph that summarises the ranking."""
         return (
             f"Unknown inputs make the predicted times of {count_noun(self.rows, 'row')} uncertain. An input decides a "
             f"row if it has more than half of the effects of all inputs, each varied alone. The first {LISTED_INPUTS} "
@@ -143,24 +140,24 @@ class RankedInputs:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return JSON data of the ranking."""
         inputs = [one.as_dict() for one in self.inputs]
         return {"rows": self.rows, "possible": self.possible, "unknowns": inputs}
 
 
 def format_range(one: UncertainInput) -> str:
-    """Return value and range of an input, `1 [1, 8]`."""
+    """Return best value and range of an uncertain input as text, `1 [1, 8]`."""
     return f"{one.best:.4g} [{one.low:.4g}, {one.high:.4g}]"
 
 
 def count_by_claim(rows: Sequence[str]) -> str:
-    """Return the number of rows of each claim, `zero-fig2-throughput (12), ds-64gpu-table`."""
+    """Return the claims of `rows` with their number of rows, `zero-fig2-throughput (12), ds-64gpu-table`."""
     counts = Counter(row.partition("/")[0] for row in rows)
     return ", ".join(f"{claim} ({count})" if count > 1 else claim for claim, count in counts.items())
 
 
 def rank_inputs(judged: Iterable[ClaimResult], records: Iterable[Record]) -> RankedInputs:
-    """Return the unknown inputs of the rows of `judged` that simulated `records` predict."""
+    """Return the ranking of the uncertain inputs on which the simulated values in `judged` depend."""
     seen = simulated_records(records)
     found: dict[tuple[str, str], UncertainInput] = {}
     rows = [(row_name(result, row), finding) for result, row, finding in uncertain_rows(judged)]
@@ -179,7 +176,7 @@ def rank_inputs(judged: Iterable[ClaimResult], records: Iterable[Record]) -> Ran
 
 
 def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult, RowResult, Finding]]:
-    """Yield every row with an uncertain predicted time, and its prediction."""
+    """Yield every row with an uncertain prediction, with its claim and its prediction."""
     for result in judged:
         for row in result.rows:
             finding = next((one for one in row.findings if one.doubt is not None), None)
@@ -188,12 +185,12 @@ def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult,
 
 
 def row_name(result: ClaimResult, row: RowResult) -> str:
-    """Return `claim/label`."""
+    """Return the name of a row, `claim/label`."""
     return f"{result.claim.id}/{row.row.label}"
 
 
 def simulated_records(records: Iterable[Record]) -> dict[str, ExperimentRecord]:
-    """Return the simulated records that count, by `suite/name`."""
+    """Return the conclusive simulated records that `select` chooses, by `suite/name`."""
     return {record.label: record for record in select(records).simulated if record.conclusive}
 
 
@@ -203,7 +200,7 @@ def _inputs(
     seen: Mapping[str, ExperimentRecord],
     found: dict[tuple[str, str], UncertainInput],
 ) -> Sequence[UncertainInput]:
-    """Return the input `key` of each system of a prediction: two systems if it compares two machines."""
+    """Return the uncertain input `key` of each system in a prediction; a ratio may compare two systems."""
     inputs: dict[str, UncertainInput] = {}
     for record in (seen[run] for run in finding.experiments):
         moves = record.interval.moves if record.interval is not None else []

@@ -1,6 +1,6 @@
-"""The packaged model files, and their reader.
+"""Packaged model files and their reader.
 
-`load_model` returns a packaged model by name, or the model of a `.toml` file. A file holds `[[model]]` tables and one
+`load_model` returns a packaged model by name, or the model of a `.toml` file. A file has `[[model]]` tables and one
 `[defaults]` table, or a single model with its keys at the top level.
 """
 
@@ -21,7 +21,7 @@ FILES = Path(__file__).parent
 """Folder of the packaged model files."""
 REPORT_FILES: tuple[str, ...] = ("zero", "zero-tables", "deepspeed", "turing-nlg", "megatron-2019")
 REPORT_FILES += ("megatron-2020", "megatron-2021", "yuan")
-"""Files with the models of the reports, in the order of publication."""
+"""Names of the files with models of the ZeRO, DeepSpeed, Megatron-LM and Yuan reports, in order of publication."""
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
@@ -32,12 +32,12 @@ def model_names() -> list[str]:
 
 
 def model_aliases() -> dict[str, str]:
-    """Return the other names under which packaged models can be loaded, each with its model."""
+    """Return the name of the packaged model for each alternative name."""
     return {alias: name for name, (table, _) in _packaged().items() for alias in table.get("aliases", ())}
 
 
 def model_groups() -> dict[str, list[str]]:
-    """Return the names of all packaged models by file, the files of the reports first."""
+    """Return the names of all packaged models by file, with `REPORT_FILES` first."""
     groups: dict[str, list[str]] = {stem: [] for stem in REPORT_FILES}
     for name, (_, path) in _packaged().items():
         groups.setdefault(path.stem, []).append(name)
@@ -45,10 +45,10 @@ def model_groups() -> dict[str, list[str]]:
 
 
 def load_model(name: str | Path) -> Model:
-    """Return the packaged model called `name`, or that of a `.toml` file: the only one, or the one after `FILE.toml:`.
+    """Return the packaged model `name`, the only model of `FILE.toml`, or the model NAME of `FILE.toml:NAME`.
 
-    Raises `ConfigError` for an unknown name (with the nearest names), and for a file that is missing or is not TOML.
-    The file must have valid keys and values, and one model unless `name` selects one.
+    Raises:
+        ConfigError: The name is unknown (with similar names), or the file is missing or invalid.
     """
     text = str(name)
     if is_file(text):
@@ -62,7 +62,7 @@ def load_model(name: str | Path) -> Model:
 
 
 def is_file(text: str) -> bool:
-    """Return whether the text names a model by its file, `FILE.toml` or `FILE.toml:NAME`."""
+    """Return whether the text names a model by a file, as `FILE.toml` or `FILE.toml:NAME`."""
     return text.endswith(".toml") or ".toml:" in text or "/" in text
 
 
@@ -72,7 +72,7 @@ def _of_file(text: str) -> Model:
     tables = [{"name": path.stem, **table} for table in _tables(path)]
     named = {str(table["name"]): table for table in tables}
     if len(named) < max(1, len(tables)):
-        raise ConfigError("model", expected="[[model]] tables, each with a name of its own", file=str(path))
+        raise ConfigError("model", expected="[[model]] tables with different names", file=str(path))
     if chosen not in named if colon else len(named) > 1:
         one_of = " or ".join(f"{path}:{name}" for name in named)
         raise ConfigError("model", text, says=f"must name one model of the file: {one_of}")
@@ -81,27 +81,28 @@ def _of_file(text: str) -> Model:
 
 @cache
 def _packaged() -> dict[str, tuple[dict[str, Any], Path]]:
-    """Return table and file of every packaged model by name; the files are read once per process."""
+    """Return the TOML table and the file of every packaged model by name; cached for the process."""
     tables: dict[str, tuple[dict[str, Any], Path]] = {}
     for path in sorted(FILES.glob("*.toml")):
         for table in _tables(path):
             name = table.get("name", path.stem)
             if name in tables:
                 raise ConfigError(
-                    "name", name, f"a name that {tables[name][1].name} does not have", file=str(path)
+                    "name", name, f"a name that no model of {tables[name][1].name} has", file=str(path)
                 )
             tables[name] = (table, path)
     return tables
 
 
 def _tables(path: Path) -> list[dict[str, Any]]:
-    """Return the models of one file as plain tables with the file's defaults."""
+    """Return the TOML tables of the models in one file, completed with its `[defaults]`."""
     data = read_toml(path)
     if "model" not in data and "defaults" not in data:
         return [data]
     for key in data:
         if key not in ("model", "defaults"):
-            raise ConfigError(key, data[key], "only [defaults] and [[model]] tables", file=str(path))
+            right = "omitted: the file may contain only [defaults] and [[model]] tables"
+            raise ConfigError(key, data[key], right, file=str(path))
     defaults, found = data.get("defaults", {}), data.get("model", [])
     found = [found] if isinstance(found, dict) else found
     if (
@@ -116,7 +117,7 @@ def _tables(path: Path) -> list[dict[str, Any]]:
 
 
 def _model(table: dict[str, Any], path: Path) -> Model:
-    """Return the checked model.  Valid tables skip pydantic, whose import takes 0.1 s."""
+    """Return the model of a TOML table.  Only invalid tables are passed to pydantic, whose import takes 0.1 s."""
     table = {key: value for key, value in table.items() if key != "aliases"}
     fields = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(Model)}
     required = {f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING}

@@ -1,7 +1,7 @@
-"""Suite files: TOML files that name experiments, their shared settings and their comparisons.
+"""Suite files: TOML files with experiments, their shared settings and their comparisons.
 
-`load_suite(Path("suites/smoke.toml"))` returns a checked, frozen `Suite`, and a packaged suite is loaded by its name.
-Every mistake in a file is found before any process starts, and becomes one `ConfigError` line.
+`load_suite(Path("suites/smoke.toml"))` returns a checked, frozen `Suite`; `load_suite(Path("smoke"))` a packaged one.
+Every mistake in a file raises a `ConfigError` of one line before any process starts.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ TEMPLATES = {
 
 @dataclass(frozen=True)
 class PackagedFiles:
-    """TOML files of one kind that the package contains, found by name from any folder."""
+    """Packaged TOML files of one kind (suites or SLURM profiles), which commands find by name."""
 
     key: str
-    """Argument or option that names a file on the command line."""
+    """Argument or option of the command line that names such a file, for error messages."""
     what: str
     folder: Path
 
     def files(self) -> list[Path]:
-        """Return all files, sorted."""
+        """Return the paths of all packaged files of this kind, sorted."""
         return sorted(self.folder.glob("*.toml"))
 
     def names(self) -> list[str]:
-        """Return the names of `files` on the command line."""
+        """Return the names of all packaged files of this kind, without `.toml`."""
         return [path.stem for path in self.files()]
 
     def find(self, given: Path) -> Path:
-        """Return the file of a path that ends in `.toml`, or of a name.  Raises `ConfigError`."""
+        """Return a path that ends in `.toml` unchanged, otherwise the packaged file of this name (or `ConfigError`)."""
         if given.suffix == ".toml":
             return given
         if str(given) not in self.names():
@@ -74,20 +74,20 @@ PROFILES = _packaged("--profile", "profile", "profiles", "slurm")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Experiments that run interleaved in one launch, each subject against the baseline."""
+    """Experiments that one launch interleaves, and whose throughputs are compared with that of a baseline."""
 
     baseline: str
-    """Experiment with which the others are compared."""
+    """Experiment with which the subjects are compared."""
     subjects: tuple[str, ...]
-    """Experiments that are compared with it."""
+    """Experiments that are compared with the baseline."""
     rounds: int = 5
-    """Turns of each experiment."""
+    """Number of times that each experiment runs; experiments alternate."""
     apart: bool = False
-    """Whether each turn builds and frees its experiment, for experiments that do not fit on a device together."""
+    """Whether each run builds and frees its experiment, for experiments that do not fit on a device together."""
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
-        twice = "names an experiment twice"
+        twice = "must name each experiment once"
         require(self.baseline not in self.subjects, "baseline", self.baseline, says=twice)
         for name in self.subjects:
             require(self.subjects.count(name) == 1, "subjects", name, says=twice)
@@ -120,7 +120,7 @@ class _Head:
 
 
 def load_suite(given: Path) -> Suite:
-    """Return the suite of a `.toml` file or of a packaged name.  Raises `ConfigError`."""
+    """Return the suite of a `.toml` file or of a packaged name.  Raises `ConfigError` if it is invalid."""
     path = SUITES.find(given)
     return parse_suite(read_toml(path), file=str(path))
 
@@ -132,12 +132,12 @@ def parse_suite(data: dict[str, Any], *, file: str) -> Suite:
         if key not in tables:
             raise ConfigError(key, says=unknown_name_hint(key, tables), file=file)
     if "suite" not in data:
-        raise ConfigError("suite", says="is missing: a table [suite] with a name", file=file)
+        raise ConfigError("suite", says="is missing: add a table [suite] with a name", file=file)
     head = build_dataclass(_Head, data["suite"], file=file, where="suite")
     from_file = shared(data, file)
     rows = _tables(data, "experiment", file)
     if not rows:
-        raise ConfigError("experiment", says="is missing: at least one [[experiment]] table", file=file)
+        raise ConfigError("experiment", says="is missing: add at least one [[experiment]] table", file=file)
     entries = [read_entry(row, from_file, number) for number, row in enumerate(rows, 1)]
     _distinct(entries, file)
     _continued(entries, file)
@@ -155,7 +155,7 @@ def _distinct(entries: list[Entry], file: str) -> None:
         if name in names:
             raise ConfigError("name", name, "a name that no other experiment has", file=file)
         if key in keys:
-            right = f'has the same conditions as "{keys[key]}"; leave one of them out'
+            right = f'has the same conditions as "{keys[key]}"; remove one of the two experiments'
             raise ConfigError(f'experiment "{name}"', says=right, file=file)
         names.add(name)
         keys[key] = name
@@ -184,14 +184,13 @@ def _continued(entries: list[Entry], file: str) -> None:
             raise ConfigError("steps", experiment.training.steps, right, file=place, where=where)
         for part, value in first.course.items():
             if experiment.course[part] != value:
-                differs = (
-                    f"an experiment of the same training; {_differing(part, value, experiment.course[part])}"
-                )
+                difference = _differing(part, value, experiment.course[part])
+                differs = f"an experiment with the same training; {difference}"
                 raise ConfigError("continues", name, differs, file=place, where=where)
 
 
 def _differing(part: str, there: Any, here: Any) -> str:
-    """Return the first difference between a part of two courses."""
+    """Return the first difference between two experiments in the part `part` of `Experiment.course`, as text."""
     if isinstance(there, dict) and isinstance(here, dict):
         key = next(key for key in sorted({*there, *here}) if there.get(key) != here.get(key))
         there, here = (repr(side[key]) if key in side else "its default" for side in (there, here))
@@ -217,7 +216,7 @@ def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
     for name in names:
         every = known[name].training.checkpoint_every
         if every:
-            right = "0 in [[compare]]: what is written between steps, and after a stop, cannot be compared"
+            right = "0 for experiments of [[compare]], since writing checkpoints would change the step times"
             place = f'{file}: experiment "{name}"'
             raise ConfigError("checkpoint_every", every, right, file=place, where="training")
     _alike([known[name] for name in names], file, f'compare with baseline "{row.baseline}"')
@@ -237,7 +236,7 @@ def _launches(entries: list[Entry], comparisons: tuple[Comparison, ...], file: s
             if entry.experiment.name in compared:
                 place = f'{file}: experiment "{entry.experiment.name}"'
                 raise ConfigError(
-                    "launch", entry.launch, "left out: [[compare]] already shares a launch", file=place
+                    "launch", entry.launch, "omitted: [[compare]] already shares a launch", file=place
                 )
             groups.setdefault(entry.launch, []).append(entry.experiment)
     for launch, members in groups.items():
@@ -257,7 +256,7 @@ def _alike(members: list[Experiment], file: str, what: str) -> None:
             if mine != theirs:
                 place = f'{file}: {what}: experiment "{other.name}"'
                 raise ConfigError(
-                    key, mine, f'{theirs!r} as in "{first.name}": they share one launch', file=place
+                    key, mine, f'{theirs!r} as in "{first.name}", with which it shares a launch', file=place
                 )
 
 
@@ -273,10 +272,10 @@ def _tables(data: dict[str, Any], key: str, file: str) -> list[Any]:
 
 
 def write_template(path: Path, kind: str = "suite") -> None:
-    """Write a commented file of a kind to `path`, named as the file.  Raises `ConfigError`, also if the file exists."""
+    """Write a commented template of a kind (suite, claim, system, model) to the new file `path`, under its name."""
     require(kind in TEMPLATES, "KIND", kind, f"one of {', '.join(TEMPLATES)}")
     require(path.suffix == ".toml", "FILE", str(path), "a file that ends in .toml")
-    require(not path.exists(), "FILE", str(path), says="is there already; it is not overwritten")
+    require(not path.exists(), "FILE", str(path), says="already exists; choose another name")
     check_name("FILE", path.stem)
     check_writable("FILE", path)
     text = TEMPLATES[kind].read_text(encoding="utf-8").replace("FILE", str(path))

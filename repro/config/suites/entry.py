@@ -1,4 +1,4 @@
-"""One `[[experiment]]` table of a suite, with its values from `[defaults]` and `[layouts]`.
+"""Reader of one `[[experiment]]` table of a suite, with its values from `[defaults]`, `[layouts]` and `[networks]`.
 
 A layout may be named once and used by several experiments::
 
@@ -10,7 +10,7 @@ A layout may be named once and used by several experiments::
     layout = "C4"                                 # as it is
     layout = { use = "C4", tp = 16, dp = 25 }     # with keys of its own
 
-An experiment's own keys take precedence over those of the layout that it names, and those over `[defaults]`.  A key
+An experiment's own keys take precedence over keys of the named layout, and these over `[defaults]`.  A key
 `software = "megatron-2019"` stands for the settings of that software, over which all others take precedence.  An
 emulated network is named in the same way: `[networks.slow]`, `network = { use = "slow", between = 16e6 }`.
 """
@@ -48,21 +48,21 @@ _PARTS: dict[str, type[Any]] = {
     "twin": TwinOf,
 }
 _OPTIONAL = ("network", "twin")
-"""Parts that an experiment without their keys does not have."""
+"""Parts of an experiment that are None unless the file has keys for them."""
 _NAMED = {"layout": "layouts", "network": "networks"}
-"""Parts that a file may name, and the tables of these names."""
+"""Parts of an experiment that a file may define by name, and the tables with these definitions."""
 _DATA = ("synthetic", "shakespeare", "shakespeare-gpt2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One experiment of a suite."""
+    """One experiment of a suite, with its launch and its expected outcome."""
 
     experiment: Experiment
     launch: str = ""
-    """Name of a launch: experiments with equal names share one start of the processes."""
+    """Name of a launch; experiments with the same name run in the same processes, one after another."""
     expect: str = "ok"
-    """Outcome that counts as success: `oom` if the claim is out-of-memory; empty: none."""
+    """Outcome that counts as success, such as `oom` for a claim of out-of-memory; empty: any outcome."""
 
 
 class Shared(NamedTuple):
@@ -71,14 +71,14 @@ class Shared(NamedTuple):
     file: str
     defaults: Mapping[str, Any]
     named: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """Tables `layouts` and `networks`, each by name."""
+    """Named layouts and networks of the file: the tables `layouts` and `networks`, each by name."""
     models: Mapping[str, Model]
-    """Models of this file only, `[models.NAME]`."""
+    """Models that the file defines, `[models.NAME]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One `[[experiment]]` table (or `[defaults]`) as written in the file."""
+    """Table `[[experiment]]` or `[defaults]` as the file has it, before its values are combined."""
 
     name: str = ""
     model: str = ""
@@ -94,16 +94,16 @@ class _Row:
 
 
 class _Level(NamedTuple):
-    """Keys from one table of the file, and the name of the table."""
+    """Keys that one table of the file gives to a part of an experiment, and the name of this table."""
 
     where: str
     table: Mapping[str, Any]
 
 
 def shared(data: Mapping[str, Any], file: str) -> Shared:
-    """Check the keys of `[defaults]`, `[layouts]` and `[networks]`, and `[models]` completely.
+    """Return the shared tables of a suite file: `[defaults]`, `[layouts]`, `[networks]` and `[models]`.
 
-    The values of the first three tables are checked in the experiments that use them.
+    Unknown keys raise `ConfigError` here. Values, except those of `[models]`, are checked in each experiment.
     """
     named = {tables: data.get(tables, {}) for tables in _NAMED.values()}
     for part, tables in _NAMED.items():
@@ -118,7 +118,7 @@ def shared(data: Mapping[str, Any], file: str) -> Shared:
     defaults = _spelled(defaults, file)
     build_dataclass(_Row, defaults, file=file, where="defaults")
     if "name" in defaults:
-        right = "a name for each experiment, not for all"
+        right = "given in each [[experiment]] table, since names must differ"
         raise ConfigError("name", defaults["name"], right, file=file, where="defaults")
     for part, cls in _PARTS.items():
         for key, value in defaults.get(part, {}).items():
@@ -142,7 +142,7 @@ def _models(tables: Any, file: str) -> dict[str, Model]:
 
 
 def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
-    """Return the `number`-th experiment of a file.  Raises `ConfigError`."""
+    """Return the experiment of the `number`-th [[experiment]] table.  Raises `ConfigError` if it is invalid."""
     name = data.get("name") if isinstance(data, dict) else None
     if not isinstance(name, str) or not name:
         raise ConfigError("name", says=f"is missing in [[experiment]] number {number}", file=from_file.file)
@@ -159,15 +159,15 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
         _Row, {**defaults, **{k: v for k, v in data.items() if k not in _PARTS}}, file=place
     )
     if not row.model:
-        raise ConfigError("model", says="is missing: the name of a model, see `repro models`", file=place)
+        raise ConfigError("model", says="is missing: add the name of a model of `repro models`", file=place)
     if row.expect and row.expect not in OUTCOMES:
-        right = f'one of {", ".join(OUTCOMES)}, or "" where nothing is expected'
+        right = f'one of {", ".join(OUTCOMES)}, or "" for any outcome'
         raise ConfigError("expect", row.expect, right, file=place)
     _system(row.system, place)
     levels = {key: _levels(key, data, from_file, place) for key in _PARTS}
 
     def blame(error: ConfigError, part: str) -> ConfigError:
-        """Return the error with the table of the file that has the value."""
+        """Return the error with the name of the table in the file that contains the invalid value."""
         found = [level.where for level in levels.get(part, []) if error.key in level.table]
         where = found[-1] if found else error.where or part
         return error.for_key(error.key, file=place, where=where)
@@ -199,14 +199,14 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
 
 
 def _spelled(data: Any, place: str) -> dict[str, Any]:
-    """Return `layout = "C1"` as `layout = { use = "C1" }`, and likewise `network`."""
+    """Return a table with `layout = "C1"` written as `layout = { use = "C1" }`, and `network` likewise."""
     if not isinstance(data, dict):
         raise ConfigError("defaults", data, "a table", file=place)
     return {**data, **{part: {USE: data[part]} for part in _NAMED if isinstance(data.get(part), str)}}
 
 
 def _levels(part: str, data: Mapping[str, Any], from_file: Shared, place: str) -> list[_Level]:
-    """Return the sources of one part's keys, in order of increasing precedence."""
+    """Return the tables that give keys to one part of an experiment, in order of increasing precedence."""
     inherited, own = from_file.defaults.get(part, {}), data.get(part, {})
     levels = [_Level(f"defaults.{part}", inherited), _Level(part, own)]
     if part not in _NAMED:
@@ -243,7 +243,7 @@ def _model(name: str, *, file: str, place: str) -> Model:
 
     path = Path(name).expanduser()
     if models.is_file(name) and not path.is_absolute():
-        path = Path(file).parent / path  # relative to the suite file
+        path = Path(file).parent / path  # paths in a suite are relative to its file
     try:
         return models.load_model(path if models.is_file(name) else name)
     except ConfigError as error:
@@ -251,7 +251,7 @@ def _model(name: str, *, file: str, place: str) -> Model:
 
 
 def _system(name: str, place: str) -> None:
-    """Raise `ConfigError` unless the system exists: the local machine, or a system with a file."""
+    """Raise `ConfigError` unless `name` is the local machine, a packaged system or a valid system file."""
     from repro.config.systems import LOCAL_SYSTEMS, load_system_file
 
     if name not in LOCAL_SYSTEMS:
@@ -262,7 +262,7 @@ def _system(name: str, place: str) -> None:
 
 
 def _data(training: Training, model: Model) -> None:
-    """Raise `ConfigError` for data that a rank could not open."""
+    """Raise `ConfigError` for training data that does not exist or does not fit the model's vocabulary and sequence."""
     if training.data in _DATA:
         if training.data == "shakespeare-gpt2" and model.vocab < 50257:
             needed = f"needs a model with GPT-2's vocabulary of 50257 ({model.name} has {model.vocab})"

@@ -1,7 +1,7 @@
-"""The packaged system files, and their reader.
+"""Packaged system files and their reader.
 
 `load_system_file` returns the `System` of a name such as `dgx2`, or of a `.toml` file. `repro.measure.local_system`
-describes the local machine, and `unknowns` describes the unknown numbers of a system.
+describes the local machine; `unknowns` describes the uncertain numbers of a system.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from repro.config.system import System
 FILES = Path(__file__).parent
 LOCAL = "local"
 LOCAL_SYSTEMS = (LOCAL, "local-gpu")
-"""Names of the local machine in an experiment: its processor cores, or its GPUs."""
+"""System names of the local machine in an experiment: its processor cores, or its GPUs."""
 REPORT_SYSTEMS = ("dgx2", "dgx2h", "lowbw-v100", "selene", "yuan")
-"""Systems on which the reports trained."""
+"""Systems on which the ZeRO, DeepSpeed, Megatron-LM and Yuan reports trained."""
 
 
 def system_names() -> list[str]:
-    """Return the names of all systems; `local` is last and has no file."""
+    """Return the names of all packaged systems, and `local` last, which has no file."""
     return [*sorted(path.stem for path in FILES.glob("*.toml")), LOCAL]
 
 
 @cache
 def system_aliases() -> dict[str, str]:
-    """Return the other names under which systems can be loaded, each with its system."""
+    """Return the name of the packaged system for each alternative name."""
     files = sorted(FILES.glob("*.toml"))
     return {alias: path.stem for path in files for alias in read_toml(path).get("aliases", ())}
 
 
 def load_system_file(name: str | Path) -> System:
-    """Return the system called `name`, or the one in the `.toml` file at the path `name`.
+    """Return the packaged system `name`, or the system in the `.toml` file at the path `name`.
 
-    The local machine has no file; `repro.measure.local_system.load_system` returns that system too.
+    `repro.measure.local_system.load_system` also accepts the local machine, which has no file.
     """
     assert str(name) != LOCAL, "the local machine has no file"
     path = Path(name).expanduser()
@@ -58,7 +58,7 @@ def load_system_file(name: str | Path) -> System:
 
 @cache
 def _load_packaged(path: Path) -> System:
-    """Return a packaged system, read once, since every experiment of a suite names its system."""
+    """Return a packaged system; cached, since every experiment of a suite reads its system."""
     return _read(path)
 
 
@@ -67,7 +67,7 @@ def _read(path: Path) -> System:
 
 
 def _complete(data: dict[str, Any], file: str) -> dict[str, Any]:
-    """Return the tables of a file, completed by those of the packaged system that it is `like`."""
+    """Return the tables of a system file, with missing keys from the packaged system that its key `like` names."""
     if "like" not in data:
         return data
     known = [name for name in system_names() if name != LOCAL]
@@ -82,18 +82,18 @@ def _complete(data: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def _check_adapters(name: str, link: Any, inherited: dict[str, Any], like: str, file: str) -> None:
-    """Raise `ConfigError` if a link has another bandwidth but inherits the adapters of the other system."""
+    """Raise `ConfigError` if a link replaces the bandwidth of the system `like` but inherits its network adapters."""
     bandwidths = [each.get("bandwidth") for each in (link, inherited) if isinstance(each, dict)]
     values = {each["value"] for each in bandwidths if isinstance(each, dict) and "value" in each}
     if len(values) == 2:
         for key in ("per", "adapters", "rings", "switch"):
             if key in inherited and key not in link:
-                says = f"is missing: the bandwidth is not that of {like}, whose {key} would remain"
+                says = f"is missing: the bandwidth differs from {like}, so {key} must be given, too"
                 raise ConfigError(key, says=says, file=file, where=f"links.{name}")
 
 
 def _override(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return `table` with the values of `other`; a number is replaced together with its range and source."""
+    """Return `table` with the values of `other`; a number's value, range and source are replaced together."""
     found = dict(table)
     for key, value in other.items():
         mine = table.get(key)
@@ -103,11 +103,11 @@ def _override(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_system(data: dict[str, Any], *, name: str, file: str) -> System:
-    """Return the system of a file's tables.  `name` is the file's name, which the file does not repeat."""
+    """Return the system of a file's tables.  `name` is the file name without `.toml`."""
     if "name" in data:
-        raise ConfigError("name", data["name"], says="no such key: a system is called as its file", file=file)
+        raise ConfigError("name", data["name"], says="must be omitted; the file names its system", file=file)
     tables = {**_complete(data, file), "name": name}
     tables.pop("aliases", None)
-    if isinstance(tables.get("links"), dict):  # before the keys of a class that does not exist
+    if isinstance(tables.get("links"), dict):  # report an unknown class before the keys of its table
         check_classes(tables["links"], file)
     return build_dataclass(System, tables, file=file)

@@ -1,8 +1,7 @@
-"""Uncertain numbers of a system, which have a range, and the system with their values in many cases.
+"""Uncertain numbers of a system ("unknowns"), and a system whose uncertain numbers vary over many cases.
 
-A case gives every unknown a quantile: 0 at the low end, 1/2 at the best value, 1 at the high end.  The quantiles of a
-key are equal for every system and every run, so that two predictions can be compared case by case.  A system in many
-cases has arrays in place of its unknowns, with one entry for each case.
+A case gives every unknown a quantile: 0 at the low end of its range, 1/2 at the best value, 1 at the high end.  The
+quantiles of a key are equal for all systems and runs, so that two predictions can be compared case by case.
 """
 
 from __future__ import annotations
@@ -22,48 +21,48 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Lanes: TypeAlias = "npt.NDArray[Any]"
-"""Numbers in several cases, [cases]."""
+"""Values of one number in every case, [cases]."""
 PACE = "device.time.pace"
-"""Key of the speed of a device relative to its kind, which scales its compute time."""
+"""Key of the ratio of kernel times in a run to those of the device on which the time model is calibrated."""
 SPREAD = "device.time.spread"
-"""Key of the spread of a run's devices, of which the slowest scales the compute time."""
+"""Key of the relative standard deviation of kernel times between the devices of a run."""
 PER_RANGE = 4
 """Number of search steps from one end of a range to the other."""
 DRAWS = 64
-"""Number of joint draws of all unknowns."""
+"""Number of joint random draws of all unknowns."""
 MAX_CASES = 32
-"""Maximum number of sets of unknowns whose cases are cached."""
+"""Maximum number of cached sets of unknowns with their cases."""
 COUNTED_KEYS = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
-"""Last words of keys that are counts."""
+"""Last part of keys whose values are counts."""
 FRACTION_KEYS = (
     *("efficiency", "matmul_efficiency", "unthrottled_efficiency", "memory_efficiency"),
     *("overlap_cost", "pair"),
 )
-"""Last words of keys whose maximum is 1."""
+"""Last part of keys whose values are at most 1."""
 LOW, BEST, HIGH = 0.0, 0.5, 1.0
 """Quantiles of the low end of a range, the best value and the high end."""
 REACH = 4.0
-"""Factor of a search outside the range: quantile -1 is the low end divided by it, 2 the high end times it."""
+"""Factor for quantiles outside the range: quantile -1 is low / REACH, and quantile 2 is high * REACH."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """A number with a range of possible values."""
+    """Uncertain number of a system: its best value and its range."""
 
     key: str
-    """Key in the file, `links.inter-node.rings`."""
+    """Key in the system file, such as `links.inter-node.rings`."""
     low: float
     best: float
     high: float
     source: str
-    """Source, with the reasons for both ends."""
+    """Source of the best value, with the reasons for both ends of the range."""
 
     def values_at(self, quantiles: float | Sequence[float] | Lanes) -> Lanes:
-        """Return the value at each of `quantiles`: half of the draws are on either side of the best value.
+        """Return the value at each of `quantiles`, linear between low end, best value (1/2) and high end.
 
-        Quantiles from -1 to 0 and from 1 to 2 are outside the range, up to the factor `REACH`.
+        Quantiles from -1 to 0 and from 1 to 2 give values outside the range, up to the factor `REACH`.
         """
-        import numpy as np  # commands that predict no time start without numpy
+        import numpy as np  # imported here, since most commands do not need numpy
 
         quantiles = np.asarray(quantiles)
         inside = np.clip(quantiles, LOW, HIGH)
@@ -77,21 +76,21 @@ class Unknown:
 
     @cached_property
     def around(self) -> dict[float, float]:
-        """Return rising values in and around the range with their quantiles; for counts, every integer in the range."""
+        """Return the quantile of rising values in and around the range, by value; counts include all integers in it."""
         quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
         if self._last_word in COUNTED_KEYS:
             for side, best in ((self.low, LOW), (self.high, HIGH)):
                 steps = round(abs(side - self.best))
                 quantiles += [BEST + (best - BEST) * step / steps for step in range(1, steps)]
         quantiles.sort()
-        # Records contain a digest of these values, in which an integer of a file remains an integer.
+        # The values keep the type in the file (int or float), since records contain a digest of these values.
         in_file = {LOW: self.low, BEST: self.best, HIGH: self.high}
         values = self.values_at(quantiles).tolist()
         return {in_file.get(one, value): one for one, value in zip(quantiles, values, strict=True)}
 
     @property
     def moves(self) -> list[float]:
-        """Return the quantiles of the cases in which this unknown alone is moved: both ends, and those of `around`."""
+        """Return the quantiles of the cases in which only this unknown differs from its best value."""
         return sorted({LOW, HIGH, *self.around.values()})
 
     @property
@@ -100,27 +99,24 @@ class Unknown:
 
 
 def unknowns(system: System) -> tuple[Unknown, ...]:
-    """Return all numbers of `system` with a range, including assumed numbers.
-
-    The result is empty for a system whose operators and collectives `repro calibrate` measured.
-    """
+    """Return all uncertain numbers of `system`, including assumed numbers; none if `repro calibrate` measured it."""
     if system.device.operators:
         return ()
     return tuple(make_unknown(key, number) for key, number in _quantities(system) if number.ranges)
 
 
 def make_unknown(key: str, number: Quantity) -> Unknown:
-    """Return a known number with its range."""
+    """Return a known quantity with its range as an `Unknown` of the key `key`."""
     low, best, high = number.ends
     return Unknown(key=key, low=low, best=best, high=high, source=number.source)
 
 
 @lru_cache(maxsize=MAX_CASES)
 def quantiles_in_cases(found: tuple[Unknown, ...]) -> dict[str, Lanes]:
-    """Return the quantile of each unknown in every case, by key, [cases].
+    """Return the quantile of each unknown in every case, [cases], by key.
 
-    The first case has the best values. Then each unknown in order is moved alone to each of its `Unknown.moves`. Then
-    follow `DRAWS` joint draws, a Latin hypercube whose columns depend on the key alone.
+    The first case has the best values. In the next cases, one unknown takes one of its `Unknown.moves`. The last
+    `DRAWS` cases are joint draws from a Latin hypercube, whose columns depend on the key alone.
     """
     import numpy as np
 
@@ -134,15 +130,15 @@ def quantiles_in_cases(found: tuple[Unknown, ...]) -> dict[str, Lanes]:
 
 
 def drawn(system: System, quantiles: Mapping[str, Lanes]) -> System:
-    """Return `system` with arrays in place of the unknowns in `quantiles`: their values at these quantiles."""
+    """Return `system` with the unknowns in `quantiles` replaced by arrays of their values at these quantiles."""
     found = (one for one in unknowns(system) if one.key in quantiles)
     return with_values(system, {one.key: one.values_at(quantiles[one.key]) for one in found})
 
 
 def with_values(system: System, values: Mapping[str, float | Lanes]) -> System:
-    """Return `system` with other values of these keys, which then have no range.
+    """Return `system` with new values for the given keys, which then have no range.
 
-    A value may be an array with one entry for each case. Values are not checked, unlike those of a file.
+    A value may be an array with one entry for each case. Values are not checked.
     """
     for key, value in values.items():
         system = _replaced(system, key.split("."), value)
@@ -150,7 +146,7 @@ def with_values(system: System, values: Mapping[str, float | Lanes]) -> System:
 
 
 def _column(key: str) -> list[float]:
-    """Return the quantile of `key` in each joint draw."""
+    """Return the quantile of `key` in each joint draw: one random value in each of `DRAWS` equal strata, shuffled."""
     random = Random(key)
     strata = list(range(DRAWS))
     random.shuffle(strata)
@@ -158,7 +154,7 @@ def _column(key: str) -> list[float]:
 
 
 def _quantities(system: System) -> Iterator[tuple[str, Quantity]]:
-    """Yield every number with its key, known or assumed."""
+    """Yield every number of a system with its key, with assumed values for unknown ones."""
     for name in _numbers(System):
         yield name, getattr(system, name)
     device = system.device
@@ -178,9 +174,9 @@ def _numbers(cls: type[object]) -> list[str]:
     return [field.name for field in fields(cls) if field.type == Quantity.__name__]  # type: ignore[arg-type]
 
 
-def _replaced(owner: Any, place: Sequence[str], value: float | Lanes) -> Any:
-    """Return a copy of a dataclass or a dictionary with another value of the number at `place`."""
-    name, *inside = place
+def _replaced(owner: Any, path: Sequence[str], value: float | Lanes) -> Any:
+    """Return a copy of a dataclass or a dictionary with a new value of the number at the keys `path`."""
+    name, *inside = path
     changed = copy(owner)
     entries = changed if isinstance(owner, dict) else vars(changed)
     if inside:

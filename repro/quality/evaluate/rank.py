@@ -1,6 +1,6 @@
-"""Evaluation on one rank: forward passes of its replica's samples through its stage of the model.
+"""Evaluation on one rank: forward passes of the samples of its replica through its pipeline stage.
 
-There are no gradients and no optimizer. Under stage 3 a rank retains only its shards between passes.
+An evaluation has no gradients and no optimizer. Under ZeRO stage 3, a rank retains only its shards between passes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from repro.quality.weights import open_weights
 from repro.quality.weights.source import WeightSource
 
 SampleScore = tuple[int, float, bool, bool]
-"""Number of a sample, sum of its losses, and whether all predictions are right, with and without stop words."""
+"""Number of a sample, sum of its losses, and whether all predictions are right: of all tokens, without stop words."""
 
 
 def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
-    """Score the samples of `job.task`, and return `{"samples": scores}` by experiment key.
+    """Return the scores of the samples of `job.task` as `{"samples": scores}`, by experiment key.
 
-    Only the first tp rank of the last stage of a replica has scores.
+    Only the first tp rank of the last pipeline stage of a replica has scores.
     """
     torch_device, experiment = rank_device(device), job.experiments[0]
     heartbeat.phase(0, 0, Phase.INIT)
@@ -74,7 +74,7 @@ def score_samples(
     layout = experiment.layout
     scorer = Scorer(experiment.model, layout, mesh, device, source, forbidden)
     mine = range(mesh.dp.rank, len(samples.spans), layout.dp)
-    # Every replica runs the same number of passes, because stage 3 gathers collectively.
+    # Every replica runs the same number of passes, because the all-gathers of ZeRO stage 3 need all replicas.
     share = -(-len(samples.spans) // layout.dp)
     rows: list[SampleScore] = []
     for step, start in enumerate(range(0, share, layout.micro_batch)):
@@ -89,9 +89,9 @@ def score_samples(
 
 
 def padded_batch(samples: Samples, numbers: list[int], size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, targets and the mask of scored targets, each [size, longest], with padding.
+    """Return padded tokens, targets and the mask of scored targets of the samples `numbers`, each [size, longest].
 
-    Without samples the mask has one unused target, because every rank must run the pass.
+    Without samples, the mask has one unused target, so that the rank can run a forward pass with the other ranks.
     """
     tokens = torch.zeros(size, samples.longest + 1, dtype=torch.int64)
     counts = torch.zeros(size, samples.longest, dtype=torch.bool)
@@ -119,18 +119,18 @@ def _sample_scores(
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of the masked targets in their order [n]."""
+    """Scores of the n targets that a mask selects, in their order."""
 
     loss: Tensor
-    """Negative log-likelihood, fp32."""
+    """Negative log-likelihood of each target, fp32 [n]."""
     predicted: Tensor
-    """Most likely token, int64."""
+    """Most likely token at each target, int64 [n]."""
     allowed: Tensor
-    """Most likely token that is not a stop word, int64."""
+    """Most likely token that is not a stop word at each target, int64 [n]."""
 
 
 class Scorer:
-    """Pipeline stage of the model with its weights."""
+    """Pipeline stage of a model with loaded weights, which scores targets."""
 
     def __init__(
         self,
@@ -141,9 +141,9 @@ class Scorer:
         source: WeightSource,
         forbidden: Sequence[int] = (),
     ):
-        """Load the stage of `model`, which is the source's model with a vocabulary padded to a multiple of tp.
+        """Load the weights of this rank's stage of `model`: the source's model with a vocabulary padded for tp.
 
-        `forbidden` are the ids of stop words.
+        `forbidden` are the token ids of stop words.
         """
         parts, stage = layout.parts(model.layers), mesh.pp.rank
         part = Part(parts[stage], first=stage == 0, last=stage == len(parts) - 1)
@@ -174,7 +174,7 @@ class Scorer:
     def score(self, tokens: Tensor, targets: Tensor, counts: Tensor) -> TokenScores | None:
         """Return the scores of the `targets` [b, s] that the mask `counts` [b, s] selects, after `tokens` [b, s].
 
-        Other stages than the last return None. Every call has the same shape and a non-empty mask.
+        Stages other than the last return None. All calls must have the same shape and a non-empty mask.
         """
         if self._sharded is not None:
             self._sharded.begin_forward()
@@ -187,13 +187,13 @@ class Scorer:
         if not self.part.last:
             self._stage_boundary(tokens).send(x, stage + 1, FORWARD)
             return None
-        # Logits are the largest activation, so only those of scored targets are computed.
+        # Logits are the largest activation, so the head computes them for scored targets only.
         self.module.head(x[counts].unsqueeze(0), targets[counts].unsqueeze(0))
         found, self._found = self._found, None
         return found
 
     def finish(self) -> None:
-        """Wait for the last sends, and release the parameters that stage 3 has gathered."""
+        """Wait for the last sends between stages, and free the parameters that ZeRO stage 3 has gathered."""
         if self._boundary is not None:
             self._boundary.finish()
         if self._sharded is not None:
@@ -206,10 +206,10 @@ class Scorer:
         return self._boundary
 
     def _score_logits(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Store the scores of logits [n, V/t] and return the losses; padding of the vocabulary has no probability."""
+        """Store the scores of logits [n, V/t] of n targets (vocabulary V, tp degree t) and return the losses [n]."""
         tp = self.mesh.tp
         first = tp.rank * rows.shape[1]
-        rows[:, max(0, self._vocab - first) :] = float("-inf")
+        rows[:, max(0, self._vocab - first) :] = float("-inf")  # padding of the vocabulary
         predicted = allowed = _argmax_token(rows, first, tp)
         if self._forbidden.numel():
             local = self._forbidden - first
@@ -221,18 +221,18 @@ class Scorer:
 
 
 def _argmax_token(rows: Tensor, first: int, tp: Group) -> Tensor:
-    """Return the first token with the largest logit [n], of logits [n, V/t] that begin with token `first`."""
+    """Return the token with the largest logit [n] of all tp ranks, each with logits [n, V/t] from token `first` on."""
     largest, index = rows.float().max(1)
     best = largest.clone()
     tp.all_reduce(best, MAX, "evaluation").wait()
-    # The largest of negated ids is the first token.
+    # Among equal logits, the maximum over negated token ids selects the token with the smallest id.
     candidate = torch.where(largest == best, -(index + first), torch.iinfo(torch.int64).min)
     tp.all_reduce(candidate, MAX, "evaluation").wait()
     return -candidate
 
 
 def _load_parameters(module: GPT, values: InitialValues, like: Tensor) -> None:
-    """Allocate the module's parameters and copy their values from the files."""
+    """Allocate the parameters of a module, and copy their values from the weight files."""
     leave_meta(module, like.device, like.dtype)
     for i, parameter in enumerate(module.parameters()):
         data = torch.empty(parameter.shape, dtype=like.dtype, device=like.device)

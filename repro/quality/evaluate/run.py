@@ -1,4 +1,4 @@
-"""Run of an evaluation: check weights and text, score on ranks, store a record.
+"""`repro evaluate`: check weights and text, score the text on ranks, and store a record with these metrics.
 
 | metric | content |
 |---|---|
@@ -47,7 +47,7 @@ from repro.util.files import sha256_digest
 
 RANK_FUNCTION = "repro.quality.evaluate.rank:run_rank"
 LIMITS = Limits(timeout_s=0, hang_s=600)
-"""No limit of the evaluation's time, and ten minutes for a pass, in seconds."""
+"""Time limits of an evaluation: none in total, and ten minutes without progress."""
 SUITE_NAME = "evaluate"
 
 
@@ -59,21 +59,21 @@ class EvaluationOptions:
     task: str
     data: Path
     protocol: str = ""
-    """Name of the protocol; empty for Megatron-LM's."""
+    """Name of the protocol; empty for the first protocol of the task."""
     tokenizer: str = ""
     stride: int = 0
-    """Tokens between windows; 0 for the protocol's."""
+    """Tokens between the starts of windows; 0 for the stride of the protocol."""
     stop_words: Path | None = None
     model: str = ""
-    """Name of the model, for a checkpoint that lacks its sizes."""
+    """Name of a packaged model, for checkpoints that do not contain the number of heads."""
     system: str = "local"
     layout: Layout = field(default_factory=Layout)
 
 
 def run_evaluation(options: EvaluationOptions, results: Path) -> tuple[EvaluationRecord, int]:
-    """Run an evaluation, and return its stored record and the signal that stopped it (0 for none).
+    """Run an evaluation, and return its stored record and the signal that stopped it (0 if none did).
 
-    Raises `ConfigError` before the ranks start.
+    Invalid options raise `ConfigError` before the ranks start.
     """
     began, data = time.perf_counter(), options.data
     protocol = find_protocol(options.task, options.protocol)
@@ -87,7 +87,7 @@ def run_evaluation(options: EvaluationOptions, results: Path) -> tuple[Evaluatio
     if protocol.task == LAMBADA:
         forbidden = tokenizer.word_tokens(read_stop_words(options.stop_words))
     elif options.stop_words is not None:
-        right = f"is for {LAMBADA}, whose last words are no stop words"
+        right = f"needs task {LAMBADA}, the only task with filtered last words"
         raise ConfigError("--stop-words", str(options.stop_words), says=right)
     where = provenance()
     with tempfile.TemporaryDirectory(prefix="repro-evaluate-") as folder, Interrupt() as interrupt:
@@ -99,7 +99,7 @@ def run_evaluation(options: EvaluationOptions, results: Path) -> tuple[Evaluatio
         ending, found = run_once(job, interrupt, target=RANK_FUNCTION)
     rows = sorted(tuple(row) for rank in found for row in rank["samples"])
     done = ending.outcome == "ok" and len(rows) == len(samples.spans)
-    lost = "" if ending.outcome != "ok" or done else "the ranks ended without a result"
+    lost = "" if ending.outcome != "ok" or done else "the ranks ended without scores of all samples"
     record = EvaluationRecord(
         suite=SUITE_NAME,
         name=f"{source.model.name}-{protocol.task}-{protocol.name}",
@@ -123,26 +123,26 @@ def run_evaluation(options: EvaluationOptions, results: Path) -> tuple[Evaluatio
 
 
 def _experiment(options: EvaluationOptions, source: WeightSource) -> Experiment:
-    """Return the experiment to launch. Raises `ConfigError` for a layout that cannot run an evaluation here."""
+    """Return the experiment whose ranks score the samples; raise `ConfigError` for an unsupported layout or system."""
     layout = options.layout
-    none = "has no gradients and no optimizer to partition"
-    require(layout.zero in (0, 3), "zero", layout.zero, f"0 or 3: an evaluation {none}")
-    require(not layout.sp, "sp", layout.sp, "false: the head takes the tokens that count, wherever they are")
-    no_bubble = "1: forward passes follow each other without a bubble"
+    none = "since an evaluation has no gradients and no optimizer states to partition"
+    require(layout.zero in (0, 3), "zero", layout.zero, f"0 or 3, {none}")
+    require(not layout.sp, "sp", layout.sp, "false, since each rank needs all scored tokens of a sample")
+    no_bubble = "1, since forward passes alone have no pipeline bubble"
     require(layout.chunks == 1, "chunks", layout.chunks, no_bubble)
     vocab = -(-source.model.vocab // layout.tp) * layout.tp
     name, model = f"evaluate-{options.task}", replace(source.model, vocab=vocab)
     experiment = Experiment(name=name, model=model, layout=layout, system=options.system, limits=LIMITS)
     known = " or ".join(local_launch.DEVICES)
     is_local = options.system in local_launch.DEVICES
-    require(is_local, "--system", options.system, f"{known}: it runs on this machine")
+    require(is_local, "--system", options.system, f"{known}, since evaluations run on this machine")
     if lacking := local_launch.missing_resource(experiment):
         raise ConfigError("tp x pp x dp", layout.world, says=f"needs {lacking}")
     return experiment
 
 
 def _protocol_with_deviations(protocol: EvaluationProtocol, options: EvaluationOptions) -> dict[str, Any]:
-    """Return the protocol, with the options that deviate from it."""
+    """Return the fields of a protocol, and in `otherwise` the options that deviate from it."""
     otherwise: dict[str, Any] = {}
     if options.stride:
         otherwise["stride"] = options.stride
@@ -154,7 +154,7 @@ def _protocol_with_deviations(protocol: EvaluationProtocol, options: EvaluationO
 def compute_metrics(
     protocol: EvaluationProtocol, samples: Samples, rows: Sequence[tuple[Any, ...]], *, filtered: bool
 ) -> dict[str, float]:
-    """Return the metrics of all samples from the rows of `repro.quality.evaluate.rank.score_samples`."""
+    """Return the metrics of an evaluation from the sample scores of `repro.quality.evaluate.rank.score_samples`."""
     total = math.fsum(row[1] for row in rows)
     found: dict[str, float] = {"samples": len(rows), "truncated": samples.truncated}
     if protocol.task == LAMBADA:
@@ -163,7 +163,7 @@ def compute_metrics(
             found["accuracy.filtered"] = sum(row[3] for row in rows) / len(rows)
         return found
     tokens = len(samples.tokens)
-    # Megatron-LM excludes the first word; GPT-2's authors divide by all words.
+    # The perplexity per word divides by all words in GPT-2's paper, and excludes the first word in Megatron-LM.
     words = samples.words if protocol.name == GPT2 else samples.words - 1
     return found | {
         "tokens": tokens,
@@ -175,5 +175,5 @@ def compute_metrics(
 
 
 def _exp(value: float) -> float:
-    """Return exp(value), limited to the largest float."""
+    """Return exp(value), or the largest float if that overflows."""
     return math.exp(value) if value < math.log(sys.float_info.max) else sys.float_info.max

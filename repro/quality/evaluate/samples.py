@@ -1,4 +1,4 @@
-"""Tokenized samples of a text file by a published protocol: WikiText's windows, LAMBADA's last words.
+"""Tokenized samples of a text file by a published protocol: windows of WikiText, last words of LAMBADA.
 
 `files/protocols.toml` describes the protocols, each with its source and the rules that the source omits.
 """
@@ -23,16 +23,16 @@ from repro.util.files import sha256_digest
 
 WIKITEXT, LAMBADA = "wikitext103", "lambada"
 MEGATRON, GPT2 = "megatron", "gpt2"
-"""Names of protocols with rules of their own."""
+"""Names of the protocols whose rules differ from those of other protocols for the same task."""
 PROTOCOLS_FILE = Path(__file__).parent / "files" / "protocols.toml"
 BYTES = "bytes"
 """Name of the tokenizer of models trained on bytes."""
 STOP_WORDS_FILE = Path(__file__).parent / "files" / "stop_words.txt"
-"""127 English stop words."""
+"""File with 127 English stop words, which LAMBADA's filtered accuracy excludes."""
 MEGATRON_STRIDE_TOKENS = 32
-"""Tokens between Megatron-LM's windows (`--overlapping-eval`)."""
+"""Tokens between the starts of Megatron-LM's windows (`--overlapping-eval`)."""
 _SEPARATORS = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."))
-"""WikiText's separators inside words and numbers."""
+"""WikiText's separators inside words and numbers, and the characters that they replace."""
 _BRACKETS = tuple(
     (re.compile(rf"{re.escape(a)}\s*([^{re.escape(b)}]*?)\s*{re.escape(b)}"), rf"{a}\1{b}")
     for a, b in ("()", "[]", "{}", '""', "''")
@@ -57,14 +57,14 @@ class EvaluationProtocol:
 
 @cache
 def _read_protocols() -> tuple[list[EvaluationProtocol], dict[str, str]]:
-    """Return all protocols, and the origin of the text of each task."""
+    """Return all protocols, and by task the message that says where to download its text."""
     tables = read_toml(PROTOCOLS_FILE)
     found = [build_dataclass(EvaluationProtocol, entry) for entry in tables["protocol"]]
     return found, tables["download_advice"]
 
 
 def find_protocol(task: str, name: str = "") -> EvaluationProtocol:
-    """Return a protocol of a task, by default the first. Raises `ConfigError`."""
+    """Return the protocol `name` of a task, by default the first. Raises `ConfigError` for an unknown name."""
     protocols, advice = _read_protocols()
     if task not in advice:
         raise ConfigError("--task", task, f"one of {', '.join(advice)}")
@@ -75,29 +75,29 @@ def find_protocol(task: str, name: str = "") -> EvaluationProtocol:
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8."""
+    """Tokenizer with one token per byte of UTF-8."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def word_tokens(self, words: frozenset[str]) -> list[int]:
-        """Return no ids: a byte is no word."""
+        """Return an empty list, because no byte is a word."""
         return []
 
     def describe(self) -> Mapping[str, str]:
-        """Return the name of the tokenizer for a record."""
+        """Return the description of the tokenizer that a record contains."""
         return {"name": BYTES}
 
 
 class Gpt2Tokenizer:
-    """GPT-2's byte-pair encoding from `vocab.json` and `merges.txt`."""
+    """Tokenizer with GPT-2's byte-pair encoding, from the files `vocab.json` and `merges.txt`."""
 
     def __init__(self, folder: Path):
         self._files = gpt2.files(folder)
         self._inner = gpt2.tokenizer(folder)
 
     def encode(self, text: str) -> list[int]:
-        """Return ids; the text `<|endoftext|>` becomes one id."""
+        """Return the token ids of a text, in which `<|endoftext|>` becomes one id."""
         return list(self._inner.encode(text).ids)
 
     def word_tokens(self, words: frozenset[str]) -> list[int]:
@@ -106,7 +106,7 @@ class Gpt2Tokenizer:
         return [i for i, text in texts if text.startswith(" ") and text[1:].lower() in words]
 
     def describe(self) -> Mapping[str, str]:
-        """Return the name of the tokenizer and the digests of its files, for a record."""
+        """Return the description that a record contains: name of the tokenizer and digests of its files."""
         digests = {path.name: f"sha256 {sha256_digest(path)}" for path in self._files}
         return {"name": "GPT-2 byte pairs", **digests}
 
@@ -115,10 +115,10 @@ Tokenizer = ByteTokenizer | Gpt2Tokenizer
 
 
 def open_tokenizer(name: str, weights: Path) -> Tokenizer:
-    """Return the tokenizer `bytes`, or the one of a folder with `vocab.json` and `merges.txt`.
+    """Return the tokenizer `bytes`, or that of the folder `name` with `vocab.json` and `merges.txt`.
 
-    An empty name is the folder of the weights if it has these files, else the packaged files of GPT-2.
-    Raises `ConfigError` where the files, or the package that reads them, are missing.
+    An empty name selects the folder of the weights if it has these files, else the packaged files of GPT-2.
+    Raises `ConfigError` if the files, or the Python package that reads them, are missing.
     """
     if name == BYTES:
         return ByteTokenizer()
@@ -128,46 +128,46 @@ def open_tokenizer(name: str, weights: Path) -> Tokenizer:
 
 
 def read_stop_words(path: Path | None) -> frozenset[str]:
-    """Return the words of a file, by default of `STOP_WORDS_FILE`. Raises `ConfigError`."""
+    """Return the stop words of a text file (default: `STOP_WORDS_FILE`), in lower case."""
     try:
         return frozenset((path or STOP_WORDS_FILE).read_text(encoding="utf-8").lower().split())
     except (OSError, UnicodeDecodeError):
-        raise ConfigError("--stop-words", str(path), "a text file of words") from None
+        raise ConfigError("--stop-words", str(path), "a readable text file in UTF-8 with words") from None
 
 
 def check_vocabulary(ids: Iterable[int], vocab: int) -> None:
     """Raise `ConfigError` if a token id is outside the model's vocabulary."""
     largest = max(ids, default=0)
     if largest >= vocab:
-        right = f"the tokenizer that the model was trained with: it has {vocab} tokens, and this one gives id {largest}"
+        right = f"the tokenizer of the model, which has {vocab} tokens; this one gives id {largest}"
         raise ConfigError("--tokenizer", expected=right)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Spans of one sequence of tokens; the last tokens of each span are scored."""
+    """Samples of an evaluation: spans of one sequence of tokens, in which the last tokens are scored."""
 
     tokens: npt.NDArray[np.int64]
-    """Token ids [tokens]; spans may overlap."""
+    """Token ids of the text, [tokens]; spans of it may overlap."""
     spans: npt.NDArray[np.int64]
-    """First token, number of tokens and number of scored tokens [samples, 3]."""
+    """First token, number of tokens and number of scored tokens of each sample, [samples, 3]."""
     words: int = 0
-    """Words of the original text of WikiText."""
+    """Number of words in the original text of WikiText; 0 for LAMBADA."""
     truncated: int = 0
-    """Number of samples whose beginning exceeds the model's context and is removed."""
+    """Number of samples that lost their first tokens because they exceed the model's context."""
 
     @property
     def longest(self) -> int:
-        """Maximum number of input tokens of a sample."""
+        """Return the maximum number of input tokens of a sample."""
         return int(self.spans[:, 1].max()) - 1
 
     def save(self, path: Path) -> None:
-        """Write tokens and spans to a file for the ranks."""
+        """Write tokens and spans to a file, which the rank processes load."""
         np.savez(path, tokens=self.tokens, spans=self.spans)
 
     @staticmethod
     def load(path: Path) -> Samples:
-        """Read the tokens and spans that `save` wrote."""
+        """Return the samples from the tokens and spans in a file of `save`."""
         with np.load(path) as found:
             return Samples(found["tokens"], found["spans"])
 
@@ -175,12 +175,12 @@ class Samples:
 def read_samples(
     path: Path, protocol: EvaluationProtocol, tokenizer: Tokenizer, context: int, stride: int = 0
 ) -> Samples:
-    """Return the samples of a task's file for a model of `context` tokens. Raises `ConfigError`.
+    """Return the samples of a task's text file for a model with a context of `context` tokens.
 
-    `stride` is the number of tokens between windows; 0 is the protocol's own.
+    `stride` is the number of tokens between the starts of windows; 0 is the stride of the protocol.
     """
     if stride and protocol.task != WIKITEXT:
-        raise ConfigError("--stride", stride, says=f"is for windows, which {protocol.task} has none of")
+        raise ConfigError("--stride", stride, says=f"needs task {WIKITEXT}; {protocol.task} has no windows")
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -188,17 +188,17 @@ def read_samples(
         says = f"{error.strerror}; {advice[protocol.task]}"
         raise ConfigError("--data", str(path), says=says) from None
     except UnicodeDecodeError:
-        raise ConfigError("--data", str(path), "text in UTF-8") from None
+        raise ConfigError("--data", str(path), "a text file in UTF-8") from None
     if protocol.task == LAMBADA:
         return last_word_samples(list(_read_lines(text, path)), protocol, tokenizer, context)
     default_stride = MEGATRON_STRIDE_TOKENS if protocol.name == MEGATRON else context
     if stride > context:
-        right = f"at most {context}, the model's context, or tokens are left out"
+        right = f"at most {context}, the model's context, so that windows include every token"
         raise ConfigError("--stride", stride, right)
     words = len(text.strip().split(" "))
     tokens = tokenizer.encode(detokenize(text))
     if len(tokens) < 2 or words < 2:
-        raise ConfigError("--data", str(path), "a text of two words or more")
+        raise ConfigError("--data", str(path), "a text of at least two words")
     spans = list(split_windows(len(tokens), context, stride or min(default_stride, context)))
     return Samples(np.array(tokens, dtype=np.int64), np.array(spans, dtype=np.int64), words=words)
 
@@ -206,7 +206,7 @@ def read_samples(
 def detokenize(text: str) -> str:
     """Return WikiText as natural text, by the rules of Megatron-LM's `wikitext_detokenizer` in their order.
 
-    The rule for years (`' 90`) is omitted: its pattern contains slashes and matches nothing.
+    Megatron-LM's rule for years (`' 90`) is omitted, because its pattern contains slashes and never matches.
     """
     text = text.replace("s '", "s'")
     for old, new in _SEPARATORS:
@@ -222,9 +222,9 @@ def detokenize(text: str) -> str:
 
 
 def split_windows(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield spans (first token, tokens, scored tokens) that score every token except the first once.
+    """Yield windows (first token, tokens, scored tokens) that together score every token except the first once.
 
-    A window has up to `context` + 1 tokens. Every window after the first scores the tokens after its predecessor's end.
+    A window has up to `context` + 1 tokens and scores the tokens after the end of the preceding window.
     """
     for k in range(1 + max(0, math.ceil((tokens - 1 - context) / stride))):
         begin = k * stride
@@ -242,7 +242,7 @@ def last_word_samples(
     for number, text in enumerate(texts, 1):
         before, last = _split_target(text, protocol, tokenizer)
         if not before or not last:
-            raise ConfigError("--data", f"sample {number}", "a text with a word before its last one")
+            raise ConfigError("--data", f"sample {number}", "a text of at least two words")
         if len(last) > context:
             raise ConfigError("--data", f"sample {number}", f"a last word of at most {context} tokens")
         available = context + 1 - len(last)
@@ -258,7 +258,7 @@ def last_word_samples(
 def _split_target(
     text: str, protocol: EvaluationProtocol, tokenizer: Tokenizer
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of the context, and those of the target."""
+    """Return the tokens of a LAMBADA text before its target (the last word or token), and those of the target."""
     if protocol.name == MEGATRON:
         words = text.split()
         if len(words) < 2:
@@ -272,7 +272,7 @@ def _split_target(
 
 
 def _read_lines(text: str, path: Path) -> Iterator[str]:
-    """Yield the text of each line; in a `.jsonl` file it is the value of `text`."""
+    """Yield the non-empty lines of a text; in a `.jsonl` or `.json` file, the value of `text` in each line."""
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -284,5 +284,5 @@ def _read_lines(text: str, path: Path) -> Iterator[str]:
         except (ValueError, KeyError, TypeError):
             found = None
         if not isinstance(found, str):
-            raise ConfigError("--data", f"line {number}", 'a JSON object with a "text"', file=str(path))
+            raise ConfigError("--data", f"line {number}", 'a JSON object with the key "text"', file=str(path))
         yield found

@@ -1,7 +1,7 @@
-"""Conversion of weights between the suite's GPT, Hugging Face, Megatron-LM and checkpoints of the suite.
+"""Conversion of weights between this suite's GPT, Hugging Face, Megatron-LM and checkpoints of this suite.
 
-Every format is a `source` of parameter elements on demand, so a rank reads only its part. `open_weights` detects the
-format of a folder, and no code named in a file is imported or called.
+`open_weights` detects the format of a folder. Ranks read only their part of the weights, and no code that a file names
+is imported or called.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from repro.quality.weights import huggingface, megatron
 from repro.quality.weights.source import RunCheckpoint, WeightSource
 
 KNOWN_FORMATS = (
-    "a folder of transformers (config.json), of Megatron-LM (latest_checkpointed_iteration.txt or mp_rank_00), "
-    "or of a checkpoint of `repro run` (index.json, or step-N with one)"
+    "a folder of Hugging Face transformers (config.json), of Megatron-LM (latest_checkpointed_iteration.txt or "
+    "mp_rank_00), or a checkpoint of `repro run` (index.json, or step-N/index.json)"
 )
 
 
 def open_weights(folder: Path, model: Model | None = None) -> WeightSource:
-    """Return the weights in `folder` after a check of their names and shapes, without reading elements.
+    """Return the weights in `folder`; names and shapes of tensors are checked, and their elements are not read yet.
 
-    `model` gives the number of heads, which old checkpoints of Megatron-LM lack. Raises `ConfigError`.
+    `model` gives the number of heads, which old checkpoints of Megatron-LM do not contain.
     """
     if not folder.is_dir():
         raise ConfigError("--weights", str(folder), KNOWN_FORMATS)

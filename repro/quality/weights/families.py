@@ -1,7 +1,7 @@
-"""Families of models in transformers' format. `FAMILIES` lists all of them.
+"""Model families of Hugging Face transformers that can be read and written (`FAMILIES`).
 
-A family converts configurations and names of tensors in both directions. Its functions are `_NAME_sizes` (keys of our
-model without a name in `keys`), `_NAME_layer` (tensors of a layer) and `_NAME_configuration` (keys of transformers).
+The functions of a family are `_NAME_sizes` (configuration to keys of `Model`), `_NAME_layer` (tensors of a layer) and
+`_NAME_configuration` (model to configuration keys).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from repro.quality.weights.family import Config, Family
 from repro.quality.weights.source import Counterpart, RowRange, counterpart
 
 DEFAULT_CONTEXT_TOKENS = 2048
-"""Tokens of a sample for a BLOOM or Falcon configuration without a length; ALiBi has no maximum."""
+"""Tokens of a sample if a BLOOM or Falcon configuration gives no length."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
-"""Names of the norms of attention and MLP in NeoX and BLOOM."""
+"""Names of the norms of attention and MLP in GPT-NeoX and BLOOM."""
 
 
-# GPT-2: the matrices are `Conv1D`s, stored as [in, out]; query, key and value are one of them, side by side.
+# GPT-2 stores matrices as `Conv1D` [in, out], and query, key and value as the columns of one matrix.
 
 
 def _gpt2_layer(model: Model, i: int) -> Iterator[Counterpart]:
@@ -69,7 +69,7 @@ GPT2 = Family(
 )
 
 
-# Llama and Mistral, and Qwen2, whose query, key and value have biases: all projections are matrices of their own.
+# Llama, Mistral and Qwen2 store each projection as a separate matrix. Only Qwen2 has biases (query, key and value).
 
 
 COMMON_KEYS = {
@@ -79,7 +79,7 @@ COMMON_KEYS = {
     "ffn": ("intermediate_size",),
     "seq": ("max_position_embeddings",),
 }
-"""Keys of Llama and of GPT-NeoX."""
+"""Configuration keys that Llama and GPT-NeoX have in common, by key of `Model`."""
 
 
 def _llama_sizes(config: Config) -> dict[str, Any]:
@@ -88,10 +88,10 @@ def _llama_sizes(config: Config) -> dict[str, Any]:
     qwen2 = config["model_type"] == "qwen2"
     seq = config["max_position_embeddings"]
     if qwen2 and config.get("use_sliding_window"):
-        right = "false: attention that reaches back a window alone is not in our GPT"
+        right = "false, since this suite's GPT does not support sliding-window attention"
         raise ConfigError("use_sliding_window", True, right)
     if config["model_type"] == "mistral" and config.get("sliding_window"):
-        seq = min(seq, config["sliding_window"])  # within the window it is full attention
+        seq = min(seq, config["sliding_window"])  # up to this length, windows do not limit attention
     return {
         "kv_heads": keys if keys != heads else 0,
         "head_dim": width if width * heads != hidden else 0,
@@ -119,13 +119,13 @@ def _llama_layer(model: Model, i: int) -> Iterator[Counterpart]:
 
 
 def _qkv_rows(block: str, model: Model, k: int) -> list[RowRange]:
-    """Return the rows of query, key or value (k = 0, 1, 2)."""
+    """Return the rows of this suite's attention parameters that contain query, key or value (`k` = 0, 1, 2)."""
     width, inner = model.head_width, model.heads * model.head_width
     if model.key_heads == model.heads:
         return [RowRange(f"{block}.qkv", k * inner, inner)]
     if k == 0:
         return [RowRange(f"{block}.q", 0, inner)]
-    # The parameter has each head's key, then its value.
+    # The parameter `kv` stores the key rows of a head, then its value rows, head by head.
     firsts = range((k - 1) * width, 2 * model.key_heads * width, 2 * width)
     return [RowRange(f"{block}.kv", first, width) for first in firsts]
 
@@ -161,7 +161,7 @@ QWEN2 = replace(
 )
 
 
-# GPT-NeoX and Pythia: query, key and value are one matrix, head by head.
+# GPT-NeoX and Pythia store query, key and value in one matrix, head by head.
 
 
 def _neox_sizes(config: Config) -> dict[str, Any]:
@@ -203,7 +203,7 @@ NEOX = Family(
 )
 
 
-# BLOOM: ALiBi, a norm after the embedding; query, key and value are one matrix, head by head.
+# BLOOM has ALiBi and a norm after the embedding. It stores query, key and value in one matrix, head by head.
 
 
 BLOOM = Family(
@@ -231,7 +231,7 @@ BLOOM = Family(
 )
 
 
-# Falcon: attention and MLP in parallel, shared keys and values; 7B has one norm per layer, 40B and later two.
+# Falcon has parallel attention and MLP, and shared key heads. Falcon 7B has one norm per layer, later models have two.
 
 
 def _falcon_sizes(config: Config) -> dict[str, Any]:
@@ -292,4 +292,4 @@ FALCON = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, QWEN2, NEOX, BLOOM, FALCON)
-"""All families, in the order in which an export tries them."""
+"""All supported families; an export takes the first family that can represent the model."""

@@ -1,4 +1,4 @@
-"""Interface of a family of models in transformers' format, and conversions that several families share."""
+"""Description of a model family in the format of Hugging Face transformers, and helpers that several families use."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from repro.config import ConfigError, Model
 from repro.quality.weights.source import TOKEN_EMBEDDING, Counterpart, RowRange, counterpart
 
 OUR_GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu-erf"}
-"""Our names of the tanh approximation and the exact GELU, by the names of Hugging Face."""
+"""Names of this suite for the tanh approximation of GELU and the exact GELU, by the names of Hugging Face."""
 HUGGING_FACE_GELUS = {"gelu": "gelu_new", "gelu-erf": "gelu"}
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Family of models. Names of tensors exclude `prefix`, which old files lack."""
+    """Names and conversions of one model family of transformers. Tensor names exclude `prefix`."""
 
     name: str
-    """Name in messages."""
+    """Name of the family in messages."""
     types: tuple[str, ...]
-    """Values of `model_type` that can be read; an export writes the first one."""
+    """Values of `model_type` that the family reads; an export writes the first one."""
     architecture: str
-    """Class in transformers."""
+    """Name of the model class in transformers."""
     prefix: str
     head: str
-    """Name of the output matrix, without prefix; files of tied models may contain it too."""
+    """Name of the output matrix, without prefix; files of tied models may contain it, too."""
     keys: Mapping[str, tuple[str, ...]]
-    """Keys of our model, and all names that theirs have had; the first one is written."""
+    """Names of a configuration key in all versions of transformers, by key of `Model`; the first name is written."""
     fixed: Config
-    """Keys with one value that our GPT supports; it is also the default of the key."""
+    """The only value that this suite's GPT supports, by configuration key; also the default of the key."""
     norm_eps: tuple[str, float]
-    """Their key of `norm_eps` and its default."""
+    """Configuration key for `Model.norm_eps`, and its default."""
     tokens: str
     """Name of the token embedding."""
     norms: Mapping[str, str]
-    """Norms outside layers: their names to ours."""
+    """Name of a norm in this suite's GPT by its name in transformers, for norms outside of layers."""
     sizes: Callable[[Config], dict[str, Any]]
-    """Conversion of their configuration to further keys of our model; raises `KeyError` for a missing key."""
+    """Function from a configuration to further keys of `Model`; raises `KeyError` for a missing key."""
     layer: Callable[[Model, int], Iterator[Counterpart]]
-    """Tensors of layer i."""
+    """Function from a model and a layer's index to the tensors of this layer."""
     configuration: Callable[[Model], dict[str, Any]]
-    """Conversion of our model to further keys of their configuration."""
+    """Function from a model to further keys of the configuration."""
     gelu: tuple[str, str] | None = None
-    """Their key of the activation of a GELU and its default; None in a family with one activation."""
+    """Configuration key for the kind of GELU, and its default; None in a family with one activation."""
     tied: bool = True
-    """Default of `tie_word_embeddings`."""
+    """Default of the configuration key `tie_word_embeddings`."""
     positions: str = ""
     """Name of the position embedding; empty without one."""
     ignored: re.Pattern[str] = re.compile(r"(?!)")
-    """Names of tensors that are not weights: masks and wavelengths in old files."""
+    """Pattern of names of tensors that are no weights, such as masks in old files."""
 
     def model(self, config: Config, name: str) -> Model:
-        """Return our model of a configuration. Raises `ConfigError` for a layer that our GPT lacks."""
+        """Return the model of a configuration; raise `ConfigError` for a layer that this suite's GPT does not have."""
         for key, right in self.fixed.items():
             value = config.get(key, right)
             if value != right:
-                raise ConfigError(key, value, f"{right}, as our GPT has it")
+                raise ConfigError(key, value, f"{right}, the only value that this suite's GPT supports")
         try:
             sizes = {ours: first_value(config, *theirs) for ours, theirs in self.keys.items()}
             sizes |= {"vocab": config["vocab_size"], "norm_eps": config.get(*self.norm_eps)}
@@ -67,13 +67,13 @@ class Family:
             sizes["tied"] = bool(config.get("tie_word_embeddings", self.tied))
             return Model(name=name, **{**sizes, **self.sizes(config)})
         except KeyError as error:
-            says = f"is missing from {self.name}'s configuration"
+            says = f"is missing; configurations of {self.name} need it"
             raise ConfigError(str(error.args[0]), says=says) from None
         except TypeError as error:
-            raise ConfigError("sizes", says=f"must be whole numbers: {error}") from None
+            raise ConfigError("sizes", says=f"must be integers: {error}") from None
 
     def counterparts(self, model: Model) -> Iterator[Counterpart]:
-        """Yield all tensors of a model."""
+        """Yield all tensors of a model in transformers' format, with their rows in this suite's parameters."""
         yield counterpart(self.tokens, TOKEN_EMBEDDING, model.vocab, model.hidden)
         if self.positions:
             yield counterpart(self.positions, "embed.positions", model.seq, model.hidden)
@@ -85,7 +85,7 @@ class Family:
             yield counterpart(self.head, "head.output", model.vocab, model.hidden)
 
     def document(self, model: Model, vocab: int) -> dict[str, Any]:
-        """Return the content of `config.json` for a model."""
+        """Return the content of `config.json` for a model with `vocab` tokens."""
         sizes = {
             theirs[0]: getattr(model, "ffn_width" if k == "ffn" else k) for k, theirs in self.keys.items()
         }
@@ -99,7 +99,7 @@ class Family:
             **self.configuration(model),
             "tie_word_embeddings": model.tied,
             "vocab_size": vocab,
-            # Ids beyond the vocabulary make transformers warn; not every model has an end of text of its own.
+            # transformers warns about ids outside the vocabulary, so the last token stands for missing special tokens.
             "bos_token_id": vocab - 1,
             "eos_token_id": vocab - 1,
             "torch_dtype": "float32",
@@ -107,7 +107,7 @@ class Family:
 
 
 def norm_counterparts(theirs: str, ours: str, model: Model) -> Iterator[Counterpart]:
-    """Yield the weight of a norm, and its bias if it has one."""
+    """Yield the weight of the norm `theirs` (`ours` in this suite's GPT), and its bias if it has one."""
     yield counterpart(f"{theirs}.weight", ours, model.hidden)
     if model.norm == "layer":
         yield counterpart(f"{theirs}.bias", f"{ours}_bias", model.hidden)
@@ -116,7 +116,7 @@ def norm_counterparts(theirs: str, ours: str, model: Model) -> Iterator[Counterp
 def linear_counterparts(
     theirs: str, inputs: int, *row_ranges: RowRange, biased: bool
 ) -> Iterator[Counterpart]:
-    """Yield a matrix [out, in] with the rows `row_ranges` of our weights, and its bias."""
+    """Yield a matrix [out, in] that consists of `row_ranges` of this suite's parameters, and its bias if `biased`."""
     rows = sum(part.rows for part in row_ranges)
     yield Counterpart(f"{theirs}.weight", (rows, inputs), row_ranges)
     if biased:
@@ -125,14 +125,14 @@ def linear_counterparts(
 
 
 def fused_qkv_rows(block: str, model: Model) -> Iterator[RowRange]:
-    """Yield the rows of a fused matrix that stores queries, key and value of each key head together."""
+    """Yield the row ranges of a fused matrix that stores queries, key and value of each key head together."""
     width, keys = model.head_width, model.key_heads
     queries = model.heads // keys * width
     for group in range(keys):
-        if keys == model.heads:  # one parameter [3, heads, width]
+        if keys == model.heads:  # this suite stores one parameter [3, heads, width]
             for k in range(3):
                 yield RowRange(f"{block}.qkv", (k * keys + group) * width, width)
-        else:  # queries, and [heads, 2, width] of keys and values
+        else:  # this suite stores queries apart from keys and values [key heads, 2, width]
             yield RowRange(f"{block}.q", group * queries, queries)
             yield RowRange(f"{block}.kv", group * 2 * width, 2 * width)
 
@@ -140,9 +140,9 @@ def fused_qkv_rows(block: str, model: Model) -> Iterator[RowRange]:
 def fused_layer(
     model: Model, i: int, *, stem: str, attention: str, norms: tuple[str, ...]
 ) -> Iterator[Counterpart]:
-    """Yield the tensors of layer i where its four matrices have the names of Megatron-LM.
+    """Yield the tensors of layer `i` in a family that names the four matrices as Megatron-LM does.
 
-    `norms` are the names of the norms of attention and of the MLP; with one name, the MLP has no norm.
+    `norms`: names of the norms of attention and of the MLP; with one name, the MLP has no norm.
     """
     theirs, ours, h, f = f"{stem}.{i}", f"blocks.{i}", model.hidden, model.ffn_width
     for name, part in zip(norms, ("attention", "mlp"), strict=False):
@@ -157,7 +157,7 @@ def fused_layer(
 
 
 def first_value(config: Config, *keys: str) -> Any:
-    """Return the value of the first key that is not None; raises `KeyError` of the first key."""
+    """Return the first value of `keys` in a configuration that is not None; raise `KeyError` if all are missing."""
     for key in keys:
         if config.get(key) is not None:
             return config[key]
@@ -165,19 +165,19 @@ def first_value(config: Config, *keys: str) -> Any:
 
 
 def rotary_sizes(config: Config) -> dict[str, Any]:
-    """Return our keys of rotary positions. Newer versions of transformers store theirs in a table."""
+    """Return the keys of `Model` for rotary positions; new versions of transformers have theirs in an inner table."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        right = "default: wavelengths that are scaled are not in our GPT"
+        right = "default, since this suite's GPT does not support scaled wavelengths"
         raise ConfigError("rope_type", kind, right)
     base = rope.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0
     return {"positions": "rotary", "rotary_base": float(base)}
 
 
 def gelu_name(config: Config, key: str, default: str) -> str:
-    """Return our name of their GELU."""
+    """Return this suite's name for the activation in the configuration key `key`."""
     value = config.get(key, default)
     if value not in OUR_GELUS:
-        raise ConfigError(key, value, f"one of {', '.join(OUR_GELUS)}, which our GPT has")
+        raise ConfigError(key, value, f"one of {', '.join(OUR_GELUS)}")
     return OUR_GELUS[value]

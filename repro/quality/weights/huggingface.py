@@ -1,4 +1,4 @@
-"""Folders in the format of Hugging Face transformers: `config.json` and files of tensors, in both directions."""
+"""Import and export of folders in the format of Hugging Face transformers: `config.json` and files of tensors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from repro.util.files import write_file
 CONFIG_FILE = "config.json"
 SIZES = ("layers", "hidden", "heads", "head_width", "vocab", "seq", "ffn_width")
 MAX_SHARD_BYTES = 5_000_000_000
-"""Maximum size of a file of an export, which is the default of transformers."""
+"""Maximum size of an exported file in bytes, the default of transformers."""
 
 
 class HuggingFaceFolder(StoredRows):
-    """Weights of a folder in the format of `save_pretrained`."""
+    """Weights of a folder that transformers' `save_pretrained` wrote."""
 
     def __init__(self, folder: Path):
         files, found = _read_tensors(folder)
@@ -57,12 +57,12 @@ class HuggingFaceFolder(StoredRows):
         """Raise `ConfigError` if a tied model has an output matrix that differs from the embedding."""
         name, head = self._head
         if head is not None and not torch.equal(head, self.stored[TOKEN_EMBEDDING][0][1]):
-            right = "is another matrix than the token embedding, to which the configuration ties it"
+            right = "differs from the token embedding, although the configuration ties the two matrices"
             raise ConfigError(name, says=right, file=str(self._folder))
 
 
 def _family_of_config(config: Mapping[str, Any], path: Path) -> Family:
-    """Return the family of a configuration. Raises `ConfigError` for an unknown one."""
+    """Return the model family of a configuration by its `model_type`; raise `ConfigError` for an unknown type."""
     kind = config.get("model_type", FAMILIES[0].types[0])
     for family in FAMILIES:
         if kind in family.types:
@@ -72,7 +72,7 @@ def _family_of_config(config: Mapping[str, Any], path: Path) -> Family:
 
 
 def family_of_model(model: Model) -> Family | None:
-    """Return the family whose configuration of a model describes the same model, or None."""
+    """Return the first family whose configuration can represent the model, or None."""
     for family in FAMILIES:
         try:
             again = family.model(family.document(model, model.vocab), model.name)
@@ -85,7 +85,7 @@ def family_of_model(model: Model) -> Family | None:
 
 
 def _read_tensors(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
-    """Return the files with weights and all of their tensors; safetensors have priority over files of torch."""
+    """Return the weight files of a folder and all their tensors; safetensors take precedence over torch's files."""
     for name, read in (("model.safetensors", read_safetensors), ("pytorch_model.bin", read_torch_file)):
         index = folder / f"{name}.index.json"
         if index.is_file():
@@ -93,9 +93,9 @@ def _read_tensors(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
             if not isinstance(where, Mapping):
                 raise ConfigError("weight_map", says="is missing from the index", file=str(index))
             files = [folder / file for file in dict.fromkeys(map(str, where.values()))]
-            # An index may name only files of its own folder.
+            # An index from an untrusted source must not make this program open files of other folders.
             if outside := [path for path in files if path.parent != folder]:
-                raise ConfigError("weight_map", str(outside[0]), "files of the same folder", file=str(index))
+                raise ConfigError("weight_map", str(outside[0]), "a file of the same folder", file=str(index))
         elif (folder / name).is_file():
             files = [folder / name]
         else:
@@ -104,10 +104,10 @@ def _read_tensors(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
         for path in files:
             content = read(path)
             if not isinstance(content, Mapping) or not all(isinstance(t, Tensor) for t in content.values()):
-                raise ConfigError("weights", says="needs a table of tensors by name", file=str(path))
+                raise ConfigError("weights", says="must be a dictionary of tensors by name", file=str(path))
             found |= content
         return files, found
-    right = "model.safetensors or pytorch_model.bin, or the index of their parts"
+    right = "in model.safetensors or pytorch_model.bin, or in files that model.safetensors.index.json names"
     raise ConfigError("weights", expected=right, file=str(folder))
 
 
@@ -128,17 +128,17 @@ def export_huggingface(
 ) -> list[Path]:
     """Write the weights of `source` to `folder` in fp32, and return the paths of the written files.
 
-    `vocab` is the number of tokens without padding; 0 writes all. Raises `ConfigError` if no family has such a layer.
+    `vocab` is the number of tokens without padding; 0 writes padding, too. Unsupported models raise `ConfigError`.
     """
     model = source.model
     family = family_of_model(model)
     if family is None:
         other = ", ".join(f"{key} = {value}" for key, value in model.departures().items())
-        says = f"is no family's of transformers that we write ({other or 'head_dim'})"
+        says = f"no supported family of transformers has such layers ({other or 'head_dim'})"
         raise ConfigError("--weights", model.name, says=says)
     vocab = vocab or model.vocab
     if not 0 < vocab <= model.vocab:
-        raise ConfigError("--vocab", vocab, f"1 to {model.vocab}, the rows that there are")
+        raise ConfigError("--vocab", vocab, f"1 to {model.vocab}, the number of rows of the token embedding")
     pairs = {
         pair.theirs if pair.theirs == family.head else family.prefix + pair.theirs: pair
         for pair in family.counterparts(model)
@@ -169,7 +169,7 @@ def export_huggingface(
 
 
 def _group_by_file(shapes: dict[str, list[int]], max_bytes: int) -> Iterator[list[str]]:
-    """Yield the names of the tensors of each file."""
+    """Yield the names of the tensors that each exported file contains, in fp32 up to `max_bytes` per file."""
     group: list[str] = []
     size = 0
     for name, shape in shapes.items():

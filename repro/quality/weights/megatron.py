@@ -1,12 +1,9 @@
-"""Checkpoints of Megatron-LM's GPT, with their tensor-parallel shards and pipeline stages joined.
+"""Reader of Megatron-LM checkpoints of GPT, which joins tensor-parallel shards and pipeline stages.
 
-The saved folder has `latest_checkpointed_iteration.txt`, which names `iter_0000100` or `release`. That folder has one
-folder per rank: `mp_rank_TT`, or `mp_rank_TT_PPP` with a pipeline. Every stage, and every chunk of an interleaved
-schedule (`model0`, `model1`), numbers its layers from 0. Tensor parallelism splits the rows of the first matrix of a
-pair and the columns of the second (1909.08053 sec. 3); every rank has the other parameters.
-
-Query, key and value are rows of one matrix. `checkpoint_version` tells the order of a rank's rows: [3, heads, width]
-without a version (until September 2020), [heads, width, 3] in 1.0, [heads, 3, width] from 2.0 on.
+`latest_checkpointed_iteration.txt` names a folder, `iter_0000100` or `release`, with one folder per rank: `mp_rank_TT`
+(tensor-parallel rank), or `mp_rank_TT_PPP` with pipeline stages. Stages, and chunks of an interleaved schedule
+(`model0`, `model1`), number their layers from 0. `checkpoint_version` gives the order of the rows of query, key and
+value in their matrix (`_QKV_ORDERS`).
 """
 
 from __future__ import annotations
@@ -41,9 +38,9 @@ _RENAMED_TO_2021 = (
     (".linear_fc2.", ".dense_4h_to_h."),
     ("self_attention.input_layernorm.", "input_layernorm."),
 )
-"""Parts of names of 2019 and of Megatron-core, and their replacements in names of 2021."""
+"""Parts of tensor names of 2019 and of Megatron-core, and their replacements in tensor names of 2021."""
 _HEAD = "word_embeddings_for_head.weight"
-"""Name of the last pipeline stage's copy of the embedding."""
+"""Name of the copy of the token embedding on the last pipeline stage."""
 _QKV_ORDERS = {
     0.0: "[3, heads, width]",
     1.0: "[heads, width, 3]",
@@ -58,7 +55,7 @@ _LAYER_NAMES = {
     "mlp.up": "mlp.dense_h_to_4h",
     "mlp.down": "mlp.dense_4h_to_h",
 }
-"""Our names in a layer and theirs; each has a weight and a bias."""
+"""Names of a layer's matrices and norms in Megatron-LM, by their names in this suite's GPT."""
 _OUTER_NAMES = {
     TOKEN_EMBEDDING: "word_embeddings.weight",
     "embed.positions": "position_embeddings.weight",
@@ -68,24 +65,24 @@ _OUTER_NAMES = {
 
 
 def find_rank_folders(folder: Path) -> Path | None:
-    """Return the folder with the folders of ranks, at or below `folder`; None without a checkpoint of Megatron-LM."""
+    """Return the folder that contains the folders of ranks, at or below `folder`; None if there is none."""
     tracker = folder / TRACKER_FILE
     if tracker.is_file():
         word = tracker.read_text(encoding="utf-8").strip()
         if not (word.isdecimal() or word == "release"):
-            raise ConfigError("iteration", word, "a number, or release", file=str(tracker))
+            raise ConfigError("iteration", word, "a number or release", file=str(tracker))
         folder /= word if word == "release" else f"iter_{int(word):07d}"
         if not folder.is_dir():
-            raise ConfigError("is missing", says=f"although {TRACKER_FILE} names it", file=str(folder))
+            raise ConfigError("is missing", says=f"{TRACKER_FILE} names this folder", file=str(folder))
         return folder
     return folder if any(_RANK_FOLDER.fullmatch(path.name) for path in folder.glob("mp_rank_*")) else None
 
 
 @dataclass(frozen=True)
 class SplitTensor:
-    """Views of one parameter in our orientation, to be concatenated along `dim`.
+    """One parameter as parts of several ranks, which are concatenated along `dim`.
 
-    Dimensions after the split one may be subdivided: [3, heads, width, h] for a parameter [3, inner, h].
+    The parts are views that may subdivide dimensions: [3, heads, width, h] for a parameter [3, heads * width, h].
     """
 
     parts: tuple[Tensor, ...]
@@ -93,13 +90,13 @@ class SplitTensor:
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the concatenated parts."""
+        """Return the shape of the concatenated parts."""
         shape = list(self.parts[0].shape)
         shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
         return shape
 
     def narrow(self, dim: int, first: int, last: int) -> SplitTensor:
-        """Return a view of the indices first..last along `dim`, as far as they exist."""
+        """Return a view of the indices `first` to `last` (exclusive) along `dim`, without missing indices."""
         if dim != self.dim:
             return SplitTensor(tuple(part.narrow(dim, first, last - first) for part in self.parts), self.dim)
         found, begin = [], 0
@@ -112,15 +109,15 @@ class SplitTensor:
 
 
 class MegatronCheckpoint(WeightSource):
-    """Weights of all ranks of one iteration."""
+    """Weights of a Megatron-LM checkpoint, joined from the files of all ranks."""
 
     def __init__(self, folder: Path, model: Model | None = None):
         self._folder = folder
         paths = _rank_files(folder)
         self._tp, self._pp = 1 + max(t for t, _ in paths), 1 + max(p for _, p in paths)
         if len(paths) != self._tp * self._pp:
-            right = f"one of each of {self._tp} x {self._pp} tensor-parallel and pipeline ranks; there are {len(paths)}"
-            raise ConfigError("mp_rank_*", says=f"needs {right}", file=str(folder))
+            right = f"a folder for each of {self._tp} x {self._pp} tensor-parallel and pipeline ranks, not {len(paths)}"
+            raise ConfigError("mp_rank_*", says=f"must be {right}", file=str(folder))
         ranks = {at: _read_checkpoint(path) for at, path in paths.items()}
         self._version = _checkpoint_version(ranks[0, 0], folder)
         namespace = ranks[0, 0].get("args")
@@ -154,21 +151,21 @@ class MegatronCheckpoint(WeightSource):
         return torch.nn.functional.pad(found, (0, missing)) if missing else found
 
     def check(self) -> None:
-        """Raise `ConfigError` unless replicated tensors, and the embeddings of the first and last stage, are equal."""
+        """Raise `ConfigError` if ranks have different values of a replicated tensor or of the shared embedding."""
         ours = {theirs: ours for ours, theirs in _name_pairs(self.model.layers)}
         for t, shard in enumerate(self._shards):
             where = f"{self._folder}/mp_rank_{t:02d}"
             for name, tensor in shard.items():
                 is_split = name == _HEAD or self.parameter_shapes[ours[name]].split is not None
                 if not is_split and not torch.equal(tensor, self._shards[0][name]):
-                    raise ConfigError(name, says="is not the same as in mp_rank_00", file=where)
+                    raise ConfigError(name, says="differs from its copy in mp_rank_00", file=where)
             head = shard.get(_HEAD)
             if head is not None and not torch.equal(head, shard[_OUTER_NAMES[TOKEN_EMBEDDING]]):
-                says = "is not the first stage's embedding; our GPT's is tied"
+                says = "differs from the token embedding on the first stage; the two must be tied"
                 raise ConfigError(_HEAD, says=says, file=where)
 
     def _shard(self, stages: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the tensors of a tensor-parallel rank, with layers numbered across its stages."""
+        """Return the tensors of a tensor-parallel rank from all its stages, with layers numbered across stages."""
         chunks = sum(f"model{i}" in stages[0] for i in range(1024)) or 1
         found: dict[str, Tensor] = {}
         layers = 0
@@ -189,20 +186,19 @@ class MegatronCheckpoint(WeightSource):
     def _model(
         self, shards: list[dict[str, Tensor]], arguments: Mapping[str, Any], model: Model | None
     ) -> Model:
-        """Return the model by its shapes; the heads are from the arguments in the checkpoint, else from `model`."""
+        """Return the model by the shapes of its tensors; heads come from the checkpoint's arguments or from `model`."""
         shard, where = shards[0], str(self._folder)
         names = ("word_embeddings.weight", "position_embeddings.weight", "layers.0.mlp.dense_h_to_4h.weight")
         if lacking := [name for name in names if name not in shard]:
-            raise ConfigError("weights", says=f"lacks {lacking[0]}: no GPT of Megatron-LM", file=where)
+            says = f"must be a GPT of Megatron-LM; tensor {lacking[0]} is missing"
+            raise ConfigError("weights", says=says, file=where)
         tokens, positions, up = (shard[name] for name in names)
         heads = arguments.get("num_attention_heads") or (model.heads if model is not None else None)
         if not isinstance(heads, int):
-            right = (
-                "needs --model: a checkpoint of 2019 has no arguments, and its shapes do not say the heads"
-            )
+            right = "is unknown: checkpoints of 2019 do not contain it; name the model with --model"
             raise ConfigError("heads", says=right, file=where)
         if model is not None and model.hidden != tokens.shape[1]:
-            right = f"of width {tokens.shape[1]}, as the weights"
+            right = f"a model of width {tokens.shape[1]}, which is the width of the weights"
             raise ConfigError("--model", model.name, right, file=where)
         try:
             return Model(
@@ -218,21 +214,21 @@ class MegatronCheckpoint(WeightSource):
             raise error.within(file=where) from None
 
     def _expected_shapes(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield the names and shapes of one tensor-parallel rank."""
+        """Yield name and expected shape of each tensor of one tensor-parallel rank."""
         for ours, theirs in _name_pairs(self.model.layers):
             shape, split = self.parameter_shapes[ours]
             sizes = [size // self._tp if dim == split else size for dim, size in enumerate(shape)]
             yield theirs, [math.prod(sizes[:2]), *sizes[2:]] if _is_qkv(ours) else sizes
 
     def _join_ranks(self, ours: str, theirs: str) -> SplitTensor:
-        """Return one parameter from the tensors of all tensor-parallel ranks."""
+        """Return the parameter `ours` of this suite's GPT from the tensors `theirs` of all tensor-parallel ranks."""
         parts, split = [shard[theirs] for shard in self._shards], self.parameter_shapes[ours].split
         if split is None:
             return SplitTensor((parts[0],))
         return SplitTensor(tuple(self._split_heads(part) if _is_qkv(ours) else part for part in parts), split)
 
     def _split_heads(self, part: Tensor) -> Tensor:
-        """Return a view [3, heads / t, width, ...] of a rank's query, key and value."""
+        """Return a view [3, heads / tp, width, ...] of the query, key and value rows of a tensor-parallel rank."""
         heads, width, rest = self.model.heads // self._tp, self.model.head_width, part.shape[1:]
         if self._version == 0:
             return part.view(3, heads, width, *rest)
@@ -242,7 +238,7 @@ class MegatronCheckpoint(WeightSource):
 
 
 def _name_pairs(layers: int) -> Iterator[tuple[str, str]]:
-    """Yield our name and their name of every parameter."""
+    """Yield the name of every parameter in this suite's GPT, and its name in Megatron-LM."""
     yield from _OUTER_NAMES.items()
     for i in range(layers):
         for ours, theirs in _LAYER_NAMES.items():
@@ -255,7 +251,7 @@ def _is_qkv(ours: str) -> bool:
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the file of every rank by tensor-parallel rank and stage."""
+    """Return the weight file of every rank, by (tensor-parallel rank, pipeline stage)."""
     found = {}
     for path in sorted(folder.iterdir()):
         match = _RANK_FOLDER.fullmatch(path.name)
@@ -263,15 +259,15 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
         if match and file is not None:
             found[int(match[1]), int(match[2] or 0)] = file
     if (0, 0) not in found:
-        right = f"mp_rank_00/{RANK_FILES[0]}; a distributed checkpoint of Megatron-core is not read"
-        raise ConfigError("weights", says=f"needs {right}", file=str(folder))
+        right = f"in mp_rank_00/{RANK_FILES[0]}; distributed checkpoints of Megatron-core are not supported"
+        raise ConfigError("weights", expected=right, file=str(folder))
     return found
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
     content = read_torch_file(path)
     if not isinstance(content, dict) or not {"model", "model0"} & content.keys():
-        raise ConfigError("model", says="is missing: no checkpoint of Megatron-LM", file=str(path))
+        raise ConfigError("model", says="is missing; checkpoints of Megatron-LM contain it", file=str(path))
     return content
 
 
@@ -284,10 +280,10 @@ def _checkpoint_version(content: Mapping[str, Any], folder: Path) -> float:
 
 
 def _check_arguments(arguments: Mapping[str, Any], folder: Path) -> None:
-    """Raise `ConfigError` for a model that differs from our GPT."""
+    """Raise `ConfigError` if a checkpoint's arguments describe a model that this suite's GPT cannot represent."""
     fused = arguments.get("bias_gelu_fusion", True)
     is_tanh = fused or arguments.get("openai_gelu") or arguments.get("onnx_safe")
-    tanh = "true, or openai_gelu: our GELU is the tanh approximation"
+    tanh = "true, or openai_gelu = true (GELU by the tanh approximation)"
     unsupported = {"bias_gelu_fusion": (not is_tanh, tanh)}
     for key in ("swiglu", "apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"):
         unsupported[key] = (bool(arguments.get(key)), "false")
@@ -295,13 +291,14 @@ def _check_arguments(arguments: Mapping[str, Any], folder: Path) -> None:
         unsupported[key] = (arguments.get(key, 1e-5) != 1e-5, "1e-5")
     for key, (is_unsupported, right) in unsupported.items():
         if is_unsupported:
-            raise ConfigError(f"args.{key}", arguments.get(key), f"{right}, as in our GPT", file=str(folder))
+            says = f"must be {right}; this suite's GPT supports nothing else"
+            raise ConfigError(f"args.{key}", arguments.get(key), says=says, file=str(folder))
 
 
 def _tensors_by_name(state: Any, folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of nested tables by their names of 2021."""
+    """Return the tensors of a nested state dictionary by their names in Megatron-LM of 2021."""
     if not isinstance(state, Mapping):
-        raise ConfigError("model", says="is not a table of tensors", file=str(folder))
+        raise ConfigError("model", says="must be a dictionary of tensors", file=str(folder))
     found = {}
     for name, tensor in _flatten(state):
         name = _PREFIX.sub("", name)

@@ -1,8 +1,7 @@
-"""Weights on disk as flat fp32 elements of one parameter's tensor-parallel part.
+"""Common interface of weights on disk (`WeightSource`): flat fp32 elements of a parameter's tensor-parallel part.
 
-Files are mapped into memory, so that a rank reads only its heads under tensor parallelism and its shard under stage 3.
-`StoredRows` reads formats whose tensors consist of rows of our parameters. `Counterpart` describes such a tensor, for
-reading and for writing. `RunCheckpoint` reads the suite's own checkpoints.
+Files are mapped into memory, so that a rank reads only its part. `StoredRows` reads formats whose tensors consist of
+rows of this suite's parameters (`Counterpart`), and `RunCheckpoint` reads checkpoints of this suite.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from repro.parallel.zero.flat_parameters import InitialValues
 
 TOKEN_EMBEDDING = "embed.tokens"
 VOCAB_PARAMETERS = (TOKEN_EMBEDDING, "head.output")
-"""Parameters with one row per token, which a larger vocabulary pads with zeros."""
+"""Parameters with one row per token, in which zeros pad the vocabulary."""
 
 
 class ParameterShape(NamedTuple):
-    """Shape of a parameter of the full model, and the dimension that tensor parallelism splits."""
+    """Shape of a parameter of the full model, and the dimension that tensor parallelism splits (None: replicated)."""
 
     shape: tuple[int, ...]
     split: int | None
 
 
 class WeightSource(ABC):
-    """Weights of one folder."""
+    """Weights in one folder, read on demand."""
 
     kind: str
-    """Name of the format, for messages and records."""
+    """Name of the format of the files, for messages and records."""
     model: Model
     files: tuple[Path, ...]
-    """Files with weights, without those that describe them."""
+    """Files that contain weights, without configuration and index files."""
 
     @cached_property
     def parameter_shapes(self) -> dict[str, ParameterShape]:
-        """Shapes of the model's parameters by name."""
+        """Return the shapes of the model's parameters by name."""
         gpt = GPT(self.model, Layout(), Training(), meshes.single_rank_mesh().tp)
         return {name: ParameterShape(tuple(p.shape), vars(p)["split"]) for name, p in gpt.named_parameters()}
 
@@ -56,17 +55,17 @@ class WeightSource(ABC):
     def elements(
         self, name: str, start: int, stop: int, rank: int = 0, ranks: int = 1, rows: int = 0
     ) -> Tensor:
-        """Return elements start..stop, flat fp32, of the part of a parameter on tp rank `rank` of `ranks`.
+        """Return elements `start` to `stop`, flat fp32, of the part of a parameter on tp rank `rank` of `ranks`.
 
-        `rows` is the padded length of the first dimension; 0 adds no padding. Padding is zero.
+        `rows` is the length of the first dimension with zero padding; 0 adds no padding.
         """
 
     def check(self) -> None:
-        """Read redundant copies of parameters, and raise `ConfigError` where they differ."""
+        """Raise `ConfigError` if redundant copies of a parameter in the files differ."""
         return
 
     def values(self, names: Sequence[str], rank: int, ranks: int, vocab: int) -> InitialValues:
-        """Return a function that reads a rank's part of the parameters `names`, with `vocab` tokens."""
+        """Return a function that reads elements of a tp rank's part of the parameters `names`, padded to `vocab`."""
         replicated = KEYS_AND_VALUES if ranks > self.model.key_heads else ()
 
         def read_elements(i: int, start: int, stop: int) -> Tensor:
@@ -79,9 +78,9 @@ class WeightSource(ABC):
 
 
 class RowRange(NamedTuple):
-    """Consecutive rows of one of our parameters.
+    """Consecutive rows of a parameter of this suite's GPT.
 
-    A weight [..., n] has the rows of all its matrices, a bias has rows of one element.
+    A weight [..., n] has rows of n elements, and a bias has rows of one element.
     """
 
     ours: str
@@ -90,23 +89,23 @@ class RowRange(NamedTuple):
 
 
 class Counterpart(NamedTuple):
-    """Tensor of another library, and the rows of our parameters that it contains in this order."""
+    """Tensor of another library, and the rows of this suite's parameters that it contains, in order."""
 
     theirs: str
     shape: tuple[int, ...]
     row_ranges: tuple[RowRange, ...]
     transposed: bool = False
-    """Whether the file stores the tensor as [in, out]; rows belong to [out, in]."""
+    """Whether the file stores the tensor as [in, out]; `row_ranges` are rows of [out, in]."""
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
+        """Return the number of elements of a row."""
         return 1 if len(self.shape) == 1 else self.shape[0 if self.transposed else 1]
 
     def read_slices(self, source: WeightSource, rows: int = 0) -> Iterator[Tensor]:
-        """Yield the tensor's elements from `source` in order, as fp32 slices.
+        """Yield the elements of the tensor from `source` in order, as fp32 slices.
 
-        `rows` limits the rows of each range, to leave out padding; 0 is no limit.
+        `rows` limits the rows of each range, to omit padding; 0 is no limit.
         """
         if self.transposed:
             parts = [part for row_range in self.row_ranges for part in self._read_range(source, row_range)]
@@ -122,13 +121,13 @@ class Counterpart(NamedTuple):
 
 
 def counterpart(theirs: str, ours: str, *shape: int, transposed: bool = False) -> Counterpart:
-    """Return the counterpart with their `shape` that equals one of our parameters or its transpose."""
+    """Return the counterpart of a tensor that equals the parameter `ours` of this suite's GPT or its transpose."""
     rows = shape[1] if transposed else shape[0]
     return Counterpart(theirs, shape, (RowRange(ours, 0, rows),), transposed)
 
 
 class StoredRows(WeightSource):
-    """Mapped tensors whose rows are rows of our parameters."""
+    """Weights in mapped tensors whose rows are rows of this suite's parameters."""
 
     def __init__(
         self,
@@ -140,7 +139,7 @@ class StoredRows(WeightSource):
     ):
         self.kind, self.model, self.files = kind, model, tuple(files)
         self.stored: dict[str, list[tuple[int, Tensor]]] = {}
-        """First row and rows [n, width] of each piece of a parameter, in order, as views."""
+        """Pieces of each parameter in order: number of the first row, and a view [rows, width]."""
         for pair in counterparts:
             tensor = found[pair.theirs]
             rows = tensor.t() if pair.transposed else tensor.view(-1, pair.width)
@@ -169,7 +168,7 @@ class StoredRows(WeightSource):
         first, last = start // columns, -(-stop // columns)
         found: list[Tensor] = []
         at = first
-        while at < last:  # a rank has consecutive rows of every block
+        while at < last:  # in each block of a split parameter, a tp rank has consecutive rows
             number, row = divmod(at, rank_rows)
             end = min(last, (number + 1) * rank_rows)
             begin = number * block_rows + offset + row
@@ -181,7 +180,7 @@ class StoredRows(WeightSource):
         return full.reshape(-1)[start - first * columns : stop - first * columns].float()
 
     def _rows(self, name: str, first: int, last: int, width: int) -> Iterator[Tensor]:
-        """Yield the rows first..last of a parameter, with zeros after the last stored row."""
+        """Yield the rows `first` to `last` (exclusive) of a parameter, with zeros after the last stored row."""
         for begin, piece in self.stored[name]:
             low, high = max(first, begin), min(last, begin + piece.shape[0])
             if low < high:
@@ -192,7 +191,7 @@ class StoredRows(WeightSource):
 
 
 class RunCheckpoint(WeightSource):
-    """Optimizer's fp32 weights in a checkpoint of `repro run` (folder `step-N`), written under any layout."""
+    """The optimizer's fp32 weights in a checkpoint of `repro run` (folder `step-N`), of any layout."""
 
     kind = "repro checkpoint"
 
@@ -204,10 +203,11 @@ class RunCheckpoint(WeightSource):
         try:
             self.model = Model(**{**self._index.training["model"], "name": name_from_folder(folder.parent)})
         except (KeyError, TypeError):
-            raise ConfigError("model", says="is not among what the checkpoint says", file=str(path)) from None
+            says = "is missing in the index of the checkpoint, or invalid"
+            raise ConfigError("model", says=says, file=str(path)) from None
         for name, expected in self.parameter_shapes.items():
             if (shape := self._index.shapes.get(name)) != expected.shape:
-                raise ConfigError(name, shape, f"of shape {expected.shape}", file=str(path))
+                raise ConfigError(name, shape, f"a parameter of shape {expected.shape}", file=str(path))
         self._read = index.reading(folder, self._index, files.Reader())
 
     def elements(
@@ -219,14 +219,14 @@ class RunCheckpoint(WeightSource):
         width = full.columns * (rows or shape[0]) // shape[0] // (1 if split is None else ranks)
         found = torch.zeros(stop - start)
         for rectangle, before in rectangles(start, stop, 0 if split is None else rank * width, width):
-            there = rectangle.overlap(full)  # padding of the vocabulary has no overlap and stays zero
+            there = rectangle.overlap(full)  # None for padding of the vocabulary, which stays zero
             if there is not None:
                 self._read(name, "weight", there, found[before : before + there.size])
         return found
 
 
 def name_from_folder(path: Path) -> str:
-    """Return a model's name from the name of its folder."""
+    """Return the name of a model, which is the name of its folder."""
     return path.resolve().name.lstrip(".-").strip() or "weights"
 
 
@@ -236,16 +236,16 @@ def check_tensors(
     found: Mapping[str, Tensor],
     ignored: Iterable[str] = (),
 ) -> None:
-    """Raise `ConfigError` unless `found` has the expected names and shapes; `ignored` names are optional."""
+    """Raise `ConfigError` unless the tensors `found` have the expected names and shapes; `ignored` are optional."""
     faults = []
     missing = [name for name in expected if name not in found]
     unexpected = sorted(found.keys() - expected.keys() - set(ignored))
     wrong = [
-        f"{name} is {list(found[name].shape)} where {list(shape)} is right"
+        f"{name} has shape {list(found[name].shape)} and must have {list(shape)}"
         for name, shape in expected.items()
         if name in found and list(found[name].shape) != list(shape)
     ]
-    for words, names in (("lacks", missing), ("has what our GPT has not:", unexpected), ("", wrong)):
+    for words, names in (("missing tensor", missing), ("unknown tensor", unexpected), ("", wrong)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             faults.append(f"{words} {names[0]}{more}".strip())

@@ -1,8 +1,7 @@
-"""Files of tensors in the formats of safetensors and of `torch.save`, mapped where the format allows it.
+"""Readers of tensor files in the formats of safetensors and of `torch.save`, memory-mapped if the format allows it.
 
-torch's restricted reader (`weights_only`) accepts only torch's own classes. Checkpoints of Megatron-LM name other
-classes, for example for arguments, loss scalers and random states. A `Placeholder` replaces an object of such a class,
-so that no code named in a file is imported or called.
+torch's restricted reader (`weights_only`) accepts only torch's classes, but checkpoints of Megatron-LM contain objects
+of others, such as arguments. `Placeholder` objects replace them, so that no code that a file names is imported or run.
 """
 
 from __future__ import annotations
@@ -40,21 +39,21 @@ PLACEHOLDER_CLASSES = re.compile(
     r"argparse\.Namespace|numpy\.(?:_?core\.)[\w.]*|numpy\.(?:ndarray|dtype|random\.[\w.]*)"
     r"|(?:megatron|fp16|mpu|apex|signal|pathlib)\.[\w.]*|types\.SimpleNamespace"
 )
-"""Classes that a `Placeholder` replaces; all others except torch's own are refused."""
+"""Pattern of the classes that a `Placeholder` replaces; other classes are rejected, except torch's own."""
 _TORCH_CLASSES = re.compile(r"(?:torch|collections|_codecs)\..*")
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a file of safetensors, mapped.
+    """Return all tensors of a safetensors file, memory-mapped.
 
-    The file has 8 bytes little-endian with the length of the header, the header (JSON: name to dtype, shape, offsets)
-    and the data. Raises `ConfigError` for any other file.
+    The file contains the length of the header (8 bytes, little-endian), the header (JSON: dtype, shape and offsets by
+    name) and the data. Raises `ConfigError` for any other file.
     """
     try:
         data = np.memmap(path, dtype=np.uint8, mode="c")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "empty"
-        raise ConfigError(reason, expected="a file of safetensors", file=str(path)) from None
+        raise ConfigError(reason, expected="a safetensors file", file=str(path)) from None
     try:
         begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
         header = json.loads(data[8:begin].tobytes())
@@ -64,7 +63,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             for name, entry in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError("not whole", says="needs a file of safetensors", file=str(path)) from None
+        raise ConfigError("damaged", says="must be a complete safetensors file", file=str(path)) from None
 
 
 def _mapped_tensor(
@@ -80,7 +79,7 @@ def _mapped_tensor(
 
 
 class Placeholder:
-    """Attributes of an object whose class is not imported."""
+    """Object with the attributes of an unpickled object whose class is not imported."""
 
     def __new__(cls, *_: Any, **__: Any) -> Placeholder:
         return object.__new__(cls)
@@ -94,9 +93,9 @@ class Placeholder:
 
 
 def read_torch_file(path: Path) -> Any:
-    """Return the content of a file of `torch.save`; tensors in the zip format of torch 1.6 are mapped.
+    """Return the content of a file of `torch.save`; the tensors of files since torch 1.6 are memory-mapped.
 
-    Raises `ConfigError` for a file that is damaged or names a class that is refused.
+    Raises `ConfigError` for a file that is damaged or names a class outside of `PLACEHOLDER_CLASSES` and torch.
     """
     names: dict[str, None] = {}
     try:
@@ -114,14 +113,14 @@ def read_torch_file(path: Path) -> Any:
         known = (PLACEHOLDER_CLASSES, _TORCH_CLASSES)
         refused = [name for name in names if not any(pattern.fullmatch(name) for pattern in known)]
         if not refused:
-            says = f"needs a file of torch.save: {' '.join(str(error).split())[:200]}"
+            says = f"must be a file of torch.save: {' '.join(str(error).split())[:200]}"
             raise ConfigError("not weights", says=says, file=str(path)) from None
-        says = f"refused: loading it would call {refused[0]}; a file of weights has tensors and plain values only"
+        says = f"must contain only tensors and plain values; loading this file would call {refused[0]}"
         raise ConfigError("weights", says=says, file=str(path)) from None
 
 
 def _class_names(path: Path, is_zip: bool) -> Iterator[str]:
-    """Yield the classes and functions that the pickles of a file name, as `module.name`, without executing them."""
+    """Yield the classes and functions that the pickles in a file name, as `module.name`, without running them."""
     if is_zip:
         with zipfile.ZipFile(path) as archive:
             inner = next((n for n in archive.namelist() if n.rpartition("/")[2] == "data.pkl"), None)
@@ -130,7 +129,7 @@ def _class_names(path: Path, is_zip: bool) -> Iterator[str]:
                     yield from _global_names(file)
         return
     with open(path, "rb") as file:
-        for _ in range(4):  # magic number, version, machine, saved object
+        for _ in range(4):  # old files contain four pickles: magic number, version, machine, saved object
             yield from _global_names(file)
 
 

@@ -146,7 +146,7 @@ def test_a_rank_that_fails_is_an_outcome(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--system", "dgx2"], "--system = 'dgx2': must be one of local, local-gpu"),
+        (["--system", "dgx2"], "--system = 'dgx2': must be local or local-gpu, or a cluster"),
         (["--system", "local", "--gpus", "-1"], "--gpus = -1: must be a whole number of at least 1"),
         (
             ["--system", "local", "--output", "here.json"],
@@ -154,15 +154,18 @@ def test_a_rank_that_fails_is_an_outcome(
         ),
         (
             ["--system", "local", "--output", "dgx2.toml"],
-            "must be a file that is not called as the packaged system",
+            "must be another name, since dgx2 is a packaged system",
         ),
-        (["--system", "local", "--output", "no/such/folder/a.toml"], "a file in a folder that exists"),
-        (["--system", "local-gpu"], "a machine with CUDA devices; none is visible here"),
-        (["--system", "local-gpu", "--gpus", "9"], "a machine with CUDA devices; none is visible here"),
-        (["--system", "local", "--nodes", "2"], "--nodes = 2: needs --profile, whose cluster has them"),
+        (["--system", "local", "--output", "no/such/folder/a.toml"], "a file in an existing folder"),
+        (["--system", "local-gpu"], "local, since this machine has no visible CUDA device"),
+        (["--system", "local-gpu", "--gpus", "9"], "local, since this machine has no visible CUDA device"),
+        (
+            ["--system", "local", "--nodes", "2"],
+            "--nodes = 2: needs --profile, the SLURM profile of the cluster",
+        ),
         (
             ["--system", "dgx2", "--profile", "lab.toml"],
-            "--system = 'dgx2': must be local, which the nodes of lab.toml",
+            "--system = 'dgx2': must be local, the system of lab.toml",
         ),
         (
             ["--system", "local", "--profile", "lab.toml", "--nodes", "-1"],
@@ -170,7 +173,7 @@ def test_a_rank_that_fails_is_an_outcome(
         ),
         (
             ["--system", "local", "--profile", "lab.toml", "--gpus", "3"],
-            "--gpus = 3: must be 1 to 2, the ranks of a node",
+            "--gpus = 3: must be 1 to 2, the number of ranks per node",
         ),
         (["--system", "local", "--profile", "shared.toml"], "--output = "),
         (["--system", "local", "--profile", "lab.toml"], "SLURM does not answer: sinfo: not found"),

@@ -98,5 +98,7 @@ def test_stages_keep_compute_over_messages() -> None:
 
 def test_other_layers_have_other_ratios() -> None:
     model = Model(name="llama", layers=2, hidden=64, heads=8, vocab=64, seq=32, norm="rms", kv_heads=2)
-    with pytest.raises(ConfigError, match=r"model = 'llama': must be of GPT-2's layer.* another norm"):
+    with pytest.raises(
+        ConfigError, match=r"model = 'llama': must be a model with GPT-2's layer.* another norm"
+    ):
         scaled_model(model, 32, name="twin", width=32, layers=2, tp=1)

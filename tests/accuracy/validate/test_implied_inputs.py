@@ -48,7 +48,7 @@ def test_the_value_at_which_a_prediction_is_what_was_published(tmp_path: Path) -
     assert b.value == pytest.approx(12)
     assert found.unserved == ()
     assert found.contradiction == (b, a), "no value is within 15 % of both"
-    assert "a-claim/b needs 10.2 or more, a-claim/a 3.45 or less" in found.words
+    assert "a-claim/b needs 10.2 or more, a-claim/a needs 3.45 or less" in found.words
     assert "contradict each other, or the model is wrong" in found.words
 
 
@@ -57,14 +57,14 @@ def test_rows_that_one_value_serves_do_not_contradict_each_other(tmp_path: Path)
     assert found.contradiction is None
     assert "contradict" not in found.words
     # 17 needs 3.4 rings, and 15 % less are enough; 15 needs 3, and is served by 15 % more.
-    assert f"; {3.4 * 0.85:.3g} to {3 * 1.15:.3g} serves all." in found.words
+    assert f"; {3.4 * 0.85:.3g} to {3 * 1.15:.3g} fits all." in found.words
 
 
 def test_a_row_that_no_value_serves_is_named_and_contradicts_none(tmp_path: Path) -> None:
     (found,) = needed(tmp_path, {"a": "15.0", "b": "500"}, moving("a", INVERSE), moving("b", INVERSE))
     assert [(need.row, need.value, need.low) for need in found.unserved] == [("a-claim/b", None, None)]
     assert found.contradiction is None
-    assert "no value from 0.25 to 16 serves 1 of them (a-claim/b)" in found.words
+    assert "no value from 0.25 to 16 fits 1 of them (a-claim/b)" in found.words
 
 
 def test_clusters_are_apart_and_an_unknown_that_moves_little_says_nothing(tmp_path: Path) -> None:

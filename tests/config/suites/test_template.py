@@ -61,11 +61,11 @@ def test_a_port_of_another_bandwidth_takes_nothing_of_the_other_machine(key: str
 @pytest.mark.parametrize(
     ("left_out", "message"),
     [
-        ('\ntitle = "Claims', r'mine.toml: title: is missing: title = "..." of the file'),
+        ('\ntitle = "Claims', r'mine.toml: title: is missing: add title = "..." above'),
         ('\ntitle = "A report', r"mine.toml: source\[OWN\].title: is missing"),
         (
             ', metric = "exact-padding"',
-            r"metric: is missing next to expect: memory, as the value has, or exact",
+            r"metric: is missing next to expect: must be memory, the class of the row, or exact",
         ),
     ],
 )
@@ -90,7 +90,7 @@ def test_the_class_beside_expect_is_honoured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("there.toml", "is there already"),
+        ("there.toml", "already exists"),
         ("a.txt", "must be a file that ends in .toml"),
         ("no/a.toml", "folder"),
     ],

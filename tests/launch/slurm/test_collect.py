@@ -80,7 +80,7 @@ def test_collect_brings_records_to_another_folder_once(
         assert cli.main(["collect", *arguments]) == 0
         document = json.loads(capsys.readouterr().out)
         assert document["copied"] == copied
-        assert "torn record" in document["skipped_lines"][0]
+        assert "incomplete record" in document["skipped_lines"][0]
     assert len(lines(tmp_path / "mine")) == 3
 
 

@@ -132,9 +132,9 @@ def test_an_id_beyond_the_vocabulary_is_said_when_it_is_read(tmp_path: Path) -> 
     [
         ("missing.txt", None, "a readable file; No such file"),
         ("missing.bin", None, "a readable file; No such file"),
-        ("empty.txt", b"", "at least seq + 1 = 17 tokens for one sample; it has 0"),
-        ("empty.bin", b"", "it has 0"),
-        ("short.txt", b"16 bytes of text", "it has 16"),
+        ("empty.txt", b"", "data of at least seq + 1 = 17 tokens; the file has 0"),
+        ("empty.bin", b"", "the file has 0"),
+        ("short.txt", b"16 bytes of text", "the file has 16"),
         ("odd.bin", bytes(101), "ids of 2 bytes each; the file has 101 bytes"),
         ("odd.u32.bin", bytes(102), "ids of 4 bytes each; the file has 102 bytes"),
         ("wide.bin", np.arange(1, 99, dtype="<u4").tobytes(), "whose file name ends in .u32.bin"),
@@ -167,7 +167,7 @@ def test_a_folder_and_an_unknown_word(tmp_path: Path) -> None:
 def test_a_vocabulary_under_256_is_checked_against_the_text(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(b"abc" * 10 + b"\x80")
-    with pytest.raises(ConfigError, match="vocab = 128; it has byte 128"):
+    with pytest.raises(ConfigError, match="vocab = 128; the file has byte 128"):
         stream(str(path), replace(MODEL, vocab=128))
     assert stream("shakespeare", replace(MODEL, vocab=128)).samples(0, 4).max() < 128
 

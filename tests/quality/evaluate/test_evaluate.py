@@ -218,12 +218,15 @@ def test_gpt2_divides_by_all_words() -> None:
     [
         (["--task", "glue"], "--task = 'glue': must be one of wikitext103, lambada"),
         (["--task", "lambada", "--protocol", "x"], "must be one of megatron, last-token, gpt2"),
-        (["--task", "lambada", "--zero", "2"], "--zero = 2: must be 0 or 3: an evaluation has no gradients"),
-        (["--task", "lambada", "--stride", "4"], "is for windows, which lambada has none of"),
+        (
+            ["--task", "lambada", "--zero", "2"],
+            "--zero = 2: must be 0 or 3, since an evaluation has no gradients",
+        ),
+        (["--task", "lambada", "--stride", "4"], "needs task wikitext103; lambada has no windows"),
         (["--task", "lambada", "--tp", "3"], "--tp = 3: must be a divisor of heads"),
         (["--task", "lambada", "--system", "dgx2"], "--system = 'dgx2': must be local or local-gpu"),
         (["--task", "wikitext103", "--stride", "17"], "at most 16, the model's context"),
-        (["--task", "wikitext103", "--stop-words", "x"], "is for lambada"),
+        (["--task", "wikitext103", "--stop-words", "x"], "needs task lambada"),
         (["--task", "lambada", "--tokenizer", "nowhere"], "needs vocab.json and merges.txt"),
     ],
 )
@@ -262,14 +265,14 @@ def test_a_tokenizer_of_another_model_is_told(folder: Path, tmp_path: Path) -> N
     data = tmp_path / "texts.txt"
     data.write_text("a cat on the mat\n")
     options = EvaluationOptions(weights=tmp_path, task="lambada", data=data, tokenizer=str(folder))
-    with pytest.raises(ConfigError, match=r"it has 200 tokens, and this one gives id 261"):
+    with pytest.raises(ConfigError, match=r"which has 200 tokens; this one gives id 261"):
         run_evaluation(options, tmp_path)
 
 
 def test_lines_that_are_no_samples_are_told(tmp_path: Path) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text('{"text": "a b"}\n{"words": 3}\n')
-    with pytest.raises(ConfigError, match=r'line 2.* must be a JSON object with a "text"'):
+    with pytest.raises(ConfigError, match=r'line 2.* must be a JSON object with the key "text"'):
         read_samples(data, find_protocol("lambada"), ByteTokenizer(), 10)
     data.write_text('{"text": "word"}\n')
     with pytest.raises(ConfigError, match="sample 1"):

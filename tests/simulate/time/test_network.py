@@ -348,7 +348,7 @@ def test_no_network_between_nodes_is_said() -> None:
     alone = load_system_file("selene")
     alone = replace(alone, links={"nvlink": alone.links["nvlink"]})
     with pytest.raises(
-        ConfigError, match="links = 'inter-node': must be a class that the system has: nvlink"
+        ConfigError, match="links = 'inter-node': must be a link class of this system: nvlink"
     ):
         network(alone, dp=16).seconds("all_reduce", "dp", 1000)
 
