@@ -312,7 +312,7 @@ def test_torn_lines_and_other_protocols_are_said(synthetic_results: Path, tmp_pa
     file.write_text(json.dumps(old) + "\n" + "".join(lines[1:]) + '{"torn')
     report = build_report(tmp_path / "results", tmp_path / "out")
     assert any("incomplete record" in remark for remark in report.remarks)
-    assert any("another measurement protocol" in remark for remark in report.remarks)
+    assert any("another version of the measurement protocol" in remark for remark in report.remarks)
     assert "from-another-time" not in (tmp_path / "out/records.js").read_text(encoding="utf-8")
 
 
