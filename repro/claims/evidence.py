@@ -14,7 +14,6 @@ from repro.claims.published import UNITS, digitised, format_value, printed
 from repro.claims.records import Missing, Records
 from repro.claims.tolerance import (
     NOISELESS_METRICS,
-    AcceptedRange,
     accepted_range_at_scale,
     accepted_range_of_row,
     describe_class_tolerance,
@@ -121,7 +120,11 @@ def _evaluate_on(
         rule, reason = published, _joined(published.because, describe_fits(used))
         # The point estimate decides; only for a published bound ("over 38") the interval of the value counts.
         seen = (low, high) if evidence.kind == "analytic" or row.bound else (point, point)
-        if evidence.kind != "analytic" and _crosses_limit(rule, low, high):
+        if (
+            evidence.kind != "analytic"
+            and rule.meets(low, high)
+            and not all(rule.meets(end, end) for end in (low, high))
+        ):
             reason += "; the interval of the value reaches beyond the accepted values"
     verdict = no
     if rule.meets(*seen):
@@ -173,10 +176,6 @@ def _judge_miss(
     which = f"{' and '.join(found)} decide{'s' * (len(found) == 1)}"
     why = f"the ranges of all unknown inputs give {ends}, which contains the published value; {which}"
     return POSSIBLE, f"{rule}; {why}", found
-
-
-def _crosses_limit(rule: AcceptedRange, low: float, high: float) -> bool:
-    return rule.meets(low, high) and not (rule.meets(low, low) and rule.meets(high, high))
 
 
 def propagate_unknowns(

@@ -87,7 +87,13 @@ def comparison_record(
     `results`: results of all ranks for the baseline and for the subject, from one interleaved launch.
     """
     sides = zip((baseline, subject), results, strict=True)
-    rates = [_round_rates(ranks, experiment.layout.global_batch) for experiment, ranks in sides]
+    rates = [
+        [
+            experiment.layout.global_batch / median(steps) if steps else math.nan
+            for steps in step_seconds(ranks)
+        ]
+        for experiment, ranks in sides
+    ]
     pairs = [list(pair) for pair in zip(*rates, strict=True)]
     if not pairs or not all(math.isfinite(rate) for pair in pairs for rate in pair):
         return None
@@ -114,10 +120,6 @@ def step_seconds(results: list[RankResult]) -> list[list[float]]:
     """
     rounds = zip(*(result.rounds for result in results), strict=False)
     return [[max(step) for step in zip(*ranks, strict=False)] for ranks in rounds]
-
-
-def _round_rates(results: list[RankResult], samples: int) -> list[float]:
-    return [samples / median(steps) if steps else math.nan for steps in step_seconds(results)]
 
 
 def _metrics(results: list[RankResult], experiment: Experiment) -> Metrics:

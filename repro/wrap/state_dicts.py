@@ -51,7 +51,7 @@ class OptimizerStates:
         for shard in shards:
             if shard.index in states:
                 optimizer.state[shard.parameter] = self._cut(states[shard.index], shard)
-        optimizer.register_state_dict_post_hook(self._sign)
+        optimizer.register_state_dict_post_hook(lambda _, states: {**states, "repro": self._mark})
         optimizer.register_load_state_dict_pre_hook(self._load)
 
     def _cut(self, state: dict[str, Any], shard: Shard) -> dict[str, Any]:
@@ -68,9 +68,6 @@ class OptimizerStates:
                 value = value.reshape(-1)[shard.first : shard.last].to(shard.parameter.dtype).clone()
             cut[key] = value.clone() if isinstance(value, Tensor) else value
         return cut
-
-    def _sign(self, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> dict[str, Any]:
-        return {**states, "repro": self._mark}
 
     def _load(self, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> dict[str, Any]:
         mark = states.get("repro")

@@ -26,16 +26,13 @@ from repro.parallel.mesh import ensure_process_group, make_process_group
 
 def module_variables() -> dict[Attribute, Any]:
     """Return the library's module variables, with their values after the import."""
-    names: list[Attribute] = [(parallel_state, name) for name in vars(parallel_state) if _is_state(name)]
+    groups = (name for name in vars(parallel_state) if name.startswith("_") and name[1:].isupper())
+    names: list[Attribute] = [(parallel_state, name) for name in (*groups, "_global_process_group_list")]
     names += [(random, "_CUDA_RNG_STATE_TRACKER"), (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED")]
     return {
         **{(owner, name): getattr(owner, name) for owner, name in names},
         (parallel_state, "create_group"): _create_group,
     }
-
-
-def _is_state(name: str) -> bool:
-    return name == "_global_process_group_list" or (name.startswith("_") and name[1:].isupper())
 
 
 def _create_group(

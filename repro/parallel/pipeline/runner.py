@@ -173,7 +173,7 @@ class Pipeline:
             x = _Entrance.apply(self._anchor, received, entrance)
         y = self.chunks[action.chunk].forward(action.micro_batch, x)
         loss = None
-        if self._is_last(action.chunk):
+        if self.pp.rank == self.pp.size - 1 and action.chunk == len(self.chunks) - 1:
             loss = y.detach()
             handle = y / self.micro_batches if self.micro_batches > 1 else y
             handle = handle if scale is None else handle * scale
@@ -194,6 +194,3 @@ class Pipeline:
         handle.backward()
         if entrance.gradient is not None:
             self.boundary.send(entrance.gradient, (self.pp.rank - 1) % self.pp.size, action.kind)
-
-    def _is_last(self, chunk: int) -> bool:
-        return self.pp.rank == self.pp.size - 1 and chunk == len(self.chunks) - 1

@@ -279,13 +279,9 @@ def _bytes_per_s(value: float) -> str:
     return f"{_size(value)}/s"
 
 
-def _of_peak(value: float) -> str:
-    return f"{units.percent(value)} of peak"
-
-
 FORMATS_BY_ENDING: dict[str, Callable[[float], str]] = {
     "_s": _seconds,
-    "efficiency": _of_peak,
+    "efficiency": lambda value: f"{units.percent(value)} of peak",
     "overlap_cost": units.percent,
     "spread": units.percent,
     "_bytes": _size,
