@@ -132,7 +132,7 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
             if not all(f.itself for f in speaking):
                 # Another test of this row has not run, so the source itself decides only if it is inconsistent.
                 equals = [f for f in equals if f.verdict in BAD]
-        # One miss decides against the row; agreement needs all expressions of this strength.
+        # A row misses if one of its expressions misses; it agrees only if all expressions of the same kind agree.
         failed = next((f for f in equals if f.verdict in BAD), None)
         if failed or (equals and all(f.decided for f in equals)):
             best = failed or next((f for f in equals if f.verdict == POSSIBLE), equals[0])

@@ -176,7 +176,7 @@ class Records:
             """Return the largest `metric` among experiments that end ok: `fastest("samples_per_s", ...)`."""
             fits = [experiment for experiment in experiments if outcome(experiment) == "ok"]
             if not fits:
-                raise Missing(" and ".join(experiments), "none of these experiments fits")
+                raise Missing(" and ".join(experiments), "no experiment of the list fits in memory")
             found = [metric(experiment, name) for experiment in fits]
             return max(found, key=lambda one: float(one.value if isinstance(one, Uncertain) else one))
 

@@ -144,7 +144,7 @@ def test_the_fastest_of_what_fits(tmp_path: Path) -> None:
     assert answer(tmp_path, text, a, c, simulated("b@dgx-h100", 0.1, outcome="oom")).value == 100.0
     assert answer(tmp_path, text, a, c, simulated("b@dgx-h100", 0.1)).value == 1000.0
     none = answer(tmp_path, text, *(simulated(f"{name}@dgx-h100", outcome="oom") for name in "abc"))
-    assert none.lacks.endswith("none of these experiments fits")
+    assert none.lacks.endswith("no experiment of the list fits in memory")
     assert answer(tmp_path, text, a, c).unrecorded
 
 

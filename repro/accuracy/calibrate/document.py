@@ -83,7 +83,9 @@ def system_tables(
         **({"quick": 1} if quick else {}),
     }
     launched = (
-        "included in fixed_s of the operators, as a processor is host and device" if on_cpu else together
+        "fixed_s of the operators includes the launch, because the processor is host and device"
+        if on_cpu
+        else together
     )
     return {
         "note": _note(on_cpu, per_node, count),

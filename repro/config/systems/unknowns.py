@@ -76,7 +76,7 @@ class Unknown:
 
     @cached_property
     def around(self) -> dict[float, float]:
-        """Return the quantile of rising values in and around the range, by value; counts include all integers in it."""
+        """Return the quantile of each value that the cases try, in and around the range; for counts, every integer."""
         quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
         if self._last_word in COUNTED_KEYS:
             for side, best in ((self.low, LOW), (self.high, HIGH)):

@@ -65,7 +65,9 @@ class SeriesEntry:
         if not (self.rows or self.at or self.more):
             raise ConfigError("rows", says="is missing: a series needs rows, at or more")
         if self.rows and "*" not in self.rows:
-            right = "claim/label with a *; for single rows use at = { place = ... }"
+            right = (
+                "claim/label with a * that stands for the place; single rows belong in at = { place = ... }"
+            )
             raise ConfigError("rows", self.rows, right)
 
 

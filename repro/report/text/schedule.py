@@ -249,4 +249,4 @@ def _notes(plan: TimedSchedule, per_action: int, colour: bool, broken: bool) -> 
     if per_action < _widest(plan, colour):
         yield "An action without a number is too short for it."
     if broken:
-        yield "The time continues in the next rows."
+        yield "The time axis continues in the next block of rows."

@@ -81,7 +81,7 @@ def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[
                 continue
             piece = stage.prepared(items)
             sends = [place for place, item in enumerate(piece) if isinstance(item, Send)]
-            assert len(sends) < 2, "an action sends several messages"
+            assert len(sends) < 2, "an action of a pipeline schedule sends at most one message"
             if any(isinstance(item, Issue) and item.group in across for item in piece):
                 return None
             place = sends[0] if sends else len(piece)
@@ -151,7 +151,7 @@ class ActionTimes:
         if not len(messages):
             return [0.0], np.zeros(len(order.slots), dtype=int)
         payloads = np.array([body.payload for body in self.bodies])[self.body_of.ravel()[messages]]
-        assert payloads.min() >= 0, "an action of the schedule sends nothing"
+        assert payloads.min() >= 0, "an action of a pipeline schedule sends a negative number of bytes"
         senders, receivers = messages // order.actions.shape[1], order.receivers[messages]
         distinct, place = _distinct(np.stack([senders, receivers, payloads], axis=-1))
         alone = [state.network.send_seconds(c, from_stage=a, to_stage=b) for a, b, c in distinct.tolist()]

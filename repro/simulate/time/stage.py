@@ -196,7 +196,7 @@ class StageStreams:
             elif isinstance(item, Await):
                 yield from self._await(item)
             else:
-                assert not self.has_sent, "an action sends several messages"
+                assert not self.has_sent, "an action of a pipeline schedule sends at most one message"
                 self.all.payloads[self.stage * len(self.all.order.actions[0]) + self.action] = item.payload
                 yield from self._exchange()
 

@@ -147,7 +147,7 @@ def roles(experiment: Experiment) -> list[PipelineRole]:
     found = []
     for (first, last, _), stages in kinds.items():
         name = "first" if first else "last" if last else f"middle ({len(stages)} stages, {stages[0]} on)"
-        # The first stage of a role has the most micro-batches in flight.
+        # Of equal stages, the first has the most micro-batches in flight, and therefore the highest peak of memory.
         found.append(PipelineRole(name, stages[0], len(stages)))
     return found
 
