@@ -154,7 +154,8 @@ def preview_run(
     """Return a preview of every selected experiment, in the order of the suites.  Raises `ConfigError`."""
     store, simulates = Store(results), evidence == SIMULATED
     found: list[ExperimentPreview] = []
-    took = _last_durations(store, evidence)
+    records = (r for r in store.records() if isinstance(r, ExperimentRecord) and r.evidence == evidence)
+    took = {(record.suite, record.name): record.wall_s for record in records if record.wall_s}
     traced = by_key(store.records(), SIMULATED)
     for suite in load_suites(suites, evidence, system):
         entries = plan.select_entries(suite, only)
@@ -221,9 +222,3 @@ def _describe_memory(experiment: Experiment, traced: dict[str, ExperimentRecord]
     states = sum(state_bytes(fullest, experiment.layout).values())
     fits = "" if limit is None or states <= limit else ": does not fit"
     return f"states {units.size(states)} {of}{fits}"
-
-
-def _last_durations(store: Store, evidence: str) -> dict[tuple[str, str], float]:
-    """Return the duration in seconds of the newest record of each experiment, by names of suite and experiment."""
-    records = (r for r in store.records() if isinstance(r, ExperimentRecord) and r.evidence == evidence)
-    return {(record.suite, record.name): record.wall_s for record in records if record.wall_s}

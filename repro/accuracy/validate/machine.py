@@ -14,7 +14,7 @@ from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.config.systems import LOCAL_SYSTEMS
 from repro.results.metrics import STEP_SECONDS
-from repro.results.schema import ExperimentRecord, Record
+from repro.results.schema import Record
 from repro.results.select import select
 
 
@@ -59,8 +59,11 @@ def predict_measured_runs(records: Iterable[Record], system: System) -> MachineE
 
     pairs, missing = [], {}
     gloo = "memory" in system.links
-    for record in filter(_measured_here, select(records).measured):
+    for record in select(records).measured:
         name, experiment = record.label, record.experiment
+        is_timed = record.outcome == "ok" and STEP_SECONDS in record.metrics
+        if not is_timed or experiment.system not in LOCAL_SYSTEMS or experiment.engine != "native":
+            continue
         ranks = experiment.layout.world
         if system.provenance is not None and system.provenance.ranks != ranks:
             missing[name] = f"{ranks} ranks, but {system.name} was calibrated with {system.provenance.ranks}"
@@ -76,8 +79,3 @@ def predict_measured_runs(records: Iterable[Record], system: System) -> MachineE
         layout, measured = words.describe_layout(experiment.layout), record.metrics[STEP_SECONDS]
         pairs.append(Pair(name, layout, measured, prediction.step_s, prediction.rests_on))
     return MachineErrors(system=system.name, pairs=tuple(pairs), missing=missing)
-
-
-def _measured_here(record: ExperimentRecord) -> bool:
-    e, is_timed = record.experiment, record.outcome == "ok" and STEP_SECONDS in record.metrics
-    return is_timed and e.system in LOCAL_SYSTEMS and e.engine == "native"

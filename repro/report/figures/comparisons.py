@@ -67,8 +67,10 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
 
     libraries = {str(r.software["name"]) for r in members.values() if r.software} - {"repro"}
     rounds = "/".join(map(str, sorted({c.rounds for c in turns})))
+    one = next(iter(members.values())).experiment
     caption = (
-        f"{_describe_setup(list(members.values()))} The engines ran alternately in {rounds} rounds; lines on the times "
+        f"{one.model.name}, {one.layout.precision}, {one.layout.world} processes, {one.layout.global_batch} samples of "
+        f"{one.seq} tokens a step. The engines ran alternately in {rounds} rounds; lines on the times "
         "are 95 % intervals. Model states: bytes after backward on the fullest rank. Sent bytes: those of ring "
         f"algorithms, counted at the calls of torch.distributed. Libraries: {', '.join(sorted(libraries))}."
     )
@@ -106,12 +108,6 @@ def _strategy_of(record: Record) -> str:
     return (
         "TP" if layout.tp > 1 else "PP" if layout.pp > 1 else style.STAGE_NAMES[record.experiment.layout.zero]
     )
-
-
-def _describe_setup(members: list[Record]) -> str:
-    one = members[0].experiment
-    samples = f"{one.layout.global_batch} samples of {one.seq} tokens a step"
-    return f"{one.model.name}, {one.layout.precision}, {one.layout.world} processes, {samples}."
 
 
 SPEEDUP_ROW = "ds-3p75x-lowbw/throughput over Megatron"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -134,11 +135,6 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
     console.print("Every claim: `repro claims --all`. One claim in detail: `repro claims 5`.")
 
 
-def _verdict_counts(verdicts: Sequence[str]) -> str:
-    counts = ((verdicts.count(verdict), verdict) for verdict in VERDICT_STYLES)
-    return ", ".join(f"[{VERDICT_STYLES[verdict]}]{count} {verdict}[/]" for count, verdict in counts if count)
-
-
 def print_claim(result: ClaimResult, console: Console, first: Collection[str] = ()) -> None:
     """Print one claim on one screen: verdict, cause, the values that decide, and the commands that test them.
 
@@ -247,8 +243,9 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
             text = f"  {row.row.label}: {describe_miss(row)}"
             console.print(_shortened(text, PAGE_COLUMNS), style="dim", markup=False)
     counted = summary(results)
-    verdicts = _verdict_counts([result.verdict for result in results])
-    console.print(f"\n{counted['claims']} claims with {counted['rows']} values: {verdicts}.")
+    given = Counter(result.verdict for result in results)
+    verdicts = (f"[{style}]{given[name]} {name}[/]" for name, style in VERDICT_STYLES.items() if given[name])
+    console.print(f"\n{counted['claims']} claims with {counted['rows']} values: {', '.join(verdicts)}.")
     console.print(textwrap.fill(totals(results), PAGE_COLUMNS))
 
 
@@ -297,8 +294,10 @@ def _evidence_table(result: ClaimResult) -> Table:
         first = [Text(row.row.label), Text(_published(row))]
         findings = row.findings or (None,)
         for finding in findings:
-            cells = _finding_cells(finding) if finding else _not_run_cells(row, result.claim.needs)
-            grid.add_row(*first, *cells)
+            reason = "see needs" if row.reason == result.claim.needs else row.reason
+            verdict = Text(row.verdict, style=VERDICT_STYLES[row.verdict])
+            missing = [Text("-"), Text("-"), verdict, Text(reason)]
+            grid.add_row(*first, *(_finding_cells(finding) if finding else missing))
             first = [Text(""), Text("")]
         note = " ".join(
             part
@@ -339,11 +338,6 @@ def _finding_cells(finding: Finding) -> list[Text]:
         Text(finding.verdict, style=VERDICT_STYLES[finding.verdict]),
         Text(finding.reason),
     ]
-
-
-def _not_run_cells(row: RowResult, needs: str) -> list[Text]:
-    reason = "see needs" if row.reason == needs else row.reason
-    return [Text("-"), Text("-"), Text(row.verdict, style=VERDICT_STYLES[row.verdict]), Text(reason)]
 
 
 def _published(result: RowResult) -> str:

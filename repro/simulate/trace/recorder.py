@@ -182,7 +182,10 @@ class TraceRecorder(UncompiledMode):
                 event = _operator(func, kind, name, args, kwargs, out, results)
                 if key is not None:
                     _OPERATORS[key] = event
-            if name == "aten.copy_" and _on_host(args):
+            # The operands' shapes do not show which of them are in host memory.
+            if name == "aten.copy_" and any(
+                storage.category_of(tensor.untyped_storage()) == Category.HOST for tensor in _tensors(args)
+            ):
                 event = event._replace(name=HOST_COPY)
             self.events.append(event)
         return out
@@ -342,11 +345,6 @@ def _operator(
     )  # A product of 16-bit operands may have an fp32 result.
     flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
     return Operator(name, flops, read, written, tuple(tuple(t.shape) for t in operands), itemsize)
-
-
-def _on_host(args: tuple[Any, ...]) -> bool:
-    """Return whether an operand is in host memory, by the category of its storage."""
-    return any(storage.category_of(tensor.untyped_storage()) == Category.HOST for tensor in _tensors(args))
 
 
 def _tensors(value: Any) -> list[Tensor]:
