@@ -67,7 +67,7 @@ def describe_software(name: str) -> str:
         label + ", ".join(f"{key} = {str(value).lower()}" for key, value in table.items())
         for label, table in tables.items()
     )
-    return f"{name} is {known.title}: {'; '.join(texts)}"
+    return f"software {name} sets {'; '.join(texts)} ({known.title})"
 
 
 def with_software(given: Mapping[str, Any]) -> dict[str, Any]:

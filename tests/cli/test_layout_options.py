@@ -64,7 +64,7 @@ def test_every_key_of_a_layout_is_an_option_with_its_own_words(capsys: pytest.Ca
     for words in (
         "--no-recompute",
         "--zero1-reduce",
-        "Axes from neighbouring ranks outwards",
+        "ranks of the first axis are consecutive",
         "Default: 1f1b.",
     ):
         assert words in out
@@ -98,7 +98,7 @@ def test_bad_input_is_found_before_torch_is_imported() -> None:
             "error: --zero1-reduce = 'x': must be one of reduce-",
         ),
         (["fit", "--system", "dgx2", "--gpus", "0"], "error: --gpus = 0: must be a whole number"),
-        (["fit", "--measure", "--system", "local", "--gpus", "1"], "error: --memory-limit: is needed"),
+        (["fit", "--measure", "--system", "local", "--gpus", "1"], "error: --memory-limit: is required"),
         (
             ["simulate", "--model", "gpt2", "--system", "dgx2", "--gpus", "1"],
             "error: --model = 'gpt2': no such",

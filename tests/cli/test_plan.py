@@ -90,7 +90,8 @@ def test_systems_are_ranked_together(capsys: pytest.CaptureFixture[str], tiny_mo
         assert places[0][0] == "1"
         assert int(places[1][0]) == 1 + [name for name, _ in trained].index(names[1])
         assert f"on 4 x NVIDIA {'H100' if names[0] == 'dgx-h100' else 'V100'}" in text
-        assert f"--system {names[0]} " in text.partition("Next: ")[2]
+        following = " ".join(text.partition("Next: ")[2].replace("\\\n", "").split())
+        assert f"--system {names[0]} " in following
 
 
 @pytest.mark.parametrize(

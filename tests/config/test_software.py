@@ -117,4 +117,4 @@ def test_another_frameworks_file_and_a_software_are_not_given_together(
 ) -> None:
     asked = ["simulate", "--from", str(tmp_path / "x.sh"), "--system", "dgx2", "--gpus", "8"]
     assert cli.main([*asked, "--software", "today"]) == 2
-    assert "--software = 'today': must be left out with --from" in capsys.readouterr().err
+    assert "--software = 'today': cannot be combined with --from" in capsys.readouterr().err

@@ -95,7 +95,9 @@ def test_a_rank_has_its_share_of_a_core() -> None:
 
 
 def test_a_file_of_ranks_on_all_cores_is_not_of_ranks_that_leave_half_of_them_to_messages() -> None:
-    with pytest.raises(ConfigError, match="half of the cores: repro calibrate --suite"):
+    with pytest.raises(
+        ConfigError, match="half of the cores on which ranks compute: repro calibrate --suite"
+    ):
         emulated_system(
             calibrated(**{MESSAGE_CORES_FACT: 0}), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7)
         )

@@ -137,8 +137,16 @@ def test_an_id_beyond_the_vocabulary_is_said_when_it_is_read(tmp_path: Path) -> 
         ("short.txt", b"16 bytes of text", "the file has 16"),
         ("odd.bin", bytes(101), "ids of 2 bytes each; the file has 101 bytes"),
         ("odd.u32.bin", bytes(102), "ids of 4 bytes each; the file has 102 bytes"),
-        ("wide.bin", np.arange(1, 99, dtype="<u4").tobytes(), "whose file name ends in .u32.bin"),
-        ("llm.c.bin", np.array([20240520, 1, 99] + [5] * 99, dtype="<u4").tobytes(), "an llm.c file"),
+        (
+            "wide.bin",
+            np.arange(1, 99, dtype="<u4").tobytes(),
+            "must be 2-byte ids; these are probably 4-byte ids",
+        ),
+        (
+            "llm.c.bin",
+            np.array([20240520, 1, 99] + [5] * 99, dtype="<u4").tobytes(),
+            "this llm.c file has a header of",
+        ),
         ("text.json", b"{}", "the path of a .txt or .bin file"),
     ],
 )

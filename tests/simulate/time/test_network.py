@@ -246,7 +246,9 @@ def test_measured_points_win_over_the_formula() -> None:
     assert found.seconds("all_reduce", "dp", 3_000_000) == pytest.approx(3e-2)
     assert found.seconds("all_reduce", "tp", 1000) == 0
     assert found.overlap_cost == 0.25
-    with pytest.raises(ConfigError, match=r"links.memory.bandwidth = 'unknown': is needed here"):
+    with pytest.raises(
+        ConfigError, match=r"links.memory.bandwidth = 'unknown': this command needs the number"
+    ):
         found.seconds("all_gather", "dp", 1000)
 
 
