@@ -61,8 +61,10 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 def test_the_citation_is_of_this_version() -> None:
-    said = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
-    assert said == [__version__]
+    message = re.findall(
+        r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert message == [__version__]
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 

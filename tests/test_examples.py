@@ -89,8 +89,8 @@ def examples(page: Path) -> list[Example]:
             given = re.match(r"(\$ )?(?:\.venv/bin/)?repro .*", line)
             if given is not None:
                 parts = [part.strip() for part in re.split(r"\s+#\s|&&", given[0].removeprefix("$ "))]
-                said = [part.removeprefix(".venv/bin/") for part in parts]
-                here += [Example(part, []) for part in said if part.startswith("repro ")]
+                message = [part.removeprefix(".venv/bin/") for part in parts]
+                here += [Example(part, []) for part in message if part.startswith("repro ")]
             elif here and line.strip():
                 here[-1].shown.append(line)
         found += here

@@ -104,8 +104,8 @@ for program in families.example_programs():
 def test_the_kernels_of_an_installed_wheel_compile(wheel: Path, tmp_path: Path) -> None:
     python = environment(tmp_path / "venv", wheel)
     assert Path(run(python, "-c", WHERE, cwd=tmp_path).strip()).is_relative_to(tmp_path / "venv")
-    said = run(python, "-c", COMPILED, cwd=tmp_path, REPRO_KERNEL_CACHE=str(tmp_path / "cache"))
-    assert said.splitlines() == [program.name for program in families.example_programs()]
+    message = run(python, "-c", COMPILED, cwd=tmp_path, REPRO_KERNEL_CACHE=str(tmp_path / "cache"))
+    assert message.splitlines() == [program.name for program in families.example_programs()]
 
 
 @pytest.mark.slow
@@ -116,8 +116,8 @@ def test_a_wheel_answers_far_from_the_checkout(wheel: Path, tmp_path: Path) -> N
     here.mkdir()
     found = run(python, "-c", "import repro.config.suites as p; print(p.SUITES.folder)", cwd=here).strip()
     assert Path(found).is_relative_to(tmp_path / "venv")
-    said = run(python, *COMMAND, "run", "smoke", "--only", "states-z[03]-dp1", cwd=here)
-    assert "all that can run here as expected" in said or "all as expected" in said
+    message = run(python, *COMMAND, "run", "smoke", "--only", "states-z[03]-dp1", cwd=here)
+    assert "all that can run here as expected" in message or "all as expected" in message
     judged = run(python, *COMMAND, "claims", "zero-mem-formula-stages", "--json", cwd=here)
     assert "measured" in judged
     traced = run(python, *COMMAND, "run", "yuan", "--evidence", "simulated", "--only", "rule-m480", cwd=here)

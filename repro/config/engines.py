@@ -81,7 +81,7 @@ def with_software(given: Mapping[str, Any]) -> dict[str, Any]:
         {key: keys.get(key, getattr(Layout, key)) for key in ("zero", "dp", "cp")},
     )
     for key, degree in degrees.items():
-        require(type(degree) is int, key, degree, "a whole number")
+        require(type(degree) is int, key, degree, "an integer")
     zero, dp, cp = degrees.values()
     right = f"a ZeRO stage that software {name} has: {', '.join(found.stages)}"
     require(str(zero) in found.stages, "zero", zero, right)

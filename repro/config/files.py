@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _NUMBERS = {
-    "int": "a whole number",
-    "int | None": "a whole number",
+    "int": "an integer",
+    "int | None": "an integer",
     "float": "a number",
     "float | None": "a number",
 }

@@ -102,8 +102,8 @@ class Model:
             right = f"omitted with architecture = {self.architecture}; it changes the layer of gpt only"
             require(self.architecture == "gpt", key, value, right)
         heads = self.heads
-        whole = 0 <= self.kv_heads <= heads and heads % self.key_heads == 0
-        require(whole, "kv_heads", self.kv_heads, f"a divisor of heads = {heads}, or 0 for the same number")
+        divides = 0 <= self.kv_heads <= heads and heads % self.key_heads == 0
+        require(divides, "kv_heads", self.kv_heads, f"a divisor of heads = {heads}, or 0 for as many as heads")
         require(self.norm_eps > 0, "norm_eps", self.norm_eps, "more than 0")
         rotary = self.positions == "rotary"
         for key, most in (("rotary_base", float("inf")), ("rotary_fraction", 1.0)):

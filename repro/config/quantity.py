@@ -103,5 +103,5 @@ def check_fraction(key: str, quantity: Quantity) -> None:
 def check_whole(key: str, quantity: Quantity) -> None:
     """Raise `ConfigError` unless the number and the ends of its range are integers of at least 1."""
     for value in (quantity.value, *quantity.ends):
-        require(value is None or value == int(value), key, value, 'a whole number, or "unknown"')
+        require(value is None or value == int(value), key, value, 'an integer, or "unknown"')
     check_positive(key, quantity)

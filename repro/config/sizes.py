@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from repro.config.errors import require
 
-POSITIVE_COUNT = "a whole number of at least 1"
+POSITIVE_COUNT = "an integer of at least 1"
 """Valid values of a count, in error messages."""
 
 

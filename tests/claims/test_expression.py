@@ -148,8 +148,8 @@ def test_any_text_is_refused_in_one_line_or_names_what_is_in_it(text: str) -> No
     try:
         found = parse(text)
     except ExpressionError as error:
-        said = str(error)
-        assert said.count("\n") == 0
+        message = str(error)
+        assert message.count("\n") == 0
     else:
         same = unicodedata.normalize("NFKC", text)  # as Python reads names
         assert all(name in same for name in (*found.names, *found.calls))

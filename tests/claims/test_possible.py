@@ -203,16 +203,16 @@ def test_a_tornado_leaves_out_what_decides_nothing() -> None:
 
 def test_a_claim_on_a_terminal_says_what_moves_its_values_most(tmp_path: Path) -> None:
     """Only where something does."""
-    said = {}
+    message = {}
     for name, interval in (("open", DOUBT), ("certain", None)):
         console = Console(file=io.StringIO(), width=140, highlight=False)
         result = judged(tmp_path, "15.0", simulated("s/a", 10.0, interval), value=rate())
         print_claim_details(result, load_ledger(tmp_path), console)
         assert isinstance(console.file, io.StringIO)
-        said[name] = [line.split() for line in console.file.getvalue().splitlines()]
-    assert ["x", RINGS, "10", "20", "90.8", "%"] in said["open"]
-    assert [LAUNCH, "10.1", "9.09", "9.2", "%"] in said["open"]
-    assert not any("moves" in line for line in said["certain"])
+        message[name] = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["x", RINGS, "10", "20", "90.8", "%"] in message["open"]
+    assert [LAUNCH, "10.1", "9.09", "9.2", "%"] in message["open"]
+    assert not any("moves" in line for line in message["certain"])
 
 
 def test_a_certain_value_has_no_tornado(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def lambada(*records: Record) -> RowResult:
     return row("tnlg-lambada", "GPT-2 1.5B", *records)
 
 
-def test_without_a_record_the_command_is_said() -> None:
+def test_without_a_record_the_command_is_reported() -> None:
     found = lambada()
     assert found.verdict == NOT_RUN
     assert (

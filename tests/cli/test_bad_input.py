@@ -54,11 +54,11 @@ CASES = {
     "unknown table": ("[default]\n" + EXPERIMENT, "default: unknown key; did you mean defaults?"),
     "negative size": (
         EXPERIMENT + "layout.micro_batch = -4",
-        'experiment "a": layout.micro_batch = -4: must be a whole number of at least 1',
+        'experiment "a": layout.micro_batch = -4: must be an integer of at least 1',
     ),
     "truth for a number": (
         EXPERIMENT + "layout.dp = true",
-        'experiment "a": layout.dp = true: must be a whole number',
+        'experiment "a": layout.dp = true: must be an integer',
     ),
     "text for a number": (
         EXPERIMENT + 'training.lr = "1e-3"',
@@ -70,7 +70,7 @@ CASES = {
     ),
     "wrong type": (
         EXPERIMENT + 'training.steps = "many"',
-        "experiment \"a\": training.steps = 'many': must be a whole number",
+        "experiment \"a\": training.steps = 'many': must be an integer",
     ),
     "too long": (
         EXPERIMENT + "training.seq = 1000",

@@ -97,7 +97,7 @@ def test_bad_input_is_found_before_torch_is_imported() -> None:
             ["plan", *GPT2, "--gpus", "8", "--zero1-reduce", "x"],
             "error: --zero1-reduce = 'x': must be one of reduce-",
         ),
-        (["fit", "--system", "dgx2", "--gpus", "0"], "error: --gpus = 0: must be a whole number"),
+        (["fit", "--system", "dgx2", "--gpus", "0"], "error: --gpus = 0: must be an integer"),
         (["fit", "--measure", "--system", "local", "--gpus", "1"], "error: --memory-limit: is required"),
         (
             ["simulate", "--model", "gpt2", "--system", "dgx2", "--gpus", "1"],
@@ -105,14 +105,14 @@ def test_bad_input_is_found_before_torch_is_imported() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said_of_the_option(
+def test_what_is_wrong_is_reported_of_the_option(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 2
     assert capsys.readouterr().err.startswith(says)
 
 
-def test_what_is_wrong_in_a_file_is_said_of_its_key(
+def test_what_is_wrong_in_a_file_is_reported_of_its_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "odd.toml"

@@ -64,8 +64,8 @@ def test_nothing_heavy_is_imported() -> None:
         "    repro.cli.main(arguments)\n"
         f"    print('imported', arguments, *(name for name in {HEAVY!r} if name in sys.modules), file=sys.stderr)"
     )
-    said = process(code, json.dumps(LIGHT)).stderr.splitlines()
-    found = [line for line in said if line.startswith("imported")]
+    message = process(code, json.dumps(LIGHT)).stderr.splitlines()
+    found = [line for line in message if line.startswith("imported")]
     assert found == [f"imported {arguments}" for arguments in LIGHT]
 
 

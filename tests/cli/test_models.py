@@ -28,7 +28,7 @@ def test_the_list_names_every_model_uncut_in_80_columns(
 def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_models("zero-1.38b", False, details=True) == 0
     out = " ".join(capsys.readouterr().out.split())
-    for said in (
+    for message in (
         "1,212,103,680",
         "published as 1.38B",
         "not 1.38B",
@@ -36,7 +36,7 @@ def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.Captu
         "P_os+g+p",
         "GFLOP per token",
     ):
-        assert said in out
+        assert message in out
 
 
 def test_groups_begin_with_the_models_of_the_reports(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ RUN = "run s.toml --dry-run"
 
 
 class Bad(NamedTuple):
-    said: str
+    message: str
     """Of the line."""
     command: str = RUN
     experiment: str = ""
@@ -207,7 +207,7 @@ def test_it_is_one_line(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
-    assert bad.said in err
+    assert bad.message in err
     assert len(err.splitlines()) == 1
     assert len(err) < 600
 

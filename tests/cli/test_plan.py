@@ -43,8 +43,8 @@ def test_plan_json_and_page(
     assert {row["layout"]["zero"] for row in found} == {1}
     two = json.loads(run(capsys, *asked, "--dp", "2", "--top", "1", "--json")[1])
     assert [row["layout"]["dp"] for row in two] == [2]
-    said = run(capsys, *asked, "--top", "1")[1]
-    assert [line.split()[0] for line in said.splitlines() if re.match(r" +\d+ +\d+ ", line)] == ["1"]
+    printed = run(capsys, *asked, "--top", "1")[1]
+    assert [line.split()[0] for line in printed.splitlines() if re.match(r" +\d+ +\d+ ", line)] == ["1"]
     assert {"step_s", "samples_per_s", "flops_per_device", "exposed_s", "bubble_s"} <= set(found[0]["time"])
     priced = [*asked, "--tp", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2.5"]
     code, out = run(capsys, *priced)

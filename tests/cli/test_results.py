@@ -136,7 +136,7 @@ def test_curves_of_losses_as_a_picture(
     assert (code, ".svg or .png" in err) == (2, True)
 
 
-def test_nothing_known_is_said(store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_nothing_known_is_reported(store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, err = shown(capsys, "smoek", "--results", str(store))
     assert (code, out) == (2, "")
     assert "a suite or a glob of experiments with results in" in err

@@ -57,7 +57,7 @@ def test_a_zero_that_is_written_is_not_the_default(
     arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 2
-    assert f"error: {option} = 0: must be a whole number of at least 1" in capsys.readouterr().err
+    assert f"error: {option} = 0: must be an integer of at least 1" in capsys.readouterr().err
 
 
 def test_a_file_of_nobody_is_found_out_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ def test_blank_lines_in_a_store_are_nothing_to_tell(tmp_path: Path) -> None:
     assert store.skipped == []
 
 
-def test_an_empty_table_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_table_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pandas", reason="pandas makes the table; it is in the extra report")
     assert cli.main(["export", "--results", str(tmp_path), "--table", "records", "--format", "csv"]) == 0
     assert capsys.readouterr().err == f"note: the table is empty, because {tmp_path} has no records\n"

@@ -126,7 +126,7 @@ def test_what_does_not_fit_takes_no_time_and_ends_alike(
     assert "No step time is predicted: the step does not fit" in out
     assert not timeline.exists()
     found = [run(capsys, command, *asked, "--json") for command in ("simulate", "plan")]
-    step, rows = (json.loads(said) for _, said in found)
+    step, rows = (json.loads(printed) for _, printed in found)
     assert step["time"] is None
     assert not any(row["time"] for row in rows)
     fit = run(capsys, *FIT, "--memory-limit", least)
@@ -171,11 +171,15 @@ def test_a_prediction_says_what_it_rests_on(
     assert max(map(len, table.splitlines())) <= 100
 
 
-@pytest.mark.parametrize(("gpus", "said"), [("400", ""), ("800", "note: dgx2 has 400 GPUs (25 nodes of 16)")])
-def test_more_than_anybody_had_is_said(gpus: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "printed"), [("400", ""), ("800", "note: dgx2 has 400 GPUs (25 nodes of 16)")]
+)
+def test_more_than_anybody_had_is_reported(
+    gpus: str, printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     cli.main(["simulate", *GPT2, "--gpus", gpus, "--json"])
     err = capsys.readouterr().err
-    assert err.startswith(said) if said else not err
+    assert err.startswith(printed) if printed else not err
 
 
 STEP = ("--model", "gpt2-1.5b", "--system", "dgx2", "--gpus", "16", "--micro-batch", "2", "--recompute")

@@ -55,7 +55,7 @@ def test_an_alias_is_no_other_name(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert print_systems(name, False, details=True) == 0
     out = capsys.readouterr().out
-    said, system = " ".join(out.split()), load_system_file(name)
+    message, system = " ".join(out.split()), load_system_file(name)
     device = system.device
     for quantity in (
         *(device.memory_bytes, device.memory_bandwidth, *device.peak_flops.values()),
@@ -64,9 +64,9 @@ def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest
         *(device.time.used(field.name) for field in dataclasses.fields(device.time)),
         *(link.used(key, name) for key, link in system.links.items() for name in SHOWN),
     ):
-        assert quantity.source in said
-    assert system.note in said
-    assert ("Memory for tensors: " in said) == (device.memory_bytes.value is not None)
+        assert quantity.source in message
+    assert system.note in message
+    assert ("Memory for tensors: " in message) == (device.memory_bytes.value is not None)
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,10 +110,10 @@ def test_a_calibrated_file_shows_what_was_measured(
     path = tmp_path / "ours.toml"
     path.write_text(MINE.read_text() + CALIBRATED)
     assert cli.main(["systems", str(path), "--details"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "measured on 2026-01-01 with torch 2.6.0, 4 ranks, 5 repeats; cores 4; processor X" in said
-    assert "aten.mm: 2 us + 0 s per byte + 0.01 ps per FLOP" in said
-    assert "nvlink all_reduce, 4 ranks: 2 sizes, 1.024 kB in 100 us to 1.049 MB in 1 ms" in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert "measured on 2026-01-01 with torch 2.6.0, 4 ranks, 5 repeats; cores 4; processor X" in message
+    assert "aten.mm: 2 us + 0 s per byte + 0.01 ps per FLOP" in message
+    assert "nvlink all_reduce, 4 ranks: 2 sizes, 1.024 kB in 100 us to 1.049 MB in 1 ms" in message
     assert cli.main(["systems", str(path), "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
     assert one["provenance"]["facts"]["cores"] == 4

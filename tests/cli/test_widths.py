@@ -102,10 +102,10 @@ def test_no_word_of_a_help_is_cut(
     command: Any = typer.main.get_command(cli.app)
     for name in path.split():
         command = command.commands[name]
-    said = [command.help or "", *(str(getattr(each, "help", None) or "") for each in command.params)]
-    said += [option for each in command.params for option in each.opts if option.startswith("--")]
-    said += [each.help.split("\n\n")[0] for each in getattr(command, "commands", {}).values()]
+    message = [command.help or "", *(str(getattr(each, "help", None) or "") for each in command.params)]
+    message += [option for each in command.params for option in each.opts if option.startswith("--")]
+    message += [each.help.split("\n\n")[0] for each in getattr(command, "commands", {}).values()]
     for width in WIDTHS:
         page = printed(capsys, monkeypatch, f"{path} --help", width).replace("│", " ")
         assert "…" not in page
-        assert not lost(" ".join(said), page, width), width
+        assert not lost(" ".join(message), page, width), width

@@ -12,7 +12,7 @@ from repro.config.engines import unfused_attention_note
 
 
 @pytest.mark.parametrize(
-    ("heads", "keys", "capability", "said"),
+    ("heads", "keys", "capability", "message"),
     [
         (16, {}, "7.0", True),  # 100 elements
         (25, {}, "7.0", False),  # 64
@@ -22,17 +22,17 @@ from repro.config.engines import unfused_attention_note
         (16, {"kernels": "unfused"}, "7.0", False),
     ],
 )
-def test_heads_of_100(heads: int, keys: dict[str, str], capability: str, said: bool) -> None:
+def test_heads_of_100(heads: int, keys: dict[str, str], capability: str, message: bool) -> None:
     layout = Layout(**{"precision": "fp16", **keys})
     model = replace(models.load_model("gpt2-1.5b"), heads=heads)
-    assert bool(unfused_attention_note(model, layout, capability)) is said
+    assert bool(unfused_attention_note(model, layout, capability)) is message
 
 
-@pytest.mark.parametrize(("heads", "said"), [("16", True), ("25", False)])
-def test_fit_says_so(heads: str, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("heads", "message"), [("16", True), ("25", False)])
+def test_fit_says_so(heads: str, message: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """What `suites/one_gpu.toml` asks has none."""
     asked = ["fit", "--system", "dgx2", "--gpus", "1", "--hidden", "1600", "--heads", heads]
     assert cli.main([*asked, "--precision", "fp16", "--micro-batch", "1", "--recompute"]) == 0
     assert (
         "Attention heads of width 100 are not a multiple of 8" in " ".join(capsys.readouterr().out.split())
-    ) is said
+    ) is message

@@ -200,7 +200,7 @@ def test_shapes_of_other_layers_are_the_printed_ones(name: str) -> None:
 
 def test_a_choice_that_does_not_go_with_another_is_refused() -> None:
     good = {"name": "m", "layers": 1, "hidden": 24, "heads": 4, "vocab": 8, "seq": 8}
-    for key, value, said in (
+    for key, value, message in (
         ("norm", "batch", "norm = 'batch': must be one of layer, rms"),
         ("kv_heads", 3, "kv_heads = 3: must be a divisor of heads = 4"),
         ("norm_eps", 0.0, "norm_eps = 0.0: must be more than 0"),
@@ -210,7 +210,7 @@ def test_a_choice_that_does_not_go_with_another_is_refused() -> None:
         more = {"norm": "rms"} if key == "architecture" else {}
         with pytest.raises(ConfigError) as caught:
             Model(**{**good, **more, key: value})
-        assert str(caught.value).startswith(said)
+        assert str(caught.value).startswith(message)
     for fraction in (0.5, 0.1, 1.5):
         with pytest.raises(ConfigError, match="rotary_fraction"):
             Model(**good, positions="rotary", rotary_fraction=fraction)
@@ -276,10 +276,10 @@ def test_a_persons_file_is_named_after_itself(tmp_path: Path, text: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (GOOD.replace("heads = 2", "heads = 3"), "heads = 3: must be a divisor of hidden = 8"),
-        (GOOD.replace("layers = 2", "layers = -2"), "layers = -2: must be a whole number of at least 1"),
+        (GOOD.replace("layers = 2", "layers = -2"), "layers = -2: must be an integer of at least 1"),
         (GOOD.replace("vocab = 16", "vocab = 'many'"), "vocab = 'many'"),
         (GOOD.replace("vocab = 16", "vocab = 16.5"), "vocab = 16.5"),
         (GOOD.replace("seq = 4", ""), "seq: is missing"),
@@ -291,13 +291,13 @@ def test_a_persons_file_is_named_after_itself(tmp_path: Path, text: str) -> None
         ("layers: 2", "not TOML"),
     ],
 )
-def test_a_wrong_file_gets_one_line_with_its_name(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_file_gets_one_line_with_its_name(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_model(path)
     line = str(caught.value)
-    assert said in line
+    assert message in line
     assert str(path) in line
     assert "\n" not in line
 

@@ -47,11 +47,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_nobody_means_is_refused(case: str) -> None:
-    make, said = REFUSED[case]
+    make, message = REFUSED[case]
     with pytest.raises(ConfigError) as caught:
         make()
     line = str(caught.value)
-    assert said in line
+    assert message in line
     assert any(f"at most {limit.value:,} ({limit.why})" in line for limit in MOST)
 
 

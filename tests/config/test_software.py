@@ -65,8 +65,8 @@ def test_a_suite_names_software_and_its_own_keys_win(tmp_path: Path) -> None:
             "zero = 2: must be a ZeRO stage that software megatron-2019 has: 0",
         ),
         ("software = 2019", "layout.software = 2019: unknown software; known are"),
-        ('software = "today", dp = "4"', "layout.dp = '4': must be a whole number"),
-        ('software = "today", zero = true', "layout.zero = true: must be a whole number"),
+        ('software = "today", dp = "4"', "layout.dp = '4': must be an integer"),
+        ('software = "today", zero = true', "layout.zero = true: must be an integer"),
     ],
 )
 def test_an_unknown_software_or_stage_is_one_line(tmp_path: Path, keys: str, message: str) -> None:

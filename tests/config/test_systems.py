@@ -200,7 +200,7 @@ def test_own_file_by_path(write: Any) -> None:
         (
             '{ value = 2, source = "here" }',
             '{ value = 2.5, source = "here" }',
-            "nodes = 2.5: must be a whole number",
+            "nodes = 2.5: must be an integer",
         ),
         ('{ value = 2, source = "here" }', '{ value = -2, source = "here" }', "nodes.value = -2"),
         (

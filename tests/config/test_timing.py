@@ -65,11 +65,11 @@ def test_what_a_file_says_is_used(tmp_path: Path) -> None:
     text = LINK + 'efficiency = { value = 0.5, source = "there" }\n'
     text += '[device.time]\nkernel_s = { value = 1e-6, source = "there" }\n'
     text += 'launch_s = { value = "unknown", source = "nobody says" }\n'
-    said = system(tmp_path, text)
-    assert said.links["pcie"].used("pcie", "efficiency").source == "there"
-    assert said.timing.kernel_s == 1e-6
-    assert said.timing.launch_s == ASSUMED["launch_s"].value
-    assert said.device.time.used("launch_s").source.endswith("nobody says")
+    printed = system(tmp_path, text)
+    assert printed.links["pcie"].used("pcie", "efficiency").source == "there"
+    assert printed.timing.kernel_s == 1e-6
+    assert printed.timing.launch_s == ASSUMED["launch_s"].value
+    assert printed.device.time.used("launch_s").source.endswith("nobody says")
 
 
 def test_a_calibrated_file(tmp_path: Path) -> None:

@@ -39,14 +39,14 @@ rings = { value = 2, low = 1, high = 4, source = "low: one; high: four" }
 """
 
 
-def written(path: Path, said: str, more: str = "") -> Path:
+def written(path: Path, printed: str, more: str = "") -> Path:
     file = path / "mine.toml"
-    file.write_text(NODES + DEVICE.replace("RANGE", said) + more)
+    file.write_text(NODES + DEVICE.replace("RANGE", printed) + more)
     return file
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("printed", "message"),
     [
         ('low = 800e9, source = "there; low: a copy"', None),
         ('low = 900e9, high = 900e9, source = "low: x; high: x"', None),
@@ -71,8 +71,10 @@ def written(path: Path, said: str, more: str = "") -> Path:
         ('low = 0, source = "low: nothing"', "memory_bandwidth = 0.0: must be more than 0"),
     ],
 )
-def test_a_range_is_about_its_value_and_has_reasons(tmp_path: Path, said: str, message: str | None) -> None:
-    file = written(tmp_path, said)
+def test_a_range_is_about_its_value_and_has_reasons(
+    tmp_path: Path, printed: str, message: str | None
+) -> None:
+    file = written(tmp_path, printed)
     if message is None:
         assert load_system_file(file).device.memory_bandwidth.ranges
         return

@@ -32,8 +32,8 @@ def test_a_network_stays_is_shown_runs_commands_and_goes(capfd: pytest.CaptureFi
         found = json.loads(capfd.readouterr().out)
         assert found["facts"]["rates"]["node sends"] == pytest.approx([8e6, 8e6], rel=0.05)
         assert main(["lab", "exec", "1", "sh", "-c", "cat /proc/net/dev; exit 7"]) == 7
-        said = capfd.readouterr().out
-        assert "eth0" in said
+        message = capfd.readouterr().out
+        assert "eth0" in message
         assert main(["lab", "exec", "2", "true"]) == 2
         assert "RANK = 2: must be 0 to 1" in capfd.readouterr().err
     finally:
@@ -64,9 +64,9 @@ def test_what_is_missing_is_one_line(
         assert main(["lab", "check"]) == 1
     finally:
         lab.missing_requirement.cache_clear()
-    said = capfd.readouterr().out
-    assert said.startswith("missing: ")
-    assert said.count("\n") == 1
+    message = capfd.readouterr().out
+    assert message.startswith("missing: ")
+    assert message.count("\n") == 1
 
 
 def test_a_network_without_a_rate_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

@@ -104,8 +104,8 @@ def test_what_the_machine_cannot_carry_is_refused_in_one_line() -> None:
     """The line names the link, what was asked and what was measured."""
     with pytest.raises(NoNetwork) as refused:
         RunningNetwork(TOO_FAST)
-    said = "MB/s on its link instead of 4e+03 MB/s: 15 measurements differ by more than 5%"
-    assert said in str(refused.value)
+    message = "MB/s on its link instead of 4e+03 MB/s: 15 measurements differ by more than 5%"
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
@@ -119,10 +119,10 @@ def test_a_delay_is_kept_or_refused() -> None:
                 trips.append(network.facts.round_trip_s["between"])
         assert 4e-3 < min(trips) < 8e-3
     except NoNetwork as refused:
-        said = str(refused)
+        message = str(refused)
     else:
-        said = ""
-    assert not said or "delay_s = 0.002 needs a kernel with netem" in said
+        message = ""
+    assert not message or "delay_s = 0.002 needs a kernel with netem" in message
 
 
 def holders(facts_of: RunningNetwork) -> list[int]:

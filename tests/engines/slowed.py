@@ -47,19 +47,19 @@ def _seen(time: ToldTime, layout: Layout, engine: str) -> tuple[float, float, fl
                 module.register_forward_hook(partial(_slow, time))
     batches = micro_batches(experiment, 0, 0)
     built.step(batches, lambda phase: None)
-    seen, said = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
-    for clock in (seen, said):
+    seen, message = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
+    for clock in (seen, message):
         clock.begin()
     with StageWaits(seen.mark) as watch:
 
         def observe(phase: Phase) -> None:
             watch(phase)
-            said.mark(phase)
+            message.mark(phase)
 
         built.step(batches, observe)
-    for clock in (seen, said):
+    for clock in (seen, message):
         clock.mark("end")
-    ((row,), (own,)) = seen.read(), said.read()
+    ((row,), (own,)) = seen.read(), message.read()
     return sum(row[phase] for phase in COMPUTE_PHASES), row[Phase.IDLE], own[Phase.IDLE]
 
 

@@ -93,9 +93,9 @@ def case(
     drop = dropout if kernels in ("softmax", "torchtitan-2024", "unfused") else 0.0
     layout_of = LAYOUTS[layout]
     layers = layout_of["pp"] * layout_of.get("chunks", 1) if "pp" in layout_of else layers
-    said = [name, layout, precision, kernels, f"{dropout}", f"{layers}", *([] if nvrtc else ["no-nvrtc"])]
+    message = [name, layout, precision, kernels, f"{dropout}", f"{layers}", *([] if nvrtc else ["no-nvrtc"])]
     return {
-        "name": "-".join(said),
+        "name": "-".join(message),
         "layout": {**LAYOUTS[layout], "precision": precision, "kernels": kernels},
         "model": {**LAYERS[name], "layers": layers},
         "training": {"dropout": dropout, "attention_dropout": drop},

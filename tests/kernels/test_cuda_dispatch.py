@@ -68,7 +68,7 @@ def test_a_damaged_file_is_compiled_again(compilations: list[str]) -> None:
         assert file.read_bytes() == whole
 
 
-def test_a_folder_that_cannot_be_written_is_said(
+def test_a_folder_that_cannot_be_written_is_reported(
     compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")

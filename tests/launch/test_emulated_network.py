@@ -51,12 +51,12 @@ def test_bytes_are_a_steps_and_a_nodes_first_rank_speaks_for_it(facts: Path) -> 
     ):
         seen = EmulatedNetworkRank(NETWORK, facts, rank)
         seen.throttle.stop()
-        said = seen.report(grown, steps=2)
-        assert (said.sent_bytes, said.received_bytes) == (5, 10)
-        assert (said.node_sent_bytes, said.node_received_bytes) == node
-        assert said.facts == (json.loads(facts.read_text()) if known else None)
-        assert said.compute_flops_per_s == (1 + rank) * 1e9
-        assert said.core_share == CORES_SHARE * 1 / 4, "one of the two cores carries messages"
+        message = seen.report(grown, steps=2)
+        assert (message.sent_bytes, message.received_bytes) == (5, 10)
+        assert (message.node_sent_bytes, message.node_received_bytes) == node
+        assert message.facts == (json.loads(facts.read_text()) if known else None)
+        assert message.compute_flops_per_s == (1 + rank) * 1e9
+        assert message.core_share == CORES_SHARE * 1 / 4, "one of the two cores carries messages"
 
 
 @pytest.mark.parametrize(

@@ -38,20 +38,20 @@ def start(
     experiment: Experiment, profiles: Path | None = None
 ) -> tuple[ExperimentRun, list[tuple[int, str]]]:
     torch.set_num_threads(1)
-    said: list[tuple[int, str]] = []
+    message: list[tuple[int, str]] = []
     run = ExperimentRun(
         experiment,
         meshes.single_rank_mesh(),
         torch.device("cpu"),
-        lambda step, phase: said.append((step, phase)),
+        lambda step, phase: message.append((step, phase)),
         profiles=profiles,
     )
-    return run, said
+    return run, message
 
 
 def test_a_run_reports_all_that_it_saw() -> None:
     experiment = tiny(Layout(micro_batch=2, global_batch=4, recompute=True), steps=7, untimed_steps=2)
-    run, said = start(experiment)
+    run, message = start(experiment)
     run.prelude()
     run.steps(3)
     run.steps(2)
@@ -70,9 +70,9 @@ def test_a_run_reports_all_that_it_saw() -> None:
     assert peak["total"] == sum(size for name, size in peak.items() if name != "total")
     assert peak["activations"] > 0
     assert result["memory"]["cuda"] == {}
-    assert said[0] == (0, "init")
-    assert said[-1] == (6, "optimizer")
-    assert [phase for step, phase in said if step == 3] == ["input", "forward"] + [
+    assert message[0] == (0, "init")
+    assert message[-1] == (6, "optimizer")
+    assert [phase for step, phase in message if step == 3] == ["input", "forward"] + [
         "forward",
         "backward",
     ] * 2 + ["optimizer"]
@@ -140,8 +140,8 @@ def test_profiles_of_each_rank_are_in_a_folder_of_the_store(tmp_path: Path) -> N
 def test_of_a_gpu_the_allocators_numbers_and_what_is_beside_it_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: said if device.index == 3 else {})
+    message = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: message if device.index == 3 else {})
     monkeypatch.setattr(experiment_module, "non_torch_bytes", lambda device: 11)
     mesh = replace(meshes.single_rank_mesh(), beside_torch={"start": 4, "world": 6})
     told = process_memory(RankMemory(), torch.device("cuda", 3), mesh)
@@ -213,14 +213,14 @@ def test_fifty_skipped_steps_in_a_row_are_too_many_and_fewer_are_not() -> None:
     series.norms = [norms(1.0, math.inf, True)]
     with pytest.raises(Diverged, match=r"^50 steps in a row overflowed, up to step 100$"):
         series.read(fp16=True)
-    for found, fp16, said in (
+    for found, fp16, message in (
         ((math.nan, 1.0, True), False, "loss is nan at step 0"),
         ((1.0, math.inf, True), False, "gradient norm is inf at step 0"),
         ((math.inf, math.nan, False), True, "loss is inf at step 0"),
     ):
         other = StepHistory()
         other.norms = [norms(*found)]
-        with pytest.raises(Diverged, match=f"^{said}$"):
+        with pytest.raises(Diverged, match=f"^{message}$"):
             other.read(fp16)
 
 

@@ -114,7 +114,7 @@ def test_a_process_may_take_what_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "as_rank", "of", "said"),
+    ("wrong", "as_rank", "of", "message"),
     [
         (asked("dgx2"), None, 1, "system = 'dgx2': must be one of local, local-gpu with --measure"),
         (
@@ -130,8 +130,10 @@ def test_a_process_may_take_what_was_asked_for() -> None:
         (asked(), -1, 4, "as_rank = -1: must be a rank from 0 to 3"),
     ],
 )
-def test_what_cannot_be_tried_is_said(wrong: LayoutQuery, as_rank: int | None, of: int, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_tried_is_reported(
+    wrong: LayoutQuery, as_rank: int | None, of: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         measured.plan_trials(wrong, None, SIZES, "layers", as_rank, of)
 
 

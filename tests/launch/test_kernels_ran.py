@@ -87,7 +87,9 @@ def recorded(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def test_why_a_kernel_did_not_run_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_a_kernel_did_not_run_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran = {"bias_gelu": ["torch: no compiler"], "adamw_": ["cuda"]}
     record = recorded(tmp_path, results() | {"kernels": ran})
     assert record["kernels"] == {"bias_gelu": {"torch: no compiler": 1}, "adamw_": {"cuda": 1}}
@@ -108,15 +110,16 @@ def test_a_failed_compilation_reaches_the_record_and_the_terminal(
     assert ranks == 1
     assert how.startswith("torch: wrong does not compile for sm_80: wrong.cu(1): error")
     assert "nonsense" in how
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
-        said.count("warning: tiny ran torch's operators in place of CUDA kernels for bias_gelu: wrong") == 1
+        message.count("warning: tiny ran torch's operators in place of CUDA kernels for bias_gelu: wrong")
+        == 1
     )
-    assert "`repro doctor`" in said
+    assert "`repro doctor`" in message
 
 
 @pytest.mark.usefixtures("broken")
-def test_what_one_experiment_called_is_not_said_of_another() -> None:
+def test_what_one_experiment_called_is_not_reported_of_another() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert set(results()["kernels"]) == {"bias_gelu"}

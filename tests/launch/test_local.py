@@ -27,7 +27,7 @@ def experiment(world: int, system: str = "local", **keys: Any) -> Experiment:
     return Experiment(name="a", model=TINY, layout=Layout(dp=world), system=system, **keys)
 
 
-def test_what_this_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_machine_has_not_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_launch, "count_cuda_devices", lambda: 2)
     monkeypatch.setattr(local_launch, "usable_cores", lambda: 2)
     monkeypatch.setattr(

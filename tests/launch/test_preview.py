@@ -104,8 +104,8 @@ def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "--rerun",
     ]
     assert cli.main(arguments) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[:2] == [
+    message = capsys.readouterr().out.splitlines()
+    assert message[:2] == [
         "1 experiment: 1 to run, 0 in the store, 0 not here.",
         "Estimated time: 2 s for 1 experiment by the last runs.",
     ]
@@ -121,9 +121,9 @@ def test_an_experiment_without_a_run_has_steps_and_no_time(
     ):
         arguments = ["run", "smoke", "--only", "states-z0-dp2", "--results", str(tmp_path), "--dry-run"]
         assert cli.main([*arguments, "--details", "--evidence", evidence]) == 0
-        said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-        assert said[1] == "Estimated time: unknown for 1 experiment without a record."
-        assert said[-1] == row
+        message = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        assert message[1] == "Estimated time: unknown for 1 experiment without a record."
+        assert message[-1] == row
 
 
 def test_the_answer_counts_what_needs_another_machine(
@@ -131,15 +131,15 @@ def test_the_answer_counts_what_needs_another_machine(
 ) -> None:
     entries = load_suite(Path("zero_throughput")).entries
     assert cli.main(["run", "zero_throughput", "--dry-run", "--results", str(tmp_path)]) == 0
-    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    message = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     here = [entry for entry in entries if entry.experiment.system == "local"]
     wide = [entry for entry in entries if entry.experiment.layout.world == 128]
     away = len(entries) - len(here)
-    assert said[0] == f"{len(entries)} experiments: {len(here)} to run, 0 in the store, {away} not here."
-    assert f"not run: {len(wide)} experiments: needs 128 GPUs of system dgx2." in said
-    assert f"`--evidence simulated` can simulate {away} of these experiments on this machine." in said
+    assert message[0] == f"{len(entries)} experiments: {len(here)} to run, 0 in the store, {away} not here."
+    assert f"not run: {len(wide)} experiments: needs 128 GPUs of system dgx2." in message
+    assert f"`--evidence simulated` can simulate {away} of these experiments on this machine." in message
     steps = sum(entry.experiment.training.steps for entry in here)
-    assert f"4 ranks here {len(here)} {steps}" in said
+    assert f"4 ranks here {len(here)} {steps}" in message
 
 
 def test_suites_by_name() -> None:
@@ -158,6 +158,6 @@ def test_letters_in_brackets_are_shown(
         '[suite]\nname = "o"\n[[experiment]]\nname = "a[1]"\nmodel = "gpt2-tiny"\n'
     )
     assert cli.main(["run", str(tmp_path / "o.toml"), "--dry-run", "--details"]) == 0
-    said = capsys.readouterr().out
-    assert "a[1]" in said
-    assert ".[engines]" in said
+    message = capsys.readouterr().out
+    assert "a[1]" in message
+    assert ".[engines]" in message

@@ -105,7 +105,7 @@ def test_on_a_gpu_its_settings_are_there_before_torch(
         (ValueError(f"two  words\nand {'x' * 400}"), "error", f"ValueError: two words and {'x' * 386}"),
     ],
 )
-def test_what_is_raised_is_said(
+def test_what_is_raised_is_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -121,15 +121,15 @@ def test_what_is_raised_is_said(
     assert ("Traceback" in capsys.readouterr().err) == (outcome != "interrupted")
 
 
-def test_a_failure_is_said_before_the_failed_step_is_freed(
+def test_a_failure_is_reported_before_the_failed_step_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU that may wait for peers."""
-    said: list[bool] = []
+    message: list[bool] = []
 
     class Held:
         def __del__(self) -> None:
-            said.append((tmp_path / "rank-1.json").exists())
+            message.append((tmp_path / "rank-1.json").exists())
 
     def run(job: Job, **asked: Any) -> dict[str, dict[str, Any]]:
         held = Held()
@@ -138,7 +138,7 @@ def test_a_failure_is_said_before_the_failed_step_is_freed(
     rank = Ran(tmp_path, monkeypatch)
     monkeypatch.setattr(sys.modules["a_target"], "run", run)
     assert rank.main()[0] == program.EXIT_CODES["error"]
-    assert said == [True]
+    assert message == [True]
 
 
 def test_every_outcome_has_an_exit_code_of_its_own() -> None:

@@ -25,8 +25,8 @@ def test_a_full_disk_says_what_did_not_fit_and_any_other_fault_is_itself(number:
     recorder: Any = SimpleNamespace(store=SimpleNamespace(append=fails, folder="/store"))
     record = made_up("a", outcome="oom", reason="out of memory")
     full = number != errno.EACCES
-    said = "^out of memory, and the outcome of a did not fit$" if full else "x"
-    with pytest.raises(DiskFull if full else OSError, match=said):
+    message = "^out of memory, and the outcome of a did not fit$" if full else "x"
+    with pytest.raises(DiskFull if full else OSError, match=message):
         Recorder._append(recorder, record, "out of memory, and the outcome of a did not fit")
     with pytest.raises(DiskFull if full else OSError, match="^disk full: /store$" if full else "x"):
         Recorder._append(recorder, record)

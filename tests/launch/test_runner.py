@@ -82,14 +82,14 @@ class Told:
 
     def __init__(self, root: Path):
         self.store = SimpleNamespace(root=root)
-        self.said: list[str] = []
+        self.message: list[str] = []
         self.outcomes: list[tuple[Any, ...]] = []
 
     def begin(self) -> None: ...
     def launch(self, job: Job) -> None: ...
     def tick(self, position: Position) -> None: ...
     def say(self, text: str) -> None:
-        self.said.append(text)
+        self.message.append(text)
 
     def outcome(self, experiment: Experiment, spent_s: float, **how: Any) -> None:
         self.outcomes.append((experiment.name, spent_s, how))
@@ -98,7 +98,7 @@ class Told:
         self.outcomes.append(("ratios", sorted(finished)))
 
     def elsewhere(self, count: int) -> None:
-        self.said.append(f"{count} elsewhere")
+        self.message.append(f"{count} elsewhere")
 
 
 def test_only_who_interrupts_is_told_and_once_that_a_checkpoint_is_waited_for(
@@ -110,7 +110,7 @@ def test_only_who_interrupts_is_told_and_once_that_a_checkpoint_is_waited_for(
     def watch(launch: Any, *, interrupted: Any, stop_s: Any, tick: Any) -> Ending:
         for interrupt.signal in (0, 0, 2, 2):
             tick(Position(0, 1, Phase.FORWARD, 0, "", "", 0.0), [1.5, 0.0])
-            before.append(list(told.said))
+            before.append(list(told.message))
         assert (interrupted(), stop_s()) == ("stopped by the user", STOP_TIMEOUT_S)
         return Ending("ok", "", 1, [1.5, 2.5])
 
@@ -168,7 +168,7 @@ def test_who_is_blamed(outcome: str, at: int, finished: set[int], compare: bool,
     assert runner._blamed_experiments(job, Ending(outcome, "", at, [0.0] * 3), finished) == blamed
 
 
-def test_what_another_run_is_at_comes_last_and_that_is_said_once(
+def test_what_another_run_is_at_comes_last_and_that_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, interrupt = Told(tmp_path), Interrupt()
@@ -206,7 +206,7 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
     launcher: Any = SimpleNamespace(locks=shared)
     Runner(anyone, anyone, interrupt, launcher, rerun=False).run([Task(experiments=(e,)) for e in (A, B, C)])
     assert order == ["b"], "the first was done by the other one meanwhile, the last never was let go of"
-    assert told.said == [
+    assert told.message == [
         *("0 elsewhere", "waiting for another `repro run` on this store: a, c", "1 elsewhere"),
     ]
     assert clock.slept == [plan.LOCK_RETRY_INTERVAL_S] * 4

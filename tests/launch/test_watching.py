@@ -42,7 +42,7 @@ class Elsewhere(Scripted):
 
 
 @pytest.mark.parametrize(
-    ("phase", "limits", "after", "said"),
+    ("phase", "limits", "after", "message"),
     [
         ("forward", {"hang_s": 2.0}, 2.0, "no progress for 2 s (limits.hang_s): rank 0 is " + AT.format(40)),
         ("start", {"hang_s": 2.0}, supervise.START_TIMEOUT_S, "no progress for 120 s: rank 0 is at start-up"),
@@ -57,10 +57,10 @@ class Elsewhere(Scripted):
     ],
 )  # fmt: skip
 def test_a_launch_has_all_of_its_time_and_no_tick_more(
-    clock: Clock, phase: str, limits: dict[str, float], after: float, said: str
+    clock: Clock, phase: str, limits: dict[str, float], after: float, message: str
 ) -> None:
     ending = watch(Elsewhere(1, phase, **limits))
-    assert (ending.outcome, ending.reason) == ("hang" if "progress" in said else "timeout", said)
+    assert (ending.outcome, ending.reason) == ("hang" if "progress" in message else "timeout", message)
     assert clock.now - 100 == ending.spent_s[0] == after + TICK
     assert ending.experiment == (-1 if phase == "start" else 0)
 
@@ -68,8 +68,8 @@ def test_a_launch_has_all_of_its_time_and_no_tick_more(
 def test_every_word_of_any_rank_is_progress(clock: Clock) -> None:
     class Slow(Elsewhere):
         def position(self, rank: int) -> Position:
-            said = min(clock.now, 103.0) if rank else 1.0
-            return super().position(rank)._replace(seconds=said)
+            message = min(clock.now, 103.0) if rank else 1.0
+            return super().position(rank)._replace(seconds=message)
 
     assert watch(Slow(2, hang_s=2.0)).outcome == "hang"
     assert clock.now == 103.0 + 2.0 + TICK
@@ -155,7 +155,7 @@ def test_of_many_ranks_some_are_named(clock: Clock) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("reports", [{}, {0: ("ok", "")}], ids=["silent", "done before"])
-def test_what_is_said_of_a_rank_that_could_not_say_it(
+def test_what_is_reported_of_a_rank_that_could_not_say_it(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
     code: int,
@@ -165,8 +165,8 @@ def test_what_is_said_of_a_rank_that_could_not_say_it(
     reason: str,
     reports: dict[int, tuple[str, str]],
 ) -> None:
-    said = iter(kills)
-    monkeypatch.setattr(supervise, "count_kernel_oom_kills", lambda: next(said))
+    message = iter(kills)
+    monkeypatch.setattr(supervise, "count_kernel_oom_kills", lambda: next(message))
     assert watch(Scripted([code], reports, text)) == Ending(outcome, reason, 0, [0.0])
 
 

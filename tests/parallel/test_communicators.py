@@ -97,9 +97,9 @@ def test_what_torch_does_not_hold_is_the_drivers_less_torchs(monkeypatch: pytest
 
 def test_a_barrier_names_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would take the GPU of the rank's number, which on a second node is none."""
-    said: list[dict[str, Any]] = []
+    message: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(transports.dist, "barrier", lambda **keys: said.append(keys))
+    monkeypatch.setattr(transports.dist, "barrier", lambda **keys: message.append(keys))
     group: Any = object()
     transports.NcclTransport(group).barrier()
-    assert said == [{"group": group, "device_ids": [3]}]
+    assert message == [{"group": group, "device_ids": [3]}]

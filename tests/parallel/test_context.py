@@ -182,7 +182,7 @@ def test_ranks_are_numbered_as_in_megatron() -> None:
 @pytest.mark.parametrize(
     ("keys", "engine", "says"),
     [
-        ({"cp": 0}, "native", "cp = 0: must be a whole number of at least 1"),
+        ({"cp": 0}, "native", "cp = 0: must be an integer of at least 1"),
         ({"cp": 3}, "native", "seq = 16: must be a multiple of 2 cp = 6, for two chunks per rank"),
         ({"cp": 4, "tp": 4, "sp": True, "micro_batch": 2}, "native", ""),
         ({"cp": 2, "kernels": "softmax"}, "native", "cp = 2: must be 1 with kernels = softmax"),

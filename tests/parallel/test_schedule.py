@@ -202,8 +202,8 @@ def test_a_schedule_can_be_read() -> None:
     ("arguments", "says"),
     [
         (("2f2b", 2, 2, 1), "schedule = '2f2b': must be one of gpipe, 1f1b, interleaved"),
-        (("1f1b", 0, 2, 1), "stages = 0: must be a whole number of at least 1"),
-        (("gpipe", 2, 0, 1), "micro_batches = 0: must be a whole number of at least 1"),
+        (("1f1b", 0, 2, 1), "stages = 0: must be an integer of at least 1"),
+        (("gpipe", 2, 0, 1), "micro_batches = 0: must be an integer of at least 1"),
         (("1f1b", 2, 2, 2), "chunks = 2: must be 1 unless schedule = interleaved"),
         (("interleaved", 2, 2, 1), "chunks = 1: must be at least 2 with schedule = interleaved"),
         (("interleaved", 1, 2, 2), "stages = 1: must be at least 2 with schedule = interleaved"),

@@ -32,7 +32,7 @@ def test_without_simulations_there_is_no_section() -> None:
     assert rendered().strip() == ""
 
 
-def test_what_an_answer_rests_on_is_said() -> None:
+def test_what_an_answer_rests_on_is_reported() -> None:
     answer = Answer(question=QUESTIONS[0], value=1.5, rests_on="published point")
     text = template("again.html").render(again={"dgx-h100": [answer]}, ledger=committed.ledger())
     assert 'title="rests on: published point"' in text

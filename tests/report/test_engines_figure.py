@@ -53,12 +53,12 @@ def test_bars_stand_where_they_belong(drawing: Any) -> None:
     megatron = times.containers[-1]
     assert [order[round(bar.get_x() + bar.get_width() / 2)] for bar in megatron] == ["TP"]
     assert megatron[0].get_height() == pytest.approx(0.8, rel=0.05)
-    said = {round(float(note.get_text()), 1) for note in times.texts}
-    assert {1.0, 1.5, 0.8} <= said
+    message = {round(float(note.get_text()), 1) for note in times.texts}
+    assert {1.0, 1.5, 0.8} <= message
     assert len(times.texts) == len(states.texts) == len(sent.texts) == 5
 
 
-def test_what_is_missing_is_said(drawing: Any) -> None:
+def test_what_is_missing_is_reported(drawing: Any) -> None:
     assert drawing.missing == comparisons.ENGINES.missing
     assert set(drawing.records) == {
         "engines/speed-native-z0",

@@ -108,7 +108,7 @@ def test_peak_uses_the_fullest_rank(chosen: Any) -> None:
     assert set(CATEGORY_COLOURS) | {"total"} == set(small.peak)
 
 
-def test_memory_that_is_not_accounted_for_is_left_out_and_said(chosen: Any) -> None:
+def test_memory_that_is_not_accounted_for_is_left_out_and_reported(chosen: Any) -> None:
     first = chosen.measured[0]
     known = {name: value for name, value in first.metrics.items() if name != "memory.activations_bytes"}
     foreign = replace(first, name="speed-torch-z0-dp2", metrics=known)
@@ -118,7 +118,7 @@ def test_memory_that_is_not_accounted_for_is_left_out_and_said(chosen: Any) -> N
     assert record_row(foreign)["peak_gb"] == record_row(first)["peak_gb"] is not None
 
 
-def test_what_is_beside_torch_on_a_gpu_is_said_with_what_is_resident(chosen: Any) -> None:
+def test_what_is_beside_torch_on_a_gpu_is_reported_with_what_is_resident(chosen: Any) -> None:
     first = chosen.measured[0]
     on_gpu = replace(first, metrics={**first.metrics, "memory.context_bytes": 1.5e9})
     outside = [record_row(one)["facts"]["GPU memory outside torch's allocator"] for one in (first, on_gpu)]

@@ -22,7 +22,7 @@ from tests.report.synthetic import experiment
 from tests.report.test_page import read_pages
 
 
-def said(*command: str) -> str:
+def message(*command: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert cli.main([*command]) == 0
     return out.getvalue()
@@ -31,9 +31,9 @@ def said(*command: str) -> str:
 @pytest.fixture(scope="module")
 def claims(synthetic_results: Path) -> list[dict[str, Any]]:
     """What `repro claims --json` says."""
-    found: list[dict[str, Any]] = json.loads(said("claims", "--json", "--results", str(synthetic_results)))[
-        "claims"
-    ]
+    found: list[dict[str, Any]] = json.loads(
+        message("claims", "--json", "--results", str(synthetic_results))
+    )["claims"]
     return found
 
 
@@ -41,7 +41,7 @@ def claims(synthetic_results: Path) -> list[dict[str, Any]]:
 def exported(synthetic_results: Path) -> pd.DataFrame:
     """What `repro export --table values` writes."""
     command = ["export", "--table", "values", "--format", "csv", "--results", str(synthetic_results)]
-    return pd.read_csv(io.StringIO(said(*command)), keep_default_na=False, dtype=str)
+    return pd.read_csv(io.StringIO(message(*command)), keep_default_na=False, dtype=str)
 
 
 def rows(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:

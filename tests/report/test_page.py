@@ -234,7 +234,7 @@ def test_reasons_are_escaped(built: Path) -> None:
     assert "innerHTML" not in (built / "site.js").read_text(encoding="utf-8")
 
 
-def test_failures_and_missing_intervals_are_said(text: str, built: Path) -> None:
+def test_failures_and_missing_intervals_are_reported(text: str, built: Path) -> None:
     assert "without a conclusive result: smoke/fp16-z2-dp2 (hang)" in text
     assert "no interval" in (built / "experiments.html").read_text(encoding="utf-8")
 
@@ -304,7 +304,7 @@ def test_empty_store_gives_the_ledger_and_says_what_to_run(
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_torn_lines_and_other_protocols_are_said(synthetic_results: Path, tmp_path: Path) -> None:
+def test_torn_lines_and_other_protocols_are_reported(synthetic_results: Path, tmp_path: Path) -> None:
     shutil.copytree(synthetic_results, tmp_path / "results")
     file = next((tmp_path / "results" / "records").glob("*.jsonl"))
     lines = file.read_text().splitlines(keepends=True)

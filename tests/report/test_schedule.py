@@ -270,7 +270,7 @@ def _luminance(colour: str) -> float:
             ["--pp", "4", "--micro-batches", "6", "--chunks", "2"],
             "--micro-batches = 6: must be a multiple of",
         ),
-        (["--pp", "0", "--micro-batches", "6"], "--pp = 0: must be a whole number of at least 1"),
+        (["--pp", "0", "--micro-batches", "6"], "--pp = 0: must be an integer of at least 1"),
         (["--pp", "1", "--micro-batches", "6", "--chunks", "2"], "--pp = 1: must be at least 2"),
         (
             ["--pp", "2", "--micro-batches", "6", "--schedule", "zb"],

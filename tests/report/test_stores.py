@@ -87,7 +87,7 @@ def test_a_store_of_failures_only_has_a_page_that_says_so(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", "not a record"),
         (b"\x00\xff\xfe", "not a record"),
@@ -102,13 +102,13 @@ def test_a_store_of_failures_only_has_a_page_that_says_so(tmp_path: Path) -> Non
     ids=["cut", "bytes", "deep", "list", "empty", "no metrics", "odd metrics", "no model", "comparison"],
 )
 def test_a_line_that_is_no_record_is_named_and_the_rest_is_read(
-    tmp_path: Path, line: str | bytes, said: str
+    tmp_path: Path, line: str | bytes, message: str
 ) -> None:
     path = lines(tmp_path, good(), line, good(name="after"))
     found = evidence.read_store(tmp_path / "results")
     assert [record.name for record in found.records] == ["states-z0-dp1", "after"]
     assert len(found.torn) == 1
-    assert found.torn[0].startswith(f"{path}:2: {said}")
+    assert found.torn[0].startswith(f"{path}:2: {message}")
 
 
 @pytest.mark.usefixtures("without_figures")

@@ -30,9 +30,9 @@ def twins(suite: str, link: str, rate: float, ratio: float) -> tuple[list[Any], 
             network=replace(
                 NETWORK, between=1e7 * rate, within=1e7 if suite == comparisons.LARGER_TWIN_SUITE else 0.0
             ),
-            twin=TwinOf(original=name, part=0.2, numbers=said, **sides),
+            twin=TwinOf(original=name, part=0.2, numbers=message, **sides),
         )
-        for (name, zero), said in zip((("megatron", 0), ("deepspeed", 1)), numbers, strict=True)
+        for (name, zero), message in zip((("megatron", 0), ("deepspeed", 1)), numbers, strict=True)
     ]
     results = [synthetic.results(e, seconds) for e, seconds in zip(made, (ratio, 1.0), strict=True)]
     ran = [experiment_record(e, found, wall_s=1.0, **common) for e, found in zip(made, results, strict=True)]

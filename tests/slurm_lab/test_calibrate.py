@@ -57,12 +57,12 @@ def test_a_job_that_dies_is_one_line(lab: Lab, bench: Bench, tmp_path: Path) -> 
     with lab.background(["exec"], command(bench, tmp_path / "dead.toml")) as process:
         lab.wait_for("a running job", lab.running)
         lab.run(["scancel", "--user=root"])
-        said = process.communicate(timeout=300)[0]
+        message = process.communicate(timeout=300)[0]
     assert process.returncode == 1
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, said
+    errors = [line for line in message.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, message
     assert "cancel" in errors[0].lower()
-    assert "Traceback" not in said
+    assert "Traceback" not in message
     assert not (tmp_path / "dead.toml").exists()
 
 

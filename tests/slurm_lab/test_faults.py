@@ -158,9 +158,9 @@ def test_ranks_are_killed_and_hang(lab: Lab, tmp_path: Path) -> None:
     lines = positions.read_text().splitlines()
     assert [line.split(":")[0] for line in lines] == [f"rank 0 on {nodes[0]}", f"rank 1 on {nodes[1]}"]
     for rank, where in ((0, "repro/parallel/transports.py"), (1, "in phase\n")):
-        said = bench.repro("logs", "stuck", "--rank", str(rank)).stdout
-        assert "most recent call first" in said
-        assert where in said
+        message = bench.repro("logs", "stuck", "--rank", str(rank)).stdout
+        assert "most recent call first" in message
+        assert where in message
     # Compared cases take turns (their first step, then three rounds), on the nodes where the others failed.
     assert bench.begun() == ["victim", "stuck", *("a", "b") * 4]
     latest = bench.latest()
@@ -227,8 +227,8 @@ def test_wrong_hardware(lab: Lab, tmp_path: Path) -> None:
     assert {(row["state"], row["failure"]) for row in status.values()} == {("failed", "wrong-hardware")}
     assert bench.begun() == []
     for row in status.values():
-        said = f"wrong hardware: node {row['nodes']} has no GPU where dgx1-v100-32gb has 2 x NVIDIA V100"
-        assert row["detail"].startswith(said)
+        message = f"wrong hardware: node {row['nodes']} has no GPU where dgx1-v100-32gb has 2 x NVIDIA V100"
+        assert row["detail"].startswith(message)
         assert row["detail"].endswith("not comparable")
     collected = bench.repro("collect", check=False)
     assert "repro submit --exclude" in collected.stdout
@@ -330,8 +330,8 @@ def test_without_accounting(tmp_path: Path) -> None:
         suite = three(bench)
         bench.submit(suite)
         bench.running_step("b")
-        said = bench.repro("status", check=False)
-        assert "no accounting on this cluster" in said.stderr
+        message = bench.repro("status", check=False)
+        assert "no accounting on this cluster" in message.stderr
         for pid, _ in ranks(lab, "submitit.core._submit"):
             with suppress(ProcessLookupError):  # its script ends when the job in it does
                 os.kill(pid, signal.SIGKILL)

@@ -88,6 +88,6 @@ def test_doctor_looks_at_the_cluster_and_from_a_node(lab: Lab, tmp_path: Path) -
         ],
         check=False,
     )
-    said = done.stdout + done.stderr
+    message = done.stdout + done.stderr
     for word in ("slurm-wlm", "sacct answers", "debug: 4 nodes", "eth0"):
-        assert word in said, said
+        assert word in message, message

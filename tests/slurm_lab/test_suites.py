@@ -106,15 +106,15 @@ def test_twelve_cases_on_one_two_and_four_nodes(
         assert of(record)["job_id"] in submitted["jobs"]
 
     # What crossed the links is at least what ranks on different nodes say that they sent, in all.
-    said = sum(
+    message = sum(
         row["sent_bytes"] * STEPS
         for name, record in newest.items()
         if NODES[name] > 1
         for comm in record["comm_by_rank"]
         for row in comm
     )
-    assert said > 10_000_000
-    assert sum(after[node][1] - before[node][1] for node in after) > said
+    assert message > 10_000_000
+    assert sum(after[node][1] - before[node][1] for node in after) > message
     assert all(after[node][0] > before[node][0] for node in after)
 
     # Equal to the local launcher, to the last bit; and all strategies train alike.

@@ -88,8 +88,8 @@ print(faults() - before)
 PAGES = 3 * (52 << 20) // 4096
 
 
-def faults_of_three_steps(*said: str) -> int:
-    done = subprocess.run([sys.executable, "-c", STEPS, *said], capture_output=True, text=True, check=True)
+def faults_of_three_steps(*message: str) -> int:
+    done = subprocess.run([sys.executable, "-c", STEPS, *message], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 

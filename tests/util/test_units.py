@@ -101,5 +101,5 @@ def test_plurals() -> None:
 
 def test_every_operator_set_has_its_own_words() -> None:
     """A suite's key is free to name any of them, so no page may stop at one."""
-    said = {words.describe_layout(Layout(kernels=kernels)) for kernels in OperatorSet}
-    assert len(said) == len(OperatorSet)
+    printed = {words.describe_layout(Layout(kernels=kernels)) for kernels in OperatorSet}
+    assert len(printed) == len(OperatorSet)

@@ -57,7 +57,7 @@ def _existing(context: typer.Context, option: typer.CallbackParam, value: Path) 
 
 def check_count(context: typer.Context, option: typer.CallbackParam, value: int) -> int:
     """Return the `value` of an option; raise `ConfigError` if it is below 1, except for the default 0."""
-    right = "a whole number of at least 1; or omit the option"
+    right = "an integer of at least 1; or omit the option"
     require(not _given(context, option) or value >= 1, option.opts[0], value, right)
     return value
 

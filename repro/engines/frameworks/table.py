@@ -112,7 +112,7 @@ def converted(name: str, key: str, value: Any) -> Any:
     if kind == "bool":
         require(isinstance(value, bool), name, value, "true or false")
     elif kind == "int":
-        require(is_number and value == int(value), name, value, "a whole number")
+        require(is_number and value == int(value), name, value, "an integer")
         return int(value)
     else:
         require(is_number, name, value, "a number")

@@ -150,7 +150,7 @@ def chunks_of(schedule: Schedule) -> int:
 def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
     require(name in SCHEDULES, "schedule", name, f"one of {', '.join(SCHEDULES)}")
     for key, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
-        require(value >= 1, key, value, "a whole number of at least 1")
+        require(value >= 1, key, value, "an integer of at least 1")
     if name != "interleaved":
         require(chunks == 1, "chunks", chunks, "1 unless schedule = interleaved")
         return

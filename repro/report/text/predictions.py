@@ -268,7 +268,7 @@ def print_plan(
     require(not as_map or len(systems) == 1, "system", query.system, "one system with --map")
     sizes = stated.model if stated else models.load_model(model)
     require(sizes.architecture == "gpt", "model", model, "a model with `architecture = gpt`")
-    require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
+    require(gpus >= 1, "gpus", gpus, "an integer of at least 1")
     sizes.check_sequence(Training(seq=seq).seq)
     require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
     prices = _prices(price_per_gpu_hour, len(systems))

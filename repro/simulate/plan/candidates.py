@@ -91,7 +91,7 @@ def device_memory_limit(system: System, given: int | None) -> int:
 def data_parallel_degree(gpus: int, tp: int, pp: int, cp: int = 1) -> int:
     """Return the data-parallel degree of a layout on `gpus` devices."""
     for key, degree in (("gpus", gpus), ("tp", tp), ("cp", cp), ("pp", pp)):
-        require(degree >= 1, key, degree, "a whole number of at least 1")
+        require(degree >= 1, key, degree, "an integer of at least 1")
         at_most(key, degree, RANKS)
     one, times = tp * cp * pp, f"{tp} x {pp}" if cp == 1 else f"{tp} x {cp} x {pp}"
     names = "tp x pp" if cp == 1 else "tp x cp x pp"

@@ -221,7 +221,7 @@ def question_of(
     whole = device_memory_limit(system, parse_memory_size(query.memory_limit))
     sizes = {key: value for key, value in {**sizes, "seq": query.seq}.items() if value}
     for key, value in sizes.items():
-        require(value >= 1, key, value, "a whole number of at least 1")
+        require(value >= 1, key, value, "an integer of at least 1")
     keys: dict[str, Any]
     if model is None:
         room = whole - system.context()

@@ -144,10 +144,10 @@ def test_a_rank_that_fails_is_an_outcome(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--system", "dgx2"], "--system = 'dgx2': must be local or local-gpu, or a cluster"),
-        (["--system", "local", "--gpus", "-1"], "--gpus = -1: must be a whole number of at least 1"),
+        (["--system", "local", "--gpus", "-1"], "--gpus = -1: must be an integer of at least 1"),
         (
             ["--system", "local", "--output", "here.json"],
             "--output = 'here.json': must be a file that ends in .toml",
@@ -169,7 +169,7 @@ def test_a_rank_that_fails_is_an_outcome(
         ),
         (
             ["--system", "local", "--profile", "lab.toml", "--nodes", "-1"],
-            "--nodes = -1: must be a whole number of at least 1",
+            "--nodes = -1: must be an integer of at least 1",
         ),
         (
             ["--system", "local", "--profile", "lab.toml", "--gpus", "3"],
@@ -181,7 +181,7 @@ def test_a_rank_that_fails_is_an_outcome(
 )
 def test_what_cannot_be_measured_is_refused_at_once(
     arguments: list[str],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -197,7 +197,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
     assert out.out == ""
     assert out.err.startswith("error: ")
     assert len(out.err.splitlines()) == 1
-    assert said in out.err
+    assert message in out.err
 
 
 def test_a_wrong_question_needs_no_torch() -> None:

@@ -72,8 +72,8 @@ def test_ranks_differ_from_moment_to_moment_and_from_each_other(jitter: float, s
         ]
         return {"between": steps, "seconds": sum(map(sum, steps)) / TIMED_STEPS}
 
-    said = document._rank_differences([tuple(rank() for _ in range(ranks))])
-    found = {key: number["value"] for key, number in said.items()}
+    message = document._rank_differences([tuple(rank() for _ in range(ranks))])
+    found = {key: number["value"] for key, number in message.items()}
     assert found["jitter_s"] == pytest.approx(jitter, rel=0.1, abs=1e-12)
     assert found["spread"] == pytest.approx(spread, rel=0.2, abs=3e-3)
 

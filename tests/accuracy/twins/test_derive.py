@@ -65,7 +65,7 @@ def test_the_numbers_are_kept(lowbw: Twin) -> None:
     )
 
 
-def test_the_ratio_differs_by_what_is_said(lowbw: Twin) -> None:
+def test_the_ratio_differs_by_what_is_reported(lowbw: Twin) -> None:
     """Put back latency, depth, rates and optimizer, and the original's ratio is there."""
     ratio = ratio_of(lowbw.members[1], lowbw.members[0], lowbw.scales[0])
     assert ratio.rest == pytest.approx(ratio.original, rel=0.01)
@@ -228,11 +228,11 @@ def test_the_suite_is_the_twin(
         e = entry.experiment
         assert replace(e, name=member.twin.name).key == member.twin.key
         baseline = (lowbw if member in lowbw.members else table).members[0]
-        said = {n.name: (n.original, n.twin) for n in similarity_numbers(member, baseline)}
+        message = {n.name: (n.original, n.twin) for n in similarity_numbers(member, baseline)}
         assert e.twin is not None
         assert e.twin.original == member.original.name
         assert e.twin.part == pytest.approx(member.twin.model.hidden / member.original.model.hidden, rel=1e-3)
-        assert e.twin.numbers == {name: pytest.approx(pair, rel=1e-3) for name, pair in said.items()}
+        assert e.twin.numbers == {name: pytest.approx(pair, rel=1e-3) for name, pair in message.items()}
     first, second = (suite.entry(name).experiment.twin for name in ("lowbw-megatron", "lowbw-deepspeed"))
     assert first is not None
     assert second is not None

@@ -110,7 +110,7 @@ def test_a_dry_run_says_what_recipes_hold_and_of_how_much(tmp_path: Path) -> Non
         TURING: (4 + 12 / 64) * gpt_params(78, 4256) / 4,
         YUAN: 16 * ((stage + 53248 * width) / 8 + 2048 * width),
     }
-    assert {name: float(said.split()[1]) for name, said in found.items()} == pytest.approx(
+    assert {name: float(message.split()[1]) for name, message in found.items()} == pytest.approx(
         {name: size / 1e9 for name, size in wanted.items()}, rel=0.01
     )
     assert found["quality-8.3b"].endswith("of 32.3 GB")  # a V100's 32 GB less its context

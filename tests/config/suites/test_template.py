@@ -88,7 +88,7 @@ def test_the_class_beside_expect_is_honoured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "printed"),
     [
         ("there.toml", "already exists"),
         ("a.txt", "must be a file that ends in .toml"),
@@ -96,11 +96,15 @@ def test_the_class_beside_expect_is_honoured(tmp_path: Path) -> None:
     ],
 )
 def test_what_it_does_not_write(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    printed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there.toml").write_text("mine")
     assert cli.main(["init", name]) == 2
-    assert said in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["there.toml"]
     assert Path("there.toml").read_text() == "mine"

@@ -169,7 +169,7 @@ def test_a_users_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.sh", "--num-layers many", "num_layers = 'many': must be a whole number"),
+        ("a.sh", "--num-layers many", "num_layers = 'many': must be an integer"),
         ("a.sh", USER.replace("-parallel-size $TP", "-parallel-size 3"), "--gpus = 32: must be 24"),
         ("a.sh", "--normalization Batch", "normalization = 'Batch': must be one of LayerNorm, RMSNorm"),
         ("a.json", "{}", "the file does not have its sizes; name it by --model"),

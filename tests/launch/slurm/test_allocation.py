@@ -200,7 +200,7 @@ def test_tasks_that_end_with_the_whole_job_are_no_lost_node(submission: Submissi
     assert submission.outcomes() == {"a": "interrupted"}
 
 
-def test_a_step_that_does_not_start_is_said(submission: Submission) -> None:
+def test_a_step_that_does_not_start_is_reported(submission: Submission) -> None:
     """A node that is down when the nodes are looked at, and one that goes down later."""
     srun = submission.bin / "srun"
     working = srun.read_text()
@@ -263,9 +263,9 @@ def test_a_stranger_does_no_harm(submission: Submission, hold: Hold) -> None:
         ranks = job.reach("a")
         (place,) = submission.folder.glob("logs/0/*/launch.json")
         assert place.stat().st_mode & 0o777 == 0o600
-        said = json.loads(place.read_text())
+        message = json.loads(place.read_text())
         for words in (b"GET / HTTP/1.1\r\n", b'{"token":"guessed","rank":0}\n{"say":"ended","code":9}\n'):
-            with socket.create_connection((said["address"], said["port"]), timeout=60) as stranger:
+            with socket.create_connection((message["address"], message["port"]), timeout=60) as stranger:
                 stranger.sendall(words)
                 assert stranger.recv(1) == b""
         assert ranks
@@ -333,7 +333,7 @@ def test_wrong_hardware_starts_nothing(tmp_path: Path) -> None:
     assert submission.reasons()["a"].endswith(": not comparable")
 
 
-def test_a_full_disk_is_said(tmp_path: Path, hold: Hold) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, hold: Hold) -> None:
     with small_disk(tmp_path) as disk:
         suite = write_suite(tmp_path, experiments("a", "b"))
         submission = Submission(disk, suite)

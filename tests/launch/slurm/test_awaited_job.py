@@ -31,13 +31,13 @@ RUNNING = JobState(state="RUNNING", nodes="n1")
 class Answers:
     """A scheduler that says one thing after the other, the last for ever; an error is raised."""
 
-    def __init__(self, *said: JobState | SchedulerError | None):
-        self.said = list(said)
+    def __init__(self, *message: JobState | SchedulerError | None):
+        self.message = list(message)
         self.cancelled: list[str] = []
 
     def jobs(self, ids: list[str]) -> dict[str, JobState]:
         assert ids == ["7"]
-        found = self.said.pop(0) if len(self.said) > 1 else self.said[0]
+        found = self.message.pop(0) if len(self.message) > 1 else self.message[0]
         if isinstance(found, SchedulerError):
             raise found
         return {} if found is None else {"7": found}
@@ -66,7 +66,7 @@ def failed(reason: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_each_state_is_said_once_and_the_answer_comes_back(
+def test_each_state_is_reported_once_and_the_answer_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: bool
 ) -> None:
     (tmp_path / far.ANSWER_FILE).write_text('{"outcome": "ok"}')
@@ -74,8 +74,8 @@ def test_each_state_is_said_once_and_the_answer_comes_back(
     hiccup = SchedulerError("squeue: timed out")
     answers = Answers(waits, waits, hiccup, RUNNING, JobState(state="COMPLETED"))
     assert wait(monkeypatch, tmp_path, answers, quiet=quiet) == {"outcome": "ok"}
-    said = ["job 7 is PENDING: Resources", "job 7 is RUNNING n1"]
-    assert capsys.readouterr().err.splitlines() == ([] if quiet else said)
+    message = ["job 7 is PENDING: Resources", "job 7 is RUNNING n1"]
+    assert capsys.readouterr().err.splitlines() == ([] if quiet else message)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_a_slurm_that_is_silent_for_long_is_given_up(tmp_path: Path, monkeypatch
 
 def test_who_interrupts_cancels_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Answers(RUNNING, JobState(state="CANCELLED"))
-    said = wait(monkeypatch, tmp_path, answers, signal=2)
-    assert said == {"outcome": "interrupted", "reason": "cancelled job 7", "results": []}
+    message = wait(monkeypatch, tmp_path, answers, signal=2)
+    assert message == {"outcome": "interrupted", "reason": "cancelled job 7", "results": []}
     assert answers.cancelled == ["7"]
     silent = wait(monkeypatch, tmp_path, Answers(SchedulerError("scancel: down")), signal=2)
     assert silent == failed("job 7 could not be cancelled: scancel: down")
@@ -170,18 +170,18 @@ def test_the_far_side_says_where_it_ran_and_what_came_of_it(
     monkeypatch.setattr(far.supervise, "watch", lambda launch, interrupted: Ending(outcome, "why", 0, []))
     stop = AllocationStop("7")
     monkeypatch.setattr(far.os, "getloadavg", lambda: (1.2345, 9.0, 9.0))
-    said = far._run_awaited_job(tmp_path, "x:y", stop, {"SLURM_JOB_ID": "7"})
-    assert said["load"] == 1.23
+    message = far._run_awaited_job(tmp_path, "x:y", stop, {"SLURM_JOB_ID": "7"})
+    assert message["load"] == 1.23
     if missing or wrong:
-        assert (said["outcome"], said["reason"], said["results"]) == ("error", missing or wrong, [])
-        assert ("place" in said) == (not missing)
+        assert (message["outcome"], message["reason"], message["results"]) == ("error", missing or wrong, [])
+        assert ("place" in message) == (not missing)
         stop.note(REQUEUE, None)
         monkeypatch.setattr("repro.launch.slurm.allocation.stop.stop_reason", lambda *_: "preempted")
         again = far._run_awaited_job(tmp_path, "x:y", stop, {})["reason"]
         assert again == (wrong or "stopped by SLURM (SIGUSR2): preempted")
         return
-    assert (said["outcome"], said["reason"], said["results"]) == (outcome, "why", [{"rank": 0}])
-    assert (said["place"]["nodes"], said["place"]["job_id"]) == (["n1"], "7")
+    assert (message["outcome"], message["reason"], message["results"]) == (outcome, "why", [{"rank": 0}])
+    assert (message["place"]["nodes"], message["place"]["job_id"]) == (["n1"], "7")
     assert Launched.closed == [None if outcome == "ok" else tmp_path / "ranks"]
 
 

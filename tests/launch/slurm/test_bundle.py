@@ -37,31 +37,31 @@ def test_what_a_start_of_the_job_leaves_for_the_next_one(
 ) -> None:
     path = tmp_path / "bundle-4.json"
 
-    def said(*keys: str) -> Any:
+    def message(*keys: str) -> Any:
         document = json.loads(path.read_text())
         return document[keys[0]] if len(keys) == 1 else tuple(document[key] for key in keys)
 
     first = BundleProgress(tmp_path, WHOLE, "12_3", 0)
-    assert said("job", "restarts", "nodes", "phase", "ended") == ("12_3", 0, [], "starting", [])
+    assert message("job", "restarts", "nodes", "phase", "ended") == ("12_3", 0, [], "starting", [])
     assert (first.open, first.remaining(TASKS)) == (3, list(TASKS))
     first.set_nodes(["n1", "n2"])
-    assert said("nodes", "phase", "current") == (["n1", "n2"], "running", None)
+    assert message("nodes", "phase", "current") == (["n1", "n2"], "running", None)
     first.launch(Job(experiments=[A]))
     start = {"names": ["a"], "case": "a", "compare": False, "step": 0, "steps": 12, "phase": "start"}
-    assert said("current") == {**start, "steps_per_s": None}
+    assert message("current") == {**start, "steps_per_s": None}
     first.tick(at(0, 0, Phase.START))
-    assert said("current")["phase"] == "start", "not yet begun"
+    assert message("current")["phase"] == "start", "not yet begun"
     first.tick(at(0, 1))
-    assert (said("current")["step"], said("current")["phase"]) == (1, "forward")
+    assert (message("current")["step"], message("current")["phase"]) == (1, "forward")
     first.tick(at(0, 2))
-    assert said("current")["step"] == 1, "not written again so soon"
+    assert message("current")["step"] == 1, "not written again so soon"
     monkeypatch.setattr(bundle, "WRITE_INTERVAL_S", 0.0)
     first.tick(at(0, 3))
-    assert said("current")["step"] == 3
+    assert message("current")["step"] == 3
     first.ended("a", "hang", "rank 1", 1.0, expected=False)
     first.launch(Job(experiments=[B, C], compare=True))
     first.tick(at(1, 5))
-    assert {key: said("current")[key] for key in ("names", "case", "compare")} == {
+    assert {key: message("current")[key] for key in ("names", "case", "compare")} == {
         "names": ["b", "c"],
         "case": "c",
         "compare": True,
@@ -69,12 +69,12 @@ def test_what_a_start_of_the_job_leaves_for_the_next_one(
     first.ended("b", "interrupted", "preempted", 1.0, expected=False)
     assert first.open == 2, "what was interrupted is still to be done"
     first.end(signal="SIGUSR2", reason="preempted")
-    assert said("phase", "current") == ("stopped", None)
-    assert said("stopped") == {"signal": "SIGUSR2", "reason": "preempted"}
+    assert message("phase", "current") == ("stopped", None)
+    assert message("stopped") == {"signal": "SIGUSR2", "reason": "preempted"}
     assert first.count_outcomes() == {"hang": 1, "interrupted": 1}
 
     second = BundleProgress(tmp_path, WHOLE, "12_3", 1)
-    assert said("restarts", "stopped", "ended") == (
+    assert message("restarts", "stopped", "ended") == (
         1,
         None,
         [{"name": "a", "outcome": "hang", "reason": "rank 1"}],
@@ -84,7 +84,7 @@ def test_what_a_start_of_the_job_leaves_for_the_next_one(
     for name in ("b", "c"):
         second.ended(name, "ok", "", 1.0, expected=True)
     second.end()
-    assert (second.open, said("phase", "stopped")) == (0, ("ended", None))
+    assert (second.open, message("phase", "stopped")) == (0, ("ended", None))
     assert second.count_outcomes() == {"hang": 1, "ok": 2}
 
 

@@ -135,14 +135,14 @@ def test_a_stranger_is_cut_off(listener: Listener, words: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "message"),
     [
         (errno.ETIMEDOUT, "no answer from it for 15 s"),
         (errno.EHOSTUNREACH, "no answer from it for 15 s"),
         (errno.ECONNRESET, "connection lost (Connection reset by peer)"),
     ],
 )
-def test_how_a_connection_was_lost_is_said(listener: Listener, number: int, said: str) -> None:
+def test_how_a_connection_was_lost_is_reported(listener: Listener, number: int, message: str) -> None:
     class Broken(socket.socket):
         def recv(self, *_: Any) -> bytes:
             raise OSError(number, os.strerror(number))
@@ -154,7 +154,7 @@ def test_how_a_connection_was_lost_is_said(listener: Listener, number: int, said
     with theirs:
         theirs.sendall(b"x")
         assert listener.messages() == []
-    assert listener.ended == {2: said}
+    assert listener.ended == {2: message}
     assert broken.fileno() == -1
 
 

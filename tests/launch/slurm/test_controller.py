@@ -193,23 +193,35 @@ def test_a_bundle_runs_where_its_nodes_are_there_and_right(
     if stopped:
         stop.give_up("enough")
     state = controller.run_bundle(submission, 1, stop, ENVIRONMENT)
-    said = json.loads(state.path.read_text())
-    assert (state.path.name, said["bundle"], said["job"], said["restarts"]) == ("bundle-1.json", 1, "7", 2)
+    message = json.loads(state.path.read_text())
+    assert (state.path.name, message["bundle"], message["job"], message["restarts"]) == (
+        "bundle-1.json",
+        1,
+        "7",
+        2,
+    )
     records = lines(submission.parents[1])
     if found == "ran":
         assert ran == [(submission / "logs" / "1", ["n0", "n1"], allocation, True, stop), ["a", "b"]]
-        assert (said["nodes"], said["phase"], said["stopped"], records) == (["n0", "n1"], "ended", None, [])
+        assert (message["nodes"], message["phase"], message["stopped"], records) == (
+            ["n0", "n1"],
+            "ended",
+            None,
+            [],
+        )
         return
     assert ran == []
-    assert said["nodes"] == []
+    assert message["nodes"] == []
     names = ["a", "b"] if found else []
     assert [(r["name"], r["outcome"], r["reason"]) for r in records] == [(n, "error", found) for n in names]
     assert all(r["provenance"]["slurm"]["job_id"] == "7" for r in records)
-    assert said["phase"] == ("ended" if found else "stopped")
-    assert said["stopped"] == (None if found else {"signal": "", "reason": "enough"})
+    assert message["phase"] == ("ended" if found else "stopped")
+    assert message["stopped"] == (None if found else {"signal": "", "reason": "enough"})
 
 
-def test_what_breaks_is_said_in_the_bundles_file(submission: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_breaks_is_reported_in_the_bundles_file(
+    submission: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any) -> None:
         raise KeyError("x")
 
@@ -217,8 +229,8 @@ def test_what_breaks_is_said_in_the_bundles_file(submission: Path, monkeypatch: 
     monkeypatch.setattr(controller, "survey_nodes", broken)
     with pytest.raises(KeyError):
         controller.run_bundle(submission, 0, AllocationStop("7"), {})
-    said = json.loads((submission / "bundle-0.json").read_text())
-    assert (said["phase"], said["stopped"]["reason"], said["job"], said["restarts"]) == (
+    message = json.loads((submission / "bundle-0.json").read_text())
+    assert (message["phase"], message["stopped"]["reason"], message["job"], message["restarts"]) == (
         "stopped",
         "KeyError: 'x'",
         "0",

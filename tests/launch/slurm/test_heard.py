@@ -53,11 +53,11 @@ class Listener:
     def __init__(self) -> None:
         self.ended: dict[int, str] = {}
         self.come = {0, 1, 2}
-        self.said: list[tuple[int, Message]] = []
+        self.printed: list[tuple[int, Message]] = []
         self.open = True
 
     def messages(self) -> list[tuple[int, Message]]:
-        found, self.said = self.said, []
+        found, self.printed = self.printed, []
         return found
 
     def has_connected(self, rank: int) -> bool:
@@ -93,7 +93,7 @@ class Started(ClusterLaunch):
         self._step, self._listener = self.step, self.listener  # type: ignore[assignment]
 
     def hears(self, rank: int, say: str, **message: Any) -> None:
-        self.listener.said.append((rank, {"say": say, **message}))
+        self.listener.printed.append((rank, {"say": say, **message}))
         self._receive()
 
 
@@ -137,7 +137,7 @@ def place(seconds: float, step: int = 5) -> list[Any]:
     return [0, step, "forward", 40, "all_gather", "tp", seconds]
 
 
-def test_a_position_is_of_the_time_when_it_was_said_and_only_a_new_word_is_progress(
+def test_a_position_is_of_the_time_when_it_was_reported_and_only_a_new_word_is_progress(
     started: Started, clock: Clock
 ) -> None:
     assert [started.position(rank) for rank in range(3)] == [Position(0, 0, Phase.START, 0, "", "", 0.0)] * 3
@@ -240,7 +240,7 @@ def test_another_port_is_tried_twice(started: Started, voice: str) -> None:
         assert (started.poll(0), started.begun) == (code, begun)
 
 
-def test_a_port_is_no_reason_for_who_had_begun_or_said_something_else(started: Started) -> None:
+def test_a_port_is_no_reason_for_who_had_begun_or_reported_something_else(started: Started) -> None:
     taken = {"code": 1, "report": None, "errors": "Address already in use"}
     started.hears(0, "ended", **{**taken, "errors": "KeyError"})
     assert (started.poll(0), started.begun) == (1, 1)

@@ -102,11 +102,11 @@ def test_a_memory_that_nobody_published_tells_no_cards_apart() -> None:
 def test_gpus_are_looked_at_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "visible_gpus", lambda visible: [{"uuid": visible}])
     monkeypatch.setattr(nodes, "gpu_links", lambda: {"nvlinks": [2]})
-    said = {"SLURMD_NODENAME": "n2", "SLURM_LOCALID": "3", "SLURM_PROCID": "7"}
-    seen = nodes.report_node(said | {"CUDA_VISIBLE_DEVICES": "GPU-5"}, gpus=True)
+    message = {"SLURMD_NODENAME": "n2", "SLURM_LOCALID": "3", "SLURM_PROCID": "7"}
+    seen = nodes.report_node(message | {"CUDA_VISIBLE_DEVICES": "GPU-5"}, gpus=True)
     assert (seen.node, seen.local, seen.task) == ("n2", 3, 7)
     assert (seen.gpus, seen.links) == ([{"uuid": "GPU-5"}], {"nvlinks": [2]})
-    bare = nodes.report_node(said, gpus=False)
+    bare = nodes.report_node(message, gpus=False)
     assert (bare.gpus, bare.links) == ([], {})
 
 

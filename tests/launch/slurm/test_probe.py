@@ -92,8 +92,14 @@ CARD = {"name": "Tesla V100-SXM3-32GB", "memory_bytes": 34_057_748_480, "compute
 def answer(host: str, **more: Any) -> dict[str, Any]:
     versions = {"repro": "1", "torch": "2.6", "nvidia-nccl-cu12": "2.21"}
     interfaces = {"lo": "127.0.0.1", "ib0": "10.0.0.1", "ib1": ""}
-    said = {"host": host, "folder": "", "interfaces": interfaces, "gpus": [CARD] * 16, "versions": versions}
-    return {**said, "python": "3.12.1", **more}
+    message = {
+        "host": host,
+        "folder": "",
+        "interfaces": interfaces,
+        "gpus": [CARD] * 16,
+        "versions": versions,
+    }
+    return {**message, "python": "3.12.1", **more}
 
 
 def judged(seen: list[dict[str, Any]], **tables: Any) -> dict[str, tuple[Any, ...]]:

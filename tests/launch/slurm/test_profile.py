@@ -65,7 +65,7 @@ def test_a_number_may_be_none_and_not_less(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('system = "dgx3"', "system = 'dgx3'"),
         ('system = "dgx2"\n[slurm]\ngpus_per_node = 17', "slurm.gpus_per_node = 17: must be at most 16"),
@@ -85,14 +85,14 @@ def test_a_number_may_be_none_and_not_less(key: str) -> None:
         ("[slurm", "not TOML"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_a_mistake_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as raised:
         profile.load_profile(path)
     line = str(raised.value)
     assert line.startswith(str(path))
-    assert said in line
+    assert message in line
     assert "\n" not in line
 
 

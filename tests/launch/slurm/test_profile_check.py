@@ -61,7 +61,7 @@ def test_what_differs_for_some_cases_is_looked_at_too(
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "said"),
+    ("text", "name", "message"),
     [
         ('partition = "nowhere"', "partition", "known are debug, old, short"),
         ('partition = "short"', "partition", "slurm.time_limit is 01:00:00"),
@@ -75,14 +75,14 @@ def test_what_is_wrong_is_named(
     capsys: pytest.CaptureFixture[str],
     text: str,
     name: str,
-    said: str,
+    message: str,
 ) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(f"[slurm]\n{text}\n")
     code, checks = examine(path, tmp_path / "results", capsys)
     assert code == 1
     assert checks[name].startswith("no")
-    assert said in checks[name]
+    assert message in checks[name]
 
 
 def test_no_accounting_is_a_limit_and_no_slurm_the_end(

@@ -18,10 +18,10 @@ def test_provenance_has_no_addresses_and_groups_equal_nodes() -> None:
         "SLURM_JOB_USER": "me",
         "SECRET": "x",
     }
-    said = slurm_provenance(node("n1", 0, V100, tasks=2) + node("n2", 1, V100, tasks=2), environment)
-    assert (said["job_id"], said["array_task"], said["nodes"]) == ("12", "3", ["n1", "n2"])
-    assert [kind["nodes"] for kind in said["hardware"]] == [["n1", "n2"]]
-    assert "me" not in said.values()
+    message = slurm_provenance(node("n1", 0, V100, tasks=2) + node("n2", 1, V100, tasks=2), environment)
+    assert (message["job_id"], message["array_task"], message["nodes"]) == ("12", "3", ["n1", "n2"])
+    assert [kind["nodes"] for kind in message["hardware"]] == [["n1", "n2"]]
+    assert "me" not in message.values()
 
 
 def test_all_that_a_record_says_of_its_nodes() -> None:
@@ -70,8 +70,8 @@ def test_all_that_a_record_says_of_its_nodes() -> None:
 
 
 def test_switches_are_what_slurm_says() -> None:
-    said = {"SLURM_TOPOLOGY_ADDR": "core.rack1.n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
-    assert nodes.switch_path(said) == "core.rack1"
+    message = {"SLURM_TOPOLOGY_ADDR": "core.rack1.n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
+    assert nodes.switch_path(message) == "core.rack1"
     assert nodes.switch_path({"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}) == ""
     assert nodes.switch_path({}) == ""
     reports = [NodeReport(node=f"n{i}", local=0, task=i, switches=f"core.rack{1 + i // 2}") for i in range(3)]

@@ -65,7 +65,7 @@ class Rank(RankProcess):
         monkeypatch.setattr(task.rank_process, "is_stopped", lambda pid: self.halted)
         super().__init__("tcp://n1:5", "cpu", "x:y", self.logs, 1, 2)
 
-    def said(self, now: float) -> list[dict[str, Any]]:
+    def message(self, now: float) -> list[dict[str, Any]]:
         return list(self.news(now))
 
 
@@ -90,49 +90,49 @@ def test_where_it_is_is_news_now_and_then_and_when_it_begins_another_experiment(
     assert (how["env"], how["start_new_session"], how["stdin"]) == ({"RANK": "1"}, True, subprocess.DEVNULL)
     assert (how["stdout"].name, how["stderr"].name) == (f"{rank.logs}/rank-1.out", f"{rank.logs}/rank-1.err")
     heartbeat = HeartbeatWriter(folder / "heartbeat", 1)
-    assert rank.said(50.0) == [], "it has said nothing yet"
-    assert rank.said(50.0 + POSITION_INTERVAL_S - 0.125) == []
+    assert rank.message(50.0) == [], "it has said nothing yet"
+    assert rank.message(50.0 + POSITION_INTERVAL_S - 0.125) == []
     heartbeat.phase(0, 3, Phase.FORWARD)
-    (place,) = rank.said(50.0 + POSITION_INTERVAL_S - 0.125)
+    (place,) = rank.message(50.0 + POSITION_INTERVAL_S - 0.125)
     assert place["at"][:3] == [0, 3, "forward"]
     assert place["stopped"] is False
     heartbeat.phase(0, 4, Phase.FORWARD)
-    assert rank.said(50.0 + POSITION_INTERVAL_S) == []
-    (place,) = rank.said(50.0 + 2 * POSITION_INTERVAL_S - 0.125)
+    assert rank.message(50.0 + POSITION_INTERVAL_S) == []
+    (place,) = rank.message(50.0 + 2 * POSITION_INTERVAL_S - 0.125)
     assert (place["at"][1], place["age"]) == (
         4,
         pytest.approx(50.0 + 2 * POSITION_INTERVAL_S - 0.125 - place["at"][-1]),
     )
     rank.halted = True
-    (place,) = rank.said(60.0)
+    (place,) = rank.message(60.0)
     assert place["stopped"] is True
 
 
 def test_results_come_one_after_the_other_and_at_the_end_all_that_there_are(rank: Rank) -> None:
     rank.start({})
     (folder,) = rank.work.iterdir()
-    rank.said(50.0)
+    rank.message(50.0)
     (folder / "finished-1-1.json").write_text('{"of": 1}')
-    assert rank.said(50.1) == [], "that of the first has yet to come"
+    assert rank.message(50.1) == [], "that of the first has yet to come"
     (folder / "rank-1.json").write_text('{"rank": 1, "outcome": "error", "reason": "x"}')
     (rank.logs / "rank-1.err").write_text("the end")
     rank.child.code = 3
     report = {"rank": 1, "outcome": "error", "reason": "x"}
     ended = {"say": "ended", "code": 3, "report": report, "errors": "the end"}
-    assert [m for m in rank.said(50.2) if m["say"] != "position"] == [
+    assert [m for m in rank.message(50.2) if m["say"] != "position"] == [
         *({"say": "result", "index": 1, "result": {"of": 1}}, ended)
     ]
     assert rank.code == 3
 
 
-def test_a_result_is_said_once(rank: Rank) -> None:
+def test_a_result_is_reported_once(rank: Rank) -> None:
     rank.start({})
     (folder,) = rank.work.iterdir()
-    rank.said(50.0)
+    rank.message(50.0)
     for index in range(2):
         (folder / f"finished-{index}-1.json").write_text(json.dumps({"of": index}))
     found = [{"say": "result", "index": index, "result": {"of": index}} for index in range(2)]
-    assert (rank.said(50.1), rank.said(50.2)) == (found, [])
+    assert (rank.message(50.1), rank.message(50.2)) == (found, [])
 
 
 @pytest.mark.parametrize(("code", "kills", "known"), [(-9, 1, True), (-9, 0, False), (-15, 1, False)])
@@ -144,7 +144,7 @@ def test_who_was_killed_for_want_of_memory_is_told_by_the_kernels_count(
     rank.child.code = code
     reason = "killed by the kernel, which ran out of memory"
     report = {"rank": 1, "outcome": "oom", "reason": reason} if known else None
-    assert rank.said(50.0)[-1] == {"say": "ended", "code": code, "report": report, "errors": ""}
+    assert rank.message(50.0)[-1] == {"say": "ended", "code": code, "report": report, "errors": ""}
     assert rank.code == code
 
 
@@ -152,23 +152,23 @@ def test_its_stacks_are_asked_for_and_seen(rank: Rank) -> None:
     rank.start({})
     errors = rank.logs / "rank-1.err"
     errors.write_text("old (most recent call first)\n")
-    rank.said(50.0)
+    rank.message(50.0)
     rank.dump_stacks()
     assert rank.signals == [(4711, rank_process.STACKS_SIGNAL)]
-    assert rank.said(50.1) == []
+    assert rank.message(50.1) == []
     errors.write_text(errors.read_text() * 2)
-    assert (rank.said(50.2), rank.said(50.3)) == ([{"say": "stacks"}], [])
+    assert (rank.message(50.2), rank.message(50.3)) == ([{"say": "stacks"}], [])
 
 
 def test_the_wish_to_stop_is_passed_on(rank: Rank) -> None:
     rank.start({})
     (folder,) = rank.work.iterdir()
-    rank.said(50.0)
+    rank.message(50.0)
     assert not (folder / STOP_FILE).exists()
     (rank.logs / STOP_FILE).touch()
-    rank.said(50.5)
+    rank.message(50.5)
     assert not (folder / STOP_FILE).exists(), "a shared folder is looked at once a second"
-    rank.said(51.0)
+    rank.message(51.0)
     assert (folder / STOP_FILE).exists()
 
 
@@ -179,7 +179,7 @@ def test_what_keeps_it_from_starting_is_the_news(rank: Rank, monkeypatch: pytest
     monkeypatch.setattr(task, "claim_rank_folder", full)
     rank.start({})
     reason = "not started: OSError: [Errno 28] No space left on device: '/dev/shm/x'"
-    assert rank.said(50.0) == [
+    assert rank.message(50.0) == [
         {
             "say": "ended",
             "code": 1,

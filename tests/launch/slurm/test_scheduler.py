@@ -113,13 +113,13 @@ class Says:
 
     def _call(self, command: list[str], timeout_s: float = 0.0) -> str:
         self.asked.append(command)
-        said = self.answers[command[0]]
-        if said is None:
+        message = self.answers[command[0]]
+        if message is None:
             raise SchedulerError(f"{command[0]}: disabled")
-        return said
+        return message
 
 
-def test_all_that_is_said_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_is_reported_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("getpass.getuser", lambda: "me")
     queue = "12_0|PENDING|Resources|\n12_1|RUNNING|None|n[1-2]\nan|odd|line\n99|RUNNING|None|n9\n"
     sacct = "12_[2-3]|CANCELLED by 1000|None|None assigned|0:15\n12_4||Unknown|n3|1:0\nodd|line\n98|FAILED|x|n|1:0\n"
@@ -164,7 +164,7 @@ def test_what_the_controller_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_all_that_is_said_of_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_is_reported_of_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
         "a*|up|2:00:00|3|gpu:v100:8,gpu:k80:2|96",
         "a*|up|2:00:00|1|gpu:v100:4|48+",
@@ -190,7 +190,7 @@ def test_all_that_is_said_of_partitions(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_how_a_command_fails() -> None:
     assert scheduler.run_slurm_command(["sh", "-c", "echo a; echo b >&2"]) == "a\n"
-    for script, said in (
+    for script, message in (
         ("exit 3", "sh: exit code 3"),
         ("echo 'no   such\njob' >&2; echo out; exit 1", "sh: no such job"),
         ("echo out; exit 1", "sh: out"),
@@ -198,6 +198,6 @@ def test_how_a_command_fails() -> None:
     ):
         with pytest.raises(SchedulerError) as failed:
             scheduler.run_slurm_command(["sh", "-c", script])
-        assert str(failed.value) == said
+        assert str(failed.value) == message
     with pytest.raises(SchedulerError, match=r"sleep: no answer in 0.05 s: is slurmctld up\?"):
         scheduler.run_slurm_command(["sleep", "20"], timeout_s=0.05)

@@ -19,15 +19,17 @@ class Slurm:
     """Answers by command, the last of several for ever, on a clock of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: str | list[str]):
-        self.answers = {name: [said] if isinstance(said, str) else said for name, said in answers.items()}
+        self.answers = {
+            name: [message] if isinstance(message, str) else message for name, message in answers.items()
+        }
         self.asked: list[list[str]] = []
         self.clock = Clock(NOW).rules(monkeypatch, stop)
-        monkeypatch.setattr(stop, "_query_slurm", self._said)
+        monkeypatch.setattr(stop, "_query_slurm", self._reported)
 
-    def _said(self, command: list[str]) -> str:
+    def _reported(self, command: list[str]) -> str:
         self.asked.append(command)
-        said = self.answers.get(command[0], [""])
-        return said.pop(0) if len(said) > 1 else said[0]
+        message = self.answers.get(command[0], [""])
+        return message.pop(0) if len(message) > 1 else message[0]
 
 
 def at(seconds: float) -> str:
@@ -35,7 +37,7 @@ def at(seconds: float) -> str:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("message", "expected"),
     [
         (f"JobState=RUNNING StartTime={at(-600)} EndTime={at(60 + TIME_LIMIT_WARNING_S)}", "preempted"),
         (f"JobState=RUNNING StartTime={at(-600)} EndTime={at(59 + TIME_LIMIT_WARNING_S)}", "time limit"),
@@ -51,8 +53,8 @@ def at(seconds: float) -> str:
         ("JobState=COMPLETING Reason=NonZeroExitCode", "cancelled"),
     ],
 )
-def test_what_a_job_is_ended_for(monkeypatch: pytest.MonkeyPatch, said: str, expected: str) -> None:
-    slurm = Slurm(monkeypatch, scontrol=said)
+def test_what_a_job_is_ended_for(monkeypatch: pytest.MonkeyPatch, message: str, expected: str) -> None:
+    slurm = Slurm(monkeypatch, scontrol=message)
     assert stop.stop_reason("12_3", 60.0, 2) == expected
     assert slurm.asked == [["scontrol", "show", "job", "-o", "12_3"]]
 
@@ -105,7 +107,9 @@ def test_what_starts_meanwhile_does_not_hear_slurms_signals() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-def test_a_reason_of_our_own_is_said_and_asks_for_another_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reason_of_our_own_is_reported_and_asks_for_another_allocation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slurm = Slurm(monkeypatch, scontrol="JobState=CANCELLED")
     own = stop.AllocationStop("7")
     assert (own.reason, own.signal, own.requeue, own.terminated) == ("", "", False, False)

@@ -57,11 +57,11 @@ def test_what_is_submitted_is_what_a_dry_run_prints(
     assert slurm.state["calls"] == []
     assert not results.exists()
     assert submit(suite, site, results, "--json", "--exclude", "n3") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["jobs"] == ["12", "13"]
+    message = json.loads(capsys.readouterr().out)
+    assert message["jobs"] == ["12", "13"]
     scripts = slurm.state["scripts"]
-    for array, number in zip(planned["arrays"], said["jobs"], strict=True):
-        assert scripts[number] == array["script"].replace("SUBMISSION", said["submission"])
+    for array, number in zip(planned["arrays"], message["jobs"], strict=True):
+        assert scripts[number] == array["script"].replace("SUBMISSION", message["submission"])
     assert "--nodes=2" in scripts["12"]
     assert "--exclude=n3" in scripts["12"]
     assert "--ntasks-per-node=2" in scripts["12"]
@@ -137,7 +137,7 @@ def test_a_refusal_of_slurm_leaves_what_was_submitted(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             'partition = "nowhere"',
@@ -166,16 +166,16 @@ def test_errors_of_a_profile_come_before_anything_is_submitted(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     text: str,
-    said: str | None,
+    message: str | None,
 ) -> None:
     site, suite = tmp_path / "mine.toml", write_suite(tmp_path, BODY)
     site.write_text(text if text.startswith("[") else f"[slurm]\n{text}\n")
     code = submit(suite, site, tmp_path / "results")
-    if said is None:
+    if message is None:
         assert code == 0
         return
     assert code == 2
-    assert said in refused(capsys)
+    assert message in refused(capsys)
     assert slurm.state["scripts"] == {}
     assert list((tmp_path / "results" / "jobs").glob("*/submission.json")) == []
 
@@ -377,9 +377,9 @@ def test_a_suite_of_another_system(
     suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
     for how in ([], ["--move"]):  # processor cores' cases do not move
         assert submit(suite, site, results, "--dry-run", "--json", *how) == 2
-        said = refused(capsys)
-        assert f"Use a profile of system local, or `repro run {suite}` on one machine" in said
-        assert ("--move leaves cases of system local as they are" in said) == bool(how)
+        message = refused(capsys)
+        assert f"Use a profile of system local, or `repro run {suite}` on one machine" in message
+        assert ("--move leaves cases of system local as they are" in message) == bool(how)
     suite = write_suite(tmp_path, experiments("a", extra='system = "dgx2h"\n'))
     assert submit(suite, site, results, "--dry-run") == 2
     assert "With --move, it runs on dgx2 as a@dgx2" in refused(capsys)

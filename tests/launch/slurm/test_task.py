@@ -94,9 +94,9 @@ class Rank:
         self.log.append("closed")
 
 
-@pytest.mark.parametrize(("code", "said"), [(0, 0), (7, 7), (-9, 137), (None, 137)])
+@pytest.mark.parametrize(("code", "printed"), [(0, 0), (7, 7), (-9, 137), (None, 137)])
 def test_a_task_passes_on_what_it_sees_and_ends_as_its_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, said: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, printed: int
 ) -> None:
     """Signals of SLURM's too; without a controller it kills the rank and ends as if it had been killed."""
     handlers: dict[int, Any] = {}
@@ -125,7 +125,7 @@ def test_a_task_passes_on_what_it_sees_and_ends_as_its_rank(
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_NTASKS", "6")
     replace(LAUNCH, port=99).save(tmp_path)
-    assert task.main([str(tmp_path)]) == said
+    assert task.main([str(tmp_path)]) == printed
     assert set(handlers) == {signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1}
     more = [] if code is not None else [{"say": 4}]
     assert log == [

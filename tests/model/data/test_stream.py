@@ -116,7 +116,7 @@ def test_binary_files_by_their_name(tmp_path: Path, suffix: str, dtype: str) -> 
     assert tokens.samples(0, 1).tolist() == [ids.tolist()]
 
 
-def test_an_id_beyond_the_vocabulary_is_said_when_it_is_read(tmp_path: Path) -> None:
+def test_an_id_beyond_the_vocabulary_is_reported_when_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     ids = np.arange(33, dtype="<u2")
     ids[21] = 300
@@ -128,7 +128,7 @@ def test_an_id_beyond_the_vocabulary_is_said_when_it_is_read(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("missing.txt", None, "a readable file; No such file"),
         ("missing.bin", None, "a readable file; No such file"),
@@ -150,14 +150,14 @@ def test_an_id_beyond_the_vocabulary_is_said_when_it_is_read(tmp_path: Path) -> 
         ("text.json", b"{}", "the path of a .txt or .bin file"),
     ],
 )
-def test_a_wrong_file_gets_one_line(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+def test_a_wrong_file_gets_one_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         stream(str(path))
     line = str(caught.value)
-    assert said in line
+    assert message in line
     assert f"data = {str(path)!r}" in line
     assert "\n" not in line
 

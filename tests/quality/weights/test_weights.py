@@ -267,7 +267,7 @@ def test_ranks_that_are_not_of_one_model_are_told(model: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("message", "says"),
     [
         ({"bias_gelu_fusion": False}, "GELU by the tanh approximation"),
         ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights"),
@@ -275,9 +275,9 @@ def test_ranks_that_are_not_of_one_model_are_told(model: Any, tmp_path: Path) ->
     ],
 )
 def test_a_megatron_model_that_ours_is_not_is_refused(
-    model: Any, tmp_path: Path, said: dict[str, Any], says: str
+    model: Any, tmp_path: Path, message: dict[str, Any], says: str
 ) -> None:
-    args = argparse.Namespace(num_attention_heads=HEADS, **said)
+    args = argparse.Namespace(num_attention_heads=HEADS, **message)
     save_megatron(tmp_path, megatron_ranks(model, 1, 1, 3.0), 3.0, args=args)
     with pytest.raises(ConfigError, match=says):
         open_weights(tmp_path)

@@ -209,8 +209,8 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
         assert one.by == (RINGS,)
         turned = [order.index(row.layout) < order.index(other.layout) for order in (few, many)]
         assert any(turned)
-    said = [plan_entry(asked(ranged), row)["undecided"] for row in found.rows[:4]]
-    assert json.loads(json.dumps(said)) == [
+    message = [plan_entry(asked(ranged), row)["undecided"] for row in found.rows[:4]]
+    assert json.loads(json.dumps(message)) == [
         [{"than": one.than, "part": one.part, "by": [RINGS]} for one in row.undecided]
         for row in found.rows[:4]
     ]
@@ -221,7 +221,7 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
     assert ("Main uncertainty: inter-node rings." in output) == any(one.than == 1 for _, one in pairs)
 
 
-def test_of_exact_numbers_nothing_is_said(
+def test_of_exact_numbers_nothing_is_reported(
     exact: System, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have_exact_kernels(monkeypatch)
@@ -234,7 +234,7 @@ def test_of_exact_numbers_nothing_is_said(
 
 
 @pytest.mark.parametrize(("draw", "fastest"), [(0.9, False), (1.1, True)])
-def test_what_is_said_of_the_first_and_of_neighbours(
+def test_what_is_reported_of_the_first_and_of_neighbours(
     draw: float, fastest: bool, exact: System, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = row(1.0, [1.0, 1.0], move("links.a", 0.7, 1.3))
@@ -283,6 +283,6 @@ def test_a_plan_compares_more_rows_than_it_shows() -> None:
         found = search_layouts(request, workers, 1, exhaustive=True)
     fits = [row for row in found.rows if row.outcome == "ok"]
     assert len(fits) > COMPARED_ROWS
-    said = [plan_entry(request, row)["undecided"] for row in fits]
+    message = [plan_entry(request, row)["undecided"] for row in fits]
     assert [row.interval is not None for row in fits] == [place < COMPARED_ROWS for place in range(len(fits))]
-    assert [one is not None for one in said] == [place < COMPARED_ROWS for place in range(len(fits))]
+    assert [one is not None for one in message] == [place < COMPARED_ROWS for place in range(len(fits))]

@@ -164,7 +164,7 @@ def test_a_calibrated_product_with_unaligned_rows_has_a_rate_of_its_own(sizes: t
     assert cost.seconds(wide) == pytest.approx(1e-6 + odd.flops * 1e-15)
 
 
-def test_what_is_unknown_is_said() -> None:
+def test_what_is_unknown_is_reported() -> None:
     with pytest.raises(ConfigError, match="bf16"):
         DeviceCost(V100, "bf16")
 

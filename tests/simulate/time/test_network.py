@@ -346,7 +346,7 @@ def test_measured_messages_between_stages() -> None:
 # --- systems without what is needed
 
 
-def test_no_network_between_nodes_is_said() -> None:
+def test_no_network_between_nodes_is_reported() -> None:
     alone = load_system_file("selene")
     alone = replace(alone, links={"nvlink": alone.links["nvlink"]})
     with pytest.raises(

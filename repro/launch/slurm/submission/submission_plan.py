@@ -51,7 +51,7 @@ class SubmissionPlan:
     """Entries of the suite that `--only` selects."""
     arrays: tuple[JobArray, ...]
     elsewhere: dict[str, str]
-    """What each experiment needs that the profile's nodes cannot run, by experiment name."""
+    """Requirements that the nodes of the profile do not meet, by name of the experiment."""
     known: tuple[str, ...]
     """Names of experiments that are left out because the store has a conclusive record."""
     running: dict[str, str]

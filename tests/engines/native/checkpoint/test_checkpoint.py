@@ -249,8 +249,8 @@ def stopped(experiment: Experiment, root: Path) -> str:
 
 def test_all_ranks_stop_after_the_same_step_and_go_on_from_there(tmp_path: Path, two: RankPool) -> None:
     wanted = experiment(LAYOUTS["dp2-z2"], every=WHOLE)
-    said = two.run(stopped, wanted, tmp_path)
-    assert said == ["stopped on request after step 3; the next run resumes there"] * 2
+    message = two.run(stopped, wanted, tmp_path)
+    assert message == ["stopped on request after step 3; the next run resumes there"] * 2
     (tmp_path / "stop").unlink()
     result = two.run(train, wanted, tmp_path)[0]
     assert [start["step"] for start in result["checkpoints"]["resumed"]] == [3]

@@ -186,7 +186,7 @@ def folder(tmp_path: Path, written: dict[str, bytes]) -> Path:
     return checkpoint(tmp_path, experiment(LAYOUTS["dp1"]))
 
 
-def said(folder: Path) -> str:
+def message(folder: Path) -> str:
     """The one line about it, without where the folder is."""
     with pytest.raises(ConfigError) as caught:
         start(experiment(LAYOUTS["dp1"]), folder.parents[1])
@@ -210,9 +210,9 @@ def test_a_truncated_or_missing_file_is_named(folder: Path) -> None:
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-4])
     hint = "remove the folder to resume from the preceding checkpoint"
-    assert said(folder) == f"rank-0.safetensors: size = {size - 4}: must be {size} bytes; {hint}"
+    assert message(folder) == f"rank-0.safetensors: size = {size - 4}: must be {size} bytes; {hint}"
     path.unlink()
-    assert said(folder) == f"rank-0.safetensors: is missing: a file of {size} bytes; {hint}"
+    assert message(folder) == f"rank-0.safetensors: is missing: a file of {size} bytes; {hint}"
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
 
 def test_an_index_of_another_version_is_refused(folder: Path) -> None:
     change(folder, format=9)
-    assert said(folder) == "index.json: format = 9: must be 1, the version that this release reads"
+    assert message(folder) == "index.json: format = 9: must be 1, the version that this release reads"
 
 
 def test_an_index_that_is_no_json_or_lacks_something_is_refused(folder: Path) -> None:
@@ -237,20 +237,22 @@ def test_an_index_that_is_no_json_or_lacks_something_is_refused(folder: Path) ->
         "needs an index as `repro run` writes it; remove the folder to resume from the preceding checkpoint"
     )
     change(folder, history=None, scalars=None, files=3, parameters=[])
-    assert said(folder) == f"index.json: not an index: {right}"
+    assert message(folder) == f"index.json: not an index: {right}"
     (folder / index.FILE).write_text("{")
-    assert said(folder) == f"index.json: not an index: {right}"
+    assert message(folder) == f"index.json: not an index: {right}"
 
 
 def test_a_checkpoint_of_another_model_is_refused(folder: Path) -> None:
     course = json.loads((folder / index.FILE).read_text())["training"]
     change(folder, training={**course, "model": {**course["model"], "hidden": 64}})
     assert (
-        said(folder) == "index.json: model.hidden = 64: must be 32, as in the experiment that resumes from it"
+        message(folder)
+        == "index.json: model.hidden = 64: must be 32, as in the experiment that resumes from it"
     )
     change(folder, training={**course, "global_batch": 8})
     assert (
-        said(folder) == "index.json: global_batch = 8: must be 4, as in the experiment that resumes from it"
+        message(folder)
+        == "index.json: global_batch = 8: must be 4, as in the experiment that resumes from it"
     )
 
 
@@ -259,6 +261,6 @@ def test_a_piece_that_the_index_lacks_is_named(folder: Path) -> None:
     del parameters["blocks.1.mlp.up"]["pieces"][0]
     change(folder, parameters=parameters)
     assert (
-        said(folder)
+        message(folder)
         == "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the index has 0"
     )

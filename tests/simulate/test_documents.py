@@ -38,17 +38,17 @@ def test_the_document_is_of_the_fullest_and_the_busiest_role(found: Simulation) 
     rows = [sent("dp", "far", 10), sent("tp", "near", 30), sent("dp", "near", 2)]
     first, last = replace(first, traffic=[sent("dp", "far", 41)]), replace(last, traffic=rows)
     fullest = max((first, last), key=lambda role: role.replay.peak_reserved)
-    said = replace(found, roles=[first, last]).as_dict()
-    assert (said["gpus"], said["outcome"], said["reason"]) == (12, "ok", "")
-    assert said["trace_seconds"] == 1.235
-    assert said["comm"] == {
+    message = replace(found, roles=[first, last]).as_dict()
+    assert (message["gpus"], message["outcome"], message["reason"]) == (12, "ok", "")
+    assert message["trace_seconds"] == 1.235
+    assert message["comm"] == {
         "role": "last",
         "sent_bytes": 42,
         "bytes_by_group": {"dp": 12, "tp": 30},
         "bytes_by_link": {"far": 10, "near": 32},
         "rows": [row.as_dict() for row in rows],
     }
-    memory = said["memory"]
+    memory = message["memory"]
     assert memory["peak_bytes"] == fullest.memory.peak_bytes
     assert memory["reserved_bytes"] == fullest.replay.peak_reserved
     assert memory["limit_bytes"] + memory["context_bytes"] == DGX2.device.memory_bytes.value
@@ -56,17 +56,17 @@ def test_the_document_is_of_the_fullest_and_the_busiest_role(found: Simulation) 
         name: (role["stage"], role["stages"], role["sent_bytes"]) for name, role in memory["by_role"].items()
     }
     assert by_role == {"first": (0, 1, 41), "last": (1, 1, 42)}
-    assert said["flops"]["operators_of_busiest_rank"] == max(first.operator_flops, last.operator_flops)
-    assert (said["time"], said["no_time"]) == (None, ""), "nobody asked"
+    assert message["flops"]["operators_of_busiest_rank"] == max(first.operator_flops, last.operator_flops)
+    assert (message["time"], message["no_time"]) == (None, ""), "nobody asked"
 
 
-def test_of_what_does_not_fit_no_time_is_said() -> None:
+def test_of_what_does_not_fit_no_time_is_reported() -> None:
     timed = simulate(EXPERIMENT, DGX2, time=True)
     assert timed.as_dict()["time"]["step_s"] > 0
     small = simulate(EXPERIMENT, DGX2, time=True, memory_limit=DGX2.context() + 1_000_000)
     assert small.limit_bytes == 1_000_000
-    said = small.as_dict()
-    assert (said["outcome"], said["time"], said["no_time"]) == ("oom", None, NO_STEP_TIME)
+    message = small.as_dict()
+    assert (message["outcome"], message["time"], message["no_time"]) == ("oom", None, NO_STEP_TIME)
     assert simulate(EXPERIMENT, DGX2, memory_limit=1).limit_bytes == 0, "the context alone is more"
 
 
@@ -99,14 +99,14 @@ def test_a_fit_counts_what_its_trials_took() -> None:
     fails = FitTrial(
         4, "oom", 110, "activations", "too much", {"traces": 1, "trace_seconds": 1.0, "largest_term": "x"}
     )
-    said = fit.fit_document(question, FitAnswer(fits, fails, [fits, fails, FitTrial(9, "hang", None)]))
-    assert (said["traces"], said["trace_seconds"]) == (3, 1.5)
-    assert said["trials"] == [
+    message = fit.fit_document(question, FitAnswer(fits, fails, [fits, fails, FitTrial(9, "hang", None)]))
+    assert (message["traces"], message["trace_seconds"]) == (3, 1.5)
+    assert message["trials"] == [
         {"value": 3, "outcome": "ok", "needed_bytes": 90},
         {"value": 4, "outcome": "oom", "needed_bytes": 110},
         {"value": 9, "outcome": "hang", "needed_bytes": None},
     ]
-    assert (said["binding"], said["limit_bytes"]) == ("activations", 10**10 - DGX2.context())
-    assert said["largest"]["needed_bytes"] == 70, "what it held"
-    assert said["first_failing"]["needed_bytes"] == 110
-    assert (said["largest"]["layers"], said["first_failing"]["largest_term"]) == (3, "x")
+    assert (message["binding"], message["limit_bytes"]) == ("activations", 10**10 - DGX2.context())
+    assert message["largest"]["needed_bytes"] == 70, "what it held"
+    assert message["first_failing"]["needed_bytes"] == 110
+    assert (message["largest"]["layers"], message["first_failing"]["largest_term"]) == (3, "x")
