@@ -22,7 +22,7 @@ SMALL_LINES = 60
 """Length below which a file counts as a fragment of a chapter, in lines."""
 MEDIAN_ABOVE_LINES = 20
 """Length from which a file counts for the median, in lines: shorter files only describe a package."""
-PRIVATE_NAMES = frozenset({"about", "at", "command", "draw", "now", "of", "message"})
+PRIVATE_NAMES = frozenset({"about", "at", "command", "draw", "now", "of", "said"})
 """Names of functions that say nothing without their file."""
 PRIVATE_CONSTANTS = frozenset({"CLOSE", "HERE", "LOOK_S", "MOST", "SHOWN", "SOME", "WHOLE", "WORTH"})
 """Names of constants that do not say what they limit."""

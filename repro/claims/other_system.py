@@ -29,7 +29,7 @@ from repro.claims.reader import parse_checked
 from repro.claims.records import Missing, Records
 from repro.claims.verdicts import InputUncertainty
 from repro.config import systems
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 from repro.config.files import build_dataclass, read_toml
 from repro.config.system import System
 from repro.results.metrics import SPEED
@@ -122,8 +122,7 @@ def load_questions(ledger: Ledger, file: Path = QUESTIONS_FILE) -> QuestionSet:
 def _question(entry: _QuestionEntry, ledger: Ledger) -> SystemQuestion:
     rows = {row.label: row for row in ledger.claim(entry.claim).rows}
     try:
-        if entry.row not in rows:
-            raise ConfigError("row", entry.row, f"a row of the claim: {', '.join(rows)}")
+        require(entry.row in rows, "row", entry.row, f"a row of the claim: {', '.join(rows)}")
         words, steps = _words_and_thresholds(entry.words)
         row = rows[entry.row]
         functions = {**FORMULAS, **Records([]).functions(SIMULATED)}

@@ -54,8 +54,7 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
     sources: dict[str, ledger.Source] = {}
     for path, content in files.items():
         for source in content.source:
-            if source.key in sources:
-                raise ConfigError("key", source.key, "used once", file=str(path), where="source")
+            require(source.key not in sources, "key", source.key, "used once", file=str(path), where="source")
             sources[source.key] = source
     files = dict(sorted(files.items(), key=lambda item: item[1].date or BEYOND_REPORTS))
     claims: dict[str, ledger.Claim] = {}
@@ -67,8 +66,7 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
                 claims[entry.id] = _claim(entry, sources, path.name)
             except ConfigError as error:
                 raise error.within(file=str(path), where=entry.id) from None
-    if not claims:
-        raise ConfigError("claims", str(directory), "a folder with ledger files (*.toml)")
+    require(claims, "claims", str(directory), "a folder with ledger files (*.toml)")
     _check_sentences(claims.values())
     check_shared_documents(
         claims.values(), (path.read_text(encoding="utf-8") for path in SYSTEMS.glob("*.toml"))
@@ -126,8 +124,7 @@ def _check_headline(headline: ledger.Headline, claims: Mapping[str, ledger.Claim
         labels = [row.label for row in claims[headline.claim].rows]
         for label in (*headline.rows, *headline.otherwise):
             _one_of("rows", label, labels)
-        if not headline.rows:
-            raise ConfigError("rows", headline.rows, f"labels of rows of {headline.claim}")
+        require(headline.rows, "rows", headline.rows, f"labels of rows of {headline.claim}")
     except ConfigError as error:
         raise error.within(file=file, where=f"headline[{headline.name}]") from None
 
@@ -142,8 +139,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
     rows = [_row(entry, row, row.published, {}, f"rows[{row.label}]") for row in entry.rows]
     for table in entry.table:
         rows += _table_rows(entry, table)
-    if not rows:
-        raise ConfigError("rows", expected="at least one row, in rows or in [[claim.table]]")
+    require(rows, "rows", expected="at least one row, in rows or in [[claim.table]]")
     labels = [row.label for row in rows]
     for label in labels:
         require(labels.count(label) == 1, "label", label, "different for every row of the claim")

@@ -5,7 +5,7 @@ Every error in a file becomes one `ConfigError`. The package imports neither tor
 """
 
 from repro.config.enums import OperatorSet
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 from repro.config.experiment import PROTOCOL, Experiment, Limits, TwinOf, from_dict
 from repro.config.layout import Layout
 from repro.config.model import Model
@@ -24,4 +24,5 @@ __all__ = [
     "Training",
     "TwinOf",
     "from_dict",
+    "require",
 ]

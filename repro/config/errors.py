@@ -54,10 +54,10 @@ def short(text: str, most: int = 120) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
 
 
-def require(condition: bool, key: str, value: Any, expected: str = "", *, says: str = "") -> None:
-    """Raise `ConfigError` unless `condition` holds."""
+def require(condition: object, key: str, value: Any = _UNSET, expected: str = "", **context: str) -> None:
+    """Raise `ConfigError` unless `condition` is true; `context` has its `says`, `file` and `where`."""
     if not condition:
-        raise ConfigError(key, value, expected, says=says)
+        raise ConfigError(key, value, expected, **context)
 
 
 def unknown_name_hint(key: str, known: Sequence[str], what: str = "key") -> str:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from repro.config.errors import ConfigError, unknown_name_hint
+from repro.config.errors import ConfigError, require, unknown_name_hint
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -52,8 +52,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def check_writable(key: str, path: Path) -> None:
     """Raise `ConfigError` unless `path` can be written; long commands call it first, and it creates no file."""
-    if not path.parent.is_dir():
-        raise ConfigError(key, str(path), "a file in an existing folder")
+    require(path.parent.is_dir(), key, str(path), "a file in an existing folder")
     try:
         with open(path, "ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
             pass

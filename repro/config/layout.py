@@ -10,7 +10,7 @@ from typing import Any
 
 from repro.config import sizes
 from repro.config.enums import OperatorSet
-from repro.config.errors import ConfigError, require
+from repro.config.errors import require
 from repro.config.sizes import at_most
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -115,8 +115,7 @@ class Layout:
     are complete before the next step begins.  `overlap = false` implies false."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Layout:
-        if arguments:
-            raise ConfigError("layout", arguments, "keyword arguments, such as Layout(dp=2, zero=3)")
+        require(not arguments, "layout", arguments, "keyword arguments, such as Layout(dp=2, zero=3)")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

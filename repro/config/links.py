@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from repro.config.errors import ConfigError, require
+from repro.config.errors import require
 from repro.config.quantity import (
     UNSAID,
     Quantity,
@@ -35,8 +35,7 @@ KEYS = (
 def check_classes(links: Iterable[str], file: str = "") -> None:
     """Raise `ConfigError` unless all `links` are classes of links."""
     for link in links:
-        if link not in LINKS:
-            raise ConfigError("links", link, f"one of {', '.join(LINKS)}", file=file)
+        require(link in LINKS, "links", link, f"one of {', '.join(LINKS)}", file=file)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ class Model:
             require(self.architecture == "gpt", key, value, right)
         heads = self.heads
         divides = 0 <= self.kv_heads <= heads and heads % self.key_heads == 0
-        require(divides, "kv_heads", self.kv_heads, f"a divisor of heads = {heads}, or 0 for as many as heads")
+        require(divides, "kv_heads", self.kv_heads, f"a divisor of heads = {heads}, or 0 for one per head")
         require(self.norm_eps > 0, "norm_eps", self.norm_eps, "more than 0")
         rotary = self.positions == "rotary"
         for key, most in (("rotary_base", float("inf")), ("rotary_fraction", 1.0)):

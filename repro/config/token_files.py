@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 
 LLM_C_MAGIC = 20240520
 """First 4 bytes of llm.c's `.bin` files, which begin with a header and are rejected."""
@@ -66,8 +66,7 @@ def open_text(name: str, path: Path, vocab: int) -> Corpus:
     if vocab > 255:
         return Corpus(name, tokens, 255)
     largest = int(tokens.max()) if len(tokens) else 0
-    if largest >= vocab:
-        raise ConfigError("data", name, f"bytes under vocab = {vocab}; the file has byte {largest}")
+    require(largest < vocab, "data", name, f"bytes under vocab = {vocab}; the file has byte {largest}")
     return Corpus(name, tokens, largest)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from repro.config import ConfigError, Experiment, words
+from repro.config import ConfigError, Experiment, require, words
 from repro.config.suites import Entry, Suite, load_suite
 from repro.config.systems import LOCAL_SYSTEMS
 from repro.config.systems import load_system_file as load_system
@@ -59,8 +59,7 @@ def run_suites(
 
 def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite]:
     """Load the suites in `files`.  Raises `ConfigError` for suites of equal name, or a `system` for measured runs."""
-    if evidence not in (MEASURED, SIMULATED):
-        raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
+    require(evidence in (MEASURED, SIMULATED), "--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     if system and evidence == MEASURED:
         right = f"needs --evidence {SIMULATED}; measured runs use this machine"
         raise ConfigError("--system", system, says=right)

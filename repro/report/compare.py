@@ -62,11 +62,9 @@ def read_side(text: str, results: Path) -> list[Record]:
     folder = Path(text)
     if folder.is_dir():
         records = read_records(folder)
-        if not records:
-            raise ConfigError("compare", text, "a folder with records")
+        require(records, "compare", text, "a folder with records")
         return records
-    if not results.is_dir():
-        raise ConfigError("--results", str(results), says="no such folder")
+    require(results.is_dir(), "--results", str(results), says="no such folder")
     records = read_records(results)
     with suppress(ConfigError):  # A hash needs no checkout of this program; HEAD~1 or a branch does.
         text = _git("rev-parse", "--verify", f"{text}^{{commit}}")
@@ -255,8 +253,7 @@ def print_comparison(
         first, second = run_commits((first, second), suite, launches, results, tolerance)
     sides = [read_side(side, results) for side in (first, second)]
     changes = compare_results(*sides, tolerance=tolerance, own=own)
-    if not changes:
-        raise ConfigError("compare", second, f"records of an experiment that {first} also contains")
+    require(changes, "compare", second, f"records of an experiment that {first} also contains")
     worse = sum(change.judged == WORSE for change in changes)
     if json:
         print_json({"changes": [asdict(change) for change in changes], "worse": worse})

@@ -27,7 +27,7 @@ from repro.claims.other_system import Answer, answer_questions, load_questions, 
 from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, count_text, summary, why
 from repro.claims.verdicts import ClaimResult
-from repro.config import ConfigError, Experiment, Layout, Training, models
+from repro.config import Experiment, Layout, Training, models, require
 from repro.measure.local_system import load_system
 from repro.results.metrics import shown
 from repro.results.reference_records import ReferenceFile, load_reference
@@ -276,6 +276,5 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
     keys: dict[str, Any] = {"layout": Layout(**layout), "training": Training(seq=known.seq), "system": system}
     experiment = Experiment(name="what-if", model=known, **keys)
     record = simulate_experiment(experiment, load_system(system), "notebook")
-    if record.outcome not in ("ok", "oom"):
-        raise ConfigError("layout", layout, says=f"cannot be simulated: {record.reason}")
+    require(record.outcome in ("ok", "oom"), "layout", layout, says=f"cannot be simulated: {record.reason}")
     return {"outcome": record.outcome, **shown(record.metrics, record.outcome)}

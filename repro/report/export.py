@@ -19,7 +19,7 @@ from repro.claims.published import append_unit
 from repro.claims.reader import load_ledger
 from repro.claims.run_commands import EvidenceCommand, SuiteCatalogue
 from repro.claims.verdicts import NOT_COMPARABLE, ClaimResult, RowResult
-from repro.config import ConfigError, Experiment
+from repro.config import ConfigError, Experiment, require
 from repro.config.words import count_noun
 from repro.measure.local_system import load_system
 from repro.model import counts
@@ -73,16 +73,14 @@ def write_table(
     `own`: additional ledger files. `claims`: glob of claim ids, for `CLAIM_TABLES`. `columns`: names, separated by
     commas; empty selects `PAGE_COLUMNS` for Markdown and LaTeX, else all columns. Raises `ConfigError`.
     """
-    if table not in (*TABLES, REFERENCE):
-        raise ConfigError("--table", table, f"one of {', '.join((*TABLES, REFERENCE))}")
+    require(table in (*TABLES, REFERENCE), "--table", table, f"one of {', '.join((*TABLES, REFERENCE))}")
     if table == REFERENCE:
         if output is None:
             raise ConfigError("--output", "", "a file for the reference records (JSON lines)")
         count = write_reference(read_records(results), output)
         print(f"{count_noun(count, 'record')} in {output}.")
         return 0
-    if form not in FORMATS:
-        raise ConfigError("--format", form, f"one of {', '.join(FORMATS)}")
+    require(form in FORMATS, "--format", form, f"one of {', '.join(FORMATS)}")
     if form == "parquet" and output is None:
         raise ConfigError("--output", "", "a file, since parquet is a binary format")
     if claims and table not in CLAIM_TABLES:

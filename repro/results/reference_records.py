@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 from repro.results.record_parts import StepSeries
 from repro.results.schema import MEASURED, ComparisonRecord, ExperimentRecord, FitRecord, Record, read_record
 from repro.results.select import select
@@ -77,8 +77,7 @@ def device_of(record: Record) -> str:
 
 def _single_device(records: Iterable[Record], key: str, expected: str, file: str = "") -> str:
     devices = sorted({device for record in records if (device := device_of(record))})
-    if len(devices) != 1:
-        raise ConfigError(key, ", ".join(devices), expected, file=file)
+    require(len(devices) == 1, key, ", ".join(devices), expected, file=file)
     return devices[0]
 
 

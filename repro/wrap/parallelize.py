@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from repro.config import ConfigError, Layout
+from repro.config import ConfigError, Layout, require
 from repro.parallel import mesh as meshes
 from repro.parallel.storage import DTYPES
 from repro.parallel.zero.flat_parameters import InitialValues, Sharding, Tag
@@ -124,8 +124,7 @@ def _mesh(layout: Layout, device: torch.device) -> meshes.Mesh:
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group(_backend(device))
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if layout.dp != world:
-        raise ConfigError("dp", layout.dp, f"the number of processes, {world}")
+    require(layout.dp == world, "dp", layout.dp, f"the number of processes, {world}")
     if world == 1:
         return meshes.single_rank_mesh()
     require_backend(dist.get_backend_config(), device)

@@ -94,7 +94,7 @@ def test_a_calibrated_file(tmp_path: Path) -> None:
         ),
         (
             '[device.time]\nmultiprocessors = { value = 1.5, source = "x" }',
-            "device.time.multiprocessors = 1.5: must be a whole",
+            "device.time.multiprocessors = 1.5: must be an integer",
         ),
         (
             "[device.operators.mm]\nfixed_s = -1",

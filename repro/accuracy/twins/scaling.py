@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, replace
 
 from repro.config import Layout, Model
-from repro.config.errors import ConfigError, require
+from repro.config.errors import require
 from repro.config.layout import ELEMENT_BYTES
 from repro.config.system import System
 
@@ -70,8 +70,7 @@ def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> Twin
     degree = tp or (min(layout.tp, per_node) if inside else layout.tp * per_node // devices)
     require(degree >= 1 and ranks % degree == 0, "--tp", degree, f"a divisor of {ranks} ranks")
     stages = min(layout.pp, ranks // degree)
-    if ranks % (degree * stages):
-        raise ConfigError("--ranks", ranks, f"a multiple of tp {degree} x pp {stages}")
+    require(ranks % (degree * stages) == 0, "--ranks", ranks, f"a multiple of tp {degree} x pp {stages}")
     return TwinShape(nodes, per_node, degree, stages, ranks // (degree * stages))
 
 

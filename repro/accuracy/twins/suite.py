@@ -13,7 +13,7 @@ from repro.claims.judge import experiments_read
 from repro.claims.ledger import Claim
 from repro.config import EmulatedNetwork, Experiment, Layout, Model
 from repro.config.engines import NATIVE
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 from repro.config.suites import Suite
 from repro.config.systems import LOCAL_SYSTEMS
 
@@ -49,11 +49,9 @@ def named_comparisons(names: Sequence[str], suites: dict[str, Suite]) -> list[li
     found, compared = [], []
     for full in names:
         suite, _, name = full.partition("/")
-        if suite not in suites:
-            raise ConfigError("SUITE/EXPERIMENT", full, f"a suite among {', '.join(suites)}")
+        require(suite in suites, "SUITE/EXPERIMENT", full, f"a suite among {', '.join(suites)}")
         known = {entry.experiment.name: entry.experiment for entry in suites[suite].entries}
-        if name not in known:
-            raise ConfigError("SUITE/EXPERIMENT", full, f"an experiment among {', '.join(known)}")
+        require(name in known, "SUITE/EXPERIMENT", full, f"an experiment among {', '.join(known)}")
         found.append(known[name])
         row = next((row for row in suites[suite].comparisons if row.baseline == name), None)
         compared.append([known[other] for other in (name, *(row.subjects if row is not None else ()))])

@@ -131,13 +131,11 @@ def parse_suite(data: dict[str, Any], *, file: str) -> Suite:
     for key in data:
         if key not in tables:
             raise ConfigError(key, says=unknown_name_hint(key, tables), file=file)
-    if "suite" not in data:
-        raise ConfigError("suite", says="is missing: add a table [suite] with a name", file=file)
+    require("suite" in data, "suite", says="is missing: add a table [suite] with a name", file=file)
     head = build_dataclass(_Head, data["suite"], file=file, where="suite")
     from_file = shared(data, file)
     rows = _tables(data, "experiment", file)
-    if not rows:
-        raise ConfigError("experiment", says="is missing: add at least one [[experiment]] table", file=file)
+    require(rows, "experiment", says="is missing: add at least one [[experiment]] table", file=file)
     entries = [read_entry(row, from_file, number) for number, row in enumerate(rows, 1)]
     _distinct(entries, file)
     _continued(entries, file)
@@ -152,8 +150,7 @@ def _distinct(entries: list[Entry], file: str) -> None:
     keys: dict[str, str] = {}
     for entry in entries:
         name, key = entry.experiment.name, entry.experiment.key
-        if name in names:
-            raise ConfigError("name", name, "a name that no other experiment has", file=file)
+        require(name not in names, "name", name, "a name that no other experiment has", file=file)
         if key in keys:
             right = f'has the same conditions as "{keys[key]}"; remove one of the two experiments'
             raise ConfigError(f'experiment "{name}"', says=right, file=file)
@@ -211,8 +208,7 @@ def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
                 file=file,
                 where="compare",
             )
-    if not row.subjects:
-        raise ConfigError("subjects", [], "at least one experiment", file=file, where="compare")
+    require(row.subjects, "subjects", [], "at least one experiment", file=file, where="compare")
     for name in names:
         every = known[name].training.checkpoint_every
         if every:

@@ -33,7 +33,7 @@ from repro.config import (
     TwinOf,
     engines,
 )
-from repro.config.errors import unknown_name_hint
+from repro.config.errors import require, unknown_name_hint
 from repro.config.files import build_dataclass
 from repro.config.sizes import check_name
 
@@ -158,8 +158,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
     row = build_dataclass(
         _Row, {**defaults, **{k: v for k, v in data.items() if k not in _PARTS}}, file=place
     )
-    if not row.model:
-        raise ConfigError("model", says="is missing: add the name of a model of `repro models`", file=place)
+    require(row.model, "model", says="is missing: add the name of a model of `repro models`", file=place)
     if row.expect and row.expect not in OUTCOMES:
         right = f'one of {", ".join(OUTCOMES)}, or "" for any outcome'
         raise ConfigError("expect", row.expect, right, file=place)

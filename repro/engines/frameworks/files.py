@@ -135,8 +135,7 @@ class LaunchFiles:
 
     def check(self, model: str) -> None:
         """Raise `ConfigError` for an unknown framework or an incomplete combination of options."""
-        if not (model or self.source):
-            raise ConfigError("model", says="is missing; name a model, or a file by --from")
+        require(model or self.source, "model", says="is missing; name a model, or a file by --from")
         is_complete = bool(self.framework) == (self.output is not None)
         require(is_complete, "launch", self.framework, says="needs --output, and --output needs --launch")
         if self.framework:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from repro.config.errors import ConfigError
+from repro.config.errors import require
 from repro.results.store import Store
 from repro.util.files import read_json
 
@@ -148,8 +148,7 @@ class ImportedVisit:
 def import_results(folder: Path, results: Path) -> ImportedVisit:
     """Append the records of a result folder that the store `results` lacks.  Raises `ConfigError` without results."""
     outcomes = list(read_json_lines(folder / STEPS))
-    if not outcomes:
-        raise ConfigError("--import", str(folder), says=f"has no {STEPS}; name a folder that --out wrote")
+    require(outcomes, "--import", str(folder), says=f"has no {STEPS}; name a folder that --out wrote")
     visit = Store(folder)
     with Store(results) as store:
         new = store.take_over(visit)

@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO
 
-from repro.config.errors import ConfigError, require
+from repro.config.errors import require
 from repro.launch.gpu_day.result_files import ResultWriter, StepOutcome
 from repro.launch.gpu_day.steps import CHECKOUT, GpuDayPlaces, GpuDayStep, gpu_day_steps, write_suites
 from repro.launch.job import Interrupt
@@ -86,8 +86,7 @@ def planned_steps(request: GpuDayRequest, scratch: Path) -> list[GpuDayStep]:
     steps = gpu_day_steps(GpuDayPlaces(request.out.absolute(), scratch), rehearse=request.rehearse)
     names = [step.name for step in steps]
     for pattern in (*request.only, *(request.faults or {})):
-        if not any(fnmatch(name, pattern) for name in names):
-            raise ConfigError("step", pattern, f"one of {', '.join(names)}")
+        require(any(fnmatch(name, pattern) for name in names), "step", pattern, f"one of {', '.join(names)}")
     selected = [s for s in steps if any(fnmatch(s.name, glob) for glob in request.only or ("*",))]
     for number, step in enumerate(selected):
         if fault := (request.faults or {}).get(step.name, ""):

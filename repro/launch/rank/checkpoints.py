@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from repro.config import ConfigError, Experiment
+from repro.config import ConfigError, Experiment, require
 from repro.engines.native.checkpoint import files, index, state
 from repro.engines.native.checkpoint.index import Index
 from repro.engines.native.engine import NativeEngine
@@ -50,10 +50,9 @@ class CheckpointPlace:
         every = experiment.training.checkpoint_every
         if not every:
             return None
-        if not job.checkpoints:
-            raise ConfigError(
-                "checkpoint_every", every, "0, because this launch has no store for checkpoints"
-            )
+        require(
+            job.checkpoints, "checkpoint_every", every, "0, because this launch has no store for checkpoints"
+        )
         return CheckpointPlace(Path(job.checkpoints), Path(job.folder) / STOP_FILE)
 
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from repro.config import ConfigError
+from repro.config import ConfigError, require
 from repro.config.words import count_noun
 from repro.launch.slurm.allocation.bundle import Bundle
 from repro.launch.slurm.case_states import (
@@ -53,8 +53,7 @@ def print_logs(results: Path, name: str, rank: int | None) -> int:
         if found:
             print(f"ranks: {', '.join(path.stem.partition('-')[2] for path in found)}; --rank R shows one")
         return 0
-    if not 0 <= rank < bundle.world:
-        raise ConfigError("--rank", rank, f"0 to {bundle.world - 1}")
+    require(0 <= rank < bundle.world, "--rank", rank, f"0 to {bundle.world - 1}")
     files = [path for path in (ranks / f"rank-{rank}.out", ranks / f"rank-{rank}.err") if path.exists()]
     _print_tails(files, f"rank {rank} of {name} (a rank has logs while it runs, and after a failure)")
     return 0
@@ -99,8 +98,7 @@ def cancel_jobs(results: Path, what: str) -> int:
     jobs, so other cases of such a job are cancelled too and printed.
     """
     registry, scheduler = Registry(results), Scheduler()
-    if not registry.all():
-        raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
+    require(registry.all(), "--results", str(results), "a folder that `repro submit` has used")
     try:
         cases = CaseSurvey(registry, Store(results), scheduler).cases()
         open_cases = [case for case in cases if case.state in OPEN_STATES]

@@ -14,7 +14,7 @@ from math import lcm
 from numbers import Rational
 from typing import NamedTuple
 
-from repro.config.errors import ConfigError, require
+from repro.config.errors import require
 from repro.config.layout import SCHEDULES
 
 FORWARD, BACKWARD = "F", "B"
@@ -197,8 +197,7 @@ def _starts(
     stages, chunks = len(schedule), chunks_of(schedule)
     exact = {FORWARD: Fraction(forward) / chunks, BACKWARD: Fraction(backward) / chunks}
     for key, time in (("forward", exact[FORWARD]), ("backward", exact[BACKWARD])):
-        if time <= 0:
-            raise ConfigError(key, str(time * chunks), "a time greater than 0")
+        require(time > 0, key, str(time * chunks), "a time greater than 0")
     unit = lcm(exact[FORWARD].denominator, exact[BACKWARD].denominator)
     durations = {kind: int(time * unit) for kind, time in exact.items()}
 

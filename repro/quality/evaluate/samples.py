@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from repro.config import ConfigError
+from repro.config import ConfigError, require
 from repro.config.files import build_dataclass, read_toml
 from repro.model.data import gpt2
 from repro.util.files import sha256_digest
@@ -66,11 +66,9 @@ def _read_protocols() -> tuple[list[EvaluationProtocol], dict[str, str]]:
 def find_protocol(task: str, name: str = "") -> EvaluationProtocol:
     """Return the protocol `name` of a task, by default the first. Raises `ConfigError` for an unknown name."""
     protocols, advice = _read_protocols()
-    if task not in advice:
-        raise ConfigError("--task", task, f"one of {', '.join(advice)}")
+    require(task in advice, "--task", task, f"one of {', '.join(advice)}")
     known = {protocol.name: protocol for protocol in protocols if protocol.task == task}
-    if name and name not in known:
-        raise ConfigError("--protocol", name, f"one of {', '.join(known)}")
+    require(not name or name in known, "--protocol", name, f"one of {', '.join(known)}")
     return known[name] if name else next(iter(known.values()))
 
 
@@ -197,8 +195,7 @@ def read_samples(
         raise ConfigError("--stride", stride, right)
     words = len(text.strip().split(" "))
     tokens = tokenizer.encode(detokenize(text))
-    if len(tokens) < 2 or words < 2:
-        raise ConfigError("--data", str(path), "a text of at least two words")
+    require(len(tokens) >= 2 and words >= 2, "--data", str(path), "a text of at least two words")
     spans = list(split_windows(len(tokens), context, stride or min(default_stride, context)))
     return Samples(np.array(tokens, dtype=np.int64), np.array(spans, dtype=np.int64), words=words)
 
@@ -241,8 +238,7 @@ def last_word_samples(
     truncated = 0
     for number, text in enumerate(texts, 1):
         before, last = _split_target(text, protocol, tokenizer)
-        if not before or not last:
-            raise ConfigError("--data", f"sample {number}", "a text of at least two words")
+        require(before and last, "--data", f"sample {number}", "a text of at least two words")
         if len(last) > context:
             raise ConfigError("--data", f"sample {number}", f"a last word of at most {context} tokens")
         available = context + 1 - len(last)
@@ -250,8 +246,7 @@ def last_word_samples(
         before = before[-available:]
         spans.append((len(tokens), len(before) + len(last), len(last)))
         tokens += before + last
-    if not spans:
-        raise ConfigError("--data", says="has no samples")
+    require(spans, "--data", says="has no samples")
     return Samples(np.array(tokens, dtype=np.int64), np.array(spans, dtype=np.int64), truncated=truncated)
 
 

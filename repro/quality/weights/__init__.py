@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from repro.config import ConfigError, Model
+from repro.config import ConfigError, Model, require
 from repro.engines.native.checkpoint import index
 from repro.quality.weights import huggingface, megatron
 from repro.quality.weights.source import RunCheckpoint, WeightSource
@@ -24,8 +24,7 @@ def open_weights(folder: Path, model: Model | None = None) -> WeightSource:
 
     `model` gives the number of heads, which old checkpoints of Megatron-LM do not contain.
     """
-    if not folder.is_dir():
-        raise ConfigError("--weights", str(folder), KNOWN_FORMATS)
+    require(folder.is_dir(), "--weights", str(folder), KNOWN_FORMATS)
     if (folder / index.FILE).is_file():
         return RunCheckpoint(folder)
     if steps := index.complete(folder):

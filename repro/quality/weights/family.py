@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from repro.config import ConfigError, Model
+from repro.config import ConfigError, Model, require
 from repro.quality.weights.source import TOKEN_EMBEDDING, Counterpart, RowRange, counterpart
 
 OUR_GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu-erf"}
@@ -58,8 +58,7 @@ class Family:
         """Return the model of a configuration; raise `ConfigError` for a layer that this suite's GPT does not have."""
         for key, right in self.fixed.items():
             value = config.get(key, right)
-            if value != right:
-                raise ConfigError(key, value, f"{right}, the only value that this suite's GPT supports")
+            require(value == right, key, value, f"{right}, the only value that this suite's GPT supports")
         try:
             sizes = {ours: first_value(config, *theirs) for ours, theirs in self.keys.items()}
             sizes |= {"vocab": config["vocab_size"], "norm_eps": config.get(*self.norm_eps)}
@@ -178,6 +177,5 @@ def rotary_sizes(config: Config) -> dict[str, Any]:
 def gelu_name(config: Config, key: str, default: str) -> str:
     """Return this suite's name for the activation in the configuration key `key`."""
     value = config.get(key, default)
-    if value not in OUR_GELUS:
-        raise ConfigError(key, value, f"one of {', '.join(OUR_GELUS)}")
+    require(value in OUR_GELUS, key, value, f"one of {', '.join(OUR_GELUS)}")
     return OUR_GELUS[value]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from repro.config import ConfigError, Model
+from repro.config import ConfigError, Model, require
 from repro.quality.weights.source import TOKEN_EMBEDDING, WeightSource, check_tensors, name_from_folder
 from repro.quality.weights.tensor_files import Placeholder, read_torch_file
 
@@ -72,8 +72,7 @@ def find_rank_folders(folder: Path) -> Path | None:
         if not (word.isdecimal() or word == "release"):
             raise ConfigError("iteration", word, "a number or release", file=str(tracker))
         folder /= word if word == "release" else f"iter_{int(word):07d}"
-        if not folder.is_dir():
-            raise ConfigError("is missing", says=f"{TRACKER_FILE} names this folder", file=str(folder))
+        require(folder.is_dir(), "is missing", says=f"{TRACKER_FILE} names this folder", file=str(folder))
         return folder
     return folder if any(_RANK_FOLDER.fullmatch(path.name) for path in folder.glob("mp_rank_*")) else None
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from repro.config import ConfigError, Layout, Model, Training
+from repro.config import ConfigError, Layout, Model, Training, require
 from repro.engines.native.checkpoint import files, index
 from repro.engines.native.checkpoint.state import Rectangle, matrix_rows, rectangles
 from repro.model.gpt import GPT
@@ -249,5 +249,4 @@ def check_tensors(
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             faults.append(f"{words} {names[0]}{more}".strip())
-    if faults:
-        raise ConfigError("weights", says="; ".join(faults), file=location)
+    require(not faults, "weights", says="; ".join(faults), file=location)

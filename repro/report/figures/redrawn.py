@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from repro.claims.published import UNITS
 from repro.claims.tolerance import RELATIVE_TOLERANCE
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 from repro.config.files import build_dataclass, read_toml
 from repro.report.figures import style
 from repro.report.figures.style import Drawing
@@ -62,8 +62,7 @@ class SeriesEntry:
     """Expression over simulated records for a place without a published number, by place."""
 
     def __post_init__(self) -> None:
-        if not (self.rows or self.at or self.more):
-            raise ConfigError("rows", says="is missing: a series needs rows, at or more")
+        require(self.rows or self.at or self.more, "rows", says="is missing: a series needs rows, at or more")
         if self.rows and "*" not in self.rows:
             right = (
                 "claim/label with a * that stands for the place; single rows belong in at = { place = ... }"
@@ -118,8 +117,7 @@ def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
     )
     ids = [entry.id for entry in found]
     for name in ids:
-        if ids.count(name) > 1:
-            raise ConfigError("id", name, "an id that is used once", file=path.name)
+        require(ids.count(name) <= 1, "id", name, "an id that is used once", file=path.name)
     return found
 
 

@@ -19,7 +19,7 @@ from repro.claims.ledger import ITSELF, PUBLISHED_SCALE
 from repro.claims.published import UNITS, PrintedNumber
 from repro.claims.records import Missing, Records
 from repro.claims.verdicts import BAD, GOOD, POSSIBLE, ClaimResult, Finding, RowResult
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 from repro.report.figures.style import GREY, INK, MUTED, VERMILION, Record, write_near
 from repro.results.schema import SIMULATED
 from repro.simulate.time.calibration import basis_of_record, weakest_basis
@@ -91,8 +91,7 @@ class View:
 
     def row(self, reference: str) -> RowResult:
         """Return the row `claim/label`. Raises `ConfigError` if the ledger has no such row."""
-        if reference not in self._rows:
-            raise ConfigError("row", reference, "claim/label of a row of the ledger")
+        require(reference in self._rows, "row", reference, "claim/label of a row of the ledger")
         return self._rows[reference]
 
     def matching(self, pattern: str) -> list[Value]:
@@ -103,8 +102,7 @@ class View:
             for name, row in self._rows.items()
             if name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
         ]
-        if not found:
-            raise ConfigError("rows", pattern, "claim/label of rows of the ledger, with a *")
+        require(found, "rows", pattern, "claim/label of rows of the ledger, with a *")
         return [self._value(at, row) for at, row in found]
 
     def value(self, at: str, reference: str) -> Value:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from repro.accuracy.validate import published
 from repro.claims.run_commands import ROOT, SuiteCatalogue
 from repro.claims.table import summary
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 from repro.report import evidence, views
 from repro.report.evidence import STORE_VARIABLE
 from repro.report.page.context import TEMPLATES, context, render_site, template
@@ -47,8 +47,7 @@ class CellFailed(Exception):
 def find_notebooks(folder: Path = NOTEBOOKS_FOLDER) -> list[Path]:
     """Return the notebook files in `folder`, in the order of their numbers. Raises `ConfigError` if there are none."""
     found = sorted(folder.glob("[0-9][0-9]_*.py"))
-    if not found:
-        raise ConfigError("--notebooks", str(folder), "a checkout with reports/*.py")
+    require(found, "--notebooks", str(folder), "a checkout with reports/*.py")
     return found
 
 

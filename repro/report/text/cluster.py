@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from repro.config import ConfigError, EmulatedNetwork, suites
+from repro.config import ConfigError, EmulatedNetwork, require, suites
 from repro.config.files import build_dataclass
 from repro.config.sizes import at_most
 from repro.emulate import lab
@@ -63,8 +63,7 @@ def print_status(results: Path, watch: bool, every: bool, json: bool, details: b
     Returns 3 while an experiment waits or runs, else 1 if an experiment failed, else 0.
     """
     registry, store = Registry(results), Store(results)
-    if not registry.all():
-        raise ConfigError("--results", str(results), "a results folder of a `repro submit` command")
+    require(registry.all(), "--results", str(results), "a results folder of a `repro submit` command")
     try:
         if watch and not json:
             return _watch(registry, store, every, details)
@@ -202,8 +201,7 @@ def _print_network(there: LabNetwork) -> None:
 def execute_on_rank(rank: int, command: list[str]) -> int:
     """Run a command in the network namespace of `rank`, and return its exit code. Raises `ConfigError`."""
     there = lab.require_network()
-    if not 0 <= rank < there.network.world:
-        raise ConfigError("RANK", rank, f"0 to {there.network.world - 1}")
+    require(0 <= rank < there.network.world, "RANK", rank, f"0 to {there.network.world - 1}")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
     return subprocess.run(there.facts.exec_command(rank, command), env=environment).returncode
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from repro.claims.verdicts import NOT_RUN
 from repro.config import words
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 from repro.config.suites import load_suite
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
@@ -272,8 +272,7 @@ def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
     """Draw the loss curves of the experiments to `path`. Raises `ConfigError` if no experiment has a curve."""
     from repro.report.figures import loss_curves, style
 
-    if path.suffix not in (".svg", ".png"):
-        raise ConfigError("--plot", str(path), "a file that ends in .svg or .png")
+    require(path.suffix in (".svg", ".png"), "--plot", str(path), "a file that ends in .svg or .png")
     with style.figure_style():
         drawing = loss_curves.draw_loss_curves([record for group in found for record in group.records])
     if drawing.figure is None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from repro.config import ConfigError
+from repro.config import ConfigError, require
 from repro.engines.native.checkpoint.state import Rectangle
 
 SLICE = 1 << 22
@@ -153,10 +153,7 @@ class Reader:
         done = 0
         while done < len(raw):
             got = os.preadv(self._open[path], [raw[done:]], at + done)
-            if not got:
-                raise ConfigError(
-                    f"ends before byte {at + len(raw)}", says="the file is incomplete", file=str(path)
-                )
+            require(got, f"ends before byte {at + len(raw)}", says="the file is incomplete", file=str(path))
             done += got
         self.bytes_read += done
         return self._buffer[:count]

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from repro.config import ConfigError
+from repro.config import ConfigError, require
 from repro.engines.native.checkpoint import files
 from repro.engines.native.checkpoint.state import STATES, Rectangle
 from repro.util.files import replace_file, sync_folder
@@ -189,8 +189,7 @@ def check_files(folder: Path, index: Index) -> None:
     """Raise `ConfigError` unless every rank's file exists with the size of the index."""
     for name, size in index.sizes.items():
         path = folder / name
-        if not path.is_file():
-            raise ConfigError("is missing", says=f"a file of {size} bytes; {HINT}", file=str(path))
+        require(path.is_file(), "is missing", says=f"a file of {size} bytes; {HINT}", file=str(path))
         if path.stat().st_size != size:
             raise ConfigError("size", path.stat().st_size, f"{size} bytes; {HINT}", file=str(path))
 
