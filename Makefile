@@ -1,51 +1,51 @@
 # make smoke       install, run suites/smoke.toml on this machine, simulate every published experiment, print the claims table
 # make simulate    simulate every published experiment, and print the claims table
-# make test        install with the test extra, run the test suite but for its slow tests and those of DeepSpeed and Megatron-core
-# make test-slow   whole commands and trainings: what the documentation shows, faults of real ranks, links as fast as asked
-# make engines     install DeepSpeed and Megatron-core, so that smoke runs them beside ours
-# make test-engines  the tests of what they train, which are in no other target (make engines installs them)
-# make test-slurm  the tests on a real SLURM of one machine (root; make slurm-packages installs it)
-# make test-pythons  a part of the tests and a training with each supported Python that this machine has
-# make test-gpu    the kernels' tests and the whole step on a CUDA device
-# make bench-gpu   each kernel's bandwidth on a CUDA device, beside torch's; a record goes to RESULTS
-# make gpu-kit     the source and the wheels that a GPU machine without internet lacks, as one archive (docs/gpu-without-internet.md)
-# make test-gpu-kit  such a kit for this machine, rehearsed without a network
-# make check       formatter, linter, type checker, size of the packages
-# make structure   files and lines of each package, beside its budget in tests/structure.toml
-# make mutants     faults in the lines that have changed since BASE, or in a PACKAGE: do the tests notice them?
-# make mutation-table  the published experiments of the store RESULTS under faults of a simulator: which verdicts change? ten minutes
-# make readability 60 docstrings, comments and messages at random, to be read without the code; SEED names the draw
-# make benchmarks  pytest-benchmark comparisons
-# make docs        the documentation as a site, build/docs/index.html; a broken link is an error
-# make artifact    reports/artifact.md (claim, command, expected value, tolerance, cost) docs/commands.md and docs/keys.md
+# make test        install with the test extra, run the tests without the slow ones and those of DeepSpeed and Megatron-core
+# make test-slow   the slow tests: commands of the documentation, faults of real ranks, rates of emulated links
+# make engines     install DeepSpeed and Megatron-core, so that smoke runs them as well
+# make test-engines  install DeepSpeed and Megatron-core, run the tests that train with them
+# make test-slurm  run the tests of a real SLURM on this machine (root; make slurm-packages installs it)
+# make test-pythons  run some tests and a training with each supported Python that this machine has
+# make test-gpu    run the tests of kernels and training steps on a CUDA device
+# make bench-gpu   measure the bandwidth of each kernel and of torch's operator on a CUDA device, and record it in RESULTS
+# make gpu-kit     pack the source and missing wheels for a GPU machine without internet (docs/gpu-without-internet.md)
+# make test-gpu-kit  pack a kit for this machine, and run it without a network
+# make check       run the formatter, the linter, the type checker and the limits of the package sizes
+# make structure   print files and lines of each package and their limits in tests/structure.toml
+# make mutants     put faults into the lines that changed since BASE, or into a PACKAGE, and print those that no test detects
+# make mutation-table  print the verdicts that change when the simulator has faults (store RESULTS, ten minutes)
+# make readability print 60 random docstrings, comments and messages, for a reading test without the code; SEED selects them
+# make benchmarks  run the comparisons of tests/benchmarks with pytest-benchmark
+# make docs        build the documentation as a website, build/docs/index.html; a broken link is an error
+# make artifact    write reports/artifact.md (claim, command, expected value, tolerance, cost), docs/commands.md and docs/keys.md
 # make notebooks   open the notebooks of reports/ in JupyterLab
-# make browser-packages  install Chromium from the distribution (Debian, Ubuntu; root), which tests look at the page with
-# make pictures    draw the README's pictures anew in reports/pictures: half an hour, what they show included
-# make slurm-packages  install SLURM, munge and MariaDB from the distribution (Debian, Ubuntu; root), start nothing
-# make slurm-lab   start a SLURM cluster on this machine to try `repro submit` on; make slurm-lab-down stops it
-# make clean       remove what the targets above have made, except results/ and .venv/
+# make browser-packages  install Chromium for the browser tests (Debian, Ubuntu; root)
+# make pictures    run the experiments of the README's pictures, and draw them in reports/pictures (half an hour)
+# make slurm-packages  install SLURM, munge and MariaDB without starting them (Debian, Ubuntu; root)
+# make slurm-lab   start a SLURM cluster on this machine for tries of `repro submit`; make slurm-lab-down stops it
+# make clean       remove the files that these targets write, except results/ and .venv/
 #
 # Variables, on the command line or in the environment:
-#   PYTHON       interpreter that makes .venv (3.10 or newer)                         python3
-#   TORCH_INDEX  the package index that torch comes from; empty: the usual one         PyTorch's index of CPU builds
-#                on Linux without an NVIDIA driver, if that index answers; else the usual index
-#   UV           the uv that installs, empty: pip                                      uv, if there is one
-#   CONSTRAINTS  pins for pip, of torch among others                                   constraints-cpu.txt
-#   KEEP_TORCH   1: use the torch that PYTHON has (or the environment VENV) and let pip replace it by no other;
-#                an environment that was made so stays so
-#                for gpu-kit: the Python of that machine, a version or a program       3.12
-#   PLATFORM     for gpu-kit: x86_64, aarch64 or a platform of pip                     x86_64
-#   PRESENT      for gpu-kit: the packages that the machine has                        torch numpy
-#   KIT          the archive of gpu-kit                                                build/gpu-kit.tar.gz
-#   VENV         the environment, made where there is none                             .venv
-#   RESULTS      where records are stored                                              results
-#   TODAY        the system that smoke and simulate ask the claims again of            dgx-h100
-#   N, GPUS, RATE, DBD, LAB, ...   what slurm-lab starts: slurm/lab --help
+#   PYTHON       interpreter of .venv (3.10 or newer)                                 python3
+#   TORCH_INDEX  package index for torch; empty: the default index                     PyTorch's index of CPU builds
+#                on Linux without an NVIDIA driver, if that index answers; else the default index
+#   UV           the uv program for installations; empty: pip                          uv, if it is installed
+#   CONSTRAINTS  constraints file for pip, which pins torch and other packages         constraints-cpu.txt
+#   KEEP_TORCH   1: use the torch of PYTHON or of the environment VENV, and never replace it;
+#                the environment remembers this choice
+#   PYTHON       for gpu-kit: Python of the GPU machine, a version or a program        3.12
+#   PLATFORM     for gpu-kit: x86_64, aarch64 or a platform tag of pip                 x86_64
+#   PRESENT      for gpu-kit: packages that the GPU machine has                        torch numpy
+#   KIT          archive that gpu-kit writes                                           build/gpu-kit.tar.gz
+#   VENV         folder of the virtual environment; created if missing                 .venv
+#   RESULTS      folder of the records                                                 results
+#   TODAY        system of today for which smoke and simulate repeat the claims        dgx-h100
+#   N, GPUS, RATE, DBD, LAB, ...   options of slurm-lab; slurm/lab --help explains them
 #   REPORT_ARGS  more arguments for the report of smoke, e.g. --notebooks after `make test`
-#   WORKERS      how many tests run at once in `make test` and `make test-slow`        2
-#   LABS         how many clusters `make test-slurm` starts, for as many tests at once; they mostly wait    3
-#   BASE, PACKAGE, SAMPLE, SEED  for make mutants: a commit; a whole package of tests/mutants/packages.toml; so many of
-#                its faults, at random; another number for others                  main
+#   WORKERS      number of parallel tests in `make test` and `make test-slow`          2
+#   LABS         number of SLURM clusters of `make test-slurm`, one for each parallel test    3
+#   BASE         for make mutants: commit to compare with                              main
+#   PACKAGE, SAMPLE, SEED  for make mutants: package of tests/mutants/packages.toml; number of random faults; random seed
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS='-x -k zero'
 
 PYTHON ?= python3
@@ -79,32 +79,32 @@ INSTALLED_ENGINES := $(VENV)/.installed-engines
 INSTALLED_MUTANTS := $(VENV)/.installed-mutants
 INSTALLED_DOCS := $(VENV)/.installed-docs
 NVRTC13 := $(VENV)/nvrtc13/.installed
-# uv does not see the packages of the machine's python, so that an environment which keeps its torch is left to pip.
+# uv does not see the packages of the system's Python, so pip installs into an environment with KEEP_TORCH.
 PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install) \
 	--quiet $(if $(KEEP_TORCH),-c $(KEPT)) $(if $(strip $(CONSTRAINTS)),-c $(CONSTRAINTS))
 
-# Installs torch alone; the packages that torch needs come from the usual index. `timeout` also limits the search for the
+# Installs torch alone; the packages that torch needs come from the default index. `timeout` also limits the search for the
 # host, which the time limit of urlopen does not.
 define install_cpu_torch
 if $(BIN)/python -c 'import ctypes, importlib.util as u; u.find_spec("torch") or ctypes.CDLL("libcuda.so.1")' 2>/dev/null; then :; \
 elif ! timeout 8 $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null; then \
-  echo "note: $(CPU_INDEX) does not answer; the usual index has torch for Linux with CUDA: 3 GB to download, 5 GB installed"; \
+  echo "note: $(CPU_INDEX) does not answer; the default index has torch for Linux with CUDA: 3 GB to download, 5 GB installed"; \
 elif $(PIP) --no-deps --index-url $(CPU_INDEX) torch; then echo "torch for CPUs: 0.2 GB downloaded from $(CPU_INDEX)"; \
-else echo "note: $(CPU_INDEX) has no torch for this Python; the usual index has it with CUDA: 3 GB to download, 5 GB installed"; fi
+else echo "note: $(CPU_INDEX) has no torch for this Python; the default index has it with CUDA: 3 GB to download, 5 GB installed"; fi
 endef
 
-# An environment that an environment's python makes sees what that one was made with, not what is in it.
+# A virtual environment created by another one sees the system's packages, not those of the other environment.
 define find_torch
 $(PYTHON) -c 'from importlib.metadata import version; version("torch")' 2>/dev/null || { \
-  echo "error: $(PYTHON) has no torch to keep; whose is it? make KEEP_TORCH=1 PYTHON=/path/to/python" >&2; exit 1; }; \
+  echo "error: $(PYTHON) has no torch; name a Python that has it: make KEEP_TORCH=1 PYTHON=/path/to/python" >&2; exit 1; }; \
 $(PYTHON) -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' || { \
-  echo "error: the torch of $(PYTHON) is in an environment; install beside it: make KEEP_TORCH=1 VENV=/path/to/environment" >&2; exit 1; }
+  echo "error: the torch of $(PYTHON) is in a virtual environment; install into it: make KEEP_TORCH=1 VENV=/path/to/environment" >&2; exit 1; }
 endef
 
-# The torch that is there becomes a pin: pip says what asks for another one, and replaces nothing.
+# The present torch becomes a constraint: pip reports packages that need another torch, and does not replace it.
 define keep_torch
 version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null) || { \
-  echo "error: $(VENV) has no torch to keep; whose is it? make KEEP_TORCH=1 PYTHON=/path/to/python" >&2; exit 1; }; \
+  echo "error: $(VENV) has no torch; name a Python that has it: make KEEP_TORCH=1 PYTHON=/path/to/python" >&2; exit 1; }; \
 echo "torch==$$version" > $(KEPT) && echo "keeping torch $$version"
 endef
 
@@ -122,7 +122,7 @@ endif
 PUBLISHED := zero_memory zero_r turing_nlg deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput \
 	zero_superlinear megatron_2019 megatron_2021 megatron_figures v100_clusters a100_clusters selective yuan one_node today b200 a100_pcie memory
 
-# Simulate all of them, and the claims asked again of a system of today. The commands that follow run even if an
+# Simulate all published layouts, and repeat the claims on a system of today. The next commands run even if an
 # experiment failed.
 define simulated
 $(BIN)/repro run $(PUBLISHED:%=suites/%.toml) --evidence simulated --only '?[!w]*' --results $(RESULTS) || status=$$?; \
@@ -131,16 +131,16 @@ $(BIN)/repro run suites/again.toml --evidence simulated --system $(TODAY) --resu
 case $$status in 2|130|143) exit $$status;; esac
 endef
 
-# What the README shows, and where it is drawn.
+# Experiments and figures of the README's pictures.
 SHOWN := zero-fig2 memory-timeline states windtunnel
 PICTURES := build/pictures
 
-# Tests and runs start hundreds of processes that import the same files: what the first one compiles is kept for the
-# others, also where the environment asks for none to be kept.  `make clean` removes it.
+# Tests and runs start hundreds of processes that import the same files, so compiled bytecode is cached even if the
+# environment disables the cache. `make clean` removes it.
 export PYTHONDONTWRITEBYTECODE :=
 
-# In a folder whose path has other letters than ASCII, Python, pip and torch need UTF-8, whatever the locale is. The file
-# 0-utf8.pth starts each Python of such an environment again in UTF-8 mode, also when make does not start it.
+# In a folder with a non-ASCII path, Python, pip and torch need UTF-8 in every locale. The file 0-utf8.pth restarts each
+# Python of such an environment in UTF-8 mode, also when make does not start it.
 export PYTHONUTF8 := 1
 define UTF8_PTH
 import os, sys; sys.getfilesystemencoding() == "utf-8" or sys.prefix.isascii() or \
@@ -157,7 +157,7 @@ help:
 
 $(CREATED):
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
-	  echo "error: no $(PYTHON); install Python 3.10 or newer, or say which: make PYTHON=/path/to/python3" >&2; exit 1; }
+	  echo "error: no $(PYTHON); install Python 3.10 or newer, or name its path: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "error: $$($(PYTHON) --version 2>&1) is too old; Python 3.10 or newer is needed: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
@@ -170,7 +170,7 @@ $(CREATED):
 
 $(KEPT): | $(CREATED)
 	@test ! -e $(INSTALLED) || { \
-	  echo "error: $(VENV) has the pinned torch; make another one: make KEEP_TORCH=1 VENV=DIR" >&2; exit 1; }
+	  echo "error: $(VENV) has the pinned torch; create another environment: make KEEP_TORCH=1 VENV=DIR" >&2; exit 1; }
 	@$(keep_torch)
 
 # The second stamp depends on the first, so that `make -j` never runs two pips in one environment.
@@ -202,7 +202,7 @@ $(INSTALLED_DOCS): $(INSTALLED)
 	@$(PIP) -e '.[docs]'
 	@touch $@
 
-# A second NVRTC, which the tests ask in a process of its own; beside the first it would hide it.
+# A second NVRTC in a separate folder, because it would hide the first. Tests load it in a separate process.
 $(NVRTC13): | $(INSTALLED_TEST)
 	@echo "installing NVRTC 13 in $(VENV)/nvrtc13"
 	@if $(PIP) --upgrade --target $(VENV)/nvrtc13 'nvidia-cuda-nvrtc>=13,<14' 'cuda-bindings>=13,<14'; \
@@ -241,10 +241,10 @@ test-slurm: $(INSTALLED_TEST)
 test-pythons: $(INSTALLED_TEST)
 	$(BIN)/python -m tests.supported_pythons
 
-# Both end early with one line where this torch cannot use a GPU, the first time before minutes of installation.
+# test-gpu and bench-gpu need a GPU. This check fails with one line before the installation, which takes minutes.
 driver: | $(CREATED)
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null || { \
-	  echo "error: no NVIDIA driver on this machine (libcuda.so.1), so no GPU: make test runs what needs none" >&2; exit 1; }
+	  echo "error: no NVIDIA driver on this machine (libcuda.so.1), so no GPU; make test runs the tests that need no GPU" >&2; exit 1; }
 
 test-gpu: driver $(INSTALLED_TEST)
 	@$(BIN)/python -m repro.launch.doctor.machine
@@ -259,7 +259,7 @@ gpu-kit:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) gpu/kit.py --python '$(KIT_PYTHON)' --platform '$(PLATFORM)' \
 	  --present '$(PRESENT)' --output '$(KIT)'
 
-# The kit meets a Python that has three packages, no network, and a read-only folder.
+# The tests run the kit with a Python that has three packages, without network, from a read-only folder.
 test-gpu-kit: $(INSTALLED_TEST)
 	@$(BIN)/python gpu/kit.py --python $(BIN)/python --present 'torch numpy transformers' --output $(REHEARSED_KIT)
 	REPRO_GPU_KIT=$(abspath $(REHEARSED_KIT)) $(BIN)/python -m pytest -n $(WORKERS) tests/gpu_kit $(PYTEST_ARGS)
@@ -277,7 +277,7 @@ check: $(INSTALLED_TEST)
 structure: $(INSTALLED_TEST)
 	@$(BIN)/python -m tests.structure
 
-# Resumes where it was broken off; what survived is tried again.
+# An interrupted run resumes, and undetected faults are tried again.
 mutants: $(INSTALLED_MUTANTS)
 	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) --base $(BASE) $(PACKAGE:%=--package %) $(SAMPLE:%=--sample %) $(SEED:%=--seed %)
 
@@ -294,7 +294,7 @@ format: $(INSTALLED_TEST)
 benchmarks: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest --benchmark-only --override-ini='addopts=--import-mode=importlib' $(PYTEST_ARGS)
 
-# The variable omits an announcement of the theme's authors.
+# The variable suppresses an announcement of the theme's authors.
 docs: $(INSTALLED_DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@! grep -rlE '<(script|link|img)[^>]* (src|href)="?(https?:)?//' build/docs --include='*.html' || { \
@@ -306,7 +306,7 @@ artifact: $(INSTALLED)
 	$(BIN)/python -m tests.command_reference > docs/commands.md
 	$(BIN)/python -m tests.key_reference > docs/keys.md
 
-# A file of cells opens as a notebook at a click, which JupyterLab has to be told once in its environment.
+# This setting makes JupyterLab open Python files of cells as notebooks.
 notebooks: $(INSTALLED)
 	@$(PIP) -e '.[notebooks]'
 	@$(BIN)/jupytext-config --sys-prefix set-default-viewer python
@@ -315,7 +315,7 @@ notebooks: $(INSTALLED)
 browser-packages:
 	@tests/report/browser-packages
 
-# What they show is measured or simulated first, in a store of their own.
+# The experiments of the pictures run first, with their own store.
 pictures: $(INSTALLED)
 	$(BIN)/repro run suites/smoke.toml --only 'states-*' --results $(PICTURES)/results
 	$(BIN)/repro run suites/zero_throughput.toml --evidence simulated --only 'fig2-*' --results $(PICTURES)/results
@@ -330,7 +330,7 @@ slurm-packages:
 
 slurm-lab: $(INSTALLED)
 	@slurm/lab up
-	@echo "what a suite would ask for:  slurm/lab exec $(BIN)/repro submit suites/smoke.toml --profile slurm/lab.toml --dry-run"
+	@echo "show the jobs of a suite:    slurm/lab exec $(BIN)/repro submit suites/smoke.toml --profile slurm/lab.toml --dry-run"
 	@echo "submit it:                   slurm/lab exec $(BIN)/repro submit suites/smoke.toml --profile slurm/lab.toml"
 	@echo "follow it:                   slurm/lab exec $(BIN)/repro status --watch"
 	@echo "slow links:                  slurm/lab rate 100mbit"

@@ -177,7 +177,7 @@ case "$*" in *--index-url*) exit {int(not index_has_torch)};; esac""",
     return log
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the usual index has builds without CUDA")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the default index has builds without CUDA")
 @pytest.mark.parametrize(
     ("has_torch_or_driver", "index_answers", "index_has_torch", "says"),
     [
@@ -186,13 +186,13 @@ case "$*" in *--index-url*) exit {int(not index_has_torch)};; esac""",
             False,
             True,
             False,
-            "note: {index} has no torch for this Python; the usual index has it with CUDA: 3 GB",
+            "note: {index} has no torch for this Python; the default index has it with CUDA: 3 GB",
         ),
         (
             False,
             False,
             True,
-            "note: {index} does not answer; the usual index has torch for Linux with CUDA: 3 GB",
+            "note: {index} does not answer; the default index has torch for Linux with CUDA: 3 GB",
         ),
         (True, True, True, ""),
     ],
@@ -284,8 +284,8 @@ def test_the_machines_torch_is_seen_and_held_by_every_later_command(copy: Path) 
 @pytest.mark.parametrize(
     ("torch", "prefix", "says"),
     [
-        ("", "", "has no torch to keep; whose is it?"),
-        ("2.7.1", "/env", "is in an environment; install beside it"),
+        ("", "", "has no torch; name a Python that has it"),
+        ("2.7.1", "/env", "is in a virtual environment; install into it"),
     ],
 )
 def test_no_environment_is_made_that_would_not_see_the_torch(
@@ -300,7 +300,7 @@ def test_an_environment_with_the_pinned_torch_is_not_taken_for_the_machines(copy
     python = interpreter(copy, "2.7.1")
     assert make(copy, "test", f"PYTHON={python}").returncode == 0
     done = make(copy, "test", "KEEP_TORCH=1", f"PYTHON={python}")
-    assert "error: .venv has the pinned torch; make another one: make KEEP_TORCH=1 VENV=DIR" in done.stderr
+    assert "error: .venv has the pinned torch; create another environment: make KEEP_TORCH=1 VENV=DIR" in done.stderr
     assert make(copy, "test", "KEEP_TORCH=1", "VENV=other", f"PYTHON={python}").returncode == 0
 
 
