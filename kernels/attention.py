@@ -40,8 +40,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
         if shared:  # Operators with a bias do not support shared key heads.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         if q.device.type == "meta":
-            whole = bias.expand(q.shape[0], -1, -1, -1)
-            biased: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, whole, True)[0]
+            full = bias.expand(q.shape[0], -1, -1, -1)
+            biased: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, full, True)[0]
             return biased
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     if q.device.type == "meta":

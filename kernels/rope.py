@@ -155,8 +155,8 @@ def rotary(
     parallelism). `width` must be even. Backward saves no tensor and rotates by the negative angle. `plain`: use torch's
     operators on every device. Raises ValueError if the sizes do not agree.
     """
-    whole = x.shape[-1] % head_width == 0 and heads * head_width <= x.shape[-1]
-    if x.dim() != 3 or not whole or width % 2 or not 0 < width <= head_width:
+    divides = x.shape[-1] % head_width == 0 and heads * head_width <= x.shape[-1]
+    if x.dim() != 3 or not divides or width % 2 or not 0 < width <= head_width:
         raise ValueError(
             f"rotary of {list(x.shape)} needs [b, s, n * {head_width}] with n >= {heads} and an even width "
             f"up to {head_width}, not {width}"

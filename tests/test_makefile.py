@@ -300,7 +300,10 @@ def test_an_environment_with_the_pinned_torch_is_not_taken_for_the_machines(copy
     python = interpreter(copy, "2.7.1")
     assert make(copy, "test", f"PYTHON={python}").returncode == 0
     done = make(copy, "test", "KEEP_TORCH=1", f"PYTHON={python}")
-    assert "error: .venv has the pinned torch; create another environment: make KEEP_TORCH=1 VENV=DIR" in done.stderr
+    assert (
+        "error: .venv has the pinned torch; create another environment: make KEEP_TORCH=1 VENV=DIR"
+        in done.stderr
+    )
     assert make(copy, "test", "KEEP_TORCH=1", "VENV=other", f"PYTHON={python}").returncode == 0
 
 

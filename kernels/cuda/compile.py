@@ -195,8 +195,8 @@ def _read_cached(path: Path) -> CompiledProgram | None:
     try:
         first, _, code = path.read_bytes().partition(b"\n")
         about = json.loads(first)
-        whole = about["sha256"] == hashlib.sha256(code).hexdigest()
-        return CompiledProgram(code, about["log"]) if whole else None
+        is_intact = about["sha256"] == hashlib.sha256(code).hexdigest()
+        return CompiledProgram(code, about["log"]) if is_intact else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

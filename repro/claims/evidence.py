@@ -132,12 +132,12 @@ def _evaluate_on(
         known = row.printed if expected is None else expected
         common["margin"] = rule.margin(*seen, float(known.value)) if known is not None else None
     if evidence.kind == SIMULATED and expected is None:
-        doubt = propagate_unknowns(evidence.value, row, read, records, functions)
-        if doubt is not None:
-            common["doubt"] = doubt = doubt.in_units_of(UNITS[row.unit])
-            value = Result(value.value, doubt.low, doubt.high)
+        uncertainty = propagate_unknowns(evidence.value, row, read, records, functions)
+        if uncertainty is not None:
+            common["uncertainty"] = uncertainty = uncertainty.in_units_of(UNITS[row.unit])
+            value = Result(value.value, uncertainty.low, uncertainty.high)
             if verdict == NOT_REPRODUCED:
-                verdict, reason, common["deciding"] = _judge_miss(doubt, row, claim, reason)
+                verdict, reason, common["deciding"] = _judge_miss(uncertainty, row, claim, reason)
     return Finding(verdict=verdict, reason=reason, **common, **_numbers(value, row))
 
 
@@ -163,16 +163,17 @@ def _measured_where(
 
 
 def _judge_miss(
-    doubt: InputUncertainty, row: Row, claim: Claim, rule: str
+    uncertainty: InputUncertainty, row: Row, claim: Claim, rule: str
 ) -> tuple[str, str, tuple[str, ...]]:
     """Return verdict, reason and deciding unknown inputs of a simulated value that misses the published one."""
     published = published_range(row, claim)
     assert published is not None
-    ends = " to ".join(dict.fromkeys(format_value(end, row.printed) for end in (doubt.least, doubt.most)))
-    if not published.meets(doubt.least, doubt.most):
+    interval = uncertainty.least, uncertainty.most
+    ends = " to ".join(dict.fromkeys(format_value(end, row.printed) for end in interval))
+    if not published.meets(*interval):
         why = f"the ranges of all unknown inputs give {ends}, which does not contain the published value"
         return NOT_REPRODUCED, f"{rule}; {why}", ()
-    found = doubt.deciding_unknowns(published.meets)
+    found = uncertainty.deciding_unknowns(published.meets)
     which = f"{' and '.join(found)} decide{'s' * (len(found) == 1)}"
     why = f"the ranges of all unknown inputs give {ends}, which contains the published value; {which}"
     return POSSIBLE, f"{rule}; {why}", found

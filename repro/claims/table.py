@@ -193,7 +193,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "scale": finding.scale_label,
         **_fields(finding, "reading", "measured_on", "is_reference", "origin", "value", "low", "high"),
         **_fields(finding, "expected", "tolerance", "verdict", "reason", "expression"),
-        "moved_by": _moved(finding.doubt),
+        "moved_by": _moved(finding.uncertainty),
     }
 
 
@@ -201,9 +201,9 @@ MOVES = 5
 """Maximum number of unknown inputs listed for a simulated value, largest effect first."""
 
 
-def _moved(doubt: InputUncertainty | None) -> list[dict[str, Any]]:
+def _moved(uncertainty: InputUncertainty | None) -> list[dict[str, Any]]:
     """Return values at both ends of each unknown input's range, with all other inputs at their best values."""
-    alone = {} if doubt is None else doubt.alone
+    alone = {} if uncertainty is None else uncertainty.alone
     return [{"key": key, "low": low, "high": high} for key, (low, high) in list(alone.items())[:MOVES]]
 
 

@@ -117,7 +117,7 @@ class Finding:
     """Device of a one-GPU measurement, or device and day of reference records; otherwise empty."""
     is_reference: bool = False
     """Whether the value comes from packaged reference records and not from the user's own records."""
-    doubt: InputUncertainty | None = None
+    uncertainty: InputUncertainty | None = None
     """Uncertainty of a simulated value from unknown inputs, in the row's unit."""
     margin: tuple[float, float] | None = None
     """Distance of an agreeing number to the low and the high end of the accepted values, relative to the expected

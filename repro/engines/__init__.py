@@ -130,16 +130,11 @@ class Exchange:
 
 def missing_library(engine: str) -> str:
     """Return the engine's missing library and how to install it, `deepspeed: pip install ...`; empty if installed."""
-    if engine == "torch" and (older := _older_torch()):
-        return f"torch {'.'.join(map(str, _MIN_TORCH))} or later: {older} is installed. Upgrade torch"
+    torch_version = versions(["torch"]).get("torch", "")
+    if engine == "torch" and () < major_minor(torch_version) < _MIN_TORCH:
+        return f"torch {'.'.join(map(str, _MIN_TORCH))} or later: {torch_version} is installed. Upgrade torch"
     library = _LIBRARIES.get(engine, "torch").partition(".")[0]
     return "" if extras.is_installed(library) else f"{library}: {extras.installation('engines')}"
-
-
-def _older_torch() -> str:
-    """Return the version of torch if it is older than required; empty otherwise, or if the version is unknown."""
-    version = versions(["torch"]).get("torch", "")
-    return version if () < major_minor(version) < _MIN_TORCH else ""
 
 
 def import_libraries(engine: str, device_type: str) -> None:

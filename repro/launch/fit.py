@@ -34,19 +34,19 @@ TRIAL_LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 
 
 def plan_trials(
-    asked: LayoutQuery, model: Model | None, sizes: dict[str, int], search: str, as_rank: int | None, of: int
+    query: LayoutQuery, model: Model | None, sizes: dict[str, int], search: str, as_rank: int | None, of: int
 ) -> Trials:
-    """Return the trials that search the largest model for the query `asked`.  Raises `ConfigError`.
+    """Return the trials that search the largest model that `query` describes.  Raises `ConfigError`.
 
     `as_rank`: a single process allocates the memory of this rank of `of` ranks; None: all ranks run.
     """
-    system, gpus = asked.system, asked.gpus
+    system, gpus = query.system, query.gpus
     if system not in local_launch.DEVICES:
         raise ConfigError("system", system, f"one of {', '.join(local_launch.DEVICES)} with --measure")
-    if asked.expandable:
+    if query.expandable:
         what = "does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead"
         raise ConfigError("expandable", says=what)
-    limit = parse_memory_size(asked.memory_limit)
+    limit = parse_memory_size(query.memory_limit)
     on = _local_system(system, limit)
     world = gpus
     if as_rank is not None:
@@ -54,7 +54,7 @@ def plan_trials(
         require(of >= 1, "of", of, "the number of ranks of the layout, 1 or more")
         require(0 <= as_rank < of, "as_rank", as_rank, f"a rank from 0 to {of - 1}")
         world = of
-    question = fit.question_of(on, replace(asked, gpus=world), model, sizes, search)
+    question = fit.question_of(on, replace(query, gpus=world), model, sizes, search)
     if local_launch.DEVICES[system] == "cuda":
         visible = local_launch.count_cuda_devices()
         require(gpus <= visible, "gpus", gpus, f"at most the {visible} CUDA devices that are visible here")
@@ -202,9 +202,9 @@ def memory_failure_kind(reason: str, device: str, limit: int) -> str:
         return ALLOCATION_FAILURE
     if "CUDA out of memory" not in reason and "OutOfMemoryError" not in reason:
         return HOST_MEMORY_FAILURE
-    asked = re.search(rf"Tried to allocate {_SIZE}", reason)
-    held = re.search(rf"{_SIZE} is allocated by PyTorch", reason)
-    if asked is None or held is None:
+    requested = re.search(rf"Tried to allocate {_SIZE}", reason)
+    allocated = re.search(rf"{_SIZE} is allocated by PyTorch", reason)
+    if requested is None or allocated is None:
         return ALLOCATION_FAILURE
-    total = sum(float(found[1]) * _UNITS[found[2]] for found in (asked, held))
+    total = sum(float(found[1]) * _UNITS[found[2]] for found in (requested, allocated))
     return FRAGMENTATION if total <= limit else ALLOCATION_FAILURE

@@ -214,9 +214,9 @@ def _describe_memory(experiment: Experiment, traced: dict[str, ExperimentRecord]
     of = "of a size that is not published" if limit is None else f"of {units.size(limit)}"
     record = traced.get(experiment.key)
     if record is not None and "memory.peak_bytes" in record.metrics:
-        held = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
+        reserved = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
         fits = "" if limit is None else ": fits" if record.outcome == "ok" else ": does not fit"
-        return f"{units.size(held)} {of}, traced{fits}"
+        return f"{units.size(reserved)} {of}, traced{fits}"
     fullest = max(stage_parameters(experiment.model, experiment.layout).values())
     states = sum(state_bytes(fullest, experiment.layout).values())
     fits = "" if limit is None or states <= limit else ": does not fit"

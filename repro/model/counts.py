@@ -138,8 +138,8 @@ def states_bytes(psi: int, nd: int, stage: int, k: int = K) -> float:
     3, P_os+g+p: (4 + K) Psi / Nd.  Shards are not padded here, as in the paper.
     """
     assert nd >= 1
-    kept = {0: 4 + k, 1: 4, 2: 2, 3: 0}[stage]
-    return psi * (kept + (4 + k - kept) / nd)
+    replicated = {0: 4 + k, 1: 4, 2: 2, 3: 0}[stage]
+    return psi * (replicated + (4 + k - replicated) / nd)
 
 
 def flops_formula(model: Model) -> str:

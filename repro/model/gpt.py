@@ -172,8 +172,8 @@ class GPT(nn.Module):
         if setting.model.positions != "alibi":
             return ()
         stretches = context.chunks(cp.rank, cp.size, s * cp.size) if cp.size > 1 else (range(s),)
-        kept = [(mask.shape[-1], mask.dtype, mask.device) for mask in self._alibi]
-        if kept != [(queries.stop, like.dtype, like.device) for queries in stretches]:
+        cached = [(mask.shape[-1], mask.dtype, mask.device) for mask in self._alibi]
+        if cached != [(queries.stop, like.dtype, like.device) for queries in stretches]:
             heads = setting.model.heads // setting.tp.size
             own = range(setting.tp.rank * heads, (setting.tp.rank + 1) * heads)
             made = (

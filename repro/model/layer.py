@@ -199,10 +199,10 @@ class Attention(nn.Module):
                     vars(part)["partial"] = True
             return weight, bias
 
-        self.whole = m.key_heads == m.heads
+        self.has_own_keys = m.key_heads == m.heads
         """Whether one parameter has the query, key and value matrices, because their numbers of heads are equal."""
         self.replicated = tp.size > m.key_heads
-        if self.whole:
+        if self.has_own_keys:
             self.qkv, self.qkv_bias = parameters((3, inner), 1)
         else:
             self.q, self.q_bias = parameters((inner,), 0)
@@ -213,7 +213,7 @@ class Attention(nn.Module):
 
     def columns(self) -> list[tensor.Column]:
         """Return weights and biases of the queries, keys and values of this tp rank."""
-        if self.whole:
+        if self.has_own_keys:
             return [(self.qkv, flat(self.qkv_bias))]
         return [(self.q, self.q_bias), (self._used(self.kv), flat(self._used(self.kv_bias)))]
 
@@ -241,7 +241,7 @@ class Attention(nn.Module):
 
     def _heads(self, products: Sequence[Tensor]) -> tuple[Tensor, ...]:
         a, width, (b, s, _) = self.heads, self.setting.model.head_width, products[0].shape
-        if self.whole:
+        if self.has_own_keys:
             qkv = self._turned(products[0], 2 * a)  # [b, s, 3 a/t d]
             parts: tuple[Tensor, ...] = _Split.apply(qkv.view(b, s, 3, a, width), 2)
             return tuple(x.transpose(1, 2) for x in parts)

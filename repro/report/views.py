@@ -120,7 +120,7 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
         "tolerance": finding.reason if at_scale else finding.tolerance,
         "reason": "" if at_scale else _beside_the_rule(finding),
         "disagrees": finding in result.disagrees,
-        "tornado": tornado(finding.doubt) if finding.doubt is not None else [],
+        "tornado": tornado(finding.uncertainty) if finding.uncertainty is not None else [],
     }
 
 
@@ -128,18 +128,18 @@ MAX_TORNADO_BARS = 5
 """Maximum number of unknown inputs in a tornado diagram; inputs with the largest effects are shown."""
 
 
-def tornado(doubt: InputUncertainty) -> list[dict[str, Any]]:
+def tornado(value: InputUncertainty) -> list[dict[str, Any]]:
     """Return one bar per unknown input: the range of a predicted value when only this input varies.
 
     `left`, `width` and `best` are percentages of the common axis of all bars. `best` is the position of the value with
     the best estimates of all inputs.
     """
-    shown = doubt.largest_unknowns(MAX_TORNADO_BARS)
-    ends = [end for _, low, high, _ in shown for end in (low, high)] + [doubt.best]
+    shown = value.largest_unknowns(MAX_TORNADO_BARS)
+    ends = [end for _, low, high, _ in shown for end in (low, high)] + [value.best]
     start, span = min(ends), (max(ends) - min(ends)) or 1.0
 
-    def place(value: float) -> float:
-        return round(100 * (value - start) / span, 1)
+    def place(end: float) -> float:
+        return round(100 * (end - start) / span, 1)
 
     return [
         {
@@ -147,9 +147,9 @@ def tornado(doubt: InputUncertainty) -> list[dict[str, Any]]:
             "least": units.number(min(low, high)),
             "most": units.number(max(low, high)),
             "ends": f"{units.number(low)} at the low end of its range, {units.number(high)} at the high end",
-            "left": place(min(low, high, doubt.best)),
-            "width": round(place(max(low, high, doubt.best)) - place(min(low, high, doubt.best)), 1),
-            "best": place(doubt.best),
+            "left": place(min(low, high, value.best)),
+            "width": round(place(max(low, high, value.best)) - place(min(low, high, value.best)), 1),
+            "best": place(value.best),
             "share": units.percent(share),
         }
         for key, low, high, share in shown

@@ -163,10 +163,10 @@ def _memory(results: list[RankResult], marked: bool) -> Metrics:
     ]
     if not known:
         return {}
-    found = metrics.memory([held for _, held in known], marked=marked)
-    beside = [result.memory.beside_torch["end"] for result in results if result.memory.beside_torch]
-    if beside:
-        found["memory.context_bytes"] = max(beside)
+    found = metrics.memory([usage for _, usage in known], marked=marked)
+    contexts = [result.memory.beside_torch["end"] for result in results if result.memory.beside_torch]
+    if contexts:
+        found["memory.context_bytes"] = max(contexts)
     return {**found, "memory.rss_peak_bytes": max(resident for resident, _ in known)}
 
 

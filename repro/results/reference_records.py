@@ -92,13 +92,13 @@ def write_reference(records: Iterable[Record], path: Path) -> int:
     on_gpu = [record for record in found if record.conditions.get("system") != "local"]
     chosen_runs = on_gpu or found
     labels = {record.label for record in chosen_runs}
-    kept: list[ReferenceRecord] = [
+    retained: list[ReferenceRecord] = [
         *(record for record in chosen_runs if record.conclusive),
         *(one for one in chosen.comparisons if f"{one.suite}/{one.subject.name}" in labels),
     ]
     what = "a store with records of one GPU model or one processor; write one reference file per machine"
-    _single_device(kept, "--results", what)
-    lines = [json.dumps(shortened_record(record).as_dict(), separators=(",", ":")) for record in kept]
+    _single_device(retained, "--results", what)
+    lines = [json.dumps(shortened_record(record).as_dict(), separators=(",", ":")) for record in retained]
     write_file(path, "\n".join(lines) + "\n")
     return len(lines)
 
@@ -107,13 +107,13 @@ def shortened_record(record: ReferenceRecord) -> ReferenceRecord:
     """Return a record without the parts that claims do not read: most provenance, series, and data of other ranks."""
     origin = record.provenance
     packages = origin.get("packages") or {}
-    kept: dict[str, Any] = {key: origin[key] for key in KEPT_PROVENANCE if key in origin}
+    retained: dict[str, Any] = {key: origin[key] for key in KEPT_PROVENANCE if key in origin}
     if packages:
-        kept["packages"] = {name: packages[name] for name in KEPT_PACKAGES if name in packages}
+        retained["packages"] = {name: packages[name] for name in KEPT_PACKAGES if name in packages}
     if "cpu" in origin:
-        kept["cpu"] = {"model": origin["cpu"].get("model")}
+        retained["cpu"] = {"model": origin["cpu"].get("model")}
     if not isinstance(record, ExperimentRecord):
-        return replace(record, provenance=kept)
+        return replace(record, provenance=retained)
     series = StepSeries(loss=record.series.loss)
     memory = record.memory_by_rank[:1]
-    return replace(record, provenance=kept, series=series, memory_by_rank=memory, comm_by_rank=[])
+    return replace(record, provenance=retained, series=series, memory_by_rank=memory, comm_by_rank=[])

@@ -31,15 +31,15 @@ def simulated_record(
     roles = simulation.roles
     traffic = [role.traffic for role in roles]
     per_layer = metrics.per_layer(experiment, roles[0].role.stage, traffic[0])
-    held = [_held(role) for role in roles]
+    usage = [_held(role) for role in roles]
     fits = simulation.outcome == "ok"
     fullest = simulation.fullest.replay
     found: Metrics = {
         "parameters": roles[0].parameters,
         "padding": simulation.traces[0].padding,
-        **metrics.memory(held),
+        **metrics.memory(usage),
         **metrics.allocated(
-            held,
+            usage,
             context=simulation.context_bytes,
             limit=simulation.limit_bytes,
             reserved=fullest.peak_reserved if fits else None,
@@ -145,7 +145,7 @@ def _series(experiment: Experiment, simulation: Simulation, system: System) -> S
 
 
 def _role(experiment: Experiment, role: RoleResult) -> SimulatedRole:
-    memory, held, failure = role.memory, _held(role), None
+    memory, usage, failure = role.memory, _held(role), None
     if (error := role.replay.out_of_memory) is not None:
         sizes = {"allocated_bytes": error.allocated, "reserved_bytes": error.reserved}
         failure = SimulatedFailure(phase=role.replay.phase, **sizes)
@@ -154,9 +154,9 @@ def _role(experiment: Experiment, role: RoleResult) -> SimulatedRole:
         stage=role.role.stage,
         ranks=_ranks(experiment, role),
         parameters=role.parameters,
-        states=dict(held.states),
-        peak=dict(held.peak),
-        most=dict(held.most),
+        states=dict(usage.states),
+        peak=dict(usage.peak),
+        most=dict(usage.most),
         peak_phase=memory.phase,
         peak_line=memory.line,
         peak_operator=memory.operator,

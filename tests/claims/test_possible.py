@@ -119,8 +119,8 @@ def test_without_an_interval_a_miss_stays_what_it_was(tmp_path: Path) -> None:
 
 
 def test_where_no_unknown_is_enough_the_two_that_do_most_are_named(tmp_path: Path) -> None:
-    doubt = moved((10.0, 8.0), (9.0, 10.0), [7.0] * 4)
-    row = only(judged(tmp_path, "14.0", simulated("s/a", 10.0, doubt), value=rate()))
+    uncertainty = moved((10.0, 8.0), (9.0, 10.0), [7.0] * 4)
+    row = only(judged(tmp_path, "14.0", simulated("s/a", 10.0, uncertainty), value=rate()))
     assert row.verdict == POSSIBLE
     assert f"{RINGS} and {LAUNCH} decide" in row.reason
 
@@ -195,10 +195,10 @@ def test_a_tornado_has_the_unknowns_that_move_a_value_most_as_parts_of_the_wides
 
 def test_a_tornado_leaves_out_what_decides_nothing() -> None:
     """Less than a fiftieth of what all of them move together."""
-    doubt = InputUncertainty(
+    uncertainty = InputUncertainty(
         1.0, 3.0, 1.0, 3.0, 2.0, {"rings": (1.0, 3.0), "pcie": (2.0, 2.06), "launch": (2.0, 2.02)}
     )
-    assert [bar["key"] for bar in tornado(doubt)] == ["rings", "pcie"]
+    assert [bar["key"] for bar in tornado(uncertainty)] == ["rings", "pcie"]
 
 
 def test_a_claim_on_a_terminal_says_what_moves_its_values_most(tmp_path: Path) -> None:

@@ -209,9 +209,9 @@ def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
         mean = statistics.fmean(seconds_of_ranks)
         late = roots = 0.0
         for parts in zip(*(chain.from_iterable(rank["between"]) for rank in same), strict=True):
-            alike = [part * mean / seconds for part, seconds in zip(parts, seconds_of_ranks, strict=True)]
-            late += max(alike) - statistics.fmean(alike)
-            roots += statistics.fmean(alike) ** 0.5
+            scaled = [part * mean / seconds for part, seconds in zip(parts, seconds_of_ranks, strict=True)]
+            late += max(scaled) - statistics.fmean(scaled)
+            roots += statistics.fmean(scaled) ** 0.5
         jitter = (late / roots / expected_maximum(len(same))) ** 2 if roots else 0.0
         jitters.append(jitter)
         own = statistics.variance(seconds_of_ranks) - jitter * mean / len(same[0]["between"])

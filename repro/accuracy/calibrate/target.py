@@ -159,9 +159,9 @@ def operators(
     def kind(experiment: Experiment) -> tuple[bool, bool]:
         return experiment.training.dropout > 0, on_gpu and experiment.model.vocab % ALIGNMENT > 0
 
-    for special, alike in groupby(sorted(experiments, key=kind), key=kind):
+    for special, members in groupby(sorted(experiments, key=kind), key=kind):
         known = set(by_name) if any(special) else set()
-        for experiment in alike:
+        for experiment in members:
             for call in calls_of(experiment, gloo=not on_gpu):
                 key = call.name, on_gpu and call.is_unaligned_product
                 if key not in known:

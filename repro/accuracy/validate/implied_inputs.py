@@ -119,10 +119,10 @@ def find_implied_inputs(judged: Sequence[ClaimResult], records: Sequence[Record]
     moves: dict[tuple[str, str], Sensitivity] = {}
     needs: dict[tuple[str, str], list[RequiredInput]] = {}
     for result, row, finding in uncertain_rows(judged):
-        if (result.claim.id, row.row.label) not in counted or finding.doubt is None:
+        if (result.claim.id, row.row.label) not in counted or finding.uncertainty is None:
             continue
         runs = [seen[run] for run in finding.experiments]
-        for key, share in finding.doubt.shares.items():
+        for key, share in finding.uncertainty.shares.items():
             moving = _moving(key, runs)
             if share < MIN_SHARE or not moving:
                 continue

@@ -162,8 +162,8 @@ def rank_inputs(judged: Iterable[ClaimResult], records: Iterable[Record]) -> Ran
     found: dict[tuple[str, str], UncertainInput] = {}
     rows = [(row_name(result, row), finding) for result, row, finding in uncertain_rows(judged)]
     for row, finding in rows:
-        assert finding.doubt is not None
-        for key, share in finding.doubt.shares.items():
+        assert finding.uncertainty is not None
+        for key, share in finding.uncertainty.shares.items():
             for one in _inputs(key, finding, seen, found):
                 one.rows.append(row)
                 one.share += share / len(rows)
@@ -179,7 +179,7 @@ def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult,
     """Yield every row with an uncertain prediction, with its claim and its prediction."""
     for result in judged:
         for row in result.rows:
-            finding = next((one for one in row.findings if one.doubt is not None), None)
+            finding = next((one for one in row.findings if one.uncertainty is not None), None)
             if finding is not None:
                 yield result, row, finding
 

@@ -226,17 +226,17 @@ QUESTION = [
 
 
 def question_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Return `command` with the parameters `QUESTION` in place of its parameter `asked`; errors name the option."""
+    """Return `command` with the parameters `QUESTION` in place of its parameter `query`; errors name the option."""
     taken = list(inspect.signature(command, eval_str=True).parameters.values())
-    at = next(i for i, parameter in enumerate(taken) if parameter.name == "asked")
+    at = next(i for i, parameter in enumerate(taken) if parameter.name == "query")
     own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in taken]
     signature = inspect.Signature([*own[:at], *QUESTION, *own[at + 1 :]])
 
     @functools.wraps(command)
     def with_options(**values: Any) -> int:
         try:
-            asked = _layout_query({parameter.name: values.pop(parameter.name) for parameter in QUESTION})
-            return command(**values, asked=asked)
+            query = _layout_query({parameter.name: values.pop(parameter.name) for parameter in QUESTION})
+            return command(**values, query=query)
         except ConfigError as error:
             raise as_option(error, signature.parameters) from None
 

@@ -43,7 +43,7 @@ app = typer.Typer()
 @question_options
 def simulate(
     context: typer.Context,
-    asked: LayoutQuery,
+    query: LayoutQuery,
     model: ModelName = "",
     timeline: Annotated[
         OptionalPath, file_option("Write the timeline of the step, for ui.perfetto.dev.", "FILE.json")
@@ -76,16 +76,16 @@ def simulate(
                 versus,
                 says=f"cannot be combined with {name}, since it compares two layouts",
             )
-        return print_versus((model, asked), read_alternative(context, "--versus", versus), json)
+        return print_versus((model, query), read_alternative(context, "--versus", versus), json)
 
     files = LaunchFiles(source, launch, output)
-    return print_simulation(model, asked, timeline, snapshot, json, details, files)
+    return print_simulation(model, query, timeline, snapshot, json, details, files)
 
 
 @app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --micro-batch 8 --recompute")
 @question_options
 def fit(
-    asked: LayoutQuery,
+    query: LayoutQuery,
     model: Annotated[str, option("Take the sizes of layers from this model.", "M", name="--model")] = "",
     hidden: Annotated[int, count_option("Hidden size. Default: about 64 times the layers.")] = 0,
     heads: Annotated[int, count_option("Attention heads. Default: hidden/128.")] = 0,
@@ -110,16 +110,16 @@ def fit(
     if measure:
         from repro.report.text.predictions import print_measured_fit
 
-        return print_measured_fit(asked, model, sizes, search, as_rank, of, results, json, details)
+        return print_measured_fit(query, model, sizes, search, as_rank, of, results, json, details)
     from repro.report.text.predictions import print_fit
 
-    return print_fit(asked, model, sizes, search, json, details)
+    return print_fit(query, model, sizes, search, json, details)
 
 
 @app.command(epilog="Example:  repro plan --model turing-nlg-17b --system dgx2 --gpus 256 --global-batch 512")
 @question_options
 def plan(
-    asked: LayoutQuery,
+    query: LayoutQuery,
     model: ModelName = "",
     dp: Annotated[
         OptionalInt, layout_option("Data-parallel degree: gpus / (tp x cp x pp).", "N", name="--dp")
@@ -162,7 +162,7 @@ def plan(
     from repro.engines.frameworks.files import LaunchFiles
     from repro.report.text.predictions import print_plan
 
-    fixed = asked if dp is None else replace(asked, layout={**asked.layout, "dp": dp})
+    fixed = query if dp is None else replace(query, layout={**query.layout, "dp": dp})
     files = LaunchFiles(source, launch, output)
     return print_plan(model, fixed, json, as_map, tokens, price_per_gpu_hour, top, rank_by, details, files)
 

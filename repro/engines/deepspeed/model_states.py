@@ -159,9 +159,9 @@ def _mark_gradient(p: Parameter) -> None:
         storage.mark(p.grad, Category.GRADIENTS)
 
 
-def _mark(held: Any, category: Category) -> None:
-    """Set the memory category of all tensors in `held`, a tensor or nested collections of tensors."""
-    for leaf in tree_leaves(held if isinstance(held, (dict, Tensor)) else list(held)):
+def _mark(tensors: Any, category: Category) -> None:
+    """Set the memory category of all tensors in `tensors`, a tensor or nested collections of tensors."""
+    for leaf in tree_leaves(tensors if isinstance(tensors, (dict, Tensor)) else list(tensors)):
         if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes():
             storage.mark(leaf.detach(), category)
 

@@ -146,9 +146,9 @@ class TorchEngine:
         found = {}
         for part in self.parts:
             for plain, parameter in part.named_parameters():
-                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
                 name = suite_name(plain)
-                found[name] = from_plain(name, whole.detach(), self.experiment.model).clone()
+                found[name] = from_plain(name, full.detach(), self.experiment.model).clone()
         return found
 
     def padding(self) -> int:
@@ -270,12 +270,12 @@ class OptimizerUpdate:
 
     def _agree(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Return the global gradient norm and the mean loss over all replicas."""
-        alike: dict[Any, list[Tensor]] = defaultdict(list)
+        by_placements: dict[Any, list[Tensor]] = defaultdict(list)
         for parameter in self.counted:
             assert parameter.grad is not None
-            alike[getattr(parameter.grad, "placements", None)].append(parameter.grad)
+            by_placements[getattr(parameter.grad, "placements", None)].append(parameter.grad)
         # DTensor computes one norm of all gradients with equal placements.
-        norms = [get_total_norm(gradients) for gradients in alike.values()]
+        norms = [get_total_norm(gradients) for gradients in by_placements.values()]
         wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         square = torch.stack(wholes).square().sum()
         loss = loss / self.mesh.dp.size

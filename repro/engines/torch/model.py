@@ -219,14 +219,14 @@ def initialise(module: PlainGPT, experiment: Experiment, device: torch.device) -
     with torch.no_grad():
         for plain, parameter in module.named_parameters():
             name = suite_name(plain)
-            whole = to_plain(name, first[name](device), experiment.model)
+            full = to_plain(name, first[name](device), experiment.model)
             if isinstance(parameter, DTensor):
                 shards = distribute_tensor(
-                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                    full, parameter.device_mesh, parameter.placements, src_data_rank=None
                 )
                 parameter.to_local().copy_(shards.to_local())
             else:
-                parameter.copy_(whole)
+                parameter.copy_(full)
 
 
 def _first_values(module: PlainGPT, experiment: Experiment) -> dict[str, Callable[[torch.device], Tensor]]:

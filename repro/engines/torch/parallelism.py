@@ -272,12 +272,12 @@ class TorchPipeline:
             self.scale *= scale
         for stage in self.stages:
             stage.observe = observe
-        whole = torch.cat([batch.tokens for batch in micro_batches])
+        joined = torch.cat([batch.tokens for batch in micro_batches])
         losses: list[Tensor] = []
         observe(Phase.IDLE)
         # The last stage calls the loss function only if it gets a target.
-        inputs = (whole,) if self.stages[0].is_first else ()
-        self.schedule.step(*inputs, target=whole if self.last else None, losses=losses, return_outputs=False)
+        inputs = (joined,) if self.stages[0].is_first else ()
+        self.schedule.step(*inputs, target=joined if self.last else None, losses=losses, return_outputs=False)
         if not losses:
             return torch.zeros_like(self.scale)
         return torch.stack([loss.detach() for loss in losses]).sum() / (1.0 if scale is None else scale)

@@ -93,9 +93,9 @@ def _check_compiler(torch: Any) -> list[Check]:
     here = "at their first call" if torch.cuda.is_available() else "on machines with a GPU"
     compiles = Check("NVRTC", YES, found, f"compiles the CUDA kernels {here}, without a CUDA toolkit")
     count, size = compiler.cache_contents()
-    held = f"{compiler.cache_folder()}: {count} programs, {units.size(size)}"
+    contents = f"{compiler.cache_folder()}: {count} programs, {units.size(size)}"
     moves = f"kernels are compiled once for all ranks; ${compiler.CACHE_VARIABLE} sets another folder"
-    return [compiles, Check("kernel cache", YES, held, moves)]
+    return [compiles, Check("kernel cache", YES, contents, moves)]
 
 
 def _check_families(torch: Any, compile_for: str) -> list[Check]:
@@ -146,7 +146,7 @@ def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Chec
         if compile:
             compiled = [compiler.compile_cached(program, target) for program in programs]
         else:
-            compiled = [kept for program in programs if (kept := compiler.cached_program(program, target))]
+            compiled = [entry for program in programs if (entry := compiler.cached_program(program, target))]
     except Unavailable as error:
         return Check(title, NO, f"failed: {error}", _FALLBACK_NOTE)
     if not compiled:

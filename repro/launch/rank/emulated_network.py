@@ -178,10 +178,10 @@ class CoreThrottle:
         self._settling = False
 
     def _settled(self, wait: Any) -> Any:
-        held = threading.get_ident()
+        owner = threading.get_ident()
 
         def settled(work: Any, *arguments: Any, **named: Any) -> Any:
-            if threading.get_ident() != held or self._waiting:
+            if threading.get_ident() != owner or self._waiting:
                 return wait(work, *arguments, **named)
             self.settle()
             self._waiting = True

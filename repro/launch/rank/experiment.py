@@ -195,9 +195,9 @@ class ExperimentRun:
             "skipped_steps": self.series.skipped,
             "resumed": self.resumed,
         }
-        kept = checkpoints.write(self.index, history)
+        is_written = checkpoints.write(self.index, history)
         if stop:
-            resumes = "the next run resumes there" if kept else "no checkpoint could be written"
+            resumes = "the next run resumes there" if is_written else "no checkpoint could be written"
             raise Stopped(f"stopped on request after step {self.index}; {resumes}")
         return True
 

@@ -305,8 +305,8 @@ def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseSta
     current, stopped = last_state.get("current") or {}, last_state.get("stopped") or {}
     if job.waiting:
         state = REQUEUED if base.restarts or stopped else PENDING
-        held = f"`scontrol release {base.job}` releases it" if "held" in job.reason.lower() else ""
-        parts = (stopped.get("reason", ""), job.reason, held)
+        release = f"`scontrol release {base.job}` releases it" if "held" in job.reason.lower() else ""
+        parts = (stopped.get("reason", ""), job.reason, release)
         return replace(base, state=state, detail=", ".join(part for part in parts if part))
     if base.name != current.get("case"):
         turns = current.get("compare") and base.name in current["names"]

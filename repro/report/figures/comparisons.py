@@ -47,10 +47,10 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
     if not turns:
         return ENGINES
     members = {key: shown[key] for c in turns for key in (c.baseline.key, c.subject.key)}
-    held, sent = [], []
+    states, sent = [], []
     for record in members.values():
         strategy, name = _strategy_of(record), record.experiment.engine
-        held.append(_EngineBar(strategy, name, record.metrics["memory.states_bytes"] / 1e6))
+        states.append(_EngineBar(strategy, name, record.metrics["memory.states_bytes"] / 1e6))
         sent.append(_EngineBar(strategy, name, record.metrics["comm.sent_bytes"] / 1e6))
     times = [_EngineBar(_strategy_of(shown[key]), "native", 1.0) for key in {c.baseline.key for c in turns}]
     for c in turns:
@@ -60,7 +60,7 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
 
     figure, panels = style.make_axes(6.6, rows=3)
     _draw_grouped_bars(panels[0], times, "seconds a step, ours = 1")
-    _draw_grouped_bars(panels[1], held, "MB of model states")
+    _draw_grouped_bars(panels[1], states, "MB of model states")
     _draw_grouped_bars(panels[2], sent, "MB that rank 0 sends a step")
     here = [name for name in ENGINE_STYLES if any(r.experiment.engine == name for r in members.values())]
     style.draw_fills_above(figure, dict(ENGINE_STYLES[name] for name in here), ncols=len(here))

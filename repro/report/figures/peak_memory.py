@@ -97,7 +97,7 @@ def _bar_order(record: Record) -> tuple[str, int, int, int, str]:
 
 def peak_of_fullest_rank(record: Record) -> dict[str, int]:
     """Return the bytes by category, and their total, on the rank with the largest peak."""
-    return max((held.peak or {} for held in record.memory_by_rank), key=lambda peak: peak.get("total", 0))
+    return max((rank.peak or {} for rank in record.memory_by_rank), key=lambda peak: peak.get("total", 0))
 
 
 TIMELINE_ROWS = (

@@ -212,8 +212,8 @@ def _draw_machine_panel(axes: Axes, points: MeasuredPairs, what: str, words: Cal
 
     measured = [value for _, value, _ in points]
     errors = [predicted / value - 1 for _, value, predicted in points]
-    for room, alpha in ((0.25, 0.16), (0.10, 0.28)):
-        axes.axhspan(-room, room, color=style.GREY, alpha=alpha, lw=0)
+    for tolerance, alpha in ((0.25, 0.16), (0.10, 0.28)):
+        axes.axhspan(-tolerance, tolerance, color=style.GREY, alpha=alpha, lw=0)
     axes.axhline(0, color=style.INK, lw=0.8)
     axes.scatter(measured, errors, s=22, color=style.BLUE, edgecolors=style.INK, lw=0.3, alpha=0.8, zorder=3)
     far = 1.15 * max(0.3, *map(abs, errors))

@@ -253,16 +253,16 @@ def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     metrics = {value.metric for value in panel.values if value.published}
-    room = max((RELATIVE_TOLERANCE[metric] for metric in metrics), default=0.0)
-    if room:
-        axes.axhspan(-room, room, color=style.GREY, alpha=0.22, lw=0)
+    tolerated = max((RELATIVE_TOLERANCE[metric] for metric in metrics), default=0.0)
+    if tolerated:
+        axes.axhspan(-tolerated, tolerated, color=style.GREY, alpha=0.22, lw=0)
     axes.axhline(0, color=style.INK, lw=0.8)
     errors = [0.0]
     for name, values in panel.series:
         for value in values:
             at = panel.slot(value, name)
             errors.append(draw_error(axes, at, value, colours[name], MAX_DRAWN_ERROR))
-    low, high = min(min(errors), -room, -0.1), max(max(errors), room, 0.1)
+    low, high = min(min(errors), -tolerated, -0.1), max(max(errors), tolerated, 0.1)
     axes.set_ylim(low - 0.32 * (high - low), high + 0.32 * (high - low))
     axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

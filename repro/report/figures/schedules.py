@@ -95,10 +95,10 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
     """Draw a full schedule with its `title` and a line of properties, `facts`."""
     stages, total = len(rows), float(max(row[-1].stop for row in rows))
     times = {slot.action.kind: float(slot.stop - slot.start) for slot in rows[0]}
-    room = 72 * (PICTURE_WIDTH_INCHES - 1)
+    width = 72 * (PICTURE_WIDTH_INCHES - 1)
     windows, titles = [(0.0, total)], [facts]
     heights = [min(0.42, max(0.16, 6 / stages))]
-    span = min(times.values()) * room / MIN_ACTION_POINTS
+    span = min(times.values()) * width / MIN_ACTION_POINTS
     merged = span < total
     if merged:
         span = min(span, (stages + 3) * sum(times.values()) * _count_chunks(rows), total / 2)
@@ -113,18 +113,19 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
     figure, grid = make_axes(size, len(tall), width=PICTURE_WIDTH_INCHES, height_ratios=tall, squeeze=False)
     for axes, window, height, words in zip(grid[:, 0], windows, heights, titles, strict=True):
         if merged and axes is grid[0, 0]:
-            _draw_merged(axes, rows, total, round(min(room / MIN_MERGED_POINTS, total / sum(times.values()))))
+            columns = min(width / MIN_MERGED_POINTS, total / sum(times.values()))
+            _draw_merged(axes, rows, total, round(columns))
         else:
-            draw_actions(axes, rows, window, (room, 72 * height))
+            draw_actions(axes, rows, window, (width, 72 * height))
         every = ceil(0.17 / height)
         axes.set_yticks(range(0, stages, every), [f"stage {stage}" for stage in range(0, stages, every)])
         axes.set_title(words, fontweight="normal")
-        beside = axes.secondary_yaxis("right")
+        right_axis = axes.secondary_yaxis("right")
         live = (in_flight([slot.action for slot in row]) for row in rows[::every])
-        beside.set_yticks(range(0, stages, every), [str(count) for count in live])
-        beside.set_ylabel("in flight")
-        beside.tick_params(length=0)
-        beside.spines["right"].set_visible(False)
+        right_axis.set_yticks(range(0, stages, every), [str(count) for count in live])
+        right_axis.set_ylabel("in flight")
+        right_axis.tick_params(length=0)
+        right_axis.spines["right"].set_visible(False)
     numbers = "; numbers are micro-batches" if grid[-1, 0].texts else ""
     grid[-1, 0].set_xlabel(f"time{numbers}")
     figure.suptitle(title, x=0.005, ha="left", fontsize=13, fontweight="bold")

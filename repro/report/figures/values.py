@@ -215,15 +215,15 @@ def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -
     else:
         write_near(axes, "?", (left, 0), (0, 2), ha="center", color=MUTED, fontsize=8)
     if ours:
-        axes.bar(right, ours.value / size, half, zorder=2, **_fill(ours, colour))
+        hatch = KIND_HATCHES[ours.kind]
+        axes.bar(right, ours.value / size, half, zorder=2, fc="white", ec=colour, hatch=hatch, lw=0.9)
         _draw_interval_and_misfit(axes, right, ours, size)
     elif printed and not value.of_kind("analytic"):
-        outline: dict[str, Any] = {"facecolor": "none", "edgecolor": GREY, "linestyle": (0, (3, 2))}
-        axes.bar(right, printed.value / size, half, lw=0.9, zorder=1, **outline)
+        dashes = (0, (3, 2))
+        axes.bar(right, printed.value / size, half, zorder=1, fc="none", ec=GREY, lw=0.9, ls=dashes)
     weaker = value.of_kind(SIMULATED)
     if weaker and weaker is not ours:
-        kw: dict[str, Any] = {"marker": "s", "facecolor": "white", "edgecolor": INK, "lw": 1.1}
-        axes.scatter(right, weaker.value / size, s=24, zorder=5, **kw)
+        axes.scatter(right, weaker.value / size, s=24, c="white", marker="s", ec=INK, lw=1.1, zorder=5)
     analytic = value.of_kind("analytic")
     if analytic:
         axes.scatter(right, analytic.value / size, s=26, marker="D", c=INK, lw=0, zorder=5)
@@ -303,7 +303,3 @@ def _draw_interval_and_misfit(axes: Axes, x: float, ours: Ours, size: float) -> 
         axes.errorbar(x, y, spread, color=INK, lw=0.9, capsize=1.5, zorder=4)
     if not ours.fits:
         write_near(axes, "×", (x, y), (0, 0), ha="center", va="bottom", color=VERMILION, fontsize=11)
-
-
-def _fill(ours: Ours, colour: str) -> dict[str, Any]:
-    return {"facecolor": "white", "edgecolor": colour, "hatch": KIND_HATCHES[ours.kind], "linewidth": 0.9}

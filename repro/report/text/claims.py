@@ -324,7 +324,9 @@ def _unknowns_table(result: ClaimResult) -> Table:
         label = row.row.label
         for finding in row.findings:
             for key, low, high, share in (
-                finding.doubt.largest_unknowns(MAX_SHOWN_UNKNOWNS) if finding.doubt is not None else ()
+                finding.uncertainty.largest_unknowns(MAX_SHOWN_UNKNOWNS)
+                if finding.uncertainty is not None
+                else ()
             ):
                 grid.add_row(label, key, units.number(low), units.number(high), units.percent(share))
                 label = ""

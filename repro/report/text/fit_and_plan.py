@@ -53,14 +53,14 @@ def print_fits(
     what = "model" if is_depth else f"micro-batch of {model.name}"
     devices = words.describe_devices(document["gpus"], question.system)
     answer = f"No {what} fits on {devices}."
-    found = [(each["largest"], asked.layout.zero) for asked, each in fits if each["largest"]]
+    found = [(each["largest"], query.layout.zero) for query, each in fits if each["largest"]]
     if found:
         best, stage = max(found, key=lambda fit: int(fit[0]["params" if is_depth else "micro_batch"]))
         size = f"{units.parameter_count(best['params'])} parameters" if is_depth else str(best["micro_batch"])
         answer = f"Largest {what} on {devices}: {size}{f' with ZeRO {stage}' if len(fits) > 1 else ''}."
     strategy = words.describe_layout(layout)
     if len(fits) > 1:
-        stages = _join_places([asked.layout.zero for asked, _ in fits])
+        stages = _join_places([query.layout.zero for query, _ in fits])
         strategy = strategy.replace(f"ZeRO {layout.zero}", f"ZeRO {stages}")
     limit = "limit of the next size"
     headings = ("ZeRO\nstage", "parameters", "layers", "hidden\nsize", "micro-\nbatch", "memory\n(GB)", limit)
@@ -142,7 +142,7 @@ def print_layouts(
     if several:  # the best layouts of the systems only
         compared = [each for each in compared if each[0] in best.values()]
         is_first = f"is {'cheaper' if request.rank_by == COST else 'faster'} than those of other systems"
-    without = [asked.system.name for asked, _ in plans if asked.system.name not in best]
+    without = [query.system.name for query, _ in plans if query.system.name not in best]
     counts = [f"{len(others):,} of {len(ranked):,} layouts do not fit"] * bool(others)
     counts += [f"{len(left):,} are slower even at their minimum time"] * bool(left)
     options = words.layout_options(row.layout, request.system.best_precision, request.given.get("software"))

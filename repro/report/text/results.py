@@ -179,10 +179,10 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     losses = [record.series.loss or [] for record in group.records]
     parts = ("parameters", "gradients", "optimizer", "activations", "peak")
     axes = words.axes(record.experiment.layout for record in group.records)
-    held = {part: [row.get(f"memory.{part}_bytes") for row in rows] for part in parts}
+    values_of = {part: [row.get(f"memory.{part}_bytes") for row in rows] for part in parts}
     sent, steps = [row.get("comm.sent_bytes") for row in rows], [row.get(STEP_SECONDS) for row in rows]
     rates = [row.get(DEVICE_FLOPS_PER_S) for row in rows]
-    peaks = [row.get("memory.peak_bytes") for row in rows if row["outcome"] == "ok"] or held["peak"]
+    peaks = [row.get("memory.peak_bytes") for row in rows if row["outcome"] == "ok"] or values_of["peak"]
     (gb, byte), (sent_in, sent_byte) = (units.common_unit(v, "B") for v in (peaks, sent))
     (s, second), (flops, flop) = units.common_unit(steps, "s"), units.common_unit(rates, "FLOP/s")
     timed = zip(rows, _numbers(steps, second), strict=True)
@@ -220,7 +220,7 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
         [
             *(
                 Column(f"{part}\n({gb})", _numbers(values, byte), is_main=part == "peak", note=memory)
-                for part, values in held.items()
+                for part, values in values_of.items()
             ),
             Column(f"sent\n({sent_in})", _numbers(sent, sent_byte), note=traffic),
         ],

@@ -161,8 +161,8 @@ def _activations(plan: TimedSchedule) -> str:
     """Return the maximum stored activations of a stage, in micro-batches of all layers, and those of GPipe."""
     most = max(plan.in_flight)
     parts = plan.stages * plan.chunks
-    whole = Fraction(most, parts)
-    through = words.count_noun(float(whole), "micro-batch")
+    in_flight = Fraction(most, parts)
+    through = words.count_noun(float(in_flight), "micro-batch")
     volume = f"{most} x 1/{parts} of the layers or less, as much as {through} of all layers"
     if plan.name == "gpipe":
         return volume

@@ -143,9 +143,9 @@ def describe_fit(simulation: Simulation, system: System) -> list[str]:
     available = f"{units.size(limit)} of device memory; {missing} are missing"
     cause = f"{units.size(memory.peak_bytes)} are allocated at the peak in {memory.phase}, more than"
     if simulation.fullest.by_fragmentation:
-        asked, free, held = map(units.size, (error.requested, error.largest_free, error.allocated))
-        cause = f"fragmentation. {asked} are requested and the largest free block is {free}. "
-        cause += f"{held} are allocated of"
+        requested, free, allocated = map(units.size, (error.requested, error.largest_free, error.allocated))
+        cause = f"fragmentation. {requested} are requested and the largest free block is {free}. "
+        cause += f"{allocated} are allocated of"
     return [f"Does not fit: {name}.", f"Cause: {cause} {available}."]
 
 

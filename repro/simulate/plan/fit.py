@@ -148,11 +148,11 @@ def search_largest(
 
 def _next_index(values: Sequence[int], found: dict[int, FitTrial], limit: int, low: int, high: int) -> int:
     """Return the index to try next, strictly between `low` and `high`."""
-    told = sorted((t.value, t.needed) for t in found.values() if t.needed is not None)
+    points = sorted((t.value, t.needed) for t in found.values() if t.needed is not None)
     if high < len(values):  # Interpolate between the two ends if both have required bytes.
-        told = [point for point in told if low >= 0 and point[0] in (values[low], values[high])]
-    if len(told) >= 2:
-        (a, at_a), (b, at_b) = told[-2:]
+        points = [point for point in points if low >= 0 and point[0] in (values[low], values[high])]
+    if len(points) >= 2:
+        (a, at_a), (b, at_b) = points[-2:]
         if at_b > at_a:
             index = bisect_right(values, a + (limit - at_a) * (b - a) / (at_b - at_a)) - 1
             return min(max(index, low + 1), high - 1)
@@ -218,14 +218,14 @@ def question_of(
         what == LAYERS or model is not None, "model", "", says="is needed to search the micro-batch: whose?"
     )
     layout = complete_layout(query.layout, query.gpus, system)
-    whole = device_memory_limit(system, parse_memory_size(query.memory_limit))
+    device_limit = device_memory_limit(system, parse_memory_size(query.memory_limit))
     sizes = {key: value for key, value in {**sizes, "seq": query.seq}.items() if value}
     for key, value in sizes.items():
         require(value >= 1, key, value, "an integer of at least 1")
     keys: dict[str, Any]
     if model is None:
-        room = whole - system.context()
-        hidden = sizes.get("hidden") or suggested_width(room, layout.tp * layout.pp, layout)
+        available = device_limit - system.context()
+        hidden = sizes.get("hidden") or suggested_width(available, layout.tp * layout.pp, layout)
         keys = {"heads": _heads(hidden, layout.tp), "vocab": 51200, "seq": 1024, **sizes, "hidden": hidden}
         shape, tokens = Model(name="gpt", layers=1, **keys), 0
     else:
@@ -233,7 +233,7 @@ def question_of(
         keys = {key: value for key, value in sizes.items() if key != "seq"}
         shape = replace(known, **keys)
     free = not query.layout.get("global_batch")
-    question = FitQuestion(shape, layout, system, whole, what, tokens, free, query.expandable)
+    question = FitQuestion(shape, layout, system, device_limit, what, tokens, free, query.expandable)
     question.experiment(question.values()[0])
     return question
 

@@ -221,13 +221,13 @@ def step_time_lower_bound(
     work, m, others = LayerWork(model, layout, seq), layout.accumulation, layout.pp - 1
     layers = model.layers // (layout.pp * layout.chunks)
     head = sum(map(cost.seconds, work.head()))
-    awaited_forward, awaited_backward, beside = work.tensor_seconds(network)
+    awaited_forward, awaited_backward, overlapped = work.tensor_seconds(network)
     once = sum(map(cost.seconds, work.forward())) + awaited_forward
     forward = layers * once
     backward = layers * (sum(map(cost.seconds, work.backward())) + awaited_backward)
     if layout.has_checkpoints:
         backward += layers * once
-    beside *= layers
+    overlapped *= layers
     gathers, reductions, awaited = _data_parallel_seconds(work, network)
     reduced, gathered = (
         times * layout.chunks * seconds
@@ -237,9 +237,9 @@ def step_time_lower_bound(
     def with_collectives(seconds: float, *collectives: float) -> float:
         return max(seconds + network.overlap_cost * max(collectives), *collectives)
 
-    usual = with_collectives(backward, beside)
-    reducing = with_collectives(backward, beside, awaited)
-    last = with_collectives(backward, beside, 0.0 if layout.zero == 3 else reductions)
+    usual = with_collectives(backward, overlapped)
+    reducing = with_collectives(backward, overlapped, awaited)
+    last = with_collectives(backward, overlapped, 0.0 if layout.zero == 3 else reductions)
     passes = layout.chunks * m
     reducing_passes = others + (passes if layout.zero == 2 else layout.chunks)
     before = others * forward
@@ -249,7 +249,7 @@ def step_time_lower_bound(
     path = m * head + passes * (forward + usual) + others * usual + last - usual
     return max(
         before + path + (reducing_passes - 1) * (reducing - usual),
-        with_collectives(busy, passes * beside, reduced + gathered),
+        with_collectives(busy, passes * overlapped, reduced + gathered),
         before + reduced,
     )
 

@@ -47,11 +47,11 @@ def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
     """Return, for each of `steps` (best first), the ties with earlier steps that may be slower."""
     found = []
     for place, mine in enumerate(steps):
-        beside = [
+        possible = [
             Tie(number, _share_faster(mine, its), _deciding_unknowns(mine, its))
             for number, its in enumerate(steps[:place], 1)
         ]
-        found.append([one for one in beside if one.part > MIN_TIE_SHARE])
+        found.append([one for one in possible if one.part > MIN_TIE_SHARE])
     return found
 
 

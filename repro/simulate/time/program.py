@@ -293,19 +293,19 @@ def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
     """
     matched = _matched_positions(items)
     part: list[Item] = []
-    open_, whole = 0, 0
+    open_, complete = 0, 0
     for at, item in enumerate(items):
         if not isinstance(item, OperatorBlock) and at not in matched:
-            yield True, part[:whole]
-            yield False, [*part[whole:], item]
-            part, open_, whole = [], 0, 0
+            yield True, part[:complete]
+            yield False, [*part[complete:], item]
+            part, open_, complete = [], 0, 0
             continue
         part.append(item)
         open_ += isinstance(item, Issue) - isinstance(item, Await)
         if open_ == 0:
-            whole = len(part)
-    yield True, part[:whole]
-    yield False, part[whole:]
+            complete = len(part)
+    yield True, part[:complete]
+    yield False, part[complete:]
 
 
 def _matched_positions(items: Sequence[Item]) -> set[int]:

@@ -222,14 +222,14 @@ class TraceRecorder(UncompiledMode):
                 event = event._replace(id=event.id + shift)
             self.events.append(event)
 
-    def listed(self, whole: Tensor, views: int) -> None:
+    def listed(self, source: Tensor, views: int) -> None:
         """Record that the host created `views` views of a tensor, one by one."""
-        self._append(Operator(HOST_VIEWS, 0, 0, 0, (), whole.element_size(), calls=views))
+        self._append(Operator(HOST_VIEWS, 0, 0, 0, (), source.element_size(), calls=views))
 
-    def copied(self, whole: Tensor, parts: int) -> None:
+    def copied(self, source: Tensor, parts: int) -> None:
         """Record that a tensor was copied in `parts` equal parts, each by one operator."""
-        size = _bytes(whole)
-        self._append(Operator("aten.copy_", 0, size, size, (), whole.element_size(), calls=parts))
+        size = _bytes(source)
+        self._append(Operator("aten.copy_", 0, size, size, (), source.element_size(), calls=parts))
 
     def waited(self) -> None:
         """Record that the host waited for the device."""

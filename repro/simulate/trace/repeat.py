@@ -78,8 +78,8 @@ class BlockRepeater:
             after, before = _neighbours(index, len(blocks), part.model.part)
             # Of the blocks that have a block on both sides, the last one runs its backward pass first.
             soonest = not 0 < index < len(blocks) - 2
-            alike = _RepeatableBlock(self, block, after, before, part.sharded.reducer, soonest)
-            block.forward = alike.forward  # type: ignore[method-assign]
+            repeatable = _RepeatableBlock(self, block, after, before, part.sharded.reducer, soonest)
+            block.forward = repeatable.forward  # type: ignore[method-assign]
             self._blocks.append(block)
 
     def first_backward(self) -> bool:

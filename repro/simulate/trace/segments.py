@@ -265,7 +265,7 @@ class RepeatedBlock:
         self.numbers: list[int] = []
         """Storage numbers by block-local index."""
         with unobserved():
-            self.held: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
+            self.tensors: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
             """Tensors that code outside the block may also reference, by block-local index."""
 
     def __del__(self) -> None:
@@ -278,7 +278,7 @@ class RepeatedBlock:
         assert segment is not None
         assert segment.result is not None
         self._do(segment.steps, None)
-        return self.held.pop(segment.result)
+        return self.tensors.pop(segment.result)
 
     def backward(self, gradient: Tensor) -> Tensor | None:
         """Repeat the backward pass for the output's `gradient`, and return the input's; None without an input."""
@@ -290,7 +290,7 @@ class RepeatedBlock:
         if recording.adding is not None:
             return self._backward(recording.adding, gradient)
         places = {storage: place for place, storage in enumerate(self.numbers)}
-        places |= {number(tensor): place for place, tensor in self.held.items()}
+        places |= {number(tensor): place for place, tensor in self.tensors.items()}
         start, came = len(self.recorder.events), number(gradient)
         result = self._backward(segment, gradient)
         recording.adding = segment_of(self.recorder, RecordedPass(start), places, result, came)
@@ -300,28 +300,28 @@ class RepeatedBlock:
         self._do(segment.steps, gradient)
         result = gradient if segment.returns_gradient else None
         if segment.result is not None:
-            result = self.held.pop(segment.result)
-        self.held.clear()
+            result = self.tensors.pop(segment.result)
+        self.tensors.clear()
         return result
 
     def _do(self, steps: Sequence[Step], gradient: Tensor | None) -> None:
-        recorder, numbers, held = self.recorder, self.numbers, self.held
+        recorder, numbers, tensors = self.recorder, self.numbers, self.tensors
         works = dict[int, int]()
         for do, what, how in steps:
             if do is Instruction.EVENTS:
                 self._repeat(what, works)
             elif do is Instruction.MAKE:
                 meta, unmarked = how
-                held[len(numbers)] = recorder.make(meta.make, what, unmarked=unmarked)
-                numbers.append(recorder.number(held[len(numbers)]))
+                tensors[len(numbers)] = recorder.make(meta.make, what, unmarked=unmarked)
+                numbers.append(recorder.number(tensors[len(numbers)]))
             elif do is Instruction.DROP:
-                del held[what]
+                del tensors[what]
             elif do is Instruction.SINK:
                 vars(self.parameters[what])["gradient_sink"](*how)
             elif do is Instruction.GIVE:
                 self._give(self.parameters[what], *how)
             elif do is Instruction.MARK:
-                mark(held[what], how)
+                mark(tensors[what], how)
             else:
                 assert gradient is not None
                 recorder.release(gradient)
@@ -349,8 +349,8 @@ class RepeatedBlock:
 
     def _give(self, parameter: nn.Parameter, place: int, given: Sequence[int]) -> None:
         """Set the parameter's `.grad`, delete the references in `given`, and call the parameter's gradient hooks."""
-        parameter.grad = self.held[place]
+        parameter.grad = self.tensors[place]
         for storage in given:
-            del self.held[storage]
+            del self.tensors[storage]
         for hook in parameter._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]
             hook(parameter)

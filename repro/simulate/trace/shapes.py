@@ -106,8 +106,8 @@ def _shape(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, Tensor):
-        whole = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) + 1
-        exact = value.numel() and value.untyped_storage().nbytes() == whole * value.element_size()
+        spanned = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) + 1
+        exact = value.numel() and value.untyped_storage().nbytes() == spanned * value.element_size()
         plain = type(value) is Tensor and value.device.type == "meta"
         return (value.shape, value.stride(), value.dtype) if exact and plain else UNKNOWN_RESULT
     if isinstance(value, tuple):

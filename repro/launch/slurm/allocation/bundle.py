@@ -101,8 +101,8 @@ class BundleProgress(Progress):
         self.path = folder / f"bundle-{bundle.index}.json"
         before = read_json(self.path)
         # A requeued job does not repeat the experiments that ended before the requeue.
-        kept = [row for row in before.get("ended", []) if row["outcome"] != "interrupted"]
-        self.ended_before = {row["name"]: row["outcome"] for row in kept}
+        ended_rows = [row for row in before.get("ended", []) if row["outcome"] != "interrupted"]
+        self.ended_before = {row["name"]: row["outcome"] for row in ended_rows}
         known = len(self.ended_before)
         super().__init__(total=len(bundle.experiments) - known, known=known)
         self._state: dict[str, Any] = {
@@ -112,7 +112,7 @@ class BundleProgress(Progress):
             "nodes": [],
             "phase": "starting",
             "current": None,
-            "ended": kept,
+            "ended": ended_rows,
             "stopped": None,
         }
         self.write()
