@@ -11,7 +11,7 @@ import torch
 from repro.config import Layout
 from repro.config.enums import Category
 from repro.engines import build_engine
-from repro.measure.memory import MemoryTracker, _with_total
+from repro.measure.memory import AllocationHistory, MemoryTracker, _with_total
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
 from tests.engines.needs import needs
@@ -122,3 +122,20 @@ def test_an_operator_costs_the_same_however_much_is_alive() -> None:
     few, many = calls(300), calls(8000)
     assert few > 300
     assert many < 1.1 * few
+
+
+def test_a_history_has_segments_in_sequence_and_free_blocks() -> None:
+    history = AllocationHistory(lambda: "model.py:7")
+    history.resize(1, 512, "grads", "aten.mm", "forward")
+    history.resize(2, 1024, "params", "aten.mm", "forward")
+    history.resize(1, 0, "grads", "aten.mm", "forward")
+    (segment,) = history.final_segments(0)
+    assert (segment["address"], segment["total_size"], segment["allocated_size"]) == (512, 1024, 1024)
+    assert [block["state"] for block in segment["blocks"]] == ["active_allocated"]
+    history.segments = [[(512, 1024, 2), (1536, 256, None)]]
+    (segment,) = history.final_segments(0)
+    assert (segment["total_size"], segment["allocated_size"]) == (1280, 1024)
+    assert [(block["state"], block["requested_size"]) for block in segment["blocks"]] == [
+        ("active_allocated", 1024),
+        ("inactive", 0),
+    ]

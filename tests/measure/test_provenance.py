@@ -77,6 +77,22 @@ def test_clean_and_changed_checkouts(checkout: Path) -> None:
     assert changed["diff"] != other["diff"]
 
 
+@pytest.mark.parametrize("failing", ["diff", "ls-files"])
+def test_changes_are_unknown_if_one_git_command_fails(
+    monkeypatch: pytest.MonkeyPatch, checkout: Path, failing: str
+) -> None:
+    run = subprocess.run
+
+    def fail_one(command: list[str], **options: Any) -> Any:
+        return run(["false"] if failing in command else command, **options)
+
+    monkeypatch.setattr(subprocess, "run", fail_one)
+    found = git_state(checkout)
+    assert found is not None
+    assert (found["dirty"], found["diff"]) == (None, None)
+    assert found["commit"]
+
+
 def test_untracked_contents_count(checkout: Path) -> None:
     hashes = set()
     for text in ("a", "b"):
@@ -145,6 +161,8 @@ def test_gpu_fields_that_the_driver_refuses_are_none(monkeypatch: pytest.MonkeyP
                 "nvmlDeviceGetCount": 1,
                 "nvmlDeviceGetName": b"V100",
                 "nvmlDeviceGetCudaComputeCapability": (7, 0),
+                "nvmlDeviceGetEccMode": (1, 0),  # enabled now, disabled after the next restart
+                "nvmlDeviceGetMigMode": (0, 1),
             }
             if name.startswith("NVML_"):
                 return 0
@@ -161,11 +179,30 @@ def test_gpu_fields_that_the_driver_refuses_are_none(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     (gpu,) = gpus()
     assert (gpu["name"], gpu["compute_capability"], gpu["memory_bytes"]) == ("V100", "7.0", None)
+    assert (gpu["ecc"], gpu["mig"]) == (True, False)
 
 
 def test_no_driver_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpus() == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "turbo"),
+    [
+        ("intel_pstate/no_turbo", "0", True),
+        ("intel_pstate/no_turbo", "1", False),
+        ("cpufreq/boost", "1", True),
+        ("cpufreq/boost", "0", False),
+        ("other", "1", None),
+    ],
+)
+def test_turbo_is_read_from_the_file_of_the_driver(
+    monkeypatch: pytest.MonkeyPatch, file: str, content: str, turbo: bool | None
+) -> None:
+    files = {Path("/sys/devices/system/cpu") / file: content}
+    monkeypatch.setattr(module, "_read", files.get)
+    assert module.cpu()["turbo"] is turbo
 
 
 def test_cpuinfo_of_other_architectures(tmp_path: Path) -> None:

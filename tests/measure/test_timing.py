@@ -1,0 +1,31 @@
+"""Phases, steps and CPU time of the step clock, with clocks that the test sets."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from repro.config.enums import Phase
+from repro.measure.timing import CORE_TIME, StepClock
+
+
+def test_each_phase_lasts_until_the_next_and_only_passes_count_cpu_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wall, cpu = iter([10.0, 11.0, 14.0, 15.5, 100.0, 102.0]), iter([1.0, 1.5, 3.5, 4.25, 7.0, 8.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(wall))
+    monkeypatch.setattr(time, "thread_time", lambda: next(cpu))
+    clock = StepClock(torch.device("cpu"))
+    clock.begin()
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, "end"):
+        clock.mark(phase)
+    clock.begin()
+    for phase in (Phase.FORWARD, "end"):
+        clock.mark(phase)
+    first, second = clock.read()
+    assert (first[Phase.FORWARD], first[Phase.BACKWARD], first[Phase.OPTIMIZER]) == (1.0, 3.0, 1.5)
+    assert (first["step"], first[CORE_TIME]) == (5.5, 2.5)
+    assert (second["step"], second[CORE_TIME]) == (2.0, 1.0)
+    assert clock.read() == []
