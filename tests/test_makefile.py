@@ -21,6 +21,12 @@ from tests import supported_pythons
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
+TARGETS = """
+smoke simulate test test-slow engines test-engines test-slurm test-gpu bench-gpu gpu-kit
+test-gpu-kit check docs mutants benchmarks slurm-lab slurm-packages browser-packages artifact
+notebooks clean
+"""
+
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
@@ -31,20 +37,10 @@ def copy(tmp_path: Path) -> Path:
 
 
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    variables = {
-        "MAKEFLAGS",
-        "MFLAGS",
-        "MAKELEVEL",
-        "PYTHON",
-        "VENV",
-        "CONSTRAINTS",
-        "KEEP_TORCH",
-        "TORCH_INDEX",
-        "CPU_INDEX",
-        "UV",
-        "RESULTS",
-    }
-    environment = {key: value for key, value in os.environ.items() if key not in variables}
+    variables = (
+        "MAKEFLAGS MFLAGS MAKELEVEL PYTHON VENV CONSTRAINTS KEEP_TORCH TORCH_INDEX CPU_INDEX UV RESULTS"
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in variables.split()}
     return subprocess.run(["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -67,29 +63,7 @@ def fake_environment(folder: Path, run_status: int = 0) -> Path:
 def test_help_names_every_target(copy: Path) -> None:
     done = make(copy)
     assert done.returncode == 0
-    for target in (
-        "smoke",
-        "simulate",
-        "test",
-        "test-slow",
-        "engines",
-        "test-engines",
-        "test-slurm",
-        "test-gpu",
-        "bench-gpu",
-        "gpu-kit",
-        "test-gpu-kit",
-        "check",
-        "docs",
-        "mutants",
-        "benchmarks",
-        "slurm-lab",
-        "slurm-packages",
-        "browser-packages",
-        "artifact",
-        "notebooks",
-        "clean",
-    ):
+    for target in TARGETS.split():
         assert f"make {target}" in done.stdout
 
 

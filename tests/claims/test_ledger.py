@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,139 +23,6 @@ from repro.claims.verdicts import (
 from repro.config import ConfigError
 from tests import committed
 
-IDS = [
-    "zero-mem-formula-baseline",
-    "zero-mem-formula-stages",
-    "zero-fig1-7p5b",
-    "zero-table1-per-device-memory",
-    "zero-max-size-nd64",
-    "zero-table2-max-model-size",
-    "zero-1t-on-1024",
-    "zero-any-size",
-    "zero-dynamic-schedule",
-    "zero-gpt2-1p5b-24gb",
-    "zero-ddp-oom-limit",
-    "zero-activation-formula",
-    "zero-tempbuffer",
-    "zero-fragmentation",
-    "zero-r-pa-memory",
-    "zero-r-arith-intensity",
-    "zero-r-cb-md",
-    "ds-zero1-doc-1p5b-8gpu",
-    "ds-zero2-doc-10b-32gpu",
-    "ds-zero2-estimator",
-    "zero-comm-dp-2psi",
-    "zero-comm-posg-2psi",
-    "ds-stage1-comm-release-vs-march",
-    "zero-comm-posgp-3psi",
-    "zero-comm-megatron-block",
-    "zero-comm-pa-dp-tradeoff",
-    "meg2-comm-tp-pp",
-    "meg1-allreduce-count",
-    "zero-table3-configs",
-    "zero-table4-model-shapes",
-    "zero-table5-fig2-configs",
-    "zero-fig2-throughput",
-    "meg-40b-two-dgx2-5tflops",
-    "meg-limit-single-dgx2",
-    "zero-bw-cliff",
-    "zero-table6-fig3-superlinear",
-    "zero-table7-fig6-maxmodel",
-    "zero-table8-fig7-maxcache",
-    "zero-table9-fig8-ablation",
-    "zero-table10-fig4-dp-only",
-    "zero-1t-time",
-    "ds-100b-support",
-    "ds-3p75x-lowbw",
-    "ds-3to5x-20to80b",
-    "ds-64gpu-table",
-    "ds-20b-3x-resources",
-    "ds-6b-without-mp",
-    "ds-4x-memory",
-    "ds-same-loss",
-    "ds-bert-feb20",
-    "ds-zero2-may20",
-    "ds-zero3-offload-2021",
-    "tnlg-architecture",
-    "tnlg-mp16-to-4",
-    "tnlg-256-vs-1024",
-    "tnlg-throughput",
-    "tnlg-training-recipe",
-    "tnlg-wikitext103-ppl",
-    "tnlg-lambada",
-    "tnlg-validation-ppl-curve",
-    "tnlg-rouge",
-    "tnlg-direct-qa",
-    "meg1-baseline-39tf",
-    "meg1-512gpu-76pct",
-    "meg1-mp8-77pct",
-    "meg1-table1-weak-scaling",
-    "meg1-fig5-weak-scaling",
-    "meg1-table8-strong-scaling",
-    "meg1-table7-heads",
-    "meg1-ddp-overlap",
-    "meg1-table2-training",
-    "meg1-training-recipe",
-    "meg1-quality",
-    "meg-v1-release",
-    "meg1-bert",
-    "meg-dec2020-table",
-    "meg2-table1-weak-scaling",
-    "meg2-bubble",
-    "meg2-train-time",
-    "meg2-fused-kernels",
-    "meg2-table2-vs-zero3",
-    "meg2-fig7-micro-batch",
-    "meg2-1t-network-and-storage",
-    "meg2-fig11-pipeline-weak-scaling",
-    "meg2-interleaved-10pct",
-    "meg2-fig13-tp-pp",
-    "meg2-fig14-pp-dp",
-    "meg2-fig16-micro-batch",
-    "meg2-fig17-recomputation",
-    "meg2-fig18-scatter-gather",
-    "yuan-config",
-    "yuan-training-recipe",
-    "yuan-one-pass",
-    "yuan-bubble",
-    "yuan-step-time",
-    "yuan-efficiency-press",
-    "yuan-design-rules",
-    "yuan-quality",
-    "yuan-compared-sizes",
-    "yuan-asc22",
-    "foundry-a100-one-node",
-    "foundry-h100-one-node",
-    "flash2-a100-one-node",
-    "fms-fsdp-7b",
-    "llama3-405b-h100",
-    "foundry-h100-many",
-    "foundry-h100-long",
-    "simumax-b200-steps",
-    "simumax-b200-memory",
-    "simumax-b200-long",
-    "simumax-a100-steps",
-    "oneflow-megatron-v100",
-    "bigscience-v100",
-    "vtrain-a100-node",
-    "vtrain-a100",
-    "korthikanti-baselines",
-    "korthikanti-memory",
-    "vocabulary-memory",
-    "bigscience-memory",
-    "bloom-memory",
-    "torchtitan-memory",
-    "korthikanti-steps",
-    "nemo-5b",
-    "ds-few-lines",
-    "ds-no-limits",
-    "repro-parity",
-    "repro-resume",
-    "repro-convergence",
-    "repro-precision",
-    "repro-kernels",
-]
-
 
 @pytest.fixture(scope="module")
 def ledger() -> Ledger:
@@ -167,10 +33,6 @@ def ledger() -> Ledger:
 def results(ledger: Ledger) -> dict[str, ClaimResult]:
     """Verdicts with an empty store."""
     return {result.claim.id: result for result in judge(ledger, [])}
-
-
-def test_every_claim_is_there_once(ledger: Ledger) -> None:
-    assert Counter(claim.id for claim in ledger.claims) == Counter(IDS)
 
 
 ROWS = {
@@ -217,15 +79,10 @@ def test_tables_have_all_their_values(ledger: Ledger, claim_id: str) -> None:
     assert len(ledger.claim(claim_id).rows) == ROWS[claim_id]
 
 
-def test_every_row_can_be_tested_or_says_why_not(ledger: Ledger) -> None:
+def test_every_row_can_be_tested_or_says_why_not_and_digitised_rows_state_their_error(ledger: Ledger) -> None:
     for claim in ledger.claims:
         for row in claim.rows:
             assert row.evidence or row.needs or row.not_comparable, f"{claim.id}: {row.label}"
-
-
-def test_digitised_rows_state_their_error(ledger: Ledger) -> None:
-    for claim in ledger.claims:
-        for row in claim.rows:
             assert (row.certainty == "digitised") == bool(row.error), f"{claim.id}: {row.label}"
 
 
@@ -331,7 +188,9 @@ def test_rules_are_not_reproduced_by_a_count_beside_them(results: dict[str, Clai
     assert results["yuan-design-rules"].verdict == NOT_RUN
 
 
-@pytest.mark.parametrize("claim_id", [i for i in IDS if i.endswith(("-ppl", "lambada", "rouge", "quality"))])
+@pytest.mark.parametrize(
+    "claim_id", ["tnlg-wikitext103-ppl", "tnlg-lambada", "tnlg-rouge", "meg1-quality", "yuan-quality"]
+)
 def test_quality_needs_weights_that_nobody_released(results: dict[str, ClaimResult], claim_id: str) -> None:
     assert results[claim_id].verdict == NOT_COMPARABLE
     assert results[claim_id].reason
@@ -366,14 +225,7 @@ def test_an_unknown_id_names_its_neighbours(ledger: Ledger) -> None:
 
 def test_pipelines_and_checkpoints_are_measured(ledger: Ledger) -> None:
     """Rows with measured evidence, of claims that a pipeline or P_a is about."""
-    measured = {
-        claim_id: sum(any(e.kind == "measured" for e in row.evidence) for row in ledger.claim(claim_id).rows)
-        for claim_id in (
-            *("meg1-allreduce-count", "meg2-comm-tp-pp", "meg2-bubble", "yuan-bubble"),
-            *("zero-r-pa-memory", "zero-comm-megatron-block", "zero-comm-pa-dp-tradeoff"),
-        )
-    }
-    assert measured == {
+    expected = {
         "meg1-allreduce-count": 2,
         "meg2-comm-tp-pp": 8,
         "meg2-bubble": 8,
@@ -382,6 +234,9 @@ def test_pipelines_and_checkpoints_are_measured(ledger: Ledger) -> None:
         "zero-comm-megatron-block": 5,
         "zero-comm-pa-dp-tradeoff": 1,
     }
+    for claim_id, count in expected.items():
+        rows = ledger.claim(claim_id).rows
+        assert sum(any(e.kind == "measured" for e in row.evidence) for row in rows) == count, claim_id
 
 
 def test_evidence_reads_experiments_that_a_suite_has(ledger: Ledger) -> None:

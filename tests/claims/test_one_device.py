@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from repro.claims.judge import judge, judge_claim
+from repro.claims.reader import load_ledger
 from repro.claims.records import Records
 from repro.claims.run_commands import device_commands
 from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, Finding
@@ -17,6 +18,7 @@ from repro.results.reference_records import ReferenceFile
 from repro.results.schema import ComparisonRecord, Record, Side
 from tests import committed
 from tests.claims.made_up import record
+from tests.claims.test_judge import HEAD
 from tests.records import fit_record, made_up
 
 LIMIT, FIG4, SIZES, STATES = (
@@ -156,30 +158,13 @@ def test_reference_records_count_until_the_own_machine_has_a_result() -> None:
     assert own.scale_label == "one rank of 64, on NVIDIA V100"
 
 
-LEDGER = """
-title = "test"
-[[source]]
-key = "S"
-title = "s"
-where = "w"
-[[claim]]
-id = "of-two-runs"
-title = "T"
-family = "throughput"
-published = "2x"
-source = ["S p.1"]
-certainty = "confirmed"
-unit = "x"
-metric = "ratio"
-rows = [{ label = "r", published = "2.0", simulated = { value = 'metric("s/a", "speed") / metric("s/b", "speed")' } }]
-"""
+SPEEDS = 'metric("s/a", "speed") / metric("s/b", "speed")'
+RATIO = f"""{{ label = "r", published = "2.0", simulated = {{ value = '{SPEEDS}' }} }}]"""
 
 
 def test_one_value_never_mixes_two_machines(tmp_path: Path) -> None:
     """The own run of one side and the reference run of the other side are no ratio."""
-    from repro.claims.reader import load_ledger
-
-    (tmp_path / "test.toml").write_text(LEDGER)
+    (tmp_path / "test.toml").write_text(HEAD + RATIO)
     ledger = load_ledger(tmp_path)
     half = reference(record("b", speed=1.0))
     both = reference(record("a", speed=6.0), record("b", speed=3.0), device="NVIDIA A100")

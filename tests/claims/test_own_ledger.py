@@ -58,18 +58,8 @@ def test_it_is_judged(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_it_is_exported(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pandas", reason="pandas makes the table; it is in the extra report")
-    arguments = [
-        "export",
-        "--ledger",
-        own,
-        "--results",
-        str(tmp_path),
-        "--table",
-        "values",
-        "--format",
-        "csv",
-    ]
-    assert cli.main(arguments) == 0
+    table = ["--table", "values", "--format", "csv"]
+    assert cli.main(["export", "--ledger", own, "--results", str(tmp_path), *table]) == 0
     assert "mine-states" in {row["claim"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
 
 

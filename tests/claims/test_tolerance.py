@@ -284,45 +284,39 @@ def test_an_interval_agrees_where_it_overlaps() -> None:
     assert not rule.meets(38.7, 39.3)
 
 
-def agrees_at_scale(value: tuple[float, float], expected: tuple[float, float], metric: str) -> bool:
-    return accepted_range_at_scale(expected, metric).meets(*value)
+def agrees_at_scale(value: float, expected: float | tuple[float, float], metric: str) -> bool:
+    ends = expected if isinstance(expected, tuple) else (expected, expected)
+    return accepted_range_at_scale(ends, metric).meets(value, value)
 
 
 @given(st.integers(1, 10**12), st.integers(2, 1024))
 def test_padding_is_accepted_and_a_missing_term_is_not(psi: int, nd: int) -> None:
     """One byte per parameter too much or too little is at least 1/16 of the model states."""
     states = 16 * psi
-    assert agrees_at_scale((states, states), (states, states), "exact")
-    assert not agrees_at_scale((states + psi, states + psi), (states, states), "exact-padding")
-    assert not agrees_at_scale((states - psi, states - psi), (states, states), "exact-padding")
-    assert not agrees_at_scale((4 * psi, 4 * psi), (4 * psi + 12 * psi / nd,) * 2, "exact-padding")
+    assert agrees_at_scale(states, states, "exact")
+    assert not agrees_at_scale(states + psi, states, "exact-padding")
+    assert not agrees_at_scale(states - psi, states, "exact-padding")
+    assert not agrees_at_scale(4 * psi, 4 * psi + 12 * psi / nd, "exact-padding")
 
 
 def test_parity_is_one_in_a_hundred_thousand() -> None:
     assert RELATIVE_TOLERANCE["parity"] == 1e-5
-    assert agrees_at_scale((4.00003, 4.00003), (4, 4), "parity")
-    assert not agrees_at_scale((4.00005, 4.00005), (4, 4), "parity")
+    assert agrees_at_scale(4.00003, 4, "parity")
+    assert not agrees_at_scale(4.00005, 4, "parity")
 
 
 def test_a_share_of_time_has_three_points() -> None:
     """Yuan's 7.7 % is told from no bubble and from twice the stages; a quarter from an eighth."""
     for expected in (100 / 13, 12.5, 25.0):
         for value in (expected - 2.9, expected + 2.9):
-            assert agrees_at_scale((value, value), (expected, expected), "share")
+            assert agrees_at_scale(value, expected, "share")
         for value in (0.0, expected / 2, expected + 3.1, 2 * expected):
-            assert not agrees_at_scale((value, value), (expected, expected), "share")
+            assert not agrees_at_scale(value, expected, "share")
     assert agrees("7.7", 10.7, "share", closed_form=False)
     assert not agrees("7.7", 10.8, "share", closed_form=False)
     assert not agrees("7.7", 8.0, "share")
-    assert (
-        describe_class_tolerance("share"),
-        describe_class_tolerance("exact"),
-        describe_class_tolerance("ratio"),
-    ) == (
-        "within 3 points",
-        "exactly",
-        "within 0.12 relative",
-    )
+    described = [describe_class_tolerance(metric) for metric in ("share", "exact", "ratio")]
+    assert described == ["within 3 points", "exactly", "within 0.12 relative"]
 
 
 def test_room_at_scale_is_that_of_the_larger_end() -> None:
@@ -333,7 +327,7 @@ def test_room_at_scale_is_that_of_the_larger_end() -> None:
         if part >= 0.01 and name not in TOLERANCE_POINTS
     )
     near, far = 1 + 9.9 * part, 1 + 10.1 * part
-    assert agrees_at_scale((near, near), (-10, 1), metric)
-    assert not agrees_at_scale((far, far), (-10, 1), metric)
-    assert agrees_at_scale((-near, -near), (-1, 10), metric)
-    assert not agrees_at_scale((-far, -far), (-1, 10), metric)
+    assert agrees_at_scale(near, (-10, 1), metric)
+    assert not agrees_at_scale(far, (-10, 1), metric)
+    assert agrees_at_scale(-near, (-1, 10), metric)
+    assert not agrees_at_scale(-far, (-1, 10), metric)

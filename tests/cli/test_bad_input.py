@@ -21,85 +21,109 @@ def load(folder: Path, text: str) -> suites.Suite:
     return suites.load_suite(path)
 
 
+KEYS = [
+    # keys of the experiment, the line after the file's name and the experiment's
+    ("layout.tp = 3", "layout.tp = 3: must be a divisor of heads = 4 (tiny)"),
+    ("layout = { dp = 2, tp = 2, world = 8 }", "layout.world = 8: must be tp x pp x dp = 2 x 1 x 2 = 4"),
+    (
+        "layout = { dp = 2, micro_batch = 3, global_batch = 8 }",
+        "layout.global_batch = 8: must be a multiple of dp * micro_batch = 2 * 3 = 6",
+    ),
+    ("layout.zerro = 1", "layout.zerro = 1: unknown key; did you mean zero?"),
+    ("modell = 1", "modell = 1: unknown key; did you mean model?"),
+    ("layout.micro_batch = -4", "layout.micro_batch = -4: must be an integer of at least 1"),
+    ("layout.dp = true", "layout.dp = true: must be an integer"),
+    ('training.lr = "1e-3"', "training.lr = '1e-3': must be a number"),
+    ("limits.memory_bytes = -1", "limits.memory_bytes = -1: must be 0 (no limit) or more"),
+    ('training.steps = "many"', "training.steps = 'many': must be an integer"),
+    ("training.seq = 1000", "training.seq = 1000: must be at most the model's 16 learned positions"),
+    (
+        "training = { steps = 3, untimed_steps = 3 }",
+        "training.untimed_steps = 3: must be fewer than steps = 3",
+    ),
+    ('engine = "alpa"', "engine = 'alpa': must be one of native, torch, deepspeed, megatron"),
+    (
+        'engine = "torch"\nlayout = { tp = 2, recompute = true, pa = true }',
+        "layout.pa = true: must be false with engine torch",
+    ),
+    ('expect = "fail"', "expect = 'fail': must be one of ok, oom, diverged"),
+    (
+        'training.data = "nowhere.txt"',
+        "training.data = 'nowhere.txt': must be synthetic, shakespeare, shakespeare-gpt2, or",
+    ),
+    (
+        'training.data = "shakespeare-gpt2"',
+        "training.data = 'shakespeare-gpt2': needs a model with GPT-2's vocabulary of 50257",
+    ),
+    (
+        "layout.dp = 4\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }",
+        "network.nodes x ranks_per_node = 2: must be as many ranks as tp x pp x dp = 4",
+    ),
+    (
+        "layout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1 }",
+        "network.between = 0.0: must be a rate in bytes/s",
+    ),
+    (
+        "layout.dp = 2\nnetwork = { nodes = 1, ranks_per_node = 2, between = 8e6 }",
+        "network.between = 8000000.0: must be omitted with one node",
+    ),
+    (
+        'system = "dgx2"\nlayout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }',
+        "system = 'dgx2': must be local, or a file of `repro calibrate`, since an emulated network",
+    ),
+    ('layout = "C2"', "layout.use = 'C2': unknown layout; the file has no [layouts]"),
+    (
+        "layout = { pp = 2, stage_layers = [1, 2] }",
+        "layout.stage_layers = [1, 2]: must be numbers that add up to layers = 2 (tiny), not 3",
+    ),
+    ('system = "dgx"', "system = 'dgx': did you mean dgx2? known are"),
+    (
+        'engine = "torch"\ntraining.checkpoint_every = 5',
+        "training.checkpoint_every = 5: must be 0 with engine torch; only engine native writes",
+    ),
+    ("training.checkpoint_every = -1", "training.checkpoint_every = -1: must be 0 or more"),
+    ("training.lr = inf", "training.lr = inf: must be finite"),
+    ("limits.timeout_s = inf", "limits.timeout_s = inf: must be finite"),
+    (
+        "limits.memory_bytes = 9223372036854775807",
+        "limits.memory_bytes = 9223372036854775807: must be at most",
+    ),
+    ("training.seed = -1", "training.seed = -1: must be 0 or more and below 2**63"),
+    (
+        "training.seed = 18446744073709551616",
+        "training.seed = 18446744073709551616: must be 0 or more and below 2**63",
+    ),
+    ('layout.overlap = "no"', "layout.overlap = 'no': must be true or false"),
+    ("layout.sp = 1", "layout.sp = 1: must be true or false"),
+    ("training = { lr = 1.0, min_lr = 10 }", "training.min_lr = 10.0: must be at most lr = 1"),
+    (
+        "layout = { pp = 2, stage_layers = [true, 3] }",
+        "layout.stage_layers = [True, 3]: must be a list of numbers or texts",
+    ),
+    (
+        "layout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = inf }",
+        "network.between = inf: must be finite",
+    ),
+    (
+        "layout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = 1e-9 }",
+        "network.between = 1e-09: must be 0 (no limit), or at least 1 byte/s",
+    ),
+    (
+        'training = { checkpoint_every = 5, continues = "a" }',
+        "training.continues = 'a': unknown experiment; there is no other experiment",
+    ),
+]
 CASES = {
     # what is wrong: (the suite's text, the line after the file's name)
-    "heads by tp": (
-        EXPERIMENT + "layout.tp = 3",
-        'experiment "a": layout.tp = 3: must be a divisor of heads = 4 (tiny)',
-    ),
     "heads by tp, inherited": (
         "[defaults.layout]\ntp = 3\n" + EXPERIMENT,
         'experiment "a": defaults.layout.tp = 3: must be a divisor of heads = 4 (tiny)',
-    ),
-    "world": (
-        EXPERIMENT + "layout = { dp = 2, tp = 2, world = 8 }",
-        'experiment "a": layout.world = 8: must be tp x pp x dp = 2 x 1 x 2 = 4',
-    ),
-    "batch": (
-        EXPERIMENT + "layout = { dp = 2, micro_batch = 3, global_batch = 8 }",
-        'experiment "a": layout.global_batch = 8: must be a multiple of dp * micro_batch = 2 * 3 = 6',
-    ),
-    "unknown key": (
-        EXPERIMENT + "layout.zerro = 1",
-        'experiment "a": layout.zerro = 1: unknown key; did you mean zero?',
-    ),
-    "unknown key of an experiment": (
-        EXPERIMENT + "modell = 1",
-        'experiment "a": modell = 1: unknown key; did you mean model?',
     ),
     "unknown key in defaults": (
         "[defaults.training]\nstep = 1\n" + EXPERIMENT,
         "defaults.training.step = 1: unknown key; did you mean steps?",
     ),
     "unknown table": ("[default]\n" + EXPERIMENT, "default: unknown key; did you mean defaults?"),
-    "negative size": (
-        EXPERIMENT + "layout.micro_batch = -4",
-        'experiment "a": layout.micro_batch = -4: must be an integer of at least 1',
-    ),
-    "truth for a number": (
-        EXPERIMENT + "layout.dp = true",
-        'experiment "a": layout.dp = true: must be an integer',
-    ),
-    "text for a number": (
-        EXPERIMENT + 'training.lr = "1e-3"',
-        "experiment \"a\": training.lr = '1e-3': must be a number",
-    ),
-    "negative limit": (
-        EXPERIMENT + "limits.memory_bytes = -1",
-        'experiment "a": limits.memory_bytes = -1: must be 0 (no limit) or more',
-    ),
-    "wrong type": (
-        EXPERIMENT + 'training.steps = "many"',
-        "experiment \"a\": training.steps = 'many': must be an integer",
-    ),
-    "too long": (
-        EXPERIMENT + "training.seq = 1000",
-        'experiment "a": training.seq = 1000: must be at most the model\'s 16 learned positions',
-    ),
-    "nothing timed": (
-        EXPERIMENT + "training = { steps = 3, untimed_steps = 3 }",
-        'experiment "a": training.untimed_steps = 3: must be fewer than steps = 3',
-    ),
-    "engine": (
-        EXPERIMENT + 'engine = "alpa"',
-        "experiment \"a\": engine = 'alpa': must be one of native, torch, deepspeed, megatron",
-    ),
-    "torch has no P_a": (
-        EXPERIMENT + 'engine = "torch"\nlayout = { tp = 2, recompute = true, pa = true }',
-        'experiment "a": layout.pa = true: must be false with engine torch',
-    ),
-    "expectation": (
-        EXPERIMENT + 'expect = "fail"',
-        "experiment \"a\": expect = 'fail': must be one of ok, oom, diverged",
-    ),
-    "data that is not there": (
-        EXPERIMENT + 'training.data = "nowhere.txt"',
-        "experiment \"a\": training.data = 'nowhere.txt': must be synthetic, shakespeare, shakespeare-gpt2, or",
-    ),
-    "data for another vocabulary": (
-        EXPERIMENT + 'training.data = "shakespeare-gpt2"',
-        "experiment \"a\": training.data = 'shakespeare-gpt2': needs a model with GPT-2's vocabulary of 50257",
-    ),
     "no model": ('[[experiment]]\nname = "a"', 'experiment "a": model: is missing'),
     "unknown model": (
         '[[experiment]]\nname = "a"\nmodel = "gpt2-1.5"',
@@ -131,23 +155,6 @@ CASES = {
         + 'layout.dp = 2\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
         'compare with baseline "a": experiment "b": network = \'none\': '
         "must be '2 nodes x 1 ranks, between 8e+06' as in \"a\", with which it shares a launch",
-    ),
-    "network of another world": (
-        EXPERIMENT + "layout.dp = 4\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }",
-        'experiment "a": network.nodes x ranks_per_node = 2: must be as many ranks as tp x pp x dp = 4',
-    ),
-    "network without a rate": (
-        EXPERIMENT + "layout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1 }",
-        'experiment "a": network.between = 0.0: must be a rate in bytes/s',
-    ),
-    "rate of one node": (
-        EXPERIMENT + "layout.dp = 2\nnetwork = { nodes = 1, ranks_per_node = 2, between = 8e6 }",
-        'experiment "a": network.between = 8000000.0: must be omitted with one node',
-    ),
-    "network of a system": (
-        EXPERIMENT
-        + 'system = "dgx2"\nlayout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }',
-        "experiment \"a\": system = 'dgx2': must be local, or a file of `repro calibrate`, since an emulated network",
     ),
     "unknown network": (
         "[networks.slow]\nnodes = 2\n" + EXPERIMENT + 'network = "slwo"',
@@ -181,10 +188,6 @@ CASES = {
         "[layouts.C1]\nzero = 1\n" + EXPERIMENT + 'layout = "C2"',
         "experiment \"a\": layout.use = 'C2': unknown layout; known are C1",
     ),
-    "no layouts": (
-        EXPERIMENT + 'layout = "C2"',
-        "experiment \"a\": layout.use = 'C2': unknown layout; the file has no [layouts]",
-    ),
     "unknown layout in defaults": (
         '[layouts.C1]\nzero = 1\n[defaults]\nlayout = "C3"\n' + EXPERIMENT,
         "experiment \"a\": defaults.layout.use = 'C3': unknown layout; known are C1",
@@ -200,22 +203,6 @@ CASES = {
     "a layout that is no table": (
         "[layouts]\nC1 = 1\n" + EXPERIMENT,
         "layouts.C1 = 1: must be a table with keys of a layout",
-    ),
-    "layers that do not divide": (
-        EXPERIMENT + "layout = { pp = 2, stage_layers = [1, 2] }",
-        'experiment "a": layout.stage_layers = [1, 2]: must be numbers that add up to layers = 2 (tiny), not 3',
-    ),
-    "unknown system": (
-        EXPERIMENT + 'system = "dgx"',
-        "experiment \"a\": system = 'dgx': did you mean dgx2? known are",
-    ),
-    "checkpoints of torch's engines": (
-        EXPERIMENT + 'engine = "torch"\ntraining.checkpoint_every = 5',
-        'experiment "a": training.checkpoint_every = 5: must be 0 with engine torch; only engine native writes',
-    ),
-    "checkpoints at less than every step": (
-        EXPERIMENT + "training.checkpoint_every = -1",
-        'experiment "a": training.checkpoint_every = -1: must be 0 or more',
     ),
     "compared runs with checkpoints": (
         EXPERIMENT + OTHER + 'training.checkpoint_every = 5\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]\n',
@@ -252,9 +239,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_suite(tmp_path: Path, case: str) -> None:
-    text, expected = CASES[case]
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *((EXPERIMENT + keys, f'experiment "a": {message}') for keys, message in KEYS),
+        *CASES.values(),
+    ],
+    ids=[*(keys for keys, _ in KEYS), *CASES],
+)
+def test_suite(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     line = str(caught.value)

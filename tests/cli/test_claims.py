@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -41,45 +42,38 @@ def everything() -> tuple[Ledger, list[ClaimResult]]:
     return ledger, judge(ledger, [])
 
 
-def printed(width: int, claim_id: str = "") -> str:
-    ledger, results = everything()
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    if claim_id:
-        print_claim_details(next(r for r in results if r.claim.id == claim_id), ledger, console)
-    else:
-        print_all_claims(results, ledger, console)
-    file = console.file
-    assert isinstance(file, io.StringIO)
+def shown(show: Callable[..., None], *arguments: object, width: int = 100) -> str:
+    """Return what a function prints on a console of `width` columns."""
+    file = io.StringIO()
+    show(*arguments, Console(file=file, width=width, highlight=False))
     return file.getvalue()
 
 
 @pytest.mark.parametrize("width", [100, 140])
 def test_the_table_fits_and_names_every_claim(width: int) -> None:
-    text = printed(width)
+    ledger, results = everything()
+    text = shown(print_all_claims, results, ledger, width=width)
     assert max(len(line) for line in text.splitlines()) <= width
-    for claim in everything()[0].claims:
-        assert claim.id in text
-    assert f"{len(everything()[0].claims)} claims" in text
+    assert all(claim.id in text for claim in ledger.claims)
+    assert f"{len(ledger.claims)} claims" in text
 
 
-def test_one_claim_shows_everything(tmp_path: Path) -> None:
-    text = " ".join(printed(140, "zero-r-pa-memory").split())
+def test_one_claim_shows_everything() -> None:
+    ledger, results = everything()
+    (result,) = (each for each in results if each.claim.id == "zero-r-pa-memory")
+    text = " ".join(shown(print_claim_details, result, ledger, width=140).split())
     for part in ("33 GB", "67.11", "inconsistent", "sec. 6.1 p.12", "16 V100", "contradiction", "MP 16"):
         assert part in text
 
 
 def test_the_headlines_and_each_claim_fit_one_screen() -> None:
     ledger, results = everything()
-    for result in (None, *results):
-        console = Console(file=io.StringIO(), width=100, highlight=False)
-        if result is None:
-            print_headlines(results, ledger, console)
-        else:
-            print_claim(result, console)
-        assert isinstance(console.file, io.StringIO)
-        lines = console.file.getvalue().splitlines()
-        assert len(lines) <= MAX_SCREEN_LINES, "\n".join(lines)
-        assert max(map(len, lines)) <= 100, "\n".join(lines)
+    screens = [shown(print_claim, result) for result in results]
+    for text in (shown(print_headlines, results, ledger), *screens):
+        assert len(text.splitlines()) <= MAX_SCREEN_LINES, text
+        assert max(map(len, text.splitlines())) <= 100, text
+    for result in results:
+        assert result.claim.id in shown(print_claim_details, result, ledger)
 
 
 def test_three_causes_of_misses_fit_the_screen_of_the_headlines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,21 +82,12 @@ def test_three_causes_of_misses_fit_the_screen_of_the_headlines(monkeypatch: pyt
     lines = headline_lines(ledger, results)
     changed = [replace(line, miss=miss if line.number in (5, 9, 10) else "") for line in lines]
     monkeypatch.setattr("repro.report.text.claims.headline_lines", lambda *_: changed)
-    console = Console(file=io.StringIO(), width=100, highlight=False)
-    print_headlines(results, ledger, console)
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue().splitlines()
-    assert len(shown) <= MAX_SCREEN_LINES
-    assert max(map(len, shown)) <= 100
+    screen = shown(print_headlines, results, ledger).splitlines()
+    assert len(screen) <= MAX_SCREEN_LINES
+    assert max(map(len, screen)) <= 100
     for number in (5, 9, 10):
-        assert any(
-            line.startswith(f"{number:2} simulated 512, accepted 1024 GPUs (exactly).") for line in shown
-        )
-
-
-def test_every_claim_can_be_shown() -> None:
-    for claim in everything()[0].claims:
-        assert claim.id in printed(100, claim.id)
+        start = f"{number:2} simulated 512, accepted 1024 GPUs (exactly)."
+        assert any(line.startswith(start) for line in screen)
 
 
 def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

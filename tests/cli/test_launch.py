@@ -15,21 +15,18 @@ ASKED = ["--system", "dgx-h100", "--gpus", "8"]
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ([], "--model: is missing; name a model, or a file by --from"),
-        (["--model", "gpt2-1.5b", "--launch", "megatron"], "--launch = 'megatron': needs --output"),
-        (
-            ["--model", "gpt2-1.5b", "--output", "x"],
-            "--launch = '': needs --output, and --output needs --launch",
-        ),
-        (["--model", "gpt2-1.5b", "--launch", "jax", "--output", "x"], "must be one of megatron, torchtitan"),
-        (["--from", "none.sh"], "--from = 'none.sh': cannot be read"),
-        (["--from", "none.txt"], "must be a file that ends in .sh, .toml, .json"),
+        ("", "--model: is missing; name a model, or a file by --from"),
+        ("--model gpt2-1.5b --launch megatron", "--launch = 'megatron': needs --output"),
+        ("--model gpt2-1.5b --output x", "--launch = '': needs --output, and --output needs --launch"),
+        ("--model gpt2-1.5b --launch jax --output x", "must be one of megatron, torchtitan"),
+        ("--from none.sh", "--from = 'none.sh': cannot be read"),
+        ("--from none.txt", "must be a file that ends in .sh, .toml, .json"),
     ],
 )
 def test_wrong_options_get_one_line(
-    capsys: pytest.CaptureFixture[str], command: str, options: list[str], says: str
+    capsys: pytest.CaptureFixture[str], command: str, options: str, says: str
 ) -> None:
-    assert main([command, *options, *ASKED]) == 2
+    assert main([command, *options.split(), *ASKED]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert len(error.splitlines()) == 1

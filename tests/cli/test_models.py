@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from repro.config import ConfigError
 from repro.config.files import read_toml
 from repro.config.models import FILES, REPORT_FILES, load_model, model_aliases, model_names
 from repro.model.counts import total_parameters
@@ -72,8 +71,3 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert one in everything
     assert sum(one["parameters_by_part"].values()) == one["parameters"]
     assert one["states_bytes"]["zero3"]["1024"] == 16 * one["parameters"] / 1024
-
-
-def test_an_unknown_name_is_the_callers_to_report() -> None:
-    with pytest.raises(ConfigError):
-        print_models("nothing-like-it", True)

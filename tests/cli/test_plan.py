@@ -140,20 +140,10 @@ def test_the_next_command_simulates_the_best_layout(
     capsys: pytest.CaptureFixture[str], tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has every option that the plan was given, so both commands show one memory."""
-    asked = [
-        "plan",
-        "--model",
-        tiny_model,
-        "--system",
-        "dgx2",
-        "--gpus",
-        "4",
-        "--global-batch",
-        "8",
-        "--tp",
-        "2",
-    ]
-    _, out = run(capsys, *asked, "--sp", "--no-overlap", "--precision", "fp32", "--top", "1", "--seq", "32")
+    options = (
+        "--system dgx2 --gpus 4 --global-batch 8 --tp 2 --sp --no-overlap --precision fp32 --top 1 --seq 32"
+    )
+    _, out = run(capsys, "plan", "--model", tiny_model, *options.split())
     command = out.partition("Next: repro ")[2].replace("\\\n", " ")
     layout = " ".join(out.partition("Best layout: ")[2].partition(".\n")[0].split())
     code, step = run(capsys, *shlex.split(command))

@@ -27,7 +27,7 @@ from repro.util.console import new_table
 from repro.util.units import NO_VALUE
 from tests.accuracy.twins.conftest import tables
 from tests.claims.test_scores import scored
-from tests.cli.samples import EXEMPT, SAMPLES, cases
+from tests.cli.samples import SAMPLES, cases
 from tests.cli.test_widths import leaves
 from tests.launch.slurm.submitted import ThreeCases
 
@@ -212,15 +212,6 @@ def test_every_command_has_a_screen() -> None:
     for command in leaves(typer.main.get_command(cli.app)):
         printed = command in SAMPLES or re.search(rf'screen\(f?"{command}\b', tested)
         assert printed or command in LINES_OF_ANOTHER, command
-
-
-@pytest.mark.parametrize("path", ["", "lab", *SAMPLES, *EXEMPT])
-def test_help_has_short_sentences_and_plain_words(path: str) -> None:
-    command: Any = typer.main.get_command(cli.app)
-    for name in path.split():
-        command = command.commands[name]
-    texts = [command.help or "", *(str(getattr(each, "help", None) or "") for each in command.params)]
-    assert [fault for text in texts for fault in faults(re.sub(r"  +", " ", text))] == []
 
 
 def test_the_answer_about_a_machine_without_optional_libraries(

@@ -40,26 +40,8 @@ bandwidth = { value = 1e9, source = "here" }
 
 
 def test_simulate_json(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
-    code, out = run(
-        capsys,
-        "simulate",
-        "--model",
-        tiny_model,
-        "--system",
-        "dgx2",
-        "--gpus",
-        "8",
-        "--tp",
-        "2",
-        "--pp",
-        "2",
-        "--zero",
-        "1",
-        "--global-batch",
-        "16",
-        "--recompute",
-        "--json",
-    )
+    options = "--system dgx2 --gpus 8 --tp 2 --pp 2 --zero 1 --global-batch 16 --recompute --json"
+    code, out = run(capsys, "simulate", "--model", tiny_model, *options.split())
     assert code == 0
     found = json.loads(out)
     assert found["outcome"] == "ok"

@@ -120,8 +120,3 @@ def test_a_calibrated_file_shows_what_was_measured(
     assert one["device"]["operators"]["aten.mm"]["fixed_s"] == 2e-6
     assert one["time_used"]["launch_s"]["source"].startswith("assumed")
     assert one["links_used"]["inter-node"]["adapters"]["value"] == 8
-
-
-def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["systems", "dgx-3"]) == 2
-    assert "did you mean dgx-2?" in capsys.readouterr().err

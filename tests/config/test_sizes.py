@@ -62,10 +62,7 @@ def test_what_nobody_means_is_refused(case: str) -> None:
         ["plan", *SIMULATE[1:], "--gpus", "1000000000"],
         ["fit", "--system", "dgx2", "--gpus", "1000000000"],
         ["fit", "--system", "dgx2", "--gpus", "8", "--hidden", "100000000000"],
-        [*SIMULATE, "--gpus", "8", "--tp", "1000000000"],
-        [*SIMULATE, "--gpus", "8", "--micro-batch", "1000000000000"],
         [*SIMULATE, "--gpus", "8", "--global-batch", "8000000000000"],
-        ["schedule", "--pp", "1000000", "--micro-batches", "1000000"],
     ],
 )
 def test_commands_refuse_it_on_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,8 @@ per = "node"
 bandwidth = { value = 10e9, source = "here" }
 """
 GOOD = NODES + DEVICE
+NAME = 'name = "X"'
+NODE_COUNT = '{ value = 2, source = "here" }'
 
 
 def quantities(system: System) -> list[Quantity]:
@@ -179,36 +181,24 @@ def test_own_file_by_path(write: Any) -> None:
     ("old", "new", "message"),
     [
         ("", "", None),
-        ('name = "X"', 'nam = "X"', "device.nam = 'X': unknown key; did you mean name?"),
+        (NAME, 'nam = "X"', "device.nam = 'X': unknown key; did you mean name?"),
         (
-            'name = "X"',
-            'name = "X"\npower_w = { value = 0, source = "here" }',
+            NAME,
+            NAME + '\npower_w = { value = 0, source = "here" }',
             "device.power_w = 0.0: must be more than 0",
         ),
         (
-            'name = "X"',
-            'name = "X"\nprice_per_hour = { value = 2, low = 1, source = "here; low: spot" }',
+            NAME,
+            NAME + '\nprice_per_hour = { value = 2, low = 1, source = "here; low: spot" }',
             "device.price_per_hour = '2 (1 to 2)': must be one number without a range",
         ),
         ("[device.peak_flops]", "[device.peak_flop]", "device.peak_flop = "),
-        ('nodes = { value = 2, source = "here" }', "", "nodes: is missing"),
-        (
-            'nodes = { value = 2, source = "here" }',
-            "nodes = 2",
-            "nodes = 2: must be a table { value = ..., source = ... }",
-        ),
-        (
-            '{ value = 2, source = "here" }',
-            '{ value = 2.5, source = "here" }',
-            "nodes = 2.5: must be an integer",
-        ),
-        ('{ value = 2, source = "here" }', '{ value = -2, source = "here" }', "nodes.value = -2"),
-        (
-            '{ value = 2, source = "here" }',
-            '{ value = 0, source = "here" }',
-            "nodes = 0.0: must be more than 0",
-        ),
-        ('{ value = 2, source = "here" }', "{ value = 2 }", "nodes.source: is missing"),
+        (f"nodes = {NODE_COUNT}", "", "nodes: is missing"),
+        (f"nodes = {NODE_COUNT}", "nodes = 2", "nodes = 2: must be a table { value = ..., source = ... }"),
+        (NODE_COUNT, '{ value = 2.5, source = "here" }', "nodes = 2.5: must be an integer"),
+        (NODE_COUNT, '{ value = -2, source = "here" }', "nodes.value = -2"),
+        (NODE_COUNT, '{ value = 0, source = "here" }', "nodes = 0.0: must be more than 0"),
+        (NODE_COUNT, "{ value = 2 }", "nodes.source: is missing"),
         ('context_bytes = { value = 1e9, source = "here" }', "", "context_bytes: is missing"),
         (
             "value = 1e9",
@@ -220,7 +210,7 @@ def test_own_file_by_path(write: Any) -> None:
         ("value = 64e9", "value = 0", "host_memory_bytes = 0.0: must be more than 0"),
         ("value = 10e9", "value = 0", "links.inter-node.bandwidth = 0.0: must be more than 0"),
         ("value = 100e12", "value = 0", "device.peak_flops.fp16 = 0.0: must be more than 0"),
-        ('{ value = 2, source = "here" }', '{ value = 2, source = " " }', "the publication of the number"),
+        (NODE_COUNT, '{ value = 2, source = " " }', "the publication of the number"),
         ("value = 16e9", 'value = "16 GB"', "device.memory_bytes.value = '16 GB'"),
         ("fp16 =", "fp12 =", "peak_flops = 'fp12': must be one of"),
         ('per = "node"', 'per = "rack"', "links.inter-node.per = 'rack': must be one of device, node"),

@@ -26,6 +26,7 @@ LINK = """
 per = "device"
 bandwidth = { value = 10e9, source = "here" }
 """
+TIME, OPERATOR, SEND = "[device.time]\n", "[device.operators.mm]\n", LINK + "[links.pcie.collectives.send]\n"
 MEASURED_LINK = """
 [links.memory]
 per = "node"
@@ -84,24 +85,21 @@ def test_a_calibrated_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (
-            '[device.time]\nmatmul_eficiency = { value = 1, source = "x" }',
+            TIME + 'matmul_eficiency = { value = 1, source = "x" }',
             "device.time.matmul_eficiency = .*did you mean",
         ),
-        ("[device.time]\nkernel_s = 3e-6", "device.time.kernel_s = 3e-06: must be a table"),
+        (TIME + "kernel_s = 3e-6", "device.time.kernel_s = 3e-06: must be a table"),
         (
-            '[device.time]\nmemory_efficiency = { value = 1.2, source = "x" }',
+            TIME + 'memory_efficiency = { value = 1.2, source = "x" }',
             "device.time.memory_efficiency = 1.2: must be more than 0",
         ),
         (
-            '[device.time]\nmultiprocessors = { value = 1.5, source = "x" }',
+            TIME + 'multiprocessors = { value = 1.5, source = "x" }',
             "device.time.multiprocessors = 1.5: must be an integer",
         ),
-        (
-            "[device.operators.mm]\nfixed_s = -1",
-            "device.operators.mm.fixed_s = -1.0: must be seconds, 0 or more",
-        ),
-        ('[device.operators.mm]\nfixed_s = "x"', "device.operators.mm.fixed_s = 'x': must be"),
-        ("[device.operators.mm]\nfixed_s = 1", "provenance: is missing"),
+        (OPERATOR + "fixed_s = -1", "device.operators.mm.fixed_s = -1.0: must be seconds, 0 or more"),
+        (OPERATOR + 'fixed_s = "x"', "device.operators.mm.fixed_s = 'x': must be"),
+        (OPERATOR + "fixed_s = 1", "provenance: is missing"),
         (LINK + 'rings = { value = 0, source = "x" }', "links.pcie.rings = 0.0: must be more than 0"),
         (
             LINK + 'overlap_cost = { value = 2, source = "x" }',
@@ -111,20 +109,14 @@ def test_a_calibrated_file(tmp_path: Path) -> None:
             LINK + "[links.pcie.collectives.gather]\npoints = [[1, 1]]",
             "collectives = 'gather': must be one of",
         ),
-        (LINK + "[links.pcie.collectives.send]\npoints = []", "collectives.send.points = .*at least one"),
-        (LINK + "[links.pcie.collectives.send]\npoints = [[2, 1], [1, 1]]", "points = .*rising payloads"),
+        (SEND + "points = []", "collectives.send.points = .*at least one"),
+        (SEND + "points = [[2, 1], [1, 1]]", "points = .*rising payloads"),
+        (SEND + "points = [[2, 0]]", "points = 0.0: must be more than 0 seconds"),
+        (SEND + "points = [[2]]", r"collectives.send.points"),
+        (SEND + "points = [[2, 1]]", "provenance: is missing"),
+        (SEND + "points = [[2, 1]]\nstride = 0", "stride = 0: must be an integer of at least 1"),
         (
-            LINK + "[links.pcie.collectives.send]\npoints = [[2, 0]]",
-            "points = 0.0: must be more than 0 seconds",
-        ),
-        (LINK + "[links.pcie.collectives.send]\npoints = [[2]]", r"collectives.send.points"),
-        (LINK + "[links.pcie.collectives.send]\npoints = [[2, 1]]", "provenance: is missing"),
-        (
-            LINK + "[links.pcie.collectives.send]\npoints = [[2, 1]]\nstride = 0",
-            "stride = 0: must be an integer of at least 1",
-        ),
-        (
-            LINK + "[links.pcie.collectives.send]\npoints = [[2, 1]]\ngroups = [{ points = [[2, 1]] }]",
+            SEND + "points = [[2, 1]]\ngroups = [{ points = [[2, 1]] }]",
             r"groups = \[0\]: must be measurements with ranks = 2 or more",
         ),
         ("[provenance]\ndate = '2026-01-01'", r"provenance\.torch: is missing"),

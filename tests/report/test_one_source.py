@@ -96,6 +96,8 @@ def test_the_frames_of_the_notebooks(claims: list[dict[str, Any]], found: Judged
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_exports(claims: list[dict[str, Any]], exported: pd.DataFrame, kind: str) -> None:
+    labels = [(claim["id"], row["label"], row["verdict"]) for claim in claims for row in claim["rows"]]
+    assert list(exported[["claim", "value", "verdict"]].itertuples(index=False, name=None)) == labels
     for (_, line), row in zip(exported.iterrows(), rows(claims), strict=True):
         seen = next((finding for finding in row["evidence"] if finding["kind"] == kind), {})
         value = seen.get("value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,11 @@ def view() -> View:
     return View(judge(load_ledger(), []), [])
 
 
+def drawn(draw: Callable[..., Drawing], *arguments: Any) -> Drawing:
+    with figure_style():
+        return draw(*arguments)
+
+
 def words(drawing: Drawing, axes: int = 0) -> list[str]:
     assert drawing.figure is not None
     return [text.get_text() for text in drawing.figure.axes[axes].texts]
@@ -72,8 +78,7 @@ def test_without_records_each_names_its_remedy(view: View) -> None:
 
 
 def test_model_states_stand_beside_the_published_totals(view: View) -> None:
-    with figure_style():
-        drawing = zero_stages.draw_published_states(view, [])
+    drawing = drawn(zero_stages.draw_published_states, view, [])
     assert words(drawing) == [
         "published 120, simulated: not run, analytic 120",
         "published 31.4, simulated: not run, analytic 31.41",
@@ -105,8 +110,7 @@ def test_degrees_say_what_is_needed_and_what_fits(view: View) -> None:
         found = record("turing_nlg", f"zero1-mp{degree}", metrics, tp=degree, dp=16 // degree, micro_batch=8)
         return changed(found, outcome="ok" if need <= 32 * GB else "oom")
 
-    with figure_style():
-        drawing = layout_fit.draw_degrees(view, [at(4, 28.0 * GB), at(2, 41.0 * GB), at(1, 100.0 * GB)])
+    drawing = drawn(layout_fit.draw_degrees, view, [at(4, 28.0 * GB), at(2, 41.0 * GB), at(1, 100.0 * GB)])
     assert [text for text in words(drawing) if text != "▲"] == ["30", "43", "102 ↑"]
     assert words(drawing).count("▲") == 2
     assert words(drawing, 1) == ["32"]
@@ -138,8 +142,7 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
     assert found["waits for tensor parallelism"] == 3
     assert found["waits between stages"] == 0.4
     assert sum(found.values()) == pytest.approx(50)
-    with figure_style():
-        drawing = predicted_steps.draw_breakdown(view, [fine])
+    drawing = drawn(predicted_steps.draw_breakdown, view, [fine])
     assert words(drawing) == ["46.20 s", "50.00 s"]
     assert drawing.caption.endswith(f"Times rest on: {UNCALIBRATED} (1)."), (
         "made up for a machine that nobody calibrated"
@@ -147,15 +150,13 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
     assert "repro run suites/megatron_2021.toml --evidence simulated" in drawing.missing
     assert readable(drawing)
     turing = record("turing_nlg", "zero2-mp4", times)
-    with figure_style():
-        drawing = predicted_steps.draw_breakdown(view, [turing])
+    drawing = drawn(predicted_steps.draw_breakdown, view, [turing])
     assert words(drawing) == ["50 s"], "its panel is the only one"
     assert readable(drawing)
 
 
 def test_schedules_are_those_that_the_runner_executes(view: View) -> None:
-    with figure_style():
-        drawing = schedules.draw_schedules(view)
+    drawing = drawn(schedules.draw_schedules, view)
     actions = sum(len(stage) for name, _, v in schedules.SCHEDULES for stage in build_schedule(name, 4, 8, v))
     assert sum(len(words(drawing, axes)) for axes in range(3)) == actions
     assert drawing.figure is not None
@@ -181,8 +182,7 @@ def test_the_timeline_stacks_what_is_live(view: View) -> None:
         "activations": [0.0, 0.5, 1.0, 0.5],
     }
     older = record("zero_memory", "7.5b-z2-n64", {"memory.limit_bytes": 32e9})
-    with figure_style():
-        drawing = peak_memory.draw_timelines([made, older])
+    drawing = drawn(peak_memory.draw_timelines, [made, older])
     assert drawing.records == ("zero_memory/7.5b-z1-n64",)
     assert drawing.missing.count("--rerun") == 2
     assert readable(drawing)
@@ -196,8 +196,7 @@ def test_bytes_of_a_sample_are_summed_over_all_gpus() -> None:
     }
     made = record("zero_throughput", "fig2-8b-zero", sent, tp=4, dp=2, micro_batch=8, global_batch=32)
     assert zero_stages.sample_bytes_by_link(made) == {"nvlink": 2e9, "inter-node": 0.25e9}
-    with figure_style():
-        drawing = zero_stages.draw_link_traffic([made])
+    drawing = drawn(zero_stages.draw_link_traffic, [made])
     assert drawing.records == ("zero_throughput/fig2-8b-zero",)
     assert words(drawing, 1) == ["no record"] * 9
     assert drawing.missing == zero_stages.LINKS.missing
@@ -212,8 +211,7 @@ def test_only_predictions_for_this_machine_are_held_against_its_measurements() -
     )
     found = predicted_steps.measured_pairs([measured], [here, other], "step_seconds.median")
     assert found == [("machine/dp-on-2", 2.0, 2.2)]
-    with figure_style():
-        drawing = predicted_steps.draw_machine([measured], [here, other])
+    drawing = drawn(predicted_steps.draw_machine, [measured], [here, other])
     assert "seconds of a step: 1 run, median error 10.0 %" in drawing.caption
     assert drawing.missing == predicted_steps.MACHINE_COMMAND
     assert readable(drawing)

@@ -9,7 +9,6 @@ import html
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -301,19 +300,6 @@ def test_empty_store_gives_the_ledger_and_says_what_to_run(
     assert "no records in" in capsys.readouterr().out
     assert not stale.exists()
     assert not (tmp_path / "results").exists()
-
-
-@pytest.mark.usefixtures("without_figures")
-def test_torn_lines_and_other_protocols_are_reported(synthetic_results: Path, tmp_path: Path) -> None:
-    shutil.copytree(synthetic_results, tmp_path / "results")
-    file = next((tmp_path / "results" / "records").glob("*.jsonl"))
-    lines = file.read_text().splitlines(keepends=True)
-    old = json.loads(lines[0]) | {"protocol": -1, "name": "from-another-time"}
-    file.write_text(json.dumps(old) + "\n" + "".join(lines[1:]) + '{"torn')
-    report = build_report(tmp_path / "results", tmp_path / "out")
-    assert any("incomplete record" in remark for remark in report.remarks)
-    assert any("another version of the measurement protocol" in remark for remark in report.remarks)
-    assert "from-another-time" not in (tmp_path / "out/records.js").read_text(encoding="utf-8")
 
 
 def test_out_that_is_a_file_is_one_clear_error(synthetic_results: Path, tmp_path: Path) -> None:

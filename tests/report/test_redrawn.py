@@ -27,28 +27,13 @@ from tests import committed
 from tests.records import changed
 
 SUITES = Path(__file__).parents[2] / "suites"
-METRICS = (
-    "hardware_flops_per_s.device",
-    "hardware_flops_per_s",
-    "samples_per_s",
-    "step_seconds.median",
-    "memory.states_bytes",
-    "memory.peak_bytes",
-    "memory.reserved_bytes",
-    "memory.context_bytes",
-    "memory.limit_bytes",
-    "memory.parameters_bytes",
-    "memory.gradients_bytes",
-    "memory.optimizer_bytes",
-    "model.parameters",
-    "parameters",
-    "comm.sent_bytes",
-    "comm.link.nvlink.sent_bytes",
-    "comm.link.inter-node.sent_bytes",
-    "time.compute_s",
-    "time.optimizer_s",
-    "time.exposed_s",
-)
+METRICS = """
+hardware_flops_per_s.device hardware_flops_per_s samples_per_s step_seconds.median
+memory.states_bytes memory.peak_bytes memory.reserved_bytes memory.context_bytes memory.limit_bytes
+memory.parameters_bytes memory.gradients_bytes memory.optimizer_bytes model.parameters parameters
+comm.sent_bytes comm.link.nvlink.sent_bytes comm.link.inter-node.sent_bytes
+time.compute_s time.optimizer_s time.exposed_s
+"""
 SIZES = {"hardware_flops_per_s.device": 3e13, "hardware_flops_per_s": 1e16, "samples_per_s": 50.0}
 TIMELINE = {
     "unit": 10**6,
@@ -84,7 +69,7 @@ def records() -> tuple[ExperimentRecord, ...]:
                 continue
             made = failed_record(e, "", suite=suite.name, wall_s=0.1)
             facts = {"system": e.system, "memory_bytes": 40e9, "devices_per_node": 16.0}
-            metrics = {metric: invented(made.label, metric) for metric in METRICS}
+            metrics = {metric: invented(made.label, metric) for metric in METRICS.split()}
             series = {"memory": TIMELINE}
             found.append(changed(made, outcome="ok", simulated_on=facts, series=series, metrics=metrics))
     return tuple(found)

@@ -34,6 +34,7 @@ from repro.simulate.time.breakdown import STAGE_SEND
 
 SVG = "{http://www.w3.org/2000/svg}"
 YUAN = ["--pp", "38", "--micro-batches", "480"]
+TWO = "--pp 2 --micro-batches 2"
 
 
 def schedule(*arguments: str) -> int:
@@ -266,45 +267,24 @@ def _luminance(colour: str) -> float:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        ("--pp 4 --micro-batches 6 --chunks 2", "--micro-batches = 6: must be a multiple of"),
+        ("--pp 0 --micro-batches 6", "--pp = 0: must be an integer of at least 1"),
+        ("--pp 1 --micro-batches 6 --chunks 2", "--pp = 1: must be at least 2"),
+        (f"{TWO} --schedule zb", "--schedule = 'zb': must be one of gpipe, 1f1b"),
+        (f"{TWO} --schedule interleaved", "--chunks = 1: must be at least 2"),
+        (f"{TWO} --forward 0", "--forward = '0': must be a number greater than 0"),
+        (f"{TWO} --backward 1e9", "--backward = '1e9': must be a number greater"),
+        (f"{TWO} --backward 1/0", "--backward = '1/0': must be a number greater"),
         (
-            ["--pp", "4", "--micro-batches", "6", "--chunks", "2"],
-            "--micro-batches = 6: must be a multiple of",
-        ),
-        (["--pp", "0", "--micro-batches", "6"], "--pp = 0: must be an integer of at least 1"),
-        (["--pp", "1", "--micro-batches", "6", "--chunks", "2"], "--pp = 1: must be at least 2"),
-        (
-            ["--pp", "2", "--micro-batches", "6", "--schedule", "zb"],
-            "--schedule = 'zb': must be one of gpipe, 1f1b",
-        ),
-        (
-            ["--pp", "2", "--micro-batches", "2", "--schedule", "interleaved"],
-            "--chunks = 1: must be at least 2",
-        ),
-        (
-            ["--pp", "2", "--micro-batches", "2", "--forward", "0"],
-            "--forward = '0': must be a number greater than 0",
-        ),
-        (
-            ["--pp", "2", "--micro-batches", "2", "--backward", "1e9"],
-            "--backward = '1e9': must be a number greater",
-        ),
-        (
-            ["--pp", "2", "--micro-batches", "2", "--backward", "1/0"],
-            "--backward = '1/0': must be a number greater",
-        ),
-        (
-            ["--pp", "9999", "--micro-batches", "9999"],
+            "--pp 9999 --micro-batches 9999",
             "2 x pp x micro-batches x chunks = 199960002: must be at most 1,000,000 (",
         ),
-        (
-            ["--pp", "2", "--micro-batches", "2", "--json", "--svg"],
-            "--json = true: cannot be combined with --svg",
-        ),
-        (["--pp", "2"], "Missing option '--micro-batches'"),
+        (f"{TWO} --json --svg", "--json = true: cannot be combined with --svg"),
+        ("--pp 2", "Missing option '--micro-batches'"),
     ],
 )
-def test_errors_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert schedule(*arguments) == 2
+def test_errors_are_one_line(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert schedule(*arguments.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1

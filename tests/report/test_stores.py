@@ -113,7 +113,7 @@ def test_a_line_that_is_no_record_is_named_and_the_rest_is_read(
 
 @pytest.mark.usefixtures("without_figures")
 def test_bad_lines_and_other_protocols_are_on_the_page_counted_where_there_are_many(tmp_path: Path) -> None:
-    others = [good(protocol=PROTOCOL + 1), good(protocol=None)]
+    others = [good(protocol=protocol, name="of-another-protocol") for protocol in (PROTOCOL + 1, None)]
     path = lines(tmp_path, *["{"] * 25, *others, good(name="now"))
     report = build_report(tmp_path / "results", tmp_path / "out")
     assert report.remarks[0] == f"{path}:1: not a record, skipped"
@@ -122,6 +122,7 @@ def test_bad_lines_and_other_protocols_are_on_the_page_counted_where_there_are_m
         "2 records of another version of the measurement protocol are omitted, because they are not comparable",
     ]
     assert f"{path}:1: not a record" in report.page.read_text()
+    assert "of-another-protocol" not in (tmp_path / "out/records.js").read_text()
     assert report.experiments == 1
     assert list(evidence.read_store(tmp_path / "results").provenance()["judged"]) == [False, False, True]
 

@@ -16,16 +16,10 @@ from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 from tests.records import CONDITIONS, lines, made_up
 
-TRAFFIC = {
-    "op": "send",
-    "group": "pp",
-    "purpose": "",
-    "size": 2,
-    "calls": 1,
-    "payload_bytes": 8,
-    "sent_bytes": 8,
-}
+TRAFFIC = {"op": "send", "group": "pp", "purpose": "", "size": 2, "calls": 1}
+TRAFFIC |= {"payload_bytes": 8, "sent_bytes": 8}
 HELD = {"rss_peak_bytes": 1, "cuda": {}}
+CHECKPOINTS = {"resumed": [], "written": [4], "write_seconds": [0.1], "failures": [], "times": "of all"}
 
 
 def line(**keys: Any) -> dict[str, Any]:
@@ -41,15 +35,7 @@ def line(**keys: Any) -> dict[str, Any]:
         {"comm": [TRAFFIC | {"link": "nvlink"}]},
         {"roles": [], "evidence": "simulated"},
         {"kernels": {"bias_gelu": {"cuda": 2}}, "copy_of": "x"},
-        {
-            "checkpoints": {
-                "resumed": [],
-                "written": [4],
-                "write_seconds": [0.1],
-                "failures": [],
-                "times": "of all",
-            }
-        },
+        {"checkpoints": CHECKPOINTS},
     ],
     ids=["plain", "series", "ranks", "link", "roles", "kernels", "checkpoints"],
 )

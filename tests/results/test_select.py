@@ -50,15 +50,8 @@ def test_the_record_that_counts(records: list[ExperimentRecord], named: str, key
 
 
 def test_what_is_left_out_is_counted() -> None:
-    every = [
-        at(1),
-        at(2),
-        at(3, "hang"),
-        at(4, protocol=-1),
-        compared(1),
-        compared(2),
-        compared(3, protocol=-1),
-    ]
+    every = [at(1), at(2), at(3, "hang"), at(4, protocol=-1)]
+    every += [compared(1), compared(2), compared(3, protocol=-1)]
     chosen = select(every)
     assert (chosen.older, chosen.foreign) == (3, 2)
     assert [record.ratio for record in chosen.comparisons] == [2]
