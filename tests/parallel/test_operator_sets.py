@@ -309,23 +309,6 @@ def test_a_stock_module_brings_its_own_operators() -> None:
         repro.parallelize(module, optimizer_of(module, "adamw"), Layout(kernels="softmax"))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pp=2, micro_batch=2, global_batch=BATCH),
-        Layout(pp=2, micro_batch=2, global_batch=BATCH, schedule="gpipe"),
-        Layout(pp=2, micro_batch=2, global_batch=BATCH, schedule="interleaved", chunks=2),
-    ],
-    ids=["1f1b", "gpipe", "interleaved"],
-)
-def test_pipelines_that_wait_for_their_messages(two: RankPool, layout: Layout) -> None:
-    """No two stages wait for each other for ever, and the loss is that of one process."""
-    model = Model(name="four", layers=4, hidden=16, heads=2, vocab=32, seq=16)
-    found = two.run(train, tiny(replace(layout, overlap=False), model, **FEW))
-    expected = alone(model=model, **FEW)
-    torch.testing.assert_close(found[-1].loss, expected.loss, rtol=1e-5, atol=0.0)
-
-
 def test_parameters_gathered_before_the_step(two: RankPool) -> None:
     """The same training; and no forward pass waits for parameters, since a step ends when they are there."""
     layout = Layout(dp=2, zero=2, micro_batch=2, global_batch=BATCH, bucket_bytes=3000, gather_overlap=False)

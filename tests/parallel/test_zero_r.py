@@ -263,11 +263,10 @@ class Backwards(torch.nn.Module):
 @pytest.mark.parametrize(
     "layout",
     [
-        replace(TP, **PA),
         replace(TP, **CPU, precision="bf16"),
         replace(TP, **ALL),
         replace(TP, tp=1, dp=2, micro_batch=1, zero=3, **MD, pa_cpu=True),
-        *(replace(TP, tp=1, dp=2, micro_batch=2, zero=z, **MD, **FUSED) for z in range(3)),
+        replace(TP, tp=1, dp=2, micro_batch=2, zero=1, **MD, **FUSED),
     ],
     ids=name_of,
 )
