@@ -12,7 +12,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+    from repro.config import Layout
 
 TIMEOUT_S = 200.0
 START_S = 60.0
@@ -164,3 +169,9 @@ class RankPool:
             process.kill()
             process.join(5)
         self._processes, self._pipes, self._store = [], [], None
+
+
+def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
+    """Return the session's pool with as many ranks as the layout."""
+    pool: RankPool = request.getfixturevalue({2: "two", 4: "four", 8: "eight"}[layout.world])
+    return pool

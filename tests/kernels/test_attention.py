@@ -10,61 +10,38 @@ from repro.kernels.attention import reference
 from repro.model.operator_sets import alibi_bias, alibi_slopes
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 4), (2, 3, 7, 8), (1, 2, 33, 16)])
-def test_equals_its_definition(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("b", "heads", "key_heads", "queries", "keys", "biased"),
+    [
+        (1, 1, 1, 1, 1, False),
+        (2, 3, 3, 33, 33, False),
+        (2, 6, 1, 9, 9, True),
+        (2, 6, 2, 9, 9, False),
+        (2, 6, 6, 9, 9, True),
+        (2, 6, 2, 3, 9, True),
+        (2, 6, 6, 3, 9, False),
+        (2, 6, 1, 3, 9, False),
+    ],
+)
+def test_equals_its_definition_and_has_its_shapes_on_meta(
+    b: int, heads: int, key_heads: int, queries: int, keys: int, biased: bool
+) -> None:
+    """Queries are the last of the sequence; ALiBi's bias, and heads of keys that several heads of queries share."""
     torch.manual_seed(0)
-    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    found, expected = causal_attention(*given), reference(*given)
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn(shape, dtype=torch.float64)
-    for mine, theirs in zip(
-        torch.autograd.grad(found, given, upstream),
-        torch.autograd.grad(expected, given, upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize("keys", [1, 2, 6])
-@pytest.mark.parametrize("biased", [False, True])
-def test_shared_keys_and_a_bias(keys: int, biased: bool) -> None:
-    """ALiBi's bias, and heads of keys that as many queries in a row use: of the definition, and on meta."""
-    torch.manual_seed(0)
-    shapes = [(2, heads, 9, 4) for heads in (6, keys, keys)]
-    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    bias = alibi_bias(6, range(6), range(9), given[0]) if biased else None
-    found, expected = causal_attention(*given, bias), reference(*given, bias)
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn(shapes[0], dtype=torch.float64)
+    given = [torch.randn(b, n, keys, 4, dtype=torch.float64) for n in (heads, key_heads, key_heads)]
+    whole_bias = alibi_bias(heads, range(heads), range(keys), given[0]) if biased else None
+    whole = reference(*given, whole_bias)[:, :, keys - queries :]
+    given = [x.requires_grad_() for x in (given[0][:, :, keys - queries :].clone(), *given[1:])]
+    bias = alibi_bias(heads, range(heads), range(keys - queries, keys), given[0]) if biased else None
+    found = causal_attention(*given, bias)
+    torch.testing.assert_close(found, whole)
+    upstream = torch.randn_like(found)
     mine = torch.autograd.grad(found, given, upstream)
-    for a, b in zip(mine, torch.autograd.grad(expected, given, upstream), strict=True):
-        torch.testing.assert_close(a, b)
+    for a, e in zip(mine, torch.autograd.grad(reference(*given, bias), given, upstream), strict=True):
+        torch.testing.assert_close(a, e)
     shapes_only = [torch.empty_like(x, device="meta", dtype=torch.float16).requires_grad_() for x in given]
     on_meta = causal_attention(*shapes_only, None if bias is None else bias.half().to("meta"))
     assert on_meta.shape == found.shape
-    gradients = torch.autograd.grad(on_meta, shapes_only, torch.empty_like(on_meta))
-    assert [x.shape for x in gradients] == [x.shape for x in given]
-
-
-@pytest.mark.parametrize("keys", [2, 6])
-@pytest.mark.parametrize("biased", [False, True])
-def test_queries_that_are_the_last_of_a_sequence(keys: int, biased: bool) -> None:
-    """Their rows of the whole sequence's result, and their gradients; on meta their shapes."""
-    torch.manual_seed(0)
-    whole = [torch.randn(2, heads, 9, 4, dtype=torch.float64) for heads in (6, keys, keys)]
-    given = [x.requires_grad_() for x in (whole[0][:, :, 6:].clone(), *whole[1:])]
-    bias, expected = None, reference(*whole)[:, :, 6:]
-    if biased:
-        bias = alibi_bias(6, range(6), range(6, 9), whole[0])
-        expected = reference(*whole, alibi_bias(6, range(6), range(9), whole[0]))[:, :, 6:]
-    found = causal_attention(*given, bias)
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn_like(found)
-    mine = torch.autograd.grad(found, given, upstream)
-    for a, b in zip(mine, torch.autograd.grad(reference(*given, bias), given, upstream), strict=True):
-        torch.testing.assert_close(a, b)
-    shapes_only = [torch.empty_like(x, device="meta", dtype=torch.float16).requires_grad_() for x in given]
-    on_meta = causal_attention(*shapes_only, None if bias is None else bias.half().to("meta"))
     gradients = torch.autograd.grad(on_meta, shapes_only, torch.empty_like(on_meta))
     assert [x.shape for x in gradients] == [x.shape for x in given]
 

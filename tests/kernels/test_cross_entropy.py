@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +10,7 @@ from torch import Tensor
 
 from repro.kernels import cross_entropy_backward_, cross_entropy_max, cross_entropy_sums
 from repro.kernels.cross_entropy import reference_gradient, reference_max, reference_sums
-
-Close = Callable[..., None]
+from tests.kernels.gradients import Close
 
 
 def test_pieces_against_reference(dtype: torch.dtype, close: Close) -> None:

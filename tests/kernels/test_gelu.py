@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,23 +9,12 @@ from hypothesis import strategies as st
 
 from repro.kernels import bias_gelu
 from repro.kernels.gelu import reference
-
-Close = Callable[..., None]
-
-
-def with_gradients(function: Callable[..., torch.Tensor], grad: torch.Tensor, *tensors: torch.Tensor) -> list:
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    y = function(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+from tests.kernels.gradients import Close, assert_matches, in_fp64, saved_for_backward, with_gradients
 
 
 def test_forward_and_backward(dtype: torch.dtype, close: Close) -> None:
     x, bias, grad = ((torch.randn(s) * 3).to(dtype) for s in ((3, 5, 40), (40,), (3, 5, 40)))
-    actual = with_gradients(bias_gelu, grad, x, bias)
-    expected = with_gradients(reference, grad.double(), x.double(), bias.double())
-    for a, e in zip(actual, expected, strict=True):
-        assert a.dtype == dtype
-        close(a, e, roundings=2)
+    assert_matches(bias_gelu, reference, grad, [x, bias], close)
 
 
 def test_extreme_values() -> None:
@@ -42,11 +29,9 @@ def test_extreme_values() -> None:
 
 
 def test_only_arguments_are_saved() -> None:
-    saved: list[int] = []
     x, bias = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
-        bias_gelu(x, bias)
-    assert saved == [x.data_ptr(), bias.data_ptr()]
+    saved = saved_for_backward(lambda: bias_gelu(x, bias))
+    assert [t.data_ptr() for t in saved] == [x.data_ptr(), bias.data_ptr()]
 
 
 def test_gradcheck() -> None:
@@ -61,8 +46,7 @@ def test_odd_sizes_and_strides(rows: int, f: int, seed: int) -> None:
     x, grad = (torch.randn(f, rows, generator=generator).t() for _ in range(2))
     bias = torch.randn(f, generator=generator)
     actual = with_gradients(bias_gelu, grad, x, bias)
-    expected = with_gradients(reference, grad.double(), x.double(), bias.double())
-    for a, e in zip(actual, expected, strict=True):
+    for a, e in zip(actual, in_fp64(reference, grad, x, bias), strict=True):
         torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=1e-5)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -11,20 +9,15 @@ from repro.kernels import glu as binding
 from repro.kernels import swiglu
 from repro.kernels.cuda.program import Unavailable
 from repro.kernels.glu import reference
+from tests.kernels.gradients import Close, assert_matches, in_fp64
 from tests.kernels.on_cpu import Host, placed
-from tests.kernels.test_layernorm import with_gradients
-
-Close = Callable[..., None]
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 40), (7, 6), (0, 4)])
 @pytest.mark.parametrize("plain", [False, True])
 def test_forward_and_backward(shape: tuple[int, ...], plain: bool, dtype: torch.dtype, close: Close) -> None:
     x, grad = (torch.randn(shape) * 3).to(dtype), torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
-    actual = with_gradients(lambda t: swiglu(t, plain=plain), grad, x)
-    for a, e in zip(actual, with_gradients(reference, grad.double(), x.double()), strict=True):
-        assert a.dtype == dtype
-        close(a, e, roundings=2)
+    assert_matches(lambda t: swiglu(t, plain=plain), reference, grad, [x], close)
 
 
 def test_the_gate_is_the_first_half() -> None:
@@ -52,10 +45,8 @@ def test_the_cuda_source(
 ) -> None:
     x, whole = placed((4 * torch.randn(shape)).to(kind), offset)
     grad = torch.randn(*shape[:-1], shape[-1] // 2).to(kind)
-    wide = x.double().requires_grad_()
-    expected = reference(wide)
+    expected, slope = in_fp64(reference, grad, x)
     close(host.call(binding.launch_swiglu, x), expected)
-    (slope,) = torch.autograd.grad(expected, wide, grad.double())
     close(host.call(binding.launch_swiglu_backward, grad, x), slope)
     whole()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,25 +12,14 @@ from hypothesis import strategies as st
 
 from repro.kernels import layer_norm
 from repro.kernels.layernorm import forward_operator, reference
-
-Close = Callable[..., None]
-
-
-def with_gradients(function: Callable[..., torch.Tensor], grad: torch.Tensor, *tensors: torch.Tensor) -> list:
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    y = function(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+from tests.kernels.gradients import Close, assert_matches, in_fp64, saved_for_backward, with_gradients
 
 
 @pytest.mark.parametrize("shape", [(4, 7, 64), (3, 33), (1, 1, 8)])
 def test_forward_and_backward(shape: tuple[int, ...], dtype: torch.dtype, close: Close) -> None:
     x = (torch.randn(shape) * 3 + 1).to(dtype)
     weight, bias, grad = (torch.randn(s).to(dtype) for s in (shape[-1], shape[-1], shape))
-    actual = with_gradients(layer_norm, grad, x, weight, bias)
-    expected = with_gradients(reference, grad.double(), x.double(), weight.double(), bias.double())
-    for a, e in zip(actual, expected, strict=True):
-        assert a.dtype == dtype
-        close(a, e, roundings=2)
+    assert_matches(layer_norm, reference, grad, [x, weight, bias], close)
 
 
 def test_fp32_weights_with_16_bit_rows(close: Close) -> None:
@@ -46,10 +34,8 @@ def test_statistics_are_fp32_and_only_they_are_saved(dtype: torch.dtype) -> None
     _, mean, rstd = forward_operator(x, weight, bias, 1e-5)
     assert mean.dtype == rstd.dtype == torch.float32
     assert mean.shape == rstd.shape == (2, 3, 1)
-    saved: list[torch.Size] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
-        layer_norm(x.requires_grad_(), weight, bias)
-    assert sorted(saved) == sorted([x.shape, mean.shape, rstd.shape, weight.shape])
+    saved = saved_for_backward(lambda: layer_norm(x.requires_grad_(), weight, bias))
+    assert sorted(t.shape for t in saved) == sorted([x.shape, mean.shape, rstd.shape, weight.shape])
 
 
 def test_rows_far_from_zero_keep_their_digits(close: Close) -> None:
@@ -75,9 +61,7 @@ def test_odd_sizes_and_strides(rows: int, h: int, seed: int) -> None:
     weight, bias = torch.randn(h, generator=generator), torch.randn(h, generator=generator)
     # A large epsilon: a row of one or two nearly equal values gives a quotient of rounding errors.
     actual = with_gradients(lambda *t: layer_norm(*t, eps=1e-1), grad, x, weight, bias)
-    expected = with_gradients(
-        lambda *t: reference(*t, eps=1e-1), grad.double(), x.double(), weight.double(), bias.double()
-    )
+    expected = in_fp64(lambda *t: reference(*t, eps=1e-1), grad, x, weight, bias)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-4)
 

@@ -77,14 +77,6 @@ def results_of(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     return [leaf for leaf in tree_leaves((returned, arguments)) if isinstance(leaf, Tensor)]
 
 
-def test_weights_of_the_softmax_are_causal(dtype: torch.dtype) -> None:
-    """The backward pass may leave future weights unread."""
-    _, weights, _ = samples(dtype)["causal_softmax_backward"]
-    assert weights.dtype == dtype
-    assert not weights.triu(1).any()
-    torch.testing.assert_close(weights.float().sum(-1), torch.ones(2, 4), rtol=0, atol=0.02)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_results_exclude_overwritten_gradients_only(name: str) -> None:
     """A fused AdamW stores scaled gradients, other implementations do not."""

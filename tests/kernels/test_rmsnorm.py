@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -11,10 +9,8 @@ from repro.kernels import layernorm as binding
 from repro.kernels import rms_norm
 from repro.kernels.cuda.program import Unavailable
 from repro.kernels.rmsnorm import reference
+from tests.kernels.gradients import Close, assert_matches, in_fp64, with_gradients
 from tests.kernels.on_cpu import Host, placed
-from tests.kernels.test_layernorm import with_gradients
-
-Close = Callable[..., None]
 
 
 @pytest.mark.parametrize("shape", [(4, 7, 64), (3, 33), (0, 8)])
@@ -22,11 +18,7 @@ Close = Callable[..., None]
 def test_forward_and_backward(shape: tuple[int, ...], plain: bool, dtype: torch.dtype, close: Close) -> None:
     x = (torch.randn(shape) * 3 + 1).to(dtype)
     weight, grad = torch.randn(shape[-1]).to(dtype), torch.randn(shape).to(dtype)
-    actual = with_gradients(lambda *t: rms_norm(*t, plain=plain), grad, x, weight)
-    expected = with_gradients(reference, grad.double(), x.double(), weight.double())
-    for a, e in zip(actual, expected, strict=True):
-        assert a.dtype == dtype
-        close(a, e, roundings=2)
+    assert_matches(lambda *t: rms_norm(*t, plain=plain), reference, grad, [x, weight], close)
 
 
 def test_it_is_torchs_own() -> None:
@@ -69,12 +61,10 @@ def test_the_cuda_source(
 ) -> None:
     x, whole = placed((3 * torch.randn(shape) + 5).to(kind), offset)
     grad, weight = torch.randn(shape).to(kind), torch.randn(shape[-1]).to(weights)
-    wide = [t.double().requires_grad_() for t in (x, weight)]
-    expected = reference(*wide, eps=0.5)
+    expected, *slopes = in_fp64(lambda *t: reference(*t, eps=0.5), grad, x, weight)
     y, rstd = host.call(binding.launch_rms_norm, x, weight, 0.5)
     close(y, expected, 2)
-    close(rstd, (wide[0].square().mean(-1, keepdim=True) + 0.5).rsqrt(), 2)
-    slopes = torch.autograd.grad(expected, wide, grad.double())
+    close(rstd, (x.double().square().mean(-1, keepdim=True) + 0.5).rsqrt(), 2)
     found = host.call(binding.launch_rms_norm_backward, grad, x, rstd, weight)
     for actual, slope in zip(found, slopes, strict=True):
         close(actual, slope, 8 if actual.dtype == torch.float32 else 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,34 +9,23 @@ from hypothesis import strategies as st
 
 from repro.kernels import causal_softmax
 from repro.kernels.softmax import reference
+from tests.kernels.gradients import Close, assert_matches, in_fp64, saved_for_backward, with_gradients
 from tests.kernels.test_operators import Names
-
-Close = Callable[..., None]
-
-
-def with_gradient(
-    function: Callable[..., torch.Tensor], grad: torch.Tensor, scores: torch.Tensor, scale: float
-) -> list[torch.Tensor]:
-    leaf = scores.detach().clone().requires_grad_()
-    y = function(leaf, scale)
-    return [y.detach(), *torch.autograd.grad(y, leaf, grad)]
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 9, 9), (4, 16, 16), (1, 1), (2, 1, 33, 33)])
 def test_forward_and_backward(shape: tuple[int, ...], dtype: torch.dtype, close: Close) -> None:
     scores, grad = ((torch.randn(shape) * 5).to(dtype) for _ in range(2))
-    actual = with_gradient(causal_softmax, grad, scores, 0.3)
-    expected = with_gradient(reference, grad.double(), scores.double(), 0.3)
-    for a, e in zip(actual, expected, strict=True):
-        assert a.dtype == dtype
-        # The gradient comes from weights that have been rounded.
-        close(a, e, roundings=8)
+    # The gradient comes from weights that have been rounded.
+    assert_matches(
+        lambda t: causal_softmax(t, 0.3), lambda t: reference(t, 0.3), grad, [scores], close, roundings=8
+    )
 
 
 def test_the_future_has_neither_weight_nor_gradient() -> None:
     scores = torch.randn(2, 7, 7)
     scores[..., 0, 1:] = float("inf")
-    y, slope = with_gradient(causal_softmax, torch.randn(2, 7, 7), scores, 2.0)
+    y, slope = with_gradients(lambda t: causal_softmax(t, 2.0), torch.randn(2, 7, 7), scores)
     future = torch.ones(7, 7, dtype=torch.bool).triu(1)
     assert (y[:, future] == 0).all()
     assert (slope[:, future] == 0).all()
@@ -51,11 +38,10 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
 
 
 def test_only_the_weights_are_saved() -> None:
-    saved: list[int] = []
+    results: list[torch.Tensor] = []
     scores = torch.randn(2, 5, 5, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
-        y = causal_softmax(scores, 0.5)
-    assert saved == [y.data_ptr()]
+    saved = saved_for_backward(lambda: results.append(causal_softmax(scores, 0.5)))
+    assert [t.data_ptr() for t in saved] == [y.data_ptr() for y in results]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -86,8 +72,8 @@ def test_odd_sizes_strides_and_chunks(b: int, s: int, chunk: int, scale: float, 
     scores, grad = (torch.randn(s, b, s, generator=generator).transpose(0, 1) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("repro.kernels.library.CPU_CHUNK", chunk)
-        actual = with_gradient(causal_softmax, grad, scores, scale)
-    expected = with_gradient(reference, grad.double(), scores.double(), scale)
+        actual = with_gradients(lambda t: causal_softmax(t, scale), grad, scores)
+    expected = in_fp64(lambda t: reference(t, scale), grad, scores)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-5)
 

@@ -41,8 +41,7 @@ def sent(seen: dict[str, Any], group: str) -> int:
     [(0, False, 2), (1, False, 2), (1, True, 3), (2, False, 2), (3, False, 3)],
     ids=["dp", "zero1", "zero1-feb2020", "zero2", "zero3"],
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("pool", ["two", "four"])
+@pytest.mark.parametrize(("pool", "precision"), [("two", "fp32"), ("four", "bf16")])
 def test_dp_volume(
     request: pytest.FixtureRequest, pool: str, zero: int, feb2020: bool, passes: int, precision: str
 ) -> None:

@@ -89,7 +89,7 @@ def on_two_nodes(zero: int, ranks_per_node: str) -> tuple[list[float], str]:
         return train(experiment).loss, type(carrier).__name__
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_training_over_nodes_is_the_same(four: RankPool, zero: int) -> None:
     over, inside = four.run(on_two_nodes, zero, "2"), four.run(on_two_nodes, zero, "4")
     for (ring, carrier), (straight, usual) in zip(over, inside, strict=True):

@@ -12,14 +12,14 @@ from torch import Tensor
 from repro.config import Layout
 from repro.engines.native.engine import NativeEngine
 from repro.parallel import mesh as meshes
-from tests.pool import RankPool
+from tests.pool import pool_of
 from tests.training import FEW, TINY, Trained, micro_batches, tiny, train
 
 BATCH = 8
 ONE = Layout(micro_batch=1, global_batch=BATCH, precision="bf16", grad_dtype="fp32")
 """One process that runs the samples one by one, as all replicas of the other layouts do."""
 DATA_PARALLEL = {
-    **{f"z{zero}": replace(ONE, dp=2, zero=zero) for zero in range(4)},
+    "z0": replace(ONE, dp=2),
     "z1-all-reduce": replace(ONE, dp=2, zero=1, zero1_reduce="all-reduce"),
     "z2-md": replace(ONE, dp=2, zero=2, md=True, recompute=True),
     "z0-passes": replace(ONE, dp=2, kernels="softmax", overlap=False),
@@ -31,8 +31,6 @@ DATA_PARALLEL = {
 }
 OTHERS = {
     "tp2": replace(ONE, tp=2),
-    "tp2-sp": replace(ONE, tp=2, sp=True),
-    "pp2": replace(ONE, pp=2),
     "pp2-interleaved": replace(ONE, pp=2, schedule="interleaved", chunks=2),
     "tp2-sp-fused-accumulation": replace(ONE, tp=2, sp=True, kernels="megatron-2025"),
     "pp2-dp2-z2": replace(ONE, pp=2, dp=2, zero=2),
@@ -51,10 +49,6 @@ def alone(layout: Layout) -> Trained:
             **FEW,
         )
     )
-
-
-def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
-    return request.getfixturevalue({2: "two", 4: "four"}[layout.world])
 
 
 def distance(found: Trained, expected: Trained) -> float:

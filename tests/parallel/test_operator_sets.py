@@ -18,7 +18,7 @@ from repro.parallel.comm import Work
 from repro.simulate.memory.live_bytes import RoleMemory, measure_live_bytes
 from repro.simulate.trace.events import Message, Operator, PhaseStart, Wait
 from repro.simulate.trace.roles import Trace, roles, trace
-from tests.parallel.test_parity import BATCH, alone, assert_same, run
+from tests.parallel.test_parity import BATCH, alone, assert_same
 from tests.pool import RankPool
 from tests.training import FEW, micro_batches, smallest, tiny, train
 from tests.wrap.stock_models import BATCH as STOCK_BATCH
@@ -34,7 +34,7 @@ DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 
 def assert_same_training(pool: RankPool, layout: Layout) -> None:
     model = smallest(layout)
-    assert_same(run(pool, tiny(layout, model, **FEW)), alone(model=model, **FEW), 1e-5, 1e-5)
+    assert_same(pool.run(train, tiny(layout, model, **FEW)), alone(model=model, **FEW), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("training", [{}, DROPOUT], ids=["", "dropout"])
@@ -60,7 +60,7 @@ def test_two_processes_equal_one(two: RankPool, layout: Layout, kernels: str) ->
     """With dropout: what is dropped depends on the place in the global batch and the head, nothing else."""
     layout = replace(layout, kernels=kernels)
     model, training = smallest(layout), {**DROPOUT, **FEW}
-    found = run(two, tiny(layout, model, **training))
+    found = two.run(train, tiny(layout, model, **training))
     expected = alone(model=model, **training)
     if layout.pp == 1:
         assert_same(found, expected, 1e-5, 1e-5)
@@ -307,23 +307,6 @@ def test_a_stock_module_brings_its_own_operators() -> None:
         ConfigError, match="kernels = 'softmax': must be fused: a stock module brings its own"
     ):
         repro.parallelize(module, optimizer_of(module, "adamw"), Layout(kernels="softmax"))
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pp=2, micro_batch=2, global_batch=BATCH),
-        Layout(pp=2, micro_batch=2, global_batch=BATCH, schedule="gpipe"),
-        Layout(pp=2, micro_batch=2, global_batch=BATCH, schedule="interleaved", chunks=2),
-    ],
-    ids=["1f1b", "gpipe", "interleaved"],
-)
-def test_pipelines_that_wait_for_their_messages(two: RankPool, layout: Layout) -> None:
-    """No two stages wait for each other for ever, and the loss is that of one process."""
-    model = Model(name="four", layers=4, hidden=16, heads=2, vocab=32, seq=16)
-    found = two.run(train, tiny(replace(layout, overlap=False), model, **FEW))
-    expected = alone(model=model, **FEW)
-    torch.testing.assert_close(found[-1].loss, expected.loss, rtol=1e-5, atol=0.0)
 
 
 def test_parameters_gathered_before_the_step(two: RankPool) -> None:

@@ -14,7 +14,7 @@ from repro.engines import build_engine
 from repro.parallel import mesh as meshes
 from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.roles import roles, trace
-from tests.parallel.test_parity import BATCH, alone, assert_same, run
+from tests.parallel.test_parity import BATCH, alone, assert_same
 from tests.pool import RankPool
 from tests.training import FEW, micro_batches, smallest, tiny, train
 
@@ -33,7 +33,7 @@ def test_one_process_equals_the_fused_kernels(precision: str, training: dict[str
 def test_two_processes_equal_one(two: RankPool) -> None:
     layout = Layout(tp=2, micro_batch=4, global_batch=BATCH, recompute=True, kernels="reference")
     model, training = smallest(layout), {**DROPOUT, **FEW}
-    assert_same(run(two, tiny(layout, model, **training)), alone(model=model, **training), 1e-5, 1e-5)
+    assert_same(two.run(train, tiny(layout, model, **training)), alone(model=model, **training), 1e-5, 1e-5)
 
 
 class Ours(TorchDispatchMode):

@@ -65,8 +65,10 @@ def test_the_learning_rate_after_so_many_steps(training: dict[str, Any], rates: 
     assert found == pytest.approx(rates)
 
 
-def engine(**training: Any) -> NativeEngine:
-    return NativeEngine(tiny(Layout(), **training), meshes.single_rank_mesh(), torch.device("cpu"))
+def engine(layout: Layout | None = None, **training: Any) -> NativeEngine:
+    """Return the engine of one rank."""
+    experiment = tiny(layout or Layout(), **training)
+    return NativeEngine(experiment, meshes.single_rank_mesh(), torch.device("cpu"))
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
@@ -118,9 +120,7 @@ PASSES = (OperatorSet.SOFTMAX, OperatorSet.UNFUSED)
 def updated(kernels: OperatorSet, precision: str, gradient: float) -> list[torch.Tensor]:
     """Masters and moments after one update of the same weights by the same gradients."""
     layout = Layout(precision=precision, kernels=kernels, zero=1, bucket_bytes=2_000)
-    made = NativeEngine(
-        tiny(layout, lr=0.1, clip=0.5, loss_scale=2.0**12), meshes.single_rank_mesh(), torch.device("cpu")
-    )
+    made = engine(layout, lr=0.1, clip=0.5, loss_scale=2.0**12)
     assert len(made.buckets) > 1
     chance = torch.Generator().manual_seed(7)
     scale = 1.0 if made.scaler is None else float(made.scaler.scale)
@@ -212,14 +212,7 @@ def test_bytes_that_weight_gradients_move_beside_their_products(
 
 def test_a_resumed_scaler_remembers_how_many_overflows_it_has_seen() -> None:
     layout = Layout(precision="fp16")
-    wrote, reads = (
-        NativeEngine(
-            tiny(layout, loss_scale=2.0**10, loss_scale_hysteresis=3),
-            meshes.single_rank_mesh(),
-            torch.device("cpu"),
-        )
-        for _ in range(2)
-    )
+    wrote, reads = (engine(layout, loss_scale=2.0**10, loss_scale_hysteresis=3) for _ in range(2))
     assert wrote.scaler is not None
     assert reads.scaler is not None
     for overflow in (NOT, SKIPPED, NOT, NOT):

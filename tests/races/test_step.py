@@ -12,7 +12,13 @@ from tests.simulate.trace.test_repeat import LAYOUTS
 from tests.training import smallest
 
 WAITING = ("zero1", "zero2-md", "zero3", "tp", "sp", "1f1b")
-"""Layouts of which every wait is tried."""
+"""Layouts that have every wait of the product."""
+ORDERED = [
+    name
+    for name in LAYOUTS
+    if name not in ("fp32", "bf16", "fp32-gradients", "cp", "sp", "selective", "unfused", "reference")
+]
+"""Layouts whose streams differ: other layouts change operators or data types of these."""
 
 
 def experiment(layout: Layout) -> Experiment:
@@ -28,7 +34,7 @@ def experiment(layout: Layout) -> Experiment:
     return Experiment(name="streams", model=smallest(layout), layout=layout, training=training)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ORDERED)
 def test_streams_are_ordered_and_the_host_never_waits(name: str) -> None:
     """Whatever torch keeps; from the second step on the same memory is asked for, as a captured step has to.
 
@@ -42,11 +48,13 @@ def test_streams_are_ordered_and_the_host_never_waits(name: str) -> None:
         assert seen.allocated[1] == seen.allocated[2]
 
 
-@pytest.mark.parametrize("name", WAITING)
-def test_every_wait_is_needed(name: str) -> None:
-    """Without one of them some pair of accesses is in no order, and that is seen."""
-    found = experiment(LAYOUTS[name])
-    waits = run(found).waits
-    assert waits
-    for line in waits:
-        assert run(found, dropped=line).races, line
+def test_every_wait_is_needed() -> None:
+    """Without one of the waits, some pair of accesses has no order. Each wait is dropped from one layout."""
+    tried: set[str] = set()
+    for name in WAITING:
+        found = experiment(LAYOUTS[name])
+        waits = set(run(found).waits)
+        assert waits
+        for line in sorted(waits - tried):
+            assert run(found, dropped=line).races, f"{name}: {line}"
+        tried |= waits

@@ -265,11 +265,21 @@ def alone(kind: type[nn.Module], loss_of: Pass = once) -> dict[str, Tensor]:
     return train(kind, None, loss_of)
 
 
-def assert_same(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+def assert_same(
+    found: list[dict[str, Tensor]], expected: dict[str, Tensor], rtol: float = 1e-4, atol: float = 1e-6
+) -> None:
+    """Compare every rank's parameters with those of one process."""
     for mine in found:
         assert mine.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-6, msg=name)
+            torch.testing.assert_close(mine[name], value, rtol=rtol, atol=atol, msg=name)
+
+
+def parallelize_sgd(
+    module: nn.Module, layout: Layout, lr: float = 0.1
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Parallelize a module that plain SGD trains."""
+    return repro.parallelize(module, torch.optim.SGD(module.parameters(), lr=lr), layout)
 
 
 def layout_of(zero: int, pieces: int = 1, bucket_bytes: int = 300) -> Layout:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import repro
 from repro.config import Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, STAGES, STEPS, WIDTH, Plain, layout_of, once
+from tests.wrap.edge_models import RANKS, ROWS, STAGES, STEPS, WIDTH, Plain, assert_same, layout_of, once
 
 TINY = 1e-13
 
@@ -43,8 +43,7 @@ def test_fp64_trains_as_it_does_alone(two: RankPool, zero: int) -> None:
     norms, expected = train(None)
     for mine, parameters in two.run(train, layout_of(zero)):
         assert mine == pytest.approx(norms, rel=TINY)
-        for name, value in expected.items():
-            torch.testing.assert_close(parameters[name], value, rtol=TINY, atol=TINY, msg=name)
+        assert_same([parameters], expected, rtol=TINY, atol=TINY)
 
 
 def test_fp64_is_not_narrowed_to_fp32_master_weights() -> None:

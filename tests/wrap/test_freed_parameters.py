@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import repro
 from tests.pool import RankPool
-from tests.wrap.edge_models import WIDTH, Plain, gather_late, layout_of, message_of, once
+from tests.wrap.edge_models import WIDTH, Plain, gather_late, layout_of, message_of, once, parallelize_sgd
 
 HABITS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda w: w.norm(),
@@ -46,9 +45,7 @@ HABITS: dict[str, Callable[[Tensor], Any]] = {
 
 def messages(habits: list[str]) -> list[list[str]]:
     """What each habit raises before training, between forward and backward, and after a step."""
-    module: nn.Module = Plain()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    module, optimizer = parallelize_sgd(Plain(), layout_of(3))
     weight = module.blocks[0][0].weight
     found = []
 
@@ -79,9 +76,7 @@ def test_a_released_parameter_refuses_to_be_read(two: RankPool, habit: str) -> N
 
 def what_remains() -> list[Any]:
     """What may be asked of a released parameter."""
-    module: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    module, _ = parallelize_sgd(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), layout_of(3))
     weight = module[0].weight
     seen = []
     weight.register_hook(lambda gradient: seen.append(gradient.shape))
@@ -150,9 +145,7 @@ class Translator(nn.Module):
 def texts(late: bool) -> list[tuple[Tensor, Tensor]]:
     """What is generated after each step, and what the parameters say; `late`: rank 1 takes its time."""
     torch.manual_seed(0)
-    module: nn.Module = Translator()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    module, optimizer = parallelize_sgd(Translator(), layout_of(3))
     if late and dist.get_rank():
         for bucket in module.repro.buckets:
             vars(bucket)["gather"] = partial(gather_late, bucket)
@@ -175,9 +168,7 @@ def test_parts_of_a_module_are_used_by_themselves_to_look_at_what_they_make(
 
 
 def a_part_in_training() -> None:
-    module: nn.Module = Translator()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    module, _ = parallelize_sgd(Translator(), layout_of(3))
     module.encode(torch.arange(10)).sum().backward()
 
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import repro
 from tests.pool import RankPool
-from tests.wrap.edge_models import WIDTH, layout_of, once
+from tests.wrap.edge_models import WIDTH, layout_of, once, parallelize_sgd
 
 
 class Stack(nn.Module):
@@ -33,9 +32,7 @@ class Stack(nn.Module):
 
 def order_of_backward(reentrant: bool | None) -> list[str]:
     """Collectives of the second step's backward pass, and when each block's gradient comes."""
-    module: nn.Module = Stack(reentrant)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    module, optimizer = parallelize_sgd(Stack(reentrant), layout_of(3))
     seen: list[str] = []
     for i, block in enumerate(module.blocks):
         block.weight.register_post_accumulate_grad_hook(lambda p, i=i: seen.append(f"block {i}"))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import repro
 from repro.config import ConfigError, Layout
 from tests.pool import RankPool
+from tests.wrap.edge_models import assert_same
 from tests.wrap.stock_models import BATCH, MODELS, Tied, optimizer_of, train_stock
 
 
@@ -25,10 +26,7 @@ def assert_trained_like_one(found: list[Any], model: str, optimizer: str) -> Non
     losses, parameters = alone(model, optimizer)
     mean = torch.tensor([result[0] for result in found]).mean(0)
     torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=0.0)
-    for _, mine in found:
-        assert mine.keys() == parameters.keys()
-        for name, value in parameters.items():
-            torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    assert_same([mine for _, mine in found], parameters, atol=1e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)

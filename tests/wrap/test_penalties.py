@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import repro
 from tests.pool import RankPool
 from tests.wrap.edge_models import (
     STAGES,
@@ -22,6 +21,7 @@ from tests.wrap.edge_models import (
     layout_of,
     message_of,
     once,
+    parallelize_sgd,
     train,
 )
 
@@ -105,9 +105,7 @@ def test_a_look_in_every_micro_batch(two: RankPool, zero: int) -> None:
 def abandoned(between: Pass) -> tuple[Tensor, Tensor]:
     """The output after a step before which somebody made a graph, and what it is with these parameters."""
     torch.manual_seed(0)
-    module: nn.Module = Critic()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    module, optimizer = parallelize_sgd(Critic(), layout_of(3))
     x = torch.ones(1, WIDTH)
     once(module, x).backward()
     kept = between(module, x)
@@ -126,9 +124,7 @@ def test_nothing_old_is_read_after_a_step(two: RankPool, between: Pass) -> None:
 
 
 def gradients_with_a_graph(zero: int) -> None:
-    module: nn.Module = Critic()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(zero))
+    module, _ = parallelize_sgd(Critic(), layout_of(zero))
     once(module, torch.ones(1, WIDTH)).backward(create_graph=True)
 
 

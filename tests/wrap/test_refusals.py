@@ -23,6 +23,7 @@ from tests.wrap.edge_models import (
     layout_of,
     message_of,
     once,
+    parallelize_sgd,
     train,
 )
 
@@ -47,9 +48,7 @@ def test_stage_3_refuses_a_module_that_calls_itself(two: RankPool) -> None:
 
 def old_backward() -> None:
     """A second backward pass through a forward pass, after another one has begun."""
-    module: nn.Module = Plain()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    module, _ = parallelize_sgd(Plain(), layout_of(3))
     old = once(module, torch.ones(1, WIDTH))
     old.backward(retain_graph=True)
     once(module, torch.ones(1, WIDTH))
@@ -62,9 +61,7 @@ def test_stage_3_refuses_a_second_backward_pass_of_an_earlier_forward_pass(two: 
 
 
 def gradient_of_a_parameter() -> None:
-    module: nn.Module = Plain()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    module, _ = parallelize_sgd(Plain(), layout_of(3))
     torch.autograd.grad(once(module, torch.ones(1, WIDTH)), [module.blocks[0][0].weight])
 
 

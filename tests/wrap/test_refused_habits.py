@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import repro
 from repro.config import ConfigError, Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import STAGES, WIDTH, Plain, layout_of, message_of, once
+from tests.wrap.edge_models import STAGES, WIDTH, Plain, layout_of, message_of, once, parallelize_sgd
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -180,16 +180,14 @@ class Rows(nn.Module):
 
 @STAGES
 def test_a_sparse_gradient_is_refused(zero: int) -> None:
-    module: nn.Module = Rows()
-    module, _ = repro.parallelize(module, sgd(module), Layout(zero=zero))
+    module, _ = parallelize_sgd(Rows(), Layout(zero=zero))
     with pytest.raises(RuntimeError, match=r"sparse gradient of a parameter \[4, 8\].*sparse=False"):
         once(module, torch.tensor([1, 2])).backward()
 
 
 @STAGES
 def test_a_part_that_is_taken_away_is_missed(zero: int) -> None:
-    module: nn.Module = Plain()
-    module, _ = repro.parallelize(module, sgd(module), Layout(zero=zero))
+    module, _ = parallelize_sgd(Plain(), Layout(zero=zero))
     block = module.blocks[0]
 
     def go_on() -> None:
@@ -222,8 +220,7 @@ LATER: dict[str, tuple[Habit, str]] = {
 @pytest.mark.parametrize("name", LATER)
 def test_what_changes_the_module_later_is_refused(name: str, zero: int) -> None:
     habit, message = LATER[name]
-    module: nn.Module = Plain()
-    module, optimizer = repro.parallelize(module, sgd(module), Layout(zero=zero))
+    module, optimizer = parallelize_sgd(Plain(), Layout(zero=zero))
 
     def go_on() -> None:
         habit(module, optimizer)
@@ -250,9 +247,7 @@ def test_unfreezing_later_is_refused() -> None:
     "write", [lambda w: w.data.clamp_(-0.01, 0.01), lambda w: nn.init.constant_(w, 0.01)]
 )
 def test_what_is_written_to_a_weight_stays(zero: int, precision: str, write: Callable[[Tensor], Any]) -> None:
-    module: nn.Module = Plain()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    module, optimizer = repro.parallelize(module, optimizer, Layout(zero=zero, precision=precision))
+    module, optimizer = parallelize_sgd(Plain(), Layout(zero=zero, precision=precision), lr=0.0)
     x = torch.ones(1, WIDTH, dtype=module.into.weight.dtype)
     for _ in range(2):
         write(module.into.weight)

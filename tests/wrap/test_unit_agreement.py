@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import repro
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, WIDTH, layout_of, once
+from tests.wrap.edge_models import RANKS, ROWS, WIDTH, layout_of, once, parallelize_sgd
 
 
 class Experts(nn.Module):
@@ -73,9 +72,7 @@ Habit = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 def message_of(habit: Habit) -> str:
     """What a habit raises after two steps in which all ranks did the same."""
-    module: nn.Module = Experts()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    module, optimizer = parallelize_sgd(Experts(), layout_of(3))
     for _ in range(2):
         step(module, optimizer, [0])
     try:

@@ -10,7 +10,7 @@ import pytest
 from repro.config import ConfigError, Layout, Model, models, systems
 from repro.parallel.mesh import shape_only_mesh
 from repro.simulate.plan.candidates import PlanRequest, candidates, communicator_bytes
-from repro.simulate.plan.plan import search_layouts, search_map
+from repro.simulate.plan.plan import Plan, search_layouts, search_map
 from repro.simulate.plan.rows import (
     FULL,
     OK,
@@ -32,6 +32,12 @@ SMALL = replace(TINY, hidden=512, vocab=1024)
 
 def request(gpus: int, limit: int = 10**9, model: Model = TINY, **given: Any) -> PlanRequest:
     return PlanRequest(model, systems.load_system_file("dgx2"), gpus, CONTEXT + limit, model.seq, given)
+
+
+def search(asked: PlanRequest) -> Plan:
+    """Search the layouts of a request with one worker."""
+    with Workers(1) as workers:
+        return search_layouts(asked, workers)
 
 
 def test_every_sensible_layout() -> None:
@@ -83,9 +89,8 @@ def test_a_given_cp_is_taken() -> None:
     found = candidates(request(16, cp=4, global_batch=32))
     assert {(x.cp, x.tp * x.pp * x.dp) for x in found} == {(4, 4)}
     assert {(x.dp, x.zero) for x in found if x.dp == 1 and x.pp == 1} == {(1, z) for z in range(4)}
-    with Workers(1) as workers:
-        given = {"tp": 2, "pp": 2, "zero": 1, "sp": False, "recompute": False, "micro_batch": 1}
-        (row, *_) = search_layouts(request(8, cp=2, global_batch=8, limit=10**9, **given), workers).rows
+    given = {"tp": 2, "pp": 2, "zero": 1, "sp": False, "recompute": False, "micro_batch": 1}
+    (row, *_) = search(request(8, cp=2, global_batch=8, limit=10**9, **given)).rows
     assert (row.layout.cp, row.layout.dp, row.outcome) == (2, 1, OK)
     assert row.comm["bytes_by_group"]["cp"] > 0
 
@@ -123,8 +128,7 @@ def test_no_layout_at_all(given: dict[str, Any], gpus: int, message: str) -> Non
 def test_a_plan() -> None:
     shallow = replace(SMALL, layers=2)
     asked = request(2, 80_000_000, shallow, global_batch=8, sp=False, recompute=False)
-    with Workers(1) as workers:
-        found = search_layouts(asked, workers)
+    found = search(asked)
     rows = found.rows
     assert {row.evidence for row in rows} == {STATES, RETAINED, FULL}
     assert found.simulated == sum(row.evidence == FULL for row in rows)
@@ -160,9 +164,8 @@ def test_partitioned_checkpoints_are_tried_where_they_help() -> None:
     asked = request(
         2, 86_500_000, model, tp=2, pp=1, recompute=True, sp=False, micro_batch=128, global_batch=128
     )
-    with Workers(1) as workers:
-        rows = search_layouts(asked, workers).rows
-        none = search_layouts(replace(asked, limit=asked.limit - 10_000_000), workers)
+    rows = search(asked).rows
+    none = search(replace(asked, limit=asked.limit - 10_000_000))
     assert [(row.layout.pa, row.outcome) for row in rows] == [(True, OK), (False, OOM)]
     assert [(row.layout.pa, row.outcome) for row in none.rows] == [(True, OOM), (False, OOM)], "once"
 
@@ -172,9 +175,8 @@ def test_retained_activations_rule_out_what_model_states_leave() -> None:
     tokens, states = 64 * 64, 16 * 14e6
     retained = tokens * (4 * 32 * 512 + 2 * 1024)
     given = {"tp": 1, "pp": 1, "zero": 0, "micro_batch": 64, "global_batch": 128, "recompute": False}
-    with Workers(1) as workers:
-        (row,) = search_layouts(request(2, retained, SMALL, **given), workers).rows
-        (full,) = search_layouts(request(2, round(1.3 * (retained + states)), SMALL, **given), workers).rows
+    (row,) = search(request(2, retained, SMALL, **given)).rows
+    (full,) = search(request(2, round(1.3 * (retained + states)), SMALL, **given)).rows
     assert (row.outcome, row.evidence, row.ruled_out_by) == (OOM, RETAINED, "activations")
     assert row.memory["by_category"]["activations"] == retained
     assert row.reason.startswith("model states and retained activations are at least")
@@ -183,8 +185,7 @@ def test_retained_activations_rule_out_what_model_states_leave() -> None:
 
 
 def test_nothing_fits() -> None:
-    with Workers(1) as workers:
-        found = search_layouts(request(4, 1_000_000), workers)
+    found = search(request(4, 1_000_000))
     rows = found.rows
     assert found.simulated == 0
     assert {(row.outcome, row.evidence) for row in rows} == {(OOM, STATES)}
@@ -219,8 +220,7 @@ def test_without_numbers_for_times_the_order_is_that_of_peak_rates() -> None:
     asked = request(2, global_batch=4, pp=1, micro_batch=1, sp=False, recompute=False)
     bandwidth = asked.system.device.memory_bandwidth
     device = replace(asked.system.device, memory_bandwidth=replace(bandwidth, value=None))
-    with Workers(1) as workers:
-        found = search_layouts(replace(asked, system=replace(asked.system, device=device)), workers)
+    found = search(replace(asked, system=replace(asked.system, device=device)))
     assert "memory_bandwidth" in found.no_time
     ideal = [row.ideal_s for row in found.rows if row.outcome == OK]
     assert len(ideal) > 3
@@ -234,16 +234,13 @@ def test_turing_nlg_needs_tp_16_on_1024_gpus_without_zero_and_4_on_256_with_it()
     limit = int(system.device.memory_bytes.value or 0)
     fixed = {"pp": 1, "micro_batch": 8, "global_batch": 512, "recompute": True, "sp": False, "pa": False}
     outcomes: dict[int, dict[int, str]] = {0: {}, 1: {}}
-    with Workers(1) as workers:
-        for zero, found in outcomes.items():
-            for tp in (1, 2, 4, 8, 16)[: 3 if zero else 5]:
-                given = {**fixed, "tp": tp, "zero": zero}
-                (row,) = search_layouts(
-                    PlanRequest(model, system, 64 * tp, limit, model.seq, given), workers
-                ).rows
-                assert row.layout.dp == 64
-                assert row.outcome == OK or row.evidence == STATES
-                found[tp] = row.outcome
+    for zero, found in outcomes.items():
+        for tp in (1, 2, 4, 8, 16)[: 3 if zero else 5]:
+            given = {**fixed, "tp": tp, "zero": zero}
+            (row,) = search(PlanRequest(model, system, 64 * tp, limit, model.seq, given)).rows
+            assert row.layout.dp == 64
+            assert row.outcome == OK or row.evidence == STATES
+            found[tp] = row.outcome
     assert outcomes == {0: {1: OOM, 2: OOM, 4: OOM, 8: OOM, 16: OK}, 1: {1: OOM, 2: OOM, 4: OK}}
 
 

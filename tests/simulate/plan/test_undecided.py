@@ -233,6 +233,14 @@ def test_of_exact_numbers_nothing_is_reported(
     assert "Row" not in output
 
 
+def printed(rows: list[PlanRow], top: int, system: System, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the table of the first `top` of the compared rows, with single spaces."""
+    for one, ties in zip(rows, compared(*rows), strict=True):
+        one.undecided = ties
+    print_layouts([(asked(system), Plan(rows, 0, ""))], top)
+    return " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(("draw", "fastest"), [(0.9, False), (1.1, True)])
 def test_what_is_reported_of_the_first_and_of_neighbours(
     draw: float, fastest: bool, exact: System, capsys: pytest.CaptureFixture[str]
@@ -240,10 +248,7 @@ def test_what_is_reported_of_the_first_and_of_neighbours(
     first = row(1.0, [1.0, 1.0], move("links.a", 0.7, 1.3))
     others: Any = [row(1.2, [draw, 1.2]), row(1.3, [1.05, 1.3], move("links.b", 1.1, 1.3))]
     rows = [first, *others]
-    for one, open_ in zip(rows, compared(*rows), strict=True):
-        one.undecided = open_
-    print_layouts([(asked(exact), Plan(rows, 0, ""))], 3)
-    output = " ".join(capsys.readouterr().out.split())
+    output = printed(rows, 3, exact, capsys)
     assert ("Row 1 is faster than each of the 2 next rows in 95 % or more" in output) == fastest
     tied = "Rows 1 and 2 are tied within their uncertainty. Main uncertainty: a."
     assert (tied in output) == (not fastest)
@@ -254,25 +259,18 @@ def test_ties_are_one_sentence(exact: System, capsys: pytest.CaptureFixture[str]
     a, b = move("links.a", 0.7, 1.3), move("links.b", 1.1, 1.3)
     rows = [row(1.0, [1.0, 1.0], a), *(row(1.2, [0.9, 1.2]) for _ in range(3)), row(1.25, [1.1, 1.3])]
     rows += [row(1.3, [0.95, 1.4], b)]
-    for one, open_ in zip(rows, compared(*rows), strict=True):
-        one.undecided = open_
-    print_layouts([(asked(exact), Plan(rows, 0, ""))], 6)
-    output = " ".join(capsys.readouterr().out.split())
+    output = printed(rows, 6, exact, capsys)
     assert "Rows 1 to 4 and 6 are tied within their uncertainty. Main uncertainty: a." in output
 
 
 def test_rows_that_are_not_shown_are_compared_too(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
     """Of three the last may be the fastest: who is shown one or two is output so, and of one alone nothing is said."""
     rows = [row(1.0, [1.0, 1.0]), row(1.2, [1.2, 1.2]), row(1.3, [0.9, 1.3], move("links.b", 0.8, 1.3))]
-    for one, open_ in zip(rows, compared(*rows), strict=True):
-        one.undecided = open_
     for top, hidden in ((1, True), (2, True), (3, False)):
-        print_layouts([(asked(exact), Plan(rows, 0, ""))], top)
-        output = " ".join(capsys.readouterr().out.split())
+        output = printed(rows, top, exact, capsys)
         assert "Rows 1 and 3 are tied within their uncertainty. Main uncertainty: b." in output
         assert ("1 more tied row: --top 3." in output) == hidden
-    print_layouts([(asked(exact), Plan(rows[:1], 0, ""))], 1)
-    assert "tied" not in capsys.readouterr().out
+    assert "tied" not in printed(rows[:1], 1, exact, capsys)
 
 
 def test_a_plan_compares_more_rows_than_it_shows() -> None:

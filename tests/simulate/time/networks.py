@@ -26,6 +26,16 @@ def with_link(system: System, name: str, **values: Any) -> System:
     return replace(system, links={**system.links, name: link})
 
 
+class Wire:
+    """Messages between pipeline stages of a fixed duration in seconds."""
+
+    def __init__(self, seconds: float = 0.0):
+        self.seconds = seconds
+
+    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+        return self.seconds
+
+
 @st.composite
 def networks(draw: st.DrawFn) -> tuple[System, Layout]:
     """A system with numbers of any size, and a layout on a few of its nodes."""

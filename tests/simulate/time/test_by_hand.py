@@ -13,7 +13,6 @@ import pytest
 
 from repro.config import Layout, systems
 from repro.config.links import Collective, Link
-from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.timing import DeviceTime
 from repro.parallel.ledger import messages_of
@@ -36,15 +35,12 @@ from repro.simulate.time.program import (
 )
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.events import HOST_VIEWS, HOST_WAIT, Message, Operator, Timed, Wait
+from tests.simulate.time.networks import Wire, number
 
 US = 1e-6
 SQUARE = ((1, 2, 12, 8),) * 3
 LAST_THIRD = ((1, 2, 4, 8), (1, 2, 12, 8), (1, 2, 12, 8))
 """Shapes of queries, keys and values."""
-
-
-def number(value: float) -> Quantity:
-    return Quantity(value=value, source="a test")
 
 
 def machine() -> System:
@@ -318,17 +314,10 @@ def test_the_last_of_a_group_keeps_a_collective_from_its_begin_and_not_the_ranks
         Action(FORWARD, 0, 0): [block, Issue(("x",), "dp", "sum", 1.0, 0.5), block],
         Action(BACKWARD, 0, 0): [Await(("x",))],
     }
-    found = schedule(Layout(dp=2), [StageProgram(segments, [], micro_batches=1)], Wire())
+    found = schedule(Layout(dp=2), [StageProgram(segments, [], micro_batches=1)], Wire(0.25))
     assert found.step_s == pytest.approx(2.5)
     assert found.stages[0].exposed["sum"] == pytest.approx(0.5)
     assert found.stages[0].communication["sum"] == pytest.approx(1.0)
-
-
-class Wire:
-    """Messages of a quarter of a second."""
-
-    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        return 0.25
 
 
 def one_stage(communication_s: float, overlap_cost: float, blocks: int) -> Timeline:
@@ -342,7 +331,7 @@ def one_stage(communication_s: float, overlap_cost: float, blocks: int) -> Timel
         Action(BACKWARD, 0, 0): second,
     }
     program = StageProgram(segments, [Await(("x",))], micro_batches=1)
-    return schedule(Layout(dp=2), [program], Wire(), overlap_cost=overlap_cost)
+    return schedule(Layout(dp=2), [program], Wire(0.25), overlap_cost=overlap_cost)
 
 
 @pytest.mark.parametrize("blocks", [1, 2])

@@ -270,6 +270,11 @@ def test_fewer_ranks_than_were_measured_take_fewer_and_larger_steps() -> None:
     assert found.seconds("all_reduce", "tp", 400_000) == pytest.approx(400_000 / rate)
 
 
+def flat(seconds: float) -> tuple[tuple[float, float], ...]:
+    """Return points of a collective that takes `seconds` whatever its payload is."""
+    return ((1000.0, seconds), (1e6, seconds))
+
+
 def groups(system: System, link: str, collective: Collective) -> System:
     """`system` with `all_reduce` measured so on `link`."""
     changed = replace(system.links["memory"], collectives={"all_reduce": collective})
@@ -278,9 +283,6 @@ def groups(system: System, link: str, collective: Collective) -> System:
 
 def test_the_measured_groups_that_are_most_alike_count() -> None:
     """Of the same size, and of these the ones that lie alike; a size in between is scaled from the nearest."""
-
-    def flat(seconds: float) -> tuple[tuple[float, float], ...]:
-        return ((1000.0, seconds), (1e6, seconds))
 
     measured = Collective(
         points=flat(8e-3),
@@ -301,9 +303,6 @@ def test_the_measured_groups_that_are_most_alike_count() -> None:
 
 def test_measured_groups_within_and_between_nodes() -> None:
     """Two nodes of two processes each: the class of links, and how many of a group share a node, decide."""
-
-    def flat(seconds: float) -> tuple[tuple[float, float], ...]:
-        return ((1000.0, seconds), (1e6, seconds))
 
     system = replace(calibrated(flat(1)), devices_per_node=number(2))
     across = Collective(

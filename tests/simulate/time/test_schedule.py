@@ -21,9 +21,10 @@ from repro.simulate.time import breakdown
 from repro.simulate.time.breakdown import STAGE_SEND
 from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost
 from repro.simulate.time.predict import Prediction, predict
-from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, StageProgram
+from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, StageProgram, compile_program
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.roles import Trace, roles, trace
+from tests.simulate.time.networks import Wire
 
 MODEL = Model(name="small", layers=4, hidden=512, heads=8, vocab=2048, seq=256)
 BASE = Layout(micro_batch=2, global_batch=16, precision="fp16", recompute=True)
@@ -124,12 +125,6 @@ def test_never_below_the_roofline(name: str) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> None:
-    class Free:
-        def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-            return 0.0
-
-    from repro.simulate.time.program import compile_program
-
     layout, system = LAYOUTS[name], base_system()
     cost = DeviceCost(system, layout.precision)
     made = [
@@ -138,7 +133,7 @@ def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> 
     ]
     if layout.pp > 1:
         made = [made[0], *[made[1]] * (layout.pp - 2), made[-1]]
-    found = schedule(layout, made, Free())
+    found = schedule(layout, made, Wire())
     assert all(not any(stage.exposed.values()) for stage in found.stages)
     busiest = max(sum(stage.busy.values()) for stage in found.stages)
     if layout.pp == 1:
@@ -176,16 +171,6 @@ def test_twice_the_layers_take_about_twice_as_long() -> None:
 
 
 # -- pipelines of known seconds ------------------------------------------------------------------------
-
-
-class Wire:
-    """Messages of a fixed duration."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-
-    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        return self.seconds
 
 
 def block(seconds: float) -> OperatorBlock:
@@ -409,13 +394,6 @@ def test_a_drawing_has_every_second_of_every_stream(name: str) -> None:
 # --- stages that share cores
 
 
-class AtOnce:
-    """Messages take no time."""
-
-    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        return 0.0
-
-
 def crowded(p: int, micro_batches: int, ranks_per_core: float) -> float:
     """Seconds of a GPipe step whose forwards and backwards take a second each while all stages compute."""
     layout = Layout(pp=p, global_batch=micro_batches, schedule="gpipe")
@@ -428,7 +406,7 @@ def crowded(p: int, micro_batches: int, ranks_per_core: float) -> float:
             made.segments[action] = [OperatorBlock(1.0, (("matmul", 1.0),))]
             made.segments[action] += [Send(offset, channel, 1)] if inside else []
         stages.append(made)
-    return schedule(layout, stages, AtOnce(), ranks_per_core=ranks_per_core).step_s
+    return schedule(layout, stages, Wire(), ranks_per_core=ranks_per_core).step_s
 
 
 def test_a_bubble_gives_its_cores_to_those_that_compute() -> None:
