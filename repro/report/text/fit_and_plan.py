@@ -114,16 +114,18 @@ def _fit_details(question: FitQuestion, document: dict[str, Any]) -> list[str | 
 
 
 def print_layouts(
-    plans: Sequence[tuple[PlanRequest, Plan]], top: int, question: str = "", *, details: bool = False
+    plans: Sequence[tuple[PlanRequest, Plan]],
+    ranked: Sequence[tuple[PlanRequest, PlanRow]],
+    top: int,
+    question: str = "",
+    *,
+    details: bool = False,
 ) -> None:
-    """Print the best layout and a table of the first `top` layouts; `details` adds rates, ties and failures.
+    """Print the best layout and a table of the first `top` of `ranked`; `details` adds rates, ties and failures.
 
-    `plans`: a plan for each system, in one order in the table, which has the best layout of each system.
+    `plans`: a plan for each system. The table has the best layout of each system.
     `question`: model, system and devices as options of the next command.
     """
-    from repro.simulate.plan.rows import rank_systems
-
-    ranked = rank_systems([(request, plan.rows) for request, plan in plans])
     fits, others, left = ([pair for pair in ranked if pair[1].outcome == kind] for kind in (OK, OOM, OPEN))
     more = "" if details else "--details lists rates and ties."
     if not fits:

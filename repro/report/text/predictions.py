@@ -272,9 +272,7 @@ def print_plan(
     sizes.check_sequence(Training(seq=seq).seq)
     require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
     prices = _prices(price_per_gpu_hour, len(systems))
-    trained = (
-        "more than 0 with --price-per-gpu-hour and with --rank-by cost, which need a length of the training"
-    )
+    trained = "more than 0 with --price-per-gpu-hour and --rank-by cost, which need the number of tokens"
     require(tokens > 0 or not (price_per_gpu_hour or rank_by == COST), "tokens", tokens, trained)
     require(not (as_map and tokens), "tokens", tokens, says=f"{says}, which predicts no time")
     require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
@@ -317,7 +315,7 @@ def print_plan(
         question = _question(model, queries[systems.index(request.system)], files.source)
         if stated is not None:
             question += _defaults_again(stated.layout, best.layout)
-        print_layouts(plans, shown, question, details=details)
+        print_layouts(plans, ranked, shown, question, details=details)
     if best.outcome == OK:
         _write(files, plan_experiment(request, best.layout), request.system)
     return int(best.outcome != OK)

@@ -168,7 +168,7 @@ def test_a_tight_row_has_a_star_with_one_footnote(exact: System, capsys: pytest.
     with Workers(1) as workers:
         found = search_layouts(asked(exact), workers, 4)
     found.rows[1].is_tight = True
-    print_layouts([(asked(exact), found)], 4)
+    show_plan(asked(exact), found, 4)
     out = " ".join(capsys.readouterr().out.split())
     assert f"{gb(found.rows[1].memory['reserved_bytes'])}*" in out
     assert out.count("*") == 2
@@ -184,6 +184,11 @@ def exact() -> System:
 def asked(system: System) -> PlanRequest:
     given = {"pp": 1, "zero": 0, "micro_batch": 2, "sp": False, "recompute": False, "kernels": "softmax"}
     return PlanRequest(MODEL, system, 64, 32 * 10**9, MODEL.seq, given)
+
+
+def show_plan(request: PlanRequest, plan: Plan, top: int, **options: Any) -> None:
+    """Print the plan of one system."""
+    print_layouts([(request, plan)], [(request, row) for row in plan.rows], top, **options)
 
 
 def planned(system: System) -> Plan:
@@ -214,7 +219,7 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
         [{"than": one.than, "part": one.part, "by": [RINGS]} for one in row.undecided]
         for row in found.rows[:4]
     ]
-    print_layouts([(asked(ranged), found)], 4, details=True)
+    show_plan(asked(ranged), found, 4, details=True)
     output = capsys.readouterr().out
     for row, one in pairs:
         assert re.search(rf"\n +{found.rows.index(row) + 1} +{one.than} +[\d.]+  {RINGS}", output)
@@ -227,7 +232,7 @@ def test_of_exact_numbers_nothing_is_reported(
     have_exact_kernels(monkeypatch)
     found = planned(exact)
     assert [plan_entry(asked(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4
-    print_layouts([(asked(exact), found)], 4)
+    show_plan(asked(exact), found, 4)
     output = capsys.readouterr().out
     assert "uncertain" not in output
     assert "Row" not in output
@@ -237,7 +242,7 @@ def printed(rows: list[PlanRow], top: int, system: System, capsys: pytest.Captur
     """Return the table of the first `top` of the compared rows, with single spaces."""
     for one, ties in zip(rows, compared(*rows), strict=True):
         one.undecided = ties
-    print_layouts([(asked(system), Plan(rows, 0, ""))], top)
+    show_plan(asked(system), Plan(rows, 0, ""), top)
     return " ".join(capsys.readouterr().out.split())
 
 
