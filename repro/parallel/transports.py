@@ -308,7 +308,7 @@ class GlooRing(GlooTransport):
                 with torch.no_grad():
                     steps()
                 ended.set_result(None)
-            except BaseException as error:  # `Work.wait` raises the error.
+            except BaseException as error:  # `Work.wait` raises this error.
                 ended.set_exception(error)
 
         self._jobs.put(job)

@@ -110,7 +110,7 @@ def _print_checks(
         return 1 if broken else 0
     passed = [check for check in checks if check.state == YES]
     shown = [check for check in checks if details or check.state != YES]
-    if not details:  # The omitted command that installs a library would take four lines.
+    if not details:  # Installation commands would take four lines.
         shown = [replace(c, found=re.sub("^not installed: .*", "not installed", c.found)) for c in shown]
     rows = [(check.state, check.name, check.found, check.enables) for check in shown]
     wrap = ("found", "use")
