@@ -1,4 +1,4 @@
-"""A time that passes only where a test says so, in the place of the module `time`."""
+"""A replacement of the module `time` whose time passes only in `sleep` or when a test sets it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def _nothing() -> None: ...
 
 
 class Clock:
-    """All its clocks show `now`, in seconds, which goes on in sleep or when it is set."""
+    """Clocks that all show `now`, in seconds. `sleep` adds to `now`."""
 
     def __init__(self, now: float = 100.0, *, asleep: Callable[[], None] = _nothing) -> None:
         self.now = now
         self.asleep = asleep
-        """What happens meanwhile, at the end of every sleep."""
+        """Function to call at the end of every sleep."""
         self.slept: list[float] = []
-        """Seconds of each sleep."""
+        """Duration of each sleep, in seconds."""
 
     def rules(self: T, patch: pytest.MonkeyPatch, *modules: ModuleType) -> T:
-        """Itself, from now on the `time` of these modules."""
+        """Replace `time` in these modules by this clock, and return the clock."""
         for module in modules:
             patch.setattr(module, "time", self)
         return self
@@ -40,7 +40,7 @@ class Clock:
         return self.now
 
     def thread_time(self) -> float:
-        """Nothing is said of the processor."""
+        """Return 0; the clock has no CPU time."""
         return 0.0
 
     def sleep(self, seconds: float) -> None:

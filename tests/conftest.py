@@ -1,13 +1,12 @@
-"""Settings and fixtures of all tests: one thread a process, pools of real gloo ranks, emulated networks."""
+"""Settings and fixtures of all tests: one thread per process, pools of gloo ranks, emulated networks."""
 
 from __future__ import annotations
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop(
-    "COLUMNS", None
-)  # pytest-xdist sets 80 for its workers; what a test shows is as wide as in a pipe
+# pytest-xdist sets 80 columns for its workers. Tests need the width of a pipe.
+os.environ.pop("COLUMNS", None)
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,9 @@ from repro.engines import missing_library
 from repro.util import processes
 from tests.pool import PRELOADED, RankPool
 
-processes.PRELOADED = PRELOADED  # ranks and workers are forks of one process, whoever asks for it first
+processes.PRELOADED = PRELOADED  # All ranks and workers are forks of one server process.
 
-# How long an example takes, or is looked for, says more of the machine than of the code; the same ones every time.
+# The time of an example depends on the machine, so it has no limit. All runs use the same examples.
 hypothesis.settings.register_profile(
     "repro",
     deadline=None,
@@ -34,35 +33,35 @@ hypothesis.settings.load_profile("repro")
 
 @pytest.fixture(scope="session")
 def two() -> Iterator[RankPool]:
-    """Two gloo ranks that stay for the whole session."""
+    """Return two gloo ranks that live until the session ends."""
     with RankPool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[RankPool]:
-    """Four gloo ranks that stay for the whole session."""
+    """Return four gloo ranks that live until the session ends."""
     with RankPool(4) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def eight() -> Iterator[RankPool]:
-    """Eight gloo ranks that stay for the whole session."""
+    """Return eight gloo ranks that live until the session ends."""
     with RankPool(8) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def emulation() -> None:
-    """Emulated networks, or a skip that says what they lack here; to find out, a small one is made."""
+    """Skip the test if this machine cannot create emulated networks, with the missing requirement as the reason."""
     if missing := lab.missing_requirement():
         pytest.skip(missing)
 
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> RankPool | None:
-    """The pool of the size that an indirect parameter asks for; None for one process."""
+    """Return the pool with the number of ranks that the indirect parameter gives; None for one process."""
     size = request.param
     return None if size == 1 else request.getfixturevalue({2: "two", 4: "four"}[size])
 
@@ -74,12 +73,12 @@ LONG = (
     *("ranks", "test_cuda_compile.py", "test_packaging.py", "test_largest.py", "first-hour.md", "README.md"),
     *("test_faults.py", "fake_cuda", "test_step.py", "test_derive.py", "time.md", "cores"),
 )
-"""Groups of many seconds, begun first: at the end no worker waits long for another."""
+"""Groups that take many seconds. They start first, so that no worker waits long at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A worker of pytest-xdist gets whole files, and one of them all that shares pools of ranks, or one report."""
+    """Group tests by file for pytest-xdist. Tests with pools of ranks form one group, and so do those of a report."""
     group_of = {item: _group(item) for item in items}
     for item, group in group_of.items():
         if not item.get_closest_marker("xdist_group"):
@@ -91,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group(item: pytest.Item) -> str:
-    """The group that a test is marked with, or the pools, the report or the file that it shares."""
+    """Return the group of a test: that of its mark, of the pools of ranks, of the report, or of its file."""
     if marked := item.get_closest_marker("xdist_group"):
         return str(marked.args[0])
     named = {*getattr(item, "fixturenames", ()), *_asked_for(item)}
@@ -102,13 +101,13 @@ def _group(item: pytest.Item) -> str:
 
 
 def _asked_for(item: pytest.Item) -> tuple[str, ...]:
-    """Fixtures that a test's own file asks for by name as it runs: pools of the size of a layout."""
+    """Return the fixture `ranks` if a test selects its pool of ranks by `request` at run time."""
     names = getattr(getattr(item, "function", None), "__code__", None)
     return ("ranks",) if names and "request" in names.co_varnames[: names.co_argcount] else ()
 
 
 def _need_gpu(items: list[pytest.Item]) -> None:
-    """They say so where there is none."""
+    """Skip these tests if the machine has no CUDA device."""
     if not items:
         return
     import torch
@@ -121,6 +120,6 @@ def _need_gpu(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Who asks for a library's tests has it: to leave them out where it is missing would look as if they passed."""
+    """Fail a test of a missing library, because a skipped test would look as if it had passed."""
     if (marked := item.get_closest_marker("library")) and (lacks := missing_library(*marked.args)):
         pytest.fail(f"{lacks}; `make test-engines` installs it", pytrace=False)

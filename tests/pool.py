@@ -1,4 +1,4 @@
-"""Real gloo processes for tests: started once, used by many tests, killed when one of them hangs."""
+"""Pools of gloo ranks that many tests share. A pool is killed if a rank fails or hangs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 200.0
 START_S = 60.0
-"""For ranks to begin, and for the word of one that hangs."""
+"""Time limit for the start of the ranks and for the stack trace of a hanging rank, in seconds."""
 GRACE_S = 3.0
-"""For what the other ranks have to say once one has failed."""
+"""Time limit for the errors of the other ranks after the first failure, in seconds."""
 PRELOADED = [
     *("pytest", "torch.distributed", "torch.profiler", "torch._dynamo"),
     *(
@@ -34,11 +34,11 @@ PRELOADED = [
     ),
     "tests.training",
 ]
-"""Imported once, by the process that every rank is a fork of; importing them costs more than most tests."""
+"""Modules that the fork server imports once for all ranks, because an import takes longer than most tests."""
 
 
 def forks() -> Any:
-    """Starts processes that have imported what ranks need."""
+    """Return a context that forks processes from a server which has imported `PRELOADED`."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -55,7 +55,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     while True:
         task = _receive(pipe)
         if task is None:
-            os._exit(0)  # nothing to save, and the interpreter's way out takes seconds of eight processes
+            os._exit(0)  # The exit of the interpreter takes seconds in eight processes.
         function, arguments, timeout_s = task
         late = threading.Timer(timeout_s, _say_where, (pipe, rank, timeout_s))
         late.start()
@@ -68,25 +68,24 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
 
 
 def _say_where(pipe: Any, rank: int, timeout_s: float) -> None:
-    """Answer in the place of a rank that hangs."""
+    """Send the stack of the main thread of a hanging rank as its answer."""
     stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
     _send(pipe, (False, f"rank {rank} did not answer within {timeout_s} s, it is at\n{''.join(stack)}"))
 
 
 def _let_others_finish() -> None:
-    """This rank's threads, also those to come, take no core from a thread that runs when a message has come for them.
+    """Set a scheduling policy for this rank's threads under which a wake-up preempts no running thread.
 
-    gloo sends under a lock that its receiving thread polls for without sleeping: a sender put aside in between costs
-    ranks of a tiny model several times their own work, all of it in the kernel.  Beside a busy core, parity
-    tests take a third less CPU and a fifth less time with this.
+    gloo's receiving thread polls without sleeping for a lock that the sender holds. A preempted sender therefore costs
+    a tiny model several times its own work. Parity tests on a busy machine take a third less CPU time with it.
     """
     if hasattr(os, "SCHED_BATCH"):
-        with suppress(PermissionError):  # a container may forbid it, and tests then take longer
+        with suppress(PermissionError):  # A container may forbid the policy; tests then take longer.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _send(pipe: Any, message: object) -> None:
-    """Plain bytes: torch would have `pipe.send` share its tensors through sockets in /tmp, which stay there."""
+    """Send pickled bytes, because torch makes `pipe.send` share tensors through sockets that remain in /tmp."""
     pipe.send_bytes(pickle.dumps(message))
 
 
@@ -95,12 +94,12 @@ def _receive(pipe: Any) -> Any:
 
 
 class RankPool:
-    """`world` processes in one gloo group; `run` calls a module-level function on all of them."""
+    """A gloo group of `world` processes. `run` calls a module-level function on all ranks."""
 
     def __init__(self, world: int):
         self.world = world
         self._store: Any = None
-        """Where the ranks meet: in this process, so that nothing is left however the tests end."""
+        """Rendezvous of the ranks, in this process, so that no file remains if the tests are killed."""
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -118,14 +117,14 @@ class RankPool:
         self._kill()
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """`function(*arguments)` on every rank, results by rank.  Fails if a rank raises or does not answer."""
+        """Call `function(*arguments)` on every rank and return the results by rank. Fails if a rank raises or hangs."""
         if not self._processes:
             self._start()
         try:
             for pipe in self._pipes:
                 _send(pipe, (function, arguments, timeout_s))
             return self._answers(timeout_s)
-        except BaseException:  # also a test's limit: what comes later would be the next one's answers
+        except BaseException:  # Late answers would be taken for those of the next test.
             self._kill()
             raise
 
@@ -143,11 +142,11 @@ class RankPool:
                     good, value = False, f"rank {rank} of {self.world} died"
                 if good:
                     answers[rank] = value
-                else:  # the others may wait for it
+                else:  # The other ranks may wait for the failed rank.
                     errors.append(value)
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if silent or errors:
-            raise AssertionError("\n".join(errors) or f"nothing is heard of ranks {sorted(silent.values())}")
+            raise AssertionError("\n".join(errors) or f"no answer from ranks {sorted(silent.values())}")
         return [answers[rank] for rank in range(self.world)]
 
     def _start(self) -> None:

@@ -1,4 +1,4 @@
-"""Records for tests: made up, changed, and read from a store's files without the product's reader."""
+"""Records for tests: invented, changed, and read from the files of a store without the product's reader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONDITIONS = {"model": {"name": "m"}, "layout": {}, "system": "local", "engine":
 
 
 def made_up(name: str, **keys: Any) -> ExperimentRecord:
-    """A record of an experiment that nobody ran; `keys` as in a line of the store."""
+    """Return a record of an experiment that did not run; `keys` as in a line of the store."""
     plain = {"kind": "experiment", "protocol": schema.PROTOCOL, "suite": "s", "key": "k", "written": "2026"}
     plain |= {"evidence": "measured", "outcome": "ok", "reason": "", "metrics": {}, "series": {}}
     return cast(
@@ -27,12 +27,12 @@ def made_up(name: str, **keys: Any) -> ExperimentRecord:
 
 
 def changed(record: R, **keys: Any) -> R:
-    """The record with other values; `keys` as in a line of the store."""
+    """Return the record with other values; `keys` as in a line of the store."""
     return cast(R, schema.read_record({**record.as_dict(), **keys}))
 
 
 def lines(results: Path) -> list[dict[str, Any]]:
-    """The complete lines of a store's files in the order of their `sequence`; lines without one come first."""
+    """Return the complete lines of a store's files, sorted by `sequence`; lines without `sequence` come first."""
     found = [
         json.loads(line)
         for path in (results / "records").glob("*.jsonl")
@@ -42,7 +42,7 @@ def lines(results: Path) -> list[dict[str, Any]]:
 
 
 def latest(results: Path, evidence: str = "measured") -> dict[str, dict[str, Any]]:
-    """The newest line of each experiment's key, of one kind of evidence."""
+    """Return the newest line of each experiment with this kind of evidence, by key."""
     return {
         line["key"]: line for line in lines(results) if line.get("evidence") == evidence and "key" in line
     }
@@ -63,7 +63,7 @@ def fit_record(
     model: Model | None = None,
     system: str = "local-gpu",
 ) -> FitRecord:
-    """A search in which `layers` fit and one layer more does not; with `model`, a search of its micro-batch."""
+    """Return a search in which `layers` fit and one more does not; with `model`, a search of its micro-batch."""
     shape = model or Model(name="m", layers=layers, hidden=hidden, heads=hidden // 64, vocab=51200, seq=1024)
     layout = Layout(dp=ranks, zero=zero, cb=cb, recompute=True, precision="fp16", global_batch=ranks)
     experiment = Experiment(name="fit", model=shape, layout=layout, training=Training(), system=system)

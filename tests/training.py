@@ -1,4 +1,4 @@
-"""Train one experiment on this rank and return what a parity test compares; runs inside rank pools."""
+"""Training of one experiment on the ranks of a pool, with the results that parity tests compare."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from repro.parallel.comm import Group
 TINY = Model(name="tiny", layers=4, hidden=32, heads=4, vocab=96, seq=16)
 
 LEARNING: dict[str, Any] = {"steps": 8, "lr": 6e-3, "warmup_steps": 1}
-"""What parity needs: the weights move as far as in 20 steps of the ordinary rate, the loss by over a tenth."""
+"""Training of parity tests: weights change as in 20 steps with the default rate, and the loss by over a tenth."""
 FEW = {**LEARNING, "steps": 4}
-"""The same beside `parallel/test_parity.py`, which shows that it learns: every buffer is used again, weights move."""
+"""Training with 4 steps, in which every buffer is reused. `parallel/test_parity.py` shows that the loss falls."""
 
 
 def smallest(layout: Layout) -> Model:
-    """TINY with as few blocks as the layout has work for: collectives of many processes are what a test costs.
+    """Return TINY with as few blocks as the layout allows, because collectives dominate the time of a test.
 
-    One block for each part of a pipeline, or as many as its uneven stages have; two without one; three under
-    stage 3, which gathers the block after the one that runs and frees the one before.
+    A pipeline needs one block for each part. Stage 3 needs three blocks, because it gathers the block after the running
+    one and frees the block before. Other layouts need two.
     """
     least = 3 if layout.zero == 3 else 2
     layers = sum(layout.stage_layers) if layout.stage_layers else max(least, layout.pp * layout.chunks)
@@ -37,7 +37,7 @@ def smallest(layout: Layout) -> Model:
 
 @dataclass
 class Trained:
-    """One rank's view of a finished run; the stage's parameters are complete over dp and tp."""
+    """Results of a training on one rank, with the stage's parameters gathered over dp and tp."""
 
     loss: list[float]
     norm: list[float]
@@ -49,10 +49,10 @@ class Trained:
 
 
 def tiny(layout: Layout, model: Model = TINY, engine: str = "native", **training: Any) -> Experiment:
-    """A small experiment: 20 steps of AdamW at a rate that moves the weights, gradients clipped.
+    """Return an experiment of 20 AdamW steps with clipped gradients.
 
-    `eps` is above rounding: the gradient of the keys' bias is zero but for it (softmax does not see a
-    shift), and with a tiny eps Adam would blow that noise up to full steps.
+    `eps` is above rounding errors. Softmax ignores the bias of the keys, so the gradient of this bias contains only
+    rounding errors. With a tiny `eps`, Adam would turn these errors into steps of full size.
     """
     settings: dict[str, Any] = {
         "steps": 20,
@@ -66,7 +66,7 @@ def tiny(layout: Layout, model: Model = TINY, engine: str = "native", **training
 
 
 def tokens_of(experiment: Experiment, step: int) -> Tensor:
-    """The step's global batch [B, s + 1]: a learnable pattern with noise, the same on every rank."""
+    """Return the step's global batch [B, s + 1], a learnable pattern with noise that is equal on every rank."""
     generator = torch.Generator().manual_seed(1000 + step)
     b, s, v = experiment.layout.global_batch, experiment.seq, experiment.model.vocab
     start = torch.randint(v, (b, 1), generator=generator)
@@ -75,7 +75,7 @@ def tokens_of(experiment: Experiment, step: int) -> Tensor:
 
 
 def micro_batches(experiment: Experiment, dp_rank: int, step: int, device: str = "cpu") -> list[MicroBatch]:
-    """The micro-batches of one replica."""
+    """Return the micro-batches of one replica."""
     layout = experiment.layout
     whole = tokens_of(experiment, step).to(device)
     found = []
@@ -89,7 +89,7 @@ def micro_batches(experiment: Experiment, dp_rank: int, step: int, device: str =
 
 
 def whole_parameters(engine: Any, tp: Group) -> dict[str, Tensor]:
-    """Parameters complete over tp as well: a split one is gathered along its dimension."""
+    """Return the parameters, gathered over tp along the dimension that tp splits."""
     found = {}
     splits = engine.splits() if hasattr(engine, "splits") else {}
     for name, local in engine.full_parameters().items():
@@ -104,7 +104,7 @@ def whole_parameters(engine: Any, tp: Group) -> dict[str, Tensor]:
 
 
 def train(experiment: Experiment, device: str = "cpu") -> Trained:
-    """Train on this rank (one process if there is no process group) and gather what came of it."""
+    """Train on this rank, or in one process without a process group, and return the gathered results."""
     layout = experiment.layout
     mesh = meshes.distributed_mesh(layout, device) if dist.is_initialized() else meshes.single_rank_mesh()
     engine = build_engine(experiment, mesh, torch.device(device))
