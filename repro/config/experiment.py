@@ -194,7 +194,7 @@ def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> d
 
 
 def _default_tp_overlap(operators: OperatorSet) -> bool:
-    """Return the value of `tp_overlap` in records older than this option, in which the operators determined it."""
+    """Return `tp_overlap` of records without this key: true unless `operators` write the attention scores to memory."""
     return not operators.writes_scores
 
 

@@ -34,7 +34,7 @@ QUEUE_BYTES = 1 << 28
 """Bytes of a link's queue.  All sockets have fewer bytes in flight, so no packet is dropped, as with flow control."""
 SUBNET = "10.77"
 UPLINK, RANK_INTERFACE = "uplink", "eth0"
-"""Name of a node's interface towards other nodes, and name of a rank's interface."""
+"""Network interfaces of an emulated node: to other nodes, and in the namespace of each rank."""
 _NEWNET, _NEWUSER = 0x40000000, 0x10000000
 
 
@@ -128,7 +128,7 @@ class Host:
 def _configure_tcp(window: int) -> None:
     """Disable IPv6, slow start after idle, and early retransmission, which would add traffic and delays.
 
-    A TCP window of `window` bytes limits queues, because acknowledgements wait behind data of the other direction.
+    `window` limits the bytes in a link's queue. Long queues would delay acknowledgements of the opposite direction.
     """
     for key, value in (
         ("ipv4/tcp_rmem", f"4096 {2 * window} {2 * window}"),

@@ -58,7 +58,7 @@ def evaluate(
         OptionalPath, option("Stop words for lambada. Default: 127 English words.", "FILE")
     ] = None,
     model: Sizes = "",
-    system: Annotated[str, option("local: processor cores; local-gpu: GPUs.", "S")] = "local",
+    system: Annotated[str, option("Devices of the ranks. local: cores; local-gpu: GPUs.", "S")] = "local",
     tp: Annotated[int, layout_option("Tensor-parallel ranks.", "N")] = 1,
     pp: Annotated[int, layout_option("Pipeline stages.", "N")] = 1,
     dp: Annotated[int, layout_option("Replicas, each with its share of the samples.", "N")] = 1,

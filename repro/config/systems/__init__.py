@@ -41,7 +41,7 @@ def load_system_file(name: str | Path) -> System:
 
     `repro.measure.local_system.load_system` also accepts the local machine, which has no file.
     """
-    assert str(name) != LOCAL, "the local machine has no file"
+    assert str(name) != LOCAL, "the system `local` has no file"
     path = Path(name).expanduser()
     if path.suffix != ".toml":
         known = system_names()

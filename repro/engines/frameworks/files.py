@@ -179,7 +179,7 @@ def read_experiment(
         reading = load_framework(ENDINGS[path.suffix]).read(options, gpus, settings)
         sizes: Model | None = reading.settings.get("model") or reading.model(path.stem)
         if sizes is None:
-            raise ConfigError("model", says="the file does not have its sizes; name it by --model")
+            raise ConfigError("model", says="has no sizes in this file; add --model NAME")
         layout = Layout(**_keys(reading, Layout))
         require(layout.world == gpus, "--gpus", gpus, f"{layout.world}, the product of the degrees")
         training = _keys(reading, Training)

@@ -178,7 +178,7 @@ class Framework:
     code: tuple[str, ...]
     """Parts of an experiment (`model`, `training`) that the framework takes from code instead of the file."""
     files: Mapping[str, str]
-    """Templates of the written files by name, with placeholders as `@nodes@`."""
+    """Templates of launch scripts and configuration files by file name, with placeholders such as `@nodes@`."""
     command: str
     """Script and arguments after the options of torchrun."""
     environment: str

@@ -149,7 +149,7 @@ class Pipeline:
                 if action.kind == BACKWARD:
                     self.chunks[action.chunk].after_backward()
                 if self.boundary.overlap:
-                    self.boundary.post()  # This has no effect if a send has posted the receives.
+                    self.boundary.post()  # `post` does nothing if the preceding send has posted the receives.
                 self.position += 1
         self.position = -1
         self.boundary.finish()

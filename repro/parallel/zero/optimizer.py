@@ -49,7 +49,7 @@ class GradientShards:
         self._counted = self._runs(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
         )
-        # Under stage 0 all replicas hold the same gradients; only one of them counts.
+        # Under stage 0 all replicas have equal gradients, so only rank 0 adds its part to the gradient norm.
         replicated = all(bucket.stage == 0 for bucket in self.buckets)
         self._weight = 0.0 if replicated and mesh.dp.rank else 1.0
 

@@ -240,7 +240,7 @@ class _SegmentWriter:
         elif isinstance(event, Wait):
             run.waits.append(position)
         elif not isinstance(event, Operator):
-            raise UnrepeatableBlock(f"a block contains an event of an unsupported type: {event}")
+            raise UnrepeatableBlock(f"a transformer block has an event that cannot be repeated: {event}")
         run.events.append(event)
 
     def _place(self, event: Free | Mark) -> int:

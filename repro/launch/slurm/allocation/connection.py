@@ -110,7 +110,7 @@ class Listener:
         while True:
             try:
                 sock, _ = self._server.accept()
-            except OSError:  # no task waits for a connection, or the task has closed it
+            except OSError:  # No client is waiting, or the client has closed its connection.
                 return
             sock.setblocking(False)
             _notice_silence(sock)
