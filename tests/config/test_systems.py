@@ -74,7 +74,7 @@ def test_published_numbers() -> None:
     for name in ("dgx-b200", "gb200-nvl72", "mi300x"):  # 400 Gb/s for each device
         assert load_system_file(name).link_per_device("inter-node") == 50e9
     assert load_system_file("yuan").device.memory_bytes.value is None
-    with pytest.raises(ConfigError, match=r"precision = 'bf16': must be one that NVIDIA V100"):
+    with pytest.raises(ConfigError, match=r"precision = 'bf16': must be a precision of NVIDIA V100"):
         dgx2.peak("bf16")
     assert "(assumed)" in load_system_file("yuan").links["nvlink"].bandwidth.source
 
