@@ -23,9 +23,9 @@ SMALL_LINES = 60
 MEDIAN_ABOVE_LINES = 20
 """Length from which a file counts for the median, in lines: shorter files only describe a package."""
 PRIVATE_NAMES = frozenset({"about", "at", "command", "draw", "now", "of", "said"})
-"""Names of functions that say nothing without their file."""
+"""Function names that mean nothing without their module; no function of the product may have one."""
 PRIVATE_CONSTANTS = frozenset({"CLOSE", "HERE", "LOOK_S", "MOST", "SHOWN", "SOME", "WHOLE", "WORTH"})
-"""Names of constants that do not say what they limit."""
+"""Names of constants that do not name the limited quantity; no constant of the product may have one."""
 
 
 @dataclass(frozen=True)

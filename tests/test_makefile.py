@@ -151,7 +151,10 @@ case "$*" in *--index-url*) exit {int(not index_has_torch)};; esac""",
     return log
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the default index has builds without CUDA")
+@pytest.mark.skipif(
+    sys.platform != "linux",
+    reason="other platforms get torch without CUDA from the default index, so make prints no note",
+)
 @pytest.mark.parametrize(
     ("has_torch_or_driver", "index_answers", "index_has_torch", "says"),
     [

@@ -77,11 +77,11 @@ def tokens_of(experiment: Experiment, step: int) -> Tensor:
 def micro_batches(experiment: Experiment, dp_rank: int, step: int, device: str = "cpu") -> list[MicroBatch]:
     """Return the micro-batches of one replica."""
     layout = experiment.layout
-    whole = tokens_of(experiment, step).to(device)
+    full = tokens_of(experiment, step).to(device)
     found = []
     for k in range(layout.accumulation):
         first = dp_rank * layout.replica_batch + k * layout.micro_batch
-        part = whole[first : first + layout.micro_batch]
+        part = full[first : first + layout.micro_batch]
         found.append(
             MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), BatchPosition(step, first))
         )

@@ -54,10 +54,19 @@ def short(text: str, most: int = 120) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
 
 
-def require(condition: object, key: str, value: Any = _UNSET, expected: str = "", **context: str) -> None:
-    """Raise `ConfigError` unless `condition` is true; `context` has its `says`, `file` and `where`."""
+def require(
+    condition: object,
+    key: str,
+    value: Any = _UNSET,
+    expected: str = "",
+    *,
+    says: str = "",
+    file: str = "",
+    where: str = "",
+) -> None:
+    """Raise `ConfigError` with the other arguments unless `condition` is true."""
     if not condition:
-        raise ConfigError(key, value, expected, **context)
+        raise ConfigError(key, value, expected, says=says, file=file, where=where)
 
 
 def unknown_name_hint(key: str, known: Sequence[str], what: str = "key") -> str:

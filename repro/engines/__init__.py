@@ -130,9 +130,9 @@ class Exchange:
 
 def missing_library(engine: str) -> str:
     """Return the engine's missing library and how to install it, `deepspeed: pip install ...`; empty if installed."""
-    torch_version = versions(["torch"]).get("torch", "")
-    if engine == "torch" and () < major_minor(torch_version) < _MIN_TORCH:
-        return f"torch {'.'.join(map(str, _MIN_TORCH))} or later: {torch_version} is installed. Upgrade torch"
+    version = versions(["torch"]).get("torch", "") if engine == "torch" else ""
+    if () < major_minor(version) < _MIN_TORCH:
+        return f"torch {'.'.join(map(str, _MIN_TORCH))} or later: {version} is installed. Upgrade torch"
     library = _LIBRARIES.get(engine, "torch").partition(".")[0]
     return "" if extras.is_installed(library) else f"{library}: {extras.installation('engines')}"
 

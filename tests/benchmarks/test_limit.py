@@ -98,16 +98,16 @@ def native(layout: Layout) -> Callable[[], None]:
 def messages(zero: int) -> Callable[[], None]:
     """The gradients and parameters of a step on their way, and nothing else."""
     group = meshes.distributed_mesh(Layout(dp=2), "cpu").dp
-    whole = torch.zeros(total_parameters(load_model("smoke-speed")))
-    shard = whole.chunk(2)[group.rank]
+    full = torch.zeros(total_parameters(load_model("smoke-speed")))
+    shard = full.chunk(2)[group.rank]
 
     def step() -> None:
         if zero == 0:
-            group.all_reduce(whole).wait()
+            group.all_reduce(full).wait()
             return
         for _ in range(2 if zero == 3 else 1):
-            group.all_gather(whole, shard).wait()
-        group.reduce_scatter(shard, whole).wait()
+            group.all_gather(full, shard).wait()
+        group.reduce_scatter(shard, full).wait()
 
     return step
 

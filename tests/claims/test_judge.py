@@ -189,8 +189,8 @@ def test_two_measurements_of_one_row_must_both_be_there(tmp_path: Path) -> None:
     assert mixed is not None
     assert (mixed.verdict, mixed.decided, mixed.reproduced) == (NOT_REPRODUCED, 1, 0)
     assert judged(tmp_path, row(both), record("full", speed=5)).verdict == NOT_REPRODUCED
-    whole = judged(tmp_path, row(both), record("full", speed=2), record("other", speed=2))
-    assert whole.basis == "measured, published scale 1/1"
+    full = judged(tmp_path, row(both), record("full", speed=2), record("other", speed=2))
+    assert full.basis == "measured, published scale 1/1"
 
 
 def test_the_newest_conclusive_record_counts(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_tables_have_all_their_values(ledger: Ledger, claim_id: str) -> None:
     assert len(ledger.claim(claim_id).rows) == ROWS[claim_id]
 
 
-def test_every_row_can_be_tested_or_says_why_not_and_digitised_rows_state_their_error(ledger: Ledger) -> None:
+def test_every_row_has_a_test_or_a_reason_and_digitised_rows_have_an_error(ledger: Ledger) -> None:
     for claim in ledger.claims:
         for row in claim.rows:
             assert row.evidence or row.needs or row.not_comparable, f"{claim.id}: {row.label}"

@@ -178,11 +178,11 @@ def test_a_tornado_has_the_unknowns_that_move_a_value_most_as_parts_of_the_wides
     (shown,) = row_view(only(result), result.claim)["findings"]
     rings, launch = shown["tornado"]
     assert (rings["key"], launch["key"]) == (RINGS, LAUNCH)
-    whole = 20 - 100 / 11
-    assert rings["left"] == rings["best"] == pytest.approx(100 * (10 - 100 / 11) / whole, abs=0.1)
+    full = 20 - 100 / 11
+    assert rings["left"] == rings["best"] == pytest.approx(100 * (10 - 100 / 11) / full, abs=0.1)
     assert rings["left"] + rings["width"] == pytest.approx(100)
     assert launch["left"] == 0
-    assert launch["width"] == pytest.approx(100 * (100 / 9.9 - 100 / 11) / whole, abs=0.1)
+    assert launch["width"] == pytest.approx(100 * (100 / 9.9 - 100 / 11) / full, abs=0.1)
     spans = 10, 100 / 9.9 - 100 / 11
     assert rings["share"] == f"{100 * spans[0] / sum(spans):.1f} %"
     assert (rings["least"], rings["most"], launch["least"]) == ("10", "20", "9.09")

@@ -42,9 +42,9 @@ def words(text: str) -> Counter[str]:
 
 def lost(wide: str, narrow: str, width: int) -> Counter[str]:
     """The words of the wide page that the narrow one lacks; what is longer than half a line may be folded there."""
-    whole, parts = (CHANGES.sub("", " ".join(page.split())) for page in (wide, narrow))
+    full, parts = (CHANGES.sub("", " ".join(page.split())) for page in (wide, narrow))
     joined = parts.replace(" ", "")
-    here = [token for token in whole.split() if len(token) < width // 2 or token not in joined]
+    here = [token for token in full.split() if len(token) < width // 2 or token not in joined]
     return words(" ".join(here)) - words(parts)
 
 

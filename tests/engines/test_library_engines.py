@@ -41,8 +41,8 @@ def test_states_of_torchs_strategies(two: RankPool, zero: int) -> None:
     for part, size in (("parameters", 4 * psi), ("gradients", 4 * psi), ("optimizer", 8 * psi)):
         held = [result["memory"]["states"][part] for result in results]
         sharded = zero == 3 or (zero == 1 and part == "optimizer")
-        whole = sum(held) if sharded else sum(held) / 2
-        assert size <= whole <= size + 2 * SMALL, (part, held)
+        full = sum(held) if sharded else sum(held) / 2
+        assert size <= full <= size + 2 * SMALL, (part, held)
     for result in results:
         states = sum(result["memory"]["states"].values())
         assert result["memory"]["peak"]["total"] > states > 0

@@ -45,12 +45,12 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_uniq
 def broken(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[str]:
     """What a call of `aten::<name>` asks that CUDA refuses, or that would wait for the device."""
     tensors = [t for t in tree_leaves((arguments, keywords)) if isinstance(t, Tensor)]
-    whole = {t.device.type for t in tensors if t.dim()}
-    if len(whole) > 1 and name not in ("copy_", "_to_copy"):
-        yield f"{name} on tensors of {' and '.join(sorted(whole))}"
+    full = {t.device.type for t in tensors if t.dim()}
+    if len(full) > 1 and name not in ("copy_", "_to_copy"):
+        yield f"{name} on tensors of {' and '.join(sorted(full))}"
     if name in WAITS and "cuda" in {t.device.type for t in tensors}:
         yield f"{name} waits for the device"
-    if name == "copy_" and len(whole) > 1:
+    if name == "copy_" and len(full) > 1:
         host = next(t for t in tensors if t.device.type == "cpu")
         if not host.is_pinned():
             yield "copy_ between the device and pageable memory"

@@ -92,20 +92,20 @@ class HostProgram:
 
 
 def placed(value: Tensor, offset: int = 0) -> tuple[Tensor, Callable[[], None]]:
-    """A copy of a tensor whose first element lies `offset` elements after a 16-byte boundary.
+    """Return a copy of a tensor at `offset` elements after a 16-byte boundary, and a check of the surrounding memory.
 
-    The second result checks that nothing around it was written.
+    The check fails if a kernel wrote before or after the copy.
     """
-    room = 32
+    margin = 32
     size = value.element_size()
-    buffer = torch.full((value.numel() + 2 * room,), 7.0).to(value.dtype)
-    start = room // 2 + (-(buffer.data_ptr() + room // 2 * size) % 16) // size + offset
-    whole = buffer[start : start + value.numel()].view(value.shape)
-    whole.copy_(value)
+    buffer = torch.full((value.numel() + 2 * margin,), 7.0).to(value.dtype)
+    start = margin // 2 + (-(buffer.data_ptr() + margin // 2 * size) % 16) // size + offset
+    copy = buffer[start : start + value.numel()].view(value.shape)
+    copy.copy_(value)
     before, after = buffer[:start].clone(), buffer[start + value.numel() :].clone()
 
     def untouched() -> None:
         assert torch.equal(buffer[:start], before), "written before the tensor"
         assert torch.equal(buffer[start + value.numel() :], after), "written beyond the tensor"
 
-    return whole, untouched
+    return copy, untouched

@@ -37,9 +37,9 @@ class Elsewhere:
                 copy = torch.empty(here.numel(), dtype=torch.uint8, device=self.device).copy_(here)
                 there[storage.data_ptr()] = here, copy
             place = tensor.storage_offset(), tensor.shape, tensor.stride()
-            whole = there[storage.data_ptr()][1].untyped_storage()
+            untouched = there[storage.data_ptr()][1].untyped_storage()
             moved = torch.empty(0, dtype=tensor.dtype, device=self.device)
-            return moved.set_(whole, *place)  # type: ignore[call-overload]
+            return moved.set_(untouched, *place)  # type: ignore[call-overload]
 
         result = function(self, *tree_map_only(Tensor, move, arguments))
         for here, copy in there.values():

@@ -29,12 +29,12 @@ def test_equals_its_definition_and_has_its_shapes_on_meta(
     """Queries are the last of the sequence; ALiBi's bias, and heads of keys that several heads of queries share."""
     torch.manual_seed(0)
     given = [torch.randn(b, n, keys, 4, dtype=torch.float64) for n in (heads, key_heads, key_heads)]
-    whole_bias = alibi_bias(heads, range(heads), range(keys), given[0]) if biased else None
-    whole = reference(*given, whole_bias)[:, :, keys - queries :]
+    full_bias = alibi_bias(heads, range(heads), range(keys), given[0]) if biased else None
+    expected = reference(*given, full_bias)[:, :, keys - queries :]
     given = [x.requires_grad_() for x in (given[0][:, :, keys - queries :].clone(), *given[1:])]
     bias = alibi_bias(heads, range(heads), range(keys - queries, keys), given[0]) if biased else None
     found = causal_attention(*given, bias)
-    torch.testing.assert_close(found, whole)
+    torch.testing.assert_close(found, expected)
     upstream = torch.randn_like(found)
     mine = torch.autograd.grad(found, given, upstream)
     for a, e in zip(mine, torch.autograd.grad(reference(*given, bias), given, upstream), strict=True):

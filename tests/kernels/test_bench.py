@@ -132,8 +132,8 @@ def test_the_median_of_inputs_that_take_turns() -> None:
 def test_a_copy_reads_and_writes() -> None:
     device = Device()
     clock = DeviceCallClock(DeviceClock(device.event, lambda: None, device.hold))
-    whole = clock.run
-    clock.run = lambda call: whole(lambda: device.work("copy", 0.5))  # type: ignore[method-assign,assignment]
+    untouched = clock.run
+    clock.run = lambda call: untouched(lambda: device.work("copy", 0.5))  # type: ignore[method-assign,assignment]
     assert copy_bandwidth(clock, CPU, size=1000, rounds=3) == pytest.approx(2 * 1000 / 0.5e-3)
 
 

@@ -24,15 +24,15 @@ CASES = [((5, 3, 16), torch.bfloat16, 0), ((70, 48), torch.float32, 0), ((9, 7),
 def test_gelu(
     host: Host, shape: tuple[int, ...], kind: torch.dtype, offset: int, close: Callable[..., None]
 ) -> None:
-    x, whole_x = placed((3 * torch.randn(shape)).to(kind), offset)
-    grad, whole_grad = placed(torch.randn(shape).to(kind))
+    x, untouched_x = placed((3 * torch.randn(shape)).to(kind), offset)
+    grad, untouched_grad = placed(torch.randn(shape).to(kind))
     bias = torch.randn(shape[-1]).to(kind)
     expected, *slopes = in_fp64(gelu.reference, grad, x, bias)
     close(host.call(gelu.launch_bias_gelu, x, bias), expected, 2)
     for actual, slope in zip(host.call(gelu.launch_bias_gelu_backward, grad, x, bias), slopes, strict=True):
         close(actual, slope, 4)
-    whole_x()
-    whole_grad()
+    untouched_x()
+    untouched_grad()
 
 
 @settings(max_examples=10)
@@ -47,7 +47,7 @@ def test_gelu_of_any_size_and_alignment(
     host: Host, rows: int, columns: int, kind: torch.dtype, offset: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    x, whole = placed((3 * torch.randn(rows, columns)).to(kind), offset)
+    x, untouched = placed((3 * torch.randn(rows, columns)).to(kind), offset)
     bias, grad = torch.randn(columns).to(kind), torch.randn(rows, columns).to(kind)
     tolerance = 4e-6 if kind == torch.float32 else 3e-3
     for actual, value in zip(
@@ -59,7 +59,7 @@ def test_gelu_of_any_size_and_alignment(
         strict=True,
     ):
         torch.testing.assert_close(actual.double(), value, rtol=tolerance, atol=tolerance * (1 + rows))
-    whole()
+    untouched()
 
 
 def test_gelu_far_out_and_not_finite(host: Host) -> None:

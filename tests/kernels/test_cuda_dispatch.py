@@ -61,11 +61,11 @@ def test_another_compiler_or_source_is_another_program(
 def test_a_damaged_file_is_compiled_again(compilations: list[str]) -> None:
     compiler.compile_cached(PROGRAM, TARGET)
     (file,) = compiler.cache_folder().iterdir()
-    whole = file.read_bytes()
-    for damaged in (whole[:-1], b"", b"\xff", b"[]\n", whole[: whole.index(b"\n")]):
+    untouched = file.read_bytes()
+    for damaged in (untouched[:-1], b"", b"\xff", b"[]\n", untouched[: untouched.index(b"\n")]):
         file.write_bytes(damaged)
         assert compiler.compile_cached(PROGRAM, TARGET).code == b"code\nof sm_80"
-        assert file.read_bytes() == whole
+        assert file.read_bytes() == untouched
 
 
 def test_a_folder_that_cannot_be_written_is_reported(
@@ -101,8 +101,8 @@ def _ask(answers: Any) -> None:
 def test_many_ranks_that_begin_with_a_torn_file_all_get_the_program() -> None:
     compiler.compile_cached(PROGRAM, TARGET)
     (file,) = compiler.cache_folder().iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-3])
+    untouched = file.read_bytes()
+    file.write_bytes(untouched[:-3])
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     ranks = [context.Process(target=_ask, args=(answers,)) for _ in range(4)]
@@ -111,7 +111,7 @@ def test_many_ranks_that_begin_with_a_torn_file_all_get_the_program() -> None:
     assert {answers.get() for _ in range(20 * len(ranks))} == {b"code\nof sm_80"}
     for rank in ranks:
         rank.join(250)
-    assert [path.read_bytes() for path in compiler.cache_folder().iterdir()] == [whole]
+    assert [path.read_bytes() for path in compiler.cache_folder().iterdir()] == [untouched]
 
 
 @pytest.fixture

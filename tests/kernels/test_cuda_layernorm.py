@@ -35,8 +35,8 @@ def test_forward_and_backward(
     offset: int,
     close: Callable[..., None],
 ) -> None:
-    x, whole_x = placed((3 * torch.randn(shape) + 5).to(kind), offset)
-    grad, whole_grad = placed(torch.randn(shape).to(kind))
+    x, untouched_x = placed((3 * torch.randn(shape) + 5).to(kind), offset)
+    grad, untouched_grad = placed(torch.randn(shape).to(kind))
     weight, bias = torch.randn(shape[-1]).to(weights), torch.randn(shape[-1]).to(weights)
     expected, *slopes = in_fp64(lambda *t: layernorm.reference(*t, eps=EPS), grad, x, weight, bias)
     y, mean, rstd = host.call(binding.launch_layer_norm, x, weight, bias, EPS)
@@ -48,8 +48,8 @@ def test_forward_and_backward(
         host.call(binding.launch_layer_norm_backward, grad, x, mean, rstd, weight), slopes, strict=True
     ):
         close(actual, slope, 8 if actual.dtype == torch.float32 else 2)
-    whole_x()
-    whole_grad()
+    untouched_x()
+    untouched_grad()
 
 
 @settings(max_examples=10)
@@ -59,7 +59,7 @@ def test_any_number_of_rows(
 ) -> None:
     torch.manual_seed(seed)
     (*_, column_sums), kind, weights, offset = case
-    x, whole = placed((3 * torch.randn(rows, column_sums) + 5).to(kind), offset)
+    x, untouched = placed((3 * torch.randn(rows, column_sums) + 5).to(kind), offset)
     grad = torch.randn(rows, column_sums).to(kind)
     weight, bias = torch.randn(column_sums).to(weights), torch.randn(column_sums).to(weights)
     y, mean, rstd = host.call(binding.launch_layer_norm, x, weight, bias, 1e-5)
@@ -67,7 +67,7 @@ def test_any_number_of_rows(
     for actual, value in zip([y, *found], in_fp64(layernorm.reference, grad, x, weight, bias), strict=True):
         tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[actual.dtype]
         torch.testing.assert_close(actual.double(), value, rtol=tolerance, atol=tolerance * (1 + rows**0.5))
-    whole()
+    untouched()
 
 
 def test_a_large_mean_leaves_the_variance(host: Host, close: Callable[..., None]) -> None:
@@ -119,8 +119,8 @@ def test_rows_that_no_block_holds(
     centred: bool,
     close: Callable[..., None],
 ) -> None:
-    x, whole_x = placed((3 * torch.randn(shape) + 5).to(kind))
-    grad, whole_grad = placed(torch.randn(shape).to(kind))
+    x, untouched_x = placed((3 * torch.randn(shape) + 5).to(kind))
+    grad, untouched_grad = placed(torch.randn(shape).to(kind))
     vectors = [torch.randn(shape[-1]).to(weights) for _ in range(1 + centred)]
     reference = (layernorm if centred else rmsnorm).reference
     expected, *slopes = in_fp64(lambda *t: reference(*t, eps=EPS), grad, x, *vectors)
@@ -135,8 +135,8 @@ def test_rows_that_no_block_holds(
     for actual, slope in zip(found, slopes, strict=True):
         close(actual, slope, 8 if actual.dtype == torch.float32 else 2)
     assert host.launched == ["forward", "means", "gradients", "column_sums"]
-    whole_x()
-    whole_grad()
+    untouched_x()
+    untouched_grad()
 
 
 @pytest.mark.parametrize("width", [1, 4, 8])

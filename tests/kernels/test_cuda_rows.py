@@ -22,7 +22,7 @@ SCORES = [((2, 3, 24, 24), torch.float16, 0), ((19, 19), torch.float32, 0), ((2,
 def test_softmax(
     host: Host, shape: tuple[int, ...], kind: torch.dtype, offset: int, close: Callable[..., None]
 ) -> None:
-    scores, whole = placed((4 * torch.randn(shape)).to(kind), offset)
+    scores, untouched = placed((4 * torch.randn(shape)).to(kind), offset)
     scores[..., 5, 3] = float("-inf")
     wide = scores.double().requires_grad_()
     expected = softmax.reference(wide, 0.3)
@@ -34,7 +34,7 @@ def test_softmax(
     product = grad.double() * rounded
     slope = 0.3 * (product - rounded * product.sum(-1, keepdim=True))
     close(host.call(softmax.launch_causal_softmax_backward, grad, y, 0.3), slope)
-    whole()
+    untouched()
 
 
 @QUICK
@@ -49,12 +49,12 @@ def test_softmax_of_any_number_of_matrices(
 ) -> None:
     torch.manual_seed(seed)
     (*_, size), kind, offset = case
-    scores, whole = placed(torch.randn(matrices, size, size).to(kind), offset)
+    scores, untouched = placed(torch.randn(matrices, size, size).to(kind), offset)
     y = host.call(softmax.launch_causal_softmax, scores, scale)
     expected = softmax.reference(scores.double(), scale)
     tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[kind]
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
-    whole()
+    untouched()
 
 
 def test_softmax_reads_no_future_and_keeps_what_is_not_finite(host: Host) -> None:
@@ -92,7 +92,7 @@ def test_softmax_refuses(host: Host) -> None:
 def test_cross_entropy(
     host: Host, rows: int, columns: int, kind: torch.dtype, offset: int, close: Callable[..., None]
 ) -> None:
-    logits, whole = placed((3 * torch.randn(rows, columns)).to(kind), offset)
+    logits, untouched = placed((3 * torch.randn(rows, columns)).to(kind), offset)
     start = 100
     targets = torch.randint(start, start + columns, (rows,))
     targets[0], targets[1] = start - 1, start + columns
@@ -107,7 +107,7 @@ def test_cross_entropy(
     slope = cross_entropy.reference_gradient(*precise, expected, targets, start, grad.double())
     host.call(cross_entropy.launch_cross_entropy_backward_, logits, maximum, sums, targets, start, grad)
     close(logits, slope, 2)
-    whole()
+    untouched()
     assert host.launched == ["maxima", "sums", "gradient"]
 
 
@@ -123,7 +123,7 @@ def test_cross_entropy_of_any_size_and_alignment(
     host: Host, rows: int, columns: int, kind: torch.dtype, offset: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    logits, whole = placed((3 * torch.randn(rows, columns)).to(kind), offset)
+    logits, untouched = placed((3 * torch.randn(rows, columns)).to(kind), offset)
     before, targets, grad = logits.double(), torch.randint(columns, (rows,)), torch.randn(rows)
     maximum = host.call(cross_entropy.launch_cross_entropy_max, logits)
     sums = host.call(cross_entropy.launch_cross_entropy_sums, logits, maximum, targets, 0)
@@ -133,7 +133,7 @@ def test_cross_entropy_of_any_size_and_alignment(
     (slope,) = torch.autograd.grad(loss, before, grad.double())
     tolerance = 2e-6 if kind == torch.float32 else 2e-2
     torch.testing.assert_close(logits.double(), slope, rtol=tolerance, atol=tolerance)
-    whole()
+    untouched()
 
 
 def test_cross_entropy_of_what_is_not_finite(host: Host) -> None:

@@ -53,7 +53,7 @@ def test_elements_are_dropped_where_keep_mask_says() -> None:
 def test_mask_is_the_same_under_every_layout(b: int, s: int, h: int, key: int, data: st.DataObject) -> None:
     x, bias, residual = torch.randn(b, s, h), torch.randn(h), torch.randn(b, s, h)
     first = data.draw(st.integers(0, 2**31))
-    whole = bias_dropout_residual(x, bias, residual, 0.3, key, first, s, 0, True)
+    untouched = bias_dropout_residual(x, bias, residual, 0.3, key, first, s, 0, True)
     batch_cut, sequence_cut = data.draw(st.integers(0, b)), data.draw(st.integers(0, s))
     for samples in (slice(0, batch_cut), slice(batch_cut, b)):
         for positions in (slice(0, sequence_cut), slice(sequence_cut, s)):
@@ -68,17 +68,17 @@ def test_mask_is_the_same_under_every_layout(b: int, s: int, h: int, key: int, d
                 positions.start,
                 True,
             )
-            assert torch.equal(part, whole[samples, positions])
+            assert torch.equal(part, untouched[samples, positions])
 
 
 def test_rows_further_on_are_dropped_as_there() -> None:
     """A part of a sequence with a gap, as a rank of context parallelism has it: rows 1, 2 and 7, 8, 9 of 10."""
     x, bias = torch.randn(2, 10, 16), torch.randn(16)
-    whole = bias_dropout_residual(x, bias, x, 0.4, 5, 6, 10, 0, True)
+    untouched = bias_dropout_residual(x, bias, x, 0.4, 5, 6, 10, 0, True)
     mine = torch.tensor([1, 2, 7, 8, 9])
     part = x[:, mine].requires_grad_()
     found = bias_dropout_residual(part, bias, part.detach(), 0.4, 5, 6, 10, 1, True, 2, 4)
-    assert torch.equal(found, whole[:, mine])
+    assert torch.equal(found, untouched[:, mine])
     (slope,) = torch.autograd.grad(found.sum(), part)
     torch.testing.assert_close(
         slope, (keep_mask(torch.arange(60, 80), 16, 0.4, 5) / 0.6).view(x.shape)[:, mine]
@@ -88,9 +88,9 @@ def test_rows_further_on_are_dropped_as_there() -> None:
 def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     x, bias = torch.randn(3, 7, 5).to(dtype), torch.randn(5).to(dtype)
     call = lambda: bias_dropout_residual(x, bias, x, 0.3, 1, 0, 7, 0, True)
-    whole = call()
+    untouched = call()
     monkeypatch.setattr("repro.kernels.library.CPU_CHUNK", 11)
-    assert torch.equal(whole, call())
+    assert torch.equal(untouched, call())
 
 
 def test_nothing_is_saved_for_backward() -> None:

@@ -43,12 +43,12 @@ def test_gradcheck_and_halves() -> None:
 def test_the_cuda_source(
     host: Host, shape: tuple[int, ...], kind: torch.dtype, offset: int, close: Close
 ) -> None:
-    x, whole = placed((4 * torch.randn(shape)).to(kind), offset)
+    x, untouched = placed((4 * torch.randn(shape)).to(kind), offset)
     grad = torch.randn(*shape[:-1], shape[-1] // 2).to(kind)
     expected, slope = in_fp64(reference, grad, x)
     close(host.call(binding.launch_swiglu, x), expected)
     close(host.call(binding.launch_swiglu_backward, grad, x), slope)
-    whole()
+    untouched()
 
 
 def test_the_cuda_source_at_the_ends(host: Host) -> None:

@@ -28,11 +28,11 @@ def test_blocks(registers: int, shared: int, threads: int, architecture: int, bl
 def test_bandwidth_by_littles_law() -> None:
     """Full of threads that read one half each, an H100 has asked for 2048 x 2 of the 5788 bytes that it takes."""
     used = KernelResources(32, 0, 0, 0)
-    single, whole = gelu.program("half", "half", 1), gelu.program("half", "half", 8)
-    assert (requested_bytes(single), requested_bytes(whole)) == (2, 16)
+    single, untouched = gelu.program("half", "half", 1), gelu.program("half", "half", 8)
+    assert (requested_bytes(single), requested_bytes(untouched)) == (2, 16)
     needed = 3352e9 * 400 / 1.755e9 / 132
     assert occupancy_of(single, used, GPUS[90]).bandwidth == pytest.approx(4096 / needed)
-    assert occupancy_of(whole, used, GPUS[90]).bandwidth == 1.0
+    assert occupancy_of(untouched, used, GPUS[90]).bandwidth == 1.0
     assert occupancy_of(single, used, GPUS[90]).occupancy == 1.0
 
 

@@ -131,9 +131,9 @@ def test_normal_moments_and_independence() -> None:
 @given(start=st.integers(0, 2**60), count=st.integers(2, 300), data=st.data())
 def test_slices_are_slices(start: int, count: int, data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, count - 1))
-    whole = normal(start, count, 11, "cpu")
+    untouched = normal(start, count, 11, "cpu")
     assert torch.equal(
-        whole, torch.cat([normal(start, cut, 11, "cpu"), normal(start + cut, count - cut, 11, "cpu")])
+        untouched, torch.cat([normal(start, cut, 11, "cpu"), normal(start + cut, count - cut, 11, "cpu")])
     )
     rows = torch.arange(start, start + count)
     bits = uniform_bits(rows, 7, 11)
@@ -143,9 +143,9 @@ def test_slices_are_slices(start: int, count: int, data: st.DataObject) -> None:
 
 
 def test_normal_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = normal(5, 1000, 3, "cpu")
+    untouched = normal(5, 1000, 3, "cpu")
     monkeypatch.setattr("repro.kernels.library.CPU_CHUNK", 7)
-    assert torch.equal(whole, normal(5, 1000, 3, "cpu"))
+    assert torch.equal(untouched, normal(5, 1000, 3, "cpu"))
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])

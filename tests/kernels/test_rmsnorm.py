@@ -59,7 +59,7 @@ def test_the_cuda_source(
     offset: int,
     close: Close,
 ) -> None:
-    x, whole = placed((3 * torch.randn(shape) + 5).to(kind), offset)
+    x, untouched = placed((3 * torch.randn(shape) + 5).to(kind), offset)
     grad, weight = torch.randn(shape).to(kind), torch.randn(shape[-1]).to(weights)
     expected, *slopes = in_fp64(lambda *t: reference(*t, eps=0.5), grad, x, weight)
     y, rstd = host.call(binding.launch_rms_norm, x, weight, 0.5)
@@ -68,7 +68,7 @@ def test_the_cuda_source(
     found = host.call(binding.launch_rms_norm_backward, grad, x, rstd, weight)
     for actual, slope in zip(found, slopes, strict=True):
         close(actual, slope, 8 if actual.dtype == torch.float32 else 2)
-    whole()
+    untouched()
 
 
 def test_the_cuda_source_refuses(host: Host) -> None:

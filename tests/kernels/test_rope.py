@@ -52,14 +52,14 @@ def test_scores_depend_on_the_distance_alone() -> None:
 def test_rows_further_on_are_turned_as_there(host: Host, plain: bool) -> None:
     """A part of a sequence with a gap, as a rank of context parallelism has it: rows 1, 2 and 7, 8, 9 of 10."""
     x, mine, how = torch.randn(2, 10, 24), torch.tensor([1, 2, 7, 8, 9]), (2, 8, 4, 100.0)
-    whole = reference(x.double(), *how)[:, mine]
+    untouched = reference(x.double(), *how)[:, mine]
     part = x[:, mine].requires_grad_()
     found = rotary(part, *how, 1, 2, 4, plain=plain)
-    torch.testing.assert_close(found.double(), whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.double(), untouched, rtol=1e-5, atol=1e-6)
     (back,) = torch.autograd.grad(found, part, found)
     torch.testing.assert_close(back, part)  # turned there and back
     of_source = host.call(binding.launch_rotary, part.detach(), *how, False, 1, 2, 4)
-    torch.testing.assert_close(of_source.double(), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_source.double(), untouched, rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_is_saved_and_gradcheck() -> None:
@@ -95,10 +95,10 @@ def test_the_cuda_source(
     inverse: bool,
     close: Close,
 ) -> None:
-    x, whole = placed(torch.randn(b, s, n * how[1]).to(kind), offset)
+    x, untouched = placed(torch.randn(b, s, n * how[1]).to(kind), offset)
     turned, turned_back = in_fp64(lambda t: reference(t, *how), x, x)
     close(host.call(binding.launch_rotary, x, *how, inverse), turned_back if inverse else turned, 2)
-    whole()
+    untouched()
 
 
 def test_the_cuda_source_far_from_the_first_token(host: Host) -> None:

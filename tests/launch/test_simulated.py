@@ -267,10 +267,10 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     interrupt = Interrupt()
     with Store(tmp_path / "results") as store, Progress(total=2, known=0) as progress:
         recorder = Recorder(suite, store, progress, SIMULATED)
-        whole = recorder.simulated
+        full = recorder.simulated
 
         def then_stop(*arguments: Any) -> None:
-            whole(*arguments)
+            full(*arguments)
             interrupt.signal = 2
 
         recorder.simulated = then_stop  # type: ignore[method-assign]

@@ -47,14 +47,14 @@ def inputs_of(experiment: Experiment, rank: int) -> BatchLoader:
 
 def test_samples_follow_from_step_and_global_batch_alone() -> None:
     """Replicas and micro-batches cut the same global batch, in the same order."""
-    (whole,) = inputs_of(tiny(Layout(micro_batch=8)), 0).micro_batches(3)
+    (full,) = inputs_of(tiny(Layout(micro_batch=8)), 0).micro_batches(3)
     cut = inputs_of(tiny(Layout(micro_batch=2, global_batch=8)), 0).micro_batches(3)
-    assert torch.equal(torch.cat([batch.tokens for batch in cut]), whole.tokens)
+    assert torch.equal(torch.cat([batch.tokens for batch in cut]), full.tokens)
     assert [batch.place.first_sample for batch in cut] == [0, 2, 4, 6]
-    assert torch.equal(whole.tokens[:, 1:], whole.targets[:, :-1])
+    assert torch.equal(full.tokens[:, 1:], full.targets[:, :-1])
     for rank in range(4):
         (batch,) = inputs_of(tiny(Layout(dp=4, micro_batch=2)), rank).micro_batches(3)
-        assert torch.equal(batch.tokens, whole.tokens[2 * rank : 2 * rank + 2])
+        assert torch.equal(batch.tokens, full.tokens[2 * rank : 2 * rank + 2])
         assert batch.place.first_sample == 2 * rank
 
 

@@ -245,7 +245,7 @@ def survivors(rows: list[tuple[WorkItem, WorkResult]]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument(
-        "--package", choices=PACKAGES, action="append", help="a whole package in place of changed lines"
+        "--package", choices=PACKAGES, action="append", help="a package instead of the changed lines"
     )
     parser.add_argument("--base", default="main", help="lines changed since this commit (default: main)")
     parser.add_argument("--sample", type=int, help="number of random mutants of each package")

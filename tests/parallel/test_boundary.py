@@ -59,11 +59,11 @@ def boundary(*, split: bool = False, overlap: bool = True, rank: int = 0) -> tup
 def test_of_a_split_message_only_the_part_that_is_sent_is_held() -> None:
     """Until it has arrived, 1/t of the tensor: not a view, which would keep all of it."""
     wires, notes = boundary(split=True, rank=1)
-    whole = torch.arange(64.0).view(SHAPE)
-    wires.send(whole, 1, FORWARD)
+    full = torch.arange(64.0).view(SHAPE)
+    wires.send(full, 1, FORWARD)
     (part,) = notes.sent
-    assert torch.equal(part, whole.view(-1)[32:])
-    assert part.untyped_storage().nbytes() == whole.untyped_storage().nbytes() // 2
+    assert torch.equal(part, full.view(-1)[32:])
+    assert part.untyped_storage().nbytes() == full.untyped_storage().nbytes() // 2
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather", "send"])
@@ -132,14 +132,14 @@ def test_collectives_of_tensor_parallelism_are_waited_for_where_they_begin_unles
     transports: dict[tuple[int, ...], Notes] = {}
     layout = Layout(tp=2, dp=2, tp_overlap=overlaps)
     mesh = meshes.build_mesh(layout, 0, lambda ranks: transports.setdefault(ranks, Notes()))
-    whole, half = torch.zeros(4), torch.zeros(2)
+    full, half = torch.zeros(4), torch.zeros(2)
     for group, blocks in ((mesh.tp, not overlaps), (mesh.dp, False)):
         notes = transports[group.ranks]
         works = [
-            group.all_reduce(whole),
-            group.reduce_scatter(half, whole),
-            group.all_gather(whole, half),
-            group.on_channel(1).all_reduce(whole),
+            group.all_reduce(full),
+            group.reduce_scatter(half, full),
+            group.all_gather(full, half),
+            group.on_channel(1).all_reduce(full),
         ]
         assert notes.waited == [0] * len(works) * blocks
         for work in works:

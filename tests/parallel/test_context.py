@@ -21,7 +21,7 @@ from repro.simulate.trace.roles import roles, trace
 from tests.parallel.test_architectures import EVERYTHING as MORE
 from tests.parallel.test_architectures import FAMILIES, FAST
 from tests.parallel.test_parity import BATCH, alone, assert_same
-from tests.parallel.test_pipeline import whole
+from tests.parallel.test_pipeline import merge_stages
 from tests.pool import pool_of
 from tests.training import TINY, smallest, tiny, train
 
@@ -55,7 +55,7 @@ def test_equals_one_process(request: pytest.FixtureRequest, name: str) -> None:
     layout = LAYOUTS[name]
     model, training = smallest(layout), {**FAST, "dropout": 0.1, "attention_dropout": 0.1}
     found = pool_of(request, layout).run(train, tiny(layout, model, **training))
-    assert_same(whole(found), alone(model=model, **training), 1e-5, 3e-5)
+    assert_same(merge_stages(found), alone(model=model, **training), 1e-5, 3e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -33,7 +33,7 @@ def collectives(ring: bool) -> dict[str, Any]:
     assert group is not None
     transport = (GlooRing if ring else GlooTransport)(group)
     n, rank = transport.size, transport.rank
-    whole = torch.arange(n * 6, dtype=torch.float32) * (rank + 1)
+    complete = torch.arange(n * 6, dtype=torch.float32) * (rank + 1)
     part, gathered = torch.empty(6), torch.empty(n * 6)
     sent: Counter[int] = Counter()
     real = dist.isend
@@ -44,7 +44,7 @@ def collectives(ring: bool) -> dict[str, Any]:
 
     dist.isend = isend
     try:
-        reduced = transport.reduce_scatter(part, whole)
+        reduced = transport.reduce_scatter(part, complete)
         reduced.wait()
         scattered = dict(sent)
         first = transport.all_gather(gathered, part)
@@ -70,8 +70,8 @@ def sum_of_sixteen_bits() -> list[float]:
     group = dist.group.WORLD
     assert group is not None
     part = torch.empty(1, dtype=torch.bfloat16)
-    whole = torch.full((group.size(),), 1.0 if dist.get_rank() else 256.0, dtype=torch.bfloat16)
-    GlooTransport(group).reduce_scatter(part, whole).wait()
+    complete = torch.full((group.size(),), 1.0 if dist.get_rank() else 256.0, dtype=torch.bfloat16)
+    GlooTransport(group).reduce_scatter(part, complete).wait()
     return part.tolist()
 
 

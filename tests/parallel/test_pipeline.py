@@ -57,8 +57,8 @@ def name_of(layout: Layout | bool) -> str:
     return "-".join(parts)
 
 
-def whole(found: list[Trained]) -> list[Trained]:
-    """Every rank's view with the parameters of all stages; stages that share a parameter agree on it."""
+def merge_stages(found: list[Trained]) -> list[Trained]:
+    """Return each rank's results with the parameters of all stages, and check that shared parameters are equal."""
     merged: dict[str, Tensor] = {}
     for trained in found:
         for name, value in trained.parameters.items():
@@ -90,7 +90,7 @@ def two_steps(layout: Layout) -> Experiment:
 def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
     found, expected = ranks_of(request, all_steps(layout)), alone(model=smallest(layout), **LEARNING)
     assert expected.loss[-1] < 0.9 * expected.loss[0], "the run must learn, or parity shows little"
-    assert_same(whole(found), expected, 1e-5, 1e-5)
+    assert_same(merge_stages(found), expected, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED, PP2_TP2, replace(PP2, dp=2, zero=1)], ids=name_of)
@@ -99,7 +99,7 @@ def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout:
     settings, training = EVERYTHING
     model = smallest(layout)
     found = pool_of(request, layout).run(train, tiny(replace(layout, **settings), model, **training))
-    assert_same(whole(found), alone(model=model, **training), 1e-5, 1e-5)
+    assert_same(merge_stages(found), alone(model=model, **training), 1e-5, 1e-5)
 
 
 def test_fp16_on_three_axes(eight: RankPool) -> None:

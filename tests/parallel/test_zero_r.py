@@ -19,7 +19,7 @@ from repro.parallel import storage
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.wrap.parallelize import parallelize
 from tests.parallel.test_parity import alone, assert_same
-from tests.parallel.test_pipeline import whole
+from tests.parallel.test_pipeline import merge_stages
 from tests.pool import RankPool, pool_of
 from tests.training import FEW, TINY, micro_batches, tiny, train
 
@@ -71,7 +71,7 @@ PARITY = [
 def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
     model = TINY if layout.chunks > 1 else SHALLOW
     found = pool_of(request, layout).run(train, tiny(layout, model, **DROPOUT))
-    assert_same(whole(found), alone(model=model, **DROPOUT), 1e-5, 1e-5)
+    assert_same(merge_stages(found), alone(model=model, **DROPOUT), 1e-5, 1e-5)
 
 
 def test_bf16_equals_one_process_within_its_rounding(four: RankPool) -> None:
@@ -146,19 +146,22 @@ def test_pa_divides_checkpoints_by_tp_for_one_all_gather_each(
     """Sec. 6.1: exactly 1/tp of the memory.  Sec. 8: exactly one all-gather of b s h a block, 1/12 of the block's
     own traffic (2 + 2 + 2 all-reduces)."""
     plain = replace(TP, tp=tp)
-    pool, whole = pool_of(request, plain), of_checkpoints(plain)
+    pool, checkpoint_bytes = pool_of(request, plain), of_checkpoints(plain)
     before, after = (pool.run(look, tiny(layout)) for layout in (plain, replace(plain, **PA)))
     for without, with_it in zip(before, after, strict=True):
-        assert without["most"][Category.CHECKPOINTS] == whole
-        assert with_it["most"][Category.CHECKPOINTS] == whole // tp
+        assert without["most"][Category.CHECKPOINTS] == checkpoint_bytes
+        assert with_it["most"][Category.CHECKPOINTS] == checkpoint_bytes // tp
         # Between forward and backward nothing else is there than without P_a: no x hides in the graph.
-        assert with_it["forward"][Category.CHECKPOINTS] == whole // tp
-        assert with_it["forward"]["total"] == without["forward"]["total"] - whole + whole // tp
+        assert with_it["forward"][Category.CHECKPOINTS] == checkpoint_bytes // tp
+        assert (
+            with_it["forward"]["total"]
+            == without["forward"]["total"] - checkpoint_bytes + checkpoint_bytes // tp
+        )
         rows = dict(with_it["rows"])
         gathered = rows.pop(("all_gather", "tp", "checkpoints"))
         assert rows == without["rows"], "nothing else is communicated"
         assert gathered["calls"] == TINY.layers * plain.accumulation
-        assert gathered["payload_bytes"] == whole * plain.accumulation
+        assert gathered["payload_bytes"] == checkpoint_bytes * plain.accumulation
         assert 12 * gathered["sent_bytes"] == rows["all_reduce", "tp", "block"]["sent_bytes"]
 
 

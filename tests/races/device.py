@@ -118,11 +118,11 @@ class Device(UncompiledMode):
         """A storage says what it is for."""
         self._known[seen._cdata][0].pinned = category == Category.HOST
 
-    def copied(self, whole: Tensor, parts: int) -> None:
+    def copied(self, full: Tensor, parts: int) -> None:
         """A tensor was written in so many parts."""
-        self.touch(whole, self.current, writes=True, what=line_of_product())
+        self.touch(full, self.current, writes=True, what=line_of_product())
 
-    def listed(self, whole: Tensor, views: int) -> None:
+    def listed(self, full: Tensor, views: int) -> None:
         """So many views of a tensor were made: they read and write nothing."""
 
     def waited(self) -> None:

@@ -53,7 +53,7 @@ def only_b_again(bench: Bench, why: str) -> None:
         if record["outcome"] == "interrupted":
             assert why in record["reason"]
     assert bench.latest()["b"]["provenance"]["slurm"]["restarts"] == 1
-    assert len(bench.latest()["b"]["series"]["loss"]) == 4, "a whole run, not the rest of one"
+    assert len(bench.latest()["b"]["series"]["loss"]) == 4, "all steps ran, not only the remaining ones"
     assert {row["restarts"] for row in status.values()} == {1}
     assert bench.repro("collect").returncode == 0
 
@@ -210,10 +210,10 @@ def test_a_long_training_is_preempted_and_goes_on(lab: Lab, tmp_path: Path) -> N
     assert done["series"]["resumed_from"] == [STEP + 1]
     here = tmp_path / "here"
     lab.run(["repro", "run", quality, "--only", name, "--results", here])
-    (whole,) = latest(here).values()
-    assert "resumed_from" not in whole["series"]
-    assert done["series"]["loss"] == whole["series"]["loss"]
-    assert len(whole["series"]["loss"]) == 40
+    (full,) = latest(here).values()
+    assert "resumed_from" not in full["series"]
+    assert done["series"]["loss"] == full["series"]["loss"]
+    assert len(full["series"]["loss"]) == 40
 
 
 def test_wrong_hardware(lab: Lab, tmp_path: Path) -> None:

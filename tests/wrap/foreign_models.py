@@ -191,8 +191,8 @@ def train(name: str, zero: int | None) -> Trained:
     losses, tokens = [], []
     for _ in range(STEPS):
         model.train()
-        whole = case.batch(random)
-        for i, piece in enumerate(_cut(whole, case.accumulation)):
+        full = case.batch(random)
+        for i, piece in enumerate(_cut(full, case.accumulation)):
             shares = _cut(piece, RANKS)
             passes = shares if case.by_rank else [piece]
             if rank is not None:
@@ -210,7 +210,7 @@ def train(name: str, zero: int | None) -> Trained:
         schedule.step()
         optimizer.zero_grad()
         model.eval()
-        mine = whole if rank is None else _cut(whole, RANKS)[rank]
+        mine = full if rank is None else _cut(full, RANKS)[rank]
         with torch.no_grad():
             if case.evaluates:
                 losses.append(model(**mine).loss.item())

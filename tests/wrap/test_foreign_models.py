@@ -32,8 +32,8 @@ def test_a_foreign_model_trains_as_it_does_alone(two: RankPool, name: str, zero:
     found = two.run(train, name, zero)
     means = [sum(both) / len(both) for both in zip(*(each.losses for each in found), strict=True)]
     assert means == pytest.approx(expected.losses, rel=1e-6)
-    for mine, whole in zip(zip(*(each.tokens for each in found), strict=True), expected.tokens, strict=True):
-        assert torch.equal(torch.cat(mine), whole)
+    for mine, full in zip(zip(*(each.tokens for each in found), strict=True), expected.tokens, strict=True):
+        assert torch.equal(torch.cat(mine), full)
     for each in found:
         for key, value in expected.weights.items():
             torch.testing.assert_close(each.weights[key], value, rtol=1e-5, atol=1e-6, msg=key)

@@ -146,11 +146,11 @@ def test_arguments_that_mean_nothing() -> None:
     with pytest.raises(ConfigError, match=r"keyword arguments, such as Layout\(dp=2, zero=3\)"):
         Layout(2, 3)  # type: ignore[call-arg]
     repro.parallelize(module, sgd(module), Layout())
-    for whole in (module, nn.Sequential(module)):
+    for full in (module, nn.Sequential(module)):
         with pytest.raises(
             ValueError, match=r"parallelized already\. Call repro\.parallelize once, for the outermost"
         ):
-            repro.parallelize(whole, sgd(whole), Layout())
+            repro.parallelize(full, sgd(full), Layout())
 
 
 def fully_sharded() -> str:

@@ -29,16 +29,16 @@ def states_after_step(zero: int) -> tuple[dict[str, Tensor], dict[str, Tensor], 
             time.sleep(0.2)  # the others' parameters come late
         optimizer.step()
         inner = {name: value.clone() for name, value in module.blocks[1].state_dict().items()}
-        whole = {name: value.clone() for name, value in module.state_dict().items()}
-    return whole, inner, module.repro.full_parameters()
+        full = {name: value.clone() for name, value in module.state_dict().items()}
+    return full, inner, module.repro.full_parameters()
 
 
 @pytest.mark.parametrize("zero", range(3))
 def test_state_dict_waits_for_the_step(two: RankPool, zero: int) -> None:
-    for whole, inner, expected in two.run(states_after_step, zero):
-        assert whole.keys() == expected.keys()
+    for full, inner, expected in two.run(states_after_step, zero):
+        assert full.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(whole[name], value), name
+            assert torch.equal(full[name], value), name
         assert {f"blocks.1.{name}" for name in inner} < expected.keys()
         for name, value in inner.items():
             assert torch.equal(value, expected[f"blocks.1.{name}"]), name
@@ -105,19 +105,19 @@ def saved(zero: int, precision: str) -> tuple[dict[str, Any], dict[str, Any], di
     """States after two steps: whole, this rank's own, and the optimizer's whole ones."""
     module, optimizer = make(1, layout_in(zero, precision))
     train(module, optimizer, range(2))
-    whole = optimizer.repro.full_state_dict()  # type: ignore[attr-defined]
-    return module.repro.full_state_dict(), module.repro.shard_state_dict(), whole
+    full = optimizer.repro.full_state_dict()  # type: ignore[attr-defined]
+    return module.repro.full_state_dict(), module.repro.shard_state_dict(), full
 
 
 def resumed(zero: int, precision: str, by_shard: bool, states: list[Any]) -> dict[str, Any]:
     """What two more steps make of states that are loaded in the middle of another training; `states` by rank."""
     module, optimizer = make(2, layout_in(zero, precision))
     train(module, optimizer, range(5, 7))
-    whole, own, of_optimizer = states[dist.get_rank()]
+    full, own, of_optimizer = states[dist.get_rank()]
     if by_shard:
         module.repro.load_shard_state_dict(own)
     else:
-        assert not any(module.load_state_dict(whole))
+        assert not any(module.load_state_dict(full))
     optimizer.load_state_dict(of_optimizer)
     train(module, optimizer, range(2, 4))
     return module.repro.full_state_dict()
@@ -160,16 +160,16 @@ def test_the_full_states_are_the_stock_modules(two: RankPool, zero: int) -> None
 def refused(zero: int) -> list[str]:
     """What is said of shards that are another rank's or layout's, of a missing key, and of `assign`."""
     module, _ = make(1, layout_in(zero, "fp32"))
-    own, whole = module.repro.shard_state_dict(), module.repro.full_state_dict()
+    own, full = module.repro.shard_state_dict(), module.repro.full_state_dict()
     found = [
         message_of(module.repro.load_shard_state_dict, {**own, "repro": {**own["repro"], **mark}})
         for mark in ({}, {"rank": 1 - dist.get_rank()}, {"dp": 4})
     ]
     found.append(message_of(module.repro.load_shard_state_dict, {**own, "shard": {}}))
     found.append(message_of(partial(module.load_state_dict, assign=True), module.repro.full_state_dict()))
-    del whole["into.bias"]
-    found.append(message_of(module.load_state_dict, whole))
-    assert module.load_state_dict(whole, strict=False).missing_keys == ["into.bias"]
+    del full["into.bias"]
+    found.append(message_of(module.load_state_dict, full))
+    assert module.load_state_dict(full, strict=False).missing_keys == ["into.bias"]
     once(module, torch.ones(2, WIDTH)).backward()
     return found
 

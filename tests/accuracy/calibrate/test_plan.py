@@ -83,7 +83,7 @@ def test_tables_of_two_nodes() -> None:
     assert network["bandwidth"]["value"] == pytest.approx(2 * 10**6 / 4e-3)
     assert network["per"] == "node"
     assert network["overlap_cost"]["value"] == pytest.approx(0.1)
-    whole = network["collectives"]["all_reduce"]
-    assert whole["per_node"] == 2
-    assert "ranks" not in whole
-    assert [(g["ranks"], g["per_node"], g["stride"]) for g in whole["groups"]] == [(2, 1, 2)]
+    full = network["collectives"]["all_reduce"]
+    assert full["per_node"] == 2
+    assert "ranks" not in full
+    assert [(g["ranks"], g["per_node"], g["stride"]) for g in full["groups"]] == [(2, 1, 2)]

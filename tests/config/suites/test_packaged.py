@@ -53,8 +53,8 @@ def test_the_limit_of_smoke_is_a_fortieth_of_a_v100() -> None:
         ("-z3-dp2", "zero-1.5b"),
     ):
         experiment = suite.entry(f"limit{name}").experiment
-        whole = v100.device.memory_bytes.known("memory") - v100.context()
-        assert experiment.limits.memory_bytes == int(whole / 40)
+        full = v100.device.memory_bytes.known("memory") - v100.context()
+        assert experiment.limits.memory_bytes == int(full / 40)
         assert counts.total_parameters(experiment.model) == pytest.approx(
             counts.total_parameters(models.load_model(published)) / 40, rel=1e-3
         )

@@ -104,10 +104,10 @@ def test_every_node_is_waited_for_and_who_is_silent_is_named(
     folder = tmp_path / "nodes"
     folder.mkdir()
     (folder / "report-0.json").touch()
-    whole: Any = Looks(REPORTS, polls=3)
-    assert controller.survey_nodes(whole, folder, AllocationStop("7")) == (REPORTS, "")
-    assert whole.asked == [2, "repro.launch.slurm.allocation.nodes", folder]
-    assert (whole.ends, folder.exists(), clock.now) == (
+    full: Any = Looks(REPORTS, polls=3)
+    assert controller.survey_nodes(full, folder, AllocationStop("7")) == (REPORTS, "")
+    assert full.asked == [2, "repro.launch.slurm.allocation.nodes", folder]
+    assert (full.ends, folder.exists(), clock.now) == (
         1,
         False,
         pytest.approx(100 + 3 * controller.POLL_INTERVAL_S),

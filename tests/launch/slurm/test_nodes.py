@@ -172,8 +172,8 @@ def test_a_task_of_no_slurm_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cards_memory_may_differ_by_what_drivers_take() -> None:
     """Eight percent of 32 GB either way."""
     dgx2 = systems.load_system_file("dgx2")
-    whole = dgx2.device.memory_bytes.known("memory", system="dgx2")
+    full = dgx2.device.memory_bytes.known("memory", system="dgx2")
     for part, other in ((1.0, False), (0.921, False), (1.079, False), (0.919, True), (1.081, True)):
-        assert is_other_gpu(card(V100[0], round(part * whole), "7.0", 0), dgx2) == other
+        assert is_other_gpu(card(V100[0], round(part * full), "7.0", 0), dgx2) == other
     assert is_other_gpu(card(V100[0], V100[1], "7.2", 0), dgx2)
     assert not is_other_gpu({"name": V100[0], "memory_bytes": None}, dgx2)

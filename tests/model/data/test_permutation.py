@@ -34,9 +34,9 @@ def test_corpora_beyond_memory_stay_in_range_and_apart(n: int, seed: int, positi
 
 @given(n=st.integers(2, 500), seed=st.integers(0, 2**32), data=st.data())
 def test_one_position_at_a_time_is_the_same_order(n: int, seed: int, data: st.DataObject) -> None:
-    whole = permute(np.arange(n, dtype=np.uint64), n, np.broadcast_to(hash_words(seed), n))
+    full = permute(np.arange(n, dtype=np.uint64), n, np.broadcast_to(hash_words(seed), n))
     at = data.draw(st.integers(0, n - 1))
-    assert permute(np.array([at], dtype=np.uint64), n, hash_words(seed)).tolist() == [whole[at]]
+    assert permute(np.array([at], dtype=np.uint64), n, hash_words(seed)).tolist() == [full[at]]
 
 
 def test_the_order_looks_random() -> None:

@@ -29,14 +29,14 @@ def stream(data: str, model: Model = MODEL, **training: int):  # type: ignore[no
 @given(first=st.integers(0, 2**40), cuts=st.lists(st.integers(0, 7), max_size=6))
 @settings(max_examples=30)
 def test_how_samples_are_asked_for_changes_nothing(data: str, first: int, cuts: list[int]) -> None:
-    whole = stream(data).samples(first, sum(cuts))
+    full = stream(data).samples(first, sum(cuts))
     fresh, parts, at = stream(data), [], first
     for count in cuts:
         parts.append(fresh.samples(at, count))
         at += count
-    assert whole.dtype == torch.int64
-    assert whole.shape == (sum(cuts), MODEL.seq + 1)
-    assert torch.equal(torch.cat([*parts, whole[:0]]), whole)
+    assert full.dtype == torch.int64
+    assert full.shape == (sum(cuts), MODEL.seq + 1)
+    assert torch.equal(torch.cat([*parts, full[:0]]), full)
 
 
 @pytest.mark.parametrize("data", ["synthetic", "shakespeare"])

@@ -90,8 +90,8 @@ def lambada(text: str, name: str, context: int = 100) -> tuple[str, str]:
     """What comes before what is to be predicted, and this, of one text in bytes."""
     found = last_word_samples([text], find_protocol("lambada", name), ByteTokenizer(), context)
     ((_, _, scored),) = found.spans.tolist()
-    whole = bytes(found.tokens.tolist())
-    return whole[:-scored].decode(), whole[-scored:].decode()
+    full = bytes(found.tokens.tolist())
+    return full[:-scored].decode(), full[-scored:].decode()
 
 
 @pytest.mark.parametrize(

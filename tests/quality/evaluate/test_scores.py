@@ -131,9 +131,9 @@ def test_greedy_continuations_are_those_of_transformers(
 
 def test_stage_3_keeps_a_share_and_no_gradients(two: RankPool, folder: Path) -> None:
     """A rank's parameters between passes, of all that it has: half, and nothing beside them."""
-    whole = sum(math.prod(place.shape) for place in open_weights(folder).parameter_shapes.values())
+    full = sum(math.prod(place.shape) for place in open_weights(folder).parameter_shapes.values())
     for held in two.run(held_bytes, folder):
-        assert held == pytest.approx(4 * whole / 2, rel=0.01)
+        assert held == pytest.approx(4 * full / 2, rel=0.01)
 
 
 def test_a_model_that_is_trained_here_has_the_same_perplexity_there(two: RankPool, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def _part(
     return found
 
 
-def qkv(whole: Tensor, t: int, tp: int, version: float) -> Tensor:
+def qkv(full: Tensor, t: int, tp: int, version: float) -> Tensor:
     """A rank's rows of query, key and value [3 inner, ...], row by row in the order of a checkpoint's version."""
     heads = range(t * HEADS // tp, (t + 1) * HEADS // tp)
     if version == 0:
@@ -103,7 +103,7 @@ def qkv(whole: Tensor, t: int, tp: int, version: float) -> Tensor:
         order = [(k, h, w) for h in heads for w in range(WIDTH) for k in range(3)]
     else:
         order = [(k, h, w) for h in heads for k in range(3) for w in range(WIDTH)]
-    return whole[[k * HIDDEN + h * WIDTH + w for k, h, w in order]]
+    return full[[k * HIDDEN + h * WIDTH + w for k, h, w in order]]
 
 
 def save_megatron(folder: Path, ranks: dict[tuple[int, int], Any], version: float, **more: Any) -> Path:

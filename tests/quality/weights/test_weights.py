@@ -41,7 +41,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 transformers = pytest.importorskip("transformers", reason="not installed: pip install -e '.[test]'")
 
 
-def whole(source: WeightSource) -> dict[str, Tensor]:
+def read_all(source: WeightSource) -> dict[str, Tensor]:
     """Every parameter of ours, in one piece."""
     found = {}
     for name, place in source.parameter_shapes.items():
@@ -90,7 +90,7 @@ def test_a_folder_of_transformers(model: Any, tmp_path: Path, shard: str) -> Non
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
     source = open_weights(tmp_path)
     source.check()
-    same(whole(source), by_hand(model))
+    same(read_all(source), by_hand(model))
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -112,14 +112,14 @@ def test_torch_files_of_any_age_with_masks_and_heads(model: Any, tmp_path: Path,
     index.write_text(json.dumps({"weight_map": where}))
     source = open_weights(tmp_path)
     source.check()
-    same(whole(source), by_hand(model))
+    same(read_all(source), by_hand(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits_become_the_same_numbers(model: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     half = gpt2().to(dtype)
     half.save_pretrained(tmp_path)
-    same(whole(open_weights(tmp_path)), {name: value.float() for name, value in by_hand(half).items()})
+    same(read_all(open_weights(tmp_path)), {name: value.float() for name, value in by_hand(half).items()})
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_megatron_ranks_are_merged(
     save_megatron(tmp_path, megatron_ranks(model, tp, pp, version, chunks), version)
     source = open_weights(tmp_path)
     source.check()
-    same(whole(source), by_hand(model))
-    same(whole(open_weights(tmp_path / "iter_0000100")), by_hand(model))
+    same(read_all(source), by_hand(model))
+    same(read_all(open_weights(tmp_path / "iter_0000100")), by_hand(model))
 
 
 class DynamicLossScaler:
@@ -172,7 +172,7 @@ def test_what_training_leaves_in_a_megatron_checkpoint_is_passed_over(
     with pytest.raises(ConfigError, match=r"heads: is unknown: .* --model"):
         open_weights(tmp_path)
     sizes = Model(name="like", layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq=12)
-    same(whole(open_weights(tmp_path, sizes)), by_hand(model))
+    same(read_all(open_weights(tmp_path, sizes)), by_hand(model))
 
 
 class Evil:
@@ -307,14 +307,14 @@ def test_our_own_checkpoints_of_any_layout(two: RankPool, tmp_path: Path, layout
     expected = two.run(learnt, wrote, tmp_path)[0]
     folder = checkpoint(tmp_path, wrote)
     source = open_weights(folder)
-    same(whole(source), expected)
-    same(whole(open_weights(folder.parent)), expected)
+    same(read_all(source), expected)
+    same(read_all(open_weights(folder.parent)), expected)
     tokens = expected["embed.tokens"]
     third = source.elements("embed.tokens", 5, tokens.numel() // 2 + 32, 1, 2, rows=tokens.shape[0] + 2)
     padded = torch.cat([tokens, torch.zeros(2, tokens.shape[1])]).chunk(2)[1].reshape(-1)
     assert torch.equal(third, padded[5 : tokens.numel() // 2 + 32])
     export_huggingface(source, tmp_path / "out")
-    same(whole(open_weights(tmp_path / "out")), expected)
+    same(read_all(open_weights(tmp_path / "out")), expected)
     transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
 
 
@@ -354,7 +354,7 @@ def test_transformers_loads_what_is_exported(model: Any, tmp_path: Path, shard: 
     assert loaded.config.eos_token_id == loaded.config.vocab_size - 1
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
-    same(whole(open_weights(ours)), by_hand(model))
+    same(read_all(open_weights(ours)), by_hand(model))
 
 
 def test_padding_is_left_out_of_an_export(

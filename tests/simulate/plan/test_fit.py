@@ -109,13 +109,13 @@ def test_layers_come_in_multiples_of_the_parts() -> None:
 def test_the_largest_micro_batch() -> None:
     model = Model(name="m", layers=2, hidden=64, heads=4, vocab=512, seq=64)
     asked = LayoutQuery("dgx2", 2, {"global_batch": 192}, memory_limit=str(CONTEXT + 44_000_000))
-    whole = fit.question_of(systems.load_system_file("dgx2"), asked, model, {}, "micro-batch")
-    assert whole.values() == [n for n in range(1, 97) if 96 % n == 0]
-    answer = fit.fit_by_simulation(whole)
+    full = fit.question_of(systems.load_system_file("dgx2"), asked, model, {}, "micro-batch")
+    assert full.values() == [n for n in range(1, 97) if 96 % n == 0]
+    answer = fit.fit_by_simulation(full)
     assert answer.largest is not None
     assert answer.first_failing is not None
-    position = list(whole.values()).index(answer.largest.value)
-    assert whole.values()[position + 1] == answer.first_failing.value
+    position = list(full.values()).index(answer.largest.value)
+    assert full.values()[position + 1] == answer.first_failing.value
 
 
 def test_nothing_fits() -> None:

@@ -62,9 +62,9 @@ def test_what_a_shape_costs() -> None:
     def rate(operator: Operator) -> float:
         return operator.flops / cost.seconds(operator)
 
-    whole = rate(product(8192, 4096, 4096))
-    assert rate(product(128, 128, 1024)) < whole / 2
-    assert rate(product(8192, 4096, 32)) < whole / 2
+    full = rate(product(8192, 4096, 4096))
+    assert rate(product(128, 128, 1024)) < full / 2
+    assert rate(product(8192, 4096, 32)) < full / 2
     assert rate(product(4096, 238, 3808)) < rate(product(4096, 240, 3808)) / 2
     # 80 multiprocessors: 5 x 16 tiles of 256 x 128 are one wave, one more row of tiles takes a second.
     assert rate(product(256 * 5, 128 * 16, 4096)) > 1.2 * rate(product(256 * 6, 128 * 16, 4096))

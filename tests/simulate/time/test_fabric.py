@@ -23,8 +23,8 @@ NODE = 400e9 * 0.96
 
 
 def narrow(pod: int, oversubscription: float, system: System | None = None) -> System:
-    whole = system or load_system_file("dgx-h100")
-    return with_link(whole, "inter-node", pod=pod, oversubscription=oversubscription)
+    full = system or load_system_file("dgx-h100")
+    return with_link(full, "inter-node", pod=pod, oversubscription=oversubscription)
 
 
 def network(system: System, **layout: Any) -> Network:
@@ -105,9 +105,9 @@ def test_a_group_inside_its_pod_is_not_concerned(
     drawn: tuple[System, Layout], op: str, group: str, payload: int, factor: float
 ) -> None:
     system, layout = drawn
-    whole = narrow(layout.world, 1, system)  # as many nodes as ranks: one pod holds all
+    full = narrow(layout.world, 1, system)  # as many nodes as ranks: one pod holds all
     tapered = narrow(layout.world, factor, system)
-    one, other = Network(whole, layout), Network(tapered, layout)
+    one, other = Network(full, layout), Network(tapered, layout)
     assert one.seconds(op, group, payload) == other.seconds(op, group, payload)
 
 

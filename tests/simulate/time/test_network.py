@@ -122,8 +122,8 @@ def test_groups_behind_one_switch_take_the_same_first_adapter() -> None:
 def test_a_group_alone_on_a_node_uses_the_adapter_next_to_it() -> None:
     """Two stages of a pipeline of one rank each, the first alone on its node's adapters."""
     found = network("dgx2", tp=16, pp=2)
-    whole = found.send_seconds(10**9, from_stage=0, to_stage=1)
-    assert whole == pytest.approx(10**9 / (6.25e9 * 0.96), rel=1e-3)
+    full = found.send_seconds(10**9, from_stage=0, to_stage=1)
+    assert full == pytest.approx(10**9 / (6.25e9 * 0.96), rel=1e-3)
     # Eight stages in a node: one rank leaves it, and has an adapter for itself.
     alone = network(with_link(load_system_file("dgx2"), "inter-node"), pp=32)
     assert alone.send_seconds(10**9, from_stage=15, to_stage=16) == pytest.approx(10**9 / 12e9, rel=1e-3)

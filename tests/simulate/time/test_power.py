@@ -65,10 +65,10 @@ def test_idle_multiprocessors_lend_their_power_and_no_more(m: int, n: int, k: in
 
 def test_a_tenth_of_the_multiprocessors_idle_costs_less_than_a_tenth() -> None:
     """GPT-3's product on one of eight ranks fills 3.56 of 4 waves, the 530B's 5.93 of 6."""
-    partly, whole = product(2048, 6144, 12288), product(2048, 10240, 20480)
+    partly, full = product(2048, 6144, 12288), product(2048, 10240, 20480)
 
     def behind(cost: DeviceCost) -> float:
-        return cost.seconds(partly) / partly.flops / (cost.seconds(whole) / whole.flops) - 1
+        return cost.seconds(partly) / partly.flops / (cost.seconds(full) / full.flops) - 1
 
     assert behind(DeviceCost(without(A100), "fp16")) == pytest.approx(0.11, abs=0.01)
     assert 0.05 < behind(DeviceCost(A100, "fp16")) < 0.07

@@ -80,17 +80,17 @@ def _nothing_known() -> None:
 def both(experiment: Experiment, role: PipelineRole, *, gloo: bool = False) -> tuple[Trace, Trace, float]:
     """The trace of all blocks, the trace with repeats, and the share of calls that the latter takes."""
     all_of_them, few = Counting(), Counting()
-    whole = trace(experiment, role, gloo=gloo, recorder=all_of_them, repeat=False)
+    full = trace(experiment, role, gloo=gloo, recorder=all_of_them, repeat=False)
     found = trace(experiment, role, gloo=gloo, recorder=few)
-    return whole, found, few.calls / all_of_them.calls
+    return full, found, few.calls / all_of_them.calls
 
 
-def assert_same(whole: Trace, found: Trace) -> None:
-    """As `assert whole.events == found.events`, which would print both."""
-    for number, (one, other) in enumerate(zip(whole.events, found.events, strict=False)):
-        assert one == other, f"event {number} of {len(whole.events)}"
-    assert len(whole.events) == len(found.events)
-    assert (whole.step_start, whole.step_stop) == (found.step_start, found.step_stop)
+def assert_same(full: Trace, found: Trace) -> None:
+    """As `assert full.events == found.events`, which would print both."""
+    for number, (one, other) in enumerate(zip(full.events, found.events, strict=False)):
+        assert one == other, f"event {number} of {len(full.events)}"
+    assert len(full.events) == len(found.events)
+    assert (full.step_start, full.step_stop) == (found.step_start, found.step_stop)
 
 
 DROPPING = (
@@ -117,8 +117,8 @@ def test_every_event_is_that_of_a_trace_without_repeats(name: str) -> None:
     experiment = Experiment(name="e", model=model_of(layout), layout=layout, training=training)
     shares = []
     for role in roles(experiment):
-        whole, found, share = both(experiment, role)
-        assert_same(whole, found)
+        full, found, share = both(experiment, role)
+        assert_same(full, found)
         shares.append(share)
     assert min(shares) < 0.9, "no block was repeated"
 
@@ -145,8 +145,8 @@ def test_what_is_recorded_without_dropout_serves_no_run_with_it() -> None:
         replace(plain, layout=replace(BASE, grad_dtype="fp32")),
     ]
     for experiment in (plain, *others, plain):
-        whole = trace(experiment, roles(experiment)[0], repeat=False)
-        assert_same(whole, trace(experiment, roles(experiment)[0]))
+        full = trace(experiment, roles(experiment)[0], repeat=False)
+        assert_same(full, trace(experiment, roles(experiment)[0]))
 
 
 def test_what_is_recorded_serves_other_depths_stages_and_degrees() -> None:
@@ -155,8 +155,8 @@ def test_what_is_recorded_serves_other_depths_stages_and_degrees() -> None:
     trace(first, roles(first)[0])
     layout = replace(BASE, dp=4, zero=2, recompute=True, bucket_bytes=100_000)
     deeper = Experiment(name="e", model=replace(MODEL, layers=12), layout=layout)
-    whole, found, share = both(deeper, roles(deeper)[0])
-    assert_same(whole, found)
+    full, found, share = both(deeper, roles(deeper)[0])
+    assert_same(full, found)
     assert share < 0.5
 
 

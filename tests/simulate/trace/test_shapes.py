@@ -8,12 +8,12 @@ from repro.simulate.trace.shapes import UNKNOWN_RESULT, _made, _shape
 
 
 def test_a_tensor_that_fills_its_storage_is_known_by_its_shape() -> None:
-    for whole in (torch.empty(2, 3, device="meta"), torch.empty(4, 5, dtype=torch.half, device="meta").t()):
-        known = _shape(whole)
-        assert known == (whole.shape, whole.stride(), whole.dtype)
+    for full in (torch.empty(2, 3, device="meta"), torch.empty(4, 5, dtype=torch.half, device="meta").t()):
+        known = _shape(full)
+        assert known == (full.shape, full.stride(), full.dtype)
         again = _made(known)
         assert (again.shape, again.stride(), again.dtype, again.device) == (
-            *(whole.shape, whole.stride(), whole.dtype, whole.device),
+            *(full.shape, full.stride(), full.dtype, full.device),
         )
     pair = _shape((torch.empty(2, device="meta"), None))
     assert pair == (tuple, ((torch.Size([2]), (1,), torch.float32), None))

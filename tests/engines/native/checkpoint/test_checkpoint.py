@@ -42,8 +42,8 @@ def on(layout: Layout, request: pytest.FixtureRequest) -> Any:
     return lambda function, *arguments: pool.run(function, *arguments)[0]
 
 
-def whole(folder: Path) -> dict[str, Tensor]:
-    """Every state of every parameter, complete."""
+def read_states(folder: Path) -> dict[str, Tensor]:
+    """Return all states of all parameters in a checkpoint."""
     loaded = index.read_index(folder)
     found = {}
     with files.Reader() as reader:
@@ -106,9 +106,9 @@ def hand_over(
 ) -> None:
     """Train, read and write again, and train on: `losses` are those of one process that nobody stops."""
     on(wrote.layout, request)(train, wrote, tmp_path, HALF)
-    written = whole(checkpoint(tmp_path, wrote))
+    written = read_states(checkpoint(tmp_path, wrote))
     assert on(reads.layout, request)(pass_on, reads, tmp_path) == HALF
-    again = whole(checkpoint(tmp_path, reads))
+    again = read_states(checkpoint(tmp_path, reads))
     assert written.keys() == again.keys()
     for name, values in written.items():
         assert torch.equal(values, again[name]), name
@@ -165,8 +165,8 @@ def goes_on_to_the_bit(layout: Layout, root: Path, run: Any, **training: Any) ->
         scale = reference["loss_scale"]
         assert min(reference["skipped_steps"]) < HALF - 1, "then a good step, which counts for the growth"
         assert scale[HALF - 1] == scale[HALF] < scale[HALF + 1]
-    expected = whole(checkpoint(root / "through", through, WHOLE))
-    for key, values in whole(checkpoint(root / "halves", halves, WHOLE)).items():
+    expected = read_states(checkpoint(root / "through", through, WHOLE))
+    for key, values in read_states(checkpoint(root / "halves", halves, WHOLE)).items():
         assert torch.equal(values, expected[key]), key
 
 
@@ -177,7 +177,7 @@ def test_interleaved_stages_name_their_layers_as_the_model_does(tmp_path: Path, 
     reads = experiment(replace(LAYOUTS["dp1"], precision="fp16"), model=TINY)
     two.run(train, wrote, tmp_path, HALF)
     assert pass_on(reads, tmp_path) == HALF
-    written, again = whole(checkpoint(tmp_path, wrote)), whole(checkpoint(tmp_path, reads))
+    written, again = read_states(checkpoint(tmp_path, wrote)), read_states(checkpoint(tmp_path, reads))
     assert written.keys() == again.keys()
     assert all(torch.equal(values, again[name]) for name, values in written.items())
 

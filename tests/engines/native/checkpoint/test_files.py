@@ -105,13 +105,13 @@ def test_small_gaps_are_read_over_and_larger_ones_are_not(
     """Some of ten columns of four rows: row by row, or from the first to the last of them with what lies between."""
     monkeypatch.setattr(files, "SLICE", slice_)
     monkeypatch.setattr(files, "GAP", gap)
-    whole, path = Rectangle(0, 4, 0, 10), tmp_path / "rank-0.safetensors"
+    complete, path = Rectangle(0, 4, 0, 10), tmp_path / "rank-0.safetensors"
     files.write_rank_file(
-        path, [(files.TensorEntry("a", "weight", whole), torch.zeros(40))], {"a": (4, 10)}, lambda: None
+        path, [(files.TensorEntry("a", "weight", complete), torch.zeros(40))], {"a": (4, 10)}, lambda: None
     )
     ((_, at),) = files.read_contents(path)[0]
     with files.Reader() as reader:
-        reader.read(path, at, whole, Rectangle(0, 4, 2, columns), torch.empty(4, columns))
+        reader.read(path, at, complete, Rectangle(0, 4, 2, columns), torch.empty(4, columns))
         assert reader.bytes_read == 4 * elements
 
 
@@ -123,11 +123,11 @@ def test_a_parameter_as_a_matrix_has_the_parts_of_tp_as_columns(
     tp = data.draw(st.integers(1, 4))
     split = data.draw(st.integers(0, len(shape) - 1))
     shape[split] *= tp
-    whole = torch.arange(math.prod(shape)).view(shape)
+    complete = torch.arange(math.prod(shape)).view(shape)
     rows = matrix_rows(shape, split)
-    width = whole.numel() // rows // tp
-    for rank, part in enumerate(whole.chunk(tp, dim=split)):
-        columns = whole.view(rows, -1)[:, rank * width : (rank + 1) * width]
+    width = complete.numel() // rows // tp
+    for rank, part in enumerate(complete.chunk(tp, dim=split)):
+        columns = complete.view(rows, -1)[:, rank * width : (rank + 1) * width]
         assert torch.equal(part.flatten(), columns.flatten())
 
 
