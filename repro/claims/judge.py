@@ -232,7 +232,7 @@ def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
 
 
 def _basis(rows: list[RowResult]) -> str:
-    """Return a text of agreeing and decided rows by kind of evidence, such as `measured, scaled twin 9/9; 2 not run`."""
+    """Return the text of agreeing and decided rows by kind of evidence: `measured, scaled twin 9/9; 2 not run`."""
     rest = Counter(row.basis for row in rows if row.basis)
     good = Counter(row.basis for row in rows if row.basis and row.verdict in GOOD)
     open_ = Counter(row.verdict for row in rows if rest and not row.basis)
