@@ -66,7 +66,7 @@ VALUE, BOUND, ORDER, EVENT, THRESHOLD = STATEMENTS = ("value", "bound", "order",
 EVENT_FUNCTIONS = frozenset({"outcome", "failure", "fit_outcome"})
 """Functions of ledger expressions that return the outcome of a run, such as "ok" or "oom"."""
 MAX_TRUNCATED_SHARE = 0.01
-"""Maximum share of a number in which its last printed digit is a unit, for a truncated closed form to agree."""
+"""Maximum unit of the last printed digit, as a share of the number, at which a source may truncate a closed form."""
 SIZE_ROUNDING = RELATIVE_TOLERANCE["size"]
 """Maximum relative rounding of a published size limit: 5.5B is not 6B, and 0.5B is not 1B."""
 _ROUNDING = 1e-12

@@ -63,7 +63,10 @@ MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
     "unknown key in a row": (("analytic", "analitic"), ["a-claim.rows[x]", "did you mean analytic?"]),
     "missing id": (('id = "a-claim"', ""), ["id", "is missing"]),
     "bad id": (("a-claim", "A claim"), ["id = 'A claim'", "hyphens"]),
-    "id used twice": ((CLAIM + ROW, (CLAIM + ROW) * 2), ["a-claim", "used once", "test.toml has it"]),
+    "id used twice": (
+        (CLAIM + ROW, (CLAIM + ROW) * 2),
+        ["a-claim", "used once", "test.toml has another claim with this id"],
+    ),
     "wrong type": (('published = "2"\n', "published = 2\n"), ["a-claim", "published = 2", "string"]),
     "wrong type in a row": (('published = "2",', "published = 2,"), ["rows[x].published = 2", "string"]),
     "row not a table": ((ROW, "rows = [1]\n"), ["a-claim.rows[0] = 1", "a table"]),
