@@ -229,8 +229,8 @@ class Records:
         def evaluated(model: str, task: str, way: str, metric: str) -> Value:
             """Return an evaluation score of weights with the sizes of a packaged model, from the newest record.
 
-            `evaluated("gpt2-1.5b", "lambada", "gpt2", "accuracy.filtered")`; `way`: name of the evaluation protocol. The
-            padding of the vocabulary may differ.
+            `evaluated("gpt2-1.5b", "lambada", "gpt2", "accuracy.filtered")`; `way`: name of the evaluation protocol.
+            The padding of the vocabulary may differ.
             """
             sizes = _sizes(asdict(models.load_model(model)))
             for record in reversed(self.selection.evaluations):

@@ -87,8 +87,8 @@ def totals(results: Sequence[ClaimResult]) -> str:
 _WORDS = {
     f"measured, {PUBLISHED_SCALE}": "measured at the published scale",
     f"measured, {ONE_RANK}": "measured on one rank of the published layout",
-    f"measured, {SCALED_TWIN}": "measured on small twins, against the formula at their scale",
-    EMULATED: "small twins on an emulated network",
+    f"measured, {SCALED_TWIN}": "measured on scaled-down twins, against the formula at their scale",
+    EMULATED: "measured on scaled-down twins with an emulated network",
     "simulated": "simulated at the published scale",
     "analytic": "counted lines of the example scripts",
     CLOSED_FORM: "the formula of the source",
