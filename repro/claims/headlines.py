@@ -110,7 +110,7 @@ def describe_strength(row: RowResult) -> str:
     parts = (
         f"Margin {describe_margin(row)} %." if row.margin else "",
         f"Weak: {row.weakness}." if row.weakness else "",
-        f"Would fail with: {row.mutations[0]}." if row.mutations else "",
+        f"Simulator fault that would change the verdict: {row.mutations[0]}." if row.mutations else "",
     )
     return " ".join(filter(None, parts))
 

@@ -177,7 +177,7 @@ class Claim:
         ]
         if not errors:
             return ""
-        return f"blind on {self.predicted_blind}: {len(errors)} values, median error {median(errors):.1%}"
+        return f"predicted blind on {self.predicted_blind}: {len(errors)} values, median error {median(errors):.1%}"
 
 
 @dataclass(kw_only=True)

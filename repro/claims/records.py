@@ -160,7 +160,9 @@ class Records:
             chosen = best(fits, key=values.__getitem__)
             # A parallel degree of 1 is the smallest of all, so that no experiment with a smaller degree can fail.
             if chosen == end and (what, values[end]) != ("smallest", 1):
-                raise Missing(end, f"it fits, so the {what} {name} that fits is not among the experiments")
+                raise Missing(
+                    end, f"it fits, so the {what} {name} that fits is beyond the values of the experiments"
+                )
             return values[chosen]
 
         def largest(name: str, *experiments: str) -> Value:

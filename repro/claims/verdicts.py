@@ -190,9 +190,13 @@ class RowResult:
         """Return the reason why the test of a reproduced value is weak; empty if the test is not weak."""
         finite = [one for one in self.margin or () if one < float("inf") or not self.row.bound]
         wide = (
-            f"value may change by more than {MAX_MARGIN:.0%}" if max(finite, default=0) > MAX_MARGIN else ""
+            f"the verdict tolerates a change of the value by more than {MAX_MARGIN:.0%}"
+            if max(finite, default=0) > MAX_MARGIN
+            else ""
         )
-        return " and ".join(filter(None, (wide, "no mutation changes it" if self.mutations == () else "")))
+        return " and ".join(
+            filter(None, (wide, "no simulator fault changes the verdict" if self.mutations == () else ""))
+        )
 
     @property
     def disagrees(self) -> tuple[Finding, ...]:

@@ -138,7 +138,9 @@ def test_how_far_blind_predictions_were_off_is_the_median_of_the_rows_that_have_
     rows = "".join(map(blind.format, ("1.8", "2.4", "2.6"))) + "{ label"
     claim = CLAIM + 'predicted_blind = "2026-11-22 at 1c75963"\n'
     ledger = read(tmp_path, HEAD + claim + ROW.replace("{ label", rows))
-    assert ledger.claims[0].prediction == "blind on 2026-11-22 at 1c75963: 3 values, median error 20.0%"
+    assert ledger.claims[0].prediction == (
+        "predicted blind on 2026-11-22 at 1c75963: 3 values, median error 20.0%"
+    )
     assert not read(tmp_path, SOUND).claims[0].prediction
 
 
