@@ -95,7 +95,7 @@ def _evaluate_on(
             **common,
         )
     except ExpressionError as error:
-        return Finding(verdict=NOT_RUN, reason=f"cannot be computed: {error}", **common)
+        return Finding(verdict=NOT_RUN, reason=f"the value cannot be computed: {error}", **common)
     if isinstance(value.value, str) or (expected and isinstance(expected.value, str)):
         right = expected.value if expected else row.published
         reason = _joined(f"expected {right}", describe_fits(used))

@@ -62,7 +62,7 @@ def device_functions(
         return "ok" if layers <= largest(memory, hidden, **conditions).layers else "oom"
 
     def fit_states(model: str, *, ranks: int, zero: int, tp: int = 1) -> Value:
-        """Return measured bytes of model states per rank in 16-bit training, from any search that trained this size."""
+        """Return measured model-state bytes per rank in 16-bit training, from any fit search that trained this size."""
         parameters = total_parameters(models.load_model(model))
         for record in reversed(chosen.fits):
             size = _states(record, parameters, Layout(dp=ranks // tp, tp=tp, zero=zero))

@@ -247,7 +247,7 @@ def _answer(
         )  # All questions read one suite, so its name is omitted.
         return Answer(question=question, lacks=reason, unrecorded=not set(read) <= named.keys())
     except (ConfigError, ExpressionError, KeyError) as error:
-        return Answer(question=question, lacks=f"cannot be computed: {error}")
+        return Answer(question=question, lacks=f"the value cannot be computed: {error}")
     if isinstance(value, str):
         return Answer(question=question, value=value)
     size = UNITS[row.unit]
@@ -280,7 +280,7 @@ def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecor
             if record is None or not name.startswith(SPEED):
                 continue
             if record.outcome != "ok":
-                raise Missing(experiment, "it does not fit")
+                raise Missing(experiment, "the step does not fit in memory")
             found.append(record)
         elif function == "fastest":
             found += [named[experiment] for experiment in texts[1:] if experiment in named]

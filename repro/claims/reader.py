@@ -86,7 +86,7 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
 
 
 def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterable[str]) -> None:
-    """Raise `ConfigError` if a tested value and a number of a system file come from one document.
+    """Raise `ConfigError` if a tested value comes from a document from which a hardware system's file takes a number.
 
     A prediction with the system's number would not be independent of the published value.
     """

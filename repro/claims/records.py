@@ -102,7 +102,9 @@ class Records:
                 ended = "" if record.outcome == "ok" else f" ({_ended(record)})"
                 near = " or ".join(get_close_matches(name, metrics, 3, 0.4)) or "no similar name"
                 remedy = f"repro results {experiment.partition('/')[0]} --json"
-                raise Missing(experiment, f"its record has no metric {name}{ended}, but {near}", remedy)
+                raise Missing(
+                    experiment, f"the experiment's record has no metric {name}{ended}, but {near}", remedy
+                )
             if case is not None and record.interval is not None and STEP_SECONDS in metrics:
                 seconds = record.interval.seconds_in(case, metrics[STEP_SECONDS])
                 moved = metric_at_step_seconds(name, metrics, seconds)
@@ -120,7 +122,7 @@ class Records:
             for part in name.split("."):
                 value = None if part.startswith("_") else getattr(value, part, None)
             if not isinstance(value, int | float):
-                raise Missing(experiment, f"its conditions have no number {name}")
+                raise Missing(experiment, f"the experiment's conditions have no number {name}")
             return value
 
         def parameters(experiment: str) -> Value | Uncertain:
@@ -142,7 +144,7 @@ class Records:
             for role in record.roles or ():
                 if role.failure is not None and name in role.failure.as_dict():
                     return cast(Value, role.failure.as_dict()[name])
-            raise Missing(experiment, f"its record does not contain the {name} of the failure")
+            raise Missing(experiment, f"the experiment's record does not contain the {name} of the failure")
 
         def extreme(name: str, experiments: tuple[str, ...], best: Callable[..., str], what: str) -> Value:
             """Return the largest or smallest value of the setting `name` among the experiments that end ok.
@@ -161,7 +163,8 @@ class Records:
             # A parallel degree of 1 is the smallest of all, so that no experiment with a smaller degree can fail.
             if chosen == end and (what, values[end]) != ("smallest", 1):
                 raise Missing(
-                    end, f"it fits, so the {what} {name} that fits is beyond the values of the experiments"
+                    end,
+                    f"the step fits, so the {what} {name} that fits is beyond the values of the experiments",
                 )
             return values[chosen]
 
@@ -197,7 +200,7 @@ class Records:
             if record.outcome != "ok":
                 raise Missing(experiment, _ended(record))
             if not record.series.loss:
-                raise Missing(experiment, "its record has no losses")
+                raise Missing(experiment, "the experiment's record has no losses")
             return record.series.loss
 
         def strayed(experiment: str, reference: str, *controls: str) -> Value:
@@ -206,14 +209,20 @@ class Records:
             try:
                 return relative_loss_distance(curve, losses(reference), others)
             except ValueError as error:
-                raise Missing(experiment, f"cannot be compared with {reference}: it {error}") from None
+                raise Missing(
+                    experiment,
+                    f"its losses cannot be compared with those of {reference}: the comparison {error}",
+                ) from None
 
         def apart(experiment: str, reference: str) -> Value:
             """Return the relative difference of the mean losses of two trainings over their last 50 steps."""
             try:
                 mine, other = final_loss(losses(experiment)), final_loss(losses(reference))
             except ValueError as error:
-                raise Missing(experiment, f"cannot be compared with {reference}: it {error}") from None
+                raise Missing(
+                    experiment,
+                    f"its losses cannot be compared with those of {reference}: the comparison {error}",
+                ) from None
             return abs(mine - other) / other
 
         def compared(subject: str, baseline: str) -> Value | Uncertain:
@@ -226,7 +235,7 @@ class Records:
             if record := self.selection.by_pair.get((baseline, subject)):
                 inverse = uncertain_ratio(record)
                 return Uncertain(1 / inverse.value, 1 / inverse.high, 1 / inverse.low)
-            raise Missing(subject, f"no launch interleaved it with {baseline}")
+            raise Missing(subject, f"no launch interleaved the experiment with {baseline}")
 
         def evaluated(model: str, task: str, way: str, metric: str) -> Value:
             """Return an evaluation score of weights with the sizes of a packaged model, from the newest record.
@@ -240,7 +249,7 @@ class Records:
                     value = record.metrics.get(metric)
                     if isinstance(value, int | float):
                         return value
-                    raise Missing(record.label, f"its record has no metric {metric}")
+                    raise Missing(record.label, f"the record of the evaluation has no metric {metric}")
             reason = "the model was not evaluated, because the evaluation needs the published weights"
             raise Missing(f"{model} on {task}", reason, evaluation(task, way))
 
@@ -292,7 +301,9 @@ def _alike(records: list[ExperimentRecord], name: str) -> None:
         other = _conditions(record.experiment, free)
         differ = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
         if differ:
-            raise Missing(record.label, f"it differs from {records[0].label} in {', '.join(differ)} as well")
+            raise Missing(
+                record.label, f"the experiment also differs from {records[0].label} in {', '.join(differ)}"
+            )
 
 
 @lru_cache(MAX_CACHED_CONDITIONS)

@@ -164,7 +164,7 @@ def test_the_conditions_of_an_experiment_may_be_read(tmp_path: Path) -> None:
     assert verdict("seq", "16")[0] == REPRODUCED
     for wrong in ("layout.order", "layout.nothing", "__class__.__name__"):
         assert verdict(wrong, "4")[0] == NOT_RUN
-        assert f"its conditions have no number {wrong}" in verdict(wrong, "4")[1]
+        assert f"the experiment's conditions have no number {wrong}" in verdict(wrong, "4")[1]
 
 
 def test_one_row_that_fails_fails_the_claim_and_is_counted(tmp_path: Path) -> None:
