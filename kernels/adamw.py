@@ -27,13 +27,13 @@ from repro.kernels.cuda.program import (
 from repro.kernels.library import DEVICE_CHUNK, Cost, Operand, no_result, operator
 
 MAX_SHARDS = 48
-"""Maximum number of shards per launch, because the arguments of a CUDA kernel are limited to 4096 bytes."""
+"""Maximum number of shards per kernel launch, because the arguments of a CUDA kernel are limited to 4096 bytes."""
 BLOCK_ELEMENTS = 8192
-"""Number of elements that a thread block processes at once."""
+"""Number of elements of a shard that a thread block of the AdamW kernel processes at once."""
 
 
 class Scalars(NamedTuple):
-    """Arguments of the operator `adamw_` after the lists of shards, in the order of the operator's schema."""
+    """Arguments of the AdamW operator after its lists of shards, in the order of the operator's schema."""
 
     step: Tensor
     lr: Tensor
@@ -47,14 +47,14 @@ class Scalars(NamedTuple):
 
 @cache
 def adamw_arguments(count: int) -> struct.Struct:
-    """Return the format of the kernel's arguments for `count` shards; zeros fill the places of other shards."""
+    """Return the `struct` format of the AdamW kernel's arguments for `count` shards, padded to the maximum number."""
     rest = MAX_SHARDS - count
     return struct.Struct(f"@{'PPPPPq' * count}{48 * rest}x{count}i{4 * rest}xPPPP6fi0P")
 
 
 @cache
 def program(gradient: str, copy: str) -> Program:
-    """Return the CUDA program for gradients and copies of the given types; an empty `copy` means no copies."""
+    """Return the CUDA program of AdamW for types of gradients and 16-bit copies; an empty `copy` means no copies."""
     definitions = (
         ("GRADIENT", gradient),
         ("COPY", copy or "float"),
@@ -66,7 +66,7 @@ def program(gradient: str, copy: str) -> Program:
 
 
 def examples() -> list[Program]:
-    """Return example CUDA programs: of training in fp16 with fp32 gradients, and in bf16."""
+    """Return example CUDA programs of AdamW: for training in fp16 with fp32 gradients, and in bf16."""
     return [program("float", "half"), program("bfloat16", "bfloat16")]
 
 
@@ -79,11 +79,11 @@ def launch_adamw_(
     copies: list[Tensor],
     *scalars: Any,
 ) -> None:
-    """Launch the kernel once per 48 shards with the same dtypes of gradient and copy."""
+    """Launch the AdamW kernel once per 48 shards that have equal dtypes of gradient and 16-bit copy."""
     at = Scalars(*scalars)
     states, pointed = [*masters, *exp_avgs, *exp_avg_sqs], (at.step, at.lr, at.grad_scale, at.found_inf)
     if {t.dtype for t in [*states, *pointed] if t is not None} != {torch.float32}:
-        raise Unavailable("adamw_ needs masters, moments and scalars in fp32")
+        raise Unavailable("adamw_ needs master weights, moments and scalars in fp32")
     if not all(t.is_contiguous() for t in [*states, *grads, *copies]):
         raise Unavailable("adamw_ needs contiguous shards")
     betas = (at.beta1, at.beta2)
@@ -251,7 +251,7 @@ def cost(
     *_: object,
     **__: object,
 ) -> Cost:
-    """Return the cost: 14 FLOP per element (unscale 1, decay 1, moments 3 and 4, sqrt, eps, quotient 3, update 2)."""
+    """Return AdamW's cost: 14 FLOP per element (unscale 1, decay 1, moments 3 + 4, sqrt, eps, quotient 3, update 2)."""
     states = sum(operand.nbytes for group in (masters, exp_avgs, exp_avg_sqs) for operand in group)
     written = states + sum(operand.nbytes for operand in copies)
     return Cost(14 * sum(m.numel for m in masters), states + sum(g.nbytes for g in grads), written)

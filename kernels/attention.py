@@ -24,7 +24,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Te
 
 
 def _visible(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the mask [queries, keys] of the last `queries` positions, True where a position attends to a key."""
+    """Return the causal mask [queries, keys] of the last `queries` positions, True where a query attends to a key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -37,7 +37,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
     """
     shared = k.shape[1] != q.shape[1]
     if bias is not None:
-        if shared:  # Operators with a bias do not support shared key heads.
+        if shared:  # Attention operators with a bias do not support key heads that query heads share.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         if q.device.type == "meta":
             full = bias.expand(q.shape[0], -1, -1, -1)

@@ -16,11 +16,11 @@ from torch import Tensor
 FLUSH_BYTES = 2**29
 """Bytes of the buffer that evicts operands from the last-level cache (50 MiB on H100)."""
 MAX_TRIES = 4
-"""Maximum number of measurements; one is valid if all calls are queued before the GPU begins the first call."""
+"""Maximum number of repetitions until all calls are queued before the GPU begins the first call."""
 HOLD_MARGIN = 2.0
-"""Ratio of the GPU's sleep before the calls to the host's time for queueing the calls."""
+"""Ratio of the GPU's sleep before timed calls to the host's time for queueing these calls."""
 MAX_HOLD_S = 50e-3
-"""Maximum duration of the GPU's sleep in seconds, because queueing a first call may take seconds of compilation."""
+"""Maximum sleep of the GPU in seconds, because the host may need seconds of compilation for a first call."""
 SLEEP_HZ = 2e9
 """Upper bound of a GPU's clock rate in hertz, which converts the seconds of a sleep to clock cycles."""
 
@@ -34,12 +34,13 @@ class DeviceClock:
         flush: Callable[[], Any] | None = None,
         hold: Callable[[float], Any] | None = None,
     ):
-        """`event`: creates a CUDA event. `flush`: queues a write that evicts cached operands. `hold`: queues a sleep.
+        """Create a timer. The arguments replace functions of a real GPU, which are the defaults.
 
-        `hold` takes the minimum duration in seconds. The defaults are those of a real GPU.
+        `event`: creates a CUDA event. `flush`: queues a write that evicts cached operands. `hold`: queues a sleep of a
+        minimum duration in seconds.
         """
         self.host_s = 0.0
-        """Host seconds for queueing the calls of the last measurement."""
+        """Seconds in which the host queued the calls of the last measurement."""
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
         self._flush = flush or self._write
         self._hold = hold or _sleep
@@ -48,10 +49,10 @@ class DeviceClock:
     def queued_seconds(
         self, calls: Sequence[Callable[[], Any]], queued: Callable[[], Any] = lambda: None
     ) -> float:
-        """Return the GPU's seconds for all `calls`.
+        """Return the seconds that the GPU takes for all `calls` together.
 
         `queued` runs after all calls are queued. If the GPU begins a call before that, the measurement is repeated
-        after a longer sleep. The last measurement counts if a call itself waits for the GPU.
+        after a longer sleep. If a call waits for the GPU, every repetition fails, and the last measurement is returned.
         """
         hold_s = HOLD_MARGIN * self.host_s
         for _ in range(MAX_TRIES):

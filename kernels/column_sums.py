@@ -14,25 +14,26 @@ from repro.kernels.library import Cost, Operand, flatten_rows, operator
 
 ARGUMENTS = struct.Struct("@PPPPiii0q")
 SUM_THREADS_PER_PROCESSOR = 1024
-"""Threads per multiprocessor in `sum_rows`. Fewer do not use the memory bandwidth, more have more partial sums."""
+"""Threads per multiprocessor of the column-sum kernel. Fewer threads do not use the memory bandwidth, and more threads
+need more partial sums."""
 
 
 @cache
 def program(kind: str, width: int = 1) -> Program:
-    """Return the CUDA program for rows and sums of type `kind`, of which a thread reads `width` elements at once."""
+    """Return the CUDA program of column sums for elements of type `kind`; a thread reads `width` elements at once."""
     definitions = (("TYPE", kind), ("WIDTH", width))
     return Program("column_sums", definitions, ARGUMENTS, ("column_sums", "partial_sums"), 512)
 
 
 def examples() -> list[Program]:
-    """Return example CUDA programs, which compute 16-bit column sums."""
+    """Return example CUDA programs of column sums, for fp16 and bf16 matrices."""
     return [program("half"), program("bfloat16", 8)]
 
 
 def launch_column_sums(loaded: Loaded, partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launch the kernel on `partials`, fp32 [n, R, C], and return sums over R: [n, C] in `dtype`, or [C] if n is 1.
+    """Launch the column-sum kernel on partial sums, fp32 [n, R, C], and return their sums over R.
 
-    `loaded` must be the program for `dtype`.
+    The result is [n, C] in `dtype`, or [C] if n is 1. `loaded` must be the program for `dtype`.
     """
     count, rows, columns = partials.shape
     sums = partials.new_empty(*((count, columns) if count > 1 else (columns,)), dtype=dtype)
@@ -43,11 +44,11 @@ def launch_column_sums(loaded: Loaded, partials: Tensor, dtype: torch.dtype) -> 
 
 @cache
 def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[int, int] | None:
-    """Return (threads, items) of a thread block in which each thread has `items` vectors of `width` elements of a row.
+    """Return (threads, items) of a thread block that processes a row; None if the row exceeds a block's registers.
 
-    A thread has at most `most` elements. Up to 256 threads per block are preferred, because several such blocks hide
-    each other's barriers; then few idle threads; then several vectors per thread, whose loads overlap. Return None if
-    a row of `columns` elements does not fit.
+    Each thread has `items` vectors of `width` elements, and at most `most` elements. Up to 256 threads per block are
+    preferred, because several such blocks hide each other's barriers. The next criteria are few idle threads, and
+    several vectors per thread, whose loads overlap.
     """
     vectors = -(-columns // width)
     best: tuple[tuple[float, ...], int, int] | None = None
@@ -65,19 +66,19 @@ def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[i
 def row_grid(
     on: KernelLauncher, rows: int, columns: int, width: int, threads: int, per_processor: int = 2048
 ) -> tuple[int, int]:
-    """Return (blocks, rows at once) of a grid with `width` columns per thread.
+    """Return the number of blocks of a grid with `width` columns per thread, and the number of rows processed at once.
 
     `threads`: threads per block. `per_processor`: maximum number of threads per multiprocessor.
     """
     vectors = columns // width
-    needed, resident = rows * vectors, per_processor * on.processors  # threads, one per vector
+    needed, resident = rows * vectors, per_processor * on.processors  # Both are numbers of threads.
     blocks = -(-(needed if needed < resident else vectors if vectors > resident else resident) // threads)
     at_once = blocks * threads // vectors
     return blocks, at_once if at_once < rows else rows
 
 
 def launch_sum_rows(on: KernelLauncher, rows: Tensor) -> Tensor:
-    """Launch the kernels for partial and for final sums, and return the sums."""
+    """Launch the kernels for partial and for final column sums, and return the column sums of a matrix."""
     rows = rows.contiguous()
     count, columns = rows.shape
     if not rows.numel():
@@ -105,13 +106,13 @@ sum_operator = operator("sum_rows(Tensor rows) -> Tensor", reference, _shape, la
 
 
 def sum_rows(x: Tensor, *, plain: bool = False) -> Tensor:
-    """Return the sums [C] of x [..., C] over all other dimensions in the dtype of x, accumulated at least in fp32.
+    """Return the sums [C] of x [..., C] over all leading dimensions in the dtype of x, accumulated at least in fp32.
 
-    Without the CUDA kernel or with `plain`, torch's sum computes them.
+    Without the CUDA kernel or with `plain`, torch's sum computes the result.
     """
     return x.flatten(0, -2).sum(0) if plain or not x.is_cuda else sum_operator(flatten_rows(x))
 
 
 def cost(rows: Operand) -> Cost:
-    """Return the operator's cost: 1 FLOP per element."""
+    """Return the cost of column sums: 1 FLOP per element of the matrix."""
     return Cost(rows.numel, rows.nbytes, rows.shape[-1] * rows.itemsize)

@@ -16,23 +16,23 @@ from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, poi
 from repro.kernels.library import Cost, Operand, accumulation_dtype, no_result, operator, row_chunks
 
 MAX_BLOCKS_PER_PROCESSOR = 64
-"""Maximum number of thread blocks per multiprocessor."""
+"""Maximum number of thread blocks per multiprocessor in the cross-entropy kernels."""
 
 
 @cache
 def program(kind: str) -> Program:
-    """Return the CUDA program for logits whose type in the sources is `kind`."""
+    """Return the CUDA program of cross-entropy for logits of type `kind`, a type name of the CUDA sources."""
     kernels = ("maxima", "sums", "gradient")
     return Program("cross_entropy", (("TYPE", kind),), struct.Struct("@PPPPPqqq"), kernels, 512)
 
 
 def examples() -> list[Program]:
-    """Return example CUDA programs, for bf16 and fp16 logits."""
+    """Return example CUDA programs of cross-entropy, for bf16 and fp16 logits."""
     return [program("bfloat16"), program("half")]
 
 
 def launch_cross_entropy_max(on: KernelLauncher, logits: Tensor) -> Tensor:
-    """Launch the kernel and return the row maxima, fp32 [n]."""
+    """Launch the kernel that computes the row maxima of the logits, and return the maxima, fp32 [n]."""
     logits = logits.contiguous()
     maximum = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     _launch(on, "maxima", logits, maximum, None, None, None, 0)
@@ -42,7 +42,7 @@ def launch_cross_entropy_max(on: KernelLauncher, logits: Tensor) -> Tensor:
 def launch_cross_entropy_sums(
     on: KernelLauncher, logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int
 ) -> Tensor:
-    """Launch the kernel and return the sums of `cross_entropy_sums`, fp32 [2, n]."""
+    """Launch the kernel that computes the two sums of `cross_entropy_sums` per row, and return them, fp32 [2, n]."""
     sums = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     _launch(on, "sums", logits.contiguous(), maximum, sums, targets, None, vocab_start)
     return sums
@@ -57,7 +57,7 @@ def launch_cross_entropy_backward_(
     vocab_start: int,
     grad_loss: Tensor,
 ) -> None:
-    """Launch the kernel that replaces the logits by their gradient."""
+    """Launch the cross-entropy kernel that overwrites the logits by their gradient."""
     if not logits.is_contiguous():
         raise Unavailable("cross_entropy_backward_ needs contiguous logits, which it overwrites")
     _launch(on, "gradient", logits, maximum, sums, targets, grad_loss, vocab_start)
@@ -87,7 +87,7 @@ def _launch(
 
 
 def reference_max(logits: Tensor) -> Tensor:
-    """Compute the row maxima with plain torch operators in the dtype of the argument."""
+    """Compute the row maxima of the logits with plain torch operators in the dtype of the logits."""
     return logits.amax(-1)
 
 
@@ -101,7 +101,7 @@ def reference_sums(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start
 def reference_gradient(
     logits: Tensor, maximum: Tensor, sums: Tensor, targets: Tensor, vocab_start: int, grad_loss: Tensor
 ) -> Tensor:
-    """Return the gradient (softmax - onehot) * grad_loss with plain torch operators, as a new tensor."""
+    """Return the gradient of the logits, (softmax - onehot) * grad_loss, computed with plain torch operators."""
     hit = targets[:, None] == torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
     probability = (logits - maximum[:, None]).exp() / sums[0, :, None]
     return (probability - hit.to(logits.dtype)) * grad_loss[:, None]
@@ -112,7 +112,10 @@ def _max(logits: Tensor) -> Tensor:
 
 
 def _local_targets(targets: Tensor, vocab_start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return the local column [n, 1] of every target, clamped to this rank's columns, and whether the rank has it."""
+    """Return the local column [n, 1] of every target, clamped to this rank's columns, and whether the rank has it.
+
+    The rank has a part of the vocabulary's columns.
+    """
     local = (targets - vocab_start).unsqueeze(1)
     column = local.clamp(0, size - 1)
     return column, column == local
@@ -225,18 +228,21 @@ def cross_entropy_backward_(
 
 
 def max_cost(logits: Operand) -> Cost:
-    """Return the operator's cost: 1 FLOP (comparison) per logit."""
+    """Return the cost of row maxima of the logits: 1 FLOP (comparison) per logit."""
     return Cost(logits.numel, logits.nbytes, 4 * logits.shape[0])
 
 
 def sums_cost(logits: Operand, maximum: Operand, targets: Operand, *_: object) -> Cost:
-    """Return the operator's cost: 3 FLOP per logit (shift, exp, sum). The target's logit is read with its row."""
+    """Return the cost of the sums in cross-entropy: 3 FLOP per logit (shift, exp, sum).
+
+    The target's logit needs no extra read, because the kernel reads its row.
+    """
     rows = logits.shape[0]
     return Cost(3 * logits.numel + rows, logits.nbytes + maximum.nbytes + targets.nbytes, 2 * 4 * rows)
 
 
 def gradient_cost(logits: Operand, maximum: Operand, sums: Operand, targets: Operand, *_: object) -> Cost:
-    """Return the operator's cost: 3 FLOP per logit (shift, exp, product) and 2 per row (grad / sum, target)."""
+    """Return the cost of the gradient of cross-entropy in FLOP: 3 per logit (shift, exp, product), 2 per row."""
     rows = logits.shape[0]
     read = logits.nbytes + maximum.nbytes + sums.nbytes // 2 + targets.nbytes + 4 * rows
     return Cost(3 * logits.numel + 2 * rows, read, logits.nbytes)

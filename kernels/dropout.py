@@ -22,7 +22,7 @@ from repro.kernels.library import Cost, Operand, accumulation_dtype, like_first,
 
 
 class Place(NamedTuple):
-    """Position of x [b, s, h] in the global batch; see the arguments of `bias_dropout_residual`."""
+    """Position of a rank's activations [b, s, h] in the global batch, as arguments of `bias_dropout_residual`."""
 
     first_sample: int
     seq: int
@@ -34,9 +34,10 @@ class Place(NamedTuple):
 
 @cache
 def program(kind: str, bias: str, residual: bool, drop: bool, width: int) -> Program:
-    """Return the CUDA program for x and bias of the given types; a thread reads `width` elements at once.
+    """Return the CUDA program of bias, dropout and residual; a thread reads `width` elements at once.
 
-    An empty `bias` means no bias. `residual`, `drop`: whether the kernel adds a residual and applies dropout.
+    `kind` and `bias`: types of x and of the bias; an empty `bias` means no bias. `residual`, `drop`: whether the kernel
+    adds a residual and applies dropout.
     """
     flags = (("HAS_BIAS", int(bool(bias))), ("HAS_RESIDUAL", int(residual)), ("DROP", int(drop)))
     definitions = (("TYPE", kind), ("BIAS", bias or "float"), *flags, ("WIDTH", width))
@@ -46,7 +47,7 @@ def program(kind: str, bias: str, residual: bool, drop: bool, width: int) -> Pro
 
 
 def examples() -> list[Program]:
-    """Return example CUDA programs: for bf16, and for fp32 rows of odd length."""
+    """Return example CUDA programs of bias, dropout and residual: for bf16, and for fp32 rows of odd length."""
     return [program("bfloat16", "bfloat16", True, True, 8), program("float", "float", True, False, 1)]
 
 
@@ -59,7 +60,7 @@ def launch_bias_dropout_residual(
     key: int,
     *place: Any,
 ) -> Tensor:
-    """Launch the kernel of `bias_dropout_residual` and return its result."""
+    """Launch the fused kernel of bias, dropout and residual, and return y."""
     x = x.contiguous()
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
@@ -87,7 +88,10 @@ def launch_bias_dropout_residual_backward(
     key: int,
     *place: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels and return the gradients of x and of the bias; the latter is empty without a bias."""
+    """Launch the backward kernels of bias and dropout, and return the gradients of x and of the bias.
+
+    Without a bias, its gradient is an empty tensor.
+    """
     grad = grad.contiguous()
     dx, columns = torch.empty_like(grad), grad.shape[-1]
     if not grad.numel():
@@ -117,17 +121,17 @@ def _count_rows(x: Tensor) -> int:
 def _scalar_arguments(
     p: float, key: int, at: Place, positions: int, rows: int, columns: int, at_once: int
 ) -> tuple[int | float, ...]:
-    """Return the kernel's arguments after the pointers, in the order of the source's struct `Arguments`."""
+    """Return the numbers that follow the pointers in the dropout kernel's arguments, in the order of its struct."""
     origin = at.first_position + (at.first_sample * at.seq if at.device_key is None else 0)
     sizes = (origin, rows, positions, at.seq, at.split, at.jump, columns, at_once)
     return (random.mixed(key), *sizes, random.threshold(p), 1 / (1 - p))
 
 
 def _global_rows(x: Tensor, place: Place) -> Tensor:
-    """Return the row numbers in the global batch of sample i and position j of x [b, s, h], int64 [b * s].
+    """Return the row number in the global batch of every token of x [b, s, h], int64 [b * s].
 
-    The number is (first_sample + i) * seq + first_position + j, plus `jump` for j >= split. Raises RuntimeError for a
-    key in device memory, which only the CUDA kernel supports.
+    The number of sample i and position j is (first_sample + i) * seq + first_position + j, plus `jump` for j >= split.
+    Raises RuntimeError for a key in device memory, which only the CUDA kernel supports.
     """
     (first_sample, seq, first_position, split, jump, device_key), (samples, positions, _) = place, x.shape
     if device_key is not None:
@@ -199,7 +203,10 @@ def _forward(
 
 
 def _keep(words: tuple[Tensor, ...], first: int, last: int, p: float, dtype: torch.dtype) -> Tensor:
-    """Return the mask of rows first to last - 1 as numbers: 1 for retained elements, because bool is slow on a CPU."""
+    """Return the dropout mask of rows first to last - 1 as numbers, because masks of bool are slow on a CPU.
+
+    Retained elements have the number 1, and dropped elements 0.
+    """
     row_low, row_odd, column_low, column_even = words
     bits = random.combine(row_low[first:last], row_odd[first:last], column_low, column_even)
     return bits.ge_(random.threshold(p)).to(dtype)
@@ -311,13 +318,16 @@ def bias_dropout_residual(
 def forward_cost(
     x: Operand, bias: Operand | None, residual: Operand | None, p: float = 0.0, *_: object
 ) -> Cost:
-    """Return the cost: 1 FLOP per element each for bias, scale and residual. The mask moves no bytes."""
+    """Return the cost of bias, dropout and residual: 1 FLOP per element each for bias, scale and residual.
+
+    The dropout mask moves no bytes, because the kernel computes it.
+    """
     per_element = (bias is not None) + (residual is not None) + (p > 0)
     read = x.nbytes + sum(operand.nbytes for operand in (bias, residual) if operand is not None)
     return Cost(per_element * x.numel, read, x.nbytes)
 
 
 def backward_cost(grad: Operand, has_bias: bool = True, *_: object) -> Cost:
-    """Return the cost: per element 1 FLOP for the scale, and 1 for the sum of dbias if there is a bias."""
+    """Return the cost of dropout's backward pass: 1 FLOP per element for the scale, and 1 for the bias gradient."""
     bias_bytes = grad.shape[-1] * grad.itemsize if has_bias else 0
     return Cost((1 + has_bias) * grad.numel, grad.nbytes, grad.nbytes + bias_bytes)

@@ -1,7 +1,7 @@
 """Index of all `repro::` operators: their cost formulas, which torch's FlopCounterMode also uses, and CUDA programs.
 
 The formulas are in the modules of the kernels. They count floating-point operations and necessary memory traffic
-(operands are read once, results written once), but no integer operations such as those of random bits.
+(operands are read once, results are written once), but no integer operations such as those of random bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     "norm_squared": norm.cost,
     "sum_rows": column_sums.cost,
 }
-"""Cost formula of each operator, by the operator's name without `repro::`."""
+"""Cost formula (FLOP and bytes) of each operator, by the operator's name without `repro::`."""
 FAMILIES = {
     "adamw": adamw,
     "norm": norm,
@@ -64,9 +64,9 @@ FAMILIES = {
     "cross-entropy": cross_entropy,
     "sums of columns": column_sums,
 }
-"""Module of each family of kernels, by the name that messages show."""
+"""Module of each family of kernels, by the family's name in messages."""
 SOURCE_TYPES = {"fp32": "float", "bf16": "bfloat16", "fp16": "half"}
-"""Type in the CUDA sources, by precision of a layout."""
+"""Name of the element type in the CUDA sources, by the training precision of a layout."""
 
 
 def _as_operand(argument: Any, itemsize: int) -> Any:
@@ -87,7 +87,7 @@ def cost(name: str, *arguments: Any, itemsize: int = 4) -> Cost:
     """
     short = name.removeprefix("repro::").removesuffix(".default")
     if short not in FORMULAS:
-        raise ValueError(f"no operator repro::{short}; there are {', '.join(sorted(FORMULAS))}")
+        raise ValueError(f"no operator repro::{short} exists; must be one of {', '.join(sorted(FORMULAS))}")
     return FORMULAS[short](*(_as_operand(argument, itemsize) for argument in arguments))
 
 
@@ -104,7 +104,7 @@ def example_programs() -> list[Program]:
 
 
 class SizeClass(NamedTuple):
-    """A CUDA program, and the row lengths for which the same program is used."""
+    """A CUDA program, and the row lengths that use the program."""
 
     program: Program
     sizes: tuple[int, ...]
@@ -113,7 +113,7 @@ class SizeClass(NamedTuple):
 
 @cache
 def size_classes() -> list[SizeClass]:
-    """Return the CUDA programs of all experiments in the suites, and of all model files in every precision.
+    """Return the CUDA programs that the suites' experiments and, in every precision, the model files need.
 
     The programs are those for tensors that are aligned to 16 bytes.
     """
@@ -150,7 +150,7 @@ def size_classes() -> list[SizeClass]:
 
 
 def _vector_width(kind: str, size: int) -> int:
-    """Return the number of elements per read of a thread: 16 bytes if they divide rows of `size` elements, else one."""
+    """Return how many elements a thread reads at once: 16 bytes if they divide rows of `size` elements, else one."""
     width = 16 // TYPE_BYTES[kind]
     return 1 if size % width else width
 

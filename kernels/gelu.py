@@ -15,18 +15,18 @@ from repro.kernels.library import Cost, Differentiable, Operand, flatten_rows, l
 
 @cache
 def program(kind: str, bias: str, width: int) -> Program:
-    """Return the CUDA program for x and bias of types `kind` and `bias`; a thread reads `width` elements at once."""
+    """Return the CUDA program of bias and GELU for types of x and of the bias; a thread reads `width` elements."""
     definitions = (("TYPE", kind), ("BIAS", bias), ("WIDTH", width))
     return Program("gelu", definitions, struct.Struct("@PPPPPqii"), ("forward", "backward"), 256)
 
 
 def examples() -> list[Program]:
-    """Return example CUDA programs: for bf16, and for fp16 rows of odd length."""
+    """Return example CUDA programs of bias and GELU: for bf16, and for fp16 rows of odd length."""
     return [program("bfloat16", "bfloat16", 8), program("half", "half", 1)]
 
 
 def launch_bias_gelu(on: KernelLauncher, x: Tensor, bias: Tensor) -> Tensor:
-    """Launch the kernel of `bias_gelu` and return its result."""
+    """Launch the fused kernel of bias and GELU, and return y."""
     x, bias = x.contiguous(), bias.contiguous()
     y, columns = torch.empty_like(x), x.shape[-1]
     if x.numel():
@@ -42,7 +42,7 @@ def launch_bias_gelu(on: KernelLauncher, x: Tensor, bias: Tensor) -> Tensor:
 def launch_bias_gelu_backward(
     on: KernelLauncher, grad: Tensor, x: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Launch the backward kernels and return the gradients of x and of the bias."""
+    """Launch the backward kernels of bias and GELU, and return the gradients of x and of the bias."""
     grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous()
     if grad.dtype != x.dtype:
         raise Unavailable("bias_gelu_backward needs a gradient of the dtype of x")
@@ -106,10 +106,10 @@ def bias_gelu(x: Tensor, bias: Tensor, *, plain: bool = False) -> Tensor:
 
 
 def forward_cost(x: Operand, bias: Operand) -> Cost:
-    """Return the operator's cost: 8 FLOP per element (bias 1, u + 0.044715 u^3 4, scale 1, sigmoid 1, product 1)."""
+    """Return the cost of bias and GELU: 8 FLOP per element (bias, u + 0.044715 u^3 4, scale, sigmoid, product)."""
     return Cost(8 * x.numel, x.nbytes + bias.nbytes, x.nbytes)
 
 
 def backward_cost(grad: Operand, x: Operand, bias: Operand) -> Cost:
-    """Return the operator's cost: 17 FLOP per element (sigmoid with its argument 7, slope 8, dx 1, dbias 1)."""
+    """Return the cost of GELU's backward pass: 17 FLOP per element (sigmoid and argument 7, slope 8, dx 1, dbias 1)."""
     return Cost(17 * x.numel, grad.nbytes + x.nbytes + bias.nbytes, x.nbytes + bias.nbytes)

@@ -20,18 +20,18 @@ from repro.kernels.library import (
 )
 
 MAX_BLOCKS_PER_PROCESSOR = 16
-"""Maximum number of thread blocks per multiprocessor, about twice as many as run at once."""
+"""Maximum number of thread blocks per multiprocessor in the SwiGLU kernels, about twice as many as run at once."""
 
 
 @cache
 def program(kind: str, width: int) -> Program:
-    """Return the CUDA program for tensors of type `kind`, of which a thread reads `width` elements at once."""
+    """Return the CUDA program of SwiGLU for tensors of type `kind`; a thread reads `width` elements at once."""
     definitions = (("TYPE", kind), ("WIDTH", width))
     return Program("glu", definitions, struct.Struct("@PPPqi0q"), ("forward", "backward"), 256)
 
 
 def examples() -> list[Program]:
-    """Return example CUDA programs: for bf16, and for fp16 rows of odd length."""
+    """Return example CUDA programs of SwiGLU: for bf16, and for fp16 rows of odd length."""
     return [program("bfloat16", 8), program("half", 1)]
 
 
@@ -47,13 +47,13 @@ def _launch(on: KernelLauncher, kernel: str, x: Tensor, grad: Tensor | None, int
 
 
 def launch_swiglu(on: KernelLauncher, x: Tensor) -> Tensor:
-    """Launch the kernel of `swiglu` and return its result."""
+    """Launch the SwiGLU kernel and return y = silu(gate) * up."""
     x = x.contiguous()
     return _launch(on, "forward", x, None, x.new_empty((*x.shape[:-1], x.shape[-1] // 2)))
 
 
 def launch_swiglu_backward(on: KernelLauncher, grad: Tensor, x: Tensor) -> Tensor:
-    """Launch the backward kernel and return the gradient of x."""
+    """Launch the backward kernel of SwiGLU and return the gradient of x."""
     if grad.dtype != x.dtype:
         raise Unavailable("swiglu_backward needs a gradient of the dtype of x")
     x = x.contiguous()
@@ -121,10 +121,10 @@ def swiglu(x: Tensor, *, plain: bool = False) -> Tensor:
 
 
 def forward_cost(x: Operand) -> Cost:
-    """Return the operator's cost: 3 FLOP per element of the result (sigmoid, product with gate, product with up)."""
+    """Return SwiGLU's cost: 3 FLOP per element of the result (sigmoid, product with gate, product with up)."""
     return Cost(3 * x.numel // 2, x.nbytes, x.nbytes // 2)
 
 
 def backward_cost(grad: Operand, x: Operand) -> Cost:
-    """Return the operator's cost: 8 FLOP per element of `grad` (sigmoid 1, silu 1, dup 1, silu' 3, dgate 2)."""
+    """Return the cost of SwiGLU's backward pass: 8 FLOP per output element (sigmoid, silu, dup, silu' 3, dgate 2)."""
     return Cost(8 * grad.numel, grad.nbytes + x.nbytes, x.nbytes)

@@ -13,17 +13,19 @@ from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, poi
 from repro.kernels.library import Cost, Differentiable, Operand, accumulation_dtype, operator
 
 MAX_FORWARD_BLOCKS, MAX_BACKWARD_THREADS = 64, 1024
-"""Maximum number of thread blocks per multiprocessor in forward, and of threads in backward, limited by registers."""
+"""Maximum numbers per multiprocessor in normalisation kernels: thread blocks in forward, and threads in backward, which
+registers limit."""
 
 
 @cache
 def program(
     kind: str, weight: str, columns: int, width: int, backward: bool, centred: bool = True
 ) -> Program:
-    """Return the CUDA program for rows of `columns` elements, of which a thread reads `width` at once.
+    """Return the CUDA program of layer norm or RMS norm for rows of `columns` elements.
 
-    `kind` and `weight`: types in the sources of x and of the weight. `centred`: with mean and bias (layer norm), else
-    without (RMS norm). Rows that exceed the registers of a thread block have a program for rows of any length.
+    A thread reads `width` elements at once. `kind` and `weight`: names of the types of x and of the weight in the CUDA
+    sources. `centred`: with mean and bias (layer norm), else without (RMS norm). Rows that exceed the registers of a
+    thread block have a program for rows of any length.
     """
     most, threads = (16, 512) if backward else (32, 512 if width == 1 else 1024)
     shape = sums.row_shape(columns, width, most, threads)
@@ -37,7 +39,10 @@ def program(
 
 
 def examples() -> list[Program]:
-    """Return example CUDA programs: Turing-NLG 17B, Megatron 8.3B, long fp32 rows, Llama 70B, 1T parameters."""
+    """Return example CUDA programs of layer norm and RMS norm, for the row lengths of well-known models.
+
+    The models are Turing-NLG 17B, Megatron 8.3B, one with long fp32 rows, Llama 70B, and one with 1T parameters.
+    """
     usual = [
         ("bfloat16", "bfloat16", 4256, 8, True),
         ("half", "float", 3072, 8, True),
@@ -108,7 +113,10 @@ def launch_rms_norm_backward(
 def _launch_backward(
     on: KernelLauncher, grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Launch the backward kernels; return dx and the gradients of weight and bias (RMS norm: of the weight only)."""
+    """Launch the backward kernels of a normalisation, and return the gradients of x and of weight and bias.
+
+    RMS norm has no bias.
+    """
     name, vectors = ("rms_norm", 1) if mean is None else ("layer_norm", 2)
     grad, x, weight, rstd = grad.contiguous(), x.contiguous(), weight.contiguous(), rstd.contiguous()
     if grad.dtype != x.dtype or rstd.dtype != torch.float32:
@@ -139,7 +147,7 @@ def _launch_backward(
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """Compute the normalisation with plain torch operators in the dtype of the arguments."""
+    """Compute layer norm with plain torch operators in the dtype of the arguments."""
     centred = x - x.mean(-1, keepdim=True)
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     return centred * rstd * weight + bias
@@ -152,7 +160,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tenso
 
 
 def _weight_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of weight and bias with which torch's layer norm computes the statistics of x in fp32.
+    """Return the dtype of weight and bias with which torch's layer norm computes mean and variance of x in fp32.
 
     A GPU accepts only the dtype of x (pytorch/pytorch#135969). A CPU needs fp32 weights, or else rounds the statistics.
     """
@@ -207,7 +215,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
             f"not {list(weight.shape)} and {list(bias.shape)}"
         )
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
-    saved = (0, 4, 5, 1)  # These are the indices of x, mean, rstd and weight in `Differentiable`.
+    saved = (
+        0,
+        4,
+        5,
+        1,
+    )  # `Differentiable` has x, mean, rstd and weight at these indices of inputs and results.
     return Differentiable.apply(
         lambda x, weight, bias: forward(x, weight, bias, eps),
         lambda grad, *saved: backward(grad, *saved),
@@ -219,13 +232,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
 
 
 def forward_cost(x: Operand, weight: Operand, bias: Operand, *_: object) -> Cost:
-    """Return the operator's cost: 8 FLOP per element (mean 1, variance 3, normalise 2, affine 2), and 4 per row."""
+    """Return the cost of layer norm: 8 FLOP per element (mean 1, variance 3, normalise 2, affine 2), and 4 per row."""
     rows = x.numel // max(1, weight.numel)
     return Cost(8 * x.numel + 4 * rows, x.nbytes + weight.nbytes + bias.nbytes, x.nbytes + 2 * 4 * rows)
 
 
 def backward_cost(grad: Operand, x: Operand, mean: Operand, rstd: Operand, weight: Operand) -> Cost:
-    """Return the operator's cost, 14 FLOP per element: (x - mean) * rstd 2, grad * weight 1, its two row sums 3, dx 4,
-    dweight 2, dbias 1, product with rstd 1."""
+    """Return the cost of layer norm's backward pass: 14 FLOP per element.
+
+    They are (x - mean) * rstd 2, grad * weight 1, two row sums of this product 3, dx 4, dweight 2, dbias 1, and the
+    product with rstd 1.
+    """
     read = grad.nbytes + x.nbytes + mean.nbytes + rstd.nbytes + weight.nbytes
     return Cost(14 * x.numel, read, x.nbytes + 2 * weight.nbytes)

@@ -19,10 +19,13 @@ from repro.kernels.cuda.device import cuda_dispatcher
 LIBRARY = torch.library.Library("repro", "DEF")
 
 CPU_CHUNK = 2**17
-"""Elements per CPU thread that an operator processes at once; more exceed caches, fewer cost call overhead."""
+"""Number of elements that an operator processes at once per CPU thread.
+
+More elements exceed the caches, and fewer elements cost call overhead.
+"""
 
 DEVICE_CHUNK = 2**24
-"""Elements that torch's operators process at once on a GPU, which limits temporaries to 64 MiB in fp32."""
+"""Number of elements that torch's operators process at once on a GPU, which limits fp32 temporaries to 64 MiB."""
 
 
 def operator(
@@ -32,10 +35,10 @@ def operator(
     binding: Callable[..., Any],
     cpu: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
-    """Define the operator `repro::<schema>` and return its overload, which takes the arguments of `implementation`.
+    """Register the operator `repro::<schema>` with torch and return it; it takes the arguments of `implementation`.
 
     `binding(launcher, *arguments)` runs the CUDA kernel. `implementation` runs on CPUs, unless `cpu` replaces it, and
-    on GPUs without the kernel. `shape` returns empty results for `meta` tensors. None of them records gradients.
+    on GPUs without the kernel. `shape` returns empty results for `meta` tensors. No function records gradients.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
@@ -48,17 +51,17 @@ def operator(
 
 
 def no_result(*_: object) -> None:
-    """Return None: the shape function of an operator that only modifies its arguments."""
+    """Return None, as the shape function of an operator that only modifies its arguments."""
     return
 
 
 def like_first(x: Tensor, *_: object) -> Tensor:
-    """Return an empty result with the shape and the dtype of the first argument."""
+    """Return an empty tensor with shape and dtype of an operator's first argument, as the operator's shape function."""
     return x.new_empty(x.shape)
 
 
 class Differentiable(torch.autograd.Function):
-    """Autograd function of two operators: one computes results, `backward(grad, *saved)` computes all gradients."""
+    """Autograd function of a forward operator, and of a backward operator that computes the gradients of all inputs."""
 
     @staticmethod
     def forward(
@@ -68,7 +71,10 @@ class Differentiable(torch.autograd.Function):
         saved: tuple[int, ...],
         *inputs: Tensor,
     ) -> Tensor:
-        """Return the first result of `forward(*inputs)`. `saved`: indices in (*inputs, *results) of saved tensors."""
+        """Return the first result of the operator `forward(*inputs)`, and save tensors for the operator `backward`.
+
+        `saved`: indices of the saved tensors in (*inputs, *results).
+        """
         results = _as_tuple(forward(*inputs))
         ctx.save_for_backward(*((*inputs, *results)[number] for number in saved))
         ctx.gradients = backward
@@ -90,7 +96,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_chunks(rows: int, columns: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yield ranges [first, last) of rows of a matrix, each with at most one chunk of elements or else a single row."""
+    """Yield ranges [first, last) of a matrix's rows that an operator processes at once.
+
+    A range has at most one chunk of elements, or else a single row.
+    """
     elements = CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
     step = max(1, elements // max(1, columns))
     for first in range(0, rows, step):
@@ -103,7 +112,7 @@ def flatten_rows(x: Tensor) -> Tensor:
 
 
 class Operand(NamedTuple):
-    """Shape and element size of a tensor, the input of cost formulas."""
+    """Shape and element size of a tensor, as input of the cost formulas of operators."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -118,9 +127,9 @@ class Operand(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Necessary work of one call of an operator, which reads operands once and writes results once."""
+    """Necessary work of one call of an operator, if it reads operands once and writes results once."""
 
     flops: int
-    """Floating-point operations. An addition, product, comparison, quotient, sqrt, exp or sigmoid counts as one."""
+    """Number of floating-point operations; an addition, product, comparison, quotient, sqrt, exp or sigmoid is one."""
     bytes_read: int
     bytes_written: int

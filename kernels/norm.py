@@ -1,4 +1,4 @@
-"""Sum of squares of many tensors: a rank's part of a global gradient norm, which also shows an overflow."""
+"""Sum of squares of many tensors: a rank's part of the global gradient norm, which also detects overflows."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from repro.kernels.cuda.program import KernelLauncher, Program, pack_launches, s
 from repro.kernels.library import Cost, Operand, operator
 
 MAX_TENSORS = 160
-"""Maximum number of tensors per launch, because the arguments of a CUDA kernel are limited to 4096 bytes."""
+"""Maximum number of tensors per kernel launch, because the arguments of a CUDA kernel are limited to 4096 bytes."""
 BLOCK_ELEMENTS = 16384
-"""Number of elements that a thread block processes at once."""
+"""Number of elements of a tensor that a thread block of the norm kernel processes at once."""
 
 
 @cache
 def norm_arguments(count: int) -> struct.Struct:
-    """Return the format of the kernel's arguments for `count` tensors; zeros fill the places of other tensors."""
+    """Return the `struct` format of the norm kernel's arguments for `count` tensors, padded to the maximum number."""
     rest = MAX_TENSORS - count
     return struct.Struct(f"@{count}P{8 * rest}x{count}q{8 * rest}x{count}i{4 * rest}xiiPP0q")
 
 
 @cache
 def program(kind: str) -> Program:
-    """Return the CUDA program for tensors whose type in the sources is `kind`."""
+    """Return the CUDA program of the squared norm for tensors of type `kind`, a type name of the CUDA sources."""
     definitions = (("TYPE", kind), ("TENSORS", MAX_TENSORS), ("CHUNK", BLOCK_ELEMENTS))
     return Program("norm", definitions, norm_arguments(MAX_TENSORS), ("partial", "total"), 256)
 
 
 def examples() -> list[Program]:
-    """Return example CUDA programs, for fp32 and for bf16 gradients."""
+    """Return example CUDA programs of the squared norm, for fp32 and for bf16 gradients."""
     return [program("float"), program("bfloat16")]
 
 
 def launch_norm_squared(on: KernelLauncher, tensors: list[Tensor]) -> Tensor:
-    """Launch the kernel once per 160 tensors of a dtype, and once more to add the partial sums of all thread blocks."""
+    """Launch the norm kernel once per 160 tensors of a dtype, and then a kernel that adds the blocks' partial sums."""
     tensors = [tensor.contiguous() for tensor in tensors]
     sources = [(program(source_type(t)), (t.data_ptr(), t.numel())) for t in tensors]
     launches = pack_launches(on, sources, MAX_TENSORS, BLOCK_ELEMENTS)
@@ -59,10 +59,10 @@ def launch_norm_squared(on: KernelLauncher, tensors: list[Tensor]) -> Tensor:
 
 
 CPU_CHUNK_ELEMENTS = 2**18
-"""Elements that a CPU processes at once, which limits the fp32 copy of 16-bit tensors to 1 MiB."""
+"""Number of elements whose norm a CPU computes at once, which limits the fp32 copy of 16-bit tensors to 1 MiB."""
 
 CPU_ROW_ELEMENTS = 2**10
-"""Elements of which a CPU computes one norm, because torch's norm of 4e6 equal numbers at once is wrong by 0.2 %."""
+"""Number of elements per norm on a CPU, because torch's norm of 4e6 equal numbers at once is wrong by 0.2 %."""
 
 
 def reference(tensors: list[Tensor]) -> Tensor:
@@ -116,5 +116,5 @@ def norm_squared(tensors: list[Tensor], *, plain: bool = False) -> Tensor:
 
 
 def cost(tensors: list[Operand]) -> Cost:
-    """Return the operator's cost: 2 FLOP per element, square and add."""
+    """Return the cost of the squared norm: 2 FLOP per element, square and add."""
     return Cost(2 * sum(t.numel for t in tensors), sum(t.nbytes for t in tensors), 4)

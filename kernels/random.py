@@ -32,7 +32,7 @@ _MULTIPLIER = 0xD6E8FEB86659FD93
 
 
 def _signed(value: int) -> int:
-    """Return the signed integer with the same 64 bits as `value`, because torch has no unsigned arithmetic."""
+    """Return the signed 64-bit integer with the bits of `value`, because torch has no unsigned arithmetic."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -43,7 +43,7 @@ def _mix_int(value: int) -> int:
 
 
 def mixed(key: int) -> int:
-    """Return mix(key) of the module's definition, an integer in 0 .. 2**64 - 1."""
+    """Return mix(key), the splitmix64 finaliser of a random key, as an integer in 0 .. 2**64 - 1."""
     return _mix_int(key & _MASK)
 
 
@@ -63,7 +63,7 @@ def _hash_(index: Tensor, key: int) -> tuple[Tensor, Tensor]:
 
 
 def derive_key(*parts: int) -> int:
-    """Return a key in [0, 2**63) that depends on all `parts` (seed, step, layer, ...) and on their order and number."""
+    """Return a random key in [0, 2**63) that depends on all `parts` (seed, step, layer, ...) and on their order."""
     state = _mix_int(len(parts) + _GOLDEN)
     for part in parts:
         state = _mix_int(((state ^ _mix_int(part & _MASK)) * 3 + _GOLDEN) & _MASK)
@@ -76,7 +76,7 @@ def device_key(key: int, first_sample: int) -> tuple[int, int]:
 
 
 def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the operands of bits(r, c), int32: two words [R, 1] of each row and two words [C] of each column."""
+    """Return the operands of random bits as int32: two words [R, 1] per row, and two words [C] per column."""
     index = torch.cat([rows, torch.arange(-1, -1 - columns, -1, device=rows.device)])
     low, high = _hash_(index, key)
     count = rows.numel()
@@ -84,7 +84,7 @@ def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def combine(row_low: Tensor, row_odd: Tensor, column_low: Tensor, column_even: Tensor) -> Tensor:
-    """Return bits(r, c), int32 [rows, columns], from the results of `factors` or from any slice of their rows."""
+    """Return random bits, int32 [rows, columns], from the results of `factors` or from a slice of their rows."""
     return torch.bitwise_xor(row_odd, column_even).mul_(row_low + column_low)
 
 
@@ -94,7 +94,7 @@ def uniform_bits(rows: Tensor, columns: int, key: int) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """Return the smallest value of `uniform_bits` that dropout with probability p retains.
+    """Return the smallest value of an element's random bits with which dropout with probability p retains the element.
 
     Raises ValueError unless 0 <= p < 1.
     """
@@ -104,7 +104,7 @@ def threshold(p: float) -> int:
 
 
 def keep_mask(rows: Tensor, columns: int, p: float, key: int) -> Tensor:
-    """Return a mask [R, columns], False (dropped) with probability p, for the row numbers `rows`, int64 [R]."""
+    """Return a dropout mask [R, columns], False (dropped) with probability p, for the row numbers `rows`, int64 [R]."""
     return uniform_bits(rows, columns, key) >= threshold(p)
 
 
@@ -122,7 +122,7 @@ def normal_at(index: Tensor, key: int) -> Tensor:
 
 
 def normal(start: int, count: int, key: int, device: torch.device | str) -> Tensor:
-    """Return the elements start .. start + count - 1 of the sequence of `normal_at`, fp32 [count]."""
+    """Return elements start .. start + count - 1 of the sequence of normal random numbers with a key, fp32 [count]."""
     out = torch.empty(count, dtype=torch.float32, device=device)
     if out.device.type == "meta":
         return out

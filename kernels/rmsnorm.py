@@ -18,7 +18,7 @@ from repro.kernels.library import (
 
 
 def reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """Compute the normalisation with plain torch operators in the dtype of the arguments."""
+    """Compute RMS norm with plain torch operators in the dtype of the arguments."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
@@ -80,7 +80,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, plain: bool = Fals
             f"rms_norm of {list(x.shape)} needs a weight of {list(x.shape[-1:])}, not {list(weight.shape)}"
         )
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
-    saved = (0, 3, 1)  # These are the indices of x, rstd and weight in `Differentiable`.
+    saved = (0, 3, 1)  # `Differentiable` has x, rstd and weight at these indices of inputs and results.
     return Differentiable.apply(
         lambda x, weight: forward(x, weight, eps),
         lambda grad, *saved: backward(grad, *saved),
@@ -91,12 +91,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, plain: bool = Fals
 
 
 def forward_cost(x: Operand, weight: Operand, *_: object) -> Cost:
-    """Return the operator's cost: 4 FLOP per element (square and sum 2, normalise 1, weight 1), 3 per row for rstd."""
+    """Return RMS norm's cost: 4 FLOP per element (square and sum 2, normalise 1, weight 1), and 3 per row for rstd."""
     rows = x.numel // max(1, weight.numel)
     return Cost(4 * x.numel + 3 * rows, x.nbytes + weight.nbytes, x.nbytes + 4 * rows)
 
 
 def backward_cost(grad: Operand, x: Operand, rstd: Operand, weight: Operand) -> Cost:
-    """Return the operator's cost: 9 FLOP per element (x * rstd 1, dweight 2, grad * weight 1, its row sum 2, dx 3)."""
+    """Return the cost of RMS norm's backward pass: 9 FLOP per element.
+
+    They are x * rstd 1, dweight 2, grad * weight 1, a row sum with this product 2, and dx 3.
+    """
     read = grad.nbytes + x.nbytes + rstd.nbytes + weight.nbytes
     return Cost(9 * x.numel, read, x.nbytes + weight.nbytes)

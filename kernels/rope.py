@@ -20,18 +20,18 @@ from repro.kernels.cuda.program import KernelLauncher, Program, is_aligned, sour
 from repro.kernels.library import Cost, Operand, accumulation_dtype, like_first, operator
 
 MAX_BLOCKS_PER_PROCESSOR = 16
-"""Maximum number of thread blocks per multiprocessor."""
+"""Maximum number of thread blocks per multiprocessor in the kernel of rotary positions."""
 
 
 @cache
 def program(kind: str, width: int) -> Program:
-    """Return the CUDA program for tensors of type `kind`, of which a thread reads `width` elements at once."""
+    """Return the CUDA program of rotary positions for tensors of type `kind`; a thread reads `width` elements."""
     definitions = (("TYPE", kind), ("WIDTH", width))
     return Program("rope", definitions, struct.Struct("@PPqiiiiiiiiff0q"), ("rotary",), 128)
 
 
 def examples() -> list[Program]:
-    """Return example CUDA programs: for bf16, and for fp16 heads of odd sizes."""
+    """Return example CUDA programs of rotary positions: for bf16, and for fp16 heads of odd sizes."""
     return [program("bfloat16", 8), program("half", 1)]
 
 
@@ -47,7 +47,7 @@ def launch_rotary(
     split: int = 0,
     jump: int = 0,
 ) -> Tensor:
-    """Launch the kernel of `rotary` and return its result."""
+    """Launch the kernel of rotary positions and return the rotated tensor."""
     x = x.contiguous()
     y, (samples, sequence, columns) = torch.empty_like(x), x.shape
     if not x.numel():
@@ -68,7 +68,10 @@ def launch_rotary(
 
 
 def _angles(s: int, width: int, base: float, place: Sequence[int], device: torch.device) -> Tensor:
-    """Return the rotation angles of all positions and pairs, fp64 [s, width/2]. `place`: see `rotary`."""
+    """Return the rotation angles of all positions and pairs of elements, fp64 [s, width/2].
+
+    `place`: first_position, split and jump of `rotary`.
+    """
     first, split, jump = place
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
     positions = torch.arange(first, first + s, dtype=torch.float64, device=device)
@@ -80,7 +83,10 @@ def _angles(s: int, width: int, base: float, place: Sequence[int], device: torch
 def reference(
     x: Tensor, heads: int, head_width: int, width: int, base: float, place: Sequence[int] = (0, 0, 0)
 ) -> Tensor:
-    """Compute the rotation in the dtype of x with pairs as complex numbers. `place`: first_position, split and jump."""
+    """Compute rotary positions in the dtype of x with pairs of elements as complex numbers.
+
+    `place`: first_position, split and jump of `rotary`.
+    """
     b, s, _ = x.shape
     turning, others = x.view(b, s, -1, head_width).split([heads, x.shape[-1] // head_width - heads], 2)
     first, second, rest = turning.split([width // 2, width // 2, head_width - width], -1)
@@ -166,6 +172,9 @@ def rotary(
 
 
 def cost(x: Operand, heads: int, head_width: int, width: int, *_: object) -> Cost:
-    """Return the cost: 3 FLOP per rotated element (two products and a sum); the kernel reads no table of angles."""
+    """Return the cost of rotary positions: 3 FLOP per rotated element (two products and a sum).
+
+    The kernel reads no table of angles.
+    """
     turned = x.numel * heads * width // x.shape[-1]
     return Cost(3 * turned, x.nbytes, x.nbytes)

@@ -24,12 +24,12 @@ from repro.kernels.library import (
 )
 
 MAX_BLOCKS_PER_PROCESSOR = 64
-"""Maximum number of thread blocks per multiprocessor."""
+"""Maximum number of thread blocks per multiprocessor in the causal softmax kernels."""
 
 
 @cache
 def program(kind: str, size: int, width: int, backward: bool) -> Program:
-    """Return the CUDA program for rows of `size` scores of type `kind`, of which a thread reads `width` at once."""
+    """Return the CUDA program of causal softmax for rows of `size` scores; a thread reads `width` scores at once."""
     most, threads = (16, 1024) if backward else (32, 1024)
     shape = row_shape(size, width, most, threads)
     if shape is None:
@@ -41,20 +41,20 @@ def program(kind: str, size: int, width: int, backward: bool) -> Program:
 
 
 def examples() -> list[Program]:
-    """Return example CUDA programs: for sequences of 1024 tokens, and of an odd length."""
+    """Return example CUDA programs of causal softmax: for sequences of 1024 tokens, and of an odd length."""
     usual = [("half", 1024, 8), ("float", 2047, 1)]
     return [program(*rows, backward) for rows in usual for backward in (False, True)]
 
 
 def launch_causal_softmax(on: KernelLauncher, scores: Tensor, scale: float) -> Tensor:
-    """Launch the kernel and return the attention weights."""
+    """Launch the causal softmax kernel and return the attention weights."""
     return _launch(on, "forward", scores.contiguous(), None, scale)
 
 
 def launch_causal_softmax_backward(on: KernelLauncher, grad: Tensor, y: Tensor, scale: float) -> Tensor:
-    """Launch the kernel and return the gradient of the scores."""
+    """Launch the backward kernel of causal softmax and return the gradient of the scores."""
     if grad.dtype != y.dtype:
-        raise Unavailable("causal_softmax_backward needs a gradient of the dtype of the weights")
+        raise Unavailable("causal_softmax_backward needs a gradient with the dtype of the attention weights")
     return _launch(on, "backward", y.contiguous(), grad.contiguous(), scale)
 
 
@@ -71,7 +71,7 @@ def _launch(on: KernelLauncher, kernel: str, x: Tensor, grad: Tensor | None, sca
 
 
 def _future(scores: Tensor) -> Tensor:
-    """Return the mask [s, s] (query, key), True where the key comes after the query."""
+    """Return the causal mask [s, s] (query, key), True where the key's position comes after the query's."""
     s = scores.shape[-1]
     return torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
 
@@ -102,7 +102,7 @@ def _backward(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     for first, last in row_chunks(weights.shape[0], s * s, y.device):
         weight = weights[first:last].to(wide)
         product = grads[first:last].to(wide) * weight
-        # The gradient is y (g - sum(g y)). Future keys have the weight y = 0, and so no gradient.
+        # The gradient of the scaled scores is y (g - sum(g y)), which is 0 for future keys, whose weight y is 0.
         slope = torch.addcmul(product, weight, product.sum(-1, keepdim=True), value=-1)
         out[first:last].copy_(slope.mul_(scale))
     return dx
@@ -124,7 +124,7 @@ backward_operator = operator(
 
 
 def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tensor:
-    """Return the causal softmax of scale * scores, where scores are [..., s, s] (query, key), in their dtype.
+    """Return the causal softmax of scale * scores in the dtype of the scores [..., s, s] (query, key).
 
     Backward saves only the result. `plain`: use torch's operators on every device. Raises ValueError unless there are
     as many keys as queries.
@@ -138,10 +138,16 @@ def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tens
 
 
 def forward_cost(scores: Operand, *_: object) -> Cost:
-    """Return the cost: 6 FLOP per score, masked ones included (scale, maximum, difference, exp, sum, quotient)."""
+    """Return the cost of causal softmax: 6 FLOP per score (scale, maximum, difference, exp, sum, quotient).
+
+    Masked scores count, too.
+    """
     return Cost(6 * scores.numel, scores.nbytes, scores.nbytes)
 
 
 def backward_cost(grad: Operand, y: Operand, *_: object) -> Cost:
-    """Return the cost: 5 FLOP per score, masked ones included (product, its row sum, difference, product, scale)."""
+    """Return the cost of causal softmax's backward pass: 5 FLOP per score, including masked scores.
+
+    They are a product, a row sum of the products, a difference, a second product and the scale.
+    """
     return Cost(5 * y.numel, grad.nbytes + y.nbytes, y.nbytes)

@@ -19,14 +19,15 @@ from repro.kernels.cuda.program import Program, Unavailable, headers
 from repro.util.files import replace_file
 
 COMPILER_PACKAGES = ("cuda-bindings<13", "nvidia-cuda-nvrtc-cu12<13")
-"""Requirements of NVRTC 12, which supports V100 (sm_70); NVRTC 13 does not."""
+"""Python packages of NVRTC 12, which supports V100 (sm_70); NVRTC 13 does not support it."""
 INSTALL_ADVICE = "install the extra cuda; `repro doctor` prints the command"
-"""Advice in messages; it contains no path of the machine, because records contain these messages."""
+"""Advice on the installation of NVRTC for error messages. It contains no path of the machine, because records contain
+the messages."""
 COMPILER_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-source-include")
 
 
 class CompileTarget(NamedTuple):
-    """Architecture for which NVRTC compiles a program."""
+    """GPU architecture for which NVRTC compiles a CUDA program."""
 
     architecture: str
     """`sm_90` for machine code, or `compute_90` for intermediate code, which the driver compiles for a newer device."""
@@ -116,7 +117,7 @@ def compile_cuda_program(program: Program, target: CompileTarget) -> CompiledPro
 
 
 def compiler_options(target: CompileTarget) -> tuple[str, ...]:
-    """Return the command line options of NVRTC for a target."""
+    """Return the command line options of NVRTC for the GPU architecture of a target."""
     return (f"--gpu-architecture={target.architecture}", *COMPILER_OPTIONS)
 
 
@@ -164,7 +165,10 @@ def cache_contents() -> tuple[int, int]:
 
 
 def cached_program(program: Program, target: CompileTarget) -> CompiledProgram | None:
-    """Return the compiled program from the cache on disk; None if it is not there. Raises `Unavailable`."""
+    """Return the compiled CUDA program from the cache on disk; None if the cache does not contain it.
+
+    Raises `Unavailable` without NVRTC.
+    """
     return _read_cached(_cache_path(program, target))
 
 
@@ -173,7 +177,10 @@ def _cache_path(program: Program, target: CompileTarget) -> Path:
 
 
 def compile_cached(program: Program, target: CompileTarget) -> CompiledProgram:
-    """Return the compiled program from the cache on disk, or compile and cache it. Raises `Unavailable`."""
+    """Return the compiled CUDA program from the cache on disk, or else compile the program and cache the result.
+
+    Raises `Unavailable` if the compilation is not possible.
+    """
     path = _cache_path(program, target)
     found = _read_cached(path)
     if found is None:
@@ -191,7 +198,7 @@ def compile_cached(program: Program, target: CompileTarget) -> CompiledProgram:
 
 
 def _read_cached(path: Path) -> CompiledProgram | None:
-    """Return the compiled program in a file of the cache; None for a missing or damaged file."""
+    """Return the compiled CUDA program in a file of the cache; None for a missing or damaged file."""
     try:
         first, _, code = path.read_bytes().partition(b"\n")
         about = json.loads(first)

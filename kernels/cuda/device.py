@@ -1,4 +1,4 @@
-"""Launches of CUDA programs on torch's current stream, with a fallback to torch's operators where they are unavailable.
+"""Launches of CUDA kernels on torch's current stream, with torch's operators as fallback if a kernel is unavailable.
 
 A launch neither allocates device memory nor waits for the device. The driver copies the arguments, so that a CUDA graph
 repeats them. Each reason for a fallback is reported once.
@@ -23,7 +23,7 @@ from repro.kernels.cuda.program import KernelLauncher, Loaded, Program, Unavaila
 
 @cache
 def driver() -> Any:
-    """Return the module `cuda.bindings.driver`, initialised. Raises `Unavailable` without the module or the driver."""
+    """Return the initialised module `cuda.bindings.driver`. Raises `Unavailable` without the module or the driver."""
     try:
         module = importlib.import_module("cuda.bindings.driver")
         status = module.cuInit(0)[0]
@@ -36,19 +36,25 @@ def driver() -> Any:
 
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-"""Functions of torch that skip the check that CUDA is initialised, because CUDA tensors exist at each call."""
+"""Private functions of torch that return the current device and stream without checking that CUDA is initialised.
+
+CUDA is always initialised, because each call has CUDA tensors.
+"""
 
 _devices: dict[int, CudaDevice | Unavailable] = {}
 
 
 def cuda_launcher(index: int) -> KernelLauncher:
-    """Return the launcher of torch's device `cuda:<index>`. Raises `Unavailable` without the driver or NVRTC."""
+    """Return the kernel launcher of torch's device `cuda:<index>`. Raises `Unavailable` without the driver or NVRTC."""
     found = _devices.get(index)
     return found if type(found) is CudaDevice else _make_once(_devices, index, lambda: CudaDevice(index))
 
 
 def _make_once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Return `known[key]`, which `make` creates at the first call; further calls raise a first failure again."""
+    """Return the cached object `known[key]`, which `make` creates at the first call.
+
+    If `make` raises `Unavailable`, all further calls raise that error without calling `make`.
+    """
     found = known.get(key)
     if found is None:
         try:
@@ -62,7 +68,7 @@ def _make_once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
 
 
 class CudaDevice:
-    """Launcher of one GPU, with its loaded programs."""
+    """Kernel launcher of one GPU, with the CUDA programs that are loaded on it."""
 
     def __init__(self, index: int):
         properties = torch.cuda.get_device_properties(index)
@@ -90,7 +96,7 @@ class Module:
         api = driver()
         self._index, self._threads = index, program.threads
         self._queue, self._success = api.cuLaunchKernel, api.CUresult.CUDA_SUCCESS
-        # A new thread lacks the primary context of the device, which torch uses.
+        # Torch uses the primary context of the device, which a new thread must make current.
         with torch.cuda.device(index):
             self._context = _checked(api, api.cuDevicePrimaryCtxRetain(_checked(api, api.cuDeviceGet(index))))
             _checked(api, api.cuCtxPushCurrent(self._context))
@@ -104,7 +110,7 @@ class Module:
                 api.cuCtxPopCurrent()
 
     def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
-        # The GPU may idle during this method, so it contains no call that could be made once in advance.
+        # The GPU may wait for a launch, so the constructor makes all calls that are independent of the arguments.
         if _current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self.launch(kernel, blocks, arguments)
@@ -116,7 +122,7 @@ class Module:
         return self._again(kernel, status, shape)
 
     def _again(self, kernel: str, status: Any, shape: tuple[Any, ...]) -> None:
-        """Launch again with the device's context if the thread lacked the context; otherwise raise RuntimeError."""
+        """Repeat a failed kernel launch if the thread lacked the device's context; otherwise raise RuntimeError."""
         api = driver()
         if status == api.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             _checked(api, api.cuCtxSetCurrent(self._context))
@@ -145,9 +151,10 @@ _reported_reasons: set[str] = set()
 
 
 def ran() -> Counter[tuple[str, str]]:
-    """Return the number of calls in this process by (operator, implementation): `cuda` or `torch: <fallback reason>`.
+    """Return how often each `repro::` operator ran in this process, by (operator, implementation).
 
-    Only calls on CUDA tensors count. The calls of an experiment are the difference of two results.
+    The implementation is `cuda` or `torch: <fallback reason>`. Only calls on CUDA tensors count. The calls of an
+    experiment are the difference of two results.
     """
     return _ran.copy()
 
@@ -155,7 +162,10 @@ def ran() -> Counter[tuple[str, str]]:
 def cuda_dispatcher(
     name: str, binding: Callable[..., Any], instead: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return the operator for CUDA tensors: `binding(launcher, *arguments)`, or `instead` if that is unavailable."""
+    """Return an operator's function for CUDA tensors, which calls `binding(launcher, *arguments)`.
+
+    If the CUDA kernel is unavailable, the function calls `instead(*arguments)`.
+    """
     done = (name, CUDA)
 
     def call(*arguments: Any) -> Any:
@@ -181,10 +191,10 @@ def _fall_back(name: str, why: str) -> None:
 
 
 def _device_index(arguments: tuple[Any, ...]) -> int:
-    """Return the device index of the first tensor among the arguments and in their lists."""
+    """Return the device index of the first tensor among an operator's arguments and in its lists of tensors."""
     for argument in arguments:
         if isinstance(argument, list) and argument:
             argument = argument[0]
         if isinstance(argument, Tensor):
             return argument.get_device()
-    raise AssertionError("an operator without tensors")
+    raise AssertionError("an operator was called without a tensor")

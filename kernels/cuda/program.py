@@ -1,4 +1,4 @@
-"""CUDA programs (a source with macro definitions), the interface of devices, and launches over lists of tensors."""
+"""CUDA programs (a source with macro definitions), the interface of devices, and kernel launches over many tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parent.parent
 TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 """Name in the CUDA sources (`cuda/number.cuh`) of each supported dtype."""
 TYPE_BYTES = {name: dtype.itemsize for dtype, name in TYPES.items()}
-"""Bytes of an element, by the name of its type in the CUDA sources."""
+"""Bytes of a tensor element, by the name of the element's type in the CUDA sources."""
 
 
 class Unavailable(RuntimeError):
@@ -32,43 +32,46 @@ class Program:
     source: str
     """Name of the .cu file without its extension."""
     definitions: tuple[tuple[str, str | int], ...]
-    """Names and values of macros: types, and sizes that must be constants at compile time."""
+    """Names and values of the source's macros: types, and sizes that must be constants at compile time."""
     arguments: struct.Struct
     """Format of the source's struct `Arguments`, in native byte order and alignment."""
     kernels: tuple[str, ...]
-    """Names of the kernels in the source."""
+    """Names of the CUDA kernels in the source."""
     threads: int
-    """Threads per block, which is the macro THREADS in the source."""
+    """Threads per thread block, the macro THREADS in the source."""
 
     @property
     def name(self) -> str:
-        """Name of the source and all macro definitions, for messages."""
+        """Return the name of the CUDA source with all macro definitions, for messages."""
         return " ".join([self.source, *(f"{name}={value}" for name, value in self.definitions)])
 
     @cached_property
     def text(self) -> str:
-        """Text of the source after its macro definitions."""
+        """Return the text of the CUDA program: its macro definitions, followed by the source."""
         sizes = [("THREADS", self.threads), ("ARGUMENTS_BYTES", self.arguments.size)]
         lines = [f"#define {name} {value}" for name, value in [*self.definitions, *sizes]]
         return "\n".join([*lines, f'#line 1 "{self.source}.cu"', (SOURCES / f"{self.source}.cu").read_text()])
 
 
 class Loaded(Protocol):
-    """Interface of a program that is loaded on a device."""
+    """Interface of a CUDA program that is loaded on a device."""
 
     def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
-        """Queue the kernel named `kernel` with `blocks` thread blocks on torch's current stream."""
+        """Queue the kernel with the name `kernel` with `blocks` thread blocks on torch's current stream."""
         ...
 
 
 class KernelLauncher(Protocol):
-    """Interface of a device that runs programs. An operator loads all its programs before its first launch."""
+    """Interface of a device that runs CUDA programs. An operator loads all its programs before its first launch."""
 
     processors: int
-    """Number of multiprocessors."""
+    """Number of multiprocessors of the device."""
 
     def load(self, program: Program) -> Loaded:
-        """Compile and load a program, or return the loaded one. Raises `Unavailable`."""
+        """Return a CUDA program that is loaded on the device; the first call compiles and loads the program.
+
+        Raises `Unavailable` if the program cannot be compiled or loaded.
+        """
         ...
 
 
@@ -79,7 +82,7 @@ def headers() -> dict[str, str]:
 
 
 def source_type(tensor: Tensor) -> str:
-    """Return the name of a tensor's type in the CUDA sources. Raises `Unavailable` for an unsupported dtype."""
+    """Return the name that a tensor's dtype has in the CUDA sources. Raises `Unavailable` for an unsupported dtype."""
     name = TYPES.get(tensor.dtype)
     if name is None:
         raise Unavailable(f"CUDA kernels support fp32, fp16 and bf16, not {tensor.dtype}")
@@ -99,7 +102,7 @@ def is_aligned(columns: int, tensors: Sequence[Tensor], width: int) -> bool:
 
 
 def read_width(columns: int, tensors: Sequence[Tensor]) -> int:
-    """Return the number of elements per read of a thread: 16 bytes of the first tensor, or one element if unaligned."""
+    """Return how many elements a thread reads at once: 16 bytes of the first tensor, or one element if unaligned."""
     width = 16 // tensors[0].element_size()
     return width if is_aligned(columns, tensors, width) else 1
 
@@ -110,18 +113,18 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 BLOCKS_PER_PROCESSOR = 8
-"""Number of thread blocks that `pack_launches` starts per multiprocessor."""
+"""Maximum number of thread blocks per multiprocessor in a launch over several tensors."""
 
 
 PackedLaunch = tuple[Loaded, list[tuple[int, ...]], list[int], int]
-"""One launch over several tensors: program, pointers and size of each tensor, cumulative number of chunks up to each
-tensor, and number of thread blocks."""
+"""One kernel launch over several tensors: program, pointers and size of each tensor, cumulative number of chunks up to
+each tensor, and number of thread blocks."""
 
 
 def pack_launches(
     on: KernelLauncher, tensors: Iterable[tuple[Program, tuple[int, ...]]], max_tensors: int, chunk: int
 ) -> list[PackedLaunch]:
-    """Return launches of at most `max_tensors` tensors each, which cover all `tensors` that are not empty.
+    """Return kernel launches of at most `max_tensors` tensors each, which cover all `tensors` that are not empty.
 
     `tensors`: program of each tensor, and its pointers and number of elements. `chunk`: number of elements that a
     thread block processes at once. Raises `Unavailable` if a program cannot be loaded.

@@ -1,4 +1,4 @@
-"""Evaluation of one test of a published value: its value, its uncertainty from unknown inputs, and its verdict."""
+"""Evaluation of one test of a published value: the tested value, its uncertainty from unknown inputs, its verdict."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _INPUTS = {"printed": printed, "digitised": digitised}
 def evaluate_evidence(
     evidence: Evidence, row: Row, claim: Claim, records: Records, read: Sequence[str]
 ) -> Finding:
-    """Evaluate one piece of evidence, which reads the experiments `read`, and compare it with the published value.
+    """Evaluate one test of a published value on the records of the experiments `read`, and return its verdict.
 
-    Measured and emulated evidence comes from the user's own records, or else from the newest reference records of
-    one machine that suffice. Missing records give the verdict `not run`. A simulated value that misses gives
-    `possible` if unknown inputs explain the miss.
+    Measured and emulated values come from the user's own records, or else from the newest reference records of one
+    machine that suffice. Missing records give the verdict `not run`. A simulated value that misses the published value
+    gives `possible` if the ranges of unknown inputs explain the miss.
     """
     found = _evaluate_on(records, evidence, row, claim, read)
     if evidence.kind not in (MEASURED, EMULATED) or found.decided:
@@ -58,7 +58,7 @@ def evaluate_evidence(
 def _evaluate_on(
     records: Records, evidence: Evidence, row: Row, claim: Claim, read: Sequence[str]
 ) -> Finding:
-    """Evaluate one piece of evidence on the records of one store or of one reference file."""
+    """Evaluate one test of a published value on the records of one store or of one reference file."""
     common: dict[str, Any] = {
         "kind": evidence.kind,
         "scale": evidence.scale,
@@ -95,7 +95,7 @@ def _evaluate_on(
             **common,
         )
     except ExpressionError as error:
-        return Finding(verdict=NOT_RUN, reason=f"cannot be computed: {error}", **common)
+        return Finding(verdict=NOT_RUN, reason=f"the value cannot be computed: {error}", **common)
     if isinstance(value.value, str) or (expected and isinstance(expected.value, str)):
         right = expected.value if expected else row.published
         reason = _joined(f"expected {right}", describe_fits(used))
@@ -108,17 +108,17 @@ def _evaluate_on(
     if expected is not None:
         expected = _in_unit(expected, row.unit)
         common["expected"] = expected.value
-        # A wide interval of a noisy measurement must not make it agree, so the point estimate decides.
+        # The point estimate of a noisy measurement is compared, because a wide interval would agree with any value.
         seen = (low, high) if evidence.metric in NOISELESS_METRICS else (point, point)
         rule = accepted_range_at_scale((float(expected.low), float(expected.high)), evidence.metric)
         expectation = format_value(float(expected.value))
         allowance = describe_class_tolerance(evidence.metric)
-        reason = f"{expectation} expected at this scale, {allowance} ({evidence.metric})"
+        reason = f"the value at this scale must be {expectation}, {allowance} (metric {evidence.metric})"
     else:
         published = accepted_range_of_row(row, evidence, claim)
         assert published is not None
         rule, reason = published, _joined(published.because, describe_fits(used))
-        # The point estimate decides; only for a published bound ("over 38") the interval of the value counts.
+        # A point estimate is compared with a published number; an interval is compared with a bound ("over 38").
         seen = (low, high) if evidence.kind == "analytic" or row.bound else (point, point)
         if (
             evidence.kind != "analytic"
@@ -142,7 +142,7 @@ def _evaluate_on(
 
 
 def _numbers(value: Result, row: Row) -> dict[str, Any]:
-    """Return the fields of a `Finding` for its value, its interval and their text."""
+    """Return a tested value, its interval and their displayed text, as fields of a `Finding`."""
     return {"value": value.value, "low": value.low, "high": value.high, "text": _text(value, row)}
 
 
@@ -153,7 +153,7 @@ def _joined(reason: str, detail: str) -> str:
 def _measured_where(
     evidence: Evidence, records: Records, used: Sequence[ExperimentRecord | FitRecord]
 ) -> dict[str, Any]:
-    """Return the scale of evidence and the device that measured it, as fields of a `Finding`."""
+    """Return the scale of a test and the device that measured its value, as fields of a `Finding`."""
     device = device_of(used[0]) if used else ""
     return {
         "scale": scale_of_fits(used) or evidence.scale,
@@ -174,7 +174,7 @@ def _judge_miss(
         why = f"the ranges of all unknown inputs give {ends}, which does not contain the published value"
         return NOT_REPRODUCED, f"{rule}; {why}", ()
     found = uncertainty.deciding_unknowns(published.meets)
-    which = f"{' and '.join(found)} decide{'s' * (len(found) == 1)}"
+    which = f"the uncertainty of {' and '.join(found)} decides"
     why = f"the ranges of all unknown inputs give {ends}, which contains the published value; {which}"
     return POSSIBLE, f"{rule}; {why}", found
 
@@ -188,8 +188,8 @@ def propagate_unknowns(
 ) -> InputUncertainty | None:
     """Return the uncertainty of a simulated value from unknown inputs; None without unknown inputs.
 
-    The expression is evaluated for every case (choice of the unknown inputs) that the simulated records of
-    `experiments` contain. Both sides of a ratio use the same case, so that their common unknowns cancel.
+    The expression is evaluated for every case (choice of values of the unknown inputs) that the simulated records of
+    `experiments` contain. Both sides of a ratio use the same case, so that their common unknown inputs cancel.
     """
     found = records.intervals(experiments)
     draws = min((len(interval.draws) for interval in found), default=0)
@@ -207,7 +207,7 @@ def propagate_unknowns(
             return None
         keys = dict.fromkeys(move.key for interval in found for move in interval.moves)
         alone = {key: (value((key, False)), value((key, True))) for key in keys}
-    except ExpressionError:  # in some case the expression divides by zero
+    except ExpressionError:  # The expression divides by zero for some values of the unknown inputs.
         return None
     alone = {key: ends for key, ends in alone.items() if set(ends) != {best}}
     if not alone:
@@ -219,7 +219,7 @@ def propagate_unknowns(
 
 @cache
 def run_command(suite: str, kind: str) -> str:
-    """Return the command that creates the missing records of a suite."""
+    """Return the command that runs or simulates a suite and so creates its missing records."""
     file = f"suites/{suite}.toml" if suite in SUITES.names() else f"{suite}.toml"
     return f"repro run {file}" + (f" --evidence {kind}" if kind == SIMULATED else "")
 

@@ -1,4 +1,4 @@
-"""Expressions of the ledger: arithmetic and calls of named functions.
+"""Expressions by which the ledger of claims computes values to test: arithmetic and calls of named functions.
 
 Python's own parser reads an expression: numbers, strings, names of constants and table columns, `+ - * / **`,
 parentheses and calls of known functions.  Attributes, subscripts, comprehensions and lambdas are errors, so that a
@@ -22,7 +22,7 @@ from typing import Any
 
 Value = int | float | str
 LONGEST = 2000
-"""Maximum length of an expression, in characters."""
+"""Maximum length of a ledger expression, in characters."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b,
@@ -48,7 +48,7 @@ class Uncertain:
 
 @dataclass(frozen=True)
 class Result:
-    """Value of an expression; `low == high == value` for exact inputs, and for text."""
+    """Value of a ledger expression and its interval; `low == high == value` for exact inputs and for text."""
 
     value: Value
     low: Value
@@ -57,7 +57,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Expression:
-    """A checked expression.  `names` are the variables it reads, `calls` the functions it calls."""
+    """Parsed ledger expression. `names` are the variables that it reads, `calls` the functions that it calls."""
 
     text: str
     tree: ast.expr
@@ -67,13 +67,13 @@ class Expression:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Expression:
-    """Parse `text`.  Raises `ExpressionError` with one line if `text` is not plain arithmetic."""
+    """Parse a ledger expression. Raises `ExpressionError` if the text is not plain arithmetic with function calls."""
     if len(text) > LONGEST:
-        raise ExpressionError(f"longer than {LONGEST} characters")
+        raise ExpressionError(f"the expression is longer than {LONGEST} characters")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ExpressionError(f"not an expression ({error.args[0]})") from None
+        raise ExpressionError(f"the text is not an expression ({error.args[0]})") from None
     names: set[str] = set()
     calls: set[str] = set()
     todo: list[ast.AST] = [tree]
@@ -96,7 +96,7 @@ def parse(text: str) -> Expression:
             if any(isinstance(a, ast.Starred) for a in node.args) or any(
                 k.arg is None for k in node.keywords
             ):
-                raise ExpressionError("calls must list their arguments, without * or **")
+                raise ExpressionError("function calls must list their arguments, without * or **")
             calls.add(node.func.id)
             todo += [*node.args, *(keyword.value for keyword in node.keywords)]
         else:
@@ -107,7 +107,8 @@ def parse(text: str) -> Expression:
 def check_expression(
     expression: Expression, functions: Mapping[str, Callable[..., Any]], names: frozenset[str]
 ) -> None:
-    """Raise `ExpressionError` for an unknown function, wrong arguments or an unknown name."""
+    """Raise `ExpressionError` if an expression calls an unknown function, reads an unknown variable or has wrong
+    arguments."""
     for node in ast.walk(expression.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             function = functions.get(node.func.id)
@@ -148,7 +149,7 @@ def evaluate_expression(
 
 
 def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
-    """Return the strings in `expression`; strings joined with `+` count as one."""
+    """Return the string values in a ledger expression, such as names of experiments; a sum of strings is one value."""
     found: list[str] = []
     todo: list[ast.AST] = [expression.tree]
     while todo:
@@ -162,7 +163,7 @@ def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
 
 
 def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return every call in `expression`: the function and its string arguments."""
+    """Return the function name and the string arguments of every call in a ledger expression."""
     found = []
     for node in ast.walk(expression.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -172,7 +173,10 @@ def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tupl
 
 
 def quotient(expression: Expression, variables: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return `(a, b, name)` of an expression `metric(a, name) / metric(b, name)`; None for other expressions."""
+    """Return experiments and metric `(a, b, name)` of an expression `metric(a, name) / metric(b, name)`.
+
+    Return None for other expressions.
+    """
     tree = expression.tree
     if not (isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Div)):
         return None
@@ -188,7 +192,7 @@ def quotient(expression: Expression, variables: Mapping[str, Any]) -> tuple[str,
 
 
 def literals(expression: Expression, skip: AbstractSet[str] = frozenset()) -> list[float]:
-    """Return the number literals in `expression`, except those inside calls of the functions `skip`."""
+    """Return the number literals in an expression, except literals inside calls of the functions `skip`."""
     found: list[float] = []
     todo: list[ast.AST] = [expression.tree]
     while todo:
@@ -202,7 +206,7 @@ def literals(expression: Expression, skip: AbstractSet[str] = frozenset()) -> li
 
 
 def replace_number(expression: Expression, old: float, new: float) -> Expression:
-    """Return a copy of `expression` with `new` for every literal `old`."""
+    """Return a copy of an expression in which the number `new` replaces every literal of the number `old`."""
     tree = copy.deepcopy(expression.tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and not isinstance(node.value, str) and node.value == old:
@@ -211,7 +215,7 @@ def replace_number(expression: Expression, old: float, new: float) -> Expression
 
 
 def _text(node: ast.AST, variables: Mapping[str, Any]) -> str | None:
-    """Return the string value of `node`; None if `node` is not a string."""
+    """Return the string value of a syntax node of an expression; None if the node is not a string."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left, right = _text(node.left, variables), _text(node.right, variables)
         return None if left is None or right is None else left + right
@@ -226,7 +230,10 @@ def _walk(
     seen: dict[str, Uncertain],
     chosen: Mapping[str, float],
 ) -> Any:
-    """Return the value of `node`.  Uncertain inputs are recorded in `seen` and take their value from `chosen`."""
+    """Return the value of a syntax node of an expression.
+
+    Uncertain inputs are recorded in `seen`. They have their values in `chosen`, or else their best estimates.
+    """
 
     def settle(key: str, value: Any) -> Any:
         if isinstance(value, Uncertain):
@@ -253,7 +260,7 @@ def _walk(
     positional = [walk(argument) for argument in node.args]
     keyword = {str(argument.arg): walk(argument.value) for argument in node.keywords}
     try:
-        # The position identifies a call, so that two equal calls of digitised() are independent uncertain inputs.
+        # The source position identifies a call, because two equal calls of digitised() are independent inputs.
         key = f"{node.func.id}@{node.lineno}:{node.col_offset}"
         return settle(key, functions[node.func.id](*positional, **keyword))
     except (ArithmeticError, TypeError) as error:
@@ -268,10 +275,10 @@ def _product(left: Any, right: Any) -> Any:
 
 def _power(base: float, exponent: float) -> float:
     if abs(exponent) > 64:
-        raise ArithmeticError("the exponent must be at most 64")
+        raise ArithmeticError("an exponent must be between -64 and 64")
     result = base**exponent
     if isinstance(result, complex) or (isinstance(result, float) and math.isnan(result)):
-        raise ArithmeticError("not a real number")
+        raise ArithmeticError("the power is not a real number")
     return result
 
 

@@ -16,16 +16,16 @@ from math import inf, sqrt
 GB, GiB, TB = 1e9, 2**30, 1e12
 MINUTE, HOUR, DAY = 60, 3600, 86400
 K_ADAM = 12
-"""fp32 master copy 4 + momentum 4 + variance 4 bytes per parameter (ZERO3 sec. 3.1)."""
+"""Bytes of Adam's optimizer state per parameter: fp32 master copy 4, momentum 4, variance 4 (ZERO3 sec. 3.1)."""
 
 
 # --- memory -----------------------------------------------------------------------------------------
 
 
 def model_state_bytes(psi: float, nd: float = 1, stage: int = 0, k: float = K_ADAM, mp: float = 1) -> float:
-    """Return bytes of parameters, gradients and optimizer states per device in mixed precision.
+    """Return the bytes of parameters, gradients and optimizer states per device in mixed precision.
 
-    `(2 + 2 + K) Psi`, `4 Psi + K Psi/Nd`, `2 Psi + (2 + K) Psi/Nd`, `(4 + K) Psi/Nd` for stages
+    The bytes are `(2 + 2 + K) Psi`, `4 Psi + K Psi/Nd`, `2 Psi + (2 + K) Psi/Nd`, `(4 + K) Psi/Nd` for ZeRO stages
     0 to 3 (ZERO3 sec. 5.1-5.3, Fig. 1), with Psi/mp parameters per model-parallel rank.
     """
     return _bytes_per_parameter(nd, stage, k) * psi / mp
@@ -42,7 +42,10 @@ def _bytes_per_parameter(nd: float, stage: int, k: float) -> float:
 
 
 def memory_reduction(nd: float, stage: int, k: float = K_ADAM) -> float:
-    """Return bytes of model states under plain DP over those under a ZeRO stage (ZERO3 sec. 1); `nd` may be `inf`."""
+    """Return the model-state bytes of plain data parallelism over those of a ZeRO stage (ZERO3 sec. 1).
+
+    `nd`, the data-parallel degree, may be `inf`.
+    """
     return (4 + k) / _bytes_per_parameter(nd, stage, k)
 
 
@@ -54,21 +57,24 @@ def max_params(memory: float, nd: float = 1, stage: int = 0, mp: float = 1, k: f
 def layer_activation_bytes(
     b: float, s: float, h: float, a: float, t: float = 1, sp: int = 0, selective: int = 0
 ) -> float:
-    """Return bytes of activations that a layer retains on one of t ranks, in 16 bits (2205.05198 eq. 1 to 6).
+    """Return the bytes of 16-bit activations per layer on one of t tensor-parallel ranks (2205.05198 eq. 1 to 6).
 
-    `s b h (10 + 24/t + 5 a s/(h t))` for a micro-batch of b samples of s tokens, a heads and width h.  Sequence
+    The bytes are `s b h (10 + 24/t + 5 a s/(h t))` for b samples of s tokens, a heads and width h. Sequence
     parallelism (`sp`) divides the 10 by t. Selective recomputation (`selective`) removes the last term, the scores.
     """
     return s * b * h * ((10 / t if sp else 10) + (24 + (0 if selective else 5 * a * s / h)) / t)
 
 
 def adam_state_bytes(psi: float, nd: float = 1) -> float:
-    """Return `K Psi/Nd`: bytes of fp32 master weights, momentum and variance per device (ZERO3 sec. 3.1, 5.1)."""
+    """Return `K Psi/Nd`: bytes of Adam's fp32 weights, momentum and variance per device (ZERO3 sec. 3.1, 5.1)."""
     return K_ADAM * psi / nd
 
 
 def deepspeed_zero2_estimate(psi: float, nd: float) -> float:
-    """Return `2 Psi + 18 Psi/Nd` bytes, as DeepSpeed's `estimate_zero2_model_states_mem_needs` without offload."""
+    """Return `2 Psi + 18 Psi/Nd`, DeepSpeed's estimate of model-state bytes per device with ZeRO 2.
+
+    The function of DeepSpeed is `estimate_zero2_model_states_mem_needs` without offload.
+    """
     return 2 * psi + 18 * psi / nd
 
 
@@ -96,24 +102,31 @@ def arithmetic_intensity(hidden: float) -> float:
 
 
 def dp_elements(psi: float, stage: int = 0, variant: str = "reduce-scatter") -> float:
-    """Return the elements that one rank communicates per step: 2 Psi, and 3 Psi with stage 3 (ZERO3 sec. 7.1-7.2).
+    """Return the elements that data parallelism communicates per rank and step (ZERO3 sec. 7.1-7.2).
 
-    `variant="all-reduce"` is stage 1 of the February 2020 release: all-reduce 2 Psi + all-gather Psi.
+    The number is 2 Psi, and 3 Psi with ZeRO stage 3. `variant="all-reduce"` is stage 1 of DeepSpeed's release of
+    February 2020: all-reduce 2 Psi + all-gather Psi.
     """
     if variant not in ("reduce-scatter", "all-reduce"):
-        raise ArithmeticError(f"variant {variant!r} is unknown; must be reduce-scatter or all-reduce")
+        raise ArithmeticError(f"the variant {variant!r} is unknown; must be reduce-scatter or all-reduce")
     if stage == 3 or (stage == 1 and variant == "all-reduce"):
         return 3 * psi
     return 2 * psi
 
 
 def megatron_all_reduces(recompute: int = 0) -> int:
-    """Return the tensor-parallel all-reduces per layer: 2 forward, 2 backward, 2 in recomputation (MEG1 sec. 3)."""
+    """Return the number of tensor-parallel all-reduces per layer (MEG1 sec. 3).
+
+    Forward and backward have 2 each, and full recomputation (`recompute=1`) adds 2.
+    """
     return 4 + 2 * recompute
 
 
 def megatron_block_elements(seq: float, hidden: float, recompute: int = 1) -> float:
-    """Return tensor-parallel elements per sample and block: 2 s h for each all-reduce of s h (ZERO3 sec. 8)."""
+    """Return the elements that tensor parallelism communicates per sample and block (ZERO3 sec. 8).
+
+    Each all-reduce of s h elements counts 2 s h.
+    """
     return megatron_all_reduces(recompute) * 2 * seq * hidden
 
 
@@ -123,17 +136,23 @@ def partitioned_activation_elements(seq: float, hidden: float) -> float:
 
 
 def tensor_parallel_elements(batch: float, seq: float, hidden: float, t: float) -> float:
-    """Return `8 b s h (t-1)/t` per layer, device and micro-batch (MEG2 sec. 3.2): 4 ring all-reduces of b s h."""
+    """Return `8 b s h (t-1)/t`: elements that tensor parallelism sends per layer, device and micro-batch.
+
+    The elements are those of 4 ring all-reduces of b s h elements (MEG2 sec. 3.2).
+    """
     return megatron_all_reduces() * batch * seq * hidden * ring_all_reduce_factor(t)
 
 
 def pipeline_elements(batch: float, seq: float, hidden: float, scatter: float = 1) -> float:
-    """Return `b s h / scatter`: elements sent between stages per micro-batch; t with scatter/gather (MEG2 sec. 4.1)."""
+    """Return `b s h / scatter`: elements sent between two pipeline stages per micro-batch (MEG2 sec. 4.1).
+
+    `scatter` is the tensor-parallel degree t with the scatter/gather optimization, else 1.
+    """
     return batch * seq * hidden / scatter
 
 
 def pipeline_messages(p: float, m: float, v: float = 1) -> float:
-    """Return `2 m (p v - 1)`: boundary tensors that one pipeline sends per step, both directions (MEG2 sec. 2.2)."""
+    """Return `2 m (p v - 1)`: number of tensors that pipeline stages send per step, both directions (MEG2 sec. 2.2)."""
     return 2 * m * (p * v - 1)
 
 
@@ -146,7 +165,7 @@ def ring_all_reduce_factor(n: float) -> float:
 
 
 def gpt_params(layers: float, hidden: float, vocab: float = 51200, seq: float = 1024) -> float:
-    """Return `12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h))` (MEG2 eq. 2)."""
+    """Return `12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h))`: number of parameters of a GPT model (MEG2 eq. 2)."""
     return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + seq) / (12 * layers * hidden))
 
 
@@ -159,10 +178,10 @@ def gpt_flops(
     attention: int = 1,
     recompute: int = 1,
 ) -> float:
-    """Return `96 B s l h^2 (1 + s/(6 h) + V/(16 l h))` of one step, recomputation included (MEG2 eq. 3).
+    """Return `96 B s l h^2 (1 + s/(6 h) + V/(16 l h))`: FLOP of a GPT model's training step (MEG2 eq. 3).
 
-    `vocab=0` omits the logits and `attention=0` the term s/6h, as some sources do.  `recompute=0` gives
-    72 B s l h^2 (...), forward and backward once (the logits are never recomputed).
+    The formula includes full recomputation. `vocab=0` omits the logits and `attention=0` the term s/6h, as some
+    sources do. `recompute=0` gives 72 B s l h^2 (...) without recomputation (the logits are never recomputed).
     """
     layer_term = 24 * (3 + recompute) * (1 + attention * seq / (6 * hidden))
     return batch * seq * layers * hidden**2 * (layer_term + 6 * vocab / (layers * hidden))
@@ -175,13 +194,18 @@ def bubble_fraction(p: float, m: float, v: float = 1) -> float:
 
 @cache
 def schedule_bubble(p: float, m: float, v: float = 1) -> float:
-    """Return the bubble fraction counted in this suite's pipeline schedule: interleaved if v > 1, else 1F1B."""
+    """Return the bubble fraction (idle over compute time) counted in this suite's pipeline schedule.
+
+    The schedule is interleaved if v > 1, else 1F1B.
+    """
     from repro.config.errors import ConfigError
     from repro.parallel.pipeline import schedule
 
     counts = (int(p), int(m), int(v))
     if counts != (p, m, v):
-        raise ArithmeticError(f"stages, micro-batches and chunks must be integers, not {p}, {m}, {v}")
+        raise ArithmeticError(
+            f"pipeline stages, micro-batches and chunks must be integers, not {p}, {m}, {v}"
+        )
     try:
         return float(
             schedule.bubble_ratio(schedule.build_schedule("interleaved" if v > 1 else "1f1b", *counts))
@@ -191,12 +215,15 @@ def schedule_bubble(p: float, m: float, v: float = 1) -> float:
 
 
 def train_seconds(tokens: float, params: float, gpus: float, flops_per_gpu: float) -> float:
-    """Return `8 T P / (n X)`: end-to-end training time, recomputation counted (MEG2 eq. 4)."""
+    """Return `8 T P / (n X)`: seconds of a training of P parameters on T tokens with recomputation (MEG2 eq. 4).
+
+    n is the number of GPUs, and X the FLOP/s per GPU.
+    """
     return 8 * tokens * params / (gpus * flops_per_gpu)
 
 
 def training_steps(tokens: float, global_batch: float, seq: float) -> float:
-    """Return the number of optimizer steps that process `tokens` tokens once."""
+    """Return the number of optimizer steps that process the given number of tokens once."""
     return tokens / (global_batch * seq)
 
 
@@ -206,7 +233,7 @@ def rounded(value: float, step: float) -> float:
 
 
 def mean(*values: float) -> float:
-    """Return the arithmetic mean."""
+    """Return the arithmetic mean of the arguments."""
     return sum(values) / len(values)
 
 
@@ -221,7 +248,7 @@ FORMULAS: dict[str, Callable[..., float]] = {
     for name, value in globals().items()
     if callable(value) and value.__module__ == __name__ and not name.startswith("_")
 }
-"""Public functions of this module and `sqrt`, by the name that expressions use."""
+"""Formulas that ledger expressions may call, by name: the public functions of this module, and `sqrt`."""
 FORMULAS["sqrt"] = _root
 CONSTANTS: dict[str, float] = {
     "GB": GB,
@@ -241,7 +268,7 @@ def changed_lines(script: str) -> int:
     A replaced line counts once. Blank lines and comments do not count.
 
     Raises:
-        ArithmeticError: The script does not exist.
+        ArithmeticError: One of the two example scripts does not exist.
     """
     before, after = (_code_lines(kind, script) for kind in ("plain", "zero"))
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)

@@ -1,4 +1,4 @@
-"""Headline claims as lines of a table: published value, one value for each kind of evidence, verdict."""
+"""Headline claims (best-known statements of the reports) as table lines: published value, tested values, verdict."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from repro.util import units
 SHOWN_KINDS = (SIMULATED, EMULATED, MEASURED)
 """Kinds of evidence that have a column in the table of headline claims."""
 OUTCOMES = {"ok": "fits", "oom": "does not fit"}
-"""Displayed word for each outcome of an experiment."""
+"""Displayed text for each outcome of an experiment."""
 BOUND_SIGNS = {"over": ">", "at least": "≥", "under": "<", "at most": "≤"}
-"""Sign before a published value, by the bound that the source states."""
+"""Comparison sign displayed before a published value, by the bound that the source states."""
 REFERENCE_SUFFIX = " (a reference record of this package)"
 """Text after the name of a machine whose value comes from the packaged reference records."""
 MAX_LISTED_VALUES = 3
-"""Maximum number of rows whose values are listed; more values are shown as a range."""
+"""Maximum number of values that a table cell lists; more values are displayed as a range."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class HeadlineLine:
     claim: str
     published: str
     values: Mapping[str, str]
-    """Text of the value by kind of evidence; `not run`, or a dash if no row has this kind of evidence."""
+    """Displayed value by kind of evidence; `not run`, or a dash if the headline has no such evidence."""
     verdict: str
-    """Verdict of the headline's rows only; the claim may have more rows."""
+    """Verdict about the values that the headline names; the claim may have more values."""
     machines: tuple[str, ...]
-    """Devices that measured the values (`measuring_machines`)."""
+    """Devices that measured the values of a headline claim (`measuring_machines`)."""
     miss: str
-    """Accepted values and cause for the first row that misses the published value; empty without such a row."""
+    """Text of the first value that misses the published one, with accepted values and cause; empty without a miss."""
 
 
 def headline_lines(ledger: Ledger, results: Sequence[ClaimResult]) -> list[HeadlineLine]:
-    """Return the headline claims of `ledger` in its order, from the `results` of all claims."""
+    """Return one table line per headline claim, in the order of `ledger`, from the `results` of all claims."""
     by_claim = {result.claim.id: {row.row.label: row for row in result.rows} for result in results}
     return [
         _line(number, headline, by_claim[headline.claim])
@@ -71,7 +71,10 @@ def _line(number: int, headline: Headline, by_label: Mapping[str, RowResult]) ->
 
 
 def describe_miss(row: RowResult) -> str:
-    """Return the value of a missed row, the accepted values, and the first sentence of the row's note as the cause."""
+    """Return a text of a value that misses the published one: the value, the accepted values and the cause.
+
+    The cause is the first sentence of the row's note.
+    """
     missed = next(finding for finding in row.findings if finding.verdict in BAD)
     accepted, _, rule = missed.tolerance.partition(": ")
     if rule:
@@ -83,7 +86,7 @@ def describe_miss(row: RowResult) -> str:
 
 
 def describe_accepted(row: RowResult) -> str:
-    """Return the values that agree with the published one under the strongest evidence, without the unit."""
+    """Return the text of the values that agree with the published one under the strongest evidence, without unit."""
     accepted = row.findings[0].tolerance if row.findings else units.NO_VALUE
     accepted, rule, _ = accepted.partition(": ")
     accepted = accepted.removesuffix(row.row.unit or " ").rstrip()
@@ -91,7 +94,10 @@ def describe_accepted(row: RowResult) -> str:
 
 
 def describe_margin(row: RowResult) -> str:
-    """Return how far a row's value may move down and up, in percent, such as `-8 +22`; without unlimited directions."""
+    """Return the percentages by which a value may decrease and increase and still agree, such as `-8 +22`.
+
+    The text omits a direction without a limit.
+    """
     if row.margin == (0, 0):
         return "0"
     ends = zip("-+", row.margin or (), strict=False)
@@ -100,17 +106,17 @@ def describe_margin(row: RowResult) -> str:
 
 
 def describe_strength(row: RowResult) -> str:
-    """Return the margin of a reproduced row, why its test is weak, and one mutation that would change the verdict."""
+    """Return a text on a reproduced value: its margin, why its test is weak, one fault that changes its verdict."""
     parts = (
         f"Margin {describe_margin(row)} %." if row.margin else "",
         f"Weak: {row.weakness}." if row.weakness else "",
-        f"Would fail with: {row.mutations[0]}." if row.mutations else "",
+        f"Simulator fault that would change the verdict: {row.mutations[0]}." if row.mutations else "",
     )
     return " ".join(filter(None, parts))
 
 
 def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
-    """Return the devices that measured decided values of `rows`, each once, with the scale of the measurement."""
+    """Return the devices that measured values with a verdict, each once, with the scale of the measurement."""
     measured = [one for row in rows for one in row.findings if one.decided and one.measured_on]
     return tuple(
         dict.fromkeys(
@@ -122,7 +128,7 @@ def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
 
 
 def value_text(rows: Sequence[RowResult], kind: str) -> str:
-    """Return the text of the values of `rows` under one kind of evidence; one simulated value includes its interval."""
+    """Return the displayed values of ledger rows under one kind of evidence; a single simulation has its interval."""
     found = [row.under(kind) for row in rows]
     if not any(found):
         return units.NO_VALUE
@@ -147,7 +153,7 @@ def value_text(rows: Sequence[RowResult], kind: str) -> str:
 
 
 def _agreement(findings: Sequence[Finding]) -> str:
-    """Return the ratio of a scaled-down value to the formula at its scale that is farthest from 1; `exact` near 1."""
+    """Return the text of the worst ratio of a scaled-down run's value to the formula at its scale; `exact` near 1."""
     ratios = [float(finding.value or 0.0) / float(finding.expected or 1.0) for finding in findings]
     farthest = max(ratios, key=lambda ratio: abs(ratio - 1))
     return "exact" if abs(farthest - 1) < 1e-9 else f"{units.number(farthest)} of formula"

@@ -36,14 +36,17 @@ from repro.claims.verdicts import GOOD, NOT_COMPARABLE, POSSIBLE, ClaimResult, F
 ARITHMETIC_FUNCTIONS = frozenset({"rounded", "mean", "sqrt"})
 """Functions of ledger expressions that are plain arithmetic and not a formula of a paper."""
 SCORE_FUNCTION = "evaluated"
-"""Function of ledger expressions that reads scores of weights."""
+"""Function of ledger expressions that reads evaluation scores of model weights."""
 PAPER_FUNCTIONS = FORMULAS.keys() - ARITHMETIC_FUNCTIONS
 UBIQUITOUS_NUMBERS = frozenset({0.0, 1.0, 2.0})
 """Numbers that occur in many formulas, for example two bytes per element, so that they do not show a shared input."""
 
 
 def analytic_origin(expression: Expression, variables: Mapping[str, Any]) -> str:
-    """Return the origin of an analytic expression: `COUNT`, `CLOSED_FORM` or `ITSELF`."""
+    """Return the origin of an analytic expression's value.
+
+    The origin is `COUNT` for counted script lines, `CLOSED_FORM` for a formula of a paper, else `ITSELF`.
+    """
     if isinstance(expression.tree, ast.Call) and expression.calls <= SCRIPT_COUNTS.keys():
         return COUNT
     is_formula = expression.calls & PAPER_FUNCTIONS and not _reads_printed_numbers(expression, variables)
@@ -51,9 +54,9 @@ def analytic_origin(expression: Expression, variables: Mapping[str, Any]) -> str
 
 
 def is_constant(expression: Expression, variables: Mapping[str, Any]) -> bool:
-    """Return whether the value of an analytic expression is independent of every number in it and in its row.
+    """Return whether no number in an analytic expression or in its table line changes the expression's value.
 
-    All occurrences of a number change together, so that `3 / 3` is constant. 0 and 1 do not count as inputs.
+    All occurrences of a number are changed together, so that `3 / 3` is constant. 0 and 1 are not changed.
     """
     if expression.calls & SCRIPT_COUNTS.keys() or _reads_printed_numbers(expression, variables):
         return False
@@ -65,7 +68,7 @@ def is_constant(expression: Expression, variables: Mapping[str, Any]) -> bool:
 def _changed_inputs(
     expression: Expression, columns: Mapping[str, Any]
 ) -> Iterator[tuple[Expression, Mapping[str, Any]]]:
-    """Yield pairs of the expression and its columns, each with one number changed."""
+    """Yield variants (expression, columns) of an expression and its table columns with one number changed in each."""
     for name, number in columns.items():
         if not isinstance(number, str):
             for other in (2 * number, number + 1, number - 1):
@@ -80,7 +83,7 @@ _QUICK_FORMULAS = {**FORMULAS, "schedule_bubble": bubble_fraction}
 
 
 def _value(expression: Expression, columns: Mapping[str, Any]) -> Any:
-    """Return the value of an analytic expression; None if a formula raises an error, for example for ZeRO stage 4."""
+    """Return the value of an analytic expression; None if a formula rejects an argument, for example ZeRO stage 4."""
     try:
         return evaluate_expression(expression, _QUICK_FORMULAS, {**CONSTANTS, **columns}).value
     except ExpressionError:
@@ -93,9 +96,9 @@ def _reads_printed_numbers(expression: Expression, variables: Mapping[str, Any])
 
 
 def shared_input(row: Row) -> str:
-    """Return how a simulated or measured expression of a row uses the published value as an input.
+    """Return a text that says how a simulated or measured test of a row uses the published value as an input.
 
-    The result is empty without such an input, and for a row that declares it in `given`.
+    The text is empty without such an input, and for a row that declares the input in `given`.
     """
     if row.given:
         return ""
@@ -104,24 +107,24 @@ def shared_input(row: Row) -> str:
         if evidence.kind == "analytic" or (row.calibrates and evidence.kind == "simulated"):
             continue
         if evidence.expect is not None and evidence.expect.text == evidence.value.text:
-            return "`expect` is the same expression as the value"
+            return "`expect` is the same expression as `value`"
         called = arguments(evidence.value, row.variables)
         by_condition = DEVICE_FUNCTIONS | {SCORE_FUNCTION}
         read = {f for f, texts in called if f in by_condition or "/" in "".join(texts)}
         if read <= {"setting"}:
-            return "the expression reads only settings of the suite"
+            return "the expression reads only settings of the suite's experiments"
         if read <= {"setting", "parameters"} and row.unit == "parameters":
-            return "the expression reads only the size of the suite's own model"
+            return "the expression reads only the parameter count of the suite's model"
         if evidence.expect is None and _typed(evidence.value, row.variables, published, row.unit):
             return "the expression contains the published value as a number or a column"
     return ""
 
 
 def _typed(expression: Expression, variables: Mapping[str, Any], published: float | None, unit: str) -> bool:
-    """Return whether an expression contains the published value as a number or a column.
+    """Return whether an expression contains the published value as a number or as a table column.
 
-    Columns and arguments of formulas are sizes, so they matter only for published counts and sizes: an argument of
-    7.5e9 parameters is not a published value of 7.5 GB.
+    Table columns and arguments of formulas are sizes, so they are compared only with published counts and sizes. For
+    example, an argument of 7.5e9 parameters is not a published value of 7.5 GB.
     """
     outside = unit not in (*COUNT_UNITS, "parameters")
     typed = literals(expression, PAPER_FUNCTIONS if outside else frozenset())
@@ -133,31 +136,32 @@ def _typed(expression: Expression, variables: Mapping[str, Any], published: floa
 Quantity = tuple[str, ...]
 STATE_METRICS = ("states", "parameters", "gradients", "optimizer")
 LAYOUT_METRICS = ("peak", "reserved", "used", "activations", "allocated", "cached")
-"""Names X of the metrics `memory.X_bytes` that depend on the layout and have no closed form."""
+"""Names X of the memory metrics `memory.X_bytes` that depend on the parallel layout and have no closed form."""
 FIT_FUNCTIONS = ("outcome", "failure", "largest", "smallest")
 LOSS_CURVE_FUNCTIONS = ("strayed", "apart")
-"""Functions on loss curves. Their first argument is the tested experiment; the others are references."""
+"""Functions of ledger expressions that compare loss curves. The first argument is the tested experiment, and the others
+are references."""
 
 
 FAILS, OPEN, HOLDS = range(3)
-"""Outcomes of the findings that read the same quantities, worst first; the worst counts."""
+"""Outcomes of the tests of one quantity: a test misses, a test is `possible`, all tests agree. The lowest counts."""
 
 
 @dataclass(frozen=True)
 class QuantityCounts:
-    """Counts of independent quantities under one kind of evidence."""
+    """Counts of independent quantities that one kind of evidence tests."""
 
     tested: int
     hold: int
-    """Number of quantities whose findings all agree."""
+    """Number of tested quantities whose tests all agree with the published values."""
     possible: int = 0
-    """Number of quantities with a `possible` finding and no finding that misses."""
+    """Number of tested quantities with a test of verdict `possible` and no test that misses."""
 
 
 def count_independent(results: Sequence[ClaimResult], possible: bool = False) -> dict[str, QuantityCounts]:
     """Return counts of independent quantities by kind of evidence; `ledger.ITSELF`: sources compared with themselves.
 
-    `possible`: count quantities whose tests have not run, too, as not holding.
+    If `possible` is true, quantities whose tests have not run are also counted, as quantities that do not hold.
     """
     groups: dict[str, dict[frozenset[Quantity], int]] = {name: {} for name in (*KINDS, ITSELF)}
     for result in results:
@@ -184,7 +188,7 @@ def _independent(groups: dict[frozenset[Quantity], int]) -> QuantityCounts:
 
 
 def quantities_read(finding: Finding, row: RowResult, result: ClaimResult) -> Iterable[Quantity]:
-    """Return the quantities that the value of `finding` reads."""
+    """Return the independent quantities that a test reads, for example the step time of one experiment."""
     if finding.itself:
         return [(result.claim.id, finding.expression)]
     expression = parse(finding.expression)
@@ -208,14 +212,14 @@ def quantities_read(finding: Finding, row: RowResult, result: ClaimResult) -> It
 
 
 def _device_results(expression: Expression) -> list[Quantity]:
-    """Return one quantity for each call of a one-device function (`largest_fit`, ...) in an expression."""
+    """Return one independent quantity for each call of a one-device function (`largest_fit`, ...) in an expression."""
     calls = [node for node in ast.walk(expression.tree) if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in DEVICE_FUNCTIONS]
     return [("one device", *sorted(map(ast.unparse, call.keywords))) for call in named]
 
 
 def _quantity(experiment: str, metric: str) -> Quantity:
-    """Return the independent quantity of which a metric of an experiment is a part."""
+    """Return the independent quantity to which a metric belongs, such as an experiment's step time for throughput."""
     area, _, rest = metric.partition(".")
     if area == "memory":
         part = rest.removesuffix("_bytes")

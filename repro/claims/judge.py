@@ -59,7 +59,7 @@ from repro.results.schema import MEASURED, SIMULATED, Record
 def judge(
     ledger: Ledger, records: Iterable[Record], references: Iterable[ReferenceFile] = ()
 ) -> list[ClaimResult]:
-    """Return the verdict of every claim of `ledger`, in its order.
+    """Return the verdicts about all claims of `ledger`, in its order, from records of experiments.
 
     `references`: records of other machines, used for measured values that `records` do not contain.
     """
@@ -68,7 +68,7 @@ def judge(
 
 
 def judge_claim(claim: Claim, records: Records) -> ClaimResult:
-    """Return the verdict of one claim from `records`."""
+    """Return the verdict about one published claim from records of experiments."""
     rows = tuple(_judge_row(row, claim, records) for row in claim.rows)
     main = [row for row in rows if row.row.main]
     kinds = tuple(kind for kind in (_kind(name, main) for name in (*KINDS, ITSELF)) if kind)
@@ -95,23 +95,23 @@ def judge_claim(claim: Claim, records: Records) -> ClaimResult:
 
 
 def weakest_verdict(rows: Sequence[RowResult]) -> str:
-    """Return the verdict of `rows` together: the first in `DISAGREEING_FIRST` that one of them has."""
+    """Return the common verdict about several published values: the first in `DISAGREEING_FIRST` that one value has."""
     return next(verdict for verdict in DISAGREEING_FIRST if any(row.verdict == verdict for row in rows))
 
 
 DISAGREEING_FIRST = (*BAD, NOT_RUN, NO_TEST, DEPENDS, POSSIBLE, NOT_COMPARABLE, FOLLOWS, REPRODUCED)
-"""Verdicts by priority. The verdict of a claim is the first of them that one of its main rows has."""
+"""All verdicts, disagreement first. The verdict about a claim is the first of these that one of its main rows has."""
 _ORDER = (
     *(f"measured, {scale}" for scale in (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)),
     *KINDS[2::-1],
     CLOSED_FORM,
     ITSELF,
 )
-"""Kinds of evidence that can decide a row, strongest first."""
+"""Kinds of evidence that can decide the verdict about a published value, strongest first."""
 
 
 def strength_rank(basis: str) -> int:
-    """Return the position of a kind of evidence in `_ORDER`; 0 is the strongest."""
+    """Return the rank of a kind of evidence by strength; 0 is the strongest, a measurement at the published scale."""
     return next(rank for rank, start in enumerate(_ORDER) if basis.startswith(start))
 
 
@@ -130,9 +130,11 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
         if equals[0].itself:
             equals = [f for f in equals if f.decided] or equals
             if not all(f.itself for f in speaking):
-                # Another test of this row has not run, so the source itself decides only if it is inconsistent.
+                # A simulation or measurement is missing, so arithmetic on the source's numbers decides only by a
+                # contradiction.
                 equals = [f for f in equals if f.verdict in BAD]
-        # A row misses if one of its expressions misses; it agrees only if all expressions of the same kind agree.
+        # One expression that misses the published value suffices for a miss. An agreement needs all expressions of
+        # the kind of evidence.
         failed = next((f for f in equals if f.verdict in BAD), None)
         if failed or (equals and all(f.decided for f in equals)):
             best = failed or next((f for f in equals if f.verdict == POSSIBLE), equals[0])
@@ -149,7 +151,10 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
 
 
 def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -> RowResult:
-    """Return a `reproduced` result with its margin and the simulator faults that change it; others unchanged."""
+    """Return a `reproduced` result with its margin and the simulator faults that change its verdict.
+
+    Return results with other verdicts unchanged.
+    """
     if result.verdict != REPRODUCED:
         return result
     margins = [one.margin for one in deciding if one.margin is not None]
@@ -162,14 +167,14 @@ def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -
 
 @cache
 def load_mutations() -> dict[str, dict[str, list[str]]]:
-    """Return the simulator faults that change a verdict, by claim and row label, from `make mutation-table`."""
+    """Return the simulator faults that change verdicts, by claim and row label. `make mutation-table` finds them."""
     document = json.loads((Path(__file__).parent / "data/mutations.json").read_text(encoding="utf-8"))
     found: dict[str, dict[str, list[str]]] = document["claims"]
     return found
 
 
 def _describe_differing_readings(findings: Sequence[Finding]) -> str:
-    """Return the value and the verdict under each tested reading; empty if the verdicts of the readings agree."""
+    """Return value and verdict under each assumption about an unpublished condition; empty if the verdicts agree."""
     tested = [finding for finding in findings if finding.reading and finding.decided]
     if len({finding.verdict in BAD for finding in tested}) < 2:
         return ""
@@ -177,10 +182,10 @@ def _describe_differing_readings(findings: Sequence[Finding]) -> str:
 
 
 def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
-    """Yield measured evidence for each simulated evidence whose experiments have measured records.
+    """Yield a measured test for each simulated test of a published value whose experiments have measured records.
 
     Simulated and measured records have the same experiments and metrics, so that one expression reads both.  The ratio
-    of two interleaved experiments comes from their comparison record, which has an interval.
+    of two experiments that one launch interleaved comes from their comparison record, which has an interval.
     """
     tested = {experiment for one in row.evidence if one.kind == MEASURED for experiment in _read(one, row)}
     for one in row.evidence:
@@ -200,12 +205,12 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
 
 
 def _read(evidence: Evidence, row: Row) -> list[str]:
-    """Return the experiments that the expression of evidence reads, as `suite/name`."""
+    """Return the experiments that a test of a published value reads, as `suite/name`; empty for analytic evidence."""
     return [] if evidence.kind == "analytic" else experiments_read(evidence.value, row.variables)
 
 
 def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
-    """Return the verdict of one kind of evidence, or of `ITSELF`, on `rows`; None if it can test none of them."""
+    """Return verdict and counts of one kind of evidence, or of `ITSELF`, on ledger rows; None if it can test no row."""
     tested = [found for row in rows if (found := row.under(name))]
     if not tested:
         return None
@@ -227,7 +232,7 @@ def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
 
 
 def _basis(rows: list[RowResult]) -> str:
-    """Return agreeing of decided rows by evidence, then other rows: `measured, scaled twin 9/9; 2 not run`."""
+    """Return the text of agreeing and decided rows by kind of evidence: `measured, scaled twin 9/9; 2 not run`."""
     rest = Counter(row.basis for row in rows if row.basis)
     good = Counter(row.basis for row in rows if row.basis and row.verdict in GOOD)
     open_ = Counter(row.verdict for row in rows if rest and not row.basis)
@@ -244,5 +249,5 @@ def _name(finding: Finding) -> str:
 
 
 def experiments_read(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
-    """Return the experiments that an expression reads, as `suite/name`."""
+    """Return the experiments whose records a ledger expression reads, as `suite/name`."""
     return sorted({text for text in texts(expression, variables) if "/" in text})

@@ -22,18 +22,18 @@ from repro.results.schema import EMULATED
 
 T = TypeVar("T")
 KINDS = ("analytic", "simulated", EMULATED, "measured")
-"""Kinds of evidence, weakest first.
+"""Kinds of evidence for a published value, weakest first.
 
 `emulated`: local processes train a scaled-down model over links whose bandwidth is reduced in proportion to their
 compute rate. Only ratios of two such runs compare with published ratios.
 """
 CERTAINTIES = {
-    "confirmed": "read in the primary text",
-    "second-hand": "read in a source that quotes the primary one",
-    "press only": "only in a press article",
-    "digitised": "measured by pixel from a published figure; the error is stated",
-    "derived": "arithmetic on confirmed numbers, not published as such",
-    "unconfirmed": "remembered; no text found",
+    "confirmed": "the published value was read in the primary source",
+    "second-hand": "the published value was read in a source that quotes the primary one",
+    "press only": "the published value was found only in a press article",
+    "digitised": "the value was measured in pixels of a published figure, and its error is stated",
+    "derived": "the value was calculated from confirmed numbers and is not printed itself",
+    "unconfirmed": "the value was quoted from memory, and no source was found",
 }
 FAMILIES = (
     "memory",
@@ -50,8 +50,12 @@ PUBLISHED_SCALE, SCALED_TWIN, ONE_RANK = "published scale", "scaled twin", "one 
 EMULATED_NETWORK = "scaled twin, emulated network"
 CLOSED_FORM, COUNT = "closed form", "count of what is committed"
 ITSELF, TRACE, RUN = "the source against itself", "trace", "run"
-"""Origins of evidence, in order: a formula of a paper; counted lines of scripts in this repository; other numbers of
-the claim's source, or an answer that the suite sets; a simulated training step; a run of processes."""
+"""Origins of a value that is compared with a published value.
+
+`CLOSED_FORM`: a formula of a paper. `COUNT`: counted lines of scripts in this repository. `ITSELF`: other numbers of
+the claim's source, or an answer that is an input of the test. `TRACE`: a simulated training step. `RUN`: a run of
+processes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,32 +63,32 @@ class Source:
     """Publication that claims cite; one `[[source]]` table of sources.toml."""
 
     key: str
-    """Citation key in claims, for example `ZERO3`."""
+    """Short name by which claims cite the publication, for example `ZERO3`."""
     title: str
     """Title of the publication."""
     where: str
-    """arXiv number, repository and commit, or publisher."""
+    """Location of the publication: arXiv number, repository and commit, or publisher."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One test of a published value: the expression of a value, and the expected value."""
+    """One test of a published value: an expression that computes a value, and the value that it must agree with."""
 
     kind: str
     """One of `KINDS`."""
     scale: str
     """Scale of the tested run: `published scale`, `one rank of N`, `scaled twin` or `scaled twin, emulated network`.
-    Analytic evidence repeats `origin`."""
+    For analytic evidence, the scale is equal to `origin`."""
     origin: str
     """Origin of the value: `CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     value: Expression
-    """Expression of the value, in bytes, seconds, FLOP or without a unit."""
+    """Expression that computes the tested value, in bytes, seconds or FLOP, or without a unit."""
     expect: Expression | None
-    """Expression of the expected value, a formula at the scale of a scaled-down twin; None: the published value."""
+    """Expression of the value that a scaled-down run must have, mostly a formula; None: the published value."""
     metric: str
-    """Class of tolerance, a key of `tolerance.RELATIVE_TOLERANCE`."""
+    """Class of the compared metric, which sets the tolerance; a key of `tolerance.RELATIVE_TOLERANCE`."""
     reading: str = ""
-    """Condition that the source does not state and that this evidence assumes; empty: none."""
+    """Assumption of a test about a condition that the source does not state; empty: no assumption."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,41 +99,41 @@ class Row:
     published: str
     """Published value as printed, without the unit."""
     printed: PrintedNumber | None
-    """`published` as a number; None for a formula or words."""
+    """Published value as a number; None if the source prints a formula or words."""
     unit: str
     """Unit of the published value, a key of `published.UNITS`."""
     metric: str
-    """Class of tolerance, a key of `tolerance.RELATIVE_TOLERANCE`."""
+    """Class of the published metric, which sets the tolerance; a key of `tolerance.RELATIVE_TOLERANCE`."""
     statement: str
-    """Kind of the statement, one of `tolerance.STATEMENTS`."""
+    """Kind of the published statement, one of `tolerance.STATEMENTS`, for example `value` or `bound`."""
     bound: str
-    """Bound in the source: empty (equal), `over`, `at least`, `under`, `at most`, `up to`."""
+    """Bound in the source: `over`, `at least`, `under`, `at most` or `up to`; empty: the value is no bound."""
     error: float
-    """Error of a published value that was measured from a figure, in `unit`; 0 for a printed value."""
+    """Error of a published value that was measured in a figure, in the unit of the value; 0 for a printed value."""
     certainty: str
     evidence: tuple[Evidence, ...]
     calibrates: str
     """Parameter of the time model that is calibrated on this published value, a `name` of
     simulate/time/calibration_points.toml; empty: none. Simulations of such a value get no verdict."""
     blind: PrintedNumber | None
-    """Prediction of the suite, in `unit`, made by people who did not know `published`."""
+    """Prediction by this suite, in the row's unit, committed before the published value was read; None: none."""
     needs: str
-    """Hardware and run that would measure the published value."""
+    """Hardware and training run that a measurement of the published value needs."""
     not_comparable: str
-    """Reason why no value can be compared with the published one; empty if values can."""
+    """Reason why no simulation or measurement is comparable with the published value; empty if one is."""
     note: str
     source: str = ""
     """Document that prints the value, if the claim cites several documents; empty: all sources of the claim."""
     erratum: str = ""
     """Arithmetic on the source's own numbers that contradicts the printed number; empty: none."""
     sentence: str = ""
-    """Key of a published sentence that rows of several claims quote; all these rows must read the same simulations."""
+    """Key of a published sentence that several claims quote. All rows with this key must read the same simulations."""
     main: bool = True
-    """Whether the row's verdict counts for the claim's verdict."""
+    """Whether the verdict of this published value counts for the verdict of its claim."""
     given: str = ""
-    """Part of the published answer that is an input of the test. The best verdict of such a row is `follows`."""
+    """Part of the published answer that is an input of the test; empty: none. The best verdict is then `follows`."""
     variables: Mapping[str, Value | Uncertain] = field(default_factory=dict, compare=False)
-    """Cells of the row's line in a ledger table, by column; expressions read them."""
+    """Variables of the row's expressions: the cells of its line in a ledger table, by column name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,59 +142,62 @@ class Claim:
 
     id: str
     title: str
-    """The claim in one sentence."""
+    """Statement of the claim in one sentence."""
     family: str
-    """One of `FAMILIES`; suites and the report group by it."""
+    """Topic by which suites and the report group claims, one of `FAMILIES`, for example `memory`."""
     published: str
-    """Published values in one line of text."""
+    """Published values of the claim as one line of text."""
     conditions: str
     source: tuple[str, ...]
     """Citations; each is a source key with section or page, such as `ZERO3 sec. 3.1 p.8`."""
     certainty: str
-    """A key of `CERTAINTIES`."""
+    """Certainty of the published values, a key of `CERTAINTIES`, for example `confirmed`."""
     contradictions: tuple[str, ...]
-    """Contradictions between sources or inside one source."""
+    """Contradictions about the claim between its sources, or within one source."""
     note: str
     needs: str
     steps: tuple[float, ...]
-    """Sizes that the source tried; rows with the metric `limit` need them."""
+    """Model sizes that the source tried, from which rows with the metric `limit` (largest model) take a tolerance."""
     rows: tuple[Row, ...]
     file: str
     """Name of the ledger file."""
     predicted_blind: str = ""
-    """Day and commit of the blind predictions of this claim's rows; empty without predictions."""
+    """Day and commit of predictions that were made before the published values were read; empty: no predictions."""
     repeat: str = ""
-    """Command that searches the claim's number directly, such as `repro fit ...`; empty: none."""
+    """Command that finds the published number directly, such as `repro fit ...`; empty: none."""
 
     @property
     def prediction(self) -> str:
-        """Return the date and the median |predicted / published - 1| of blind predictions; empty without them."""
+        """Return a text with the date and the median error of blind predictions; empty without predictions.
+
+        The error is |predicted / published - 1|. Blind: committed before the published value was read.
+        """
         errors = [
             abs(row.blind.value / row.printed.value - 1) for row in self.rows if row.blind and row.printed
         ]
         if not errors:
             return ""
-        return f"blind on {self.predicted_blind}: {len(errors)} values, median error {median(errors):.1%}"
+        return f"predicted blind on {self.predicted_blind}: {len(errors)} values, median error {median(errors):.1%}"
 
 
 @dataclass(kw_only=True)
 class Headline:
-    """One of the best-known statements of the reports, in one line; `[[headline]]` in headlines.toml."""
+    """One of the best-known statements of the reproduced reports, in one line; `[[headline]]` in headlines.toml."""
 
     name: str
-    """The statement in at most 30 characters."""
+    """Headline statement in at most 30 characters."""
     claim: str
     rows: list[str]
     """Labels of the claim's rows that test the statement."""
     otherwise: list[str] = field(default_factory=list)
-    """Labels of rows whose values a table shows if `rows` have no value. These rows do not affect the verdict."""
+    """Labels of substitute rows, whose values a table shows if `rows` have no value. They do not affect the verdict."""
     published: str = ""
-    """Text of the published value; empty: the published values of `rows`."""
+    """Displayed text of the published value; empty: the published values of `rows` are displayed."""
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Claims in the order of their publication, and their sources by key."""
+    """All published claims in the order of their publication, and the cited sources by key."""
 
     claims: tuple[Claim, ...]
     headlines: tuple[Headline, ...]
@@ -203,7 +210,7 @@ class Ledger:
     """Publication month of the claims in each ledger file, such as `2019-09`, by file name; may be empty."""
 
     def claim(self, claim_id: str) -> Claim:
-        """Return the claim with this id, or the claim of the headline with this number (`1` is the first).
+        """Return the claim with the given id, or the claim of the headline with the given number (`1` is the first).
 
         Raises:
             ConfigError: No claim has this id; the message lists similar ids.
@@ -224,7 +231,7 @@ class Ledger:
         raise ConfigError("claim", claim_id, says=hint)
 
     def rows_of(self, headline: Headline) -> list[Row]:
-        """Return the claim's rows that the headline names in `rows` and in `otherwise`."""
+        """Return the rows of a headline's claim whose labels the headline lists in `rows` or `otherwise`."""
         labels = (*headline.rows, *headline.otherwise)
         return [row for row in self.claim(headline.claim).rows if row.label in labels]
 
@@ -246,7 +253,7 @@ class TestableEntry:
 
     label: str = ""
     unit: str | None = None
-    """Unit of the published value. An empty text is no unit, and None is the unit of the claim."""
+    """Unit of the published value; empty: no unit; None: the unit of the claim."""
     metric: str = ""
     bound: str = ""
     statement: str = ""
@@ -284,11 +291,14 @@ class CellEntry(TestableEntry):
 
 @dataclass(kw_only=True)
 class TableEntry:
-    """`[[claim.table]]` of a ledger file. Strings in `body` are printed values, numbers are exact, "" is no value."""
+    """Table of published values in a ledger file, `[[claim.table]]`.
+
+    In `body`, a string is a value as printed, a number is exact, and "" is no value.
+    """
 
     columns: list[str]
     keys: list[str]
-    """Columns whose cells name a line of the table."""
+    """Columns whose cells form the name of a table line, with which the labels of its rows begin."""
     cells: list[CellEntry]
     body: list[list[int | float | str]]
 
@@ -322,11 +332,11 @@ class FileEntry:
     """Content of one ledger file."""
 
     title: str
-    """Title of the file."""
+    """Title of the ledger file."""
     about: str = ""
-    """Author of the claims, in one or two words; empty for the title. Several files may name the same author."""
+    """Author of the claims, in one or two words; empty: the title. Several files may name one author."""
     date: str = ""
-    """Month of the publication, `2019-09`. Ledger files are ordered by it; files without a date are last."""
+    """Month of the publication, such as `2019-09`, by which ledger files are ordered; empty: the file comes last."""
     headline: list[Headline] = field(default_factory=list)
     claim: list[ClaimEntry] = field(default_factory=list)
     source: list[Source] = field(default_factory=list)
@@ -380,7 +390,7 @@ _TYPE_CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def _build_entry(cls: type[T], data: Any, file: str, where: str) -> T:
-    """Return the dataclass `cls` for a table of a ledger file, with dataclasses for the inner tables.
+    """Return an instance of the dataclass `cls` from a table of a ledger file; inner tables become instances, too.
 
     Only invalid tables are passed to pydantic, which writes the error message. Importing pydantic for valid claims
     would double the time of `repro claims`.
@@ -406,7 +416,10 @@ def _build_entry(cls: type[T], data: Any, file: str, where: str) -> T:
 
 
 def _place(where: str, key: str, number: int, item: Any) -> str:
-    """Return the name of an inner table for messages: the id of a claim, or `rows[label]` after the outer name."""
+    """Return the name of an inner table for error messages.
+
+    The name is the id of a claim, or a text such as `rows[label]` after the name of the outer table.
+    """
     names = [item.get(k) for k in ("id", "key", "label", "column", "name")] if isinstance(item, dict) else []
     name = next((name for name in names if name), number)
     return (

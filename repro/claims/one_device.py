@@ -1,8 +1,8 @@
-"""Functions by which expressions of the ledger read results of one device.
+"""Functions by which expressions of the ledger read results that were measured on one device.
 
 `largest_fit`, `fit_outcome` and `fit_states` read records of `repro fit --measure`, in which one process may allocate
 the memory of one rank of N. `kernel_speedup` compares two runs that differ in their kernels only. Expressions name
-conditions and not a record, so that records of any machine qualify.
+conditions of a run and not its record, so that records of any machine qualify.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from repro.results.select import Selection
 from repro.util import units
 
 FIT_NAME, KERNELS_NAME = "repro fit", "kernels compared"
-"""Names of missing evidence in messages: a search for the largest model, a pair of runs with different kernels."""
+"""Names in messages of missing records: a search for the largest model, and a pair of runs with different kernels."""
 LARGEST_GB_PER_GB = 1.024**3
 """Bytes of a GiB over bytes of a GB, because memory of "32 GB" may be 32e9 to 32 * 2**30 bytes."""
 _NOT_COMPARED = ("kernels", "global_batch", "overlap", "gather_overlap", "tp_overlap")
-"""Fields of a layout that do not affect which model fits in memory."""
+"""Fields of a parallel layout that do not affect which model fits in memory."""
 
 
 def device_functions(
     chosen: Selection, used: list[ExperimentRecord | FitRecord]
 ) -> dict[str, Callable[..., Value | Uncertain]]:
-    """Return the functions of this module by name. Each call appends the records that it reads to `used`."""
+    """Return the ledger functions that read results of one device, by name.
+
+    Each call of these functions appends the records that the call reads to `used`.
+    """
 
     def largest(memory: float, hidden: int, **conditions: Any) -> MeasuredTrial:
         layout = _layout(**conditions)
@@ -42,22 +45,24 @@ def device_functions(
                 assert record.largest is not None
                 return record.largest
         raise Missing(
-            FIT_NAME, "no search with these conditions has a record", _fit_command(layout, memory, hidden)
+            FIT_NAME,
+            "no recorded search for the largest model has the conditions of the claim",
+            _fit_command(layout, memory, hidden),
         )
 
     def largest_fit(*, memory: float, hidden: int, **conditions: Any) -> Value:
-        """Return the parameter count of the largest model, by layers, that trains in `memory` bytes of a device.
+        """Return the parameter count of the largest model that trains in `memory` bytes, by a search over layers.
 
         `largest_fit(ranks=64, memory=32 * GB, hidden=1600, zero=0, cb=0)`; `conditions`: arguments of `_layout`.
         """
         return largest(memory, hidden, **conditions).parameters
 
     def fit_outcome(layers: int, *, memory: float, hidden: int, **conditions: Any) -> Value:
-        """Return `"ok"` if a model of `layers` layers fits by the search of `largest_fit`, else `"oom"`."""
+        """Return `"ok"` if a model of `layers` layers fits in memory in the search of `largest_fit`, else `"oom"`."""
         return "ok" if layers <= largest(memory, hidden, **conditions).layers else "oom"
 
     def fit_states(model: str, *, ranks: int, zero: int, tp: int = 1) -> Value:
-        """Return measured bytes of model states per rank in 16-bit training, from any search that trained this size."""
+        """Return measured model-state bytes per rank in 16-bit training, from any fit search that trained this size."""
         parameters = total_parameters(models.load_model(model))
         for record in reversed(chosen.fits):
             size = _states(record, parameters, Layout(dp=ranks // tp, tp=tp, zero=zero))
@@ -73,7 +78,7 @@ def device_functions(
     ) -> Value | Uncertain:
         """Return samples/s with this suite's fused kernels over samples/s with torch's operators, on one GPU.
 
-        The two runs differ in their kernels only. If one launch interleaved them, the value has an interval.
+        The two runs differ in their kernels only. If one launch interleaved the runs, the ratio has an interval.
         """
         sizes = (layers, hidden, vocab, micro_batch, precision)
         for fused, reference in _kernel_pairs(chosen, sizes):
@@ -82,7 +87,7 @@ def device_functions(
             if compared is None:
                 return fused.metrics["samples_per_s"] / reference.metrics["samples_per_s"]
             return uncertain_ratio(compared)
-        reason = f"no pair of runs with {layers} layers of width {hidden} on one GPU"
+        reason = f"no runs with and without fused kernels of {layers} layers of width {hidden} on one GPU"
         raise Missing(KERNELS_NAME, reason, "repro run suites/one_gpu.toml --only '1.5b-*'")
 
     functions = (largest_fit, fit_outcome, fit_states, kernel_speedup)
@@ -90,11 +95,14 @@ def device_functions(
 
 
 DEVICE_FUNCTIONS = frozenset({"largest_fit", "fit_outcome", "fit_states", "kernel_speedup"})
-"""Functions of ledger expressions that find records by conditions and not by the name of an experiment."""
+"""Functions of ledger expressions that find records by conditions of the run instead of the experiment's name."""
 
 
 def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
-    """Return the scale of the fit searches in `used`, `one rank of 64` or `published scale`; empty without a search."""
+    """Return the scale of the searches for the largest model in `used`; empty without a search.
+
+    The scale is a text such as `one rank of 64`, or `published scale`.
+    """
     fits = [record for record in used if isinstance(record, FitRecord)]
     if not fits:
         return ""
@@ -102,7 +110,10 @@ def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
 
 
 def describe_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
-    """Return `46 layers fit with 30.2 GB reserved, 47 do not`; empty without a search over layers."""
+    """Return a text on the largest model that fits, such as `46 layers fit with 30.2 GB reserved, 47 do not`.
+
+    The text is empty without a conclusive search over layers.
+    """
     for record in used:
         if isinstance(record, FitRecord) and record.search == "layers" and record.conclusive:
             assert record.largest is not None
@@ -138,7 +149,7 @@ def _layout(
 
 
 def _answers(record: FitRecord, layout: Layout, memory: float, hidden: int) -> bool:
-    """Return whether `record` is a conclusive search over layers on a GPU with these conditions."""
+    """Return whether a record is a conclusive search over layers with the given memory, layout and width on a GPU."""
     experiment = _experiment(record)
     return (
         record.conclusive
@@ -156,7 +167,7 @@ def _memory_conditions(layout: Layout) -> dict[str, Any]:
 
 
 def _experiment(record: ExperimentRecord | FitRecord) -> Experiment | None:
-    """Return the experiment of a record; None if a newer version of this suite wrote conditions unknown here."""
+    """Return the experiment of a record; None if its conditions are invalid, for example from a newer suite version."""
     try:
         return record.experiment
     except ConfigError:
@@ -164,7 +175,7 @@ def _experiment(record: ExperimentRecord | FitRecord) -> Experiment | None:
 
 
 def _states(record: FitRecord, parameters: int, layout: Layout) -> int:
-    """Return the bytes of model states per rank if the search's largest model has this size and layout, else 0."""
+    """Return the model-state bytes per rank of a search's largest model if its size and layout match, else 0."""
     experiment, trial = _experiment(record), record.largest
     if experiment is None or trial is None or trial.memory is None or not trial.memory.states:
         return 0
@@ -190,7 +201,7 @@ def _fit_command(layout: Layout, memory: float, hidden: int) -> str:
 def _kernel_pairs(
     chosen: Selection, sizes: tuple[int, int, int, int, str]
 ) -> Iterator[tuple[ExperimentRecord, ExperimentRecord]]:
-    """Yield (fused, reference) runs on one device that differ in their kernels only, newest first.
+    """Yield pairs (fused, reference) of runs on one GPU that differ in their kernels only, newest first.
 
     `sizes`: layers, hidden, vocabulary, micro-batch and precision of the runs.
     """
@@ -211,7 +222,7 @@ def _kernel_pairs(
 
 
 def _without_kernels(record: ExperimentRecord) -> dict[str, Any]:
-    """Return the conditions that two runs must share for a comparison of their kernels."""
+    """Return the conditions of a run that must equal those of another run for a comparison of their kernels."""
     experiment = record.experiment.as_dict()
     layout = {key: value for key, value in experiment["layout"].items() if key != "kernels"}
     named = {key: value for key, value in experiment.items() if key not in ("name", "limits")}

@@ -41,7 +41,7 @@ SUITE = "again"
 QUESTIONS_FILE = Path(__file__).parent / "data" / "questions.toml"
 PEAK = "PEAK"
 QUESTION_FAMILIES = ("throughput", "memory", "limit", "scaling", "time")
-"""Families of claims. Each claim in them needs a question, or a reason why it has none."""
+"""Families in which each claim needs a question about another system, or a reason why it has no question."""
 PREDICTIONS = (
     "Predictions for Llama models of the same size with software of 2024; no verdicts. The 90 % intervals include the "
     "uncertainty of the system's inputs, but not the error of the time model."
@@ -50,32 +50,32 @@ PREDICTIONS = (
 
 @dataclass(frozen=True)
 class SystemQuestion:
-    """One row of the ledger with the expression that answers it on another system."""
+    """Question whether a published value holds on another system, with the expression that computes the answer."""
 
     claim: str
     row: Row
     asks: str
-    """Description of the compared experiments, for a person."""
+    """Displayed description of the compared experiments."""
     value: Expression
     words: tuple[str, ...]
-    """Words that describe ranges of the value, one more than `steps`; empty: the number suffices."""
+    """Words for ranges of the answer's value, such as `slower`, one more than `steps`; empty: no words."""
     steps: tuple[float, ...]
     """Rising thresholds between `words`, in the row's unit. From the first threshold on, the second word applies."""
     note: str = ""
-    """Caveat of the answer."""
+    """Caveat that is displayed with the answer; empty: none."""
 
     def word(self, value: float) -> str:
-        """Return the word for the range that contains `value`, given in the row's unit; empty without words."""
+        """Return the word, such as `slower`, for a value in the row's unit; empty for a question without words."""
         return self.words[sum(value >= step for step in self.steps)] if self.words else ""
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions in file order, and claims without a question."""
+    """Questions whether claims hold on another system, in file order, and the claims without a question."""
 
     asked: tuple[SystemQuestion, ...]
     left_out: Mapping[str, str]
-    """Reason why a claim has no question, by claim id."""
+    """Reason why a claim has no question about another system, by claim id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class _QuestionFile:
 
 
 def load_questions(ledger: Ledger, file: Path = QUESTIONS_FILE) -> QuestionSet:
-    """Read and check the questions in `file`.
+    """Read and check the questions about another system in `file`.
 
     Raises:
         ConfigError: The file is invalid or names an unknown claim or row.
@@ -133,7 +133,7 @@ def _question(entry: _QuestionEntry, ledger: Ledger) -> SystemQuestion:
 
 
 def _words_and_thresholds(parts: list[str | float]) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """Split `["slower", 1.1, "faster"]` into its words and the thresholds between them."""
+    """Split a list such as `["slower", 1.1, "faster"]` into its words and the thresholds between the words."""
     words = tuple(part for part in parts[::2] if isinstance(part, str))
     steps = tuple(float(part) for part in parts[1::2] if not isinstance(part, str))
     rising = all(low < high for low, high in pairwise(steps))
@@ -150,18 +150,18 @@ class Answer:
 
     question: SystemQuestion
     value: float | str | None = None
-    """Value in the row's unit; None: missing for the reason in `lacks`."""
+    """Predicted value in the unit of the published value; None: the value is missing."""
     low: float | None = None
-    """Lower end of the 90 % interval from unknown inputs of the system; None without unknown inputs."""
+    """Lower end of the 90 % interval of a value from unknown inputs of the system; None without unknown inputs."""
     high: float | None = None
     word: str = ""
-    """Word for the value, followed in brackets by the words for other values in the interval."""
+    """Word for the predicted value, such as `slower`, followed in brackets by words for values in its interval."""
     rests_on: str = ""
-    """Weakest basis of the step times in the value, one of `repro.simulate.time.calibration.BASES`."""
+    """Weakest calibration basis of the simulated step times, one of `repro.simulate.time.calibration.BASES`."""
     lacks: str = ""
-    """Reason why the value is missing; empty if it is not."""
+    """Reason why the predicted value is missing; empty if the value exists."""
     unrecorded: bool = False
-    """Whether the value is missing because an experiment has no record."""
+    """Whether the predicted value is missing because an experiment has no record."""
 
     @property
     def published(self) -> str:
@@ -172,7 +172,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Return the displayed value, such as `1.15x [1.1, 1.2]`."""
+        """Return the predicted value and its interval as displayed, such as `1.15x [1.1, 1.2]`."""
         row = self.question.row
         if self.value is None or isinstance(self.value, str):
             return self.value or ""
@@ -182,7 +182,7 @@ class Answer:
         return append_unit(text, row.unit)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON data."""
+        """Return the question and its answer as JSON data."""
         row = self.question.row
         keys = ("value", "low", "high", "word", "rests_on", "lacks")
         return {
@@ -242,10 +242,12 @@ def _answer(
         timed = _timed_records(question, named)
         value = evaluate_expression(question.value, functions, {**CONSTANTS, **row.variables}).value
     except Missing as missing:
-        reason = str(missing).replace(f"{SUITE}/", "")  # the suite's name is the same for all questions
+        reason = str(missing).replace(
+            f"{SUITE}/", ""
+        )  # All questions read one suite, so its name is omitted.
         return Answer(question=question, lacks=reason, unrecorded=not set(read) <= named.keys())
     except (ConfigError, ExpressionError, KeyError) as error:
-        return Answer(question=question, lacks=f"cannot be computed: {error}")
+        return Answer(question=question, lacks=f"the value cannot be computed: {error}")
     if isinstance(value, str):
         return Answer(question=question, value=value)
     size = UNITS[row.unit]
@@ -265,7 +267,7 @@ def _answer(
 
 
 def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecord]) -> list[ExperimentRecord]:
-    """Return the simulated records whose step times the value of a question depends on.
+    """Return the simulated records whose step times affect the answer to a question.
 
     Raises:
         Missing: The expression reads the throughput of a step that does not fit in memory.
@@ -278,7 +280,7 @@ def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecor
             if record is None or not name.startswith(SPEED):
                 continue
             if record.outcome != "ok":
-                raise Missing(experiment, "it does not fit")
+                raise Missing(experiment, "the step does not fit in memory")
             found.append(record)
         elif function == "fastest":
             found += [named[experiment] for experiment in texts[1:] if experiment in named]
@@ -288,7 +290,7 @@ def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecor
 def _word_with_alternatives(
     question: SystemQuestion, value: float, uncertainty: InputUncertainty | None
 ) -> str:
-    """Return the word for `value`, followed in brackets by the words for other values in the interval."""
+    """Return the word for a predicted value, followed in brackets by words for other values in its interval."""
     best = question.word(value)
     if uncertainty is None:
         return best

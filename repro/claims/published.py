@@ -1,4 +1,4 @@
-"""Numbers as a source prints them, with the printed digits as their precision."""
+"""Numbers as publications print them; the printed digits give their precision."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNITS: dict[str, float] = {
     "tokens/s": 1,
     "FLOP/byte": 1,
 }
-"""Size of each published unit in bytes, seconds, FLOP or plain numbers, which are the units of expressions."""
+"""Size of each published unit in the units of ledger expressions: bytes, seconds, FLOP or plain numbers."""
 _MAGNITUDES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _NUMBER = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)([KMBT]?)")
 
@@ -51,18 +51,18 @@ class PrintedNumber:
 
     text: str
     low: float
-    """The number, or the lower end of a printed range such as `16-20B`."""
+    """Published number, or the lower end of a published range such as `16-20B`."""
     high: float
     step: float
 
     @property
     def value(self) -> float:
-        """Return the number, or the middle of a range."""
+        """Return the published number, or the middle of a published range."""
         return (self.low + self.high) / 2
 
 
 def parse_printed_number(text: str) -> PrintedNumber:
-    """Parse `"1.88"`, `"4,187"`, `"14.4B"`, `"0.5T"` or the range `"3-5"`.
+    """Parse a number as a publication prints it: `"1.88"`, `"4,187"`, `"14.4B"`, `"0.5T"` or the range `"3-5"`.
 
     Raises:
         ValueError: The text is neither a number nor a range.
@@ -117,7 +117,7 @@ def format_value(value: float, like: PrintedNumber | None = None) -> str:
 
 
 def append_unit(text: str, unit: str) -> str:
-    """Append a unit: `31.4 GB`, `44.8%`, `9.09x [8.7, 9.5]`; do not repeat a unit."""
+    """Append a unit to the text of a value, unless the text has the unit: `31.4 GB`, `44.8%`, `9.09x [8.7, 9.5]`."""
     if not unit or text.endswith(unit):
         return text
     value, bracket, interval = text.partition(" [")

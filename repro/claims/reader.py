@@ -33,9 +33,9 @@ _CLOSED = {**FORMULAS, **SCRIPT_COUNTS, "printed": printed, "digitised": digitis
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured"), **device_functions(select([]), [])}
 SYSTEMS = LEDGER_DIRECTORY.parent / "config" / "systems"
 _DOCUMENT = re.compile(r"[\w.-]+\.(?:png|jpg)\b|[\w.-]+/[\w.-]+#\d+")
-"""Pattern of citations of one document: the file name of a picture, or an issue `OWNER/REPOSITORY#NUMBER`."""
+"""Pattern of a citation of one document: the file name of a picture, or an issue `OWNER/REPOSITORY#NUMBER`."""
 BEYOND_REPORTS = "9999"
-"""Date by which ledger files without a date are sorted, so that they come last."""
+"""Sort key of ledger files without a date, which come after all dated files."""
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2} at [0-9a-f]{7,}$")
 
@@ -62,7 +62,8 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
         for entry in content.claim:
             try:
                 if entry.id in claims:
-                    raise ConfigError("id", entry.id, f"used once; {claims[entry.id].file} has it already")
+                    right = f"used once; {claims[entry.id].file} has another claim with this id"
+                    raise ConfigError("id", entry.id, right)
                 claims[entry.id] = _claim(entry, sources, path.name)
             except ConfigError as error:
                 raise error.within(file=str(path), where=entry.id) from None
@@ -85,7 +86,10 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
 
 
 def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterable[str]) -> None:
-    """Raise `ConfigError` for a tested row that cites a document from which a system file takes a number."""
+    """Raise `ConfigError` if a tested value comes from a document from which a hardware system's file takes a number.
+
+    A prediction with the system's number would not be independent of the published value.
+    """
     documents = set(_DOCUMENT.findall(" ".join(system_texts)))
     for claim in claims:
         for row in claim.rows:
@@ -93,7 +97,7 @@ def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterabl
             tests = any(one.origin in (ledger.TRACE, ledger.RUN) for one in row.evidence)
             if tests and not row.calibrates and cited & documents:
                 shared = ", ".join(sorted(cited & documents))
-                says = f"a system file takes a number from {shared}; mark the row as `given`"
+                says = f"a system file takes a number from {shared}; mark the published value as `given`"
                 raise ConfigError(
                     "source", row.source, says=says, file=claim.file, where=f"{claim.id}.{row.label}"
                 )
@@ -113,12 +117,12 @@ def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
             first, others = read.setdefault(row.sentence, (claim.id, experiments))
             if experiments != others:
                 differing = ", ".join(sorted(experiments ^ others))
-                right = f"a sentence with the same simulations in {first}; these differ: {differing}"
+                right = f"a sentence that {first} tests with the same simulations; these differ: {differing}"
                 raise ConfigError("sentence", row.sentence, right, where=f"{claim.id}.{row.label}")
 
 
 def _check_headline(headline: ledger.Headline, claims: Mapping[str, ledger.Claim], file: str) -> None:
-    """Raise `ConfigError` if the headline names a claim or a row that the ledger does not contain."""
+    """Raise `ConfigError` if a headline names a claim or a row label that the ledger does not contain."""
     try:
         _one_of("claim", headline.claim, claims)
         labels = [row.label for row in claims[headline.claim].rows]
@@ -142,11 +146,12 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
     require(rows, "rows", expected="at least one row, in rows or in [[claim.table]]")
     labels = [row.label for row in rows]
     for label in labels:
-        require(labels.count(label) == 1, "label", label, "different for every row of the claim")
+        require(labels.count(label) == 1, "label", label, "a different label for every row of the claim")
     for row in rows:
         if row.metric == "limit" and not steps:
             raise ConfigError(
-                "steps", says="is missing: the sizes that the source tried (a row has metric limit)"
+                "steps",
+                says="is missing: add the model sizes that the source tried, because a row has metric limit",
             )
     if not any(row.main for row in rows):
         rows = [dataclasses.replace(row, main=True) for row in rows]
@@ -164,7 +169,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
 
 
 def _common(entry: object, of: type[Any]) -> dict[str, Any]:
-    """Return the fields of an entry that the dataclass `of` also has, except `steps` and `rows`."""
+    """Return the fields of a ledger file's entry that the dataclass `of` also has, except `steps` and `rows`."""
     names = {field.name for field in dataclasses.fields(of)} - {"steps", "rows"}
     return {name: value for name, value in vars(entry).items() if name in names}
 
@@ -202,7 +207,10 @@ def _table_rows(entry: ledger.ClaimEntry, table: ledger.TableEntry) -> list[ledg
 
 
 def _variable(value: int | float | str, error: float) -> Value | Uncertain:
-    """Return a table cell as an input of expressions; a printed text is uncertain by `error`, or by its rounding."""
+    """Return a ledger table's cell as an input of expressions.
+
+    A printed number is uncertain by `error`, or by the rounding of its last digit if `error` is 0.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -234,9 +242,7 @@ def _row(
         evidence = []
         if entry.analytic:
             value = parse_checked("analytic", entry.analytic, _CLOSED, variables)
-            says = (
-                "no number of the row changes the value of this expression, so that the test could not fail"
-            )
+            says = "no number of the row changes the value of this expression, so the test can never fail"
             require(not is_constant(value, variables), "analytic", entry.analytic, says=says)
             origin = ledger.ITSELF if entry.given else analytic_origin(value, variables)
             evidence.append(
@@ -248,7 +254,7 @@ def _row(
             for item in getattr(entry, kind):
                 found = _evidence(kind, item, metric, variables)
                 evidence.append(dataclasses.replace(found, origin=ledger.ITSELF) if entry.given else found)
-        says = "needs a simulated expression in the same row; its value then gets no verdict"
+        says = "needs a simulated expression in the same row, whose value is calibrated and gets no verdict"
         require(bool(entry.simulated) or not entry.calibrates, "calibrates", entry.calibrates, says=says)
         right = "a number such as 1.88, 14.4B or 3-5, since evidence without `expect` is compared with it"
         is_compared = any(item.expect is None for item in evidence)
@@ -294,7 +300,9 @@ def _evidence(
     if item.scale not in (ledger.PUBLISHED_SCALE, ledger.SCALED_TWIN) and not item.scale.startswith(
         ledger.ONE_RANK
     ):
-        raise ConfigError("scale", item.scale, "published scale, one rank of N, or scaled twin")
+        raise ConfigError(
+            "scale", item.scale, "the scale of a run: published scale, one rank of N, or scaled twin"
+        )
     if item.scale == ledger.SCALED_TWIN and metric not in ("exact", "ratio") and not item.expect:
         raise ConfigError("expect", says="is missing: it must be the formula at the scale of the scaled twin")
     right = "needs metric ratio and no expect: only ratios of a scaled twin compare with published values"
@@ -302,7 +310,9 @@ def _evidence(
     require(kind != EMULATED or is_ratio, EMULATED, item.value, says=right)
     is_word = item.expect.lstrip()[:1] in ("'", '"', "")
     if not (is_word or item.metric or metric == "exact" or item.scale == ledger.SCALED_TWIN):
-        says = f"is missing next to expect: must be {metric}, the class of the row, or exact for equality"
+        says = (
+            f"is missing, but expect is given: must be {metric}, the class of the row, or exact for equality"
+        )
         raise ConfigError("metric", says=says)
     fallback = "exact" if item.expect else metric
     return ledger.Evidence(
@@ -319,10 +329,10 @@ def _evidence(
 def parse_checked(
     key: str, text: str, functions: Mapping[str, Any], variables: Collection[str]
 ) -> Expression:
-    """Parse the expression `text` of the key `key` and check its functions and names.
+    """Parse the ledger expression `text` of the key `key`, and check its functions and variables.
 
     Raises:
-        ConfigError: The expression is invalid.
+        ConfigError: The expression is invalid, or calls an unknown function or variable.
     """
     try:
         expression = parse(text)

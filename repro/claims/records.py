@@ -21,9 +21,9 @@ from repro.results.select import select
 
 
 class Missing(Exception):
-    """A record that an expression needs is missing.  `str` names the record, or how its run ended.
+    """Error: an expression needs a record that does not exist, or whose run ended without the needed result.
 
-    `remedy` is the command that creates the record, if that is not a run of the experiment's suite.
+    `remedy` is the command that creates the record; empty: a run of the experiment's suite creates the record.
     """
 
     def __init__(self, experiment: str, reason: str, remedy: str = ""):
@@ -33,21 +33,21 @@ class Missing(Exception):
 
 
 class Records:
-    """Records selected by `repro.results.select`, and reference records of other machines."""
+    """Records of experiments that ledger expressions read, and reference records of other machines."""
 
     def __init__(self, records: Iterable[Record], references: Iterable[ReferenceFile] = (), label: str = ""):
         self.selection = select(records)
         self.references = tuple(Records(file.records, label=file.label) for file in references)
-        """Reference records of other machines, newest first; used for experiments without a record of the user."""
+        """Reference records of other machines, newest first, for experiments of which the user has no record."""
         self.label = label
-        """Device and day of reference records; empty for the user's own records."""
+        """Device and day of these records if they are reference records; empty for the user's own records."""
 
     def measured(self, experiment: str) -> bool:
-        """Return whether the experiment has been run, with any outcome."""
+        """Return whether an experiment has a measured record, with any outcome."""
         return (MEASURED, experiment) in self.selection.by_name
 
     def libraries(self, experiments: Iterable[str]) -> list[str]:
-        """Return the training libraries that ran measured `experiments`, except this suite: `DeepSpeed 0.19.8`."""
+        """Return the external training libraries, such as `DeepSpeed 0.19.8`, that ran the measured experiments."""
         records = (self.selection.by_name.get((MEASURED, experiment)) for experiment in experiments)
         found = {r.software["name"] for r in records if r and r.software and r.experiment.engine != NATIVE}
         return sorted(found)
@@ -59,14 +59,15 @@ class Records:
         return record is not None and record.metric == metric
 
     def intervals(self, experiments: Iterable[str]) -> list[StepInterval]:
-        """Return the intervals from unknown inputs of the simulated steps among `experiments`."""
+        """Return the step-time intervals from unknown inputs that the simulated records of `experiments` contain."""
         records = (self.selection.by_name.get((SIMULATED, experiment)) for experiment in experiments)
         return [record.interval for record in records if record is not None and record.interval is not None]
 
     def functions(self, kind: str, case: Case | None = None) -> dict[str, Callable[..., Value | Uncertain]]:
-        """Return the functions for expressions of evidence `kind` (`simulated`, `emulated` or `measured`), by name.
+        """Return the functions by which ledger expressions read records of one kind of evidence, by name.
 
-        `case`: choice of the unknown inputs for which simulated records give times; None: best values.
+        `kind`: `simulated`, `emulated` or `measured`. `case`: values of the unknown inputs for which simulated records
+        give times; None: best values.
         """
 
         def find(experiment: str) -> ExperimentRecord:
@@ -80,14 +81,14 @@ class Records:
             return record
 
         def _of_kind(record: ExperimentRecord) -> None:
-            """Raise `Missing` unless `record` ran on an emulated network exactly if `kind` is `emulated`."""
+            """Raise `Missing` if a run's network, emulated or not, does not match the kind of evidence."""
             network = record.conditions.get("network")
             if kind != SIMULATED and bool(network) != (kind == EMULATED):
                 on = "an emulated network" if network else "the machine's own links"
-                raise Missing(record.label, f"it ran on {on}, which is another kind of evidence")
+                raise Missing(record.label, f"the experiment ran on {on}, which is another kind of evidence")
 
         def metric(experiment: str, name: str) -> Value | Uncertain:
-            """Return a metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.
+            """Return the value of a metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.
 
             A simulated experiment that ran out of memory has all metrics except the reserved memory. A metric with a
             confidence interval (`name.low`, `name.high`) is returned with this interval.
@@ -101,7 +102,9 @@ class Records:
                 ended = "" if record.outcome == "ok" else f" ({_ended(record)})"
                 near = " or ".join(get_close_matches(name, metrics, 3, 0.4)) or "no similar name"
                 remedy = f"repro results {experiment.partition('/')[0]} --json"
-                raise Missing(experiment, f"its record has no metric {name}{ended}, but {near}", remedy)
+                raise Missing(
+                    experiment, f"the experiment's record has no metric {name}{ended}, but {near}", remedy
+                )
             if case is not None and record.interval is not None and STEP_SECONDS in metrics:
                 seconds = record.interval.seconds_in(case, metrics[STEP_SECONDS])
                 moved = metric_at_step_seconds(name, metrics, seconds)
@@ -119,7 +122,7 @@ class Records:
             for part in name.split("."):
                 value = None if part.startswith("_") else getattr(value, part, None)
             if not isinstance(value, int | float):
-                raise Missing(experiment, f"its conditions have no number {name}")
+                raise Missing(experiment, f"the experiment's conditions have no number {name}")
             return value
 
         def parameters(experiment: str) -> Value | Uncertain:
@@ -127,7 +130,7 @@ class Records:
             return metric(experiment, "parameters")
 
         def outcome(experiment: str) -> Value:
-            """Return the outcome, for example `"ok"`, `"oom"` or `"diverged"`."""
+            """Return the outcome of an experiment, for example `"ok"`, `"oom"` or `"diverged"`."""
             return find(experiment).outcome
 
         def failure(experiment: str, name: str) -> Value:
@@ -141,15 +144,15 @@ class Records:
             for role in record.roles or ():
                 if role.failure is not None and name in role.failure.as_dict():
                     return cast(Value, role.failure.as_dict()[name])
-            raise Missing(experiment, f"its record does not contain the {name} of the failure")
+            raise Missing(experiment, f"the experiment's record does not contain the {name} of the failure")
 
         def extreme(name: str, experiments: tuple[str, ...], best: Callable[..., str], what: str) -> Value:
-            """Return the `largest` or `smallest` setting `name` (`what`) among the experiments that end ok.
+            """Return the largest or smallest value of the setting `name` among the experiments that end ok.
 
-            An experiment with a larger (smaller) setting must fail, and the experiments may differ in nothing else.
+            An experiment with a larger (smaller) value must fail, and the experiments may differ in no other setting.
             """
             if not experiments:
-                raise TypeError("needs experiments to choose from")
+                raise TypeError("the list of experiments is empty")
             values = {experiment: setting(experiment, name) for experiment in experiments}
             _alike([find(experiment) for experiment in experiments], name)
             fits = [experiment for experiment in experiments if outcome(experiment) == "ok"]
@@ -157,23 +160,30 @@ class Records:
             if not fits:
                 return 0 if what == "largest" else math.inf
             chosen = best(fits, key=values.__getitem__)
-            if chosen == end and (what, values[end]) != ("smallest", 1):  # no parallel degree is below 1
-                raise Missing(end, f"it fits, so the {what} {name} that fits is not among the experiments")
+            # A parallel degree of 1 is the smallest of all, so that no experiment with a smaller degree can fail.
+            if chosen == end and (what, values[end]) != ("smallest", 1):
+                raise Missing(
+                    end,
+                    f"the step fits, so the {what} {name} that fits is beyond the values of the experiments",
+                )
             return values[chosen]
 
         def largest(name: str, *experiments: str) -> Value:
-            """Return the largest setting `name` among experiments that differ in it and fit; at least one must not fit.
+            """Return the largest value of a setting with which an experiment fits in memory; one of them must not fit.
 
             `largest("model.published_params", ...)` is the largest model, by its size in the source; 0 if none fits.
             """
             return extreme(name, experiments, max, "largest")
 
         def smallest(name: str, *experiments: str) -> Value:
-            """Return the smallest setting `name` (`layout.tp`) that fits; a smaller one must fail, unless it is 1."""
+            """Return the smallest value of a setting, such as `layout.tp`, with which an experiment fits in memory.
+
+            An experiment with a smaller value must fail, unless the result is 1.
+            """
             return extreme(name, experiments, min, "smallest")
 
         def fastest(name: str, *experiments: str) -> Value | Uncertain:
-            """Return the largest `metric` among experiments that end ok: `fastest("samples_per_s", ...)`."""
+            """Return the largest value of a metric among experiments that end ok: `fastest("samples_per_s", ...)`."""
             fits = [experiment for experiment in experiments if outcome(experiment) == "ok"]
             if not fits:
                 raise Missing(" and ".join(experiments), "no experiment of the list fits in memory")
@@ -190,23 +200,29 @@ class Records:
             if record.outcome != "ok":
                 raise Missing(experiment, _ended(record))
             if not record.series.loss:
-                raise Missing(experiment, "its record has no losses")
+                raise Missing(experiment, "the experiment's record has no losses")
             return record.series.loss
 
         def strayed(experiment: str, reference: str, *controls: str) -> Value:
-            """Return the distance of a loss curve from the reference curve, relative to that of the control runs."""
+            """Return the distance of a loss curve from the reference curve, over that distance of control runs."""
             curve, *others = map(losses, (experiment, *controls))
             try:
                 return relative_loss_distance(curve, losses(reference), others)
             except ValueError as error:
-                raise Missing(experiment, f"cannot be compared with {reference}: it {error}") from None
+                raise Missing(
+                    experiment,
+                    f"its losses cannot be compared with those of {reference}: the comparison {error}",
+                ) from None
 
         def apart(experiment: str, reference: str) -> Value:
             """Return the relative difference of the mean losses of two trainings over their last 50 steps."""
             try:
                 mine, other = final_loss(losses(experiment)), final_loss(losses(reference))
             except ValueError as error:
-                raise Missing(experiment, f"cannot be compared with {reference}: it {error}") from None
+                raise Missing(
+                    experiment,
+                    f"its losses cannot be compared with those of {reference}: the comparison {error}",
+                ) from None
             return abs(mine - other) / other
 
         def compared(subject: str, baseline: str) -> Value | Uncertain:
@@ -219,12 +235,12 @@ class Records:
             if record := self.selection.by_pair.get((baseline, subject)):
                 inverse = uncertain_ratio(record)
                 return Uncertain(1 / inverse.value, 1 / inverse.high, 1 / inverse.low)
-            raise Missing(subject, f"no launch interleaved it with {baseline}")
+            raise Missing(subject, f"no launch interleaved the experiment with {baseline}")
 
         def evaluated(model: str, task: str, way: str, metric: str) -> Value:
-            """Return a score of weights with the sizes of a packaged model, from the newest record of protocol `way`:
-            `evaluated("gpt2-1.5b", "lambada", "gpt2", "accuracy.filtered")`.
+            """Return an evaluation score of weights with the sizes of a packaged model, from the newest record.
 
+            `evaluated("gpt2-1.5b", "lambada", "gpt2", "accuracy.filtered")`; `way`: name of the evaluation protocol.
             The padding of the vocabulary may differ.
             """
             sizes = _sizes(asdict(models.load_model(model)))
@@ -233,8 +249,8 @@ class Records:
                     value = record.metrics.get(metric)
                     if isinstance(value, int | float):
                         return value
-                    raise Missing(record.label, f"its record has no metric {metric}")
-            reason = "not evaluated; the evaluation needs the published weights"
+                    raise Missing(record.label, f"the record of the evaluation has no metric {metric}")
+            reason = "the model was not evaluated, because the evaluation needs the published weights"
             raise Missing(f"{model} on {task}", reason, evaluation(task, way))
 
         found: list[Callable[..., Value | Uncertain]] = [metric, setting, parameters, outcome, failure]
@@ -243,7 +259,7 @@ class Records:
 
 
 def evaluation(task: str, way: str) -> str:
-    """Return the command that scores weights on a task."""
+    """Return the command that evaluates model weights on a task."""
     return f"repro evaluate --weights DIR --task {task} --protocol {way} --data FILE"
 
 
@@ -263,7 +279,7 @@ _FOLLOWS = {
     "layout.micro_batch": ("layout.micro_batch", "layout.global_batch"),
     "layout.world": ("layout.tp", "layout.dp", "layout.micro_batch"),
 }
-"""Conditions that may differ between experiments, by the setting that is compared.
+"""Conditions in which compared experiments may differ, by the setting that the comparison varies.
 
 Models may differ in all sizes. A tensor-parallel degree also sets the data-parallel degree and allows sequence
 parallelism. A micro-batch also sets the global batch. A number of GPUs sets all degrees that divide the global batch.
@@ -271,25 +287,30 @@ parallelism. A micro-batch also sets the global batch. A number of GPUs sets all
 
 
 MAX_CACHED_CONDITIONS = 4096
-"""Maximum number of experiments with cached conditions. Each case of the unknown inputs reads these conditions."""
+"""Maximum number of experiments whose conditions are cached, because each draw of unknown inputs reads them."""
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:
-    """Raise `Missing` if experiments differ in more than `name`, since another condition may decide what fits."""
+    """Raise `Missing` if experiments differ in more than the setting `name`.
+
+    Another condition might decide which experiment fits in memory.
+    """
     free = _FOLLOWS.get(name) or _FOLLOWS.get(name.partition(".")[0]) or (name,)
     first = _conditions(records[0].experiment, free)
     for record in records[1:]:
         other = _conditions(record.experiment, free)
         differ = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
         if differ:
-            raise Missing(record.label, f"it differs from {records[0].label} in {', '.join(differ)} as well")
+            raise Missing(
+                record.label, f"the experiment also differs from {records[0].label} in {', '.join(differ)}"
+            )
 
 
 @lru_cache(MAX_CACHED_CONDITIONS)
 def _conditions(experiment: Experiment, free: tuple[str, ...]) -> dict[str, Any]:
     """Return the conditions of an experiment by key (`layout.zero`), without names, time limits and the keys `free`.
 
-    `training.seq` is the sequence length in use, from the training or the model.
+    `training.seq` is the sequence length that the experiment uses, from its training or its model.
     """
     flat: dict[str, Any] = {}
     for key, value in experiment.as_dict().items():
@@ -309,6 +330,9 @@ def _ended(record: ExperimentRecord) -> str:
 
 
 def uncertain_ratio(comparison: ComparisonRecord) -> Uncertain:
-    """Return a measured ratio with its interval. With too few rounds for an interval, both ends are the ratio."""
+    """Return the measured ratio of a comparison with its confidence interval.
+
+    With too few rounds for an interval, both ends are equal to the ratio.
+    """
     ratio, low, high = comparison.ratio, comparison.low, comparison.high
     return Uncertain(ratio, ratio if low is None else low, ratio if high is None else high)

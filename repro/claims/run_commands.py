@@ -34,20 +34,20 @@ class EvidenceCommand:
     """Command that creates one kind of evidence, with the experiments that it runs."""
 
     kind: str
-    """`simulated`, `emulated` or `measured`."""
+    """Kind of the evidence: `simulated`, `emulated` or `measured`."""
     text: str
     needs: str
-    """Devices and system that the command needs, such as `400 GPUs of dgx2`; empty if any machine suffices."""
+    """Devices and system that a command needs, such as `400 GPUs of dgx2`; empty if any machine suffices."""
     suite: str = ""
     names: tuple[str, ...] = ()
 
 
 HEADLINES = "headlines"
-"""Name that stands for all headline claims."""
+"""Value of the option `--claim` that selects all headline claims."""
 
 
 def experiments_of(rows: Iterable[Row]) -> list[tuple[str, str]]:
-    """Return kind of evidence and `suite/name` of every experiment that `rows` read, without duplicates."""
+    """Return (kind of evidence, `suite/name`) of every experiment that the ledger rows read, without duplicates."""
     read = [
         (evidence.kind, name)
         for row in rows
@@ -94,9 +94,10 @@ class SuiteCatalogue:
                 self._profiles.setdefault(system, f"slurm/{path.name}")
 
     def commands(self, experiments: Iterable[tuple[str, str]]) -> list[EvidenceCommand]:
-        """Return the commands, sorted by suite, that create the records of (kind of evidence, `suite/name`) pairs.
+        """Return the commands, sorted by suite, that create the records of `experiments`.
 
-        A simulated experiment on a cluster also gets the command that measures it on that cluster.
+        `experiments`: pairs (kind of evidence, `suite/name`). A simulated experiment on a cluster also gets the command
+        that measures it on that cluster.
         """
         wanted: dict[tuple[str, str, str], set[str]] = {}
         for kind, full in experiments:
@@ -109,7 +110,7 @@ class SuiteCatalogue:
         return [self._command(*at, names) for at, names in sorted(wanted.items())]
 
     def _system(self, suite: str, name: str) -> str:
-        """Return the system of an experiment; empty for an unknown suite."""
+        """Return the name of the hardware system of an experiment; empty for an unknown suite."""
         known = self.suites.get(suite)
         found = [e.experiment.system for e in known.entries if e.experiment.name == name] if known else []
         return found[0] if found else ""
@@ -134,7 +135,7 @@ class SuiteCatalogue:
 
 
 def evaluation_commands(claim: Claim) -> list[EvidenceCommand]:
-    """Return the commands that score the weights of a claim."""
+    """Return the commands that evaluate model weights for the published scores of a claim."""
     found: dict[str, EvidenceCommand] = {}
     for row in claim.rows:
         for evidence in row.evidence:
@@ -147,7 +148,7 @@ def evaluation_commands(claim: Claim) -> list[EvidenceCommand]:
 
 
 def device_commands(claim: Claim) -> list[EvidenceCommand]:
-    """Return the commands that measure values of a claim on one device."""
+    """Return the commands that measure values of a claim on one GPU."""
     empty = device_functions(select([]), [])
     found: dict[str, EvidenceCommand] = {}
     for row in claim.rows:
@@ -163,9 +164,9 @@ def device_commands(claim: Claim) -> list[EvidenceCommand]:
 
 
 def covering_globs(names: set[str], every: Iterable[str]) -> list[str]:
-    """Return globs (`fig6-*`) that match `names` and no other name of `every`, chosen greedily.
+    """Return globs such as `fig6-*` that match all `names` and no other name of `every`, chosen greedily.
 
-    A name that contains `*`, `?` or `[` remains unchanged.
+    A name that contains `*`, `?` or `[` is returned instead of a glob.
     """
     others = set(every) - names
     left, found = set(names), []
@@ -185,7 +186,7 @@ def covering_globs(names: set[str], every: Iterable[str]) -> list[str]:
 
 
 def _common_prefix(names: set[str]) -> str:
-    """Return the longest prefix that all `names` have."""
-    low, high = min(names), max(names)  # in sorted order, all other names have the common prefix of these two
+    """Return the longest common prefix of all names."""
+    low, high = min(names), max(names)  # The first and last name in sorted order determine the common prefix.
     same = [a == b for a, b in zip(low, high, strict=False)]
     return low[: same.index(False) if False in same else len(same)]

@@ -33,7 +33,7 @@ from repro.results.schema import EMULATED, MEASURED
 
 
 def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
-    """Return counts of claims and rows by verdict and kind of evidence, and of independent quantities tested."""
+    """Return counts of claims and published values by verdict and kind of evidence, and of independent quantities."""
     rows = [row for result in results for row in result.rows]
     quantities = count_independent(results)
     return {
@@ -69,7 +69,7 @@ def _evidence(results: Sequence[ClaimResult], kind: str, quantities: QuantityCou
 
 
 def totals(results: Sequence[ClaimResult]) -> str:
-    """Return the totals that README and commands quote: values by test and by verdict, values without a test."""
+    """Return a text that counts published values by kind of test and by verdict; README and commands quote the text."""
     rows = [row for result in results for row in result.rows]
     count = Counter(row.verdict for row in rows)
     tested = [row.basis for row in rows if row.verdict in TESTED]
@@ -87,8 +87,8 @@ def totals(results: Sequence[ClaimResult]) -> str:
 _WORDS = {
     f"measured, {PUBLISHED_SCALE}": "measured at the published scale",
     f"measured, {ONE_RANK}": "measured on one rank of the published layout",
-    f"measured, {SCALED_TWIN}": "measured on small twins, against the formula at their scale",
-    EMULATED: "small twins on an emulated network",
+    f"measured, {SCALED_TWIN}": "measured on scaled-down twins, against the formula at their scale",
+    EMULATED: "measured on scaled-down twins with an emulated network",
     "simulated": "simulated at the published scale",
     "analytic": "counted lines of the example scripts",
     CLOSED_FORM: "the formula of the source",
@@ -97,7 +97,7 @@ _WORDS = {
 
 
 def why(result: ClaimResult) -> str:
-    """Return one sentence with the evidence for the verdict of a claim."""
+    """Return a sentence that explains the verdict about a claim by its evidence."""
     main = [row for row in result.rows if row.row.main]
     by = "; ".join(text for start, text in _WORDS.items() if any(row.basis.startswith(start) for row in main))
     of = f"of {len(main)} values"
@@ -128,7 +128,7 @@ def why(result: ClaimResult) -> str:
 
 
 def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
-    """Return one claim with its verdict and all rows and evidence as JSON data."""
+    """Return one claim with its verdict, published values and evidence as JSON data."""
     claim = result.claim
     return {
         **_fields(claim, "id", "title", "family", "file"),
@@ -155,14 +155,15 @@ def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
 
 
 def _fields(of: object, *names: str) -> dict[str, Any]:
-    """Return the fields `names` of an object, with infinity as text, because JSON has no infinity."""
+    """Return the named fields of an object as JSON data, with infinity as text, because JSON has no infinity."""
     return {name: _json(getattr(of, name)) for name in names}
 
 
 def count_text(result: ClaimResult, name: str) -> str:
-    """Return agreeing of testable rows under the kind of evidence `name` or `ITSELF`: `54/54`, `not run`, or a dash.
+    """Return the text of a claim's agreeing and testable values under one kind of evidence, such as `54/54`.
 
-    Measured evidence is also `not run` if the ledger names needed hardware but has no expression for a measurement.
+    Return `not run` for missing records, and a dash without such evidence. Measured evidence is also `not run` if the
+    ledger names needed hardware but has no expression for a measurement.
     """
     kind, claim = result.kind(name), result.claim
     if kind and kind.decided:
@@ -202,13 +203,13 @@ MOVES = 5
 
 
 def _moved(uncertainty: InputUncertainty | None) -> list[dict[str, Any]]:
-    """Return values at both ends of each unknown input's range, with all other inputs at their best values."""
+    """Return a simulated value at both ends of each unknown input's range, other inputs at their best values."""
     alone = {} if uncertainty is None else uncertainty.alone
     return [{"key": key, "low": low, "high": high} for key, (low, high) in list(alone.items())[:MOVES]]
 
 
 def _json(value: Any) -> Any:
-    """Return infinity as text and a tuple as a list; any other value unchanged."""
+    """Return infinity as text and a tuple as a list, because JSON has neither, and any other value unchanged."""
     if isinstance(value, tuple):
         return [_json(one) for one in value]
     return value if not isinstance(value, float) or abs(value) != float("inf") else str(value)

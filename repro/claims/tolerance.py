@@ -1,4 +1,4 @@
-"""The rule that decides whether a value agrees with a published value; no row of the ledger has its own tolerance.
+"""Rule that decides whether a tested value agrees with a published value, in the same way for all ledger rows.
 
 A `value` agrees if it lies in the widest of three ranges:
 
@@ -41,7 +41,7 @@ RELATIVE_TOLERANCE: dict[str, float] = {
     "share": 0.0,
     "quality": 0.0,
 }
-"""Relative tolerance by class of metric.
+"""Relative tolerance of the comparison with a published value, by class of metric.
 
 `exact`: counts and closed forms.  `exact-padding`: bytes, except for the padding of shards and the few scalars (loss,
 norm) that a real step adds.  `parity`: the same loss from another layout in fp32.  `size`: the name of a model
@@ -55,18 +55,18 @@ TOLERANCE_POINTS: dict[str, float] = {"share": 3.0}
 are shares of the compute time too and do not shrink with the lost time, so a relative tolerance would be too strict.
 """
 NOISELESS_METRICS = ("exact", "exact-padding", "parity")
-"""Classes whose values have no noise. Measured values and counts of these classes need not be rounded to agree."""
+"""Metric classes without noise. Measured values and counts of these classes must be equal without rounding."""
 COUNT_UNITS = ("", "x", "calls", "elements", "bytes", "samples", "steps", "GPUs")
 """Units of values that count items or multiples, such as elements or bytes per parameter."""
 UP_TO = "up to"
 BOUNDS = ("", "over", "at least", "under", "at most", UP_TO)
-"""Bounds with which a source can state a number; empty: equality."""
+"""Words with which a source can state a number as a bound; empty: the number is no bound."""
 VALUE, BOUND, ORDER, EVENT, THRESHOLD = STATEMENTS = ("value", "bound", "order", "event", "threshold")
-"""Kinds of published statements; the docstring of the module gives the rule of each kind."""
+"""Kinds of published statements: a number, a bound, an order of values, an outcome, or a largest model that fits."""
 EVENT_FUNCTIONS = frozenset({"outcome", "failure", "fit_outcome"})
-"""Functions of ledger expressions that return the outcome of a run."""
+"""Functions of ledger expressions that return the outcome of a run, such as "ok" or "oom"."""
 MAX_TRUNCATED_SHARE = 0.01
-"""A closed form may be truncated if the unit of the last printed digit is at most this share of the number."""
+"""Maximum unit of the last printed digit, as a share of the number, at which a source may truncate a closed form."""
 SIZE_ROUNDING = RELATIVE_TOLERANCE["size"]
 """Maximum relative rounding of a published size limit: 5.5B is not 6B, and 0.5B is not 1B."""
 _ROUNDING = 1e-12
@@ -75,7 +75,10 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class AcceptedRange:
-    """Accepted values from `low` to `high`, each end included unless it is open, and the rule that set them."""
+    """Values from `low` to `high` that agree with a published value; `because` is the rule that set the ends.
+
+    Each end is included unless it is open.
+    """
 
     low: float
     high: float
@@ -84,14 +87,17 @@ class AcceptedRange:
     because: str
 
     def meets(self, low: float, high: float) -> bool:
-        """Return whether an evidence interval `[low, high]` overlaps the accepted values."""
+        """Return whether the interval `[low, high]` of a tested value overlaps the accepted values."""
         slack = _ROUNDING * max(abs(low), abs(high))
         above = high > self.low if self.open_low else high >= self.low - slack
         below = low < self.high if self.open_high else low <= self.high + slack
         return above and below
 
     def margin(self, low: float, high: float, published: float) -> tuple[float, float]:
-        """Return how far a value's interval `[low, high]` may move down and up and still agree, over `published`."""
+        """Return how far the interval `[low, high]` may move down and up and still overlap the accepted values.
+
+        Both distances are divided by `published`.
+        """
         slack = _ROUNDING * max(abs(low), abs(high))
         ends = (high - self.low, self.high - low)
         down, up = (
@@ -110,11 +116,11 @@ def accepted_range(
     steps: tuple[float, ...] = (),
     count: bool = False,
 ) -> AcceptedRange:
-    """Return the values that agree with `published` under the rule of this module, in the published unit.
+    """Return the range of values that agree with a published number, in the published unit.
 
     `closed_form`: the evidence is analytic.  `error`: error of a digitised value, or of a rounding that the source
-    mentions.  `steps`: sizes that the source tried, for class `limit`.  `count`: the value counts items or multiples
-    and must be equal.
+    mentions.  `steps`: model sizes that the source tried, for class `limit`.  `count`: the value counts items or
+    multiples and must be equal.
     """
     low, high = published.low, published.high
     count = count and metric in NOISELESS_METRICS
@@ -144,7 +150,8 @@ def accepted_range(
     if metric in TOLERANCE_POINTS and not closed_form:
         points = TOLERANCE_POINTS[metric]
         widened.append((low - points, high + points, f"{points:g} points ({metric})"))
-    # A truncated number may stand for any value below the next printed number. Ends of a range are rounded only.
+    # A source may truncate a number instead of rounding it, so that any value below the next printed number agrees.
+    # The ends of a published range are only rounded.
     truncated = closed_form and low == high and published.step <= MAX_TRUNCATED_SHARE * low
     half = 0.0 if count else published.step / 2
     digits = (low - half, high + (2 * half if truncated else half))
@@ -175,23 +182,23 @@ def statement_of(
 
 
 def accepted_range_at_scale(expected: tuple[float, float], metric: str) -> AcceptedRange:
-    """Return the values that agree with the interval `expected` of a formula at a twin's scale, by class `metric`."""
+    """Return the range of values of a scaled-down run that agree with the interval `expected` of a formula."""
     relative = max(RELATIVE_TOLERANCE[metric], _ROUNDING)
     slack = relative * max(map(abs, expected)) + TOLERANCE_POINTS.get(metric, 0)
     return AcceptedRange(expected[0] - slack, expected[1] + slack, False, False, metric)
 
 
 def describe_class_tolerance(metric: str) -> str:
-    """Return the tolerance of a class as text: `exactly`, `within 0.001 relative`, `within 3 points`."""
+    """Return the tolerance of a metric class as text: `exactly`, `within 0.001 relative`, `within 3 points`."""
     if metric in TOLERANCE_POINTS:
         return f"within {TOLERANCE_POINTS[metric]:g} points"
     return f"within {RELATIVE_TOLERANCE[metric]:g} relative" if RELATIVE_TOLERANCE[metric] else "exactly"
 
 
 def accepted_range_of_row(row: Row, evidence: Evidence, claim: Claim) -> AcceptedRange | None:
-    """Return the values, in the row's unit, that agree with the published value.
+    """Return the range of values that agree with a row's published value under one test, in the row's unit.
 
-    Return None for evidence at a twin's scale and for published words, which are not compared with a number.
+    Return None for a scaled-down run and for published words, which are not compared with a published number.
     """
     if evidence.expect is not None or row.printed is None:
         return None
@@ -207,7 +214,10 @@ def accepted_range_of_row(row: Row, evidence: Evidence, claim: Claim) -> Accepte
 
 
 def published_range(row: Row, claim: Claim) -> AcceptedRange | None:
-    """Return the range of the published value from its digits and error, in the row's unit; None for words."""
+    """Return the range of a published value that follows from its printed digits and its error; None for words.
+
+    The range is in the row's unit.
+    """
     if row.printed is None:
         return None
     steps = tuple(step / UNITS[row.unit] for step in claim.steps)
@@ -217,7 +227,7 @@ def published_range(row: Row, claim: Claim) -> AcceptedRange | None:
 
 
 def describe_tolerance(row: Row, evidence: Evidence, claim: Claim) -> str:
-    """Return the accepted values and their rule as text: `29.83 to 32.97 GB: 5% (memory)`, `the same word`."""
+    """Return the text of the accepted values and their rule: `29.83 to 32.97 GB: 5% (memory)`, `the same word`."""
     rule = accepted_range_of_row(row, evidence, claim)
     if rule is not None:
         return f"{_range(rule, row)}: {rule.because}"

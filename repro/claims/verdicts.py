@@ -1,4 +1,4 @@
-"""Verdicts, and the results of single tests, rows, kinds of evidence and claims."""
+"""Verdicts about published values, and results of one test, one published value, one kind of evidence and one claim."""
 
 from __future__ import annotations
 
@@ -10,47 +10,59 @@ from repro.claims.ledger import CLOSED_FORM, ITSELF, Claim, Row
 from repro.results.interval import possible_range
 
 MAX_MARGIN = 0.25
-"""Margin, relative to the published number, above which a test counts as weak."""
+"""Margin above which a test counts as weak, as a share of the published number.
+
+The margin is the largest change of the tested value that leaves its verdict unchanged.
+"""
 MIN_SHOWN_SHARE = 0.02
-"""Minimum share of the total uncertainty for an unknown input to be listed."""
+"""Minimum share of the total uncertainty that an unknown input must cause to be listed."""
 
 
 @dataclass(frozen=True)
 class InputUncertainty:
-    """Range of one expression over the ranges of its unknown inputs."""
+    """Uncertainty of a simulated value: its values over the ranges of the simulation's unknown inputs."""
 
     low: float
-    """Lower end of the 90 % interval of joint draws. The interval includes the best value."""
+    """Lower end of the 90 % interval of a value over joint random draws of all unknown inputs.
+
+    The interval includes the value for the best estimates of the inputs.
+    """
     high: float
     least: float
-    """Smallest possible value; `most` is the largest."""
+    """Smallest value over all random draws and all ends of input ranges; `most` is the largest such value."""
     most: float
     best: float
     alone: Mapping[str, tuple[float, float]]
-    """Values of the expression at both ends of the range of one unknown input, by input; largest effect first."""
+    """Values at both ends of the range of one unknown input, the other inputs at their best values.
+
+    The keys are the inputs, the largest effect first.
+    """
 
     def in_units_of(self, size: float) -> InputUncertainty:
-        """Return a copy with every value divided by `size`."""
+        """Return the uncertainty with all its values divided by `size`, the size of a unit."""
         alone = {key: (low / size, high / size) for key, (low, high) in self.alone.items()}
         ends = {name: getattr(self, name) / size for name in ("low", "high", "least", "most", "best")}
         return replace(self, alone=alone, **ends)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return the effect of each unknown input, as a share of the summed effects of all of them."""
+        """Return the effect of each unknown input on the value, as a share of the sum of all effects."""
         spans = {key: abs(high - low) for key, (low, high) in self.alone.items()}
         total = sum(spans.values()) or 1.0
         return {key: span / total for key, span in spans.items()}
 
     def largest_unknowns(self, count: int) -> list[tuple[str, float, float, float]]:
-        """Return (unknown, value at the low end, value at the high end, share) of the `count` largest effects."""
+        """Return the `count` unknown inputs with the largest effects on a simulated value.
+
+        The result lists (input, value at the low end of its range, value at the high end, share of all effects).
+        """
         shares = self.shares
         return [
             (key, *ends, shares[key]) for key, ends in self.alone.items() if shares[key] >= MIN_SHOWN_SHARE
         ][:count]
 
     def deciding_unknowns(self, meets: Callable[[float, float], bool]) -> tuple[str, ...]:
-        """Return the unknown input whose range alone reaches the published value, else the two with largest effects.
+        """Return the unknown input whose range alone reaches the published value, else the two of largest effect.
 
         `meets` returns whether an interval contains the published value.
         """
@@ -62,14 +74,15 @@ class InputUncertainty:
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 FOLLOWS, INCONSISTENT = "follows", "inconsistent"
-"""Verdicts of arithmetic: formulas or other numbers of the source give the published value, or contradict it."""
+"""Verdicts of arithmetic: a formula or other numbers of the source give the published value, or contradict it."""
 POSSIBLE = "possible"
-"""Verdict of a prediction that misses the published value, which is inside the interval from unknown inputs."""
+"""Verdict of a prediction that misses the published value, although the ranges of unknown inputs contain this value."""
 ERRATUM, DEPENDS = "erratum", "depends"
-"""Verdicts of a printed number that its source corrects, and of a value that agrees under some readings only."""
+"""Verdicts of a printed number that the source's own numbers contradict, and of a value whose agreement depends on an
+unpublished condition."""
 NOT_COMPARABLE, NOT_RUN, NO_TEST = "not comparable", "not run", "no test"
 TESTED = (REPRODUCED, POSSIBLE, DEPENDS, NOT_REPRODUCED)
-"""Verdicts of rows that a test decides."""
+"""Verdicts about published values that a simulation, a measurement or a count decides."""
 GOOD, BAD = (REPRODUCED, FOLLOWS), (NOT_REPRODUCED, INCONSISTENT, ERRATUM)
 VERDICTS = (
     REPRODUCED,
@@ -86,65 +99,65 @@ VERDICTS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one piece of evidence for one row: its value and its own verdict."""
+    """Result of one test of a published value: the simulated, measured or calculated value, and its verdict."""
 
     kind: str
     scale: str
     origin: str
-    """Origin of the value: `ledger.CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
+    """Origin of the tested value: `ledger.CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     verdict: str
     reason: str
-    """Tolerance rule that decided, or the missing record."""
+    """Reason for the verdict: the tolerance rule that was applied, or the record that is missing."""
     reading: str = ""
-    """Unpublished condition that the evidence assumes, if the row tests several conditions; otherwise empty."""
+    """Assumption of the test about an unpublished condition; empty without such an assumption."""
     value: Value | None = None
-    """Value in the row's unit; None if not run."""
+    """Tested value in the unit of the published value; None if the test was not run."""
     low: Value | None = None
-    """Lower end of the value's interval: 95 % if measured, 90 % from unknown inputs if simulated."""
+    """Lower end of the interval of a value: 95 % confidence if measured, 90 % from unknown inputs if simulated."""
     high: Value | None = None
     expected: Value | None = None
-    """Expected value at the scale of a scaled-down twin, in the row's unit; None: the published value."""
+    """Value that a scaled-down run must have, in the unit of the published value; None: the published value."""
     text: str = ""
-    """Value as displayed, with its interval."""
+    """Displayed text of the tested value and its interval."""
     expression: str = ""
     tolerance: str = ""
-    """Accepted values in words, independent of any run."""
+    """Text of the values that agree with the published value, such as `29.83 to 32.97 GB: 5% (memory)`."""
     experiments: tuple[str, ...] = ()
-    """Experiments that the value reads, as `suite/name`; empty for a closed form."""
+    """Experiments from whose records a value is computed, as `suite/name`; empty for a closed form."""
     libraries: tuple[str, ...] = ()
     """Training libraries that ran instead of this suite's own engine, such as `DeepSpeed 0.19.8`."""
     measured_on: str = ""
-    """Device of a one-GPU measurement, or device and day of reference records; otherwise empty."""
+    """Device of a one-GPU measurement, or device and day of packaged reference records; otherwise empty."""
     is_reference: bool = False
     """Whether the value comes from packaged reference records and not from the user's own records."""
     uncertainty: InputUncertainty | None = None
-    """Uncertainty of a simulated value from unknown inputs, in the row's unit."""
+    """Uncertainty of a simulated value from unknown inputs, in the unit of the published value."""
     margin: tuple[float, float] | None = None
-    """Distance of an agreeing number to the low and the high end of the accepted values, relative to the expected
+    """Distances of an agreeing number to the low and the high end of the accepted values, relative to the expected
     number; None for words."""
     deciding: tuple[str, ...] = ()
-    """Unknown inputs that explain the distance to the published value; for the verdict `possible` only."""
+    """Unknown inputs that explain the miss of a published value; empty unless the verdict is `possible`."""
 
     @property
     def machine(self) -> str:
-        """Return `on DEVICE`, or `as measured on DEVICE` for reference records; empty without a device."""
+        """Return the text `on DEVICE`, or `as measured on DEVICE` for reference records; empty without a device."""
         if not self.measured_on:
             return ""
         return f"{'as measured on' if self.is_reference else 'on'} {self.measured_on}"
 
     @property
     def scale_parts(self) -> tuple[str, ...]:
-        """Return the scale of a measurement, the measured libraries, and the machine if it is part of the evidence."""
+        """Return the scale of a test, the training libraries that ran, and the measured machine, as separate texts."""
         return tuple(part for part in (self.scale, *self.libraries, self.machine) if part)
 
     @property
     def scale_label(self) -> str:
-        """Return the parts of the scale as one text."""
+        """Return the scale of a test, its training libraries and its machine as one text."""
         return ", ".join(self.scale_parts)
 
     @property
     def decided(self) -> bool:
-        """Return whether the evidence agrees with or contradicts the published value, or is `possible`."""
+        """Return whether a test has a result: it agrees with or contradicts the published value, or is `possible`."""
         return self.verdict in (*GOOD, POSSIBLE, *BAD)
 
     @property
@@ -155,37 +168,47 @@ class Finding:
 
 @dataclass(frozen=True)
 class RowResult:
-    """One published value and all evidence for or against it."""
+    """Verdict about one published value, and the results of all its tests."""
 
     row: Row
     findings: tuple[Finding, ...]
-    """Results of all evidence, strongest evidence first."""
+    """Results of all tests of a published value, strongest evidence first."""
     verdict: str
     basis: str
-    """Kind and scale of the deciding evidence; empty if no evidence decides."""
+    """Kind and scale of the evidence that decides the verdict; empty if no evidence decides."""
     reason: str
     margin: tuple[float, float] | None = None
-    """Smallest margins down and up of the tests that decide a `reproduced` row; None for words and other verdicts."""
+    """Smallest relative decrease and increase of a reproduced value that would change its verdict.
+
+    None for words, and for verdicts other than `reproduced`.
+    """
     mutations: tuple[str, ...] | None = None
-    """Faults of the simulator that change the verdict; None if data/mutations.json does not contain the row."""
+    """Simulator faults that would change the verdict; None if data/mutations.json does not contain the row."""
 
     @property
     def weakness(self) -> str:
-        """Return why the test of a `reproduced` row is weak; empty if it is not."""
+        """Return the reason why the test of a reproduced value is weak; empty if the test is not weak."""
         finite = [one for one in self.margin or () if one < float("inf") or not self.row.bound]
         wide = (
-            f"value may change by more than {MAX_MARGIN:.0%}" if max(finite, default=0) > MAX_MARGIN else ""
+            f"the verdict tolerates a change of the value by more than {MAX_MARGIN:.0%}"
+            if max(finite, default=0) > MAX_MARGIN
+            else ""
         )
-        return " and ".join(filter(None, (wide, "no mutation changes it" if self.mutations == () else "")))
+        return " and ".join(
+            filter(None, (wide, "no simulator fault changes the verdict" if self.mutations == () else ""))
+        )
 
     @property
     def disagrees(self) -> tuple[Finding, ...]:
-        """Return the evidence whose verdict contradicts that of the row; it is weaker than the deciding evidence."""
+        """Return the weaker evidence whose verdict contradicts the verdict about the published value."""
         against = BAD if self.verdict in GOOD else GOOD if self.verdict in BAD else ()
         return tuple(f for f in self.findings if f.verdict in against and self.basis)
 
     def under(self, kind: str) -> tuple[Finding, ...]:
-        """Return the comparable findings of one kind of evidence, or of the source against itself."""
+        """Return the test results of one kind of evidence that are comparable with the published value.
+
+        The kind `ITSELF` selects comparisons of the source with its own formulas and numbers.
+        """
         itself = kind == ITSELF
         found = [
             f
@@ -198,18 +221,18 @@ class RowResult:
 
 @dataclass(frozen=True)
 class KindResult:
-    """Verdict and counts of a claim's main rows under one kind of evidence."""
+    """Verdict about a claim under one kind of evidence, with counts of its main published values."""
 
     kind: str
-    """`analytic`, `simulated`, `emulated`, `measured`, or `ledger.ITSELF` for comparisons of a source with itself."""
+    """Kind of evidence, one of `ledger.KINDS`, or `ledger.ITSELF` for comparisons of a source with itself."""
     scale: str
-    """Scales of the evidence, joined by `, `."""
+    """Scales of the evidence, such as `published scale`, joined by `, `."""
     verdict: str
     reproduced: int
-    """Number of rows whose evidence agrees."""
+    """Number of published values with which the evidence agrees."""
     decided: int
     rows: int
-    """Number of rows that this kind of evidence can test."""
+    """Number of published values that this kind of evidence can test."""
 
 
 @dataclass(frozen=True)
@@ -219,18 +242,18 @@ class ClaimResult:
     claim: Claim
     rows: tuple[RowResult, ...]
     kinds: tuple[KindResult, ...]
-    """Kinds of evidence that can test a main row."""
+    """Results of the kinds of evidence that can test one of the claim's main values."""
     verdict: str
     basis: str
-    """Kinds of evidence that decide the main rows, strongest first, each with its agreeing and decided rows."""
+    """Text of the deciding kinds of evidence, strongest first, each with its numbers of agreeing and decided rows."""
     reason: str
     disagreements: tuple[str, ...]
 
     @property
     def findings(self) -> list[Finding]:
-        """Results of all evidence for the claim's rows."""
+        """Return the results of all tests of the claim's published values."""
         return [finding for row in self.rows for finding in row.findings]
 
     def kind(self, name: str) -> KindResult | None:
-        """Return the summary for a kind of evidence or `ledger.ITSELF`; None if it can test none of the main rows."""
+        """Return the claim's result under a kind of evidence or `ledger.ITSELF`; None if it can test no main row."""
         return next((k for k in self.kinds if k.kind == name), None)

@@ -42,7 +42,7 @@ def test_what_cannot_be_compared_is_not_run_and_says_why(tmp_path: Path) -> None
     known = curve("one", 0), curve("order", 1e-6)
     for wrong, why in (
         (curve("a", 0, steps=99), "the losses of all steps"),
-        (record("a"), "its record has no losses"),
+        (record("a"), "the experiment's record has no losses"),
         (curve("a", 0, outcome="diverged"), "ended diverged"),
     ):
         first = judged(tmp_path, STRAYED + APART, *known, wrong).rows[0]

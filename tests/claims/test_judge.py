@@ -164,7 +164,7 @@ def test_the_conditions_of_an_experiment_may_be_read(tmp_path: Path) -> None:
     assert verdict("seq", "16")[0] == REPRODUCED
     for wrong in ("layout.order", "layout.nothing", "__class__.__name__"):
         assert verdict(wrong, "4")[0] == NOT_RUN
-        assert f"its conditions have no number {wrong}" in verdict(wrong, "4")[1]
+        assert f"the experiment's conditions have no number {wrong}" in verdict(wrong, "4")[1]
 
 
 def test_one_row_that_fails_fails_the_claim_and_is_counted(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_claim_of_three_parts_has_three_deciding_rows(tmp_path: Path) -> None:
 def test_rows_of_one_sentence_simulate_the_same_experiments(tmp_path: Path) -> None:
     simulated = '{ label = "%s", sentence = "one", published = "2", simulated = { value = \'metric("s/%s", "v")\' } },'
     assert judged(tmp_path, simulated % ("x", "a") + simulated % ("y", "a")).verdict == NOT_RUN
-    with pytest.raises(ConfigError, match="the same simulations in a-claim; these differ: s/a, s/b"):
+    with pytest.raises(ConfigError, match="a-claim tests with the same simulations; these differ: s/a, s/b"):
         judged(tmp_path, simulated % ("x", "a") + simulated % ("y", "b"))
 
 

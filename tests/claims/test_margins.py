@@ -58,7 +58,9 @@ def test_a_limit_reaches_from_its_digits_to_the_next_size(tmp_path: Path) -> Non
     row = 'published = "13B", unit = "parameters", metric = "limit"'
     found = row_result(tmp_path, row, 13e9, steps='steps = ["13B", "20B"]\n')
     assert found.margin == pytest.approx((0.5 / 13, 7 / 13))
-    assert describe_strength(found) == "Margin -3.85 +53.8 %. Weak: value may change by more than 25%."
+    assert describe_strength(found) == (
+        "Margin -3.85 +53.8 %. Weak: the verdict tolerates a change of the value by more than 25%."
+    )
 
 
 def test_a_twin_has_the_margin_of_the_formula_at_its_scale(tmp_path: Path) -> None:
@@ -95,8 +97,16 @@ def test_an_interval_may_move_until_all_of_it_has_left() -> None:
 @pytest.mark.parametrize(
     ("mutations", "weakness", "strength"),
     [
-        ({"a-claim": {"x": []}}, "no mutation changes it", "Margin -12 +12 %. Weak: no mutation changes it."),
-        ({"a-claim": {"x": ["no bubble"]}}, "", "Margin -12 +12 %. Would fail with: no bubble."),
+        (
+            {"a-claim": {"x": []}},
+            "no simulator fault changes the verdict",
+            "Margin -12 +12 %. Weak: no simulator fault changes the verdict.",
+        ),
+        (
+            {"a-claim": {"x": ["no bubble"]}},
+            "",
+            "Margin -12 +12 %. Simulator fault that would change the verdict: no bubble.",
+        ),
         ({}, "", "Margin -12 +12 %."),
     ],
 )

@@ -133,7 +133,7 @@ def test_what_is_not_simulated_or_does_not_fit_has_no_value(tmp_path: Path) -> N
     assert (missing.value, missing.unrecorded, missing.lacks) == (None, True, "b: no record")
     records = simulated("a@dgx-h100"), simulated("b@dgx-h100", outcome="oom")
     full = answer(tmp_path, RATIO, *records)
-    assert (full.value, full.unrecorded, full.lacks) == (None, False, "b: it does not fit")
+    assert (full.value, full.unrecorded, full.lacks) == (None, False, "b: the step does not fit in memory")
     memory = """value = 'metric("again/b", "memory.states_bytes") / 8e9'"""
     assert answer(tmp_path, memory, *records).value == 1.0  # what it needs is known
 
@@ -151,7 +151,9 @@ def test_the_fastest_of_what_fits(tmp_path: Path) -> None:
 def test_the_peak_is_the_system_s(tmp_path: Path) -> None:
     text = """value = 'metric("again/a", "samples_per_s") * 989.4e12 / PEAK'"""
     assert answer(tmp_path, text, simulated("a@dgx-h100")).value == pytest.approx(100.0)
-    assert answer(tmp_path, text, simulated("a@dgx2"), system="dgx2").lacks.startswith("cannot be computed")
+    assert answer(tmp_path, text, simulated("a@dgx2"), system="dgx2").lacks.startswith(
+        "the value cannot be computed"
+    )
 
 
 def test_it_says_what_the_times_rest_on(tmp_path: Path) -> None:

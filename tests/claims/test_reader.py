@@ -63,7 +63,10 @@ MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
     "unknown key in a row": (("analytic", "analitic"), ["a-claim.rows[x]", "did you mean analytic?"]),
     "missing id": (('id = "a-claim"', ""), ["id", "is missing"]),
     "bad id": (("a-claim", "A claim"), ["id = 'A claim'", "hyphens"]),
-    "id used twice": ((CLAIM + ROW, (CLAIM + ROW) * 2), ["a-claim", "used once", "test.toml has it"]),
+    "id used twice": (
+        (CLAIM + ROW, (CLAIM + ROW) * 2),
+        ["a-claim", "used once", "test.toml has another claim with this id"],
+    ),
     "wrong type": (('published = "2"\n', "published = 2\n"), ["a-claim", "published = 2", "string"]),
     "wrong type in a row": (('published = "2",', "published = 2,"), ["rows[x].published = 2", "string"]),
     "row not a table": ((ROW, "rows = [1]\n"), ["a-claim.rows[0] = 1", "a table"]),
@@ -135,7 +138,9 @@ def test_how_far_blind_predictions_were_off_is_the_median_of_the_rows_that_have_
     rows = "".join(map(blind.format, ("1.8", "2.4", "2.6"))) + "{ label"
     claim = CLAIM + 'predicted_blind = "2026-11-22 at 1c75963"\n'
     ledger = read(tmp_path, HEAD + claim + ROW.replace("{ label", rows))
-    assert ledger.claims[0].prediction == "blind on 2026-11-22 at 1c75963: 3 values, median error 20.0%"
+    assert ledger.claims[0].prediction == (
+        "predicted blind on 2026-11-22 at 1c75963: 3 values, median error 20.0%"
+    )
     assert not read(tmp_path, SOUND).claims[0].prediction
 
 

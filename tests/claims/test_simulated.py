@@ -116,7 +116,9 @@ def test_limits_lie_between_what_fits_and_what_does_not(
         if expected is not None:
             assert call(function, setting, *names, of=of) == expected
             continue
-        with pytest.raises(Missing, match=f"{beyond}: it fits, so the {function} {setting} that fits is"):
+        with pytest.raises(
+            Missing, match=f"{beyond}: the step fits, so the {function} {setting} that fits is"
+        ):
             call(function, setting, *names, of=of)
 
 
@@ -127,7 +129,7 @@ def test_what_differs_in_something_else_as_well_is_no_search() -> None:
     assert call("largest", "model.published_params", "s/a", "s/c", of=[small, large]) == 1e9
     other = changed(large, experiment=conditions)
     with pytest.raises(
-        Missing, match=r"it differs from s/a in layout.global_batch, layout.micro_batch as well"
+        Missing, match=r"the experiment also differs from s/a in layout.global_batch, layout.micro_batch"
     ):
         call("largest", "model.published_params", "s/a", "s/c", of=[small, other])
 
@@ -137,7 +139,7 @@ def test_a_degree_of_one_is_the_smallest_that_there_is() -> None:
     one = [record(name, "ok", differ="tp") for name in ("one", "a")]
     assert call("setting", "s/one", "layout.tp", of=one) == 1
     assert call("smallest", "layout.tp", "s/one", "s/a", of=one) == 1
-    with pytest.raises(Missing, match="it fits, so the largest"):
+    with pytest.raises(Missing, match="the step fits, so the largest"):
         call("largest", "layout.tp", "s/one", of=one[:1])
 
 
@@ -146,7 +148,7 @@ def test_a_model_of_longer_sequences_is_no_search_for_the_largest() -> None:
     small, large = record("a"), record("c", "oom")
     longer = dataclasses.replace(large.experiment.model, seq=32)
     conditions = dataclasses.replace(large.experiment, model=longer).as_dict()
-    with pytest.raises(Missing, match=r"it differs from s/a in training.seq as well"):
+    with pytest.raises(Missing, match=r"the experiment also differs from s/a in training.seq"):
         call(
             "largest",
             "model.published_params",
@@ -242,7 +244,7 @@ def test_every_search_of_the_ledger_could_have_come_out_otherwise(search: tuple[
     if (function, least) == ("smallest", 1):  # nothing is below it
         assert call(function, setting, *names, of=made(names, names)) == 1
     else:
-        with pytest.raises(Missing, match="it fits, so the"):
+        with pytest.raises(Missing, match="the step fits, so the"):
             call(function, setting, *names, of=made(names, names))
     limits = [call(function, setting, *names, of=made((fits,), names)) for _, fits in by_setting[:-1]]
     assert limits == [value for value, name in by_setting if name != end]

@@ -11,7 +11,7 @@ QUESTIONS = load_questions(committed.ledger()).asked
 
 def rendered(*systems: str) -> str:
     made = Answer(question=QUESTIONS[0], value=1.5, low=1.25, high=4.0, word="a smaller gain (or as then)")
-    lacking = Answer(question=QUESTIONS[1], lacks="1.5b-dp: it does not fit")
+    lacking = Answer(question=QUESTIONS[1], lacks="1.5b-dp: the step does not fit in memory")
     return template("again.html").render(
         again={system: [made, lacking] for system in systems}, ledger=committed.ledger()
     )
@@ -21,7 +21,7 @@ def test_a_line_has_what_was_published_and_an_answer_of_every_system() -> None:
     text = rendered("dgx-h100", "dgx-h200")
     assert text.count("<b>1.5x [1.25, 4]</b>") == 2
     assert text.count("a smaller gain (or as then)") == 2
-    assert text.count("1.5b-dp: it does not fit") == 2
+    assert text.count("1.5b-dp: the step does not fit in memory") == 2
     assert "Predicted on dgx-h200" in text
     assert "<td>3.75x</td>" in text
     assert 'href="claims/ds-3p75x-lowbw.html"' in text
