@@ -54,7 +54,7 @@ def test_a_file_in_the_folder_is_enough(tmp_path: Path) -> None:
         ("[]", "line 2: must be a record of a measurement"),
         (
             '{"kind": "experiment"}',
-            "line 2: must be a record of a measurement: schema: missing|line 2: must be a record of a measurement: suite",
+            "line 2: must be a record of a measurement: (schema: missing|suite)",
         ),
         (json.dumps(on("dgx2", "s", evidence="simulated").as_dict()), "line 2: must be a measured record"),
         (
