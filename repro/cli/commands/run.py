@@ -205,7 +205,7 @@ def doctor(
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Check this machine or a cluster, and show which software and hardware work, and the features that these enable."""
+    """Check this machine or a cluster, and show working software and hardware, with the features that they enable."""
     right = "0 or more, and needs --profile"
     require(nodes == 0 or (nodes > 0 and profile is not None), "--nodes", nodes, right)
     if profile is not None:
