@@ -34,7 +34,7 @@ from repro.results.record_parts import (
 )
 
 SCHEMA = 1
-"""Version of the JSON format of records."""
+"""Version of the JSON format of result records."""
 MEASURED, SIMULATED = "measured", "simulated"
 """Kinds of evidence: a record contains either measured or simulated results."""
 EMULATED = "emulated"
@@ -59,7 +59,7 @@ def _microseconds(time: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordHead(RecordPart):
-    """Fields that every record has."""
+    """Base class of all records: versions, id, time of writing, kind and name."""
 
     schema: int = SCHEMA
     protocol: int | None = PROTOCOL
@@ -233,7 +233,7 @@ class FitRecord(RecordHead, ExperimentConditions):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsRecord(RecordHead):
-    """Times of kernels on a device (`make bench-gpu`)."""
+    """Measured times of kernels on a device, from `make bench-gpu`."""
 
     kind: str = field(default="kernels", init=False)
     evidence: str

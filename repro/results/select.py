@@ -35,7 +35,7 @@ class Selection:
     fits: list[FitRecord]
     """Searches for the largest model that fits in memory, oldest first."""
     older: int
-    """Number of records that were not selected in favour of another record of the same experiment."""
+    """Number of superseded records, which have a selected record of the same experiment in their place."""
     foreign: int
     """Number of records that are ignored because they have another version of the measurement protocol."""
 

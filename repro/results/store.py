@@ -180,7 +180,9 @@ class Store:
             except FileExistsError:
                 continue
         else:
-            raise FileExistsError(errno.EEXIST, "all names for a new record file exist", str(self.folder))
+            raise FileExistsError(
+                errno.EEXIST, "no unused name for a new record file is left", str(self.folder)
+            )
         self.path, self._owner, self._good = path, os.getpid(), 0
         self._reserve = _take_reserve(path.with_suffix(".reserve"))
         sync_folder(self.folder)

@@ -68,7 +68,7 @@ def option(text: str, metavar: str | None = None, *, name: str | None = None, **
 
 
 def argument(text: str, metavar: str) -> Any:
-    """Return a positional argument with the help `text`."""
+    """Return a positional command-line argument with the help `text`."""
     return typer.Argument(help=text, metavar=metavar)
 
 

@@ -197,7 +197,7 @@ def twin(
     ] = None,
     ranks: Annotated[int, option("Number of ranks of the twin, the small-scale experiment.")] = 16,
     part: Annotated[
-        int, option("Approximate ratio of the original's hidden size to the twin's hidden size.")
+        int, option("Approximate ratio of the original's hidden size to that of the small-scale twin.")
     ] = 8,
     width: Annotated[int, count_option("Hidden size of the twin's model, instead of the ratio --part.")] = 0,
     layers: Annotated[int, option("Minimum number of layers of the twin's model.")] = 4,

@@ -48,7 +48,7 @@ def run(
     results: Results = Path("results"),
     rerun: Rerun = False,
     evidence: Annotated[
-        str, option("measured: run on this machine; simulated: trace the step without data, at any scale.")
+        str, option("Evidence: measured (run on this machine) or simulated (trace of the step without data).")
     ] = "measured",
     system: Annotated[
         str,

@@ -134,7 +134,9 @@ def read_stop_words(path: Path | None) -> frozenset[str]:
     try:
         return frozenset((path or STOP_WORDS_FILE).read_text(encoding="utf-8").lower().split())
     except (OSError, UnicodeDecodeError):
-        raise ConfigError("--stop-words", str(path), "a readable text file in UTF-8 with words") from None
+        raise ConfigError(
+            "--stop-words", str(path), "a readable text file in UTF-8 with stop words"
+        ) from None
 
 
 def check_vocabulary(ids: Iterable[int], vocab: int) -> None:

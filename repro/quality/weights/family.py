@@ -28,7 +28,7 @@ class Family:
     types: tuple[str, ...]
     """Values of the configuration key `model_type` that select this family; an export writes the first value."""
     architecture: str
-    """Name of the model class in transformers."""
+    """Name of the model class in Hugging Face transformers."""
     prefix: str
     head: str
     """Tensor name of the output matrix; files of models with tied embeddings may contain this matrix, too."""
@@ -134,7 +134,7 @@ def fused_qkv_rows(block: str, model: Model) -> Iterator[RowRange]:
     width, keys = model.head_width, model.key_heads
     queries = model.heads // keys * width
     for group in range(keys):
-        if keys == model.heads:  # this suite stores one parameter [3, heads, width]
+        if keys == model.heads:  # this suite stores query, key and value in one parameter [3, heads, width]
             for k in range(3):
                 yield RowRange(f"{block}.qkv", (k * keys + group) * width, width)
         else:  # this suite stores queries apart from keys and values [key heads, 2, width]
@@ -177,7 +177,7 @@ def rotary_sizes(config: Config) -> dict[str, Any]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        right = "default, since this suite's GPT does not support scaled wavelengths"
+        right = "default, since this suite's GPT does not support scaled rotary embeddings"
         raise ConfigError("rope_type", kind, right)
     base = rope.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0
     return {"positions": "rotary", "rotary_base": float(base)}

@@ -121,7 +121,8 @@ class Counterpart(NamedTuple):
 
 
 def counterpart(theirs: str, ours: str, *shape: int, transposed: bool = False) -> Counterpart:
-    """Return the counterpart of a tensor that equals the parameter `ours` of this suite's GPT or its transpose."""
+    """Return the description of another library's tensor that equals the parameter `ours`, or its transpose, of this
+    suite's GPT."""
     rows = shape[1] if transposed else shape[0]
     return Counterpart(theirs, shape, (RowRange(ours, 0, rows),), transposed)
 
