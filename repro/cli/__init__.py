@@ -29,7 +29,7 @@ class _Group(TyperGroup):
     """A group of commands whose plain help lists the commands by topic and does not shorten their summaries."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write one section of the help text for each topic, with its commands and their summaries."""
+        """Write one section of the help text for each topic, with the commands of the topic and their summaries."""
         topics: dict[str, list[tuple[str, str]]] = {}
         for name, command in self.commands.items():
             topic = getattr(command, "rich_help_panel", None) or "Commands"
@@ -84,7 +84,7 @@ _UNNAMED = {errno.ENOSPC: "standard output", errno.ENOENT: "the current folder"}
 
 
 def _check_filled(given: list[str]) -> None:
-    """Raise `ConfigError` for an empty value, which an undefined shell variable gives; skip the arguments of `exec`."""
+    """Raise `ConfigError` for an empty argument, such as an undefined shell variable; skip the arguments of `exec`."""
     for before, argument in zip(["", *given], given, strict=False):
         if before == "exec":
             return
@@ -142,7 +142,7 @@ def _without_broken_pipe(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Run the command that the command line names, and return its exit code."""
     _open_streams()
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     given = sys.argv[1:] if arguments is None else arguments

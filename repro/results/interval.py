@@ -1,4 +1,7 @@
-"""Uncertainty of a simulated step time from unknown inputs of a system, as simulated records contain it."""
+"""Uncertainty of a simulated step time due to unknown inputs: numbers of the system that are known only as a range.
+
+Simulated records store this uncertainty.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,32 @@ from repro.measure.statistics import quantile
 from repro.results.json_fields import RecordPart
 
 INTERVAL_QUANTILES = (0.05, 0.95)
-"""Quantiles of the joint draws at the ends of a 90 % interval."""
+"""Quantiles of the randomly drawn step times at the lower and the upper end of a 90 % interval."""
 
 
 class Other(NamedTuple):
-    """Case in which the unknown input `key` has `value`, and all other unknown inputs have their best values."""
+    """Case in which one unknown input of a system has a given value, and all others have their best values."""
 
     key: str
     value: float
 
 
 Case: TypeAlias = int | tuple[str, bool] | Other
-"""Choice of the unknown inputs: number of a joint draw; (key, whether it is at its high end) of one input; `Other`."""
+"""Choice of values for the unknown inputs of a system: number of a joint random draw, a pair, or `Other`.
+
+In a pair (key, high end), the input `key` is at the high or the low end of its range, all others at their best values.
+"""
 
 
 def log_fraction(value: float, left: float, right: float) -> float:
-    """Return the position of `value` from `left` (0) to `right` (1): on a log scale, or linear if `left` is 0."""
+    """Return the relative position of `value` between `left` (0) and `right` (1): logarithmic, or linear if `left`
+    is 0."""
     return log(value / left) / log(right / left) if left else value / right
 
 
 def interpolate_log(left: float, right: float, part: float) -> float:
-    """Return the value at position `part` from `left` (0) to `right` (1), the inverse of `log_fraction`."""
+    """Return the value at the relative position `part` from `left` (0) to `right` (1): logarithmic, or linear if
+    `left` is 0."""
     return left * exp(part * log(right / left)) if left else part * right
 
 
@@ -41,17 +49,17 @@ class Sensitivity(RecordPart):
     """Simulated step times over the range of one unknown input, with all other inputs at their best values."""
 
     key: str
-    """Key of the unknown input (`repro.config.systems.unknowns`)."""
+    """Key of the unknown input in the system file, such as `links.inter-node.rings`."""
     low: float
     best: float
     high: float
     low_s: float
     high_s: float
     curve: list[list[float]] | None = None
-    """Points [value, step seconds] in and around the range, by value; None for an input with a small effect."""
+    """Points [value of the unknown input, step seconds] in and around its range; None if its effect is below 1 %."""
 
     def seconds_at(self, value: float) -> float:
-        """Return the step time, in seconds, at a value of the input by log-log interpolation of `curve`."""
+        """Return the step time, in seconds, at a value of the unknown input, by log-log interpolation of the curve."""
         points = self.curve or []
         after = min(max(bisect_left(points, [value]), 1), len(points) - 1)
         (left, low), (right, high) = points[after - 1], points[after]
@@ -59,7 +67,7 @@ class Sensitivity(RecordPart):
 
     @property
     def span(self) -> float:
-        """Return the absolute difference of the step times at both ends of the range, in seconds."""
+        """Return the absolute difference of the step times at both ends of the unknown input's range, in seconds."""
         return abs(self.high_s - self.low_s)
 
 
@@ -68,19 +76,25 @@ class StepInterval(RecordPart):
     """Simulated step times for many values of the unknown inputs of a system, in seconds."""
 
     draws: list[float]
-    """Step time of each joint draw. Draw i uses the same quantiles of the inputs in every record."""
+    """Step time of each joint random draw of all unknown inputs. Draw i has equal quantiles in all records."""
     moves: list[Sensitivity]
-    """Step times for each unknown input alone; largest effect first."""
+    """Step times under variation of each single unknown input, sorted by descending effect on the step time."""
 
     def summary(self, best: float) -> dict[str, Any]:
-        """Return JSON data of the interval without curves; `best`: step time at the best values."""
+        """Return the interval of the step time and the effect of each unknown input as JSON data.
+
+        `best`: step time, in seconds, at the best values of all unknown inputs.
+        """
         low, high = likely_range(self.draws, best)
         least, most = possible_range(self.cases(), best)
         moves = [{**replace(move, curve=None).as_dict(), "span": move.span / best} for move in self.moves]
         return {"low_s": low, "high_s": high, "least_s": least, "most_s": most, "moves": moves}
 
     def seconds_in(self, case: Case, best: float) -> float:
-        """Return the step time in `case`, in seconds; `best` if the step does not depend on the input of the case."""
+        """Return the step time, in seconds, for one choice of the unknown inputs.
+
+        If the record contains no effect of the chosen input, the result is `best`, the step time at the best values.
+        """
         if isinstance(case, int):
             return self.draws[case]
         key, end = case
@@ -90,19 +104,19 @@ class StepInterval(RecordPart):
         return best if move is None else move.high_s if end else move.low_s
 
     def cases(self) -> Iterator[float]:
-        """Yield the step times of all joint draws and of both ends of each input."""
+        """Yield the step times of all joint random draws, and those at both ends of each unknown input's range."""
         yield from self.draws
         for move in self.moves:
             yield from (move.low_s, move.high_s)
 
 
 def likely_range(draws: Sequence[float], best: float) -> tuple[float, float]:
-    """Return the 90 % interval of `draws`, extended to include `best`."""
+    """Return the 90 % interval of randomly drawn predictions, extended to include the best estimate `best`."""
     low, high = (quantile(draws, end) for end in INTERVAL_QUANTILES)
     return min(low, best), max(high, best)
 
 
 def possible_range(cases: Iterable[float], best: float) -> tuple[float, float]:
-    """Return the minimum and the maximum of all `cases` and `best`."""
+    """Return the minimum and the maximum of the predictions in all cases, including the best estimate `best`."""
     found = [*cases, best]
     return min(found), max(found)

@@ -23,7 +23,10 @@ class RecordPart:
 
     @classmethod
     def read(cls: type[P], document: Mapping[str, Any]) -> P:
-        """Return the instance for a JSON object. Fields without a default become None if their key is missing."""
+        """Return the dataclass instance that a JSON object describes.
+
+        A field without a default value becomes None if its key is missing.
+        """
         values = {}
         for field in _fields(typing.cast(Any, cls)):
             if field.key in document:
@@ -34,9 +37,10 @@ class RecordPart:
 
     @classmethod
     def wrong(cls, document: Mapping[str, Any]) -> str:
-        """Return `KEY: missing` or `KEY: of another type` for the first wrong key, else an empty string.
+        """Return an error for the first invalid key of a JSON object, else an empty string.
 
-        Fields that may be None, and the contents of lists and dictionaries, are not checked.
+        The error is `KEY: missing` or `KEY: of another type`. Fields that may be None, and the contents of lists and
+        dictionaries, are not checked.
         """
         for field in _fields(typing.cast(Any, cls)):
             if not field.types or not (field.required or field.key in document):
@@ -49,7 +53,7 @@ class RecordPart:
         return ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON data from which `read` restores the instance."""
+        """Return the dataclass as JSON data, from which `read` restores an equal instance."""
         document = {}
         for field in dataclasses.fields(typing.cast(Any, self)):
             value = getattr(self, field.name)
@@ -82,9 +86,9 @@ class _Field(typing.NamedTuple):
     key: str
     convert: Convert
     required: bool
-    """Whether the field has no default."""
+    """Whether the dataclass field has no default value, so that its key must be in the JSON object."""
     types: tuple[type, ...]
-    """Valid types of the JSON value; empty for a field that may be null."""
+    """Valid Python types of the field's JSON value; empty for a field that may be None, which is not checked."""
     part: type[RecordPart] | None
 
 
@@ -114,7 +118,8 @@ _TYPES: dict[Any, tuple[type, ...]] = {
 
 
 def _converter(hint: Any) -> Convert:
-    """Return a function that converts JSON data to the type `hint`: a `RecordPart`, a list of them, or other data."""
+    """Return a function that converts JSON data to the type `hint`: a `RecordPart`, a list of record parts, or any
+    other type, whose data remain unchanged."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         inner = _converter(next((one for one in arguments if one is not type(None)), Any))

@@ -116,7 +116,7 @@ def comparison_record(
 def step_seconds(results: list[RankResult]) -> list[list[float]]:
     """Return the seconds of the slowest rank in each timed step, in one list per round.
 
-    Only steps of all ranks count, since ranks that diverge may stop one step apart.
+    Only steps that all ranks finished count, since ranks that diverge may stop one step apart.
     """
     rounds = zip(*(result.rounds for result in results), strict=False)
     return [[max(step) for step in zip(*ranks, strict=False)] for ranks in rounds]

@@ -40,12 +40,12 @@ Metrics: TypeAlias = dict[str, float]
 STEP_SECONDS = "step_seconds.median"
 DEVICE_FLOPS_PER_S = "hardware_flops_per_s.device"
 UNDISTURBED = 0.95
-"""Minimum share of a rank's compute time in which it runs on its core, for a step to count as undisturbed."""
+"""Minimum share of each rank's compute time with a core, in a step that counts as undisturbed by other processes."""
 STATES = ("parameters", "gradients", "optimizer")
 RATES = ("tokens_per_s", "samples_per_s", "model_flops_per_s", "causal_flops_per_s", "hardware_flops_per_s")
-"""Prefixes of the names of metrics that are an amount per step divided by the step time."""
+"""Prefixes of the names of rate metrics, which divide an amount per step by the step time."""
 SPEED = ("step_seconds.", *RATES, "time.")
-"""Prefixes of the names of metrics that depend on the step time."""
+"""Prefixes of the names of all metrics that depend on the step time: times and rates."""
 
 
 @dataclass(frozen=True)
@@ -53,30 +53,34 @@ class Held:
     """Memory by category on one rank, or on each rank of a simulated role, in bytes."""
 
     states: Mapping[str, int]
-    """Bytes by category between two steps."""
+    """Bytes of model states between two steps: `parameters`, `gradients` and `optimizer`."""
     peak: Mapping[str, int]
-    """Bytes by category when their `total` on the device is largest."""
+    """Bytes by memory category at the peak of the device memory, and their `total` on the device."""
     most: Mapping[str, int]
-    """Maximum bytes of each category over the step."""
+    """Maximum bytes of each memory category over the training step."""
     init_peak_bytes: int
 
 
 def shown(found: Mapping[str, float], outcome: str) -> Metrics:
-    """Return the metrics of a step without those of its speed if the step did not fit in memory (`outcome` `oom`)."""
+    """Return the metrics of a step; omit times and rates if the step ran out of memory (`outcome` is `oom`)."""
     return {name: value for name, value in found.items() if outcome != "oom" or not name.startswith(SPEED)}
 
 
 def metric_at_step_seconds(name: str, found: Mapping[str, float], seconds: float) -> float | None:
-    """Return the step time or rate `name` for a step time of `seconds`; None if `name` is another metric."""
+    """Return the metric `name` (step time or rate), converted to a step time of `seconds`.
+
+    The result is None for a metric that does not depend on the step time.
+    """
     if name == STEP_SECONDS:
         return seconds
     return found[name] * found[STEP_SECONDS] / seconds if name.startswith(RATES) else None
 
 
 def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:
-    """Return the maximum of each memory metric over the ranks; empty without ranks.
+    """Return the maximum of each memory metric over the ranks; an empty dictionary without ranks.
 
-    `marked`: whether every buffer has a category. Engines that run a library know only model states and the total.
+    `marked`: whether every buffer has a memory category. Engines that run an external library report only model
+    states and the total.
     """
     if not ranks:
         return {}
@@ -106,7 +110,10 @@ def allocated(
     fragmentation: float,
     retries: int,
 ) -> Metrics:
-    """Return the memory metrics that only a simulation has, in bytes. `reserved`: None for a step that does not fit."""
+    """Return the memory metrics that only a simulation has: context, communication buffers, caching allocator.
+
+    `reserved`: peak reservation of the caching allocator in bytes; None if the step does not fit in memory.
+    """
     metrics: Metrics = {
         "memory.context_bytes": context,
         "memory.communication_bytes": max(rank.most["communication"] for rank in ranks),
@@ -122,7 +129,10 @@ def allocated(
 
 
 def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic]) -> Metrics:
-    """Return the communication metrics of rank 0, with sums over group sizes and purposes of the same collective."""
+    """Return the communication metrics of rank 0 in one step.
+
+    Operations of one collective in one kind of group are summed over group sizes and purposes.
+    """
     metrics: Metrics = {"comm.sent_bytes": sum(row.sent_bytes for row in rows)}
     for row in rows:
         amounts = {name: getattr(row, name) for name in ("calls", "payload_bytes", "sent_bytes")}
@@ -136,7 +146,10 @@ def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic])
 
 
 def purposes(found: Iterable[tuple[int, Sequence[TrafficRow]]]) -> Metrics:
-    """Return calls and sent bytes by purpose, summed over all ranks. `found`: pairs (number of ranks, rows of each)."""
+    """Return the number of collective calls and the sent bytes by purpose, summed over all ranks.
+
+    `found`: pairs (number of ranks with equal traffic, traffic of one of these ranks).
+    """
     metrics: Metrics = {}
     for ranks, rows in found:
         for row in rows:
@@ -147,11 +160,11 @@ def purposes(found: Iterable[tuple[int, Sequence[TrafficRow]]]) -> Metrics:
 
 
 OF_BLOCKS = ("block", "keys and values")
-"""Purposes of communication inside a block: collectives of tensor parallelism, and gathers of context parallelism."""
+"""Purposes of communication inside a transformer block: tensor-parallel collectives, context-parallel gathers."""
 
 
 def per_layer(experiment: Experiment, stage: int, rows: Iterable[TrafficRow]) -> list[LayerTraffic]:
-    """Return the communication per block and micro-batch of a pipeline `stage`, averaged over the stage's blocks."""
+    """Return the communication per transformer block and micro-batch, averaged over the blocks of a pipeline stage."""
     layout = experiment.layout
     blocks = sum(map(len, layout.parts(experiment.model.layers)[stage :: layout.pp]))
     uses = layout.accumulation * blocks
@@ -163,7 +176,7 @@ def per_layer(experiment: Experiment, stage: int, rows: Iterable[TrafficRow]) ->
 
 
 def speed(experiment: Experiment, seconds: float) -> Metrics:
-    """Return step time, throughput and FLOP/s over all ranks for a step of `seconds`."""
+    """Return the metrics of a step that takes `seconds`: step time, throughput and FLOP/s over all ranks."""
     layout, sizes = experiment.layout, (experiment.model, experiment.seq, experiment.layout.global_batch)
     samples, hardware_flops = layout.global_batch, counts.hardware_flops(*sizes, layout.recompute)
     return {
@@ -178,14 +191,17 @@ def speed(experiment: Experiment, seconds: float) -> Metrics:
 
 
 def parts(found: Mapping[str, float], factor: float) -> Metrics:
-    """Return the `time.*` metrics of a simulation: parts of the slowest stage's seconds, and the calibration factor."""
+    """Return the `time.*` metrics of a simulation: components of the slowest pipeline stage's time in seconds.
+
+    `factor`: calibrated ratio of actual to modelled time of kernels other than matrix products and attention.
+    """
     shares = ("compute_s", "optimizer_s", "exposed_s", "hidden_s", "bubble_s")
     names = (*shares, "forward_s", "backward_s", "update_s")
     return {**{f"time.{name}": found[name] for name in names}, "time.factor": factor}
 
 
 def work(experiment: Experiment, operator_flops: int) -> Metrics:
-    """Return the metrics of work: parameters, FLOP of a step by formulas and operators, micro-batches in flight."""
+    """Return the metrics of a step's work: parameters, FLOP by formulas and by operators, micro-batches in flight."""
     model, layout = experiment.model, experiment.layout
     metrics: Metrics = {
         "model.parameters": counts.total_parameters(model),
@@ -201,7 +217,10 @@ def work(experiment: Experiment, operator_flops: int) -> Metrics:
 
 
 def bubble(stages: Sequence[StageReport], *, cores: bool) -> Metrics:
-    """Return the pipeline metrics from the stage reports of all ranks. `cores`: omit disturbed steps."""
+    """Return the pipeline metrics (bubble, micro-batches in flight) from the stage reports of all ranks.
+
+    `cores`: whether to omit steps in which other processes used the core of a rank.
+    """
     if not stages:
         return {}
     by_rank = [zip(stage.busy_s, stage.idle_s, stage.core_s, strict=True) for stage in stages]
@@ -229,15 +248,15 @@ def _add(metrics: Metrics, name: str, **counts: float) -> None:
 
 
 Losses: TypeAlias = Sequence[float | None]
-"""Losses of all steps of a training; None for NaN."""
+"""Training loss of every step of a run; None for NaN."""
 LOSS_STRETCH_STEPS = 50
-"""Number of consecutive steps over which distances of losses are averaged."""
+"""Number of consecutive training steps over which losses, or distances of two loss curves, are averaged."""
 FP32_ROUNDING = 2.0**-24
-"""Relative rounding error of an fp32 loss, the smallest measurable distance of two losses."""
+"""Relative rounding error of an fp32 loss, the smallest measurable relative distance of two losses."""
 
 
 def loss_distances(losses: Losses, reference: Losses) -> list[float]:
-    """Return |loss - reference| / |reference| of every step that has both losses."""
+    """Return the relative distance |loss - reference| / |reference| of two loss curves, for each step in both."""
     pairs = zip(losses, reference, strict=False)
     return [abs(loss - right) / abs(right) for loss, right in pairs if loss is not None and right]
 
@@ -248,20 +267,21 @@ def root_mean_square(values: Sequence[float]) -> float:
 
 
 def relative_loss_distance(losses: Losses, reference: Losses, controls: Sequence[Losses]) -> float:
-    """Return the distance of a loss curve from `reference` over that of `controls`, in the worst `LOSS_STRETCH_STEPS`.
+    """Return the distance of a loss curve from `reference` over the distance of control runs from `reference`.
 
-    Controls repeat the training of `reference` with another order of sums, so that their distances contain rounding
-    errors only, which a training amplifies over hundreds of steps. Distances are root mean squares. If rounding errors
-    are the only cause, the ratio follows Student's t with one degree of freedom per control, or has thinner tails.
+    The result is the largest ratio over all stretches of `LOSS_STRETCH_STEPS` steps. Control runs repeat the training
+    of `reference` with another summation order, so that their distances contain rounding errors only. A training
+    amplifies these errors over hundreds of steps. Distances are root mean squares. If rounding errors are the only
+    cause, the ratio follows Student's t with one degree of freedom per control run, or has thinner tails.
 
     Raises:
-        ValueError: There are no controls, or the loss of a step is missing in a curve.
+        ValueError: There are no control runs, or the loss of a step is missing in a curve.
     """
     distances = loss_distances(losses, reference)
     of_controls = [loss_distances(control, reference) for control in controls]
     curves = (losses, *controls, distances, *of_controls)
     if not controls or {len(curve) for curve in curves} != {len(reference)}:
-        raise ValueError("needs control runs, and the losses of all steps of all runs")
+        raise ValueError("needs control runs of the training, and the losses of all steps of all runs")
     largest = 0.0
     for start in range(0, len(reference), LOSS_STRETCH_STEPS):
         part = slice(start, start + LOSS_STRETCH_STEPS)
@@ -271,12 +291,12 @@ def relative_loss_distance(losses: Losses, reference: Losses, controls: Sequence
 
 
 def final_loss(losses: Losses) -> float:
-    """Return the mean loss of the last `LOSS_STRETCH_STEPS` steps.
+    """Return the mean training loss of the last `LOSS_STRETCH_STEPS` steps of a run.
 
     Raises:
         ValueError: A loss of these steps is missing.
     """
     last = [loss for loss in losses[-LOSS_STRETCH_STEPS:] if loss is not None]
     if len(last) < LOSS_STRETCH_STEPS:
-        raise ValueError(f"needs the losses of the last {LOSS_STRETCH_STEPS} steps")
+        raise ValueError(f"needs the losses of the last {LOSS_STRETCH_STEPS} training steps")
     return sum(last) / LOSS_STRETCH_STEPS

@@ -12,13 +12,13 @@ from repro.config import EmulatedNetwork
 from repro.results.json_fields import RecordPart
 
 Provenance: TypeAlias = dict[str, Any]
-"""Facts about machine and software from `repro.measure.provenance`, and facts of a launcher (`slurm`)."""
+"""Facts about the machine, the software and the launcher (`slurm`) with which a record was measured."""
 Bytes: TypeAlias = dict[str, int]
-"""Bytes by category of memory; a peak also has their `total` on the device."""
+"""Bytes by memory category; for a memory peak, `total` is the number of bytes on the device."""
 Software: TypeAlias = dict[str, Any]
-"""Fields of `repro.engines.EngineReport`."""
+"""Engine and libraries that executed an experiment, with the fields of `repro.engines.EngineReport`."""
 KernelsRan: TypeAlias = dict[str, dict[str, int]]
-"""Number of ranks that ran an implementation, `cuda` or `torch: REASON`, by operator and implementation.
+"""Number of ranks, by operator and by the implementation that executed it: `cuda` or `torch: REASON`.
 
 The only operator is `every operator` if torch is the only choice: on a CPU, or under `kernels = "reference"`.
 """
@@ -26,15 +26,15 @@ The only operator is `every operator` if torch is the only choice: on a CPU, or 
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficRow(RecordPart):
-    """Communication of a rank in one step by one collective, in one group, for one purpose."""
+    """Communication of one rank in one training step: one type of collective in one process group for one purpose."""
 
     op: str
     group: str
     purpose: str = ""
     size: int
-    """Number of ranks of the group."""
+    """Number of ranks of the process group."""
     link: str | None = None
-    """Slowest class of links that the group crosses in a simulation; None in a measurement."""
+    """Slowest class of links that the process group crosses in a simulation; None in a measurement."""
     calls: int
     payload_bytes: int
     sent_bytes: int
@@ -42,7 +42,7 @@ class TrafficRow(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTraffic(RecordPart):
-    """Communication of a transformer block for one micro-batch, averaged over a rank's blocks."""
+    """Communication of one transformer block for one micro-batch, averaged over the blocks of a rank."""
 
     op: str
     group: str
@@ -57,21 +57,22 @@ class RankMemory(RecordPart):
     states: Bytes | None = None
     """Bytes of model states after the first step: `parameters`, `gradients`, `optimizer`."""
     peak: Bytes | None = None
-    """Bytes by category when their total on the device was largest."""
+    """Bytes by memory category at the peak of the device memory."""
     most: Bytes | None = None
-    """Maximum bytes of each category over the run."""
+    """Maximum bytes of each memory category over the run."""
     peak_phase: str | None = None
     init_peak_bytes: int | None = None
     rss_peak_bytes: int = 0
     cuda: Bytes = field(default_factory=dict)
-    """Statistics of torch's caching allocator on CUDA; empty on a CPU."""
+    """Peaks and retries of torch's caching allocator on CUDA; empty on a CPU."""
     beside_torch: Bytes | None = None
-    """GPU memory outside torch's allocator: at the `start`, at the `end`, and NCCL's memory of each group."""
+    """Bytes of GPU memory outside torch's allocator: before NCCL's first use (`start`), after the run (`end`), and
+    for the NCCL communicators of each group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTrial(RecordPart):
-    """One trial of `repro fit --measure`: its size, its outcome and the memory of its processes."""
+    """One trial run of `repro fit --measure`, which searches the largest model that fits in memory."""
 
     layers: int
     micro_batch: int
@@ -80,38 +81,41 @@ class MeasuredTrial(RecordPart):
     outcome: str
     reason: str = ""
     binding: str = ""
-    """Cause of a memory failure: `allocation`, `fragmentation` or `host memory`; otherwise the outcome, or empty."""
+    """Cause of an out-of-memory failure: `allocation`, `fragmentation` or `host memory`.
+
+    After another failure it is the outcome of the trial, and after a success it is empty.
+    """
     memory: RankMemory | None = None
-    """Maximum over the processes of each number of their memory."""
+    """Maximum of each memory statistic over the processes of the trial; None without statistics."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport(RecordPart):
-    """Pipeline stage of a rank: maximum number of micro-batches in flight, and its times in each timed step."""
+    """Pipeline stage of a rank: maximum number of micro-batches in flight, idle and compute time of each timed step."""
 
     stage: int
     in_flight: int
     idle_s: list[float]
-    """Seconds of each timed step in which the stage waited for other stages."""
+    """Seconds of each timed step in which the pipeline stage waited for other stages."""
     busy_s: list[float]
-    """Seconds of each timed step in which the stage computed."""
+    """Seconds of each timed step in which the pipeline stage computed."""
     core_s: list[float]
-    """Seconds of `busy_s` in which the rank's process ran on a core."""
+    """Processor time, in seconds, of the rank's process during the compute phases of each timed step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedFailure(RecordPart):
-    """Phase and memory of a simulated step when it ran out of memory."""
+    """Phase of a simulated step, and bytes in its caching allocator, when a memory request failed."""
 
     phase: str
     allocated_bytes: int
     reserved_bytes: int
-    """Bytes that the caching allocator had reserved when a request failed."""
+    """Bytes that the caching allocator had reserved on the device when a memory request failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRole(RecordPart):
-    """Ranks of a simulated step with identical work."""
+    """Pipeline role: ranks of a simulated step that execute identical work, with the results of one of these ranks."""
 
     name: str
     stage: int
@@ -124,15 +128,15 @@ class SimulatedRole(RecordPart):
     peak_line: str
     peak_operator: str
     reserved_bytes: int | None
-    """Maximum bytes that the caching allocator reserves; None if the step does not fit."""
+    """Maximum bytes that the caching allocator reserves; None if the step does not fit in memory."""
     failure: SimulatedFailure | None = None
-    """Out-of-memory failure of a step that does not fit; None if it fits."""
+    """Out-of-memory failure of a simulated step; None if the step fits in memory."""
     sent_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedOn(RecordPart):
-    """Inputs of a simulation from a system file.  A record whose inputs differ from the file is out of date."""
+    """Numbers of the system file that a simulation used.  A record is outdated if the file contains other numbers."""
 
     system: str
     memory_bytes: float | None
@@ -140,12 +144,12 @@ class SimulatedOn(RecordPart):
     devices_per_node: float | None
     links: list[str]
     numbers: str
-    """Digest of all numbers and the simulator version on which the simulated time depends."""
+    """Hash of everything that determines the simulated time: numbers of system and calibration, simulator revision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeries(RecordPart):
-    """Series of a record: values per training step of a run, or values over one simulated step."""
+    """Data series of a record: values for each training step of a run, or values over one simulated step."""
 
     loss: list[float | None] | None = None
     grad_norm: list[float | None] | None = None
@@ -156,18 +160,18 @@ class StepSeries(RecordPart):
     resumed_from: list[int] | None = None
     """Numbers of the steps after which the run continued from a checkpoint."""
     phase_seconds: list[dict[str, float]] | None = None
-    """Mean seconds of each phase over the timed steps, one dictionary per rank."""
+    """Mean seconds of each phase of a training step over the timed steps, in one dictionary per rank."""
     pipeline: list[dict[str, Any]] | None = None
-    """`StageReport` of each rank as JSON data; empty without pipeline stages."""
+    """Report on the pipeline stage of each rank as JSON data; empty dictionaries without pipeline parallelism."""
     memory: dict[str, Any] | None = None
-    """Live bytes during a simulated step, on the role with most memory (`repro.simulate.memory.live_bytes`)."""
+    """Live bytes during a simulated step, on a rank of the pipeline role that needs most memory."""
     seconds: dict[str, dict[str, float]] | None = None
-    """Seconds of a simulation's slowest stage: `busy` by kind of operator, `exposed` by kind of communication."""
+    """Seconds of the slowest simulated pipeline stage: `busy` by operator kind, `exposed` by communication kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReport(RecordPart):
-    """Checkpoints that a run loaded (`resumed`), wrote and failed to write."""
+    """Checkpoints that a training run loaded (`resumed`), wrote and failed to write."""
 
     resumed: list[dict[str, Any]]
     written: list[int]
@@ -179,7 +183,7 @@ class CheckpointReport(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult(RecordPart):
-    """Result of one rank of one experiment."""
+    """Measurements and outcome that one rank reports for one experiment."""
 
     rank: int
     outcome: str
@@ -196,15 +200,15 @@ class RankResult(RecordPart):
     software: Software | None = None
     """Engine and libraries that executed the experiment."""
     environment: dict[str, str] | None = None
-    """Environment variables that the rank set for its GPU (`repro.launch.rank.device_settings`)."""
+    """Environment variables that the process of the rank set for its GPU; None on a CPU."""
     kernels: dict[str, list[str]] = field(default_factory=dict)
-    """Implementations that ran, `cuda` or `torch: REASON`, by operator."""
+    """Implementations of each operator that the rank executed: `cuda` or `torch: REASON`."""
     memory: RankMemory
     comm: list[TrafficRow]
-    """Communication of one step."""
+    """Communication of the rank in one training step."""
     comm_per_layer: list[LayerTraffic] = field(default_factory=list)
     network: RankOnNetwork | None = None
-    """Measurements on an emulated network; None on other networks."""
+    """Measurements of the rank on an emulated network; None on a real network."""
     parameters: int
     padding: int = 0
 
@@ -214,51 +218,52 @@ class RankOnNetwork(RecordPart):
     """Measurements of a rank on an emulated network.  Bytes are means over the timed steps, headers included."""
 
     compute_flops_per_s: float
-    """FLOP/s of matrix products before the first step, while all ranks compute."""
+    """Measured FLOP/s of the rank's matrix products before the first training step, while all ranks compute."""
     core_share: float
     """Maximum share of a processor core that the rank may use."""
     sent_bytes: float
     received_bytes: float
-    """Bytes that the network interface of the rank receives in one step; `sent_bytes` are those that it sends."""
+    """Bytes that the rank's network interface receives in one step; `sent_bytes` is the number of sent bytes."""
     node_sent_bytes: float | None = None
     node_received_bytes: float | None = None
     """Bytes that the node receives from other nodes in one step; None except on the first rank of the node."""
     facts: dict[str, Any] | None = None
-    """Fields of `repro.emulate.network.NetworkFacts`; None except on rank 0."""
+    """Properties and measured rates of the emulated network (`NetworkFacts`); None except on rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkReport(RecordPart):
-    """Properties and measurements of the emulated network on which a measurement ran."""
+    """Properties of the emulated network on which an experiment ran, and measurements of its ranks and nodes."""
 
     mtu: int
     payload_share: float
     """Fraction of a link's bytes that is payload, under full load in both directions."""
     rates: dict[str, list[float]]
-    """Measured bytes/s of all links before the run, by kind of link and direction."""
+    """Bytes/s of all links, measured before the run, by kind of link and direction such as `node sends`."""
     round_trip_s: dict[str, float]
     """Round-trip time of one byte, in seconds, `within` a node and `between` nodes."""
     user_namespace: bool
     compute_flops_per_s: list[float]
-    """FLOP/s of matrix products of each rank before the first step, while all ranks compute."""
+    """Measured FLOP/s of each rank's matrix products before the first training step, while all ranks compute."""
     core_share: float
     """Maximum share of a processor core that a rank may use, even while other ranks wait."""
     sent_bytes: list[float]
     received_bytes: list[float]
-    """Bytes that each rank receives in one step, headers included; `sent_bytes` are those that each rank sends."""
+    """Bytes that each rank receives in one step, with headers; `sent_bytes` is the number of sent bytes."""
     node_sent_bytes: list[float]
     node_received_bytes: list[float]
     """Bytes that each node receives from the other nodes in one step."""
 
     def made(self, network: EmulatedNetwork) -> EmulatedNetwork:
-        """Return `network` with the median link rates that were measured before the run, and no compute rate."""
+        """Return the emulated network with its measured median link rates instead of the requested rates, and without a
+        compute rate."""
         within = median(self.rates["rank sends"]) if network.within else 0.0
         between = median(self.rates["node sends"]) if network.between else 0.0
         return replace(network, within=within, between=between, flops_per_s=0.0)
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[RankOnNetwork]) -> NetworkReport | None:
-        """Return the combined report of all ranks; None if they did not run on an emulated network."""
+        """Return the network measurements of all ranks as one report; None if no emulated network was used."""
         if not ranks or (facts := ranks[0].facts) is None:
             return None
         by_rank = ("compute_flops_per_s", "sent_bytes", "received_bytes")
@@ -269,7 +274,7 @@ class NetworkReport(RecordPart):
 
 
 def kernels_of_ranks(results: Sequence[RankResult]) -> KernelsRan:
-    """Return the number of ranks that ran each implementation of each operator; empty if ranks report none."""
+    """Return the number of ranks that executed each implementation of each operator; empty without rank reports."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
         for name, hows in result.kernels.items():

@@ -21,30 +21,30 @@ from repro.util.files import write_file
 ReferenceRecord: TypeAlias = ExperimentRecord | ComparisonRecord | FitRecord
 REFERENCE_DIRECTORY = Path(__file__).parent / "reference"
 KEPT_PROVENANCE = ("git", "torch", "gpus")
-"""Entries of a record's provenance that its reference record contains unchanged."""
+"""Keys of a measured record's provenance that its shortened reference record contains unchanged."""
 KEPT_PACKAGES = ("repro", "torch", "deepspeed", "megatron-core")
-"""Packages whose versions a reference record contains."""
+"""Python packages whose versions a reference record contains."""
 
 
 @dataclass(frozen=True)
 class ReferenceFile:
-    """Reference records of one machine."""
+    """File of packaged reference records, all measured on one machine."""
 
     name: str
     device: str
     """Name of the machine's GPU or processor, such as `NVIDIA H200`."""
     date: str
-    """Day of the first record, as YYYY-MM-DD."""
+    """Day on which the oldest record of the file was measured, as YYYY-MM-DD."""
     records: tuple[Record, ...]
 
     @property
     def label(self) -> str:
-        """Return device and day of the records: `NVIDIA H200, 2026-11-26`."""
+        """Return device and day of the reference records as one text: `NVIDIA H200, 2026-11-26`."""
         return f"{self.device}, {self.date}"
 
 
 def load_reference(directory: Path = REFERENCE_DIRECTORY) -> list[ReferenceFile]:
-    """Return the reference files in `directory`, newest first.  Raises `ConfigError` for an invalid line."""
+    """Return the files of reference records in `directory`, newest first.  Raises `ConfigError` for an invalid line."""
     found = [_read_file(path) for path in sorted(directory.glob("*.jsonl"))]
     return sorted(found, key=lambda file: file.date, reverse=True)
 
@@ -56,7 +56,8 @@ def _read_file(path: Path) -> ReferenceFile:
             record = read_record(json.loads(line))
             _ = record.experiment if isinstance(record, ExperimentRecord | FitRecord) else None
         except (AttributeError, ValueError) as error:
-            raise ConfigError(f"line {number}", says=f"must be a record: {error}", file=str(path)) from None
+            says = f"must be a record of a measurement: {error}"
+            raise ConfigError(f"line {number}", says=says, file=str(path)) from None
         if getattr(record, "evidence", MEASURED) != MEASURED:
             says = "must be a measured record, since simulated records cannot be reference records"
             raise ConfigError(f"line {number}", says=says, file=str(path))
@@ -68,7 +69,7 @@ def _read_file(path: Path) -> ReferenceFile:
 
 
 def device_of(record: Record) -> str:
-    """Return the device that a record names; empty if it names none, for example after an early failure."""
+    """Return the name of the GPU or processor in a record; empty without one, for example after an early failure."""
     if isinstance(record, FitRecord):
         return record.device
     gpus = record.provenance.get("gpus") or []
@@ -82,7 +83,7 @@ def _single_device(records: Iterable[Record], key: str, expected: str, file: str
 
 
 def write_reference(records: Iterable[Record], path: Path) -> int:
-    """Write the measured records of a store to a reference file; return their number.
+    """Write the measured records of a store to a file of reference records; return the number of written records.
 
     The file contains the newest conclusive record of each experiment, shortened. If the store has runs on GPUs, runs
     on processors are omitted. Raises `ConfigError` unless all records are of one device.

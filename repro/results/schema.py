@@ -34,13 +34,13 @@ from repro.results.record_parts import (
 )
 
 SCHEMA = 1
-"""Version of the format of records."""
+"""Version of the JSON format of result records."""
 MEASURED, SIMULATED = "measured", "simulated"
-"""Kinds of evidence of a record."""
+"""Kinds of evidence: a record contains either measured or simulated results."""
 EMULATED = "emulated"
-"""Displayed kind of evidence of measured records from an emulated network."""
+"""Label of measured records from a run on an emulated network, in tables and figures."""
 CONCLUSIVE = ("ok", "oom", "diverged")
-"""Outcomes that a repetition of the run would reproduce."""
+"""Outcomes of a run that a repetition would reproduce; an `error` is not conclusive."""
 
 
 def _now() -> str:
@@ -59,16 +59,16 @@ def _microseconds(time: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordHead(RecordPart):
-    """Fields that every record has."""
+    """Base class of all records: versions, id, time of writing, kind and name."""
 
     schema: int = SCHEMA
     protocol: int | None = PROTOCOL
-    """Version of the measurement protocol; numbers of different versions are not comparable."""
+    """Version of the measurement protocol, or None if unknown; numbers of different versions are not comparable."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     written: str = field(default_factory=_now)
     """Time at which the record was written, UTC in ISO 8601."""
     sequence: int | None = None
-    """Position of the record in the order of the store, which assigns it; None in records of old versions."""
+    """Sort key of the record, which the store assigns in the order of writing; None in records of old versions."""
     kind: str = field(default="", init=False)
     suite: str
     name: str
@@ -80,19 +80,19 @@ class RecordHead(RecordPart):
 
     @property
     def label(self) -> str:
-        """Return `suite/name`, with which claims and captions cite the record."""
+        """Return the text `suite/name`, with which claims and captions cite the record."""
         return f"{self.suite}/{self.name}"
 
 
 class ExperimentConditions:
-    """Base class of records that contain the conditions of an experiment."""
+    """Base class of records that contain the conditions of an experiment: model, layout, system and engine."""
 
     name: str
     conditions: dict[str, Any]
 
     @cached_property
     def experiment(self) -> Experiment:
-        """Return the experiment of the conditions; raise `ConfigError` for keys that this version does not know."""
+        """Return the experiment that the record's conditions describe; raise `ConfigError` for unknown keys."""
         try:
             return from_dict(self.conditions)
         except ConfigError:
@@ -109,35 +109,35 @@ class ExperimentRecord(RecordHead, ExperimentConditions):
     kind: str = field(default="experiment", init=False)
     key: str
     conditions: dict[str, Any] = field(metadata={"key": "experiment"})
-    """Conditions of the experiment, from `Experiment.as_dict`."""
+    """Conditions of the experiment (model, layout, system, engine and other settings), from `Experiment.as_dict`."""
     evidence: str
     outcome: str
     reason: str
     metrics: dict[str, float]
-    """Values by metric name; `repro.results.metrics` describes the names."""
+    """Value of each metric by its name; `repro.results.metrics` describes the names."""
     series: StepSeries
     checkpoints: CheckpointReport | None = None
     flops_formula: str = ""
     memory_by_rank: list[RankMemory] = field(default_factory=list)
     comm: list[TrafficRow] = field(default_factory=list)
-    """Communication of rank 0."""
+    """Communication of rank 0 in one training step."""
     comm_per_layer: list[LayerTraffic] = field(default_factory=list)
     comm_by_rank: list[list[TrafficRow]] = field(default_factory=list)
     software: Software | None = None
     """Engine and libraries that executed a measured experiment."""
     kernels: KernelsRan | None = None
-    """Implementation of each operator in a measured experiment."""
+    """Number of ranks by operator and implementation (`cuda` or `torch: REASON`); None in a simulation."""
     network: NetworkReport | None = None
-    """Emulated network of a measurement; None without one."""
+    """Report on the emulated network of a measurement; None if the run used no emulated network."""
     roles: list[SimulatedRole] | None = None
-    """Pipeline roles of a simulation; ranks of a role have identical work."""
+    """Results of a simulation by pipeline role, a set of ranks with identical work; None in a measurement."""
     simulated_on: SimulatedOn | None = None
     interval: StepInterval | None = None
     """Possible step times of a simulation on a system with unknown inputs; None without unknown inputs."""
     provenance: Provenance = field(default_factory=dict)
     wall_s: float = 0.0
     copy_of: str | None = None
-    """Id of the record that this record copies, for an equal experiment of another suite or name."""
+    """Id of the original record, if this record is a copy for an equal experiment of another suite or name."""
 
     @property
     def shown_as(self) -> str:
@@ -147,7 +147,7 @@ class ExperimentRecord(RecordHead, ExperimentConditions):
 
     @property
     def conclusive(self) -> bool:
-        """Return whether a repetition of the run would reproduce its outcome."""
+        """Return whether a repetition of the run would reproduce its outcome, which an `error` does not guarantee."""
         return self.outcome in CONCLUSIVE
 
     def copy(self, experiment: Experiment, suite: str) -> ExperimentRecord:
@@ -164,7 +164,7 @@ class ExperimentRecord(RecordHead, ExperimentConditions):
 
 @dataclass(frozen=True, kw_only=True)
 class Side(RecordPart):
-    """One of two compared experiments."""
+    """One of the two experiments of a comparison: its name and its key."""
 
     name: str
     key: str
@@ -184,7 +184,7 @@ class ComparisonRecord(RecordHead):
     high: float | None
     rounds: int
     pairs: list[list[float]] = field(default_factory=list)
-    """Values [baseline, subject] of each round."""
+    """Values [baseline, subject] of the compared metric in each round."""
     provenance: Provenance = field(default_factory=dict)
 
 
@@ -199,27 +199,27 @@ class FitRecord(RecordHead, ExperimentConditions):
 
     kind: str = field(default="fit", init=False)
     conditions: dict[str, Any] = field(metadata={"key": "experiment"})
-    """`Experiment.as_dict` of the largest trial that fits, or of the smallest that fails if none fits."""
+    """Conditions of the largest trial that fits in memory, or of the smallest failed trial if none fits."""
     evidence: str
     search: str
-    """Searched quantity: `layers` or `micro-batch`."""
+    """Quantity whose maximum the search finds: `layers` or `micro-batch`."""
     device: str
     limit_bytes: int
     """Memory limit of a device in bytes, including the CUDA context."""
     allocator_limit_bytes: int | None = None
-    """Limit of a process's allocator in bytes; 0 without a limit, None if unknown."""
+    """Limit of the caching allocator of each process in bytes; 0 without a limit, None if unknown."""
     ranks: int
-    """Number of ranks of the layout."""
+    """Number of ranks of the parallel layout."""
     one_rank: bool
-    """Whether a single process allocated the memory of one of the `ranks`; otherwise each rank had a process."""
+    """Whether each trial ran a single process with the memory of one rank; otherwise each rank had a process."""
     rank: int | None = None
     """Rank whose memory the single process allocated; None if unknown, or with one process per rank."""
     collectives: str
-    """`no data`: collectives only allocated their buffers; `data`: collectives between processes moved data."""
+    """`data` if collectives moved data between processes; `no data` if collectives only allocated their buffers."""
     largest: MeasuredTrial | None = None
-    """Largest trial that fits; None if no trial fits."""
+    """Trial of the largest size that fits in memory; None if no trial fits."""
     first_failing: MeasuredTrial | None = None
-    """Smallest trial that does not fit; None if all trials fit."""
+    """Trial of the smallest size that does not fit in memory; None if all trials fit."""
     note: str = ""
     provenance: Provenance = field(default_factory=dict)
     wall_s: float | None = None
@@ -233,7 +233,7 @@ class FitRecord(RecordHead, ExperimentConditions):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsRecord(RecordHead):
-    """Times of kernels on a device (`make bench-gpu`)."""
+    """Measured times of kernels on a device, from `make bench-gpu`."""
 
     kind: str = field(default="kernels", init=False)
     evidence: str
@@ -254,16 +254,16 @@ class EvaluationRecord(RecordHead):
     """Format of the weight files (`kind`), and the SHA-256 of each file (`files`)."""
     task: str
     way: dict[str, Any]
-    """Fields of `repro.quality.evaluate.samples.EvaluationProtocol`: `name`, `source`, rules and unspecified rules."""
+    """Evaluation protocol: `name`, `source`, rules that the source specifies, and rules that it leaves open."""
     data: dict[str, Any]
-    """`name`, `bytes` and `sha256` of the text."""
+    """Keys `name`, `bytes` and `sha256` (name, size and hash) of the evaluated text file."""
     tokenizer: dict[str, Any]
     layout: dict[str, Any]
     system: str
     outcome: str
     reason: str
     metrics: dict[str, float]
-    """Scores by metric name; `repro.quality.evaluate.run` describes the names."""
+    """Scores of the evaluated weights by metric name; `repro.quality.evaluate.run` describes the names."""
     provenance: Provenance = field(default_factory=dict)
     wall_s: float = 0.0
 
@@ -282,7 +282,7 @@ class NotARecord(ValueError):
 
 
 def read_record(document: Mapping[str, Any]) -> Record:
-    """Return the record of a line of the store. Raises `NotARecord` if a key is missing or wrong."""
+    """Return the record that a JSON object of the store describes. Raises `NotARecord` if a key is missing or wrong."""
     kind = document.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise NotARecord(f"kind: must be one of {', '.join(_KINDS)}")
@@ -301,7 +301,7 @@ def read_record(document: Mapping[str, Any]) -> Record:
 
 
 def _unknown(document: Mapping[str, Any]) -> str:
-    """Return an error for an unknown kind of evidence or a metric that is not a number; else an empty string."""
+    """Return an error text if the kind of evidence is unknown or a metric is not a number; else an empty string."""
     if document["evidence"] not in (MEASURED, SIMULATED):
         return f"evidence: {document['evidence'][:20]!r}"
     wrong = [name for name, value in document.get("metrics", {}).items() if type(value) not in (int, float)]

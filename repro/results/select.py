@@ -1,4 +1,4 @@
-"""Selection of the records that count, if a store has several records of an experiment.
+"""Selection of the records that claims and reruns use, if a store has several records of one experiment.
 
 Records of another measurement protocol never count. Selection by key, for reruns, takes the newest record, so that an
 experiment that failed after a success runs again. Selection by name, for claims and figures, takes the newest
@@ -24,20 +24,20 @@ from repro.results.schema import (
 
 @dataclass(frozen=True)
 class Selection:
-    """Records that count, by experiment name (`suite/name`)."""
+    """Records that claims and figures use, one for each experiment name (`suite/name`) and kind of evidence."""
 
     by_name: dict[tuple[str, str], ExperimentRecord]
-    """Selected record by (kind of evidence, `suite/name`)."""
+    """Selected record of each experiment, by (`measured` or `simulated`, `suite/name`)."""
     by_pair: dict[tuple[str, str], ComparisonRecord]
-    """Newest comparison by the names of (subject, baseline)."""
+    """Newest comparison of each pair of experiments, by the names (subject, baseline)."""
     evaluations: list[EvaluationRecord]
-    """Evaluations with outcome `ok`, oldest first."""
+    """Successful evaluations of model weights, oldest first."""
     fits: list[FitRecord]
-    """Searches for the largest model that fits, oldest first."""
+    """Searches for the largest model that fits in memory, oldest first."""
     older: int
-    """Number of records that another record of the same experiment replaces."""
+    """Number of superseded records, which have a selected record of the same experiment in their place."""
     foreign: int
-    """Number of records that do not count because of another measurement protocol."""
+    """Number of records that are ignored because they have another version of the measurement protocol."""
 
     @property
     def measured(self) -> list[ExperimentRecord]:
@@ -56,7 +56,7 @@ class Selection:
 
 
 def select(records: Iterable[Record]) -> Selection:
-    """Return the selection of the records that count, over all suites."""
+    """Return the records that claims and figures use, selected from the records of all suites."""
     by_name: dict[tuple[str, str], ExperimentRecord] = {}
     by_pair: dict[tuple[str, str], ComparisonRecord] = {}
     every = list(records)
@@ -90,7 +90,10 @@ def _sort_key(*names: str) -> list[list[str]]:
 def by_key(
     records: Iterable[Record], evidence: str = MEASURED, *, without: tuple[str, ...] = ()
 ) -> dict[str, ExperimentRecord]:
-    """Return the newest record of each experiment key and one kind of evidence, without outcomes in `without`."""
+    """Return the newest record of each experiment by its key, for one kind of evidence.
+
+    Records with an outcome in `without` are ignored.
+    """
     return {
         record.key: record
         for record in _of_today(records)
@@ -110,7 +113,7 @@ def launches_by_key(records: Iterable[Record]) -> dict[str, list[ExperimentRecor
 
 
 def by_keys(records: Iterable[Record]) -> dict[tuple[str, str], ComparisonRecord]:
-    """Return the newest comparison by the experiment keys (baseline, subject)."""
+    """Return the newest comparison of each pair of experiments, by their keys (baseline, subject)."""
     return {
         (record.baseline.key, record.subject.key): record
         for record in _of_today(records)

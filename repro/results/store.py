@@ -1,6 +1,6 @@
-"""The store: append-only JSON lines, one file per writer, under `root/records`.
+"""The store of results: append-only files of JSON lines under `root/records`, one file per writing process.
 
-A record is on disk when `Store.append` returns: one `write` to a file that only this process writes, then `fsync`.
+A record is on disk when `Store.append` returns: one `write` to a file that no other process writes, then `fsync`.
 After `kill -9` the file has at worst one incomplete last line, which readers skip and report. On a full disk, the
 writer truncates the incomplete line. It then frees a small reserve file, whose space suffices for one more record that
 reports the full disk.
@@ -32,9 +32,9 @@ RecordT = TypeVar("RecordT", bound=Record)
 RESERVE_BYTES = 256 * 1024
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_PRINTED_REMARKS = 10
-"""Maximum number of invalid lines of a store that are printed."""
+"""Maximum number of printed notes about invalid lines of a store."""
 CLOCK_TOLERANCE_S = 60
-"""Difference between the clocks of several writers above which a note is printed, in seconds."""
+"""Minimum delay of the clock behind the newest record, in seconds, for which a note is printed."""
 
 
 class Store:
@@ -45,7 +45,7 @@ class Store:
         self.folder = root / "records"
         self._file: int | None = None
         self.path: Path | None = None
-        """File to which this store appends; None before the first append."""
+        """File to which this process appends its records; None before the first append."""
         self._reserve: int | None = None
         self._good = 0
         self._owner = 0
@@ -53,7 +53,7 @@ class Store:
         self._has_noted_clock = False
 
     def prepare(self) -> None:
-        """Create the record file of this process and its reserve file now, while the disk has space."""
+        """Create the record file of this process and its reserve file, while the disk has space."""
         self._open()
 
     def append(self, record: RecordT) -> RecordT:
@@ -88,14 +88,14 @@ class Store:
 
     @property
     def newest(self) -> int:
-        """Return the `order` of the newest record that was read so far; 0 without a record."""
+        """Return the sort key of the newest record that was read, in microseconds since the epoch; 0 without one."""
         return max((reading.newest for reading in self._read.values()), default=0)
 
     def _write(self, line: bytes) -> None:
         descriptor = self._open()
         try:
             written = os.write(descriptor, line)
-            if written != len(line):  # a full disk lets os.write write only a part of the line
+            if written != len(line):  # on a full disk, os.write may write only a part of the record's line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             os.fsync(descriptor)
         except OSError as error:
@@ -107,7 +107,7 @@ class Store:
         self._good += len(line)
 
     def records(self) -> list[Record]:
-        """Return all records, oldest first. Each call reads only lines that are new since the previous call."""
+        """Return all records of the store, oldest first. Each call reads only lines added after the previous call."""
         for path in self._files():
             self._catch_up(path)
         return _oldest_first(record for reading in self._read.values() for record in reading.records.values())
@@ -134,7 +134,7 @@ class Store:
         return _oldest_first(found), remarks
 
     def take_over(self, other: Store) -> int:
-        """Append the records of `other` that this store does not have, unchanged; return their number."""
+        """Append, unchanged, all records of another store that this store lacks; return the number of these records."""
         known = {document.get("id") for document, _ in self._lines()}
         lacking = [line for document, line in other._lines() if document.get("id") not in known]
         for line in lacking:
@@ -180,7 +180,9 @@ class Store:
             except FileExistsError:
                 continue
         else:
-            raise FileExistsError(errno.EEXIST, "all names for a new record file exist", str(self.folder))
+            raise FileExistsError(
+                errno.EEXIST, "no unused name for a new record file is left", str(self.folder)
+            )
         self.path, self._owner, self._good = path, os.getpid(), 0
         self._reserve = _take_reserve(path.with_suffix(".reserve"))
         sync_folder(self.folder)
@@ -219,11 +221,11 @@ class _Reading:
     def __init__(self, path: Path):
         self.path = path
         self.records: dict[int, Record] = {}
-        """Records by line number."""
+        """Records of the file by line number."""
         self.newest = 0
-        """Maximum `order` of the records."""
+        """Sort key (`order`) of the newest record in the file; 0 without a record."""
         self._bad: dict[int, str] = {}
-        """Reason why a line is not a record, by line number."""
+        """Reason why a line of the file is not a record, by line number."""
         self._offset = 0
         self._line = 0
         self._rest = False
@@ -265,13 +267,13 @@ def _document(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object of a line; None if the line is anything else."""
     try:
         document = json.loads(line, parse_constant=_refuse)
-    except (ValueError, RecursionError):  # the parser recurses once per bracket of a corrupt line
+    except (ValueError, RecursionError):  # the JSON parser recurses once per bracket of a corrupt line
         return None
     return document if isinstance(document, dict) else None
 
 
 def _take_reserve(path: Path) -> int | None:
-    """Return the descriptor of a reserve file, locked while this process lives; None on a full disk."""
+    """Create and lock a reserve file that occupies disk space, and return its descriptor; None on a full disk."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError:

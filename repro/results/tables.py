@@ -48,13 +48,13 @@ def comparison_row(record: ComparisonRecord) -> dict[str, Any]:
 
 
 def _utilisation(experiment: Experiment, rate: float | None) -> float | None:
-    """Return the model FLOP/s utilisation (MFU) for a FLOP/s `rate`; None on the local machine with unknown peak."""
+    """Return the model FLOP/s utilisation (MFU) for a FLOP/s `rate`; None if the peak of the device is unknown."""
     layout, system = experiment.layout, experiment.system
     if rate is None or system in systems.LOCAL_SYSTEMS:
         return None
     try:
         return counts.utilisation(rate, layout.world, systems.load_system_file(system), layout.precision)
-    except ConfigError:  # the system file has been deleted since the run
+    except ConfigError:  # the system file of the run has been deleted
         return None
 
 
@@ -63,7 +63,7 @@ KINDS = (MEASURED, EMULATED, SIMULATED)
 
 @dataclass(frozen=True)
 class ComparableResults:
-    """Records of one suite with one kind of evidence, which one table shows."""
+    """Records of one suite with one kind of evidence, which a single table can compare."""
 
     suite: str
     evidence: str
@@ -71,7 +71,7 @@ class ComparableResults:
     records: list[ExperimentRecord]
     """Records by model size, then by descending speed; records without speed are last."""
     comparisons: list[ComparisonRecord]
-    """Comparisons between experiments of `records` that ran interleaved."""
+    """Comparisons of experiments in `records` that ran interleaved in one launch."""
 
 
 def matches_pattern(pattern: str, suite: str, name: str) -> bool:
@@ -117,4 +117,4 @@ def _compared(
 ) -> list[ComparisonRecord]:
     names = {record.name for record in records}
     both = [c for c in comparisons if c.suite == suite and {c.subject.name, c.baseline.name} <= names]
-    return [] if kind == SIMULATED else both  # comparisons are measurements
+    return [] if kind == SIMULATED else both  # comparisons exist for measured experiments only

@@ -62,7 +62,7 @@ NASTY = {
         "--system = 'dgx2': needs --evidence simulated", f"{RUN} --system dgx2"
     ),
     "a file for a folder": Bad(
-        "--results = 's.toml': must be a folder; this is a file", f"{RUN} --results s.toml"
+        "--results = 's.toml': must be a folder, but is a file", f"{RUN} --results s.toml"
     ),
     "a name of 5,000 letters": Bad("aaa...aaa", f"run {'a' * 5000}.toml"),
     # what a shell does not know
@@ -146,9 +146,7 @@ NASTY = {
     "jobs of nobody": Bad(
         "--results = 'nowhere': must be a folder that `repro submit`", "cancel --results nowhere"
     ),
-    "records into a file": Bad(
-        "--into = 's.toml': must be a folder; this is a file", "collect --into s.toml"
-    ),
+    "records into a file": Bad("--into = 's.toml': must be a folder, but is a file", "collect --into s.toml"),
     # twins
     "a rate that is none": Bad("--within = 'nan': must be bytes/s", "twin ds-3p75x-lowbw --within nan"),
     "the twin of nothing": Bad("CLAIM = 'nope': must be the id of a claim", "twin nope"),

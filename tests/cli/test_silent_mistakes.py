@@ -41,7 +41,7 @@ def test_results_that_cannot_be_written_are_bad_input(
     (tmp_path / "file").write_text("")
     results = tmp_path / "file"
     assert cli.main(["run", str(tmp_path / "s.toml"), "--results", str(results), "--evidence", evidence]) == 2
-    assert f"--results = '{results}': must be a folder; this is a file" in capsys.readouterr().err
+    assert f"--results = '{results}': must be a folder, but is a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

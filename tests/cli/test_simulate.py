@@ -198,8 +198,12 @@ def test_a_layout_that_does_not_fit_has_no_ratio(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("versus", "more", "message"),
     [
-        ("--details", (), "--versus = '--details': takes the model and options of the query, not --details"),
-        ("8", (), "--versus = '8': takes the model and options of the query, not 8"),
+        (
+            "--details",
+            (),
+            "--versus = '--details': takes options of model, system and layout only, not --details",
+        ),
+        ("8", (), "--versus = '8': takes options of model, system and layout only, not 8"),
         ("--memory-limit 9XB", (), "--memory-limit = '9XB': must be a size in bytes"),
         ("--tp 3", (), "--gpus = 16: must be a multiple of tp x pp = 3 x 1 = 3"),
         ("--tp 2", ("--timeline", "t.json"), "--versus = '--tp 2': cannot be combined with --timeline"),

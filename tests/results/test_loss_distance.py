@@ -54,7 +54,7 @@ def test_no_control_is_finer_than_a_loss_in_fp32() -> None:
 def test_curves_without_controls_or_with_gaps_are_not_judged(
     curve: list[float | None], controls: list[list[float]]
 ) -> None:
-    with pytest.raises(ValueError, match="needs control runs, and the losses of all steps"):
+    with pytest.raises(ValueError, match="needs control runs of the training, and the losses of all steps"):
         relative_loss_distance(curve, FLAT, controls)
 
 

@@ -50,11 +50,11 @@ def test_a_file_in_the_folder_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: must be a record: Expecting"),
-        ("[]", "line 2: must be a record"),
+        ("{", "line 2: must be a record of a measurement: Expecting"),
+        ("[]", "line 2: must be a record of a measurement"),
         (
             '{"kind": "experiment"}',
-            "line 2: must be a record: schema: missing|line 2: must be a record: suite",
+            "line 2: must be a record of a measurement: (schema: missing|suite)",
         ),
         (json.dumps(on("dgx2", "s", evidence="simulated").as_dict()), "line 2: must be a measured record"),
         (

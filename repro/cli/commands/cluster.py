@@ -32,22 +32,26 @@ def submit(
     profile: ProfileFile,
     only: Only = None,
     results: Results = Path("results"),
-    exclude: Annotated[str, option("Do not run on these nodes: n3,n[7-8].", "NODES")] = "",
+    exclude: Annotated[str, option("Nodes on which no job may run: n3,n[7-8].", "NODES")] = "",
     dry_run: Annotated[
         bool,
         flag(
             "--dry-run",
-            "Print the planned job arrays and their GPU-hours; --details prints cases and scripts.",
+            "Only print the planned job arrays and their GPU-hours; with --details also experiments and job scripts.",
         ),
     ] = False,
     move: Annotated[
-        bool, flag("--move", "Run experiments of other systems on the profile's, as NAME@SYSTEM.")
+        bool,
+        flag(
+            "--move",
+            "Run experiments for other systems on the system of the profile, with records NAME@SYSTEM.",
+        ),
     ] = False,
     rerun: Rerun = False,
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Submit the experiments of a suite without a record or a job to SLURM, in one job array for each job size."""
+    """Submit experiments of a suite to SLURM that have no record and no job, in one job array for each job size."""
     from repro.launch.slurm.submission.submit import submit_suite
 
     return submit_suite(suite, profile, results, only or [], exclude, dry_run, move, rerun, json, details)
@@ -56,12 +60,12 @@ def submit(
 @app.command(epilog="Example:  repro status --watch")
 def status(
     results: Results = Path("results"),
-    watch: Annotated[bool, flag("--watch", "Refresh until no experiment waits or runs.")] = False,
+    watch: Annotated[bool, flag("--watch", "Refresh the output until no experiment waits or runs.")] = False,
     every: Annotated[bool, flag("--all", "Show every submission of a suite, not only the newest.")] = False,
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show the state of every submitted experiment.  Exit code 3: some wait or run; 1: some failed."""
+    """Show the state of every submitted experiment.  Exit code 3: some experiments wait or run; 1: some failed."""
     from repro.report.text.cluster import print_status
 
     return print_status(results, watch, every, json, details)
@@ -84,11 +88,11 @@ def logs(
 @app.command(epilog="Example:  repro cancel 'fig6-*'")
 def cancel(
     what: Annotated[
-        str, argument("A suite, a submission, an experiment or a glob of experiments; default: all.", "WHAT")
+        str, argument("Suite, submission, experiment or glob of experiments to cancel. Default: all.", "WHAT")
     ] = "",
     results: Results = Path("results"),
 ) -> int:
-    """Cancel submitted jobs that wait or run."""
+    """Cancel submitted SLURM jobs that wait or run."""
     from repro.launch.slurm.commands import cancel_jobs
 
     return cancel_jobs(results, what)
@@ -98,7 +102,7 @@ def cancel(
 def collect(
     results: Results = Path("results"),
     into: Annotated[
-        OptionalPath, folder_option("Also copy records to this folder, except for records that it has.")
+        OptionalPath, folder_option("Also copy all records to this folder that the folder does not contain.")
     ] = None,
     json: Json = False,
 ) -> int:
@@ -117,7 +121,7 @@ lab = typer.Typer(
 
 @lab.command("check", epilog="Example:  repro lab check")
 def check_requirements() -> int:
-    """Show whether emulated networks work on this machine, or the missing requirement.  Exit code 1: missing."""
+    """Show whether emulated networks work on this machine.  Exit code 1: a requirement is missing, which is named."""
     from repro.report.text.cluster import check_lab
 
     return check_lab()
@@ -126,11 +130,13 @@ def check_requirements() -> int:
 @lab.command("up", epilog="Example:  repro lab up --nodes 2 --ranks-per-node 2 --between 8e6")
 def start_network(
     suite: Annotated[OptionalPath, argument("A suite file.", "[SUITE.toml")] = None,
-    experiment: Annotated[str, argument("Experiment of the suite that has the network.", "NAME]")] = "",
-    nodes: Annotated[int, option("Number of nodes, without a suite.", "N")] = 2,
-    ranks_per_node: Annotated[int, option("Number of ranks per node.", "N")] = 1,
-    between: Annotated[float, option("Bytes/s of a node's link; required with several nodes.", "RATE")] = 0.0,
-    within: Annotated[float, option("Bytes/s of a rank's own link; 0: no limit.", "RATE")] = 0.0,
+    experiment: Annotated[str, argument("Experiment of the suite whose network is emulated.", "NAME]")] = "",
+    nodes: Annotated[int, option("Number of emulated nodes, if no suite is given.", "N")] = 2,
+    ranks_per_node: Annotated[int, option("Number of ranks per emulated node.", "N")] = 1,
+    between: Annotated[
+        float, option("Bytes/s of each node's link; required with several nodes.", "RATE")
+    ] = 0.0,
+    within: Annotated[float, option("Bytes/s of each rank's link inside a node; 0: no limit.", "RATE")] = 0.0,
 ) -> int:
     """Start an emulated network that runs until `repro lab down`, and measure all its links."""
     from repro.report.text.cluster import start_lab
@@ -154,7 +160,7 @@ def network_status(json: Json = False) -> int:
 )
 def execute_on_network(
     rank: Annotated[int, argument("Rank in whose network namespace the command runs.", "RANK")],
-    command: Annotated[list[str], argument("The command with its arguments.", "COMMAND...")],
+    command: Annotated[list[str], argument("Command to run, with its arguments.", "COMMAND...")],
 ) -> int:
     """Run a command in the network namespace of a rank of the running emulated network."""
     from repro.report.text.cluster import execute_on_rank

@@ -23,18 +23,18 @@ from repro.simulate.plan.candidates import LayoutQuery
 
 PANEL = "Layout"
 NO_OPTIONS = ("dp", "offload_optimizer")
-"""Keys of a layout without an option: `dp` follows from `--gpus`, and the simulation has no optimizer offload."""
+"""Layout keys without a command-line option: `--gpus` determines `dp`, and the simulation has no optimizer offload."""
 WITHOUT = {
-    "global_batch": "Default: micro-batch x dp x pp; for repro plan 2 per GPU.",
-    "precision": "Default: fp16 on GPUs before A100, then bf16; fp32 on CPUs.",
+    "global_batch": "Default: micro-batch x dp x pp samples; for repro plan, 2 samples per GPU.",
+    "precision": "Default: fp16 on GPUs before A100, bf16 on A100 and later, fp32 on CPUs.",
 }
-"""Help text on the default of an option whose default differs from that of the layout's key, by key."""
+"""Help text about the default of a command-line option, by layout key, if it is not the default of the key."""
 
 
 def check_folder(option: typer.CallbackParam, value: Path | None) -> Path | None:
     """Return the path `value` of an option; raise `ConfigError` if it is a file instead of a folder."""
     fine = value is None or value.is_dir() or not value.exists()
-    require(fine, option.opts[0], str(value), "a folder; this is a file")
+    require(fine, option.opts[0], str(value), "a folder, but is a file")
     return value
 
 
@@ -48,7 +48,7 @@ def check_writable_file(option: typer.CallbackParam, value: Path | None) -> Path
 
 
 def _existing(context: typer.Context, option: typer.CallbackParam, value: Path) -> Path:
-    """Return the folder `value` of an option; raise `ConfigError` if the command line names it and it is missing."""
+    """Return the folder `value` of an option; raise `ConfigError` if the command line names a missing folder."""
     if _given(context, option) and not value.exists():
         raise ConfigError("--results", str(value), says="no such folder")
     check_folder(option, value)
@@ -68,36 +68,36 @@ def option(text: str, metavar: str | None = None, *, name: str | None = None, **
 
 
 def argument(text: str, metavar: str) -> Any:
-    """Return a positional argument with the help `text`."""
+    """Return a positional command-line argument with the help `text`."""
     return typer.Argument(help=text, metavar=metavar)
 
 
 def flag(name: str, text: str) -> Any:
-    """Return an option without a value, and without an option `--no-NAME`."""
+    """Return a command-line flag: an option without a value and without a counterpart `--no-NAME`."""
     return option(text, name=name)
 
 
 def count_option(text: str, metavar: str | None = None) -> Any:
-    """Return an option for a number of at least 1, whose default the help does not show."""
+    """Return a command-line option for a number of at least 1, whose default the help does not show."""
     return option(text, metavar, callback=check_count, show_default=False)
 
 
 def file_option(text: str, metavar: str | None = None) -> Any:
-    """Return an option for a file that the command writes."""
+    """Return a command-line option for the path of a file that the command writes."""
     return option(text, metavar, callback=check_writable_file)
 
 
 def layout_option(text: str, metavar: str | None = None, **settings: Any) -> Any:
-    """Return an option that the help lists under the heading `Layout`."""
+    """Return a command-line option that the help lists under the heading `Layout`."""
     return option(text, metavar, rich_help_panel=PANEL, **settings)
 
 
 def folder_option(text: str, name: str | None = None) -> Any:
-    """Return an option for a folder; an existing file is an error."""
+    """Return a command-line option for the path of a folder; an existing file is an error."""
     return option(text, "DIR", name=name, callback=check_folder)
 
 
-# typer evaluates these annotations at run time, on every supported version of Python.
+# typer evaluates the annotations of options at run time, on every supported version of Python.
 OptionalInt = Optional[int]  # noqa: UP045
 OptionalNames = Optional[list[str]]  # noqa: UP045
 OptionalPath = Optional[Path]  # noqa: UP045
@@ -110,32 +110,42 @@ def _given(context: typer.Context, option: typer.CallbackParam) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-Json = Annotated[bool, flag("--json", "Print one JSON document and nothing else.")]
-Details = Annotated[bool, flag("--details", "Print all results instead of one screen.")]
+Json = Annotated[bool, flag("--json", "Print the results as one JSON document and nothing else.")]
+Details = Annotated[
+    bool, flag("--details", "Print all results instead of a summary that fits on one screen.")
+]
 SuiteFiles = Annotated[OptionalPaths, argument("Suite files, or names of packaged suites.", "SUITE...")]
 SuiteFile = Annotated[Path, argument("A suite file, or the name of a packaged suite.", "SUITE")]
 Only = Annotated[
-    OptionalNames, option("Only experiments of this name or glob; may be repeated.", "GLOB", name="--only")
+    OptionalNames,
+    option("Select only experiments with this name or glob; may be repeated.", "GLOB", name="--only"),
 ]
 Rerun = Annotated[bool, flag("--rerun", "Also run experiments that already have a record.")]
 ProfileFile = Annotated[
     Path, option("SLURM settings of the cluster: a file, or a packaged name.", "PROFILE", name="--profile")
 ]
-Results = Annotated[Path, folder_option("Where records are stored.", name="--results")]
+Results = Annotated[
+    Path, folder_option("Folder in which the records of results are stored.", name="--results")
+]
 StoredResults = Annotated[
-    Path, option("Where records are stored.", "DIR", name="--results", callback=_existing)
+    Path,
+    option("Folder in which the records of results are stored.", "DIR", name="--results", callback=_existing),
 ]
 Ledger = Annotated[
-    OptionalPaths, option("Also judge this file of claims; may be repeated.", "FILE.toml", name="--ledger")
+    OptionalPaths,
+    option("Also judge the claims in this file; may be repeated.", "FILE.toml", name="--ledger"),
 ]
 
 ModelName = Annotated[
-    str, option("Model: a name, a file, or FILE.toml:NAME.", "M", name="--model", show_default=False)
+    str,
+    option(
+        "Name of a packaged model, a model file, or FILE.toml:NAME.", "M", name="--model", show_default=False
+    ),
 ]
 LaunchSource = Annotated[
     OptionalPath,
     option(
-        "Take model and layout from a file of Megatron-LM (.sh), torchtitan (.toml), DeepSpeed (.json) or "
+        "Take model and layout from a launch file of Megatron-LM (.sh), torchtitan (.toml), DeepSpeed (.json) or "
         "nanotron (.yaml).",
         "FILE",
         name="--from",
@@ -149,7 +159,9 @@ LaunchFramework = Annotated[
         show_default=False,
     ),
 ]
-LaunchFolder = Annotated[OptionalPath, folder_option("Folder for the files of --launch.", name="--output")]
+LaunchFolder = Annotated[
+    OptionalPath, folder_option("Folder for the launch files that --launch writes.", name="--output")
+]
 
 
 def first_sentences(kind: type[Any]) -> dict[str, str]:
@@ -167,7 +179,7 @@ def first_sentences(kind: type[Any]) -> dict[str, str]:
 
 
 def _layout_options() -> dict[str, tuple[Any, Any]]:
-    """Return type and option of each field of `Layout` that is an `int`, a `str` or a `bool`, by field name."""
+    """Return the type and the command-line option of each `int`, `str` or `bool` field of `Layout`, by field name."""
     hints, sentences = get_type_hints(Layout), first_sentences(Layout)
     found = {}
     for field in dataclasses.fields(Layout):
@@ -204,11 +216,11 @@ def _parameter(
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-_SOFTWARE = f"Layout keys of a published software, which other options override: {', '.join(SOFTWARE)}."
+_SOFTWARE = f"Layout settings of a published software, which other options override: {', '.join(SOFTWARE)}."
 _SELECTIVE = "Recompute only the core of attention: scores, softmax, dropout (recompute = selective)."
-_SEQ = "Tokens per sample; default and maximum with learned positions: the model's sequence length."
+_SEQ = "Tokens per sample. Default: the model's sequence length, which is the maximum for learned positions."
 QUESTION = [
-    _parameter("system", str, option("Name or file of a system.", "S", name="--system")),
+    _parameter("system", str, option("Name or file of the system: devices and links.", "S", name="--system")),
     _parameter("gpus", int, option("Number of devices: tp x cp x pp x dp.", "N", name="--gpus")),
     _parameter("software", str, layout_option(_SOFTWARE, "NAME", show_default=False), ""),
     *(_parameter(key, *kind_and_option, None) for key, kind_and_option in LAYOUT.items()),
@@ -217,16 +229,24 @@ QUESTION = [
     _parameter(
         "memory_limit",
         str,
-        option("Device memory, instead of the system's: 32GB, 32GiB or 16e9.", "SIZE"),
+        option("Memory per device, instead of that in the system file: 32GB, 32GiB or 16e9.", "SIZE"),
         "",
     ),
-    _parameter("expandable", bool, flag("--expandable", "Use torch's expandable segments."), False),
+    _parameter(
+        "expandable",
+        bool,
+        flag("--expandable", "Use expandable segments in torch's caching allocator."),
+        False,
+    ),
 ]
 """Parameters of a command that takes a `LayoutQuery`: system, devices, and one option for each key of a layout."""
 
 
 def question_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Return `command` with the parameters `QUESTION` in place of its parameter `query`; errors name the option."""
+    """Return `command` with one option per key of a layout (`QUESTION`) in place of its parameter `query`.
+
+    Errors about a key name the command-line option that sets the key.
+    """
     taken = list(inspect.signature(command, eval_str=True).parameters.values())
     at = next(i for i, parameter in enumerate(taken) if parameter.name == "query")
     own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in taken]
@@ -256,7 +276,7 @@ def _layout_query(given: dict[str, Any]) -> LayoutQuery:
 
 
 def read_alternative(context: typer.Context, option: str, text: str) -> tuple[str, LayoutQuery]:
-    """Return the model and the query of the running command with the changes that the options in `text` make.
+    """Return the model and the layout query of the running command, changed by the options in `text`.
 
     `option`: name of the option whose value is `text`. Raises `ConfigError` if `text` contains other options.
     """
@@ -264,7 +284,10 @@ def read_alternative(context: typer.Context, option: str, text: str) -> tuple[st
     given, rest, order = context.command.make_parser(context).parse_args(shlex.split(text))
     others = [*rest, *(f"--{p.name}" for p in order if p.name not in names)]
     require(
-        not others, option, text, says=f"takes the model and options of the query, not {' '.join(others)}"
+        not others,
+        option,
+        text,
+        says=f"takes options of model, system and layout only, not {' '.join(others)}",
     )
     for parameter in order:
         values[parameter.name] = parameter.process_value(context, given[parameter.name])
@@ -274,7 +297,10 @@ def read_alternative(context: typer.Context, option: str, text: str) -> tuple[st
 
 
 def as_option(error: ConfigError, options: Container[str]) -> ConfigError:
-    """Return `error` with the name of the option instead of the key that it sets; errors about a file are unchanged."""
+    """Return `error` with the name of an option instead of the key that the option sets.
+
+    An error about a file is unchanged.
+    """
     if error.file or error.key not in options:
         return error
     return error.for_key(f"--{error.key.replace('_', '-')}")

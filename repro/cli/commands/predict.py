@@ -46,13 +46,19 @@ def simulate(
     query: LayoutQuery,
     model: ModelName = "",
     timeline: Annotated[
-        OptionalPath, file_option("Write the timeline of the step, for ui.perfetto.dev.", "FILE.json")
+        OptionalPath,
+        file_option(
+            "Write the timeline of the simulated step to a trace file for ui.perfetto.dev.", "FILE.json"
+        ),
     ] = None,
     snapshot: Annotated[
-        OptionalPath, file_option("Write every allocation, for pytorch.org/memory_viz.", "FILE.pickle")
+        OptionalPath,
+        file_option(
+            "Write every simulated memory allocation to a file for pytorch.org/memory_viz.", "FILE.pickle"
+        ),
     ] = None,
     versus: Annotated[
-        str, option("Compare with the same step under other options: '--tp 4 --zero 1'.", "OPTIONS")
+        str, option("Compare the step with a step under other options, such as '--tp 4 --zero 1'.", "OPTIONS")
     ] = "",
     source: LaunchSource = None,
     launch: LaunchFramework = "",
@@ -60,9 +66,9 @@ def simulate(
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Predict one training step from a trace of tensor shapes: whether it fits, its time, memory and traffic.
+    """Predict one training step from a trace of tensor shapes: whether it fits in memory, its time, memory and traffic.
 
-    Exit code 1: the step does not fit.
+    Exit code 1: the step does not fit in memory.
     """
     from repro.engines.frameworks.files import LaunchFiles
     from repro.report.text.predictions import print_simulation, print_versus
@@ -74,7 +80,7 @@ def simulate(
                 not value,
                 "--versus",
                 versus,
-                says=f"cannot be combined with {name}, since it compares two layouts",
+                says=f"cannot be combined with {name}, since --versus compares two layouts",
             )
         return print_versus((model, query), read_alternative(context, "--versus", versus), json)
 
@@ -86,23 +92,30 @@ def simulate(
 @question_options
 def fit(
     query: LayoutQuery,
-    model: Annotated[str, option("Take the sizes of layers from this model.", "M", name="--model")] = "",
-    hidden: Annotated[int, count_option("Hidden size. Default: about 64 times the layers.")] = 0,
-    heads: Annotated[int, count_option("Attention heads. Default: hidden/128.")] = 0,
+    model: Annotated[
+        str, option("Take the sizes of the transformer layers from this model.", "M", name="--model")
+    ] = "",
+    hidden: Annotated[
+        int, count_option("Hidden size of the model. Default: about 64 times the number of layers.")
+    ] = 0,
+    heads: Annotated[int, count_option("Number of attention heads. Default: hidden size / 128.")] = 0,
     vocab: Annotated[int, count_option("Vocabulary size. Default: 51200.")] = 0,
-    search: Annotated[str, option("Find the maximum of: layers, or micro-batch (of --model).")] = "layers",
-    measure: Annotated[bool, flag("--measure", "Run each trial on the devices of this machine.")] = False,
+    search: Annotated[str, option("Quantity to maximize: layers, or micro-batch (with --model).")] = "layers",
+    measure: Annotated[
+        bool, flag("--measure", "Run each trial of the search on the devices of this machine.")
+    ] = False,
     as_rank: Annotated[
-        OptionalInt, option("With --measure: run only this rank, of --of ranks, without collectives.", "R")
+        OptionalInt,
+        option("With --measure: run only this rank of a layout with --of ranks, without collectives.", "R"),
     ] = None,
-    of: Annotated[int, count_option("With --as-rank: number of ranks.")] = 0,
+    of: Annotated[int, count_option("With --as-rank: number of ranks of the layout.")] = 0,
     results: Results = Path("results"),
     details: Details = False,
     json: Json = False,
 ) -> int:
     """Find the largest model that fits in device memory, for each ZeRO stage, and the memory term that limits it.
 
-    With --zero or --json, one stage is searched.  Exit code 1: nothing fits, or a trial of --measure failed.
+    With --zero or --json, the search covers one ZeRO stage.  Exit code 1: no model fits, or a trial failed.
     """
     sizes = {"hidden": hidden, "heads": heads, "vocab": vocab}
     for name, value in (("--as-rank", as_rank), ("--of", of or None)):
@@ -130,12 +143,16 @@ def plan(
     rank_by: Annotated[
         str,
         option(
-            f"Order by this quantile of the step time, or by cost: {', '.join(RANK_QUANTILES)}.",
+            f"Order the layouts by this quantile of the step time, or by cost: {', '.join(RANK_QUANTILES)}.",
             "NAME",
         ),
     ] = DEFAULT_RANK,
     as_map: Annotated[
-        bool, flag("--map", "Print whether each tp and pp fits; --memory-limit may list sizes: 40GB,80GB.")
+        bool,
+        flag(
+            "--map",
+            "Print whether each pair of tp and pp fits in memory; --memory-limit may list sizes: 40GB,80GB.",
+        ),
     ] = False,
     tokens: Annotated[
         float,
@@ -144,7 +161,7 @@ def plan(
     price_per_gpu_hour: Annotated[
         str,
         option(
-            "US dollars for a GPU hour, one for each system. Default: the prices in the system files.",
+            "Price of a GPU hour in US dollars, one for each system. Default: the prices in the system files.",
             "PRICE,...",
         ),
     ] = "",
@@ -169,23 +186,39 @@ def plan(
 
 @app.command(epilog="Example:  repro twin ds-3p75x-lowbw --machine here.toml")
 def twin(
-    originals: Annotated[list[str], argument("Claim, or experiments.", "CLAIM | SUITE/EXPERIMENT...")],
+    originals: Annotated[
+        list[str],
+        argument(
+            "Id of a claim that compares experiments, or names of experiments.", "CLAIM | SUITE/EXPERIMENT..."
+        ),
+    ],
     machine: Annotated[
-        OptionalPath, option("This machine's file, from repro calibrate --gpus RANKS.", "FILE.toml")
+        OptionalPath, option("System file of this machine, from repro calibrate --gpus RANKS.", "FILE.toml")
     ] = None,
-    ranks: Annotated[int, option("Number of ranks of the twin.")] = 16,
-    part: Annotated[int, option("Hidden size of the original over that of the twin, about.")] = 8,
-    width: Annotated[int, count_option("Hidden size of the twin, instead of --part.")] = 0,
-    layers: Annotated[int, option("Number of layers of the twin.")] = 4,
-    tp: Annotated[int, count_option("Tensor-parallel degree. Default: the largest possible.")] = 0,
-    steps: Annotated[int, option("Steps of each experiment; the first is not timed.")] = 10,
-    within: Annotated[str, option("Bytes/s of rings inside an original node; or a list.", "RATE,...")] = "",
-    between: Annotated[str, option("Bytes/s of rings between original nodes; or a list.", "RATE,...")] = "",
-    write: Annotated[OptionalPath, file_option("Write the twin as a suite.", "SUITE.toml")] = None,
+    ranks: Annotated[int, option("Number of ranks of the twin, the small-scale experiment.")] = 16,
+    part: Annotated[
+        int, option("Approximate ratio of the original's hidden size to that of the small-scale twin.")
+    ] = 8,
+    width: Annotated[int, count_option("Hidden size of the twin's model, instead of the ratio --part.")] = 0,
+    layers: Annotated[int, option("Minimum number of layers of the twin's model.")] = 4,
+    tp: Annotated[
+        int, count_option("Tensor-parallel degree of the twin. Default: the largest possible degree.")
+    ] = 0,
+    steps: Annotated[int, option("Training steps of each experiment; the first step is not timed.")] = 10,
+    within: Annotated[
+        str,
+        option("Bytes/s per device inside a node of the original system, or a list of rates.", "RATE,..."),
+    ] = "",
+    between: Annotated[
+        str, option("Bytes/s per node between nodes of the original system, or a list of rates.", "RATE,...")
+    ] = "",
+    write: Annotated[
+        OptionalPath, file_option("Write the twin experiments to this suite file.", "SUITE.toml")
+    ] = None,
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Derive small twins of compared experiments, with an emulated network on which their ratio stays the same."""
+    """Derive small-scale twins of compared experiments, and an emulated network on which their speed ratio is equal."""
     from repro.accuracy.twins.derive import TwinOptions
     from repro.report.text.twin import print_twin
 
@@ -198,11 +231,12 @@ def calibrate(
     system: Annotated[
         str,
         option(
-            "local: processor cores and gloo; local-gpu: GPUs and NCCL; with --profile, its system.", "NAME"
+            "local: processor cores and gloo; local-gpu: GPUs and NCCL; with --profile, the system in the profile.",
+            "NAME",
         ),
     ],
     gpus: Annotated[
-        int, count_option("Ranks per node. Default: all GPUs, or 2 on processor cores.", "N")
+        int, count_option("Number of ranks per node. Default: all GPUs, or 2 on processor cores.", "N")
     ] = 0,
     output: Annotated[
         OptionalPath, file_option("System file to write. Default: NAME-calibrated.toml.", "FILE.toml")
@@ -211,11 +245,13 @@ def calibrate(
         OptionalPath, option("Measure nodes of this SLURM cluster, and wait for the job.", "FILE.toml")
     ] = None,
     nodes: Annotated[int, count_option("Number of nodes, with --profile. Default: 1.", "N")] = 0,
-    quick: Annotated[bool, flag("--quick", "Measure few sizes with few repeats, for a trial.")] = False,
+    quick: Annotated[
+        bool, flag("--quick", "Measure few sizes with few repetitions, for a quick trial.")
+    ] = False,
     suite: Annotated[
         OptionalPaths,
         option(
-            "Measure the operators of this suite's steps, for twins on emulated networks; may be repeated.",
+            "Also measure the operators in the steps of this suite, for twins on emulated networks; may be repeated.",
             "SUITE.toml",
         ),
     ] = None,
@@ -237,12 +273,12 @@ def calibrate(
 def validate(
     results: StoredResults = Path("results"),
     svg: Annotated[
-        OptionalPath, file_option("Draw predicted over published throughput to this file.", "FILE")
+        OptionalPath, file_option("Draw a chart of predicted over published throughput to this file.", "FILE")
     ] = None,
     system: Annotated[
         str,
         option(
-            "Also predict the measured runs of this machine, with its file from `repro calibrate`.",
+            "Also predict the measured runs of this machine, with its system file from `repro calibrate`.",
             "FILE.toml",
             show_default=False,
         ),
@@ -251,7 +287,7 @@ def validate(
         bool,
         flag(
             "--unknowns",
-            "Print the unknown inputs that cause most of the uncertainty instead, and how to measure them.",
+            "Print instead the unknown system inputs that cause most of the uncertainty, and how to measure them.",
         ),
     ] = False,
     covered: Annotated[
@@ -274,7 +310,7 @@ def validate(
         alone = svg is None and not system and not unknowns and not json
         given = f"{covered[0]:g} {covered[1]:g}"
         require(alone, "--covered", given, says="excludes --svg, --system, --unknowns and --json")
-        right = "two percentages, the smaller one first"
+        right = "two percentages between 0 and 100, the smaller one first"
         require(0 <= covered[0] <= covered[1] <= 100, "--covered", given, right)
         return print_coverage(results, covered, tuple(ledger or ()))
     if unknowns:

@@ -48,16 +48,24 @@ def run(
     results: Results = Path("results"),
     rerun: Rerun = False,
     evidence: Annotated[
-        str, option("measured: run on this machine; simulated: trace the step without data, at any scale.")
+        str, option("Evidence: measured (run on this machine) or simulated (trace of the step without data).")
     ] = "measured",
     system: Annotated[
-        str, option("Simulate on this system instead of the suite's, with records NAME@SYSTEM.", "SYSTEM")
+        str,
+        option(
+            "Simulate on this system instead of the suite's system; records have names NAME@SYSTEM.", "SYSTEM"
+        ),
     ] = "",
     dry_run: Annotated[
-        bool, flag("--dry-run", "Print the experiments to run and their estimated time; start none.")
+        bool,
+        flag("--dry-run", "Print the experiments to run and their estimated time, without starting any."),
     ] = False,
     profile: Annotated[
-        bool, flag("--profile", "Run again; write traces and memory of each rank to DIR/profiles/KEY.")
+        bool,
+        flag(
+            "--profile",
+            "Run experiments again, and write traces and memory of each rank to DIR/profiles/KEY.",
+        ),
     ] = False,
     details: Details = False,
     json: Json = False,
@@ -72,7 +80,7 @@ def run(
             not only,
             "--only",
             " ".join(only),
-            says="cannot be combined with --claim, which names experiments",
+            says="cannot be combined with --claim, which selects the experiments",
         )
         from repro.claims.reader import load_ledger
         from repro.claims.run_commands import named_experiments
@@ -98,22 +106,26 @@ def gpu_day(
     out: Annotated[
         OptionalPath, folder_option("Write the results to this new folder: at most 8 files of 16 MiB.")
     ] = None,
-    minutes: Annotated[float, option("Time limit of all steps together, in minutes.", "N")] = 9.0,
+    minutes: Annotated[float, option("Time limit of all measurement steps together, in minutes.", "N")] = 9.0,
     only: Annotated[
-        OptionalNames, option("Run only steps of this name or glob; may be repeated.", "GLOB")
+        OptionalNames, option("Run only measurement steps with this name or glob; may be repeated.", "GLOB")
     ] = None,
     dry_run: Annotated[
-        bool, flag("--dry-run", "List the steps with their estimated times; start none.")
+        bool,
+        flag("--dry-run", "List the measurement steps with their estimated times, without starting any."),
     ] = False,
     rehearse: Annotated[
-        bool, flag("--rehearse", "Run the same steps with tiny sizes on processor cores.")
+        bool,
+        flag("--rehearse", "Run the measurement steps with tiny models on processor cores, as a rehearsal."),
     ] = False,
     inject: Annotated[
-        OptionalNames, option("With --rehearse: let a step fail or hang.", "STEP=fail|hang")
+        OptionalNames, option("With --rehearse: let a measurement step fail or hang.", "STEP=fail|hang")
     ] = None,
     scratch: Annotated[
         OptionalPath,
-        folder_option("Folder for stores and caches, deleted at the end. Default: a temporary folder."),
+        folder_option(
+            "Folder for temporary stores and caches, deleted at the end. Default: a temporary folder."
+        ),
     ] = None,
     take: Annotated[
         OptionalPath, option("Import the results in this folder into --results.", "DIR", name="--import")
@@ -124,7 +136,7 @@ def gpu_day(
 ) -> int:
     """Run the measurements that matter most on a GPU machine without internet, within a time limit.
 
-    Exit code 1: a step failed.
+    Exit code 1: a measurement step failed.
     """
     from repro.launch.gpu_day.runner import GpuDayRequest, parse_faults
     from repro.report.text.gpu_day import print_gpu_day, print_import, print_planned_steps
@@ -140,7 +152,7 @@ def gpu_day(
 @app.command(epilog="Example:  repro results smoke && repro results 'parity-*' --plot losses.svg")
 def results(
     what: Annotated[
-        str, argument("A suite, its file, or a glob of experiments. Default: all.", "SUITE|GLOB")
+        str, argument("Suite, suite file, or glob of experiments to show. Default: all.", "SUITE|GLOB")
     ] = "",
     results: StoredResults = Path("results"),
     plot: Annotated[
@@ -158,7 +170,8 @@ def results(
 @app.command(epilog="Example:  repro init mine.toml")
 def init(
     words: Annotated[
-        OptionalNames, argument("suite (default), claim, system or model; and the new file.", "[KIND] FILE")
+        OptionalNames,
+        argument("Kind (suite by default, claim, system or model) and path of the new file.", "[KIND] FILE"),
     ] = None,
 ) -> int:
     """Write a commented example file: a suite that runs on this machine, a claim, a system or a model."""
@@ -178,7 +191,7 @@ def init(
 @app.command(epilog="Example:  repro doctor --profile slurm/mine.toml --nodes 1")
 def doctor(
     profile: Annotated[
-        OptionalPath, option("Check the SLURM cluster of this profile instead.", "FILE.toml")
+        OptionalPath, option("Check the SLURM cluster of this profile instead of this machine.", "FILE.toml")
     ] = None,
     results: Results = Path("results"),
     nodes: Annotated[int, option("With --profile: number of nodes to check in a job.", "N")] = 0,
@@ -192,7 +205,7 @@ def doctor(
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Check this machine, or a cluster: show the software and hardware that work, and their use in this suite."""
+    """Check this machine or a cluster, and show working software and hardware, with the features that they enable."""
     right = "0 or more, and needs --profile"
     require(nodes == 0 or (nodes > 0 and profile is not None), "--nodes", nodes, right)
     if profile is not None:

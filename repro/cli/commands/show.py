@@ -27,19 +27,22 @@ app = typer.Typer()
 
 @app.command(epilog="Example:  repro claims zero-mem-formula-stages")
 def claims(
-    claim: Annotated[str, argument("Show this claim: its id, or the number of a headline claim.", "ID")] = "",
+    claim: Annotated[str, argument("Claim to show: its id, or the number of a headline claim.", "ID")] = "",
     results: StoredResults = Path("results"),
     ledger: Ledger = None,
     system: Annotated[
-        str, option("Predict the claims for this system instead of the published one; no verdicts.", "SYSTEM")
+        str,
+        option(
+            "Predict the claims for this system instead of the published system, without verdicts.", "SYSTEM"
+        ),
     ] = "",
     all_claims: Annotated[bool, flag("--all", "Show all claims, one line each.")] = False,
     details: Annotated[
-        bool, flag("--details", "Show every value with its source, notes and expression.")
+        bool, flag("--details", "Show every value of a claim with its source, notes and expression.")
     ] = False,
     json: Json = False,
 ) -> int:
-    """Show the headline claims, or one claim: published value, each kind of evidence, verdict."""
+    """Show the headline claims, or one claim: published value, measured and simulated evidence, verdict."""
     if system:
         from repro.report.text.claims import print_claims_on_system
 
@@ -54,7 +57,12 @@ def claims(
 
 @app.command(epilog="Example:  repro models gpt2-1.5b")
 def models(
-    name: Annotated[str, argument("Show all properties of this model: a name or a file.", "NAME")] = "",
+    name: Annotated[
+        str,
+        argument(
+            "Name or file of a model whose properties are shown. Default: a list of all models.", "NAME"
+        ),
+    ] = "",
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -66,7 +74,12 @@ def models(
 
 @app.command(epilog="Example:  repro systems dgx2")
 def systems(
-    name: Annotated[str, argument("Show all properties of this system: a name or a file.", "NAME")] = "",
+    name: Annotated[
+        str,
+        argument(
+            "Name or file of a system whose properties are shown. Default: a list of all systems.", "NAME"
+        ),
+    ] = "",
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -79,7 +92,7 @@ def systems(
 @app.command(epilog="Example:  repro report --results results --out reports/out")
 def report(
     results: StoredResults = Path("results"),
-    out: Annotated[Path, option("Folder for the report.", "DIR")] = Path("reports/out"),
+    out: Annotated[Path, option("Folder for the pages of the report.", "DIR")] = Path("reports/out"),
     ledger: Ledger = None,
     notebooks: Annotated[
         bool, flag("--notebooks", "Also execute the notebooks of reports/ and write them as HTML.")
@@ -99,23 +112,26 @@ def export(
     table: Annotated[
         str,
         option(
-            "headlines, summary (for a pull request), claims, values (of all claims), experiments,"
+            "Table to write: headlines, summary (for a pull request), claims, values (of all claims), experiments,"
             " comparisons, records (their provenance), unknowns, or reference (measurements for other stores)."
         ),
     ] = "claims",
-    form: Annotated[str, option("csv, parquet, markdown or latex.", name="--format")] = "markdown",
+    form: Annotated[
+        str, option("Format of the table: csv, parquet, markdown or latex.", name="--format")
+    ] = "markdown",
     claims: Annotated[
-        str, option("Only claims whose id matches, in the tables headlines, claims and values.", "GLOB")
+        str,
+        option("Write only claims whose id matches; for the tables headlines, claims and values.", "GLOB"),
     ] = "",
     columns: Annotated[
         str,
         option(
-            "Only these columns, separated by commas. Default: at most six in markdown and latex, all in other"
+            "Write only these columns, separated by commas. Default: at most six in markdown and latex, all in other"
             " formats.",
             "NAMES",
         ),
     ] = "",
-    output: Annotated[OptionalPath, file_option("Write to this file.", "FILE")] = None,
+    output: Annotated[OptionalPath, file_option("Write the table to this file.", "FILE")] = None,
 ) -> int:
     """Write claims or records as a table for other programs, papers and pull requests."""
     from repro.report.export import write_table
@@ -125,7 +141,7 @@ def export(
 
 @app.command(epilog="Example:  repro artifact --output reports/artifact.md")
 def artifact(
-    output: Annotated[OptionalPath, file_option("Write to this file.", "FILE")] = None,
+    output: Annotated[OptionalPath, file_option("Write the appendix to this file.", "FILE")] = None,
     ledger: Ledger = None,
 ) -> int:
     """Write the artifact appendix: claim, command, expected value and tolerance, cost in GPU-hours."""
@@ -136,19 +152,28 @@ def artifact(
 
 @app.command(epilog="Example:  repro compare HEAD~1 HEAD --suite mine.toml")
 def compare(
-    first: Annotated[str, argument("First side: a folder of results, or a commit of --results.", "A")],
-    second: Annotated[str, argument("Second side: a folder of results, or a commit of --results.", "B")],
+    first: Annotated[
+        str, argument("First set of results: a folder, or a commit whose records are in --results.", "A")
+    ],
+    second: Annotated[
+        str, argument("Second set of results: a folder, or a commit whose records are in --results.", "B")
+    ],
     results: Results = Path("results"),
-    tolerance: Annotated[float, option("Relative change below which results are equal.", "PART")] = 0.05,
+    tolerance: Annotated[
+        float, option("Relative change of a metric below which two results count as equal.", "PART")
+    ] = 0.05,
     suite: Annotated[
         OptionalPath,
         option(
-            "First run this suite alternately in the commits A and B of this program's checkout.",
+            "First run this suite alternately with the commits A and B of this program's checkout.",
             "FILE",
         ),
     ] = None,
     launches: Annotated[
-        int, option("With --suite: maximum number of runs per commit; fewer if all speeds are decided.", "N")
+        int,
+        option(
+            "With --suite: maximum number of runs per commit; fewer if all speed changes are decided.", "N"
+        ),
     ] = 30,
     ledger: Ledger = None,
     details: Details = False,
@@ -164,19 +189,19 @@ def compare(
 
 @app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")
 def schedule(
-    pp: Annotated[int, option("Pipeline stages, p.", "P")],
-    micro_batches: Annotated[int, option("Micro-batches of a step, m.", "M")],
-    chunks: Annotated[int, option("Model chunks per stage, v.", "V")] = 1,
+    pp: Annotated[int, option("Number of pipeline stages, p.", "P")],
+    micro_batches: Annotated[int, option("Number of micro-batches of a step, m.", "M")],
+    chunks: Annotated[int, option("Number of model chunks per stage, v.", "V")] = 1,
     name: Annotated[
         str,
         option(
-            "gpipe, 1f1b or interleaved. Default: interleaved if --chunks is above 1, else 1f1b.",
+            "Pipeline schedule: gpipe, 1f1b or interleaved. Default: interleaved if --chunks is above 1, else 1f1b.",
             name="--schedule",
             show_default=False,
         ),
     ] = "",
-    forward: Annotated[str, option("Relative time of a stage's forward pass.")] = "1",
-    backward: Annotated[str, option("Relative time of a stage's backward pass.")] = "2",
+    forward: Annotated[str, option("Relative time of a forward pass of one pipeline stage.")] = "1",
+    backward: Annotated[str, option("Relative time of a backward pass of one pipeline stage.")] = "2",
     details: Details = False,
     json: Json = False,
     svg: Annotated[bool, flag("--svg", "Print the schedule as an SVG picture.")] = False,

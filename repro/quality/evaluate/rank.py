@@ -1,4 +1,4 @@
-"""Evaluation on one rank: forward passes of the samples of its replica through its pipeline stage.
+"""Evaluation of a model on one rank: forward passes of its replica's text samples through its pipeline stage.
 
 An evaluation has no gradients and no optimizer. Under ZeRO stage 3, a rank retains only its shards between passes.
 """
@@ -34,15 +34,18 @@ from repro.quality.weights import open_weights
 from repro.quality.weights.source import WeightSource
 
 SampleScore = tuple[int, float, bool, bool]
-"""Number of a sample, sum of its losses, and whether all predictions are right: of all tokens, without stop words."""
+"""Score of a text sample: its number, the sum of its losses, and two answers whether all predictions are right.
+
+The first answer is for predictions from the full vocabulary, the second for predictions that exclude stop words.
+"""
 
 
 def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
-    """Return the scores of the samples of `job.task` as `{"samples": scores}`, by experiment key.
+    """Score the text samples of an evaluation job on this rank, and return `{"samples": scores}` by experiment key.
 
-    Only the first tp rank of the last pipeline stage of a replica has scores.
+    Only the first tensor-parallel rank of the last pipeline stage of a replica has scores.
     """
     torch_device, experiment = rank_device(device), job.experiments[0]
     heartbeat.phase(0, 0, Phase.INIT)
@@ -70,7 +73,10 @@ def score_samples(
     forbidden: list[int],
     progress: Callable[[int], None] = lambda step: None,
 ) -> list[SampleScore]:
-    """Return the scores of this replica's samples on the first tp rank of the last stage, and none on other ranks."""
+    """Return the scores of this replica's text samples.
+
+    Only the first tensor-parallel rank of the last pipeline stage has scores; other ranks return an empty list.
+    """
     layout = experiment.layout
     scorer = Scorer(experiment.model, layout, mesh, device, source, forbidden)
     mine = range(mesh.dp.rank, len(samples.spans), layout.dp)
@@ -89,7 +95,7 @@ def score_samples(
 
 
 def padded_batch(samples: Samples, numbers: list[int], size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return padded tokens, targets and the mask of scored targets of the samples `numbers`, each [size, longest].
+    """Return a batch of samples: padded tokens, targets and the mask of scored targets, each [size, longest].
 
     Without samples, the mask has one unused target, so that the rank can run a forward pass with the other ranks.
     """
@@ -119,18 +125,18 @@ def _sample_scores(
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of the n targets that a mask selects, in their order."""
+    """Losses and predictions for the n target tokens that a mask selects, in the order of the tokens."""
 
     loss: Tensor
-    """Negative log-likelihood of each target, fp32 [n]."""
+    """Negative log-likelihood of each target token, fp32 [n]."""
     predicted: Tensor
-    """Most likely token at each target, int64 [n]."""
+    """Most likely token at the position of each target token, int64 [n]."""
     allowed: Tensor
-    """Most likely token that is not a stop word at each target, int64 [n]."""
+    """Most likely token that is not a stop word, at the position of each target token, int64 [n]."""
 
 
 class Scorer:
-    """Pipeline stage of a model with loaded weights, which scores targets."""
+    """Pipeline stage of a model with loaded weights, which computes losses and predictions for target tokens."""
 
     def __init__(
         self,
@@ -141,9 +147,9 @@ class Scorer:
         source: WeightSource,
         forbidden: Sequence[int] = (),
     ):
-        """Load the weights of this rank's stage of `model`: the source's model with a vocabulary padded for tp.
+        """Load this rank's weights of `model`, which is the model of `source` with a vocabulary that is padded for tp.
 
-        `forbidden` are the token ids of stop words.
+        `forbidden`: token ids of the stop words.
         """
         parts, stage = layout.parts(model.layers), mesh.pp.rank
         part = Part(parts[stage], first=stage == 0, last=stage == len(parts) - 1)
@@ -172,9 +178,9 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, tokens: Tensor, targets: Tensor, counts: Tensor) -> TokenScores | None:
-        """Return the scores of the `targets` [b, s] that the mask `counts` [b, s] selects, after `tokens` [b, s].
+        """Run a forward pass on `tokens` [b, s], and return the scores of those `targets` [b, s] that a mask selects.
 
-        Stages other than the last return None. All calls must have the same shape and a non-empty mask.
+        Pipeline stages other than the last return None. All calls must have the same shape and a non-empty mask.
         """
         if self._sharded is not None:
             self._sharded.begin_forward()
@@ -193,7 +199,7 @@ class Scorer:
         return found
 
     def finish(self) -> None:
-        """Wait for the last sends between stages, and free the parameters that ZeRO stage 3 has gathered."""
+        """Wait for the last sends between pipeline stages, and free the parameters that ZeRO stage 3 has gathered."""
         if self._boundary is not None:
             self._boundary.finish()
         if self._sharded is not None:
@@ -206,10 +212,11 @@ class Scorer:
         return self._boundary
 
     def _score_logits(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Store the scores of logits [n, V/t] of n targets (vocabulary V, tp degree t) and return the losses [n]."""
+        """Store the scores of n target tokens from their logits [n, V/t] (vocabulary V, tp degree t); return the losses
+        [n]."""
         tp = self.mesh.tp
         first = tp.rank * rows.shape[1]
-        rows[:, max(0, self._vocab - first) :] = float("-inf")  # padding of the vocabulary
+        rows[:, max(0, self._vocab - first) :] = float("-inf")  # rows that only pad the vocabulary are no tokens
         predicted = allowed = _argmax_token(rows, first, tp)
         if self._forbidden.numel():
             local = self._forbidden - first
@@ -221,7 +228,10 @@ class Scorer:
 
 
 def _argmax_token(rows: Tensor, first: int, tp: Group) -> Tensor:
-    """Return the token with the largest logit [n] of all tp ranks, each with logits [n, V/t] from token `first` on."""
+    """Return the tokens [n] with the largest logits over all tensor-parallel ranks.
+
+    `rows`: this rank's logits [n, V/t] of vocabulary V and tp degree t, which begin with token `first`.
+    """
     largest, index = rows.float().max(1)
     best = largest.clone()
     tp.all_reduce(best, MAX, "evaluation").wait()

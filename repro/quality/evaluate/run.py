@@ -4,9 +4,9 @@
 |---|---|
 | `perplexity.word` | WikiText: published perplexity per word of the original text |
 | `perplexity.token`, `loss` | WikiText: perplexity and loss per token of the model |
-| `tokens`, `words` | WikiText: sizes T and To of the text |
+| `tokens`, `words` | WikiText: number T of tokens and number To of original words in the text |
 | `accuracy` | LAMBADA: share of samples with only correct predictions |
-| `accuracy.filtered` | LAMBADA: accuracy without stop words, for a tokenizer that has words |
+| `accuracy.filtered` | LAMBADA: accuracy if predictions exclude stop words, for a tokenizer that has words |
 | `perplexity` | LAMBADA: perplexity per sample |
 | `samples`, `truncated` | windows or texts, and those whose beginning exceeds the context |
 """
@@ -53,16 +53,16 @@ SUITE_NAME = "evaluate"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """Options of `repro evaluate`."""
+    """Options of the command `repro evaluate`, which scores trained weights on a text."""
 
     weights: Path
     task: str
     data: Path
     protocol: str = ""
-    """Name of the protocol; empty for the first protocol of the task."""
+    """Name of the evaluation protocol; empty for the first protocol of the task."""
     tokenizer: str = ""
     stride: int = 0
-    """Tokens between the starts of windows; 0 for the stride of the protocol."""
+    """Number of tokens between the starts of successive text windows; 0 for the stride of the protocol."""
     stop_words: Path | None = None
     model: str = ""
     """Name of a packaged model, for checkpoints that do not contain the number of heads."""
@@ -87,7 +87,7 @@ def run_evaluation(options: EvaluationOptions, results: Path) -> tuple[Evaluatio
     if protocol.task == LAMBADA:
         forbidden = tokenizer.word_tokens(read_stop_words(options.stop_words))
     elif options.stop_words is not None:
-        right = f"needs task {LAMBADA}, the only task with filtered last words"
+        right = f"needs task {LAMBADA}, the only task with a score that excludes stop words"
         raise ConfigError("--stop-words", str(options.stop_words), says=right)
     where = provenance()
     with tempfile.TemporaryDirectory(prefix="repro-evaluate-") as folder, Interrupt() as interrupt:
@@ -125,10 +125,11 @@ def run_evaluation(options: EvaluationOptions, results: Path) -> tuple[Evaluatio
 def _experiment(options: EvaluationOptions, source: WeightSource) -> Experiment:
     """Return the experiment whose ranks score the samples; raise `ConfigError` for an unsupported layout or system."""
     layout = options.layout
-    none = "since an evaluation has no gradients and no optimizer states to partition"
-    require(layout.zero in (0, 3), "zero", layout.zero, f"0 or 3, {none}")
-    require(not layout.sp, "sp", layout.sp, "false, since each rank needs all scored tokens of a sample")
-    no_bubble = "1, since forward passes alone have no pipeline bubble"
+    stages = "0 or 3, since an evaluation has no gradients and no optimizer states to partition"
+    require(layout.zero in (0, 3), "zero", layout.zero, stages)
+    no_sp = "false, since each tensor-parallel rank of an evaluation needs all scored tokens of a sample"
+    require(not layout.sp, "sp", layout.sp, no_sp)
+    no_bubble = "1 model chunk per pipeline stage, since forward passes alone have no pipeline bubble"
     require(layout.chunks == 1, "chunks", layout.chunks, no_bubble)
     vocab = -(-source.model.vocab // layout.tp) * layout.tp
     name, model = f"evaluate-{options.task}", replace(source.model, vocab=vocab)
@@ -142,7 +143,7 @@ def _experiment(options: EvaluationOptions, source: WeightSource) -> Experiment:
 
 
 def _protocol_with_deviations(protocol: EvaluationProtocol, options: EvaluationOptions) -> dict[str, Any]:
-    """Return the fields of a protocol, and in `otherwise` the options that deviate from it."""
+    """Return the fields of an evaluation protocol; the key `otherwise` contains the options that deviate from it."""
     otherwise: dict[str, Any] = {}
     if options.stride:
         otherwise["stride"] = options.stride
@@ -154,7 +155,7 @@ def _protocol_with_deviations(protocol: EvaluationProtocol, options: EvaluationO
 def compute_metrics(
     protocol: EvaluationProtocol, samples: Samples, rows: Sequence[tuple[Any, ...]], *, filtered: bool
 ) -> dict[str, float]:
-    """Return the metrics of an evaluation from the sample scores of `repro.quality.evaluate.rank.score_samples`."""
+    """Return the metrics of an evaluation (accuracy or perplexity) from the scores of its samples."""
     total = math.fsum(row[1] for row in rows)
     found: dict[str, float] = {"samples": len(rows), "truncated": samples.truncated}
     if protocol.task == LAMBADA:
@@ -175,5 +176,5 @@ def compute_metrics(
 
 
 def _exp(value: float) -> float:
-    """Return exp(value), or the largest float if that overflows."""
+    """Return exp(value), or the largest finite float if the result overflows."""
     return math.exp(value) if value < math.log(sys.float_info.max) else sys.float_info.max

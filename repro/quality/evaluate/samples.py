@@ -1,4 +1,4 @@
-"""Tokenized samples of a text file by a published protocol: windows of WikiText, last words of LAMBADA.
+"""Tokenized samples of an evaluation text by a published protocol: windows of WikiText, last words of LAMBADA.
 
 `files/protocols.toml` describes the protocols, each with its source and the rules that the source omits.
 """
@@ -23,14 +23,14 @@ from repro.util.files import sha256_digest
 
 WIKITEXT, LAMBADA = "wikitext103", "lambada"
 MEGATRON, GPT2 = "megatron", "gpt2"
-"""Names of the protocols whose rules differ from those of other protocols for the same task."""
+"""Names of the evaluation protocols that split a text by special rules."""
 PROTOCOLS_FILE = Path(__file__).parent / "files" / "protocols.toml"
 BYTES = "bytes"
-"""Name of the tokenizer of models trained on bytes."""
+"""Name of the tokenizer that makes each byte a token, for models that were trained on bytes."""
 STOP_WORDS_FILE = Path(__file__).parent / "files" / "stop_words.txt"
 """File with 127 English stop words, which LAMBADA's filtered accuracy excludes."""
 MEGATRON_STRIDE_TOKENS = 32
-"""Tokens between the starts of Megatron-LM's windows (`--overlapping-eval`)."""
+"""Number of tokens between the starts of text windows in Megatron-LM's evaluation (`--overlapping-eval`)."""
 _SEPARATORS = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."))
 """WikiText's separators inside words and numbers, and the characters that they replace."""
 _BRACKETS = tuple(
@@ -42,29 +42,32 @@ _HEADINGS = (("= = = =", "===="), ("= = =", "==="), ("= =", "=="))
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationProtocol:
-    """Published procedure that scores a model on a task."""
+    """Published procedure that scores a language model on a task (WikiText-103 or LAMBADA)."""
 
     task: str
     name: str
     source: str
-    """Publication or code that defines the protocol."""
+    """Publication or code that defines the evaluation protocol."""
     rules: list[str]
     left_open: list[str] = field(default_factory=list)
-    """Rules that the source omits, and their replacements here."""
+    """Rules of the protocol that its source does not specify, and the rules that this suite uses instead."""
     published: list[str] = field(default_factory=list)
-    """Published scores by this protocol."""
+    """Published scores of models by this evaluation protocol."""
 
 
 @cache
 def _read_protocols() -> tuple[list[EvaluationProtocol], dict[str, str]]:
-    """Return all protocols, and by task the message that says where to download its text."""
+    """Return all evaluation protocols, and for each task a message with the download address of its text."""
     tables = read_toml(PROTOCOLS_FILE)
     found = [build_dataclass(EvaluationProtocol, entry) for entry in tables["protocol"]]
     return found, tables["download_advice"]
 
 
 def find_protocol(task: str, name: str = "") -> EvaluationProtocol:
-    """Return the protocol `name` of a task, by default the first. Raises `ConfigError` for an unknown name."""
+    """Return the evaluation protocol `name` of a task, by default the first one of the task.
+
+    Raises `ConfigError` for an unknown name.
+    """
     protocols, advice = _read_protocols()
     require(task in advice, "--task", task, f"one of {', '.join(advice)}")
     known = {protocol.name: protocol for protocol in protocols if protocol.task == task}
@@ -79,11 +82,11 @@ class ByteTokenizer:
         return list(text.encode())
 
     def word_tokens(self, words: frozenset[str]) -> list[int]:
-        """Return an empty list, because no byte is a word."""
+        """Return no token ids for the given words, because no token of one byte is a word."""
         return []
 
     def describe(self) -> Mapping[str, str]:
-        """Return the description of the tokenizer that a record contains."""
+        """Return the description of this tokenizer for the record of an evaluation."""
         return {"name": BYTES}
 
 
@@ -104,7 +107,7 @@ class Gpt2Tokenizer:
         return [i for i, text in texts if text.startswith(" ") and text[1:].lower() in words]
 
     def describe(self) -> Mapping[str, str]:
-        """Return the description that a record contains: name of the tokenizer and digests of its files."""
+        """Return the description of a tokenizer for the record of an evaluation: its name and digests of its files."""
         digests = {path.name: f"sha256 {sha256_digest(path)}" for path in self._files}
         return {"name": "GPT-2 byte pairs", **digests}
 
@@ -113,9 +116,10 @@ Tokenizer = ByteTokenizer | Gpt2Tokenizer
 
 
 def open_tokenizer(name: str, weights: Path) -> Tokenizer:
-    """Return the tokenizer `bytes`, or that of the folder `name` with `vocab.json` and `merges.txt`.
+    """Return the tokenizer of single bytes if `name` is `bytes`, else GPT-2's tokenizer from the folder `name`.
 
-    An empty name selects the folder of the weights if it has these files, else the packaged files of GPT-2.
+    The files are `vocab.json` and `merges.txt`. An empty name selects the folder of the weights if it contains these
+    files, else the packaged files of GPT-2.
     Raises `ConfigError` if the files, or the Python package that reads them, are missing.
     """
     if name == BYTES:
@@ -130,23 +134,27 @@ def read_stop_words(path: Path | None) -> frozenset[str]:
     try:
         return frozenset((path or STOP_WORDS_FILE).read_text(encoding="utf-8").lower().split())
     except (OSError, UnicodeDecodeError):
-        raise ConfigError("--stop-words", str(path), "a readable text file in UTF-8 with words") from None
+        raise ConfigError(
+            "--stop-words", str(path), "a readable text file in UTF-8 with stop words"
+        ) from None
 
 
 def check_vocabulary(ids: Iterable[int], vocab: int) -> None:
     """Raise `ConfigError` if a token id is outside the model's vocabulary."""
     largest = max(ids, default=0)
     if largest >= vocab:
-        right = f"the tokenizer of the model, which has {vocab} tokens; this one gives id {largest}"
+        right = (
+            f"the tokenizer of the model, which has {vocab} tokens; the selected tokenizer gives id {largest}"
+        )
         raise ConfigError("--tokenizer", expected=right)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of an evaluation: spans of one sequence of tokens, in which the last tokens are scored."""
+    """Samples of an evaluation: spans of one sequence of tokens. The last tokens of each span are scored."""
 
     tokens: npt.NDArray[np.int64]
-    """Token ids of the text, [tokens]; spans of it may overlap."""
+    """Token ids of the evaluated text, shape [tokens]; the spans of several samples may overlap."""
     spans: npt.NDArray[np.int64]
     """First token, number of tokens and number of scored tokens of each sample, [samples, 3]."""
     words: int = 0
@@ -160,12 +168,12 @@ class Samples:
         return int(self.spans[:, 1].max()) - 1
 
     def save(self, path: Path) -> None:
-        """Write tokens and spans to a file, which the rank processes load."""
+        """Write the tokens and spans of all samples to a file, which the rank processes load."""
         np.savez(path, tokens=self.tokens, spans=self.spans)
 
     @staticmethod
     def load(path: Path) -> Samples:
-        """Return the samples from the tokens and spans in a file of `save`."""
+        """Return the samples of an evaluation from a file that `save` wrote."""
         with np.load(path) as found:
             return Samples(found["tokens"], found["spans"])
 
@@ -175,10 +183,11 @@ def read_samples(
 ) -> Samples:
     """Return the samples of a task's text file for a model with a context of `context` tokens.
 
-    `stride` is the number of tokens between the starts of windows; 0 is the stride of the protocol.
+    `stride` is the number of tokens between the starts of text windows; 0 is the stride of the protocol.
     """
     if stride and protocol.task != WIKITEXT:
-        raise ConfigError("--stride", stride, says=f"needs task {WIKITEXT}; {protocol.task} has no windows")
+        says = f"needs task {WIKITEXT}; the samples of task {protocol.task} are not windows of a text"
+        raise ConfigError("--stride", stride, says=says)
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -191,7 +200,7 @@ def read_samples(
         return last_word_samples(list(_read_lines(text, path)), protocol, tokenizer, context)
     default_stride = MEGATRON_STRIDE_TOKENS if protocol.name == MEGATRON else context
     if stride > context:
-        right = f"at most {context}, the model's context, so that windows include every token"
+        right = f"at most {context} tokens, the model's context, so that text windows include every token"
         raise ConfigError("--stride", stride, right)
     words = len(text.strip().split(" "))
     tokens = tokenizer.encode(detokenize(text))
@@ -219,9 +228,10 @@ def detokenize(text: str) -> str:
 
 
 def split_windows(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield windows (first token, tokens, scored tokens) that together score every token except the first once.
+    """Yield text windows that together score every token except the first exactly once.
 
-    A window has up to `context` + 1 tokens and scores the tokens after the end of the preceding window.
+    A window is (number of its first token, number of tokens, number of scored tokens). It has up to `context` + 1
+    tokens and scores the tokens after the end of the preceding window.
     """
     for k in range(1 + max(0, math.ceil((tokens - 1 - context) / stride))):
         begin = k * stride
@@ -232,7 +242,7 @@ def split_windows(tokens: int, context: int, stride: int) -> Iterator[tuple[int,
 def last_word_samples(
     texts: Sequence[str], protocol: EvaluationProtocol, tokenizer: Tokenizer, context: int
 ) -> Samples:
-    """Return samples that score the full last word (protocol `megatron`) or the last token of each text."""
+    """Return LAMBADA samples that score the full last word (protocol `megatron`) or the last token of each text."""
     tokens: list[int] = []
     spans = []
     truncated = 0
@@ -253,7 +263,7 @@ def last_word_samples(
 def _split_target(
     text: str, protocol: EvaluationProtocol, tokenizer: Tokenizer
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of a LAMBADA text before its target (the last word or token), and those of the target."""
+    """Return the tokens of a LAMBADA text before its target (the last word or token), and the tokens of the target."""
     if protocol.name == MEGATRON:
         words = text.split()
         if len(words) < 2:

@@ -20,7 +20,9 @@ KNOWN_FORMATS = (
 
 
 def open_weights(folder: Path, model: Model | None = None) -> WeightSource:
-    """Return the weights in `folder`; names and shapes of tensors are checked, and their elements are not read yet.
+    """Return the model weights in `folder`, after a check of all tensor names and shapes.
+
+    The elements of the tensors are read later, on demand.
 
     `model` gives the number of heads, which old checkpoints of Megatron-LM do not contain.
     """

@@ -18,9 +18,9 @@ from repro.quality.weights.family import Config, Family
 from repro.quality.weights.source import Counterpart, RowRange, counterpart
 
 DEFAULT_CONTEXT_TOKENS = 2048
-"""Tokens of a sample if a BLOOM or Falcon configuration gives no length."""
+"""Context length, in tokens, of a BLOOM or Falcon model whose configuration gives no length."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
-"""Names of the norms of attention and MLP in GPT-NeoX and BLOOM."""
+"""Tensor names of the norms before attention and before the MLP in a layer of GPT-NeoX and BLOOM."""
 
 
 # GPT-2 stores matrices as `Conv1D` [in, out], and query, key and value as the columns of one matrix.
@@ -79,7 +79,7 @@ COMMON_KEYS = {
     "ffn": ("intermediate_size",),
     "seq": ("max_position_embeddings",),
 }
-"""Configuration keys that Llama and GPT-NeoX have in common, by key of `Model`."""
+"""Configuration keys that Llama and GPT-NeoX have in common, by the field of `Model` that they set."""
 
 
 def _llama_sizes(config: Config) -> dict[str, Any]:
@@ -91,7 +91,8 @@ def _llama_sizes(config: Config) -> dict[str, Any]:
         right = "false, since this suite's GPT does not support sliding-window attention"
         raise ConfigError("use_sliding_window", True, right)
     if config["model_type"] == "mistral" and config.get("sliding_window"):
-        seq = min(seq, config["sliding_window"])  # up to this length, windows do not limit attention
+        # Sequences up to the size of the sliding window have full attention.
+        seq = min(seq, config["sliding_window"])
     return {
         "kv_heads": keys if keys != heads else 0,
         "head_dim": width if width * heads != hidden else 0,
@@ -292,4 +293,4 @@ FALCON = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, QWEN2, NEOX, BLOOM, FALCON)
-"""All supported families; an export takes the first family that can represent the model."""
+"""All supported model families; an export takes the first family that can represent the model."""

@@ -11,51 +11,54 @@ from repro.config import ConfigError, Model, require
 from repro.quality.weights.source import TOKEN_EMBEDDING, Counterpart, RowRange, counterpart
 
 OUR_GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu-erf"}
-"""Names of this suite for the tanh approximation of GELU and the exact GELU, by the names of Hugging Face."""
+"""Names of this suite for the two GELU variants (tanh approximation, exact), by the names of Hugging Face."""
 HUGGING_FACE_GELUS = {"gelu": "gelu_new", "gelu-erf": "gelu"}
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names and conversions of one model family of transformers. Tensor names exclude `prefix`."""
+    """Tensor names, configuration keys and conversions of one model family of Hugging Face transformers.
+
+    Tensor names exclude `prefix`.
+    """
 
     name: str
-    """Name of the family in messages."""
+    """Name of the model family in messages, such as `GPT-NeoX`."""
     types: tuple[str, ...]
-    """Values of `model_type` that the family reads; an export writes the first one."""
+    """Values of the configuration key `model_type` that select this family; an export writes the first value."""
     architecture: str
-    """Name of the model class in transformers."""
+    """Name of the model class in Hugging Face transformers."""
     prefix: str
     head: str
-    """Name of the output matrix, without prefix; files of tied models may contain it, too."""
+    """Tensor name of the output matrix; files of models with tied embeddings may contain this matrix, too."""
     keys: Mapping[str, tuple[str, ...]]
-    """Names of a configuration key in all versions of transformers, by key of `Model`; the first name is written."""
+    """Names of configuration keys in all versions of transformers, by field of `Model`; an export writes the first."""
     fixed: Config
-    """The only value that this suite's GPT supports, by configuration key; also the default of the key."""
+    """Required values of configuration keys, since this suite's GPT supports no other; they are also the defaults."""
     norm_eps: tuple[str, float]
-    """Configuration key for `Model.norm_eps`, and its default."""
+    """Configuration key of the epsilon in the norms, and the default of this key."""
     tokens: str
-    """Name of the token embedding."""
+    """Tensor name of the token embedding."""
     norms: Mapping[str, str]
-    """Name of a norm in this suite's GPT by its name in transformers, for norms outside of layers."""
+    """Names of norms outside of layers: name in this suite's GPT, by name in transformers."""
     sizes: Callable[[Config], dict[str, Any]]
-    """Function from a configuration to further keys of `Model`; raises `KeyError` for a missing key."""
+    """Function that returns further fields of `Model` for a configuration; raises `KeyError` for a missing key."""
     layer: Callable[[Model, int], Iterator[Counterpart]]
-    """Function from a model and a layer's index to the tensors of this layer."""
+    """Function that yields the tensors of a layer for a model and the layer's index."""
     configuration: Callable[[Model], dict[str, Any]]
-    """Function from a model to further keys of the configuration."""
+    """Function that returns further keys of the configuration file for a model."""
     gelu: tuple[str, str] | None = None
-    """Configuration key for the kind of GELU, and its default; None in a family with one activation."""
+    """Configuration key of the GELU variant, and the default of this key; None if the family has one activation."""
     tied: bool = True
     """Default of the configuration key `tie_word_embeddings`."""
     positions: str = ""
-    """Name of the position embedding; empty without one."""
+    """Tensor name of the position embedding; empty without one."""
     ignored: re.Pattern[str] = re.compile(r"(?!)")
     """Pattern of names of tensors that are no weights, such as masks in old files."""
 
     def model(self, config: Config, name: str) -> Model:
-        """Return the model of a configuration; raise `ConfigError` for a layer that this suite's GPT does not have."""
+        """Return the model that a configuration describes; raise `ConfigError` if this suite's GPT lacks its layers."""
         for key, right in self.fixed.items():
             value = config.get(key, right)
             require(value == right, key, value, f"{right}, the only value that this suite's GPT supports")
@@ -66,10 +69,10 @@ class Family:
             sizes["tied"] = bool(config.get("tie_word_embeddings", self.tied))
             return Model(name=name, **{**sizes, **self.sizes(config)})
         except KeyError as error:
-            says = f"is missing; configurations of {self.name} need it"
+            says = f"is missing; configurations of the model family {self.name} need this key"
             raise ConfigError(str(error.args[0]), says=says) from None
         except TypeError as error:
-            raise ConfigError("sizes", says=f"must be integers: {error}") from None
+            raise ConfigError("sizes", says=f"must be integers in the model configuration: {error}") from None
 
     def counterparts(self, model: Model) -> Iterator[Counterpart]:
         """Yield all tensors of a model in transformers' format, with their rows in this suite's parameters."""
@@ -106,7 +109,10 @@ class Family:
 
 
 def norm_counterparts(theirs: str, ours: str, model: Model) -> Iterator[Counterpart]:
-    """Yield the weight of the norm `theirs` (`ours` in this suite's GPT), and its bias if it has one."""
+    """Yield the weight of a norm and, for a LayerNorm, its bias.
+
+    `theirs`, `ours`: names of the norm in transformers and in this suite's GPT.
+    """
     yield counterpart(f"{theirs}.weight", ours, model.hidden)
     if model.norm == "layer":
         yield counterpart(f"{theirs}.bias", f"{ours}_bias", model.hidden)
@@ -115,7 +121,7 @@ def norm_counterparts(theirs: str, ours: str, model: Model) -> Iterator[Counterp
 def linear_counterparts(
     theirs: str, inputs: int, *row_ranges: RowRange, biased: bool
 ) -> Iterator[Counterpart]:
-    """Yield a matrix [out, in] that consists of `row_ranges` of this suite's parameters, and its bias if `biased`."""
+    """Yield a weight matrix [out, in] that consists of rows of this suite's parameters, and its bias if `biased`."""
     rows = sum(part.rows for part in row_ranges)
     yield Counterpart(f"{theirs}.weight", (rows, inputs), row_ranges)
     if biased:
@@ -128,7 +134,7 @@ def fused_qkv_rows(block: str, model: Model) -> Iterator[RowRange]:
     width, keys = model.head_width, model.key_heads
     queries = model.heads // keys * width
     for group in range(keys):
-        if keys == model.heads:  # this suite stores one parameter [3, heads, width]
+        if keys == model.heads:  # this suite stores query, key and value in one parameter [3, heads, width]
             for k in range(3):
                 yield RowRange(f"{block}.qkv", (k * keys + group) * width, width)
         else:  # this suite stores queries apart from keys and values [key heads, 2, width]
@@ -139,7 +145,7 @@ def fused_qkv_rows(block: str, model: Model) -> Iterator[RowRange]:
 def fused_layer(
     model: Model, i: int, *, stem: str, attention: str, norms: tuple[str, ...]
 ) -> Iterator[Counterpart]:
-    """Yield the tensors of layer `i` in a family that names the four matrices as Megatron-LM does.
+    """Yield the tensors of layer `i` in a model family that names the four matrices of a layer as Megatron-LM does.
 
     `norms`: names of the norms of attention and of the MLP; with one name, the MLP has no norm.
     """
@@ -156,7 +162,7 @@ def fused_layer(
 
 
 def first_value(config: Config, *keys: str) -> Any:
-    """Return the first value of `keys` in a configuration that is not None; raise `KeyError` if all are missing."""
+    """Return the first configuration value, in the order of `keys`, that is not None; raise `KeyError` without one."""
     for key in keys:
         if config.get(key) is not None:
             return config[key]
@@ -164,18 +170,21 @@ def first_value(config: Config, *keys: str) -> Any:
 
 
 def rotary_sizes(config: Config) -> dict[str, Any]:
-    """Return the keys of `Model` for rotary positions; new versions of transformers have theirs in an inner table."""
+    """Return the fields of `Model` for the rotary position embedding that a configuration describes.
+
+    New versions of transformers have the keys of this embedding in an inner table.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        right = "default, since this suite's GPT does not support scaled wavelengths"
+        right = "default, since this suite's GPT does not support scaled rotary embeddings"
         raise ConfigError("rope_type", kind, right)
     base = rope.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0
     return {"positions": "rotary", "rotary_base": float(base)}
 
 
 def gelu_name(config: Config, key: str, default: str) -> str:
-    """Return this suite's name for the activation in the configuration key `key`."""
+    """Return this suite's name of the GELU variant that a configuration names in `key`."""
     value = config.get(key, default)
     require(value in OUR_GELUS, key, value, f"one of {', '.join(OUR_GELUS)}")
     return OUR_GELUS[value]

@@ -29,11 +29,11 @@ from repro.util.files import write_file
 CONFIG_FILE = "config.json"
 SIZES = ("layers", "hidden", "heads", "head_width", "vocab", "seq", "ffn_width")
 MAX_SHARD_BYTES = 5_000_000_000
-"""Maximum size of an exported file in bytes, the default of transformers."""
+"""Maximum size of an exported weight file in bytes; equal to the default of transformers."""
 
 
 class HuggingFaceFolder(StoredRows):
-    """Weights of a folder that transformers' `save_pretrained` wrote."""
+    """Model weights in a folder that `save_pretrained` of Hugging Face transformers wrote."""
 
     def __init__(self, folder: Path):
         files, found = _read_tensors(folder)
@@ -57,7 +57,7 @@ class HuggingFaceFolder(StoredRows):
         """Raise `ConfigError` if a tied model has an output matrix that differs from the embedding."""
         name, head = self._head
         if head is not None and not torch.equal(head, self.stored[TOKEN_EMBEDDING][0][1]):
-            right = "differs from the token embedding, although the configuration ties the two matrices"
+            right = "output matrix differs from the token embedding, although the configuration ties the two matrices"
             raise ConfigError(name, says=right, file=str(self._folder))
 
 
@@ -91,11 +91,12 @@ def _read_tensors(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
         if index.is_file():
             where = _read_json(index).get("weight_map")
             if not isinstance(where, Mapping):
-                raise ConfigError("weight_map", says="is missing from the index", file=str(index))
+                raise ConfigError("weight_map", says="is missing from the index file", file=str(index))
             files = [folder / file for file in dict.fromkeys(map(str, where.values()))]
             # An index from an untrusted source must not make this program open files of other folders.
             if outside := [path for path in files if path.parent != folder]:
-                raise ConfigError("weight_map", str(outside[0]), "a file of the same folder", file=str(index))
+                right = "a file in the folder of the index file"
+                raise ConfigError("weight_map", str(outside[0]), right, file=str(index))
         elif (folder / name).is_file():
             files = [folder / name]
         else:
@@ -119,7 +120,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         document = None
     if not isinstance(document, dict):
-        raise ConfigError("not JSON", says="needs a JSON object", file=str(path))
+        raise ConfigError("not JSON", says="the file must contain a JSON object", file=str(path))
     return document
 
 
@@ -134,7 +135,7 @@ def export_huggingface(
     family = family_of_model(model)
     if family is None:
         other = ", ".join(f"{key} = {value}" for key, value in model.departures().items())
-        says = f"no supported family of transformers has such layers ({other or 'head_dim'})"
+        says = f"no supported model family of transformers has layers with {other or 'this head_dim'}"
         raise ConfigError("--weights", model.name, says=says)
     vocab = vocab or model.vocab
     if not 0 < vocab <= model.vocab:

@@ -38,9 +38,9 @@ _RENAMED_TO_2021 = (
     (".linear_fc2.", ".dense_4h_to_h."),
     ("self_attention.input_layernorm.", "input_layernorm."),
 )
-"""Parts of tensor names of 2019 and of Megatron-core, and their replacements in tensor names of 2021."""
+"""Parts of tensor names in Megatron-LM of 2019 and in Megatron-core, and the corresponding names of 2021."""
 _HEAD = "word_embeddings_for_head.weight"
-"""Name of the copy of the token embedding on the last pipeline stage."""
+"""Tensor name of the copy of the token embedding on the last pipeline stage."""
 _QKV_ORDERS = {
     0.0: "[3, heads, width]",
     1.0: "[heads, width, 3]",
@@ -65,12 +65,12 @@ _OUTER_NAMES = {
 
 
 def find_rank_folders(folder: Path) -> Path | None:
-    """Return the folder that contains the folders of ranks, at or below `folder`; None if there is none."""
+    """Return `folder` or its subfolder that contains the rank folders of a Megatron-LM checkpoint; None without one."""
     tracker = folder / TRACKER_FILE
     if tracker.is_file():
         word = tracker.read_text(encoding="utf-8").strip()
         if not (word.isdecimal() or word == "release"):
-            raise ConfigError("iteration", word, "a number or release", file=str(tracker))
+            raise ConfigError("iteration", word, "an iteration number or release", file=str(tracker))
         folder /= word if word == "release" else f"iter_{int(word):07d}"
         require(folder.is_dir(), "is missing", says=f"{TRACKER_FILE} names this folder", file=str(folder))
         return folder
@@ -79,7 +79,7 @@ def find_rank_folders(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class SplitTensor:
-    """One parameter as parts of several ranks, which are concatenated along `dim`.
+    """One parameter of a model as parts from several tensor-parallel ranks, which are concatenated along `dim`.
 
     The parts are views that may subdivide dimensions: [3, heads, width, h] for a parameter [3, heads * width, h].
     """
@@ -89,13 +89,13 @@ class SplitTensor:
 
     @property
     def shape(self) -> list[int]:
-        """Return the shape of the concatenated parts."""
+        """Return the shape of the full parameter, the concatenation of the parts of all tensor-parallel ranks."""
         shape = list(self.parts[0].shape)
         shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
         return shape
 
     def narrow(self, dim: int, first: int, last: int) -> SplitTensor:
-        """Return a view of the indices `first` to `last` (exclusive) along `dim`, without missing indices."""
+        """Return a view of the indices `first` to `last` (exclusive) along `dim`, without indices beyond the size."""
         if dim != self.dim:
             return SplitTensor(tuple(part.narrow(dim, first, last - first) for part in self.parts), self.dim)
         found, begin = [], 0
@@ -157,10 +157,11 @@ class MegatronCheckpoint(WeightSource):
             for name, tensor in shard.items():
                 is_split = name == _HEAD or self.parameter_shapes[ours[name]].split is not None
                 if not is_split and not torch.equal(tensor, self._shards[0][name]):
-                    raise ConfigError(name, says="differs from its copy in mp_rank_00", file=where)
+                    says = "is replicated, but differs from its copy in mp_rank_00"
+                    raise ConfigError(name, says=says, file=where)
             head = shard.get(_HEAD)
             if head is not None and not torch.equal(head, shard[_OUTER_NAMES[TOKEN_EMBEDDING]]):
-                says = "differs from the token embedding on the first stage; the two must be tied"
+                says = "differs from the token embedding on the first pipeline stage; the two copies must be equal"
                 raise ConfigError(_HEAD, says=says, file=where)
 
     def _shard(self, stages: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -185,19 +186,22 @@ class MegatronCheckpoint(WeightSource):
     def _model(
         self, shards: list[dict[str, Tensor]], arguments: Mapping[str, Any], model: Model | None
     ) -> Model:
-        """Return the model by the shapes of its tensors; heads come from the checkpoint's arguments or from `model`."""
+        """Return the model whose sizes follow from the tensor shapes of a checkpoint.
+
+        The number of heads is from the checkpoint's arguments or from `model`.
+        """
         shard, where = shards[0], str(self._folder)
         names = ("word_embeddings.weight", "position_embeddings.weight", "layers.0.mlp.dense_h_to_4h.weight")
         if lacking := [name for name in names if name not in shard]:
-            says = f"must be a GPT of Megatron-LM; tensor {lacking[0]} is missing"
+            says = f"must be a checkpoint of a Megatron-LM GPT; tensor {lacking[0]} is missing"
             raise ConfigError("weights", says=says, file=where)
         tokens, positions, up = (shard[name] for name in names)
         heads = arguments.get("num_attention_heads") or (model.heads if model is not None else None)
         if not isinstance(heads, int):
-            right = "is unknown: checkpoints of 2019 do not contain it; name the model with --model"
+            right = "is unknown: checkpoints of 2019 lack the number of heads; name the model with --model"
             raise ConfigError("heads", says=right, file=where)
         if model is not None and model.hidden != tokens.shape[1]:
-            right = f"a model of width {tokens.shape[1]}, which is the width of the weights"
+            right = f"a model of hidden size {tokens.shape[1]}, which is the hidden size of the weights"
             raise ConfigError("--model", model.name, right, file=where)
         try:
             return Model(
@@ -213,7 +217,7 @@ class MegatronCheckpoint(WeightSource):
             raise error.within(file=where) from None
 
     def _expected_shapes(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield name and expected shape of each tensor of one tensor-parallel rank."""
+        """Yield the name and the expected shape of each tensor in the checkpoint of one tensor-parallel rank."""
         for ours, theirs in _name_pairs(self.model.layers):
             shape, split = self.parameter_shapes[ours]
             sizes = [size // self._tp if dim == split else size for dim, size in enumerate(shape)]
@@ -266,7 +270,8 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 def _read_checkpoint(path: Path) -> dict[str, Any]:
     content = read_torch_file(path)
     if not isinstance(content, dict) or not {"model", "model0"} & content.keys():
-        raise ConfigError("model", says="is missing; checkpoints of Megatron-LM contain it", file=str(path))
+        says = "is missing; checkpoints of Megatron-LM contain this key"
+        raise ConfigError("model", says=says, file=str(path))
     return content
 
 
@@ -290,12 +295,12 @@ def _check_arguments(arguments: Mapping[str, Any], folder: Path) -> None:
         unsupported[key] = (arguments.get(key, 1e-5) != 1e-5, "1e-5")
     for key, (is_unsupported, right) in unsupported.items():
         if is_unsupported:
-            says = f"must be {right}; this suite's GPT supports nothing else"
+            says = f"must be {right}; this suite's GPT supports no other value"
             raise ConfigError(f"args.{key}", arguments.get(key), says=says, file=str(folder))
 
 
 def _tensors_by_name(state: Any, folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a nested state dictionary by their names in Megatron-LM of 2021."""
+    """Return the tensors of a nested state dictionary by the tensor names of Megatron-LM of 2021."""
     if not isinstance(state, Mapping):
         raise ConfigError("model", says="must be a dictionary of tensors", file=str(folder))
     found = {}

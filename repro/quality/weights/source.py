@@ -26,7 +26,7 @@ from repro.parallel.zero.flat_parameters import InitialValues
 
 TOKEN_EMBEDDING = "embed.tokens"
 VOCAB_PARAMETERS = (TOKEN_EMBEDDING, "head.output")
-"""Parameters with one row per token, in which zeros pad the vocabulary."""
+"""Names of the parameters with one row per token of the vocabulary, which rows of zeros may pad."""
 
 
 class ParameterShape(NamedTuple):
@@ -37,10 +37,10 @@ class ParameterShape(NamedTuple):
 
 
 class WeightSource(ABC):
-    """Weights in one folder, read on demand."""
+    """Weights of a model in one folder, whose elements are read on demand."""
 
     kind: str
-    """Name of the format of the files, for messages and records."""
+    """Name of the format of the weight files, for messages and records."""
     model: Model
     files: tuple[Path, ...]
     """Files that contain weights, without configuration and index files."""
@@ -57,11 +57,11 @@ class WeightSource(ABC):
     ) -> Tensor:
         """Return elements `start` to `stop`, flat fp32, of the part of a parameter on tp rank `rank` of `ranks`.
 
-        `rows` is the length of the first dimension with zero padding; 0 adds no padding.
+        `rows` is the length of the parameter's first dimension with zero padding; 0 adds no padding.
         """
 
     def check(self) -> None:
-        """Raise `ConfigError` if redundant copies of a parameter in the files differ."""
+        """Raise `ConfigError` if redundant copies of a parameter in the weight files differ."""
         return
 
     def values(self, names: Sequence[str], rank: int, ranks: int, vocab: int) -> InitialValues:
@@ -89,7 +89,7 @@ class RowRange(NamedTuple):
 
 
 class Counterpart(NamedTuple):
-    """Tensor of another library, and the rows of this suite's parameters that it contains, in order."""
+    """Tensor of another library, and the rows of this suite's parameters that the tensor contains, in order."""
 
     theirs: str
     shape: tuple[int, ...]
@@ -99,11 +99,11 @@ class Counterpart(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Return the number of elements of a row."""
+        """Return the number of elements in a row of the tensor; 1 for a bias."""
         return 1 if len(self.shape) == 1 else self.shape[0 if self.transposed else 1]
 
     def read_slices(self, source: WeightSource, rows: int = 0) -> Iterator[Tensor]:
-        """Yield the elements of the tensor from `source` in order, as fp32 slices.
+        """Yield the elements of another library's tensor in order, as fp32 slices of the weights in `source`.
 
         `rows` limits the rows of each range, to omit padding; 0 is no limit.
         """
@@ -121,13 +121,14 @@ class Counterpart(NamedTuple):
 
 
 def counterpart(theirs: str, ours: str, *shape: int, transposed: bool = False) -> Counterpart:
-    """Return the counterpart of a tensor that equals the parameter `ours` of this suite's GPT or its transpose."""
+    """Return the description of another library's tensor that equals the parameter `ours`, or its transpose, of this
+    suite's GPT."""
     rows = shape[1] if transposed else shape[0]
     return Counterpart(theirs, shape, (RowRange(ours, 0, rows),), transposed)
 
 
 class StoredRows(WeightSource):
-    """Weights in mapped tensors whose rows are rows of this suite's parameters."""
+    """Weights in memory-mapped tensors of another library, whose rows are rows of this suite's parameters."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class StoredRows(WeightSource):
     ):
         self.kind, self.model, self.files = kind, model, tuple(files)
         self.stored: dict[str, list[tuple[int, Tensor]]] = {}
-        """Pieces of each parameter in order: number of the first row, and a view [rows, width]."""
+        """Pieces of each parameter in order: number of the piece's first row, and its tensor view [rows, width]."""
         for pair in counterparts:
             tensor = found[pair.theirs]
             rows = tensor.t() if pair.transposed else tensor.view(-1, pair.width)
@@ -168,7 +169,8 @@ class StoredRows(WeightSource):
         first, last = start // columns, -(-stop // columns)
         found: list[Tensor] = []
         at = first
-        while at < last:  # in each block of a split parameter, a tp rank has consecutive rows
+        # In each block of a parameter that is split over tp ranks, the rows of a rank are consecutive.
+        while at < last:
             number, row = divmod(at, rank_rows)
             end = min(last, (number + 1) * rank_rows)
             begin = number * block_rows + offset + row
@@ -180,7 +182,7 @@ class StoredRows(WeightSource):
         return full.reshape(-1)[start - first * columns : stop - first * columns].float()
 
     def _rows(self, name: str, first: int, last: int, width: int) -> Iterator[Tensor]:
-        """Yield the rows `first` to `last` (exclusive) of a parameter, with zeros after the last stored row."""
+        """Yield the rows `first` to `last` (exclusive) of a parameter; rows after the last stored row are zeros."""
         for begin, piece in self.stored[name]:
             low, high = max(first, begin), min(last, begin + piece.shape[0])
             if low < high:
@@ -203,7 +205,7 @@ class RunCheckpoint(WeightSource):
         try:
             self.model = Model(**{**self._index.training["model"], "name": name_from_folder(folder.parent)})
         except (KeyError, TypeError):
-            says = "is missing in the index of the checkpoint, or invalid"
+            says = "is missing or invalid in the index of the checkpoint"
             raise ConfigError("model", says=says, file=str(path)) from None
         for name, expected in self.parameter_shapes.items():
             if (shape := self._index.shapes.get(name)) != expected.shape:
@@ -219,7 +221,7 @@ class RunCheckpoint(WeightSource):
         width = full.columns * (rows or shape[0]) // shape[0] // (1 if split is None else ranks)
         found = torch.zeros(stop - start)
         for rectangle, before in rectangles(start, stop, 0 if split is None else rank * width, width):
-            there = rectangle.overlap(full)  # None for padding of the vocabulary, which stays zero
+            there = rectangle.overlap(full)  # None for rows that pad the vocabulary, which remain zero
             if there is not None:
                 self._read(name, "weight", there, found[before : before + there.size])
         return found

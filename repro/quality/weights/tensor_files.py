@@ -39,7 +39,7 @@ PLACEHOLDER_CLASSES = re.compile(
     r"argparse\.Namespace|numpy\.(?:_?core\.)[\w.]*|numpy\.(?:ndarray|dtype|random\.[\w.]*)"
     r"|(?:megatron|fp16|mpu|apex|signal|pathlib)\.[\w.]*|types\.SimpleNamespace"
 )
-"""Pattern of the classes that a `Placeholder` replaces; other classes are rejected, except torch's own."""
+"""Pattern of the class names in a pickle that a `Placeholder` replaces; all others except torch's are rejected."""
 _TORCH_CLASSES = re.compile(r"(?:torch|collections|_codecs)\..*")
 
 
@@ -47,7 +47,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a safetensors file, memory-mapped.
 
     The file contains the length of the header (8 bytes, little-endian), the header (JSON: dtype, shape and offsets by
-    name) and the data. Raises `ConfigError` for any other file.
+    tensor name) and the data. Raises `ConfigError` for any other file.
     """
     try:
         data = np.memmap(path, dtype=np.uint8, mode="c")
@@ -79,7 +79,7 @@ def _mapped_tensor(
 
 
 class Placeholder:
-    """Object with the attributes of an unpickled object whose class is not imported."""
+    """Substitute for an unpickled object whose class is not imported; it has the attributes of that object."""
 
     def __new__(cls, *_: Any, **__: Any) -> Placeholder:
         return object.__new__(cls)
@@ -108,7 +108,7 @@ def read_torch_file(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_zip else None)
     except OSError as error:
         reason = error.strerror or "cannot be read"
-        raise ConfigError(reason, expected="a file of weights", file=str(path)) from None
+        raise ConfigError(reason, expected="a file of model weights", file=str(path)) from None
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, IndexError, KeyError) as error:
         known = (PLACEHOLDER_CLASSES, _TORCH_CLASSES)
         refused = [name for name in names if not any(pattern.fullmatch(name) for pattern in known)]
@@ -120,7 +120,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def _class_names(path: Path, is_zip: bool) -> Iterator[str]:
-    """Yield the classes and functions that the pickles in a file name, as `module.name`, without running them."""
+    """Yield `module.name` of each class and function in the pickles of a file, without running the pickles."""
     if is_zip:
         with zipfile.ZipFile(path) as archive:
             inner = next((n for n in archive.namelist() if n.rpartition("/")[2] == "data.pkl"), None)

@@ -54,7 +54,9 @@ def test_what_is_no_range_of_percentages_is_refused(
     words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["validate", "--results", str(tmp_path), "--covered", *words]) == 2
-    assert "two percentages, the smaller one first" in " ".join(capsys.readouterr().err.split())
+    assert "two percentages between 0 and 100, the smaller one first" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_it_goes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,10 +222,13 @@ def test_gpt2_divides_by_all_words() -> None:
             ["--task", "lambada", "--zero", "2"],
             "--zero = 2: must be 0 or 3, since an evaluation has no gradients",
         ),
-        (["--task", "lambada", "--stride", "4"], "needs task wikitext103; lambada has no windows"),
+        (
+            ["--task", "lambada", "--stride", "4"],
+            "needs task wikitext103; the samples of task lambada are not windows",
+        ),
         (["--task", "lambada", "--tp", "3"], "--tp = 3: must be a divisor of heads"),
         (["--task", "lambada", "--system", "dgx2"], "--system = 'dgx2': must be local or local-gpu"),
-        (["--task", "wikitext103", "--stride", "17"], "at most 16, the model's context"),
+        (["--task", "wikitext103", "--stride", "17"], "at most 16 tokens, the model's context"),
         (["--task", "wikitext103", "--stop-words", "x"], "needs task lambada"),
         (["--task", "lambada", "--tokenizer", "nowhere"], "needs vocab.json and merges.txt"),
     ],
@@ -265,7 +268,7 @@ def test_a_tokenizer_of_another_model_is_told(folder: Path, tmp_path: Path) -> N
     data = tmp_path / "texts.txt"
     data.write_text("a cat on the mat\n")
     options = EvaluationOptions(weights=tmp_path, task="lambada", data=data, tokenizer=str(folder))
-    with pytest.raises(ConfigError, match=r"which has 200 tokens; this one gives id 261"):
+    with pytest.raises(ConfigError, match=r"which has 200 tokens; the selected tokenizer gives id 261"):
         run_evaluation(options, tmp_path)
 
 

@@ -157,7 +157,11 @@ def test_a_rank_gets_its_elements_of_its_part(name: str, tmp_path: Path) -> None
             {"model_type": "opt"},
             "model_type = 'opt': must be one of gpt2, llama, qwen2, gpt_neox, bloom",
         ),
-        ("bloom", {"n_layer": None}, "n_layer: is missing; configurations of BLOOM need it"),
+        (
+            "bloom",
+            {"n_layer": None},
+            "n_layer: is missing; configurations of the model family BLOOM need this key",
+        ),
     ],
 )
 def test_what_our_gpt_is_not_is_told_in_one_line(
@@ -177,6 +181,6 @@ def test_a_layer_that_no_family_has_is_not_written(tmp_path: Path) -> None:
     source = open_weights(tmp_path)
     source.model = type(source.model)(**{**vars(source.model), "positions": "alibi", "rotary_base": 10000.0})
     with pytest.raises(
-        ConfigError, match=r"no supported family of transformers has such layers .*positions = alibi"
+        ConfigError, match=r"no supported model family of transformers has layers with .*positions = alibi"
     ):
         export_huggingface(source, tmp_path / "out")

@@ -215,7 +215,7 @@ def test_a_stand_in_is_never_the_thing(tmp_path: Path) -> None:
         ({"drop": "transformer.h.1.mlp.c_fc.weight"}, r"missing tensor h\.1\.mlp\.c_fc\.weight"),
         ({"add": "transformer.h.9.ln_1.bias"}, r"unknown tensor h\.9\.ln_1\.bias"),
         ({"cut": "transformer.wpe.weight"}, r"wpe\.weight has shape \[11, 24\] and must have \[12, 24\]"),
-        ({"head": "lm_head.weight"}, r"lm_head\.weight: differs from the token embedding"),
+        ({"head": "lm_head.weight"}, r"lm_head\.weight: output matrix differs from the token embedding"),
         (
             {"config": {"activation_function": "relu"}},
             r"activation_function = 'relu': must be one of gelu_new",
@@ -251,7 +251,7 @@ def test_ranks_that_are_not_of_one_model_are_told(model: Any, tmp_path: Path) ->
     save_megatron(tmp_path, ranks, 3.0)
     with pytest.raises(
         ConfigError,
-        match=r"mp_rank_01: layers\.0\.input_layernorm\.bias: differs from its copy in mp_rank_00",
+        match=r"mp_rank_01: layers\.0\.input_layernorm\.bias: is replicated, but differs from its copy in mp_rank_00",
     ):
         open_weights(tmp_path).check()
     tokens = ranks[1, 0]["model"]["language_model"]["embedding"]["word_embeddings"]
