@@ -179,7 +179,7 @@ class JudgedStore:
         return [record for record in found if evidence in ("", record.evidence)]
 
     def comparisons(self, pattern: str = "*") -> pd.DataFrame:
-        """Return a data frame with the speed ratio and its 95 % interval of each pair of alternately run experiments."""
+        """Return a data frame of the speed ratio and 95 % interval of each pair of alternately run experiments."""
         found = (record for record in self._matching(pattern) if isinstance(record, ComparisonRecord))
         return _frame([comparison_row(record) for record in found])
 
