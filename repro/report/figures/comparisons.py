@@ -41,7 +41,7 @@ class _EngineBar(NamedTuple):
 
 
 def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
-    """Draw bars by strategy and training engine: step time relative to the native engine, model states, and sent bytes."""
+    """Draw bars by strategy and training engine: step time over the native engine's, model states, and sent bytes."""
     shown = {r.key: r for r in style.successful_records(records, "speed-") if r.suite == "engines"}
     turns = [c for c in comparisons if c.baseline.key in shown and c.subject.key in shown]
     if not turns:

@@ -30,7 +30,7 @@ MapCells = dict[tuple[int, int], Record]
 
 
 def draw_maps(records: list[Record]) -> Drawing:
-    """Draw which layouts of Yuan 1.0 fit into GPU memory: a panel per system, with a cell per tensor and pipeline degree."""
+    """Draw which layouts of Yuan 1.0 fit into GPU memory: a panel per system, a cell per tensor and pipeline degree."""
     maps = [r for r in records if r.evidence == SIMULATED and r.label.startswith("yuan/map-")]
     shown = [r for r in maps if r.conclusive and r.metrics.get("memory.limit_bytes")]
     if not shown:
@@ -124,7 +124,7 @@ MAX_HEIGHT_IN_MEMORIES = 2.2
 
 
 def draw_degrees(view: View, simulated: list[Record]) -> Drawing:
-    """Draw required bytes per GPU (left) and samples that a node processes at once (right), by model-parallel degree."""
+    """Draw required bytes per GPU (left) and samples per node at once (right), by model-parallel degree."""
     simulations = {r.label: r for r in simulated if r.conclusive and r.metrics.get("memory.limit_bytes")}
     found = {
         (prefix, degree): simulations[label]
@@ -179,7 +179,7 @@ def _draw_memory(axes: Axes, found: DegreeRecords, memory: float) -> None:
 
 
 def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
-    """Draw a node's samples (replicas times micro-batch) for the model-parallel degrees that fit into GPU memory."""
+    """Draw the samples that a node processes at once, replicas times micro-batch, for the layouts that fit."""
     for (prefix, degree), record in found.items():
         if record.outcome != "ok":
             continue
