@@ -177,7 +177,7 @@ STEP_COLOURS = dict(zip(("forward", "backward"), ACTION_COLOURS.values(), strict
 STEP_COLOURS |= {"update": PURPLE, "waiting": GRID}
 STEP_COLOURS |= {f"{group} messages": colour for group, colour in GROUP_COLOURS.items()}
 COMPUTE_BOTTOM = 0.08
-"""Lower edge of drawn computation below the centre of a stage's row, in row heights; communication is drawn below it."""
+"""Lower edge of drawn computation below the centre of a stage's row, in row heights; communication is below it."""
 
 
 def draw_step(axes: Axes, step: Timeline, points: tuple[float, float]) -> None:
@@ -233,7 +233,7 @@ def draw_step(axes: Axes, step: Timeline, points: tuple[float, float]) -> None:
 def draw_cells(
     axes: Axes, fill: str, cells: Sequence[tuple[float, float, float, float]], lw: float = 0
 ) -> None:
-    """Draw rectangles (left, low, right, high) as one path, which limits the file size; `lw`: line width of the edges."""
+    """Draw rectangles (left, low, right, high) as one path, which limits the file size; `lw`: line width of edges."""
     import numpy as np
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
@@ -248,7 +248,7 @@ def draw_cells(
 
 
 def _draw_merged(axes: Axes, rows: TimedRows, total: float, columns: int) -> None:
-    """Draw each stage's row as `columns` equal intervals, coloured by their shares of forward, backward and idle time."""
+    """Draw each stage's row as `columns` equal intervals, coloured by the shares of forward, backward and idle time."""
     import numpy as np
     from matplotlib.colors import to_rgb
 

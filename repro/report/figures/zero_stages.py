@@ -96,7 +96,7 @@ PUBLISHED_STATES = Drawing(
 
 
 def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
-    """Draw model states by ZeRO stage: simulated bytes (bars), published bytes (outlines) and the formula (diamonds)."""
+    """Draw model states by ZeRO stage: simulated bytes (bars), published bytes (outlines) and formula (diamonds)."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -157,7 +157,7 @@ DEGREE_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)
 
 
 def draw_volume(records: list[Record]) -> Drawing:
-    """Draw the sent bytes of each ZeRO stage over those of plain data parallelism (bars), and published ratios (lines)."""
+    """Draw the sent bytes of ZeRO stages over those of plain data parallelism (bars), and published ratios (lines)."""
     prefixes = ("states-", "comm-z1-allreduce")
     ended = [record for prefix in prefixes for record in style.successful_records(records, prefix)]
     divided = [r for r in ended if r.experiment.layout.dp > 1]
