@@ -204,7 +204,7 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
 
 
 def _save_figure(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
-    """Write a figure as SVG and PNG, or remove its old files if it has no picture; return its data for the templates."""
+    """Write a figure as SVG and PNG, or remove its old files if it has no picture; return its data for templates."""
     from repro.report.figures import style
 
     writers = {"svg": lambda: style.to_svg(drawing).encode(), "png": lambda: style.to_png(drawing)}
