@@ -24,7 +24,7 @@ SCHEDULE_OPTIONS = {
 
 @dataclass(frozen=True)
 class TimedSchedule:
-    """A pipeline schedule with start and stop times; `forward` and `backward`: a stage's relative times per micro-batch."""
+    """Pipeline schedule with start and stop times; `forward` and `backward`: relative times per micro-batch."""
 
     name: str
     stages: int
@@ -158,7 +158,7 @@ def _in_flight(plan: TimedSchedule) -> str:
 
 
 def _activations(plan: TimedSchedule) -> str:
-    """Return the maximum activations that a stage stores, in micro-batches of all layers, as text; also those of GPipe."""
+    """Return text on the maximum activations that a stage stores, in micro-batches of all layers, and on GPipe's."""
     most = max(plan.in_flight)
     parts = plan.stages * plan.chunks
     in_flight = Fraction(most, parts)
