@@ -60,7 +60,7 @@ class Change:
 
 
 def read_side(text: str, results: Path) -> list[Record]:
-    """Return the records to compare: those in the folder `text`, or those in `results` from the git commit `text`."""
+    """Return the records to compare: those in the folder `text`, or those in `results` that git commit `text` wrote."""
     folder = Path(text)
     if folder.is_dir():
         records = read_records(folder)

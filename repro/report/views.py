@@ -95,7 +95,7 @@ def _cell(result: ClaimResult, name: str) -> dict[str, str]:
 
 
 def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
-    """Return one published value with all its evidence, strongest first, as text for the page."""
+    """Return one published value with all its evidence, strongest first, as text for the HTML page of its claim."""
     row = result.row
     published = f"{row.bound} {row.published}".strip()
     if row.printed is not None:
@@ -292,7 +292,7 @@ def _simulated_facts(record: ExperimentRecord, basis: str) -> dict[str, str]:
 
 
 def _peak_place(role: SimulatedRole | None) -> str:
-    """Return phase and pipeline stage of the memory peak, such as `backward, first stage`."""
+    """Return phase and pipeline stage of a simulated memory peak, such as `backward, first stage`."""
     if role is None:
         return ""
     stage = "" if role.name == "all" else f", {role.name} stage"

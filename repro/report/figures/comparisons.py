@@ -131,7 +131,7 @@ class _TwinComparison(NamedTuple):
 
     suite: str
     twin: TwinOf
-    """Original experiment and scale of the subject's twin."""
+    """Original experiment, scale and predicted ratios of the subject's small twin."""
     record: ComparisonRecord
 
     @property

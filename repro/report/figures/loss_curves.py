@@ -205,7 +205,7 @@ def _draw_precisions(axes: Axes, reference: Record, short: list[Record], seeds: 
 
 
 def _finish_axes(axes: Axes) -> None:
-    """Add a legend below the axes that has one entry per kind of curve, and label the axis of steps."""
+    """Add a legend below the axes that has one entry per kind of curve, and label the axis of training steps."""
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if handles:
         shown, below = [*handles.values()], (-0.02, -0.17)

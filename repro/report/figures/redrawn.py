@@ -163,12 +163,12 @@ class Panel:
 
     @property
     def compared(self) -> bool:
-        """Whether the source prints a number for any value of the panel."""
+        """Whether the published report prints a number for any value in the panel of the redrawn figure."""
         return any(value.published for value in self.values)
 
     @property
     def values(self) -> list[Value]:
-        """Values of all data series of the panel."""
+        """Values of all data series in one panel of the figure."""
         return [value for _, values in self.series for value in values]
 
 

@@ -39,7 +39,7 @@ FAMILY_STYLES = {
     published.CLUSTER: (style.SKY, "X"),
     published.OTHER: (style.GREY, "v"),
 }
-"""Colour and marker of each family of published runs."""
+"""Colour and marker of each family of published runs, such as Megatron-LM on V100."""
 MAX_NAMED_POINTS = 4
 """Maximum number of labelled points per panel, those with the largest errors of predicted over published values."""
 MAX_LINE_CHARACTERS = 40

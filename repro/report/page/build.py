@@ -156,7 +156,7 @@ class Report:
     """Remarks about the store, such as unreadable lines and records of another protocol version."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report's paths and counts as JSON data."""
+        """Return the paths of the report's files, and the counts of its claims and records, as JSON data."""
         paths = {name: [str(path) for path in getattr(self, name)] for name in ("figures", "notebooks")}
         return {**vars(self), "page": str(self.page), **paths}
 
@@ -231,11 +231,14 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
     if len(found.torn) > MAX_PRINTED_REMARKS:
         remarks.append(f"{len(found.torn) - MAX_PRINTED_REMARKS} more lines of the store are not records")
     if not found.records:
-        shown = "the site shows the ledger, analytic evidence and reference records only"
-        remarks.append(f"no records in {found.results}: {shown}")
+        remarks.append(
+            f"no records in {found.results}: the report shows the ledger, analytic evidence and reference records only"
+        )
     if chosen.foreign:
-        foreign = f"{chosen.foreign} records of another version of the measurement protocol"
-        remarks.append(f"{foreign} are omitted, because they are not comparable")
+        remarks.append(
+            f"{chosen.foreign} records of another version of the measurement protocol are omitted, because they are "
+            "not comparable"
+        )
     failed = [record for record in [*chosen.measured, *chosen.simulated] if not record.conclusive]
     if failed:
         names = ", ".join(f"{record.label} ({record.outcome})" for record in failed[:6])
@@ -243,8 +246,10 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
         remarks.append(f"experiments without a conclusive result: {names}{more}; `repro run` runs them again")
     findings = (finding for result in found.judged for finding in result.findings)
     if labels := dict.fromkeys(one.measured_on for one in findings if one.is_reference and one.decided):
-        values = f"values measured on {'; '.join(labels)} come from reference records of this package"
-        remarks.append(f"{values}, because this store has no such measurements")
+        remarks.append(
+            f"values measured on {'; '.join(labels)} come from reference records of this package, because this store "
+            "has no such measurements"
+        )
     return remarks
 
 

@@ -53,7 +53,7 @@ ALL_CLAIMS_COLUMNS = 25, 25, 14
 MAX_ANSWERS, ANSWER_COLUMNS = 15, (16, 21, 18)
 """Maximum number of claims, and widths of three columns in characters, in the table of `repro claims --system`."""
 MAX_SHOWN_UNKNOWNS = 3
-"""Maximum number of printed unknown inputs for each predicted value."""
+"""Maximum number of unknown inputs that are printed for each predicted value of a claim."""
 VERDICT_STYLES = {
     verdicts.REPRODUCED: "green",
     **dict.fromkeys((verdicts.POSSIBLE, verdicts.DEPENDS), "blue"),
@@ -138,7 +138,7 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
 def print_claim(result: ClaimResult, console: Console, first: Collection[str] = ()) -> None:
     """Print one claim on one screen: verdict, cause, the values that decide it, and the commands that repeat them.
 
-    `first`: labels of the rows to print first, which a headline claim names.
+    `first`: labels of the values to print first, which a headline claim names.
     """
     claim = result.claim
     console.print(Text.assemble((claim.id, "bold cyan"), f": {claim.title}."))

@@ -107,7 +107,7 @@ def _compared_values(document: dict[str, Any], has_times: bool) -> dict[str, flo
 
 
 def _describe_differences(a: Simulation, b: Simulation, documents: list[dict[str, Any]]) -> list[str]:
-    """Return the speed ratio of two simulated steps and its main cause as sentences, or the cause of a missing ratio."""
+    """Return the speed ratio of two simulated steps with its main cause as sentences, or why the ratio is missing."""
     for name, simulation, document in zip("AB", (a, b), documents, strict=True):
         if not simulation.fits:
             return [f"{name} does not fit: {units.readable(simulation.reason)}."]

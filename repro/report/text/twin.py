@@ -50,11 +50,13 @@ def print_twin(
         require(getattr(choice, key) >= 1, f"--{key}", getattr(choice, key), "1 or more")
     require(choice.steps >= 2, "--steps", choice.steps, "2 or more, because the first step is not timed")
     for key in ("width", "tp"):
-        require(getattr(choice, key) >= 0, f"--{key}", getattr(choice, key), "0 (chosen) or more")
+        require(
+            getattr(choice, key) >= 0, f"--{key}", getattr(choice, key), "0 (chosen by the program) or more"
+        )
     rates = [_parse_rates("--within", within), _parse_rates("--between", between)]
     compared, claims = _originals(names)
     if machine is None:
-        right = f"a file of this machine: {CALIBRATE_COMMAND.format(ranks=choice.ranks)}"
+        right = f"a system file of this machine, written by: {CALIBRATE_COMMAND.format(ranks=choice.ranks)}"
         raise ConfigError("--machine", expected=right)
     system = load_system(machine)
     found = []
