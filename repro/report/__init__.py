@@ -1,4 +1,4 @@
-"""Output of records and judged claims: the site of `repro report`, figures, exports, and the text of commands.
+"""Output of experiment records and judged claims: the HTML report, figures, exports, and the text of commands.
 
-`evidence` reads a store of records and judges the claims with it, for all other modules.
+`evidence` reads a folder of records and judges the published claims with them, for all other modules.
 """

@@ -1,7 +1,7 @@
-"""`repro compare A B`: changes of the same experiments between two stores or two commits, judged as better or worse.
+"""`repro compare A B`: compare the results of the same experiments in two results folders or from two git commits.
 
-Step times differ more between launches than within a launch, so the interval of a speed ratio comes from pairs of
-launches. Each launch counts by its shortest step, because other programs can only lengthen a step.
+Step times differ more between launches of an experiment than within one, so the interval of a speed ratio comes from
+pairs of launches. Each launch counts by its shortest step, because other programs can only lengthen a step.
 """
 
 from __future__ import annotations
@@ -32,33 +32,35 @@ from repro.util.console import new_table, print_json, print_page
 
 WORSE, SAME, BETTER, UNDECIDED = "worse", "same", "better", "not decided"
 MIN_LAUNCHES = 6
-"""Minimum number of launches of each side for a decision about speed. The widest possible interval of a median of n
-ratios, from the smallest to the largest, has an error probability of 2^(1-n), which is 3 % for n = 6."""
+"""Minimum number of launches of an experiment on each compared side; with fewer, its speed change is not decided. The
+widest possible interval of a median of n ratios, from the smallest to the largest, has an error probability of
+2^(1-n), which is 3 % for n = 6."""
 MAX_LAUNCHES = 30
-"""Default maximum number of launches of each commit."""
+"""Default maximum number of times that `repro compare --suite` runs the suite in each commit."""
 MAX_CHANGES = 8
-"""Maximum number of printed changes without `--details`; a change may have two lines."""
+"""Maximum number of changed results that `repro compare` prints without `--details`; each has at most two lines."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Difference of one experiment or claim between side A (`before`) and side B (`after`)."""
+    """Difference in one result of an experiment, or in the verdict of a claim, between A (`before`) and B (`after`)."""
 
     kind: str
-    """Changed quantity: `speed` in samples/s, `memory` in peak bytes, `outcome` or `verdict`."""
+    """Compared quantity: `speed` in samples/s, `memory` in peak bytes, `outcome` or `verdict`."""
     name: str
     before: str
     after: str
     judged: str
-    """`worse`, `same`, `better`, or `not decided` with few launches or a wide interval."""
+    """Judgement of the change: `worse`, `same`, `better`, or `not decided` with few launches or a wide interval."""
     ratio: float | None = None
-    """Speed or memory of side B over that of side A, with the ends of its 95 % interval in `low` and `high`."""
+    """Ratio of speed or peak memory, B over A; None for outcomes and verdicts. `low` and `high` are the ends of the
+    95 % interval of a speed ratio."""
     low: float | None = None
     high: float | None = None
 
 
 def read_side(text: str, results: Path) -> list[Record]:
-    """Return the records in the folder `text`, or the records in `results` that the commit `text` wrote."""
+    """Return the records to compare: those in the folder `text`, or those in `results` that git commit `text` wrote."""
     folder = Path(text)
     if folder.is_dir():
         records = read_records(folder)
@@ -66,7 +68,8 @@ def read_side(text: str, results: Path) -> list[Record]:
         return records
     require(results.is_dir(), "--results", str(results), says="no such folder")
     records = read_records(results)
-    with suppress(ConfigError):  # A hash needs no checkout of this program; HEAD~1 or a branch does.
+    # Names such as HEAD~1 or a branch need a git checkout; a commit hash is compared with the records directly.
+    with suppress(ConfigError):
         text = _git("rev-parse", "--verify", f"{text}^{{commit}}")
     found = [record for record in records if _commit(record).startswith(text)] if len(text) >= 4 else []
     if not found:
@@ -79,13 +82,13 @@ def read_side(text: str, results: Path) -> list[Record]:
 def compare_results(
     before: list[Record], after: list[Record], *, tolerance: float, own: Sequence[Path] = ()
 ) -> list[Change]:
-    """Return the changes of all experiments that both sides measured, then the changed verdicts of claims."""
+    """Return the differences of all experiments with records on both sides, then the claims whose verdicts differ."""
     changes = _compare_experiments(before, after, tolerance)
     return changes + _verdicts(before, after, own) if changes else []
 
 
 def _compare_experiments(before: list[Record], after: list[Record], tolerance: float) -> list[Change]:
-    # An interrupted run has an outcome that says nothing about the compared code.
+    # The outcome of an interrupted run does not depend on the compared code.
     old, new = (by_key(records, without=("interrupted",)) for records in (before, after))
     launches = [launches_by_key(records) for records in (before, after)]
     changes = []
@@ -122,7 +125,10 @@ def _experiment(
 
 
 def judge_speed(ratio: RatioInterval, tolerance: float) -> str:
-    """Return whether a speed ratio is better or worse; `same` only if its interval lies within 1 +- `tolerance`."""
+    """Return `better` or `worse` if the interval of a speed ratio lies outside of 1 +- `tolerance`, `same` if inside.
+
+    Return `not decided` if the interval contains an end of this range, or is missing.
+    """
     if ratio.low is None or ratio.high is None:
         return UNDECIDED
     if ratio.high < 1 - tolerance:
@@ -133,10 +139,10 @@ def judge_speed(ratio: RatioInterval, tolerance: float) -> str:
 
 
 def speed_ratio(old: Sequence[ExperimentRecord], new: Sequence[ExperimentRecord]) -> RatioInterval | None:
-    """Return the median ratio new/old of speeds, each from the shortest step of a launch, with its 95 % interval.
+    """Return the median speed ratio new/old over pairs of launches of an experiment, with its 95 % interval.
 
-    Launch i of one side forms a pair with launch i of the other side. The interval is None with fewer than
-    `MIN_LAUNCHES` pairs, and the result is None if a side has no step times.
+    The speed of a launch is that of its shortest step. Launch i of `old` forms a pair with launch i of `new`. The
+    interval is None with fewer than `MIN_LAUNCHES` pairs, and the result is None if a side has no step times.
     """
     pairs = list(zip(map(shortest_step, new), map(shortest_step, old), strict=False))
     if not pairs or not all(map(all, pairs)):
@@ -146,23 +152,23 @@ def speed_ratio(old: Sequence[ExperimentRecord], new: Sequence[ExperimentRecord]
 
 
 def shortest_step(record: ExperimentRecord) -> float:
-    """Return the shortest step time of a launch in seconds; 0 without step times."""
+    """Return the shortest step time in the record of a launch, in seconds; 0 if the record has no step times."""
     return min((seconds for turn in record.series.step_seconds or () for seconds in turn), default=0.0)
 
 
 def run_commits(
     commits: Sequence[str], suite: Path, launches: int, results: Path, tolerance: float
 ) -> list[str]:
-    """Run a suite alternately in two commits of this checkout, and return the two new stores in `results`/compare.
+    """Run a suite alternately with the code of two git commits, and return their new folders in `results`/compare.
 
     Each commit gets a temporary git worktree. The order of the commits changes with each launch (A B, B A, ...). The
-    runs end when all speeds are decided, or after `launches` runs of each commit. Raises `ConfigError` for an unknown
+    runs end when all changes are decided, or after `launches` runs of each commit. Raises `ConfigError` for an unknown
     commit, or for a suite that a commit rejects.
     """
     load_suite(suite)
     ids = [_git("rev-parse", "--short=9", "--verify", f"{commit}^{{commit}}") for commit in commits]
     place = results.resolve() / "compare" / f"{'-'.join(ids)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # After SIGTERM the `finally` clause must still remove the worktrees.
+    # Exit by an exception on SIGTERM, so that the `finally` clause removes the temporary git worktrees.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="repro-compare-"))
     sides = list(zip(ids, [folder / "a", folder / "b"], [place / "a", place / "b"], strict=True))
@@ -186,13 +192,13 @@ def run_commits(
 
 
 def _run_suite(commit: str, tree: Path, suite: Path, store: Path) -> None:
-    """Run the suite once with the program of a worktree. Raises `ConfigError` if the program rejects the suite."""
+    """Run a suite once with the code in the git worktree `tree`. Raises `ConfigError` if the code rejects the suite."""
     # Older commits do not support `python -m repro`.
     program = "import sys; from repro.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "run", str(suite), "--rerun", "--results", str(store)]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1):  # Exit code 1 means that an experiment failed.
+    if done.returncode not in (0, 1):  # `repro run` exits with 1 if an experiment failed, which is a result.
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise ConfigError("compare", commit, says=f"`repro run {suite}` of this commit failed: {lines[-1]}")
 
@@ -218,7 +224,10 @@ def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) ->
 
 
 def _judge_verdicts(old: str, new: str) -> str:
-    """Return `better`, `worse` or `same` for two verdicts of a claim; `same` if one verdict has no rank."""
+    """Return whether the verdict `new` of a claim is `better` or `worse` than `old`, or the `same`.
+
+    The result is also `same` if one of the verdicts has no rank, such as `not run`.
+    """
     from repro.claims.verdicts import BAD, GOOD, POSSIBLE
 
     rank = {**dict.fromkeys(BAD, 0), POSSIBLE: 1, **dict.fromkeys(GOOD, 2)}
@@ -242,10 +251,11 @@ def print_comparison(
     suite: Path | None = None,
     launches: int = MAX_LAUNCHES,
 ) -> int:
-    """Print the changes from side `first` to side `second`; return 1 if one is worse, else 0. Raises `ConfigError`.
+    """Print how results change from `first` to `second` (folders or commits); return 1 if any is worse, else 0.
 
-    `own`: additional ledger files.
+    `own`: additional ledger files of published claims.
     `suite`: run this suite at most `launches` times in the commits `first` and `second` before the comparison.
+    Raises `ConfigError` for invalid input, or if no experiment has records on both sides.
     """
     require(0 <= tolerance < 1, "--tolerance", tolerance, "a fraction below 1, such as 0.05 for 5 %")
     require(launches >= 1, "--launches", launches, "1 or more")
@@ -263,7 +273,10 @@ def print_comparison(
 
 
 def _print_changes(changes: Sequence[Change], most: int | None) -> None:
-    """Print the totals, then at most `most` changes, worse ones first; None: all, also equal speeds."""
+    """Print the number of changes by judgement, then at most `most` changes, worse ones first.
+
+    If `most` is None, print all changes, including equal speeds.
+    """
     order = (WORSE, SAME, BETTER, UNDECIDED)
     counts = ", ".join(f"{sum(c.judged == judged for c in changes)} {judged}" for judged in order)
     wrap = ("before", "after")

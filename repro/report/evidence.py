@@ -1,4 +1,4 @@
-"""A store of records and the judged claims as data frames, for the page, the exports and the notebooks.
+"""Experiment records and the verdicts of published claims as pandas data frames, for report, exports and notebooks.
 
 from repro.report import evidence
 
@@ -42,36 +42,39 @@ if TYPE_CHECKING:
 
 
 STORE_VARIABLE = "REPRO_RESULTS"
-"""Name of the environment variable with the folder of the store that `read_store` reads by default."""
+"""Name of the environment variable that sets the default results folder of `read_store`."""
 
 
 @dataclass(frozen=True)
 class JudgedStore:
-    """Records of a store, and claims with their verdicts; `pattern` is a glob of claim ids, or of `suite/name`."""
+    """Experiment records of a results folder, and the published claims with their verdicts.
+
+    The argument `pattern` of a method is a glob of claim ids, or of experiments (`suite/name`).
+    """
 
     results: Path
     records: list[Record]
-    """All readable records of any protocol version, oldest first."""
+    """All readable records of the folder, of any version of the measurement protocol, oldest first."""
     torn: list[str]
-    """Remark with file, line and reason, for each line of the store that is not a valid record."""
+    """Remark with file, line and reason, for each line of the record files that is not a valid record."""
     ledger: Ledger
     references: Sequence[ReferenceFile] = ()
-    """Measurements of other machines that are part of this package, used if the store has no such measurement."""
+    """Measurements on other machines that this package contains, for claims that `records` has no measurement for."""
 
     @cached_property
     def judged(self) -> list[ClaimResult]:
-        """Return the result of every claim, in the ledger's order."""
+        """Return the verdict and the evidence of every published claim, in the order of the ledger files."""
         return judge(self.ledger, self.records, self.references)
 
     def documents(self, pattern: str = "*") -> list[dict[str, Any]]:
-        """Return the claims as `repro claims --json` prints them."""
+        """Return the judged claims that match `pattern` as JSON data, in the format of `repro claims --json`."""
         return [as_dict(result, self.ledger) for result in self._judged(pattern)]
 
     def _judged(self, pattern: str) -> list[ClaimResult]:
         return [result for result in self.judged if fnmatchcase(result.claim.id, pattern)]
 
     def headlines(self, pattern: str = "*") -> pd.DataFrame:
-        """Return one row per headline claim: published value, value of each kind of evidence, and verdict."""
+        """Return a data frame of headline claims: published value, value of each kind of evidence, and verdict."""
         rows = [
             {"claim": line.name, "published": line.published, **line.values, "verdict": line.verdict}
             for line in headline_lines(self.ledger, self.judged)
@@ -80,7 +83,10 @@ class JudgedStore:
         return _frame(rows)
 
     def claims(self, pattern: str = "*", about: str = "") -> pd.DataFrame:
-        """Return one row per claim: published value, number of values that each kind reproduces, and verdict."""
+        """Return a data frame with one row per claim: published value, counts of reproduced values, and verdict.
+
+        A count states how many values of the claim a kind of evidence, such as `simulated`, reproduces.
+        """
         rows = [
             {
                 "claim": result.claim.id,
@@ -100,7 +106,7 @@ class JudgedStore:
         return _frame(rows)
 
     def summary(self) -> pd.DataFrame:
-        """Return one row per subject such as ZeRO, and one for all: counts of verdicts and of reproduced values.
+        """Return a data frame with counts of verdicts and of reproduced values, by subject (such as ZeRO) and in total.
 
         The column `quantities` counts independent quantities (`repro.claims.independence`).
         """
@@ -110,11 +116,11 @@ class JudgedStore:
         return _frame([_counts(about, results) for about, results in [*groups.items(), ("all", self.judged)]])
 
     def values(self, pattern: str = "*") -> pd.DataFrame:
-        """Return one row per published value, with the strongest result of each kind of evidence and its interval."""
+        """Return a data frame of published values, with the strongest result and interval of each kind of evidence."""
         return _frame([_value(claim, row) for claim in self.documents(pattern) for row in claim["rows"]])
 
     def table(self, pattern: str = "*") -> pd.DataFrame:
-        """Return one row per published value with text as on the page; a dash stands for missing evidence."""
+        """Return a data frame of text with one row per published value, as in the HTML report; a dash: no evidence."""
         from repro.report.views import VERDICT_SIGNS, row_view
 
         rows = []
@@ -122,14 +128,18 @@ class JudgedStore:
             for row in result.rows:
                 view = row_view(row, result.claim)
                 seen = dict.fromkeys(KINDS, NO_VALUE)
-                for finding in reversed(view["findings"]):  # The strongest finding of a kind is first.
+                # Findings are sorted by strength, so the strongest of each kind is assigned last.
+                for finding in reversed(view["findings"]):
                     seen[finding["kind"]] = f"{finding['value']} {VERDICT_SIGNS[finding['verdict']]}"
                 shown = {"claim": result.claim.id, "value": view["label"], "published": view["published"]}
                 rows.append({**shown, **seen, "verdict": view["verdict"]})
         return _frame(rows)
 
     def tidy(self, pattern: str = "*") -> pd.DataFrame:
-        """Return one row per number of a published value, for plots; `kind`: `published` or the kind of evidence."""
+        """Return a data frame for plots with one row per number: published values and the values of their evidence.
+
+        The column `kind` is `published` or the kind of evidence, such as `simulated`.
+        """
         rows = []
         for claim in self.documents(pattern):
             for row in claim["rows"]:
@@ -145,7 +155,7 @@ class JudgedStore:
         return _frame(rows)
 
     def to_run(self, pattern: str = "*") -> list[str]:
-        """Return the commands that create the records that these claims need and the store does not contain."""
+        """Return the commands that run the missing experiments of the claims that match `pattern`."""
         from repro.claims.run_commands import SuiteCatalogue, experiments_of
 
         known = {(record.evidence, record.label) for record in self.latest() if record.conclusive}
@@ -158,44 +168,47 @@ class JudgedStore:
         return [command.text for command in SuiteCatalogue().commands(lacking)]
 
     def experiments(self, pattern: str = "*", evidence: str = "") -> pd.DataFrame:
-        """Return one row per experiment record of any protocol version: conditions, outcome, and every metric."""
+        """Return a data frame with one row per experiment record: conditions, outcome, and every metric."""
         found = (record for record in self._matching(pattern) if isinstance(record, ExperimentRecord))
         return _frame([experiment_row(record) for record in found if evidence in ("", record.evidence)])
 
     def latest(self, pattern: str = "*", evidence: str = "") -> list[ExperimentRecord]:
-        """Return the records that decide verdicts: the newest conclusive record of each experiment, else its newest."""
+        """Return one record per experiment, by which claims are judged: the newest conclusive one, else the newest."""
         chosen = select(self.records)
         found = [r for r in [*chosen.measured, *chosen.simulated] if fnmatchcase(r.label, pattern)]
         return [record for record in found if evidence in ("", record.evidence)]
 
     def comparisons(self, pattern: str = "*") -> pd.DataFrame:
-        """Return one row per comparison of two interleaved experiments: the speed ratio with its 95 % interval."""
+        """Return a data frame of the speed ratio and 95 % interval of each pair of alternately run experiments."""
         found = (record for record in self._matching(pattern) if isinstance(record, ComparisonRecord))
         return _frame([comparison_row(record) for record in found])
 
     def provenance(self) -> pd.DataFrame:
-        """Return one row per record of any kind: id, time, machine, versions and commit."""
+        """Return a data frame with one row per record of any kind: id, time, machine, package versions and commit."""
         return _frame([_origin(record) for record in self.records])
 
     @cached_property
     def shopping_list(self) -> RankedInputs:
-        """Return the unknown inputs of systems that affect predictions; the input that decides most rows is first."""
+        """Return the unknown properties of systems that make predictions uncertain, the most decisive ones first."""
         return rank_inputs(self.judged, self.records)
 
     @cached_property
     def implied(self) -> list[ImpliedInput]:
-        """Return the values of each unknown input that the published values imply."""
+        """Return the values that published results imply for each unknown property of the systems."""
         return find_implied_inputs(self.judged, self.records)
 
     @cached_property
     def asked_again(self) -> dict[str, list[Answer]]:
-        """Return the predictions of the claims for each other system in the store (`repro.claims.other_system`)."""
+        """Return predictions of the claims for systems other than the published ones, by name of the system."""
         simulated = simulated_systems(self.records)
         questions = load_questions(self.ledger).asked if simulated else ()
         return {name: answer_questions(questions, self.records, load_system(name)) for name in simulated}
 
     def unknowns(self) -> pd.DataFrame:
-        """Return one row per unknown input: range, counts of affected and decided rows, and how to measure it."""
+        """Return a data frame with one row per unknown property of a system.
+
+        The columns are the range, the counts of affected and of decided predictions, and how to measure the property.
+        """
         counted = ("rows", "settles", "possible")
         inputs = [one.as_dict() for one in self.shopping_list.inputs]
         counts = [{key: len(one[key]) for key in counted} for one in inputs]
@@ -206,14 +219,20 @@ class JudgedStore:
 
 
 def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
-    """Return the records at `results` (default: `default_store()`) and the ledger; `own`: additional ledger files."""
+    """Return the records in the folder `results` (default: `default_store()`) together with the ledger of claims.
+
+    `own`: additional ledger files of published claims.
+    """
     store = Store(Path(results) if results is not None else default_store())
     records, torn = store.readable()
     return JudgedStore(store.root, records, torn, load_ledger(own=tuple(own)), load_reference())
 
 
 def default_store() -> Path:
-    """Return `$REPRO_RESULTS`, else the folder `results` with records here or in the nearest parent, else `results`."""
+    """Return the default results folder: `$REPRO_RESULTS` if set, else the nearest folder `results` with records.
+
+    The search covers the working directory and its parents. Without any such folder, return `results`.
+    """
     named = os.environ.get(STORE_VARIABLE, "")
     if named:
         return Path(named)
@@ -234,7 +253,7 @@ def _counts(about: str, results: list[ClaimResult]) -> dict[str, Any]:
 
 def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for finding in row["evidence"]:  # The strongest finding of a kind comes first.
+    for finding in row["evidence"]:  # Evidence is sorted by strength: retain the strongest of each kind.
         found.setdefault(finding["kind"], finding)
     parts = {"value": "", **{key: f"_{key}" for key in ("low", "high", "tolerance", "origin", "verdict")}}
     evidence = {f"{k}{suffix}": found.get(k, {}).get(key) for k in KINDS for key, suffix in parts.items()}
@@ -265,7 +284,7 @@ def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | str]:
-    """Simulate one step of `model` on `system`; return its metrics and its `outcome` (`ok` or `oom`) by name.
+    """Simulate one training step of `model` on `system`; return its metrics and `outcome` (`ok` or `oom`) by name.
 
     `layout`: fields of `repro.Layout`, such as `dp=64, zero=2, micro_batch=8, precision="fp16"`. Raises `ConfigError`
     if the layout cannot be simulated.

@@ -1,7 +1,7 @@
-"""`repro export` and `repro artifact`: tables for programs, papers and pull requests, and the artifact appendix.
+"""`repro export` writes tables of results for programs and papers, and `repro artifact` the artifact appendix.
 
-The appendix lists the command, expected value, tolerance and GPU-hours of every claim. It depends on the ledger and the
-suites, not on records, so that a checkout always gives the same text.
+The appendix lists the command, expected value, tolerance and GPU-hours of every claim. It depends on the ledger of
+claims and on the suites, not on records, so that a checkout always gives the same text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FORMATS = ("csv", "parquet", "markdown", "latex")
 TABLES = ("headlines", "summary", "claims", "values", "experiments", "comparisons", "records", "unknowns")
 REFERENCE = "reference"
-"""Name of the table of measurements that other stores can use as reference records, a file of JSON lines."""
+"""Name of the exported table of measurements that other results folders can use as references, in JSON lines."""
 CLAIM_TABLES = ("headlines", "claims", "values")
 """Names of the exported tables to which `--claims` applies, since each row belongs to a claim."""
 PAGE_COLUMNS = {
@@ -49,14 +49,14 @@ PAGE_COLUMNS = {
     "records": ("id", "suite", "name", "evidence", "outcome", "written"),
     "unknowns": ("unknown", "low", "high", "rows", "settles", "possible"),
 }
-"""Default columns of each table in Markdown and LaTeX, at most six, which fit a page of a paper."""
+"""Default columns of each table that is exported as Markdown or LaTeX, at most six, which fit a page of a paper."""
 COLUMN_UNITS = {
     "_bytes": ("GB", 1e9),
     "_seconds.median": ("s", 1.0),
     "mfu": ("%", 0.01),
     "mfu_causal": ("%", 0.01),
 }
-"""Unit of a column in Markdown and LaTeX tables, and its size in base units, by the ending of the column's name."""
+"""Printed unit of a column in Markdown and LaTeX tables, and its size in base units, by the end of the column name."""
 
 
 def write_table(
@@ -68,10 +68,11 @@ def write_table(
     claims: str = "",
     columns: str = "",
 ) -> int:
-    """Write one table to `output`, or to standard output; parquet and `reference` need `output`.
+    """Write one table of the records in `results` to the file `output`, or to standard output if it is None; return 0.
 
-    `own`: additional ledger files. `claims`: glob of claim ids, for `CLAIM_TABLES`. `columns`: names, separated by
-    commas; empty selects `PAGE_COLUMNS` for Markdown and LaTeX, else all columns. Raises `ConfigError`.
+    The format parquet and the table `reference` need a file. `own`: additional ledger files of published claims.
+    `claims`: glob of claim ids, for `CLAIM_TABLES`. `columns`: names, separated by commas; empty selects
+    `PAGE_COLUMNS` for Markdown and LaTeX, else all columns. Raises `ConfigError` for invalid input.
     """
     require(table in (*TABLES, REFERENCE), "--table", table, f"one of {', '.join((*TABLES, REFERENCE))}")
     if table == REFERENCE:
@@ -113,7 +114,10 @@ def write_table(
 
 
 def build_table(results: Path, table: str, own: Sequence[Path] = (), claims: str = "") -> pd.DataFrame:
-    """Return one of `TABLES` from the store at `results`; `claims`: glob of claim ids, for `CLAIM_TABLES`."""
+    """Return one of `TABLES`, built from the records in the folder `results`, as a data frame.
+
+    `own`: additional ledger files of published claims. `claims`: glob of claim ids, for `CLAIM_TABLES`.
+    """
     from repro.report import evidence
 
     found = evidence.read_store(results, own)
@@ -124,7 +128,7 @@ def build_table(results: Path, table: str, own: Sequence[Path] = (), claims: str
 
 
 def _with_units(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Return these columns with numbers of three digits, and with their units in the headers or the cells."""
+    """Return the given columns of a data frame with numbers of three digits, and units in the headers or the cells."""
     found = {}
     units = frame["unit"] if "unit" in frame and "unit" not in columns else [""] * len(frame)
     for name in columns:
@@ -144,21 +148,21 @@ def _cell(value: Any, size: float, unit: str) -> Any:
 
 
 def _markdown(frame: pd.DataFrame) -> str:
-    """Return the frame as a Markdown table without empty columns."""
+    """Return a data frame as a Markdown table without empty columns."""
     shown = _filled(frame)
     cells = shown.map(lambda value: str(value).replace("|", "\\|") if isinstance(value, str) else value)
     return str(cells.to_markdown(index=False)) + "\n"
 
 
 def _latex(frame: pd.DataFrame) -> str:
-    """Return the frame as a LaTeX table with the rules of the package booktabs."""
+    """Return a data frame as a LaTeX table with the rules of the package booktabs."""
     shown = _filled(frame).style.hide(axis="index").format(escape="latex")
     table = shown.format_index(escape="latex", axis=1).to_latex(hrules=True)
     return f"% \\usepackage{{booktabs}}\n{table.replace(NO_VALUE, '--')}"
 
 
 def _filled(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the frame without empty columns, and with an empty cell for each missing value."""
+    """Return a data frame without its empty columns, and with an empty cell for each missing value."""
     filled = frame.dropna(axis="columns", how="all").astype(object)
     return filled.where(filled.notna(), "")
 
@@ -203,7 +207,7 @@ suites (`suites/*.toml`), and a test compares the file with them.
 
 
 def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
-    """Write the artifact appendix to `output`, or print it; return 0. `own`: additional ledger files."""
+    """Write the artifact appendix to `output`, or print it if `output` is None; return 0. `own`: more ledger files."""
     if output is None:
         sys.stdout.write(appendix(own))
     else:
@@ -212,7 +216,10 @@ def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
 
 
 def appendix(own: Sequence[Path] = ()) -> str:
-    """Return the artifact appendix as Markdown; `own`: additional ledger files."""
+    """Return the artifact appendix, a list of all claims with their commands and costs, as Markdown.
+
+    `own`: additional ledger files of published claims.
+    """
     ledger, catalogue = load_ledger(own=tuple(own)), SuiteCatalogue()
     results = judge(ledger, [])
     parts = [INTRODUCTION, _independent(results), _overview(results, catalogue)]
@@ -225,21 +232,21 @@ def appendix(own: Sequence[Path] = ()) -> str:
 
 
 def gpu_hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> tuple[float | None, float]:
-    """Return the minimum and maximum of the GPU-hours of a measured command.
+    """Return the minimum and maximum of the GPU-hours of a command that measures evidence for claims.
 
-    The minimum is the time of the steps' arithmetic at the device's peak rate, and None if this rate is unknown. The
-    maximum is the sum of the experiments' time limits.
+    The minimum is the time of the training steps' arithmetic at the device's peak rate, and None if this rate is
+    unknown. The maximum is the sum of the experiments' time limits.
     """
     known = catalogue.suites[found.suite]
     chosen = [entry for entry in known.entries if entry.experiment.name in found.names]
-    # An experiment that must run out of memory completes no step.
+    # An experiment that must run out of memory completes no step, so its minimum is 0.
     least = [_arithmetic_hours(entry.experiment) if entry.expect != "oom" else 0.0 for entry in chosen]
     most = sum(e.experiment.limits.timeout_s * e.experiment.layout.world / HOUR_S for e in chosen)
     return None if None in least else sum(hours or 0.0 for hours in least), most
 
 
 def _arithmetic_hours(experiment: Experiment) -> float | None:
-    """Return the GPU-hours of all steps of an experiment at the device's peak rate; None if the rate is unknown."""
+    """Return the GPU-hours of an experiment's training steps at the device's peak FLOP rate; None if it is unknown."""
     layout, training = experiment.layout, experiment.training
     peak = load_system(experiment.system).device.peak_flops.get(layout.precision)
     if peak is None or peak.value is None:
@@ -249,18 +256,18 @@ def _arithmetic_hours(experiment: Experiment) -> float | None:
 
 
 def _overview(results: list[ClaimResult], catalogue: SuiteCatalogue) -> str:
-    """Return a Markdown table of the cost of all measured evidence, with one row per suite and system."""
+    """Return a Markdown table of the GPU-hours of all measurements for claims, with one row per suite and system."""
     wanted = [entry for result in results for entry in run_commands.experiments_of(result.claim.rows)]
     lines = ["| suite | needs | experiments | GPU-hours |", "|---|---|---|---|"]
     for found in catalogue.commands(dict.fromkeys(wanted)):
         if found.kind == "measured":
             cells = found.suite, found.needs or "this machine", len(found.names), _hours(found, catalogue)
             lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(["## What the measured evidence costs\n", *lines, ""])
+    return "\n".join(["## Cost of the measured evidence\n", *lines, ""])
 
 
 def _independent(results: list[ClaimResult]) -> str:
-    """Return a paragraph about the number of independent quantities in the ledger, by kind of evidence."""
+    """Return a paragraph with the numbers of claims, values and independent quantities, by kind of evidence."""
     found = count_independent(results, possible=True)
     kinds = ", ".join(f"{found[kind].tested} {kind}" for kind in KINDS)
     rows = [row.findings for result in results for row in result.rows]
@@ -320,5 +327,5 @@ def _hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
 
 
 def _plain(words: str) -> str:
-    """Return text that is escaped for a cell of a Markdown table."""
+    """Return text with the characters escaped that end a cell of a Markdown table."""
     return words.replace("|", "\\|").replace("\n", " ")

@@ -1,4 +1,4 @@
-"""Claims, records and origins of records as dictionaries of text for the templates of the page."""
+"""Claims, records and origins of records as dictionaries of text for the HTML templates of the report."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ VERDICT_SIGNS = {
     verdicts.DEPENDS: "±",
     verdicts.ERRATUM: "!",
 }
-"""Sign that distinguishes each verdict in addition to its colour."""
+"""Character in front of each verdict of a claim in the report, which distinguishes verdicts without colour."""
 
 
 def anchor(kind: str, name: str) -> str:
-    """Return the HTML anchor of the record `suite/name` on the page of experiments."""
+    """Return the HTML anchor of the record `suite/name` on the report's page of experiments."""
     return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.').replace(' ', '-')}"
 
 
 def claim_view(result: ClaimResult, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:
-    """Return the values that the template of a claim's page uses."""
+    """Return the values for the HTML template of a claim's page in the report."""
     claim = result.claim
     read = list(dict.fromkeys([*experiments_of(claim.rows), *_measured_at_published_scale(result)]))
     return {
@@ -63,7 +63,7 @@ def claim_view(result: ClaimResult, ledger: Ledger, catalogue: SuiteCatalogue) -
 
 
 def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
-    """Return kind and name of the measured experiments at the published scale that a claim's result reads."""
+    """Return kind and name of a claim's experiments that were measured at the published scale."""
     return [
         (finding.kind, name)
         for row in result.rows
@@ -74,7 +74,10 @@ def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
 
 
 def _cell(result: ClaimResult, name: str) -> dict[str, str]:
-    """Return text, scale and verdict of one kind of evidence: a claim's only value, or a count of reproduced values."""
+    """Return a claim's table cell for one kind of evidence: its text, scale and verdict.
+
+    The text is the claim's only value, or a count of reproduced values.
+    """
     words = count_text(result, name)
     kind = result.kind(name)
     if kind is None or kind.decided == 0:
@@ -85,13 +88,14 @@ def _cell(result: ClaimResult, name: str) -> dict[str, str]:
     elif kind.decided < kind.rows:
         words += f" ({kind.rows - kind.decided} not run)"
     shown = kind.verdict
-    if shown == verdicts.NOT_RUN:  # Some rows have no run, so only the rows with a run decide.
+    # Some values of the claim have no run, so only its values with a run decide.
+    if shown == verdicts.NOT_RUN:
         shown = verdicts.REPRODUCED if kind.reproduced == kind.decided else verdicts.POSSIBLE
     return {"text": words, "scale": kind.scale, "verdict": shown}
 
 
 def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
-    """Return one published value with all its evidence, strongest first, as text for the page."""
+    """Return one published value with all its evidence, strongest first, as text for the HTML page of its claim."""
     row = result.row
     published = f"{row.bound} {row.published}".strip()
     if row.printed is not None:
@@ -129,7 +133,7 @@ MAX_TORNADO_BARS = 5
 
 
 def tornado(value: InputUncertainty) -> list[dict[str, Any]]:
-    """Return one bar per unknown input: the range of a predicted value when only this input varies.
+    """Return the bars of a tornado diagram: for each unknown input, the predicted values if only this input varies.
 
     `left`, `width` and `best` are percentages of the common axis of all bars. `best` is the position of the value with
     the best estimates of all inputs.
@@ -157,13 +161,13 @@ def tornado(value: InputUncertainty) -> list[dict[str, Any]]:
 
 
 def _beside_the_rule(finding: Finding) -> str:
-    """Return the reason of a finding's verdict without the rule that its tolerance already contains."""
+    """Return the reason of a verdict on a piece of evidence, without the tolerance rule that is shown separately."""
     rule = finding.tolerance.partition(": ")[2]
     return finding.reason.removeprefix(rule).removeprefix("; ") if rule else finding.reason
 
 
 def _value(finding: Finding, result: RowResult) -> str:
-    """Return the value of a finding as text, with the row's unit if the value is a number."""
+    """Return the value of a piece of evidence as text, with the unit of the published value if it is a number."""
     return finding.text if isinstance(finding.value, str) else append_unit(finding.text, result.row.unit)
 
 
@@ -189,7 +193,7 @@ class Machines:
             groups.setdefault(_origin(record), []).append(record)
         self._numbers = {origin: number for number, origin in enumerate(groups, 1)}
         self.entries: list[dict[str, Any]] = []
-        """Texts about each origin for the page, the origin of the newest record first."""
+        """Texts about each origin of records (machine, commit and versions), the origin of the newest record first."""
         for origin, members in groups.items():
             written = sorted(record.written[:19].replace("T", " ") for record in members)
             found = {"records": len(members), "first": written[0], "last": written[-1]}
@@ -198,7 +202,7 @@ class Machines:
             self.entries.append(number | describe_origin(provenance) | found | {"provenance": provenance})
 
     def number(self, record: Record) -> int:
-        """Return the number of the origin of `record`."""
+        """Return the number, from 1, of the combination of machine, commit and versions that produced `record`."""
         return self._numbers[_origin(record)]
 
 
@@ -224,7 +228,7 @@ def describe_origin(provenance: Provenance) -> dict[str, str]:
 
 
 def _commit(provenance: Provenance) -> str:
-    """Return the first 12 digits of the commit, with the hash of uncommitted changes if there are any."""
+    """Return the git commit of a record: its first 12 digits, with the hash of uncommitted changes if there are any."""
     git = provenance.get("git") or {}
     if not git.get("commit"):
         return "not a checkout" if not git else f"no commit, tree {git.get('diff')}"
@@ -232,11 +236,11 @@ def _commit(provenance: Provenance) -> str:
 
 
 SIZES = {"states_gb": "memory.states_bytes", "peak_gb": "memory.peak_bytes", "sent_gb": "comm.sent_bytes"}
-"""Metric of each column of memory or traffic in the table of experiments, which is in GB."""
+"""Metrics (in bytes) of the memory and traffic columns (in GB) of the report's table of experiments, by column."""
 
 
 def record_row(record: ExperimentRecord) -> dict[str, Any]:
-    """Return one row of the table of experiments, with further values as text by their labels in `facts`."""
+    """Return one row of the report's table of experiments; `facts` has further values as text, by their label."""
     metrics, layout, basis = record.metrics, record.experiment.layout, basis_of_record(record)
     is_simulated = record.evidence == SIMULATED
     facts = _simulated_facts(record, basis) if is_simulated else _measured_facts(record)
@@ -264,7 +268,7 @@ def _measured_facts(record: ExperimentRecord) -> dict[str, str]:
     ends = [units.seconds(metrics.get(f"step_seconds.p{part}")) for part in (20, 80)]
     outside = metrics.get("memory.context_bytes")
     return {
-        "Step time, 20 % to 80 % of steps": " to ".join(ends) if STEP_SECONDS in metrics else "",
+        "Step time, 20th to 80th percentile": " to ".join(ends) if STEP_SECONDS in metrics else "",
         "Tokens per second": units.number(metrics.get("tokens_per_s")),
         "Resident memory of the process": units.size(metrics.get("memory.rss_peak_bytes")),
         "GPU memory outside torch's allocator": "" if outside is None else units.size(outside),
@@ -278,7 +282,7 @@ def _simulated_facts(record: ExperimentRecord, basis: str) -> dict[str, str]:
     fullest = max(record.roles or (), key=lambda role: role.peak["total"], default=None)
     sent = metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None
     return {
-        "Step time rests on": basis,
+        "Basis of the step time": basis,
         "Peak memory in": _peak_place(fullest),
         "Reserved memory": units.size(metrics.get("memory.reserved_bytes")),
         "Memory limit": units.size(metrics.get("memory.limit_bytes")),
@@ -288,7 +292,7 @@ def _simulated_facts(record: ExperimentRecord, basis: str) -> dict[str, str]:
 
 
 def _peak_place(role: SimulatedRole | None) -> str:
-    """Return phase and pipeline stage of the memory peak, such as `backward, first stage`."""
+    """Return phase and pipeline stage of a simulated memory peak, such as `backward, first stage`."""
     if role is None:
         return ""
     stage = "" if role.name == "all" else f", {role.name} stage"

@@ -70,7 +70,7 @@ def test_json_has_every_answer(results: Path, capsys: pytest.CaptureFixture[str]
         (
             "tnlg-lambada",
             "dgx-h100",
-            "cannot be predicted for another system: its family is quality, not one of throughput, memory",
+            "cannot be predicted for another system: the claim's family is quality, not one of throughput, memory",
         ),
         ("yuan-bubble", "dgx-h100", "cannot be predicted for another system: sizes or a schedule decide it"),
     ],

@@ -192,7 +192,7 @@ def test_a_measurement_takes_the_bar_and_the_simulation_stays_visible() -> None:
     assert [(bar.get_height(), bar.get_hatch()) for bar in axes.patches] == [(31, None), (30, ".....")]
     assert [tuple(dots.get_offsets()[0]) for dots in axes.collections] == [(pytest.approx(0.1974), 31)]
     words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == ["published", "measured", "simulated, where measured too"]
+    assert words == ["published", "measured", "simulated (also measured)"]
 
 
 def test_what_unknown_inputs_decide_is_a_prediction_with_its_interval() -> None:
@@ -212,7 +212,7 @@ def test_what_unknown_inputs_decide_is_a_prediction_with_its_interval() -> None:
     assert ends[0] == (0, pytest.approx(0.2))
     assert ends[1] == pytest.approx((-0.3, 0.3))
     words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == ["published", "simulated", "?: possible within unknown inputs"]
+    assert words == ["published", "simulated", "?: in the interval from unknown inputs"]
 
 
 def test_a_step_that_does_not_fit_says_so(ledger: Ledger) -> None:

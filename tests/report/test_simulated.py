@@ -60,9 +60,9 @@ def test_rows(traced: list[ExperimentRecord]) -> None:
     assert facts["Memory limit"] == "83.7 GB"
     assert facts["Sent between nodes"] == "0 B", "two GPUs of one node"
     assert row["step_s"] == pytest.approx(traced[0].metrics["step_seconds.median"], rel=1e-3)
-    assert facts["Step time rests on"] == PUBLISHED_POINT, "fused kernels on an A100"
+    assert facts["Basis of the step time"] == PUBLISHED_POINT, "fused kernels on an A100"
     tight = record_row(traced[1])
-    assert (tight["step_s"], tight["facts"]["Step time rests on"]) == (None, ""), (
+    assert (tight["step_s"], tight["facts"]["Basis of the step time"]) == (None, ""), (
         "what does not fit takes no time"
     )
     assert tight["layout"] == "tp 2 x pp 2, fp32, 1f1b, recomputation, P_a, scatter/gather, micro-batch 1"
@@ -86,7 +86,7 @@ def test_page(traced: list[ExperimentRecord], tmp_path: Path) -> None:
     reasons = {row["facts"]["Reason"] for row in rows.values()}
     assert "middle <stage>: out of memory, 8.60 GB requested of 32.3 GB" in reasons
     assert "without a conclusive result: smoke/deep (error)" in report.page.read_text(encoding="utf-8")
-    assert rows["sim-smoke.states-z1-dp2"]["facts"]["Step time rests on"] == PUBLISHED_POINT
+    assert rows["sim-smoke.states-z1-dp2"]["facts"]["Basis of the step time"] == PUBLISHED_POINT
     page = (tmp_path / "out/experiments.html").read_text(encoding="utf-8")
     for basis, meaning in BASES.items():
         assert f"<dt>{basis}</dt><dd>{meaning.partition('`')[0]}" in page

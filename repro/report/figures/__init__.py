@@ -1,4 +1,4 @@
-"""Figures of the report, drawn from records, in the common style of the module `style`."""
+"""Figures of the HTML report, drawn from experiment records in the common style of the module `style`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def draw_all(
     judged: Sequence[ClaimResult] = (),
     needs: Sequence[ImpliedInput] = (),
 ) -> list[Drawing]:
-    """Return every figure of the report. A figure without records has no picture, and a command that creates them.
+    """Return every figure of the HTML report. A figure without records has no picture, but a command that creates them.
 
-    `experiments`: measured records. `points`: published values with their predictions. `judged`: results of all claims;
-    without them the figures of the sources are omitted. `needs`: values of unknown inputs that published values imply.
+    `experiments`: measured records. `compared`: comparisons of alternately run experiments. `simulated`: simulated
+    records. `points`: published values with their predictions. `judged`: results of all claims; if empty, the figures
+    that redraw published ones are omitted. `needs`: values of unknown inputs that published values imply.
     """
     found = list(simulated)
     view = View(judged, found) if judged else None

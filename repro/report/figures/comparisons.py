@@ -1,4 +1,4 @@
-"""Figures of interleaved comparisons: engines by strategy, and twins over the bandwidth of a link."""
+"""Figures of alternately run experiments: training engines by strategy, and small twins over emulated bandwidths."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 ENGINES = Drawing(
     "engines",
-    "The same step by engine and strategy",
-    "No comparison of engines in the store.",
+    "Step time, memory and traffic by engine and strategy",
+    "The store has no comparison of training engines.",
     missing="repro run suites/engines.toml --only 'speed-*'",
 )
 ENGINE_STYLES = {
@@ -41,7 +41,7 @@ class _EngineBar(NamedTuple):
 
 
 def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
-    """Draw step time over the native engine's, model states and sent bytes of each engine, as bars by strategy."""
+    """Draw bars by strategy and training engine: step time over the native engine's, model states, and sent bytes."""
     shown = {r.key: r for r in style.successful_records(records, "speed-") if r.suite == "engines"}
     turns = [c for c in comparisons if c.baseline.key in shown and c.subject.key in shown]
     if not turns:
@@ -59,9 +59,9 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
         times.append(_EngineBar(_strategy_of(subject), subject.experiment.engine, 1 / c.ratio, low, high))
 
     figure, panels = style.make_axes(6.6, rows=3)
-    _draw_grouped_bars(panels[0], times, "seconds a step, ours = 1")
+    _draw_grouped_bars(panels[0], times, "step time, this suite = 1")
     _draw_grouped_bars(panels[1], states, "MB of model states")
-    _draw_grouped_bars(panels[2], sent, "MB that rank 0 sends a step")
+    _draw_grouped_bars(panels[2], sent, "MB that rank 0 sends per step")
     here = [name for name in ENGINE_STYLES if any(r.experiment.engine == name for r in members.values())]
     style.draw_fills_above(figure, dict(ENGINE_STYLES[name] for name in here), ncols=len(here))
 
@@ -70,9 +70,10 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
     one = next(iter(members.values())).experiment
     caption = (
         f"{one.model.name}, {one.layout.precision}, {one.layout.world} processes, {one.layout.global_batch} samples of "
-        f"{one.seq} tokens a step. The engines ran alternately in {rounds} rounds; lines on the times "
-        "are 95 % intervals. Model states: bytes after backward on the fullest rank. Sent bytes: those of ring "
-        f"algorithms, counted at the calls of torch.distributed. Libraries: {', '.join(sorted(libraries))}."
+        f"{one.seq} tokens per step. The engines ran alternately in {rounds} rounds; vertical lines "
+        "are 95 % intervals of step times. Model states: bytes after backward on the fullest rank. Sent bytes: those "
+        "of ring algorithms, counted at the calls of torch.distributed. "
+        f"Libraries: {', '.join(sorted(libraries))}."
     )
     missing = here != list(ENGINE_STYLES)
     return ENGINES.drawn(figure, caption, (r.label for r in members.values()), missing=missing)
@@ -111,38 +112,38 @@ def _strategy_of(record: Record) -> str:
 
 
 SPEEDUP_ROW = "ds-3p75x-lowbw/throughput over Megatron"
-"""`claim/label` of the published ratio that the sweeps of emulated bandwidths repeat."""
+"""Ledger row `claim/label` of the published speedup that the sweeps over emulated bandwidths reproduce."""
 LARGER_TWIN_SUITE = "windtunnel_3p75x"
 SWEEPS = {
-    "windtunnel_between": ("between", "GB/s of a node's link to other nodes, in the original"),
-    "windtunnel_within": ("within", "GB/s of a GPU inside its node, in the original (not published)"),
+    "windtunnel_between": ("between", "GB/s of the original's links between nodes"),
+    "windtunnel_within": ("within", "GB/s per GPU inside the original's nodes (not published)"),
 }
 BANDWIDTHS = Drawing(
     "windtunnel",
-    "DeepSpeed's 3.75x against the bandwidth of the links",
-    "No sweep of an emulated link in the store.",
+    "DeepSpeed's speedup of 3.75x by link bandwidth",
+    "The store has no sweep over the bandwidth of an emulated link.",
     missing="repro run " + " ".join(f"suites/{name}.toml" for name in (*SWEEPS, LARGER_TWIN_SUITE)),
 )
 
 
 class _TwinComparison(NamedTuple):
-    """Comparison of the twin of an experiment (the subject) with the twin of its baseline."""
+    """Measured comparison of two small twins of published experiments: the subject's twin and its baseline's twin."""
 
     suite: str
     twin: TwinOf
-    """Twin of the subject."""
+    """Original experiment, scale and predicted ratios of the subject's small twin."""
     record: ComparisonRecord
 
     @property
     def predicted(self) -> tuple[float, float]:
-        """Predicted ratio of the original experiments, and predicted ratio of their twins."""
+        """Predicted speed ratio (subject over baseline) of the original experiments, and that of their twins."""
         return self.twin.numbers[TWIN_RATIO]
 
 
 def draw_bandwidth_sweeps(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord], published: float | None
 ) -> Drawing:
-    """Draw the ratio of two twins over the emulated bandwidth, measured and predicted, and the `published` ratio."""
+    """Draw measured and predicted speed ratios of two twins over the emulated bandwidth, and the `published` ratio."""
     found = _twin_comparisons(records, comparisons)
     shown = {sweep: [p for p in found if p.suite == sweep] for sweep in SWEEPS}
     shown = {sweep: points for sweep, points in shown.items() if len(points) > 1}
@@ -159,7 +160,7 @@ def draw_bandwidth_sweeps(
     rounds = "/".join(map(str, sorted({p.record.rounds for p in used})))
     caption = (
         "Small twins on emulated slow links, each run alternately with its baseline; lines and band are 95 % intervals "
-        f"of {rounds} rounds. Curves: the time model's predictions for originals and twins, from no measured step."
+        f"of {rounds} rounds. Curves: predictions of the time model for originals and twins, without any measured step."
     )
     missing = len(shown) < len(SWEEPS) or not single
     return BANDWIDTHS.drawn(figure, caption, (p.record.label for p in used), missing=missing)
@@ -168,7 +169,7 @@ def draw_bandwidth_sweeps(
 def _twin_comparisons(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord]
 ) -> list[_TwinComparison]:
-    """Return the newest comparison of each pair of twins, once for every suite that contains the pair."""
+    """Return the newest comparison of each pair of twin experiments, once for every suite that contains the pair."""
     twins: dict[str, dict[str, TwinOf]] = {}
     for record in records:
         if record.experiment.twin is not None and record.outcome == "ok":

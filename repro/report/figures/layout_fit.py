@@ -1,4 +1,4 @@
-"""Figures of simulated layouts that fit their GPUs: maps of Yuan 1.0, and Turing-NLG by model-parallel degree."""
+"""Figures of simulated layouts that fit into GPU memory: maps of Yuan 1.0, and Turing-NLG by model-parallel degree."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 MAP = Drawing(
     "map",
     "Which layouts of Yuan 1.0 fit its GPUs",
-    "No simulated record of a map-* experiment.",
+    "The store has no simulated record of the experiments map-*.",
     missing="repro run suites/yuan.toml --evidence simulated --only 'map-*'",
     evidence=SIMULATED,
 )
 PUBLISHED_LAYOUT = (8, 38)
 """Tensor-parallel degree t and pipeline stages p of Yuan's published run (claim yuan-config)."""
 MapCells = dict[tuple[int, int], Record]
-"""Simulated record of each pair of tensor-parallel degree t and number p of pipeline stages."""
+"""Simulated record of each layout (t, p): tensor-parallel degree t and number p of pipeline stages."""
 
 
 def draw_maps(records: list[Record]) -> Drawing:
-    """Draw whether layouts of Yuan 1.0 fit: one panel per system, with one cell per tensor and pipeline degree."""
+    """Draw which layouts of Yuan 1.0 fit into GPU memory: a panel per system, a cell per tensor and pipeline degree."""
     maps = [r for r in records if r.evidence == SIMULATED and r.label.startswith("yuan/map-")]
     shown = [r for r in maps if r.conclusive and r.metrics.get("memory.limit_bytes")]
     if not shown:
@@ -54,7 +54,7 @@ def _device_memory(record: Record) -> float:
 
 
 def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
-    """Draw cells by tensor degree t and pipeline degree p: colour for the share of device memory, and bytes as text."""
+    """Draw layouts by tensor degree t and pipeline degree p: colours are shares of device memory, texts are bytes."""
     import pandas as pd
     import seaborn as sns
     from matplotlib.patches import Rectangle
@@ -83,7 +83,7 @@ def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
 
 
 def _memory_share(record: Record) -> float:
-    """Return the required share of the device's memory; 1 or more if the layout does not fit, else below 1."""
+    """Return the share of device memory that a simulated layout requires: below 1 if it fits, else 1 or more."""
     share = style.required_bytes(record) / _device_memory(record)
     return min(share, 0.999) if record.outcome == "ok" else max(share, 1.0)
 
@@ -99,8 +99,8 @@ def _map_caption(record: Record) -> str:
     return (
         f"Simulated, not measured: {model.name} on {gpus:,} GPUs with t tensor ranks, p pipeline stages and "
         f"d replicas, micro-batch {layout.micro_batch} of {layout.global_batch:,}, "
-        f"{layout.precision}, activations recomputed, no ZeRO. Every (t, p) that divides layers and batch. "
-        "Number: reserved memory of the fullest GPU with CUDA and NCCL, or live memory where the layout does not fit. "
+        f"{layout.precision}, activations recomputed, no ZeRO. All (t, p) that divide layers and batch. "
+        "Number: reserved memory of the fullest GPU with CUDA and NCCL, or live memory if the layout does not fit. "
         "Shade: share of the device memory; blue fits. Frame: the "
         f"published layout, t = {PUBLISHED_LAYOUT[0]}, p = {PUBLISHED_LAYOUT[1]}; its kind of A100 is not published."
     )
@@ -109,7 +109,7 @@ def _map_caption(record: Record) -> str:
 DEGREES = Drawing(
     "turing-degrees",
     "Turing-NLG 17B: which model-parallel degree fits a V100",
-    "No simulated record of Turing-NLG in the store.",
+    "The store has no simulated record of Turing-NLG.",
     missing="repro run suites/turing_nlg.toml --evidence simulated --only '?[!w]*'",
     evidence=SIMULATED,
 )
@@ -120,11 +120,11 @@ PUBLISHED_DEGREE_ROWS = {
     "zero1-mp": "tnlg-mp16-to-4/smallest MP that fits with ZeRO 1",
 }
 MAX_HEIGHT_IN_MEMORIES = 2.2
-"""Maximum of the vertical axis, as a multiple of a GPU's memory; the number of a taller bar is written on it."""
+"""Maximum of the vertical axis, as a multiple of a GPU's memory; taller bars are cut and labelled with their value."""
 
 
 def draw_degrees(view: View, simulated: list[Record]) -> Drawing:
-    """Draw the required bytes per GPU by degree (left), and the samples that a node processes at once (right)."""
+    """Draw required bytes per GPU (left) and samples per node at once (right), by model-parallel degree."""
     simulations = {r.label: r for r in simulated if r.conclusive and r.metrics.get("memory.limit_bytes")}
     found = {
         (prefix, degree): simulations[label]
@@ -170,7 +170,7 @@ def _draw_memory(axes: Axes, found: DegreeRecords, memory: float) -> None:
         words = f"{size:.0f}" if size < top else f"{size:.0f} ↑"
         offset: tuple[int, int] = (0, 2)
         place: dict[str, Any] = {"va": "bottom"}
-        if size >= 0.93 * top:  # inside the bar
+        if size >= 0.93 * top:  # The label of a bar that reaches the top of the axis is inside the bar.
             offset, place = (0, -3), {"va": "top", "bbox": {"facecolor": "white", "linewidth": 0, "pad": 0.8}}
         style.write_near(axes, words, (x, min(size, top)), offset, ha="center", fontsize=7.5, **place)
     axes.axhline(memory / units.GB, color=style.VERMILION, lw=1.4, zorder=3)
@@ -179,7 +179,7 @@ def _draw_memory(axes: Axes, found: DegreeRecords, memory: float) -> None:
 
 
 def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
-    """Draw the samples that a node processes at once, replicas times micro-batch, for the degrees that fit."""
+    """Draw the samples that a node processes at once, replicas times micro-batch, for the layouts that fit."""
     for (prefix, degree), record in found.items():
         if record.outcome != "ok":
             continue
@@ -192,7 +192,7 @@ def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
         place: dict[str, Any] = {"ha": "center", "va": "bottom", "rotation": 90}
         style.write_near(axes, words, (x, samples), (0, 3), fontsize=7.5, **place)
     axes.set_ylim(0, 1.3 * max(axes.dataLim.y1, 1))
-    _set_degree_axis(axes, "model-parallel degree", "samples at a time on a node")
+    _set_degree_axis(axes, "model-parallel degree", "samples per node at once")
 
 
 def _set_degree_axis(axes: Axes, what: str, height: str) -> None:
@@ -216,7 +216,7 @@ def _degrees_caption(found: DegreeRecords) -> str:
     layout = record.experiment.layout
     return (
         f"Simulated, not measured: {record.experiment.model.name} at micro-batch {layout.micro_batch}, "
-        "activations recomputed. Bars: reserved memory of the fullest GPU with CUDA and NCCL, or live memory where the "
+        "activations recomputed. Bars: reserved memory of the fullest GPU with CUDA and NCCL, or live memory if the "
         "step does not fit. TF: predicted TFLOP/s per GPU. Claims: tnlg-mp16-to-4, tnlg-256-vs-1024. "
         f"{count_bases(map(basis_of_record, found.values()))}"
     )

@@ -1,4 +1,4 @@
-"""Figures of training losses: the parity group, the long convergence runs, and any results that a user selects."""
+"""Figures of training losses: strategies against one process, convergence runs, and results that a user selects."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 PARITY_PREFIX, SINGLE_PROCESS = "parity-", "parity-single"
 PARITY = Drawing(
     "loss",
-    "Loss under every strategy, against one process",
-    "No record of parity-*.",
+    "Loss of every parallel strategy and of one process",
+    "The store has no record of the experiments parity-*.",
     missing="repro run suites/smoke.toml --only 'parity-*'",
 )
 PARITY_TOLERANCE = 1e-5
 MIN_DRAWN_DIFFERENCE = 1e-9
-"""Position on the log axis of losses that are exactly equal."""
+"""Relative difference at which exactly equal losses are drawn on the logarithmic axis."""
 
 
 def draw_parity(records: list[Record]) -> Drawing:
-    """Draw the loss curve of each strategy (left), and its relative differences from one process (right)."""
+    """Draw the loss of each parallel strategy (left), and its relative difference from one process (right)."""
     shown = [r for r in style.successful_records(records, PARITY_PREFIX) if r.series.loss]
     single = next((r for r in shown if r.name == SINGLE_PROCESS), None)
     if single is None:
@@ -64,8 +64,8 @@ def draw_parity(records: list[Record]) -> Drawing:
     right.set_xticks([*ticks], [*ticks.values()])
     right.minorticks_off()
     right.set_yticks(range(len(others)), [r.name.removeprefix(PARITY_PREFIX) for r in others])
-    right.set(xlabel="relative difference to one process, every step", ylim=(len(others) - 0.4, -0.9))
-    right.set_title("distance from one process (largest outlined)")
+    right.set(xlabel="relative loss difference from one process, every step", ylim=(len(others) - 0.4, -0.9))
+    right.set_title("loss difference from one process (largest outlined)")
     style.set_grid(right, "x")
 
     differences = [d for r in others for d in loss_distances(r.series.loss or [], reference)]
@@ -88,11 +88,11 @@ STRATEGY_LINES: dict[str, tuple[str, Any]] = {
     "recomputation": (style.PURPLE, (0, (5, 1, 1, 1))),
     "other": (style.GREY, (0, (3, 1.25, 1.25, 1.25, 1.25, 1.25))),
 }
-"""Colour and dashes of each kind of strategy, in the order of the lines; dashes show both of two equal curves."""
+"""Colour and dashes of the loss curve of each kind of strategy; dashes leave both of two equal curves visible."""
 
 
 def _loss_by_step(record: Record) -> tuple[list[int], list[float]]:
-    """Return the numbers of the steps with a loss, counted from 1, and the losses of these steps."""
+    """Return the numbers, counted from 1, of the steps of a record that have a loss, and their losses."""
     found = {step: loss for step, loss in enumerate(record.series.loss or (), 1) if loss is not None}
     return [*found], [*found.values()]
 
@@ -110,12 +110,12 @@ def _strategy_of(record: Record) -> str:
 
 CONVERGENCE = Drawing(
     "convergence",
-    "One loss curve under every layout",
-    "No loss curve of one process and of its repetitions with other orders of sums.",
+    "Equality of the loss curves of all layouts",
+    "The store has no loss curves of one process and of its repetitions with other summation orders.",
     missing="repro run suites/convergence.toml",
 )
 STEPS_PER_POINT = 10
-"""Number of steps per drawn point: loss differences of single steps change their sign."""
+"""Number of training steps per drawn point, because loss differences of single steps change their sign."""
 FAULT_LABELS = {"fault-rate": "rate + 0.01 %", "fault-decay": "no weight decay", "fault-clip": "norm - 1 %"}
 LAYOUT_COLOURS = {
     "data parallel, ZeRO 1-3": style.BLUE,
@@ -128,7 +128,7 @@ PRECISION_COLOURS = {"fp16": style.VERMILION, "bf16": style.BLUE}
 
 
 def draw_convergence(records: Sequence[Record]) -> Drawing:
-    """Draw losses, differences of fp32 layouts from one process, and differences of fp16, bf16 and seeds from fp32."""
+    """Draw losses, and their differences from one process in fp32: layouts (middle), 16 bits and seeds (right)."""
     found = style.successful_records([record for record in records if record.suite == "convergence"], "")
     every = [r for r in found if r.series.loss and None not in r.series.loss]
     ran = [record for record in every if not record.name.startswith("batch-")]
@@ -149,10 +149,10 @@ def draw_convergence(records: Sequence[Record]) -> Drawing:
     explained = max(max(_distances(r, reference)) for r in controls)
     steps = len(reference.series.loss or ())
     caption = (
-        f"{reference.experiment.model.name} for {steps} steps: relative difference of {len(layouts)} layouts in "
-        f"fp32 and {len(short)} in fp16 or bf16 to one process in fp32, root mean square of {STEPS_PER_POINT} steps. "
-        f"Largest difference at any step: {largest:.1e} of an fp32 layout, {explained:.1e} of one process with sums in "
-        "another order. Dotted: small deliberate errors of the training, larger than rounding."
+        f"{reference.experiment.model.name} for {steps} steps: relative loss difference of {len(layouts)} layouts in "
+        f"fp32 and {len(short)} in fp16 or bf16 from one process in fp32, root mean square of {STEPS_PER_POINT} steps. "
+        f"Largest difference at any step: {largest:.1e} of an fp32 layout, {explained:.1e} of one process with another "
+        "summation order. Dotted: small deliberate errors of the training, larger than rounding."
     )
     missing = not (layouts and faults and short and seeds)
     return CONVERGENCE.drawn(figure, caption, (r.label for r in ran), missing=missing)
@@ -179,7 +179,7 @@ def _draw_distances(
     curves = [_smoothed_distances(record, reference) for record in controls]
     steps, _ = curves[0]
     low, high = ([pick(at) for at in zip(*(c for _, c in curves), strict=True)] for pick in (min, max))
-    label = "one process, other orders of sums"
+    label = "one process, other summation orders"
     axes.fill_between(steps, low, high, color=style.GREY, alpha=0.5, lw=0, label=label)
     for record in sorted(layouts, key=lambda r: list(LAYOUT_COLOURS).index(layout_kind(r))):
         kind = layout_kind(record)
@@ -189,7 +189,7 @@ def _draw_distances(
         axes.plot(steps, values, color=style.INK, lw=1.0, ls=":")
         label = FAULT_LABELS.get(record.name, record.name)
         style.write_near(axes, label, (steps[-1], values[-1]), (2, 0), va="center", fontsize=7.5)
-    axes.set(yscale="log", title="fp32: distance from one process")
+    axes.set(yscale="log", title="fp32: loss difference from one process")
     _finish_axes(axes)
 
 
@@ -200,12 +200,12 @@ def _draw_precisions(axes: Axes, reference: Record, short: list[Record], seeds: 
         axes.plot(*_smoothed_distances(record, reference), color=colour, lw=0.8, label=name)
     if seeds or short:
         axes.set_yscale("log")
-    axes.set_title("16 bits: distance from fp32")
+    axes.set_title("16 bits: loss difference from fp32")
     _finish_axes(axes)
 
 
 def _finish_axes(axes: Axes) -> None:
-    """Add a legend below the axes that has one entry per kind of curve, and label the axis of steps."""
+    """Add a legend below the axes that has one entry per kind of curve, and label the axis of training steps."""
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if handles:
         shown, below = [*handles.values()], (-0.02, -0.17)
@@ -230,9 +230,9 @@ def _distances(record: Record, reference: Record) -> list[float]:
 
 
 def _smoothed_distances(record: Record, reference: Record) -> tuple[range, list[float]]:
-    """Return the last step of every `STEPS_PER_POINT` steps, and the root mean square of their relative differences.
+    """Return points of a curve of relative loss differences: a step, and a root mean square over several steps.
 
-    Root mean squares below the rounding error of an fp32 loss are replaced by it.
+    Each point covers `STEPS_PER_POINT` steps and is at the last of them. The minimum is half of an fp32 rounding error.
     """
     found = _distances(record, reference)
     ends = range(STEPS_PER_POINT, len(found) + 1, STEPS_PER_POINT)
@@ -242,9 +242,9 @@ def _smoothed_distances(record: Record, reference: Record) -> tuple[range, list[
 
 CURVES = Drawing("curves", "Loss over the steps", "no selected experiment trained for two steps or more")
 MAX_NAMED_CURVES = 12
-"""Maximum number of curves in a panel with a legend."""
+"""Maximum number of loss curves in a panel that has a legend; panels with more curves have none."""
 CURVE_DASHES = ((4, 0), (4, 2), (2, 2), (1, 3))
-"""Dashes of consecutive curves, which distinguish curves that coincide."""
+"""Dash patterns of consecutive loss curves, which distinguish curves that coincide."""
 
 
 def draw_loss_curves(records: Sequence[Record]) -> Drawing:

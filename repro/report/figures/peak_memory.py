@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PEAK = Drawing(
     "peak",
     "Peak memory of one step by category",
-    "No experiment in the store that ended ok.",
+    "The store has no experiment with outcome ok.",
     missing="repro run suites/smoke.toml",
 )
 HOST_STYLE = {"facecolor": "none", "edgecolor": style.SKY, "hatch": "////", "lw": 0.6}
@@ -29,13 +29,13 @@ CATEGORY_STYLES: dict[str, Any] = style.CATEGORY_COLOURS | {
 }
 LIMIT_LINE: dict[str, Any] = {"color": style.INK, "ls": "--", "lw": 1.2, "label": "limit of the allocator"}
 RARE_CATEGORIES = ("checkpoints", FRAGMENTATION, "host")
-"""Categories that few layouts have; the legend lists them only if a bar shows them."""
+"""Categories of memory that few layouts use; the legend of the figure of peaks lists them only if a bar has them."""
 MAX_BARS = 40
 """Maximum number of experiments in the figure of memory peaks."""
 
 
 def draw_peaks(records: list[Record]) -> Drawing:
-    """Draw one panel per model and one bar per experiment: live bytes at the peak of the fullest rank."""
+    """Draw one panel per model and one bar per experiment: live bytes by category at the peak of the fullest rank."""
     ended = style.successful_records(records, "")
     every = [r for r in ended if style.has_memory_categories(r)]
     shown = sorted(every, key=lambda r: r.order, reverse=True)[:MAX_BARS]
@@ -71,7 +71,7 @@ def draw_peaks(records: list[Record]) -> Drawing:
         "allocator and memory of the process are not included."
     )
     if len(every) > len(shown):
-        caption += f" The newest {len(shown)} of {len(every):,}; `repro export --table experiments` has all."
+        caption += f" Shown: the newest {len(shown)} of {len(every):,}; `repro export --table experiments` lists all."
     if others:
         engines = ", ".join(sorted({r.experiment.engine for r in others}))
         caption += f" Omitted: {len(others)} experiments of engine {engines}, without memory by category."
@@ -96,7 +96,7 @@ def _bar_order(record: Record) -> tuple[str, int, int, int, str]:
 
 
 def peak_of_fullest_rank(record: Record) -> dict[str, int]:
-    """Return the bytes by category, and their total, on the rank with the largest peak."""
+    """Return the bytes by category, and in total, at the memory peak of the rank with the largest peak."""
     return max((rank.peak or {} for rank in record.memory_by_rank), key=lambda peak: peak.get("total", 0))
 
 
@@ -111,7 +111,7 @@ TIMELINE_COMMANDS = (
 TIMELINES = Drawing(
     "memory-timeline",
     "Memory over one step by category",
-    "No simulated record with its memory over time.",
+    "The store has no simulated record with memory over time.",
     missing=" && ".join(TIMELINE_COMMANDS),
     evidence=SIMULATED,
 )
@@ -121,7 +121,7 @@ MARKED_PHASES = ("forward", "backward", "optimizer")
 
 
 def draw_timelines(simulated: list[Record]) -> Drawing:
-    """Draw one panel per layout: bytes by category on the fullest stage over the busy time of the device."""
+    """Draw simulated memory by category over a training step, for the fullest pipeline stage of each layout."""
     records = {record.label: record for record in simulated if record.series.memory}
     rows = [[records.get(name) for name in row] for row in TIMELINE_ROWS]
     shown = [record for row in rows for record in row if record]
@@ -150,15 +150,15 @@ def draw_timelines(simulated: list[Record]) -> Drawing:
     style.draw_fills_above(figure, colours, limit, ncols=8, columnspacing=1.1)
     first = shown[0].experiment.model.name
     caption = (
-        f"Simulated, not measured: every allocation of the real step, run on shapes. Above: {first} under the "
-        "stages of ZeRO on 64 GPUs. Below: 40B on 400 V100 under C1 to C4 of ZeRO-R (figure 7). Time: the device's "
-        "operators without waits, in 96 parts, each with its largest memory. Dotted: begin of backward and optimizer."
+        f"Simulated, not measured: every allocation of the real step, traced on shapes. Above: {first} under the "
+        "stages of ZeRO on 64 GPUs. Below: 40B on 400 V100 under C1 to C4 of ZeRO-R (figure 7). Time: that of the "
+        "device's operators without waits, in 96 intervals with their maxima. Dotted: begin of backward and optimizer."
     )
     return TIMELINES.drawn(figure, caption, (r.label for r in shown), missing=missing)
 
 
 def gigabytes_by_category(record: Record) -> dict[str, list[float]]:
-    """Return the device memory of a record over its step in GB, as one list of equal length per category."""
+    """Return the device memory over a simulated step in GB: lists of equal length, one per memory category."""
     memory = record.series.memory or {}
     unit = memory["unit"] / units.GB
     size = max(len(row) for row in memory["bytes"].values())
@@ -196,7 +196,7 @@ def _draw_timeline(axes: Axes, record: Record) -> set[str]:
 
 
 def _set_row_height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
-    """Set the vertical axis of a row of panels: to the maximum of their curves, or to `MAX_HEIGHT_IN_LIMITS`."""
+    """Set the vertical axis of a row of panels to the maximum of their memory curves, or to `MAX_HEIGHT_IN_LIMITS`."""
     curves = {number: gigabytes_by_category(r).values() for number, r in enumerate(row) if r}
     most = {number: max(map(sum, zip(*curve, strict=True))) for number, curve in curves.items()}
     limit = max(r.metrics.get("memory.limit_bytes", 0) / units.GB for r in row if r)

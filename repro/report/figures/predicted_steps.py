@@ -1,4 +1,4 @@
-"""Figures of predicted steps: step time by part in published layouts, and predictions against measurements."""
+"""Figures of predicted training steps: step time by part in published layouts, and predictions against measurements."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 BREAKDOWN = Drawing(
     "breakdown",
-    "Where the seconds of a step go",
-    "No simulated step of a published layout has a time.",
+    "Step time by part",
+    "The store has no simulated step time of a published layout.",
     evidence=SIMULATED,
 )
 YUAN_RUN, YUAN_STEP_ROW = "yuan/yuan-245b", "yuan-step-time/step"
@@ -38,7 +38,7 @@ OTHER_RUNS = {
     "DeepSpeed 1.5B, 40 Gbit/s": "deepspeed_lowbw/lowbw-deepspeed",
     "Megatron-LM 1.5B, 40 Gbit/s": "deepspeed_lowbw/lowbw-megatron",
 }
-"""Record `suite/name` of each bar, by the label of the bar."""
+"""Simulated record `suite/name` of each published layout in the figure of step times by part, by the bar's label."""
 PART_COLOURS = {
     "matrix products": style.BLUE,
     "attention": style.SKY,
@@ -56,7 +56,7 @@ GROUP_PARTS = {"(tp)": "waits for tensor parallelism", "(pp)": "waits between st
 
 
 def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
-    """Draw the parts of Yuan's step in seconds (left), and of steps of other published layouts as shares (right)."""
+    """Draw step time by part: Yuan 1.0 in seconds (left), and other published layouts as shares (right)."""
     records = {record.label: record for record in simulated if STEP_SECONDS in record.metrics}
     yuan = records.get(YUAN_RUN)
     others = {name: records[run] for name, run in OTHER_RUNS.items() if run in records}
@@ -85,7 +85,7 @@ def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
 
 
 def seconds_by_part(record: Record) -> dict[str, float]:
-    """Return the seconds of each part of a step, which sum to the step time; records with series have finer parts."""
+    """Return the seconds of each part of a simulated step, which sum to the step time; time series give finer parts."""
     metrics, series = record.metrics, record.series.seconds
     found = dict.fromkeys(PART_COLOURS, 0.0)
     if series:
@@ -102,7 +102,7 @@ def seconds_by_part(record: Record) -> dict[str, float]:
 
 
 def _draw_shares(axes: Axes, records: dict[str, Record]) -> set[str]:
-    """Draw the shares of the parts of a step as one bar per layout, and return the names of the drawn parts."""
+    """Draw the shares of the parts of step time as one bar per layout, and return the names of the drawn parts."""
     seen: set[str] = set()
     for y, record in enumerate(records.values()):
         found = seconds_by_part(record)
@@ -135,10 +135,12 @@ def _draw_yuan(axes: Axes, view: View, record: Record) -> set[str]:
     return set(found)
 
 
-MACHINE = Drawing("machine", "Predicted against measured", "No measured run in the store was also simulated.")
+MACHINE = Drawing(
+    "machine", "Predicted against measured", "The store has no measured experiment that was also simulated."
+)
 MACHINE_PANELS = (
     ("memory.peak_bytes", "peak memory of the fullest rank", units.size),
-    ("comm.sent_bytes", "sent by a rank in a step", units.size),
+    ("comm.sent_bytes", "bytes sent per rank and step", units.size),
     (STEP_SECONDS, "seconds of a step", units.seconds),
 )
 MACHINE_COMMAND = "repro run suites/smoke.toml --evidence simulated"
@@ -148,11 +150,11 @@ MACHINE_TIMES_COMMAND = (
     "repro run suites/machine.toml --only '*-on-2' --evidence simulated --system here.toml"
 )
 MeasuredPairs = list[tuple[str, float, float]]
-"""Triples of `suite/name` of a record, measured value and predicted value."""
+"""Triples (`suite/name` of an experiment, measured value, predicted value) for one metric."""
 
 
 def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
-    """Draw relative errors of predictions over measured values: a panel each for memory, sent bytes and step time."""
+    """Draw the relative errors of predicted memory, sent bytes and step time over values measured on this machine."""
     found = {metric: measured_pairs(experiments, simulated, metric) for metric, _, _ in MACHINE_PANELS}
     commands = {"memory.peak_bytes": MACHINE_COMMAND, STEP_SECONDS: MACHINE_TIMES_COMMAND}
     missing = " && ".join(command for metric, command in commands.items() if not found[metric])
@@ -182,7 +184,7 @@ def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
 
 
 def measured_pairs(experiments: list[Record], simulated: list[Record], metric: str) -> MeasuredPairs:
-    """Return label, measured value and predicted value of `metric` for each measured run with a simulation."""
+    """Return label, measured and predicted value of `metric` for each measured experiment that was also simulated."""
     predicted = _newest_simulations(simulated, metric)
     native = (r for r in style.successful_records(experiments, "") if r.experiment.engine == "native")
     return [
@@ -193,9 +195,9 @@ def measured_pairs(experiments: list[Record], simulated: list[Record], metric: s
 
 
 def _newest_simulations(simulated: list[Record], metric: str) -> dict[str, Record]:
-    """Return the newest simulated record with this metric for each experiment, by `suite/name`.
+    """Return the newest simulated record of each experiment that has the value `metric`, by `suite/name`.
 
-    Simulations on a packaged system (`NAME@SYSTEM`) do not predict this machine and are omitted.
+    Simulations of a packaged system (`NAME@SYSTEM`) do not predict the measuring machine and are omitted.
     """
     from repro.config import systems
 

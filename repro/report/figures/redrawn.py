@@ -1,17 +1,17 @@
-"""Published figures redrawn by `redrawn.toml`: published values, values of this suite, and their relative errors.
+"""Published figures, redrawn as `redrawn.toml` specifies: published values, our values, and their relative errors.
 
     [[figure]]
     id = "zero-fig2"                        # file name and anchor
     title = "ZeRO, Figure 2: ..."
     text = "..."                            # a sentence or two on the message of the figure
-    claims = ["zero-fig2-throughput"]       # claims whose conditions and source the caption gives
+    claims = ["zero-fig2-throughput"]       # claims whose ids the caption lists
 
     [[figure.panel]]
     label = "TFLOP/s per GPU"               # of the vertical axis
     series = [{ name = "ZeRO-100B", rows = "zero-fig2-throughput/*: ZeRO per GPU" }]
 
-A series takes its places on the axis from the rows that `rows` matches, or from `at`: `at = { "8.3B" =
-"meg1-mp8-77pct/weak scaling" }`. Places in `more = { "2.5B" = 'metric(...)' }` have no printed number in the source.
+The labels of a data series on the horizontal axis come from the ledger rows that `rows` matches, or from `at`:
+`at = { "8.3B" = "meg1-mp8-77pct/weak scaling" }`. Labels in `more = { "2.5B" = 'metric(...)' }` have no printed number.
 """
 
 from __future__ import annotations
@@ -51,28 +51,32 @@ ENTRIES_FILE = Path(__file__).parent / "redrawn.toml"
 
 @dataclass(kw_only=True)
 class SeriesEntry:
-    """Entry of `redrawn.toml` for one series of a panel, whose bars have one colour."""
+    """Entry of `redrawn.toml` for one data series of a panel, whose bars have one colour."""
 
     name: str
     rows: str = ""
-    """Pattern `claim/label` of the drawn rows of the ledger, with a `*` for the place on the axis."""
+    """Pattern `claim/label` of the ledger rows to draw; the text that `*` matches is the label of a bar on the axis."""
     at: dict[str, str] = field(default_factory=dict)
-    """Row `claim/label` of the ledger, by its place on the axis."""
+    """Ledger row `claim/label` of each bar, by the bar's label on the horizontal axis."""
     more: dict[str, str] = field(default_factory=dict)
-    """Expression over simulated records for a place without a published number, by place."""
+    """Expression over simulated records for each bar without a published number, by the bar's label on the axis."""
 
     def __post_init__(self) -> None:
-        require(self.rows or self.at or self.more, "rows", says="is missing: a series needs rows, at or more")
+        require(
+            self.rows or self.at or self.more,
+            "rows",
+            says="is missing: a series needs `rows`, `at` or `more`",
+        )
         if self.rows and "*" not in self.rows:
             right = (
-                "claim/label with a * that stands for the place; single rows belong in at = { place = ... }"
+                "claim/label with a * for the label on the axis; single rows belong in at = { LABEL = ... }"
             )
             raise ConfigError("rows", self.rows, right)
 
 
 @dataclass(kw_only=True)
 class PanelEntry:
-    """Entry of `redrawn.toml` for a panel: upper axes with values, and lower axes with errors of our values."""
+    """Entry of `redrawn.toml` for a panel: values in the upper axes, and errors of our values in the lower axes."""
 
     label: str
     series: list[SeriesEntry]
@@ -80,13 +84,13 @@ class PanelEntry:
     across: str = ""
     """Label of the panel's horizontal axis."""
     order: list[str] = field(default_factory=list)
-    """Order of the places on the horizontal axis, if it differs from the order of the ledger's rows."""
+    """Labels that come first on the horizontal axis, in this order; other labels follow in the order of the ledger."""
     unit: str = ""
-    """Unit of a panel with `more`; other panels have the unit of their rows."""
+    """Unit of the panel's values, needed for series with `more`; empty: the unit of the ledger rows."""
     under: str = ""
-    """Pattern `claim/label` with a `*`, of rows whose published text is printed below each place of the axis."""
+    """Pattern `claim/label` with a `*`, of ledger rows whose published text is printed below the axis labels."""
     words: list[str] = field(default_factory=list)
-    """Rows `claim/label` with a published text, which is printed above the panel with the verdict."""
+    """Ledger rows `claim/label` whose published text and verdict are printed above the panel."""
 
     def __post_init__(self) -> None:
         if self.unit and self.unit not in UNITS:
@@ -106,7 +110,7 @@ class FigureEntry:
 
 @cache
 def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
-    """Return the entries of the figures in the file `path`. Raises `ConfigError` for an invalid entry."""
+    """Return the entries of redrawn figures in the TOML file `path`. Raises `ConfigError` for an invalid entry."""
     tables = read_toml(path)
     figures = tables.pop("figure", [])
     if tables or not isinstance(figures, list):
@@ -122,54 +126,54 @@ def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
 
 
 SERIES_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)
-"""Colours of a figure's series, in the order of their names."""
+"""Colours of the first, second and third data series of a redrawn figure."""
 MAX_ROW_BARS = 40
-"""Maximum number of bars in one row of panels."""
+"""Maximum number of bars in one row of panels of a redrawn figure."""
 _INDEXED_NAME = re.compile(r"\b([A-Z])_(\w+(?:\+\w+)?)")
-"""Names with a subscript, such as `P_os`, `P_a+cpu` and `C_B`."""
+"""Pattern of names with a subscript in published texts, such as `P_os`, `P_a+cpu` and `C_B`."""
 MAX_DRAWN_ERROR = 1.0
-"""Maximum relative error on the axes of errors; a larger error is drawn at this limit with its number."""
+"""Maximum drawn relative error (1.0 is 100 %); larger errors are drawn at this limit and labelled with their value."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """An entry of a panel with the values of its series."""
+    """Panel of a redrawn figure: its entry in `redrawn.toml` and the values of its data series."""
 
     entry: PanelEntry
     series: tuple[tuple[str, tuple[Value, ...]], ...]
-    """Name and values of each series."""
+    """Name and values of each data series of the panel."""
     places: tuple[str, ...]
     unit: str
 
     @property
     def bars(self) -> int:
-        """Width of the panel in bars."""
+        """Width of the panel of a figure, as a number of bars."""
         return max(4, 2 * len(self.places) * self.crowd)
 
     def slot(self, value: Value, series: str) -> BarPair:
-        """Return the position of the bars of a value, next to the bars of other series at the same place."""
+        """Return the position of a value's bars, next to the bars of other data series with the same axis label."""
         there = [name for name, values in self.series if any(other.at == value.at for other in values)]
         first = (self.crowd - len(there)) / 2
         return bar_pair(self.places.index(value.at), first + there.index(series), self.crowd)
 
     @property
     def crowd(self) -> int:
-        """Maximum number of series with a value at the same place of the axis."""
+        """Maximum number of data series of the panel that have a value at one label of the horizontal axis."""
         return max(sum(value.at == place for value in self.values) for place in self.places)
 
     @property
     def compared(self) -> bool:
-        """Whether the source prints a number for any value of the panel."""
+        """Whether the published report prints a number for any value in the panel of the redrawn figure."""
         return any(value.published for value in self.values)
 
     @property
     def values(self) -> list[Value]:
-        """Values of all series."""
+        """Values of all data series in one panel of the figure."""
         return [value for _, values in self.series for value in values]
 
 
 def draw_entry(entry: FigureEntry, view: View) -> Drawing:
-    """Draw the figure of `entry`, without a picture if the store has no values to compare with the published ones."""
+    """Draw a published figure again, with our values; without a picture if the store has no values for it."""
     panels = [_read_panel(panel, view) for panel in entry.panel]
     values = [value for panel in panels for value in panel.values]
     remedy = tuple(dict.fromkeys(command for value in values for command in value.remedy))
@@ -210,7 +214,7 @@ def _read_series(entry: SeriesEntry, panel: PanelEntry, view: View) -> list[Valu
 
 
 def _make_axes(panels: Sequence[Panel]) -> tuple[Figure, list[tuple[Axes, Axes | None]]]:
-    """Return a figure, and upper and lower axes for each panel; lower axes are None without published numbers."""
+    """Return a figure, and upper and lower axes for each panel; the lower axes are None without published numbers."""
     from matplotlib.figure import Figure
 
     rows: list[list[Panel]] = [[]]
@@ -249,7 +253,7 @@ def _draw_values(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
 
 
 def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> None:
-    """Draw the relative errors of our values, with the tolerance as a band; accepted values have filled marks."""
+    """Draw relative errors of our values, with the tolerance as a band; values that agree have filled marks."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     metrics = {value.metric for value in panel.values if value.published}
@@ -272,7 +276,7 @@ def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
 
 
 def _set_places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None:
-    """Label the places on the horizontal axis of a panel, with published texts below the labels."""
+    """Set the labels on the horizontal axis of a panel, with the published texts of ledger rows below them."""
     under: dict[str, str] = {}
     if panel.entry.under:
         pattern = panel.entry.under
@@ -286,7 +290,7 @@ def _set_places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None
 
 
 def _in_two_lines(words: str) -> str:
-    """Return the text of a configuration in two lines, with the subscripts of names such as `P_os`."""
+    """Return the text of a published configuration in two lines, in which names such as `P_os` have subscripts."""
     first, _, rest = _INDEXED_NAME.sub(r"$\1_{\2}$", words).partition(", ")
     return f"{first}\n{rest}" if rest else first
 
@@ -309,7 +313,7 @@ def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
             f"{kinds}: {accepted} of {len(compared)} values are within the tolerance of their claim."
         )
     if any(ours.kind == SIMULATED and ours.high > ours.low for ours in predicted):
-        parts.append("Whiskers, and pale bands below: 90 % interval of our value from unknown inputs.")
+        parts.append("Whiskers and pale bands: 90 % interval of our value from unknown inputs.")
     lacking = len(printed) - len(compared)
     if printed and lacking:
         parts.append(f"For {lacking} of {len(printed)} published values this store has no result.")

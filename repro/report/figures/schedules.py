@@ -1,7 +1,7 @@
 """Figures of pipeline schedules: one row per stage, time to the right.
 
-Every action is a cell if the cells are wide enough. A picture of a larger schedule shows the shares of forward and
-backward over the full step, and below them all actions at the begin and at the end of the step.
+Every forward or backward pass is a cell if the cells are wide enough. A picture of a larger schedule shows the shares
+of forward and backward over the full step, and below them all passes at the begin and at the end of the step.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ if TYPE_CHECKING:
 
 
 PICTURE_WIDTH_INCHES = 13.0
-"""Width in inches of the picture that `repro schedule` writes."""
+"""Width in inches of the picture of a pipeline schedule that `repro schedule` writes."""
 MIN_ACTION_POINTS = 2.5
-"""Minimum width of a drawn action in points; a schedule with shorter actions is drawn as shares of time."""
+"""Minimum width in points of a drawn forward or backward pass; a schedule with shorter passes is drawn as shares."""
 MIN_MERGED_POINTS = 1.2
-"""Minimum width in points of a part of the step whose shares of forward and backward are drawn."""
+"""Minimum width in points of the equal intervals of a step in which shares of forward and backward are drawn."""
 MIN_NUMBER_POINTS, MAX_NUMBER_POINTS = 4.5, 8.5
-"""Minimum and maximum font size of micro-batch numbers in actions, in points; smaller numbers are omitted."""
+"""Minimum and maximum font size in points of micro-batch numbers in a drawn schedule; smaller numbers are omitted."""
 TimedRows = Sequence[Sequence[TimedAction]]
-"""Timed actions of each stage, from `parallel.pipeline.schedule.timeline`."""
+"""Forward and backward passes of each stage with start and stop times, from `parallel.pipeline.schedule.timeline`."""
 
 ACTION_COLOURS = {FORWARD: "#0072b2", BACKWARD: "#e69f00"}
 CHUNK_COLOURS = {FORWARD: ("#00568c", "#9bd0f0"), BACKWARD: ("#d07f00", "#fbe3a6")}
-"""Colours of the first and the last chunk: blue forward and orange backward (Okabe and Ito)."""
+"""Colours of the first and the last model chunk of a stage: blue for forward and orange for backward passes."""
 
 
 def action_colours(kind: str, chunk: int = 0, chunks: int = 1) -> tuple[str, str]:
-    """Return the colours of an action's text and of its rectangle, each as `#rrggbb`."""
+    """Return the text colour and the fill colour of a pass in a pipeline schedule, each as `#rrggbb`."""
     fill = ACTION_COLOURS[kind]
     if chunks > 1:
         first, last = (_channels(colour) for colour in CHUNK_COLOURS[kind])
@@ -92,7 +92,7 @@ def busy_shares(row: Sequence[TimedAction], total: float, columns: int) -> list[
 
 
 def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
-    """Draw a full schedule with its `title` and a line of properties, `facts`."""
+    """Draw a pipeline schedule of all stages, with its `title` and the line of properties `facts`."""
     stages, total = len(rows), float(max(row[-1].stop for row in rows))
     times = {slot.action.kind: float(slot.stop - slot.start) for slot in rows[0]}
     width = 72 * (PICTURE_WIDTH_INCHES - 1)
@@ -140,10 +140,10 @@ def draw_actions(
     points: tuple[float, float],
     bottom: float = 0.42,
 ) -> None:
-    """Draw every action between the two times of `window`, with the number of its micro-batch if it fits.
+    """Draw every forward and backward pass between the two times of `window`, with its micro-batch number if it fits.
 
-    `points`: approximate width of the axes and height of a row, in points. `bottom`: end of the actions below the
-    centre of a row of height 1. One path per colour limits the size of files.
+    `points`: approximate width of the axes and height of a row, in points. `bottom`: lower edge of the passes below
+    the centre of a row, in row heights. One path per colour limits the file size.
     """
     first, last = window
     chunks, scale = _count_chunks(rows), points[0] / (last - first)
@@ -172,19 +172,19 @@ def draw_actions(
 
 
 GROUP_COLOURS = {"tp": VERMILION, "cp": SKY, "dp": GREEN, "pp": YELLOW}
-"""Colours of communication by group; groups of other names belong to data parallelism."""
+"""Colours of communication by process group; groups with other names belong to data parallelism."""
 STEP_COLOURS = dict(zip(("forward", "backward"), ACTION_COLOURS.values(), strict=True))
 STEP_COLOURS |= {"update": PURPLE, "waiting": GRID}
 STEP_COLOURS |= {f"{group} messages": colour for group, colour in GROUP_COLOURS.items()}
 COMPUTE_BOTTOM = 0.08
-"""End of computation below the centre of a row of height 1; communication is below."""
+"""Lower edge of drawn computation below the centre of a stage's row, in row heights; communication is below it."""
 
 
 def draw_step(axes: Axes, step: Timeline, points: tuple[float, float]) -> None:
-    """Draw a predicted step in ms, one row per stage: actions, waits within them, and communication by group below.
+    """Draw a predicted step in ms, one row per stage: passes, waits within them, and communication by process group.
 
-    `points`: as for `draw_actions`. Communication after the end of the step is also drawn at its beginning, because the
-    preceding step ended with the same communication.
+    `points`: approximate width of the axes and height of a row, in points. Communication after the end of the step is
+    also drawn at the beginning, because the preceding step ends with the same communication.
     """
     from repro.simulate.time.program import COMPUTE
 
@@ -233,22 +233,22 @@ def draw_step(axes: Axes, step: Timeline, points: tuple[float, float]) -> None:
 def draw_cells(
     axes: Axes, fill: str, cells: Sequence[tuple[float, float, float, float]], lw: float = 0
 ) -> None:
-    """Draw rectangles (left, low, right, high) as one path, which limits the size of files; `lw`: of their edges."""
+    """Draw rectangles (left, low, right, high) as one path, which limits the file size; `lw`: line width of edges."""
     import numpy as np
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
     left, low, right, high = np.array(cells).reshape(-1, 4).T
     corners = np.array([[left, low], [right, low], [right, high], [left, high]]).transpose(2, 0, 1)
-    # Snapped to pixels, short intervals would be too wide or vanish.
+    # Without edges, disable snapping to pixels, which would widen or hide short intervals.
     path, snap = Path.make_compound_path_from_polys(corners), None if lw else False
     patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=lw, snap=snap)
     patch.set_in_layout(False)
-    axes.add_artist(patch)  # computing limits takes longer than drawing
+    axes.add_artist(patch)  # `add_patch` would also compute data limits, which takes longer than drawing.
 
 
 def _draw_merged(axes: Axes, rows: TimedRows, total: float, columns: int) -> None:
-    """Draw each stage's row in `columns` parts, each in the colours of forward, backward and idle, mixed by time."""
+    """Draw each stage's row as `columns` equal intervals, coloured by the shares of forward, backward and idle time."""
     import numpy as np
     from matplotlib.colors import to_rgb
 
@@ -256,7 +256,7 @@ def _draw_merged(axes: Axes, rows: TimedRows, total: float, columns: int) -> Non
     forward, backward, idle = (np.array(to_rgb(fill)) for fill in fills)
     shares = np.array(
         [busy_shares(row, total, columns) for row in rows]
-    )  # shape [stage, column, 2]: forward, backward
+    )  # shape [stage, column, 2]: shares of forward and backward time
     colours = shares[..., :1] * forward + shares[..., 1:] * backward
     colours += (1 - shares.sum(axis=2, keepdims=True)).clip(0) * idle
     extent = (0, total, len(rows) - 0.5, -0.5)
@@ -285,7 +285,7 @@ def _draw_legend(figure: Figure, chunks: int) -> None:
 
 
 STAGES, MICRO_BATCHES = 4, 8
-"""Sizes of the drawn schedules, as in 2104.04473, figures 3 and 4."""
+"""Numbers of stages and of micro-batches in the figure of pipeline schedules, as in 2104.04473, figures 3 and 4."""
 SCHEDULES = (("gpipe", "GPipe", 1), ("1f1b", "1F1B with flush", 1), ("interleaved", "Interleaved 1F1B", 2))
 TWIN_ROWS = {
     "gpipe": "meg2-bubble/GPipe, p = 2, m = 4: idle over compute time",

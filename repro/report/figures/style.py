@@ -28,9 +28,9 @@ Record: TypeAlias = ExperimentRecord
 WIDTH_INCHES = 9.5
 """Maximum width of a figure on the page, in inches."""
 INK, MUTED, GRID = "#1d2530", "#5d6875", "#dfe4ea"
-"""Colours `--ink`, `--muted` and `--line` of the page's light theme (`page/templates/style.css`)."""
+"""Colours of text, secondary text and grid lines: `--ink`, `--muted` and `--line` in `page/templates/style.css`."""
 DARK_THEME = {INK: "#e4e9ee", MUTED: "#9fabb7", GRID: "#36404b", "#ffffff": "#14191f"}
-"""Colour of the page's dark theme that replaces each colour of the light theme."""
+"""Colour in the report's dark theme, by the colour of the light theme that it replaces."""
 # Okabe and Ito's colours for colour-blind readers, in an order in which neighbours also differ in lightness.
 BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
 VERMILION, SKY, RED = "#d55e00", "#56b4e9", "#c1121f"
@@ -44,14 +44,14 @@ CATEGORY_COLOURS = {
     "other": GREY,
     "host": SKY,
 }
-"""Colours of the categories of memory, the same in every figure; `host` is not on the device."""
+"""Colours of the categories of device memory, and of `host` memory, in all figures."""
 STAGE_NAMES = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
-"""Names of the stages in the ZeRO paper, in the paper's typography."""
+"""Names of ZeRO stages 0 to 3, typeset as in the ZeRO paper."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Figure of the report with its records, and commands for missing records; `drawn` adds the picture."""
+    """Figure of the HTML report: texts, records, and commands for missing records; `drawn` adds the picture."""
 
     id: str
     """Name of the figure's files without suffix, and of its anchor on the page."""
@@ -62,24 +62,25 @@ class Drawing:
     missing: str = ""
     """Command that creates the missing records of the figure; empty for a complete figure."""
     figure: Figure | None = None
-    """Picture of matplotlib; None if the store has no data for the figure."""
+    """Matplotlib figure; None if the store has no data for it."""
     evidence: str = "measured"
     """Kind of evidence of the figure's records, `measured` or `simulated`."""
 
     def drawn(self, figure: Figure, caption: str, records: Iterable[str], *, missing: bool | str) -> Drawing:
-        """Return the drawing with a picture; `missing`: whether records are missing, or commands that create them."""
+        """Return the drawing with a picture; `missing`: whether records are missing, or commands to create records."""
         command = self.missing if missing is True else missing or ""
         return replace(self, figure=figure, caption=caption, records=tuple(records), missing=command)
 
 
 def fix_layout(figure: Figure) -> None:
-    """Compute the layout of a figure and keep it, because each further computation takes as long as drawing."""
+    """Compute the layout of a figure once and store it, because each computation takes as long as drawing."""
     engine = figure.get_layout_engine()
     if engine is not None:
-        # Axes with a fixed aspect ratio leave space unused that a second pass distributes.
+        # Axes with a fixed aspect ratio leave space unused, which a second pass of the layout engine distributes.
         for _ in range(2 if any(axes.get_aspect() != "auto" for axes in figure.axes) else 1):
             engine.execute(figure)
-        figure.set_layout_engine(None)  # With "none" instead, an engine remains and `savefig` draws twice.
+        # None removes the layout engine. The string "none" leaves one, with which `savefig` draws twice.
+        figure.set_layout_engine(None)
 
 
 def to_svg(drawing: Drawing) -> str:
@@ -92,7 +93,7 @@ def to_svg(drawing: Drawing) -> str:
 
 
 def _dark_rules() -> str:
-    """Return CSS rules for a dark page, which exclude white text because its background is coloured."""
+    """Return CSS rules that recolour a figure on a dark page, except for white text on a coloured background."""
     rules = [
         f'{":not(text)" * (light == "#ffffff")}:is([style*="{name}: {light}"], [{name}="{light}"])'
         f" {{ {name}: {dark} !important }}"
@@ -118,7 +119,7 @@ def _render(drawing: Drawing, **options: Any) -> bytes:
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Apply seaborn's theme `ticks` in our font and colours, for drawing and for saving."""
+    """Apply seaborn's theme `ticks` with the report's font and colours while figures are drawn or saved."""
     # Hide matplotlib's warning about a temporary cache, which appears if the home folder is not writable.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
@@ -159,7 +160,7 @@ def figure_style() -> Iterator[None]:
 def make_axes(
     height: float, rows: int = 1, columns: int = 1, *, width: float = WIDTH_INCHES, **keywords: Any
 ) -> tuple[Figure, Any]:
-    """Return a figure of the page's width, outside pyplot's global state, and its axes."""
+    """Return a new matplotlib figure of the page's width and its axes, without changing pyplot's global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -188,7 +189,7 @@ def draw_stacked_bar(
 def scatter_by(
     axes: Axes, frame: DataFrame, by: str, styles: Mapping[str, tuple[str, str]], **style: Any
 ) -> None:
-    """Scatter the first two columns of `frame`; `styles`: colour and marker of every value of its column `by`."""
+    """Scatter the first two columns of `frame`; `styles`: colour and marker of a point by its value in column `by`."""
     import seaborn
 
     x, y, *_ = frame.columns
@@ -200,7 +201,7 @@ def scatter_by(
 
 
 def draw_fills_above(figure: Figure | Axes, fills: Mapping[str, Any], *more: Artist, **where: Any) -> None:
-    """Draw the legend of the fills of bars (a colour, or properties), and of `more` signs, above all axes.
+    """Draw the legend of bars above all axes: fills (colours, or patch properties) by label, and other artists `more`.
 
     `where`: properties of the legend, such as `loc` in a single axes.
     """
@@ -214,7 +215,7 @@ def draw_fills_above(figure: Figure | Axes, fills: Mapping[str, Any], *more: Art
 
 
 def draw_legend_above(figure: Figure, styles: Mapping[str, tuple[str, str]], **where: Any) -> None:
-    """Draw the legend of the colours and markers of `scatter_by` above all axes."""
+    """Draw the legend of a scatter plot above all axes; `styles`: colour and marker by label, as in `scatter_by`."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=c, marker=m, ls="none", label=name) for name, (c, m) in styles.items()]
@@ -224,27 +225,27 @@ def draw_legend_above(figure: Figure, styles: Mapping[str, tuple[str, str]], **w
 def write_near(
     axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], **kw: Any
 ) -> None:
-    """Write `words` at an `offset` in points from the data coordinates `at`."""
+    """Write a text into a figure at an `offset` in points from the data coordinates `at`."""
     axes.annotate(words, at, offset, textcoords="offset points", **kw)
 
 
 def set_grid(axes: Axes, axis: str) -> None:
-    """Draw grid lines at the ticks of `axis` (`x` or `y`) only."""
+    """Draw grid lines only at the ticks of one axis of a figure, `axis` (`x` or `y`)."""
     axes.grid(visible=True, axis=axis)  # type: ignore[arg-type]
     axes.tick_params(length=3)
 
 
 def successful_records(records: list[Record], prefix: str) -> list[Record]:
-    """Return the experiments with outcome `ok` whose names start with `prefix`."""
+    """Return the records of experiments with outcome `ok` whose names start with `prefix`."""
     return [r for r in records if r.outcome == "ok" and r.name.startswith(prefix)]
 
 
 def has_memory_categories(record: Record) -> bool:
-    """Return whether the record has memory by category; records of other engines have only the model states."""
+    """Return whether a record has memory by category; records of external engines have only the model states."""
     return bool(record.memory_by_rank) and "memory.activations_bytes" in record.metrics
 
 
 def required_bytes(record: Record) -> float:
-    """Return the device bytes that a layout needs: the context, and reserved memory or, without a fit, live memory."""
+    """Return the device bytes that a layout needs: context plus reserved (or, if it does not fit, live) memory."""
     reserved = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
     return reserved + record.metrics["memory.context_bytes"]

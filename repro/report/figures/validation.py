@@ -1,4 +1,4 @@
-"""Figures of predicted against published values, and of the unknown inputs that published values imply."""
+"""Figures of predicted against published values, and of the values of unknown inputs that published values imply."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ FAMILY_STYLES = {
     published.CLUSTER: (style.SKY, "X"),
     published.OTHER: (style.GREY, "v"),
 }
-"""Colour and marker of each family of published runs."""
+"""Colour and marker of each family of published runs, such as Megatron-LM on V100."""
 MAX_NAMED_POINTS = 4
-"""Maximum number of points per panel with a label; points with the largest errors have labels."""
+"""Maximum number of labelled points per panel, those with the largest errors of predicted over published values."""
 MAX_LINE_CHARACTERS = 40
 """Maximum length of a point's label on one line, in characters; longer labels have two lines."""
 
 
 def draw_validation(found: Sequence[Point]) -> Drawing:
-    """Draw predicted over published rates in TFLOP/s per GPU (left), and predicted over published ratios (right)."""
+    """Draw predicted against published values: rates in TFLOP/s per GPU (left), and ratios of two runs (right)."""
     judged = [point for point in found if not point.left_out]
     rates = [point for point in judged if point.kind == published.RATE and point.device_flops]
     ratios = [point for point in judged if point.kind == published.RATIO]
@@ -88,10 +88,11 @@ def _position(point: Point) -> tuple[float, float]:
 
 
 def _interval_of(point: Point) -> tuple[float, float]:
-    """Return the 90 % interval of a point's predicted value, in the unit of `_position`."""
+    """Return the 90 % interval of a point's predicted value, in TFLOP/s per GPU or as a ratio."""
     _, predicted = _position(point)
     low, high = predicted * point.low / point.predicted, predicted * point.high / point.predicted
-    if point.unit in published.TIMES:  # The longest time corresponds to the smallest rate.
+    # For a published time, the longest time corresponds to the smallest rate.
+    if point.unit in published.TIMES:
         low, high = predicted * point.predicted / point.high, predicted * point.predicted / point.low
     return low, high
 
@@ -116,7 +117,7 @@ def _draw_error_bands(axes: Axes, at: Sequence[tuple[float, float]], what: str) 
 
 
 def _name_outliers(axes: Axes, points: Sequence[Point]) -> None:
-    """Write claim and row next to the points with the largest errors."""
+    """Label the points with the largest prediction errors with their claim and ledger row."""
     named: list[float] = []
     box = {"facecolor": "white", "linewidth": 0, "pad": 1}
     kw: dict[str, Any] = {"fontsize": 6.5, "color": style.MUTED, "zorder": 2, "bbox": box, "va": "center"}
@@ -155,11 +156,11 @@ IMPLIED = Drawing(
 )
 MAX_IMPLIED_PANELS = 8
 MAX_LABELLED_ROWS = 24
-"""Maximum number of published values in a panel that are all labelled; with more, only contradicting ones are."""
+"""Maximum number of published values in a panel with a label each; with more, only contradicting values have one."""
 
 
 def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
-    """Draw one panel per unknown input, with a line over the values that each published value implies for it."""
+    """Draw one panel per unknown input of a system, with a line for the range that each published value implies."""
     shown = select_implied(found)
     if not shown:
         return IMPLIED
@@ -177,9 +178,9 @@ def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
 
 
 def select_implied(found: Sequence[ImpliedInput]) -> list[ImpliedInput]:
-    """Return the unknown inputs with most contradicting rows, then those with most rows; one of each system or more.
+    """Return the unknown inputs to draw, one or more of each system, sorted by the number of contradicting values.
 
-    Pace and spread of the devices are excluded, because they scale all times and so contain the error of the model.
+    The device properties pace and spread are excluded, because they scale all times and so contain the model's error.
     """
     telling = [one for one in found if one.key not in (PACE, SPREAD)]
     ordered = sorted(telling, key=lambda one: (-one.torn, -len(one.needs)))

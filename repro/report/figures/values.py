@@ -1,6 +1,6 @@
 """Published values of the ledger and values of each kind of evidence for figures, and their bars and marks.
 
-A figure names rows of the ledger as `claim/label`, in which a `*` stands for the place on the axis. Published bars are
+A figure names rows of the ledger as `claim/label`, in which a `*` matches the label on the axis. Published bars are
 solid, simulated hatched, measured dotted, and missing dashed; analytic values are diamonds.
 """
 
@@ -34,7 +34,7 @@ _CHOOSE = {"largest", "smallest"}
 
 @dataclass(frozen=True, kw_only=True)
 class Ours:
-    """Value of this suite by one kind of evidence, in the unit of the published value."""
+    """Value that this suite computes, simulates or measures to reproduce a published value, in the same unit."""
 
     kind: str
     """Kind of evidence: `analytic`, `simulated`, or `measured` at the published scale."""
@@ -42,20 +42,20 @@ class Ours:
     low: float
     high: float
     agrees: bool | None = None
-    """Whether the judge accepts the value; None if it calibrates the time model, is `possible` or is not judged."""
+    """Whether our value agrees with the published one; None if it is a calibration value, `possible` or not judged."""
     runs: tuple[str, ...]
-    """Names `suite/name` of the records from which the value is computed."""
+    """Names `suite/name` of the experiment records from which our value is computed."""
     fits: bool
-    """Whether all simulated steps from which the value is computed fit in device memory."""
+    """Whether all simulated steps from which our value is computed fit in device memory."""
     possible: bool = False
     """Whether the prediction misses and the published value lies inside the interval from unknown inputs."""
     rests_on: str = ""
-    """Basis of a predicted time or rate, one of `repro.simulate.time.calibration.BASES`; else empty."""
+    """Basis of a predicted time or rate, one of `repro.simulate.time.calibration.BASES`; empty for other values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """Published value of one series at one place of a figure's axis, and the values of this suite for it."""
+    """Published value of a data series at one label of a figure's axis, and our values for it."""
 
     at: str
     published: PrintedNumber | None
@@ -63,20 +63,20 @@ class Value:
     error: float
     """Digitisation error of the published value; 0 without digitisation."""
     metric: str
-    """Name of the tolerance that applies to the value, a key of `RELATIVE_TOLERANCE`."""
+    """Name of the tolerance that applies to the published value, a key of `RELATIVE_TOLERANCE`."""
     unit: str
     ours: tuple[Ours, ...]
-    """Values of this suite, at most one per kind of evidence: measured, then simulated, then analytic."""
+    """Our values for the published value, at most one per kind of evidence: measured, then simulated, then analytic."""
     remedy: tuple[str, ...]
-    """Commands that create the missing simulated records."""
+    """Commands that create the simulated records that are missing for the published value."""
 
     def of_kind(self, kind: str) -> Ours | None:
-        """Return the value by the kind of evidence `kind`; None without such evidence."""
+        """Return our value by the kind of evidence `kind`, such as `simulated`; None without such evidence."""
         return next((ours for ours in self.ours if ours.kind == kind), None)
 
     @property
     def predicted(self) -> Ours | None:
-        """Value to compare with the published one: measured at the published scale, else simulated."""
+        """Our value to compare with the published one: measured at the published scale, else simulated, else None."""
         return self.of_kind("measured") or self.of_kind(SIMULATED)
 
 
@@ -90,12 +90,12 @@ class View:
         self._functions = {**FORMULAS, **Records(simulated).functions(SIMULATED)}
 
     def row(self, reference: str) -> RowResult:
-        """Return the row `claim/label`. Raises `ConfigError` if the ledger has no such row."""
+        """Return the ledger row `claim/label` with its evidence. Raises `ConfigError` if the ledger has no such row."""
         require(reference in self._rows, "row", reference, "claim/label of a row of the ledger")
         return self._rows[reference]
 
     def matching(self, pattern: str) -> list[Value]:
-        """Return a value for each row that `pattern` matches, in the ledger's order; the match of `*` is its place."""
+        """Return a value per ledger row that `pattern` matches; the text that `*` matches is the axis label."""
         before, _, after = pattern.partition("*")
         found = [
             (name[len(before) : len(name) - len(after)], row)
@@ -106,11 +106,11 @@ class View:
         return [self._value(at, row) for at, row in found]
 
     def value(self, at: str, reference: str) -> Value:
-        """Return the value of the row `reference` (`claim/label`) for the place `at` on the axis."""
+        """Return the value of the ledger row `reference` (`claim/label`), for the axis label `at` of a figure."""
         return self._value(at, self.row(reference))
 
     def unpublished(self, at: str, expression: str, unit: str) -> Value:
-        """Return the value of an expression over simulated records, for a place without a published number."""
+        """Return the value of an expression over simulated records, for an axis label without a published number."""
         parsed = parse(expression)
         ours: tuple[Ours, ...] = ()
         remedy: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ class View:
         )
 
     def _ours(self, finding: Finding, result: RowResult) -> Ours | None:
-        """Return the value to draw for a finding; None for other scales, and for tests of a source against itself."""
+        """Return our value to draw; None for measurements at another scale and for tests of a source against itself."""
         value = finding.value
         if not isinstance(value, int | float) or finding.expected is not None:
             return None
@@ -162,7 +162,7 @@ class View:
         if finding.origin == ITSELF:
             return None
         is_simulated, runs = finding.kind == SIMULATED, finding.experiments
-        # A search for the largest or smallest layout that fits includes runs that do not fit.
+        # A search for the largest or smallest layout that fits also reads runs that do not fit: no misfit of its value.
         is_search = bool(parse(finding.expression).calls & _CHOOSE)
         return Ours(
             kind=finding.kind,
@@ -186,24 +186,24 @@ class View:
 
 KIND_HATCHES = {SIMULATED: "//////", "measured": "....."}
 PLACE_WIDTH = 0.84
-"""Total width of all bars at one place of the horizontal axis, whose places have distance 1."""
+"""Total width of all bars at one label of the horizontal axis, whose labels have distance 1."""
 
 
 class BarPair(NamedTuple):
-    """Centre, and width of both bars, of the published and our bar of a series at one place of the axis."""
+    """Position of two adjacent bars, a published value and our value: their common centre and total width."""
 
     middle: float
     width: float
 
 
 def bar_pair(place: int, series: float, count: int) -> BarPair:
-    """Return the position of the bars of series number `series`, of `count` series, at a place of the axis."""
+    """Return the position of the bars of data series number `series`, out of `count`, at axis position `place`."""
     width = PLACE_WIDTH / count
     return BarPair(place - PLACE_WIDTH / 2 + (series + 0.5) * width, width * 0.94)
 
 
 def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
-    """Draw the published bar on the left and our bar on the right, or a dashed outline where a record is missing."""
+    """Draw the bar of a published value, and to its right that of our value, or a dashed outline without a record."""
     half = at.width / 2
     left, right = at.middle - half / 2, at.middle + half / 2
     printed, ours = value.published, value.predicted
@@ -230,7 +230,7 @@ def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -
 
 
 def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> float:
-    """Draw the relative error of our value as a stem with its number, and return the height; 0 without both values."""
+    """Draw the relative error of our value as a labelled stem, and return its height; 0 if a value is missing."""
     ours, printed = value.predicted, value.published
     if printed is None:
         return 0.0
@@ -256,7 +256,7 @@ def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -
 
 
 def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]) -> None:
-    """Draw the legend of a figure: colours of the series, and fills and marks that the figure contains."""
+    """Draw the legend of a redrawn figure: colours of the data series, and fills and marks that the figure contains."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -275,7 +275,7 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
         if kind in kinds
     ]
     if any(value.predicted is not value.of_kind(SIMULATED) and value.of_kind(SIMULATED) for value in values):
-        mark("s", "simulated, where measured too", color=INK, mfc="white", markersize=5)
+        mark("s", "simulated (also measured)", color=INK, mfc="white", markersize=5)
     if any(value.of_kind("analytic") for value in values):
         mark("D", "analytic", color=INK, markersize=5)
     if any(value.published and not value.ours for value in values):
@@ -286,9 +286,9 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
         mark("x", "does not fit, simulated", color=VERMILION, markersize=6)
     compared = [value.predicted for value in values if value.published and value.predicted]
     if any(ours.possible for ours in compared):
-        mark("o", "?: possible within unknown inputs", color=MUTED, mfc="white")
+        mark("o", "?: in the interval from unknown inputs", color=MUTED, mfc="white")
     if any(ours.agrees is None and not ours.possible for ours in compared):
-        mark("o", "cal.: calibrates, no prediction", color=GREY, mfc="white")
+        mark("o", "cal.: calibration value, no prediction", color=GREY, mfc="white")
     elif any(ours.agrees is False for ours in compared):
         mark("o", "beyond the tolerance", color=MUTED, mfc="white")
     columns = len(handles) if len(handles) <= 5 else (len(handles) + 1) // 2
@@ -296,7 +296,7 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
 
 
 def _draw_interval_and_misfit(axes: Axes, x: float, ours: Ours, size: float) -> None:
-    """Draw the interval of our value if it has one, and a cross if one of its runs does not fit."""
+    """Draw the uncertainty interval of our value, and a cross if one of its simulated steps does not fit in memory."""
     y = ours.value / size
     if ours.high > ours.low:
         spread = [[(ours.value - ours.low) / size], [(ours.high - ours.value) / size]]

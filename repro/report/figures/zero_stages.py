@@ -16,12 +16,12 @@ STATE_PARTS = ("parameters", "gradients", "optimizer")
 PART_COLOURS = {part: style.CATEGORY_COLOURS[part] for part in STATE_PARTS}
 MEASURED_STATES = Drawing(
     "states",
-    "Memory of model states by stage and Nd",
-    "No record of a states-* experiment.",
+    "Memory of model states by ZeRO stage and Nd",
+    "The store has no record of the experiments states-*.",
     missing="repro run suites/smoke.toml --only 'states-*'",
 )
 MEASURED_LAYOUTS = {(stage, nd) for stage in range(4) for nd in (1, 2, 4)}
-"""Pairs (ZeRO stage, Nd) that the complete figure shows."""
+"""Pairs (ZeRO stage, Nd) of all bars in the figure of measured model states."""
 FORMULA_MARK: dict[str, Any] = {
     "marker": "D",
     "color": "white",
@@ -32,7 +32,7 @@ STAGE_FORMULAS = {0: "16Ψ", 1: "4Ψ + 12Ψ/Nd", 2: "2Ψ + 14Ψ/Nd", 3: "16Ψ/Nd
 
 
 def draw_measured_states(records: list[Record]) -> Drawing:
-    """Draw measured bytes of model states per parameter on the fullest rank (bars), and the formula (diamonds)."""
+    """Draw measured bytes of model states per parameter on the fullest rank (bars), and ZeRO's formula (diamonds)."""
     from matplotlib.lines import Line2D
 
     states = filter(style.has_memory_categories, style.successful_records(records, "states-"))
@@ -40,7 +40,7 @@ def draw_measured_states(records: list[Record]) -> Drawing:
     if not shown:
         return MEASURED_STATES
     models = Counter(r.experiment.model.name for r in shown)
-    model = models.most_common(1)[0][0]  # All bars belong to one model.
+    model = models.most_common(1)[0][0]  # The right axis, in bytes, is valid for one model only.
     shown = [r for r in shown if r.experiment.model.name == model]
     shown.sort(key=lambda r: (r.experiment.layout.dp, r.experiment.layout.zero))
     psi = shown[0].metrics["parameters"]
@@ -89,14 +89,14 @@ PUBLISHED_STATES = Drawing(
     "zero-fig1",
     "ZeRO, Figure 1: model states of 7.5B on 64 GPUs",
     "Bytes of model states on one GPU, Ψ = 7.5e9, Nd = 64, K = 12. Bars are counted on the tensors of the real "
-    "step, run on shapes; the formulas are those of sections 5.1 to 5.3. Claim: zero-fig1-7p5b.",
+    "step, traced on shapes; the formulas are those of sections 5.1 to 5.3. Claim: zero-fig1-7p5b.",
     missing="repro run suites/zero_memory.toml --evidence simulated --only '7.5b-z*-n64'",
     evidence=SIMULATED,
 )
 
 
 def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
-    """Draw model states by stage: simulated bytes (bars), published bytes (outlines) and the formula (diamonds)."""
+    """Draw model states by ZeRO stage: simulated bytes (bars), published bytes (outlines) and formula (diamonds)."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -140,8 +140,8 @@ def _value_label(value: Value) -> str:
 
 VOLUME = Drawing(
     "communication",
-    "Communication volume by stage",
-    "No record of states-z0-dp2 together with records of other ZeRO stages.",
+    "Communication volume by ZeRO stage",
+    "The store lacks records of states-z0-dp2 or of other ZeRO stages.",
     missing="repro run suites/smoke.toml",
 )
 PUBLISHED_VOLUMES = {
@@ -151,13 +151,13 @@ PUBLISHED_VOLUMES = {
     style.STAGE_NAMES[3]: 1.5,
     f"{style.STAGE_NAMES[1]}, Feb 2020": 1.5,
 }
-"""Published communication volume of each stage over that of DP (1910.02054 sec. 7.1-7.2). DeepSpeed's release of
+"""Published communication volume of each ZeRO stage over that of DP (1910.02054 sec. 7.1-7.2). DeepSpeed's release of
 February 2020 reduced gradients with an all-reduce, so P_os sent 3 Psi instead of 2 Psi."""
 DEGREE_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)
 
 
 def draw_volume(records: list[Record]) -> Drawing:
-    """Draw the sent bytes of each stage relative to plain data parallelism (bars), and the published ratios (lines)."""
+    """Draw the sent bytes of ZeRO stages over those of plain data parallelism (bars), and published ratios (lines)."""
     prefixes = ("states-", "comm-z1-allreduce")
     ended = [record for prefix in prefixes for record in style.successful_records(records, prefix)]
     divided = [r for r in ended if r.experiment.layout.dp > 1]
@@ -224,7 +224,7 @@ LINKS_PANELS = (("zero", "ZeRO-100B"), ("megatron", "Megatron-LM"))
 LINKS = Drawing(
     "links",
     "Communication by class of link",
-    "No simulated record of ZeRO's Figure 2 in the store.",
+    "The store has no simulated record of ZeRO's Figure 2.",
     missing="repro run suites/zero_throughput.toml --evidence simulated --only 'fig2-*'",
     evidence=SIMULATED,
 )

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 NOTEBOOKS_FOLDER = ROOT / "reports"
 CELL_TIMEOUT_S = 300
-"""Timeout of a notebook's cell, and of the start of a kernel, in seconds."""
+"""Timeout of a notebook's cell, and of the start of a Jupyter kernel, in seconds."""
 WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 MAX_PARALLEL_NOTEBOOKS = 2
-"""Maximum number of notebooks that run at once."""
+"""Maximum number of notebooks that are executed at once."""
 
 
 class CellFailed(Exception):
-    """A cell of a notebook failed; `str` is one line with file, cell and error."""
+    """Failure of a notebook cell; the message is one line with file, cell and error."""
 
 
 def find_notebooks(folder: Path = NOTEBOOKS_FOLDER) -> list[Path]:
@@ -52,13 +52,13 @@ def find_notebooks(folder: Path = NOTEBOOKS_FOLDER) -> list[Path]:
 
 
 def write_notebooks(results: Path, out: Path, folder: Path = NOTEBOOKS_FOLDER) -> list[tuple[Path, str]]:
-    """Execute the notebooks in `folder` on the store `results`, and write each as HTML to the folder `out`.
+    """Execute the notebooks in `folder` on the records in `results`, and write each as HTML to the folder `out`.
 
     Returns the written pages with their titles. Raises `CellFailed`, and `ConfigError` without notebooks.
     """
     paths = find_notebooks(folder)
     with tempfile.TemporaryDirectory() as settings, ThreadPoolExecutor(MAX_PARALLEL_NOTEBOOKS) as pool:
-        # An empty folder hides the user's IPython settings, and replaces a home folder that cannot be written.
+        # An empty folder for IPython hides the user's settings, and replaces a home folder that cannot be written.
         os.environ["IPYTHONDIR"] = settings
         done = list(pool.map(execute, paths, [results.resolve()] * len(paths)))
         out.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def read_notebook(path: Path) -> Any:
 
 
 def execute(path: Path, results: Path) -> Any:
-    """Execute the notebook at `path` on the store `results`, and return it with its outputs. Raises `CellFailed`."""
+    """Execute the notebook at `path` on the records in `results`; return it with its outputs. Raises `CellFailed`."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -94,7 +94,7 @@ def execute(path: Path, results: Path) -> Any:
 
 
 def _place(notebook: Any) -> str:
-    """Return number and first line of the first code cell that failed or did not run."""
+    """Return number and first line of the first code cell of a notebook that failed or did not run."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     bad = (
         number
@@ -109,7 +109,7 @@ def _save_notebook(path: Path, notebook: Any, out: Path) -> tuple[Path, str]:
     from nbconvert import HTMLExporter
     from pygments.formatters import HtmlFormatter
 
-    # The page has no kernel for controls, and no network for the styles and scripts of Jupyter's other templates.
+    # Widgets need a running kernel, and Jupyter's other templates load styles and scripts from the network.
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         shown = (one for one in cell.get("outputs", ()) if WIDGET_TYPE not in one.get("data", ()))
@@ -134,18 +134,18 @@ def title_of(notebook: Any, path: Path) -> str:
 
 
 MAX_LINKS = 100
-"""Maximum number of links to records below a figure."""
+"""Maximum number of links to experiment records below a figure of the report."""
 
 
 @dataclass
 class Report:
-    """Paths of a written report, and counts of its contents."""
+    """Paths of the files of an HTML report, and numbers of its claims and records."""
 
     page: Path
     claims: int
     verdicts: dict[str, int]
     experiments: int
-    """Number of measured experiments."""
+    """Number of measured experiments in the report."""
     simulated: int
     comparisons: int
     figures: list[Path] = field(default_factory=list)
@@ -156,16 +156,16 @@ class Report:
     """Remarks about the store, such as unreadable lines and records of another protocol version."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report's paths and counts as JSON data."""
+        """Return the paths of the report's files, and the counts of its claims and records, as JSON data."""
         paths = {name: [str(path) for path in getattr(self, name)] for name in ("figures", "notebooks")}
         return {**vars(self), "page": str(self.page), **paths}
 
 
 def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Path] = ()) -> Report:
-    """Write the site on the store `results` to the folder `out`, with `notebooks` also the executed notebooks.
+    """Write the HTML report on the records in `results` to the folder `out`, with `notebooks` also the notebooks.
 
-    `own`: additional ledger files, which the notebooks do not use. Raises `ConfigError` if `out` is not a writable
-    folder, `ModuleNotFoundError` if a package is missing, and `CellFailed` if a cell of a notebook failed.
+    `own`: additional ledger files of claims, which the notebooks do not use. Raises `ConfigError` if `out` is not a
+    writable folder, `ModuleNotFoundError` if a package is missing, and `CellFailed` if a cell of a notebook failed.
     """
     extras.require_extras("report", *(["notebooks"] if notebooks else []))
     from repro.report.figures import draw_all
@@ -231,11 +231,14 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
     if len(found.torn) > MAX_PRINTED_REMARKS:
         remarks.append(f"{len(found.torn) - MAX_PRINTED_REMARKS} more lines of the store are not records")
     if not found.records:
-        shown = "the site shows the ledger, analytic evidence and reference records only"
-        remarks.append(f"no records in {found.results}: {shown}")
+        remarks.append(
+            f"no records in {found.results}: the report shows the ledger, analytic evidence and reference records only"
+        )
     if chosen.foreign:
-        foreign = f"{chosen.foreign} records of another version of the measurement protocol"
-        remarks.append(f"{foreign} are omitted, because they are not comparable")
+        remarks.append(
+            f"{chosen.foreign} records of another version of the measurement protocol are omitted, because they are "
+            "not comparable"
+        )
     failed = [record for record in [*chosen.measured, *chosen.simulated] if not record.conclusive]
     if failed:
         names = ", ".join(f"{record.label} ({record.outcome})" for record in failed[:6])
@@ -243,13 +246,15 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
         remarks.append(f"experiments without a conclusive result: {names}{more}; `repro run` runs them again")
     findings = (finding for result in found.judged for finding in result.findings)
     if labels := dict.fromkeys(one.measured_on for one in findings if one.is_reference and one.decided):
-        values = f"values measured on {'; '.join(labels)} come from reference records of this package"
-        remarks.append(f"{values}, because this store has no such measurements")
+        remarks.append(
+            f"values measured on {'; '.join(labels)} come from reference records of this package, because this store "
+            "has no such measurements"
+        )
     return remarks
 
 
 def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Sequence[Path] = ()) -> int:
-    """Write the report on the store `results` to `out` and print a summary; return 1 if a notebook failed, else 0."""
+    """Write the HTML report to the folder `out` and print a summary; return 1 if a notebook failed, else 0."""
     try:
         written = build_report(results, out, notebooks=notebooks, own=own)
     except CellFailed as error:

@@ -1,6 +1,6 @@
-"""Values of the site's templates: claims, figures, records and machines, and the rendered files of the site.
+"""Values for the HTML templates of the report (claims, figures, records, machines), and the rendered files.
 
-The site lists every record that a claim or a figure reads, and the newest `MAX_RECORDS` other records of each kind.
+The report lists every record that a claim or a figure reads, and the newest `MAX_RECORDS` other records of each kind.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ TEMPLATES = Path(__file__).parent / "templates"
 MAX_RECORDS = 200
 """Maximum number of listed comparisons, and of listed records of each kind that no claim and no figure reads."""
 MAX_MACHINES = 100
-"""Maximum number of origins of records that the page of machines lists."""
+"""Maximum number of origins of records (machine, commit and versions) that the report's page of machines lists."""
 BEST_FIGURES = {
     "zero-fig1": "Model states per GPU without ZeRO and with its three stages: published, by formula, simulated.",
     "turing-degrees": "Memory per GPU at each model-parallel degree, with and without ZeRO 1, and the limit of a V100.",
     "validation": "Each dot is one published run: its published throughput, and the throughput predicted for it.",
 }
-"""Captions of the figures on the first page, by figure id."""
+"""Captions of the figures on the first page of the report, by figure id."""
 BEYOND = "beyond"
-"""Name of the page for claims from ledger files without a date, which no reproduced report published."""
+"""Name of the page for claims that no reproduced report published; their ledger files have no date."""
 SOURCE_FIGURES = {
     "megatron-2019": "megatron-2019 megatron-2020",
     "zero": "zero-fig1 states memory-timeline peak zero-fig2 zero-fig3 zero-fig4 zero-fig6 zero-fig7 zero-fig8"
@@ -58,7 +58,7 @@ SOURCE_FIGURES = {
     "yuan": "map",
     BEYOND: "loss convergence engines",
 }
-"""Ids of the figures on the page of each source; the page of machines has all other figures."""
+"""Ids of the figures on the page of each published report; the page of machines has all other figures."""
 
 
 def context(
@@ -68,7 +68,7 @@ def context(
     remarks: list[str],
     catalogue: SuiteCatalogue,
 ) -> dict[str, Any]:
-    """Return the values of the templates by name; `figures`: data of each written figure (`build._save_figure`)."""
+    """Return the values for HTML templates by name; `figures`: data of each written figure (`build._save_figure`)."""
     everything = [*chosen.measured, *chosen.simulated]
     machines = Machines([*everything, *chosen.comparisons])
     known = {_anchor(record): record for record in everything}
@@ -127,7 +127,7 @@ def context(
 def _sources(
     ledger: Ledger, claims: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return one entry per source, in the order of publication, and add the page's name to each claim and figure.
+    """Return one entry per source of claims, in the order of publication; add its page to each claim and figure.
 
     A source is a ledger file, or consecutive files about the same subject. All files without a date are one source.
     """
@@ -164,7 +164,7 @@ def _sources(
 
 
 def render_site(values: dict[str, Any]) -> dict[str, str]:
-    """Return the text of each file of the site by its path, except for figures and notebooks."""
+    """Return the text of each file of the HTML report by its path, except for figures and notebooks."""
     site = {name: (TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "site.js")}
     site["records.js"] = f"const STORE = {json.dumps(_records(values['rows']), separators=(',', ':'))};\n"
 
@@ -182,7 +182,7 @@ def render_site(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _records(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the table of experiments as lists of values with one list of keys, which halves the size of the JSON."""
+    """Return the table of experiments as lists of values with one list of keys, which halves the size of its JSON."""
     keys = list(rows[0]) if rows else []
     labels = {row["evidence"]: list(row["facts"]) for row in rows}
     values = [[*{**row, "facts": [*row["facts"].values()]}.values()] for row in rows]
@@ -191,7 +191,7 @@ def _records(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @functools.cache
 def template(name: str) -> Template:
-    """Return the Jinja template `name`, in which an undefined variable is an error."""
+    """Return the Jinja template `name` of the report, in which an undefined variable is an error."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -234,7 +234,7 @@ def _anchor(record: ExperimentRecord) -> str:
 
 
 def _listed(records: list[ExperimentRecord], cited: Iterable[str]) -> list[ExperimentRecord]:
-    """Return the records whose anchors are in `cited`, then the newest `MAX_RECORDS` other records."""
+    """Return the records whose HTML anchors are in `cited`, then the newest `MAX_RECORDS` other records."""
     others = [record for record in records if _anchor(record) not in cited]
     newest = sorted(others, key=lambda record: record.order, reverse=True)[:MAX_RECORDS]
     return [*(record for record in records if _anchor(record) in cited), *newest]

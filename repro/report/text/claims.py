@@ -45,15 +45,15 @@ DEFINITIONS: tuple[str, ...] = (
 MAX_CLAIM_ROWS = 6
 """Maximum number of values of one claim that are printed without `--details`; disagreeing values come first."""
 MAX_STRENGTH_TEXT = 195
-"""Maximum length of the line with the margins of a claim's values, in characters."""
+"""Maximum length in characters of the printed line with the margins of a claim's values to their tolerances."""
 MAX_CLAIM_TEXT = 290
-"""Maximum length of the printed cause or conditions of a claim, in characters."""
+"""Maximum length in characters of the printed cause of a claim's verdict, and of a claim's conditions."""
 ALL_CLAIMS_COLUMNS = 25, 25, 14
 """Widths of the columns `published`, `evidence` and `verdict` in the table of all claims, in characters."""
 MAX_ANSWERS, ANSWER_COLUMNS = 15, (16, 21, 18)
-"""Maximum number of printed claims for another system, and the widths of three columns of their table."""
+"""Maximum number of claims, and widths of three columns in characters, in the table of `repro claims --system`."""
 MAX_SHOWN_UNKNOWNS = 3
-"""Maximum number of printed unknown inputs for each predicted value."""
+"""Maximum number of unknown inputs that are printed for each predicted value of a claim."""
 VERDICT_STYLES = {
     verdicts.REPRODUCED: "green",
     **dict.fromkeys((verdicts.POSSIBLE, verdicts.DEPENDS), "blue"),
@@ -101,7 +101,7 @@ def print_claims(
 
 
 def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
-    """Print the counts of all claims, a table of the headline claims, and the machines of the measurements."""
+    """Print counts over all claims, a table of the headline claims, and the machines on which values were measured."""
     lines = headline_lines(ledger, results)
     console.print(textwrap.fill(totals(results), PAGE_COLUMNS) + "\n")
     headings = ("", "claim", "published", *SHOWN_KINDS, "verdict")
@@ -136,9 +136,9 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
 
 
 def print_claim(result: ClaimResult, console: Console, first: Collection[str] = ()) -> None:
-    """Print one claim on one screen: verdict, cause, the values that decide, and the commands that test them.
+    """Print one claim on one screen: verdict, cause, the values that decide it, and the commands that repeat them.
 
-    `first`: labels of the rows to print first, which a headline claim names.
+    `first`: labels of the values to print first, which a headline claim names.
     """
     claim = result.claim
     console.print(Text.assemble((claim.id, "bold cyan"), f": {claim.title}."))
@@ -181,11 +181,11 @@ def print_claim(result: ClaimResult, console: Console, first: Collection[str] = 
 
 
 def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:
-    """Return what can be run for a claim (search, simulation, measurement or emulation), each with its command."""
+    """Return pairs (kind, command) that repeat a claim's evidence: search, simulation, measurement or emulation."""
     known = {finding.kind for finding in result.findings if finding.experiments}
     found = [("search", result.claim.repeat)] * bool(result.claim.repeat)
     read = {name.partition("/")[0] for finding in result.findings for name in finding.experiments}
-    own = sorted(read - {*SUITES.names()})  # `repro run --claim` finds packaged suites only.
+    own = sorted(read - {*SUITES.names()})  # `repro run --claim` does not find suites outside of the package.
     run = f"repro run {' '.join(f'{name}.toml' for name in own) or f'--claim {result.claim.id}'}"
     if SIMULATED in known:
         found.append(("simulation", f"{run} --evidence {SIMULATED}"))
@@ -196,7 +196,7 @@ def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:
 
 
 def _strength_lines(rows: Sequence[RowResult]) -> list[str]:
-    """Return a line with the margins of reproduced rows, and a line with changes that would make them fail."""
+    """Return a line with the margins of reproduced values, and a line with simulator faults that make them fail."""
     rows = sorted((row for row in rows if row.margin or row.mutations), key=lambda row: not row.weakness)
     margins = [
         f"{row.row.label} {headlines.describe_margin(row)}{', weak' * bool(row.weakness)}" for row in rows
@@ -207,7 +207,7 @@ def _strength_lines(rows: Sequence[RowResult]) -> list[str]:
 
 
 def _cause(result: ClaimResult) -> str:
-    """Return the cause of a claim's verdict: for `not reproduced` a note of the ledger, else the judge's reason."""
+    """Return the cause of a claim's verdict: for `not reproduced` a note of the ledger, else the verdict's reason."""
     if result.verdict != NOT_REPRODUCED:
         return result.reason
     notes = (row.row.note for row in result.rows if row.row.main and row.verdict == NOT_REPRODUCED)
@@ -317,8 +317,8 @@ def _evidence_table(result: ClaimResult) -> Table:
 
 
 def _unknowns_table(result: ClaimResult) -> Table:
-    """Return a table of the unknown inputs with the largest effects on each predicted value, each varied alone."""
-    headings = ("value", "unknown input", "value at its low end", "value at its high end", "uncertainty")
+    """Return a table of each predicted value's unknown inputs with the largest effects, each varied alone."""
+    headings = ("value", "unknown input", "value at low input", "value at high input", "uncertainty")
     grid = render.new_table(*headings, left=2, wrap=headings[:2])
     for row in result.rows:
         label = row.row.label
@@ -354,7 +354,7 @@ def _published(result: RowResult) -> str:
 def print_claims_on_system(claim: str, system: str, json: bool, results: Path, details: bool) -> int:
     """Print the predictions of the claims for `system` in the store `results`; return 1 if there are none, else 0.
 
-    Raises `ConfigError` if the system or the claim is unknown, or if the claim cannot be asked of another system.
+    Raises `ConfigError` if the system or the claim is unknown, or if the claim is not predictable for other systems.
     """
     ledger = load_ledger()
     questions = other_system.load_questions(ledger)
@@ -363,7 +363,7 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
         asked = tuple(question for question in questions.asked if question.claim == claim)
         if not asked:
             families = ", ".join(other_system.QUESTION_FAMILIES)
-            why = questions.left_out.get(claim, f"its family is {family}, not one of {families}")
+            why = questions.left_out.get(claim, f"the claim's family is {family}, not one of {families}")
             raise ConfigError("claim", claim, says=f"cannot be predicted for another system: {why}")
     else:
         asked = questions.asked
@@ -386,7 +386,7 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
 
 
 def print_answers(found: Sequence[Answer], system: str, console: Console, most: int | None) -> None:
-    """Print predictions of claims for `system`; `most`: only the first of each claim, for this number of claims."""
+    """Print predictions of claims for `system`; `most`: maximum number of claims, one prediction each; None: all."""
     headings = ("claim" if most else "question", "published", f"on {system}", "comparison", "basis")
     wrapped = () if most else headings[:4]
     grid = render.new_table(*headings, left=set(headings), wrap=wrapped, gap=1)
@@ -410,7 +410,7 @@ def print_answers(found: Sequence[Answer], system: str, console: Console, most: 
     console.print()
     if len(found) > len(listed):
         console.print(
-            f"{len(found) - len(listed)} more answers: --details, or one claim: `repro claims ID --system`."
+            f"--details lists {len(found) - len(listed)} more answers, `repro claims ID --system` those of one claim."
         )
     console.print(other_system.PREDICTIONS)
     if rests_on := count_bases(answer.rests_on for answer in found):

@@ -1,4 +1,4 @@
-"""Output of `repro status` and `repro lab`: submitted cases on a cluster, and emulated networks."""
+"""Output of `repro status` and `repro lab`: states of experiments on a SLURM cluster, and emulated networks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from repro.util.console import new_table, print_json, print_page, stdout
 REFRESH_S = 5.0
 """Time between two refreshes of `repro status --watch`, in seconds."""
 MAX_CASES = 16
-"""Maximum number of printed submitted experiments without `--details`."""
+"""Maximum number of submitted experiments that `repro status` prints without `--details`."""
 _STATE_COLOURS = {
     RUNNING: "green",
     FAILED: "red",
@@ -78,7 +78,7 @@ def print_status(results: Path, watch: bool, every: bool, json: bool, details: b
 
 
 def print_cases(cases: list[CaseState], warnings: list[str], console: Console, most: int | None) -> None:
-    """Print the submitted experiments by state, then rows of at most `most` of them (None: all), finished ones last."""
+    """Print the number of experiments by state, then rows of at most `most` of them (None: all), finished ones last."""
     unrecorded = any(case.state in (LOST, CANCELLED) and not case.recorded for case in cases)
     shown = sorted(cases, key=lambda case: case.state == DONE)[:most]
     hidden = len(cases) - len(shown)
@@ -151,7 +151,7 @@ def check_lab() -> int:
 
 
 def start_lab(suite: Path | None, experiment: str, sizes: Mapping[str, Any]) -> int:
-    """Start the network of an experiment in `suite`, or one with the fields `sizes`; return 1 if it cannot start."""
+    """Start the emulated network of an experiment in `suite`, or one with the fields `sizes`; return 1 if it fails."""
     network = _network_of(suite, experiment) if suite else build_dataclass(EmulatedNetwork, dict(sizes))
     at_most("nodes x ranks_per_node", network.world, max_ranks())
     if lacking := lab.missing_requirement():
@@ -199,7 +199,7 @@ def _print_network(there: LabNetwork) -> None:
 
 
 def execute_on_rank(rank: int, command: list[str]) -> int:
-    """Run a command in the network namespace of `rank`, and return its exit code. Raises `ConfigError`."""
+    """Run a command in the network namespace of an emulated rank, and return its exit code. Raises `ConfigError`."""
     there = lab.require_network()
     require(0 <= rank < there.network.world, "RANK", rank, f"0 to {there.network.world - 1}")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}

@@ -1,4 +1,4 @@
-"""Output of `repro fit` and `repro plan`, and the map of `repro plan --map`: tp down, pp across."""
+"""Output of `repro fit`, `repro plan` and `repro plan --map`: a map with rows by tp degree and columns by pp degree."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 KNOWN_FROM = {STATES: "closed form", RETAINED: "lower bound", FULL: "simulation"}
-"""Words for the evidence that a layout does not fit, by its key in `PlanRow.evidence`."""
+"""Printed method that shows that a layout does not fit into memory, by its key in `PlanRow.evidence`."""
 SWITCHES = {
     "recompute": ("rc", "recomputation"),
     "sp": ("sp", "sequence parallelism"),
     "pa": ("pa", "partitioned activations"),
 }
-"""Mark and long form of the switches in the table of layouts."""
+"""Abbreviation and long form of layout options in the table of layouts, by the field of the layout."""
 
 
 def print_fits(
@@ -42,10 +42,10 @@ def print_fits(
     *,
     details: bool = False,
 ) -> None:
-    """Print the largest model (or micro-batch) of each strategy, given as a question with its document.
+    """Print the largest model (or micro-batch) that fits into memory, for each pair of search and result in `fits`.
 
-    `options`: model, system and devices of the next command. `remarks`: reasons for strategies without an
-    answer. `details` adds memory by category and all trials.
+    `options`: model, system and devices of the suggested command. `remarks`: reasons for ZeRO stages without a
+    result. `details`: also print memory by category and all trials.
     """
     question, document = fits[0]
     model, layout, sizes = question.model, question.layout, document["sizes"]
@@ -62,7 +62,7 @@ def print_fits(
     if len(fits) > 1:
         stages = _join_places([query.layout.zero for query, _ in fits])
         strategy = strategy.replace(f"ZeRO {layout.zero}", f"ZeRO {stages}")
-    limit = "limit of the next size"
+    limit = "limit of next larger size"
     headings = ("ZeRO\nstage", "parameters", "layers", "hidden\nsize", "micro-\nbatch", "memory\n(GB)", limit)
     print_page(
         answer,
@@ -78,7 +78,7 @@ def print_fits(
 
 
 def _describe_limit(limit: int, communicators: int) -> str:
-    without = f" (without {units.size(communicators)} for further communicators)"
+    without = f" (without {units.size(communicators)} for buffers of further communicators)"
     return units.size(limit) + without * (communicators > 0)
 
 
@@ -96,7 +96,7 @@ def _fit_cells(question: FitQuestion, document: dict[str, Any]) -> list[str]:
 
 
 def _fit_details(question: FitQuestion, document: dict[str, Any]) -> list[str | Table]:
-    """Return the peak memory by category of the largest size that fits and of the next size, and all trials."""
+    """Return the peak memory by category of the largest model that fits and of the next larger one, and all trials."""
     largest, failing = ((document[key] or {}) for key in ("largest", "first_failing"))
     peaks = [each.get("memory", {"by_category": {}})["by_category"] for each in (largest, failing)]
     sizes = {term: [peak.get(key, 0) for peak in peaks] for key, term in TERMS.items()}
@@ -121,10 +121,10 @@ def print_layouts(
     *,
     details: bool = False,
 ) -> None:
-    """Print the best layout and a table of the first `top` of `ranked`; `details` adds rates, ties and failures.
+    """Print the best layout and a table of the first `top` layouts in `ranked`, with the best one of each system.
 
-    `plans`: a plan for each system. The table has the best layout of each system.
-    `question`: model, system and devices as options of the next command.
+    `plans`: request and plan of each system. `question`: model, system and devices as options of the suggested
+    command. `details`: also print rates, ties and layouts that do not fit.
     """
     fits, others, left = ([pair for pair in ranked if pair[1].outcome == kind] for kind in (OK, OOM, OPEN))
     more = "" if details else "--details lists rates and ties."
@@ -141,12 +141,14 @@ def print_layouts(
     several = len(plans) > 1
     compared = [(place, row) for place, _, row in placed if row.undecided is not None]
     is_first = f"is faster than each of the {len(compared) - 1} next rows"
-    if several:  # the best layouts of the systems only
+    if several:  # Only the best layout of each system is compared with those of other systems.
         compared = [each for each in compared if each[0] in best.values()]
-        is_first = f"is {'cheaper' if request.rank_by == COST else 'faster'} than those of other systems"
+        is_first = (
+            f"is {'cheaper' if request.rank_by == COST else 'faster'} than the best layouts of other systems"
+        )
     without = [query.system.name for query, _ in plans if query.system.name not in best]
     counts = [f"{len(others):,} of {len(ranked):,} layouts do not fit"] * bool(others)
-    counts += [f"{len(left):,} are slower even at their minimum time"] * bool(left)
+    counts += [f"{len(left):,} are slower than the listed ones even at their minimum time"] * bool(left)
     options = words.layout_options(row.layout, request.system.best_precision, request.given.get("software"))
     quantile = f"{100 * RANK_QUANTILES[request.rank_by]:g} % quantile"
     order = f"Order of the rows: {quantile} of the {'cost' if request.rank_by == COST else 'step time'}. "
@@ -174,7 +176,7 @@ def _describe_best_layout(request: PlanRequest, plan: Plan, row: PlanRow) -> lis
         f"Model and system: {request.model.name} on {words.describe_devices(request.gpus, system)}.",
     ]
     if plan.no_time:
-        ignored = f" Unknown rates count as no time: {', '.join(missing)}." if missing else ""
+        ignored = f" Operations with unknown rates count as 0 s: {', '.join(missing)}." if missing else ""
         parts += [f"No step time is predicted: {plan.no_time}. {memory}"]
         parts += [f"The ideal time at peak rates without overlap decides the order.{ignored}"]
     else:
@@ -195,15 +197,15 @@ AMOUNTS = {
     "energy_mwh": ("energy\n(MWh)", "{} MWh"),
     "cost": ("cost\n($)", "${}"),
 }
-"""Header and text of each amount of a training."""
+"""Column header and text of the duration, energy and cost of a training run, by key."""
 
 
 def _layout_table(
     placed: Sequence[tuple[int, PlanRequest, PlanRow]], *, timed: bool, several: bool
 ) -> list[Table | str]:
-    """Return the table of layouts with their places, and the long forms of its abbreviations.
+    """Return a table of layouts with their ranks, and the long forms of the table's abbreviations.
 
-    `several`: with a column of systems.
+    `timed`: whether step times are predicted. `several`: whether the table has a column of systems.
     """
     from repro.simulate.plan.rows import training_cost
 
@@ -252,9 +254,10 @@ def _layout_table(
 
 
 def _describe_ties(rows: Sequence[tuple[int, PlanRow]], shown: Collection[int], is_first: str) -> str:
-    """Return which of the compared `rows` may be the first, and the main reason.
+    """Return sentences about the layouts that may be as fast as the first one, and the main uncertain input.
 
-    `rows`: with their places. `shown`: places of shown rows. `is_first`: text about the first row without ties.
+    `rows`: layouts with their ranks. `shown`: ranks of printed layouts. `is_first`: predicate for a first layout that
+    is not tied with others.
     """
     from repro.simulate.plan.rows import MIN_TIE_SHARE
 
@@ -272,7 +275,7 @@ def _describe_ties(rows: Sequence[tuple[int, PlanRow]], shown: Collection[int], 
 
 
 def _join_places(places: Sequence[int]) -> str:
-    """Return ascending places as text: `1 to 4, 6 and 9`."""
+    """Return ascending row numbers as text, such as `1 to 4, 6 and 9`."""
     runs: list[list[int]] = []
     for place in places:
         if runs and place == runs[-1][-1] + 1:
@@ -286,7 +289,7 @@ def _join_places(places: Sequence[int]) -> str:
 def _plan_details(
     plans: Sequence[tuple[PlanRequest, Plan]], placed: Sequence[tuple[int, PlanRequest, PlanRow]]
 ) -> list[str | Table]:
-    """Return rates and losses of the shown layouts, tied pairs, the order, and the layouts that do not fit."""
+    """Return details of a plan: rates and losses of layouts, tied pairs, the order, and layouts that do not fit."""
     from repro.simulate.plan.rows import IDEAL_ORDER_RULE
 
     losses = {"communication\nwait (%)": "exposed_s", "pipeline\nbubble (%)": "bubble_s"}
@@ -319,7 +322,7 @@ def _plan_details(
 
 
 def _describe_failures(request: PlanRequest, rows: Sequence[PlanRow]) -> list[str]:
-    """Return the layout that needs the least memory, and the causes for all `rows`, none of which fits."""
+    """Return sentences for a plan in which no layout fits: the layout of least memory, and the limits of all `rows`."""
     best = min(rows, key=lambda row: row.memory["peak_bytes"])
     causes = Counter(row.ruled_out_by for row in rows).most_common()
     return [
@@ -348,7 +351,7 @@ def _ruled_out_table(rows: Sequence[PlanRow]) -> Table:
 
 
 def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Sequence[int]) -> None:
-    """Print the map of every (tp, pp) with a layout, and the limiting terms of those that do not fit."""
+    """Print a map of the required memory by tp and pp degree, and the terms of memory that limit layouts."""
     limits = sorted(limits)
     there = {(cell.tp, cell.pp): cell for cell in cells if cell.rows}
     layout = next(iter(there.values())).rows[limits[0]].layout
@@ -370,7 +373,7 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
 
 
 def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> str:
-    """Return two lines for a cell of the map: required memory in GB, and the smallest device memory that fits."""
+    """Return the two lines of a (tp, pp) cell of the map: required memory in GB, and the smallest sufficient memory."""
     if cell is None:
         return "-\n"
     rows = [cell.rows[limit] for limit in sorted(cell.rows)]
@@ -381,7 +384,7 @@ def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> str:
 
 
 def _describe_limits(cells: Sequence[MapCell], limit: int) -> list[str]:
-    """Return one line for each term that limits cells with this device memory."""
+    """Return one line per term of memory, such as activations, that makes layouts exceed a device memory of `limit`."""
     by_term: dict[str, list[str]] = {}
     for cell in cells:
         row = cell.rows[limit]

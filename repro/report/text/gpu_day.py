@@ -1,4 +1,4 @@
-"""Output of `repro gpu-day`: the planned measurements, their progress, and the changes that their import makes."""
+"""Output of `repro gpu-day`: the planned GPU measurements, their progress, and the effects of importing them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, 
 from repro.util.units import NO_VALUE
 
 MAX_ROWS, MAX_OTHERS = 12, 6
-"""Maximum numbers of printed table rows, and of printed lines about failures and verdicts, without `--details`."""
+"""Maximum numbers without `--details`: rows of a printed table, and printed lines about failures and verdicts."""
 
 
 def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> int:
-    """Print the steps that fit in the time limit, or with `details` all steps, with their estimated times; return 0."""
+    """Print the measurement steps that fit in the time limit, or with `details` all, and their estimates; return 0."""
     request.check()
     with tempfile.TemporaryDirectory() as scratch:
         steps = planned_steps(request, Path(scratch))
@@ -62,7 +62,7 @@ def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> in
 
 
 def print_gpu_day(request: GpuDayRequest, json: bool) -> int:
-    """Run the measurements, with progress on standard error; return 1 if a step failed, and 130 after an interrupt."""
+    """Run the measurement steps, with progress on standard error; return 1 if one failed, 130 after an interrupt."""
     progress = stderr()
 
     def announce(step: GpuDayStep, outcome: StepOutcome | None) -> None:
@@ -146,7 +146,7 @@ def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
 
 
 def _changed_verdicts(before: Iterable[Record], after: Iterable[Record]) -> list[dict[str, str]]:
-    """Return id, verdict before and verdict after the import for every claim whose verdict or evidence changes."""
+    """Return id, earlier and later verdict of every claim whose verdict or evidence changes with new records."""
     ledger = load_ledger()
     pairs = zip(judge(ledger, before), judge(ledger, after), strict=True)
     return [
@@ -161,7 +161,7 @@ def _verdict(result: Any) -> str:
 
 
 def _record_row(record: Record, before: Iterable[Record]) -> dict[str, Any]:
-    """Return name, outcome and step time of a record, and the step time of the last record of its name in `before`."""
+    """Return name, outcome and step time of a record, and the last earlier step time of its experiment in `before`."""
     row: dict[str, Any] = {"name": record.label, "kind": record.kind, "outcome": NO_VALUE}
     if isinstance(record, ExperimentRecord):
         earlier = [r for r in before if isinstance(r, ExperimentRecord) and r.label == record.label]

@@ -38,7 +38,7 @@ def print_machine_checks(results: Path, compile_for: str, json: bool, details: b
 
 
 def _print_kernels(rows: Sequence[KernelRow]) -> None:
-    """Print one line per kernel and range of row widths, with its resources on each GPU architecture."""
+    """Print one line per CUDA kernel and range of row widths, with its resources on each GPU architecture."""
     architectures = list(dict.fromkeys(row.architecture for row in rows))
     by_kernel: dict[tuple[str, str], dict[str, KernelRow]] = {}
     for row in rows:
@@ -77,7 +77,7 @@ def _specialised(program: str) -> str:
 
 
 def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool, details: bool) -> int:
-    """Print the checks of a profile's SLURM cluster; return 1 if no suite can be submitted, else 0.
+    """Print the checks of the SLURM cluster of a profile; return 1 if no suite can be submitted to it, else 0.
 
     `nodes`: number of nodes of a job that checks the nodes themselves; 0: no job.
     """
@@ -98,7 +98,7 @@ def _print_checks(
     hint: str = "",
     more: dict[str, Any] | None = None,
 ) -> int:
-    """Print the checks; return 1 if a fatal check failed, else 0.
+    """Print the results of machine or cluster checks; return 1 if a fatal check failed, else 0.
 
     `undone`: the action that a fatal failure prevents, such as `submitted`. `hint`: text to print without such a
     failure. `more`: further keys of the JSON document. `details`: also print the checks that passed.
@@ -110,7 +110,7 @@ def _print_checks(
         return 1 if broken else 0
     passed = [check for check in checks if check.state == YES]
     shown = [check for check in checks if details or check.state != YES]
-    if not details:  # Installation commands would take four lines.
+    if not details:  # Omit installation commands, which would take four lines.
         shown = [replace(c, found=re.sub("^not installed: .*", "not installed", c.found)) for c in shown]
     rows = [(check.state, check.name, check.found, check.enables) for check in shown]
     wrap = ("found", "use")
@@ -125,7 +125,7 @@ def _print_checks(
 
 
 def print_calibration(found: Calibrated, json: bool) -> int:
-    """Print the rates that a calibration measured; return 1 if it failed, and 128 plus the number after a signal."""
+    """Print the rates that a calibration measured; return 1 if it failed, 128 plus the signal number after a signal."""
     if found.signal:
         return 128 + found.signal
     if found.outcome != "ok":
@@ -139,7 +139,7 @@ def print_calibration(found: Calibrated, json: bool) -> int:
 
 
 def _print_calibrated(found: Calibrated) -> None:
-    """Print the measured rates of a rank, and the times of each collective for its smallest and largest message."""
+    """Print the calibrated rates of a rank, and each collective's times for the smallest and the largest message."""
     from repro.accuracy.calibrate.document import STEP
 
     device, provenance = found.document["device"], found.document["provenance"]

@@ -84,7 +84,7 @@ def _print_model_groups(models: dict[str, Model]) -> None:
 def _print_every_model(models: list[Model]) -> None:
     sizes = ("layers", "hidden\nsize", "heads", "vocab\nsize")
     headings = ("model", *sizes, "parameters", "printed", "states\n(GB)")
-    rows = new_table(*headings, gap=1)  # A wider table would not fit in 80 columns.
+    rows = new_table(*headings, gap=1)  # With a larger gap, the table would not fit in 80 columns.
     for model in models:
         psi = total_parameters(model)
         widths = (str(size) for size in (model.hidden, model.heads, model.vocab))
@@ -196,8 +196,8 @@ def _bandwidth(system: System, link: str) -> str:
 
 
 def _print_all_systems(systems: list[System], details: bool) -> None:
-    """Print one row per system; without `details`, rows of the systems of the reports and of systems with aliases."""
-    # A wider table would not fit in 80 columns.
+    """Print one row per system; without `details`, only the local one, those of the reports and those with aliases."""
+    # The width of the table is limited to 80 columns.
     headings = ("devices\nper node", "memory\n(GB)", "fp16\n(TFLOP/s)", "nvlink\n(GB/s)", "network\n(GB/s)")
     names = ("system", "other names", "device")
     rows = new_table(*names, *headings, left=3, wrap=names[1:], gap=1)
@@ -262,7 +262,7 @@ def _print_system(name: str, system: System, details: bool) -> None:
 def _row(
     label: str, quantity: Quantity, words: Callable[[float], str], after: str = ""
 ) -> tuple[str, str, str]:
-    """Return label, value with its range, and source of a property; an unknown value is `unknown`."""
+    """Return label, value with its range, and source of a system's property; an unknown value is `unknown`."""
     value_text = "unknown" if quantity.value is None else words(quantity.value)
     if quantity.ranges:
         low, _, high = quantity.ends
@@ -287,15 +287,15 @@ FORMATS_BY_ENDING: dict[str, Callable[[float], str]] = {
     "_bytes": _size,
     "_flops": _flop_rate,
 }
-"""Formats of the inputs of the time model by the ending of their key; inputs with other endings are counts."""
+"""Functions that print inputs of the time model, by the ending of the input's key; other inputs are counts."""
 SHOWN_LINK_KEYS = ("latency_s", "efficiency")
-"""Keys of all links that are printed even if the system's file omits them and a default applies."""
+"""Keys of each link that are printed even if the system's file omits them and defaults apply."""
 NETWORK_KEYS = ("adapters", "rings")
-"""Keys of links between nodes that are printed even if the system's file omits them and a default applies."""
+"""Keys of links between nodes that are printed even if the system's file omits them and defaults apply."""
 
 
 def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
-    """Yield label, value and source of each input of the time model."""
+    """Yield label, value and source of each property of a system that the time model reads."""
     time = system.device.time
     used = {field.name: time.used(field.name) for field in dataclasses.fields(time)}
     for name, link in system.links.items():
@@ -309,7 +309,7 @@ def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
 
 
 def _describe_measured(system: System) -> Iterator[str]:
-    """Yield lines about the measured operators and collectives in a file of `repro calibrate`."""
+    """Yield lines about the measured operators and collectives in a system file of `repro calibrate`."""
     made = system.provenance
     if made is None:
         return

@@ -76,7 +76,7 @@ def print_simulation(
 def print_versus(first: tuple[str, LayoutQuery], second: tuple[str, LayoutQuery], json: bool) -> int:
     """Simulate two queries, each a model and a layout, and print their differences; return 1 if one does not fit.
 
-    Without a global batch of its own, the second query has that of the first.
+    If the second query has no global batch, the global batch of the first applies.
     """
     checked: list[tuple[Experiment, System, LayoutQuery, int | None]] = []
     for model, query in (first, second):
@@ -103,7 +103,7 @@ def _memory_limit(system: System, query: LayoutQuery) -> int | None:
 def _simulate(
     experiment: Experiment, system: System, query: LayoutQuery, limit: int | None, *, record: bool = False
 ) -> Simulation:
-    """Simulate one step with its time and interval; `record`: keep the start and end of every operation."""
+    """Simulate one step with memory, time and interval; `record`: also store the start and end of every operation."""
     from repro.simulate.step import simulate
 
     wanted = {"expandable": query.expandable, "time": True, "record": record, "interval": True}
@@ -112,7 +112,7 @@ def _simulate(
 
 
 def _stated(files: LaunchFiles, model: str, query: LayoutQuery) -> Experiment | None:
-    """Return the experiment in the launch file of `--from`, and print notes on ignored settings; None without one."""
+    """Return the experiment in the launch file of `--from`, and print ignored settings; None without a launch file."""
     software = query.layout.get("software")
     is_valid = files.source is None or software is None
     require(is_valid, "software", software, says="cannot be combined with --from, whose file sets it")
@@ -250,7 +250,7 @@ def print_plan(
     details: bool,
     files: LaunchFiles,
 ) -> int:
-    """Print the `top` best layouts, or with `as_map` whether each tp and pp fits; return 1 if none fits.
+    """Print the `top` best layouts, or with `as_map` which tp and pp degrees fit; return 1 if no layout fits, else 0.
 
     `query.system` may name several systems, separated by commas. Their layouts are ranked together.
     """
@@ -290,7 +290,7 @@ def print_plan(
     if as_map:
         limits = sorted({device_memory_limit(systems[0], parse_memory_size(text)) for text in given})
         return _print_map(requests[0], limits, json)
-    shown = top or DEFAULT_PLAN_ROWS - 2 * bool(tokens)  # the text about a training takes two lines
+    shown = top or DEFAULT_PLAN_ROWS - 2 * bool(tokens)  # The text about a training run takes two lines.
     count = sum(len(candidates(request)) for request in requests)
     from repro.util.processes import Workers
 
@@ -322,7 +322,7 @@ def print_plan(
 
 
 def _prices(text: str, count: int) -> list[float]:
-    """Return the price of a GPU hour for each of `count` systems; 0 for an empty text, which gives none."""
+    """Return the price of a GPU hour for each of `count` systems; 0 for each system if the text is empty."""
     try:
         found = [float(part) for part in text.split(",")] if text else [0.0] * count
     except ValueError:
@@ -334,7 +334,7 @@ def _prices(text: str, count: int) -> list[float]:
 
 
 def _defaults_again(stated: Layout, found: Layout) -> str:
-    """Return options for the keys in which `found` has the default but `stated`, the layout of a file, does not."""
+    """Return options for the keys in which layout `found` has the default but layout `stated`, of a file, does not."""
     text = ""
     for key in (field.name for field in fields(Layout) if field.name not in ("dp", "stage_layers")):
         value, default = getattr(found, key), getattr(Layout, key)
@@ -345,7 +345,7 @@ def _defaults_again(stated: Layout, found: Layout) -> str:
 
 
 def _print_map(request: PlanRequest, limits: list[int], json: bool) -> int:
-    """Print whether each tp and pp fits in each of `limits`, in bytes of device memory; return 1 if none fits."""
+    """Print which (tp, pp) fit into each device memory in `limits`, in bytes; return 1 if no layout fits, else 0."""
     from repro.report.text.fit_and_plan import print_plan_map
     from repro.simulate.plan.plan import map_axes, map_document, search_map
     from repro.simulate.plan.rows import OK
@@ -366,7 +366,7 @@ def _print_map(request: PlanRequest, limits: list[int], json: bool) -> int:
 def print_scores(
     weights: Path, task: str, data: Path, layout: Layout, results: Path, json: bool, **how: Any
 ) -> int:
-    """Score weights on a task and print the scores; return 1 if a rank failed. Raises `ConfigError` for bad input."""
+    """Evaluate weights on a task and print scores; return 1 if a rank failed. Raises `ConfigError` for bad input."""
     from repro.quality.evaluate.run import EvaluationOptions, run_evaluation
 
     options = EvaluationOptions(weights=weights, task=task, data=data, layout=layout, **how)
@@ -397,7 +397,7 @@ def print_scores(
 
 
 def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
-    """Export weights to the folder `output` and print its files; return 0. Raises `ConfigError` before it writes."""
+    """Export model weights to the folder `output` and print its files; return 0. Raises `ConfigError` for bad input."""
     from repro.quality.weights import open_weights
     from repro.quality.weights.huggingface import export_huggingface
 

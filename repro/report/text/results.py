@@ -48,26 +48,26 @@ EVIDENCE_TITLES = {
     SIMULATED: "simulated: predictions from a trace of the step",
 }
 WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
-"""Conditions of experiments, left-aligned and right-aligned, which have a column only if experiments differ in them."""
+"""Conditions with a table column only if experiments differ in them: left-aligned words and right-aligned numbers."""
 MAX_ROWS, MAX_SHORT_GROUPS, MAX_GROUP_ROWS, MAX_LINES = 14, 3, 18, 3
-"""Maximum numbers without `--details`: rows of experiments, suites with a table each, suites with a row each, and lines
-of failures, of comparisons and of reasons."""
+"""Maximum numbers in the output without `--details`: rows of experiments, suites with a table each, suites with a row
+each, and lines of failures, of comparisons and of reasons."""
 
 
 class Column(NamedTuple):
-    """Column of a table: a heading of at most two lines, and a text for every row."""
+    """Column of a printed table: a heading of at most two lines, and a text for every row."""
 
     heading: str
     cells: list[str]
     left: bool = False
     is_main: bool = False
-    """Whether the column is shown without `--details`."""
+    """Whether the column of the table is printed without `--details`."""
     note: str = ""
-    """Explanation of the column, printed below the table."""
+    """Explanation of the column that is printed below its table; empty for none."""
 
     @property
     def width(self) -> int:
-        """Width of the column in characters."""
+        """Width of a printed table's column in characters."""
         return max(len(line) for line in [*self.heading.split("\n"), *self.cells])
 
     @property
@@ -117,7 +117,7 @@ def print_result_tables(
 ) -> None:
     """Print the experiments, failures and comparisons of each suite and kind of evidence.
 
-    `rows`: maximum number of lines for all of them together, unless `details`.
+    `rows`: maximum number of lines of all tables together, without `details`.
     """
     console = stdout(PAGE_COLUMNS)
     for group in found:
@@ -238,7 +238,7 @@ def _numbers(values: Sequence[float | None], unit: float) -> list[str]:
 
 
 def _print_comparisons(compared: Sequence[ComparisonRecord]) -> None:
-    """Print the ratios of interleaved experiments with their 95 % bootstrap intervals."""
+    """Print a table of ratios of alternately run experiments, with their 95 % bootstrap intervals."""
     grid = new_table("subject", "baseline", "metric", "ratio", "95 % interval", "rounds", left=3)
     for record in compared:
         is_known = record.low is not None and record.high is not None
@@ -304,7 +304,7 @@ def print_run(
 
 
 def print_run_summary(summary: dict[str, Any], *, with_table: bool, details: bool) -> None:
-    """Print the outcomes of a run, unexpected outcomes, missing requirements, and `with_table` the results."""
+    """Print the outcomes of a suite's run, unexpected outcomes, missing requirements, and `with_table` the results."""
     rows = summary["experiments"]
     for remark in summary["skipped_lines"]:
         print(f"note: {remark}", file=sys.stderr)
@@ -343,7 +343,7 @@ def reason_lines(reasons: Sequence[str]) -> list[str]:
 
 
 def print_dry_run(found: Sequence[ExperimentPreview], json: bool, details: bool) -> int:
-    """Print the number of experiments by state and their estimated time, with `details` one row for each; return 0."""
+    """Print numbers of experiments by state and the estimated time, with `details` one row per experiment; return 0."""
     from repro.launch.run import ELSEWHERE, KNOWN, TO_RUN
 
     if json:

@@ -75,14 +75,14 @@ def _svg(plan: TimedSchedule) -> str:
 
 
 MAX_DRAWN_LINES, SCREEN_LINES = 60, 11
-"""Maximum number of lines of a drawing, and of a drawing without `--details`."""
+"""Maximum numbers of text lines of a drawn pipeline schedule, with and without `--details`."""
 IDLE_CELL, MIXED_CELL = "·", "▒"
 Cell = tuple[str, str]
-"""One character of a drawing and its style for rich."""
+"""One character of a schedule drawn as text, and its style for the package rich."""
 
 
 def print_drawing(plan: TimedSchedule, most: int | None) -> None:
-    """Print the properties of a schedule, then its drawing; `most`: see `draw_schedule`."""
+    """Print the properties of a pipeline schedule, then its drawing; `most`: maximum number of drawn lines."""
     console = stdout(PAGE_COLUMNS)
     rows = new_facts_table()
     for name, sentence in schedule_facts(plan):
@@ -109,7 +109,7 @@ def draw_schedule(plan: TimedSchedule, console: Console, most: int | None = None
         gap = per_action > _widest(plan, colour)
         rows = [_actions(plan, stage, columns, columns_per_time, colour, gap) for stage in range(plan.stages)]
     else:
-        # Columns that are shorter than one forward and one backward would alternate between both.
+        # A column spans one forward and one backward pass or more, because shorter columns would alternate.
         pair = (plan.forward + plan.backward) / plan.chunks
         columns = min(width, floor(plan.total / pair))
         columns_per_time = columns / plan.total
@@ -152,7 +152,7 @@ def _widest(plan: TimedSchedule, colour: bool) -> int:
 def _columns_per_action(plan: TimedSchedule, width: int, colour: bool, most: int) -> int:
     """Return the width of the shortest action in characters, or 0 if the terminal is too narrow to draw every action.
 
-    The first possible choice counts: labels on one line of time, labels on several lines, one line without labels.
+    Labels on one line of time are preferred, then labels on several lines, then one line without labels.
     """
     label = _widest(plan, colour)
     least = label + (colour and label > 1)  # Without a gap, labels 10 and 11 would read as 1011.
@@ -172,7 +172,7 @@ def _columns_per_action(plan: TimedSchedule, width: int, colour: bool, most: int
 def _actions(
     plan: TimedSchedule, stage: int, columns: int, scale: Fraction, colour: bool, gap: bool
 ) -> list[Cell]:
-    """Return the characters of a stage's row, `scale` for each unit of time; `gap`: a blank after each action."""
+    """Return a stage's row of characters, `scale` for each unit of time; `gap`: whether a blank follows each pass."""
     row: list[Cell] = [(IDLE_CELL, "dim")] * columns
     for action, start, stop in plan.slots[stage]:
         first, last = (floor(time * scale + Fraction(1, 2)) for time in (start, stop))
@@ -186,7 +186,7 @@ def _actions(
 
 
 def _shares(plan: TimedSchedule, stage: int, columns: int, colour: bool) -> list[Cell]:
-    """Return the characters of a stage's row, each for the predominant action in an equal part of the step."""
+    """Return a stage's row of characters: the predominant one of forward, backward and idle in equal intervals."""
     shares = busy_shares(plan.slots[stage], float(plan.total), columns)
     row: list[Cell] = []
     for forward, backward in shares:
@@ -211,7 +211,7 @@ def _mixed_style() -> str:
 
 
 def _axis(first: int, last: int, scale: Fraction) -> str:
-    """Return the line of round times above columns `first` to `last` of a drawing; `scale`: columns per time."""
+    """Return the time axis as text above columns `first` to `last` of a drawing; `scale`: columns per unit of time."""
     step = Fraction(1)
     for step in (Fraction(factor) * 10**power for power in range(7) for factor in (1, 2, 5)):
         if step * scale >= 6:

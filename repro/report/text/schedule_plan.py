@@ -24,7 +24,7 @@ SCHEDULE_OPTIONS = {
 
 @dataclass(frozen=True)
 class TimedSchedule:
-    """A pipeline schedule with start and stop times; `forward` and `backward` are the relative times of a stage."""
+    """Pipeline schedule with start and stop times; `forward` and `backward`: relative times per micro-batch."""
 
     name: str
     stages: int
@@ -42,12 +42,12 @@ class TimedSchedule:
 
     @property
     def total(self) -> Fraction:
-        """Time from the first to the last action of all stages."""
+        """Time from the start of the first pass to the end of the last pass of all stages."""
         return max(row[-1].stop for row in self.slots)
 
     @property
     def bubble(self) -> Fraction:
-        """Bubble: idle time of the built schedule over `ideal` (2104.04473 sec. 2.2)."""
+        """Bubble: idle time of the built schedule over the computation time of a stage (2104.04473 sec. 2.2)."""
         return self.total / self.ideal - 1
 
     @property
@@ -77,7 +77,7 @@ class TimedSchedule:
 def make_schedule(
     name: str, stages: int, micro_batches: int, chunks: int = 1, forward: str = "1", backward: str = "2"
 ) -> TimedSchedule:
-    """Return a schedule with its times; an empty `name` selects `interleaved` for more than one chunk, else `1f1b`."""
+    """Return a pipeline schedule with times; an empty `name` selects `interleaved` for several chunks, else `1f1b`."""
     name = name or ("interleaved" if chunks > 1 else "1f1b")
     times = _parse_time("--forward", forward), _parse_time("--backward", backward)
     actions = 2 * stages * micro_batches * chunks
@@ -90,7 +90,7 @@ def make_schedule(
 
 
 def schedule_document(plan: TimedSchedule) -> dict[str, Any]:
-    """Return the schedule as JSON data, with times in the unit of `forward` and `backward`."""
+    """Return a pipeline schedule as JSON data, with times in the unit of `forward` and `backward`."""
     return {
         "schedule": plan.name,
         "stages": plan.stages,
@@ -121,7 +121,7 @@ def schedule_document(plan: TimedSchedule) -> dict[str, Any]:
 
 
 def schedule_facts(plan: TimedSchedule) -> list[tuple[str, str]]:
-    """Return name and text of each property of a schedule that `repro schedule` prints."""
+    """Return name and text of each property of a pipeline schedule that `repro schedule` prints."""
     idle = plan.total - plan.ideal
     return [
         ("schedule", f"{plan.title}  (p = {plan.stages}, m = {plan.micro_batches}, v = {plan.chunks})"),
@@ -158,7 +158,7 @@ def _in_flight(plan: TimedSchedule) -> str:
 
 
 def _activations(plan: TimedSchedule) -> str:
-    """Return the maximum stored activations of a stage, in micro-batches of all layers, and those of GPipe."""
+    """Return text on the maximum activations that a stage stores, in micro-batches of all layers, and on GPipe's."""
     most = max(plan.in_flight)
     parts = plan.stages * plan.chunks
     in_flight = Fraction(most, parts)
@@ -181,7 +181,7 @@ def _messages(plan: TimedSchedule) -> str:
 
 
 def _parse_time(option: str, value: str) -> Fraction:
-    """Return the positive number in the `value` of `option` as a fraction. Raises `ConfigError`."""
+    """Return the positive number that an option's value states, as a fraction. Raises `ConfigError`."""
     expected = "a number greater than 0, such as 2, 1.5 or 3/2"
     require(re.fullmatch(r"\d{1,6}([./]\d{1,6})?", value) is not None, option, value, expected)
     numerator, _, denominator = value.partition("/")

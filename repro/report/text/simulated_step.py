@@ -27,11 +27,11 @@ TIME_PARTS = {
 }
 """Names of the parts of a step's time, by their key in a simulation's document."""
 MIN_SHOWN_SHARE = 0.005
-"""Minimum share of total memory or traffic for which a category or group has a row in a table."""
+"""Minimum share of total memory or traffic for which a memory category or process group has a table row."""
 MIN_SHOWN_DIGIT = 0.005
 """Minimum GB or seconds for a row in the comparison of two steps, because smaller values print as 0.00."""
 SHOWN_INPUTS = 5
-"""Maximum number of printed uncertain inputs."""
+"""Maximum number of uncertain inputs that `repro simulate --details` prints."""
 
 
 def describe_step_time(time: dict[str, Any]) -> str:
@@ -48,9 +48,9 @@ def describe_step_time(time: dict[str, Any]) -> str:
 def print_simulated_step(
     simulation: Simulation, system: System, question: str = "", *, details: bool = False
 ) -> None:
-    """Print whether a simulated step fits, its time, and tables of its memory and traffic.
+    """Print whether a simulated step fits in memory, its time, and tables of its memory and traffic.
 
-    `question`: options for the suggested command. `details`: also print all stages, messages and uncertain inputs.
+    `question`: options of the suggested command. `details`: also print all stages, messages and uncertain inputs.
     """
     document, e = simulation.as_dict(), simulation.experiment
     capability, is_dropped = system.device.compute_capability, e.training.attention_dropout
@@ -74,7 +74,7 @@ def print_simulated_step(
 
 
 def print_step_differences(a: Simulation, b: Simulation) -> None:
-    """Print which of two simulated steps is faster and why, and a table of their memory, time and traffic."""
+    """Print the speed ratio of two simulated steps, its main cause, and a table of their memory, time and traffic."""
     documents = [simulation.as_dict() for simulation in (a, b)]
     lines = [
         f"{name}: {simulation.experiment.model.name} on {simulation.experiment.layout.world:,} GPUs of "
@@ -107,7 +107,7 @@ def _compared_values(document: dict[str, Any], has_times: bool) -> dict[str, flo
 
 
 def _describe_differences(a: Simulation, b: Simulation, documents: list[dict[str, Any]]) -> list[str]:
-    """Return the ratio of two steps' speeds and its main cause as sentences, or why there is no such ratio."""
+    """Return the speed ratio of two simulated steps with its main cause as sentences, or why the ratio is missing."""
     for name, simulation, document in zip("AB", (a, b), documents, strict=True):
         if not simulation.fits:
             return [f"{name} does not fit: {units.readable(simulation.reason)}."]
@@ -132,7 +132,7 @@ def _describe_differences(a: Simulation, b: Simulation, documents: list[dict[str
 
 
 def describe_fit(simulation: Simulation, system: System) -> list[str]:
-    """Return whether the step fits, and the cause of the failure with the missing bytes."""
+    """Return sentences on whether a simulated step fits in memory, and otherwise on the cause and the missing bytes."""
     e, limit, error = simulation.experiment, simulation.limit_bytes, simulation.fullest.replay.out_of_memory
     name = f"{e.model.name} on {words.describe_devices(e.layout.world, system)}"
     required = simulation.required_bytes

@@ -1,4 +1,4 @@
-"""Output of `repro twin`: compared experiments and their small twins, and how the twins change the compared ratios."""
+"""Output of `repro twin`: compared experiments, their scaled-down twins, and the ratios of both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CALIBRATE_COMMAND = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
 
 MAX_RATIOS = 8
-"""Maximum number of printed ratios of twins."""
+"""Maximum number of speed ratios of scaled-down twins that `repro twin` prints."""
 
 
 def print_twin(
@@ -41,19 +41,22 @@ def print_twin(
     json: bool,
     details: bool,
 ) -> int:
-    """Derive and print the twins of claims or experiments (`names`), and write them to the suite `write` if given.
+    """Derive scaled-down twins of claims or experiments (`names`), print them, and write them to the suite `write`.
 
-    `within`, `between`: bytes/s in the originals, one or several with commas; empty takes those of their system.
+    `within`, `between`: bytes/s of the originals' links inside and between nodes, separated by commas; empty: those of
+    the originals' system. `write` may be None.
     """
     for key in ("ranks", "part", "layers"):
         require(getattr(choice, key) >= 1, f"--{key}", getattr(choice, key), "1 or more")
-    require(choice.steps >= 2, "--steps", choice.steps, "2 or more: the first is not timed")
+    require(choice.steps >= 2, "--steps", choice.steps, "2 or more, because the first step is not timed")
     for key in ("width", "tp"):
-        require(getattr(choice, key) >= 0, f"--{key}", getattr(choice, key), "0 (chosen) or more")
+        require(
+            getattr(choice, key) >= 0, f"--{key}", getattr(choice, key), "0 (chosen by the program) or more"
+        )
     rates = [_parse_rates("--within", within), _parse_rates("--between", between)]
     compared, claims = _originals(names)
     if machine is None:
-        right = f"a file of this machine: {CALIBRATE_COMMAND.format(ranks=choice.ranks)}"
+        right = f"a system file of this machine, written by: {CALIBRATE_COMMAND.format(ranks=choice.ranks)}"
         raise ConfigError("--machine", expected=right)
     system = load_system(machine)
     found = []
@@ -77,7 +80,7 @@ def print_twin(
     print_page(
         *_describe_ratios(found),
         *parts,
-        "" if details else "--details lists similarity numbers and the effect of each difference.",
+        "" if details else "--details lists similarity numbers and the effect of each scaling difference.",
         "" if write is None else f"{write}: {words.count_noun(count, 'experiment')}.",
         command="" if write is None else f"repro run {write}",
     )
@@ -85,7 +88,7 @@ def print_twin(
 
 
 def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]:
-    """Return lists of experiments that are compared with each other, and the ids of their claims."""
+    """Return groups of experiments that are compared with each other, and the ids of the claims that compare them."""
     catalogue = SuiteCatalogue()
     if all("/" in name for name in names):
         return named_comparisons(names, catalogue.suites), []
@@ -99,7 +102,7 @@ def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]
 
 
 def _parse_rates(option: str, given: str) -> list[float]:
-    """Return the rates in bytes/s in the option value `given`, which commas separate; `[0]` if it is empty."""
+    """Return the link rates in bytes/s in an option value, separated by commas; `[0]` if the value is empty."""
     try:
         found = [float(part) for part in given.split(",")] if given else [0.0]
     except ValueError:
@@ -120,7 +123,7 @@ def _ratios(twin: Twin) -> list[ScaledRatio]:
 
 
 def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
-    """Return a table of the compared ratios of originals and twins, and a table of the sizes of the first twins."""
+    """Return a table of the speed ratios of originals and twins, and a table of the sizes of the first twins."""
     ratios = [(each.ending, each.twin, ratio) for each in found for ratio in _ratios(each.twin)]
     apart = [ratio.twin / ratio.original - 1 for _, _, ratio in ratios]
     compared = new_table("compared", "original\nratio", "twin\nratio", "difference\n(%)", "corrected\nratio")
@@ -137,14 +140,14 @@ def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
         shapes = (f"{e.model.layers} x {e.model.hidden}" for e in both)
         steps = (units.number(p.step_s) for p in (member.before, member.after))
         sizes.add_row(member.original.name, *degrees, *shapes, *steps)
-    note = "Ratio: FLOP/s per device over those of the baseline. Corrected: without the effects of other differences."
+    note = "Ratio: FLOP/s per device over those of the baseline. Corrected: without the effects of scaling."
     largest = units.percent(max(map(abs, apart), default=0.0))
     answer = f"The twin changes the predicted ratio by {largest} or less."
     return [*([answer, compared, note] if apart else ["No experiments are compared."]), sizes]
 
 
 def _twin_details(twin: Twin) -> list[str | Table]:
-    """Return tables of the similarity numbers of each twin, and of the effect of each difference on the ratios."""
+    """Return tables of each twin's similarity numbers, and of the effect of each scaling difference on the ratios."""
     parts: list[str | Table] = []
     for member, scale in zip(twin.members, twin.scales, strict=True):
         headings = ("number", "original", "twin", "change", "reason")
@@ -171,7 +174,7 @@ def _twin_details(twin: Twin) -> list[str | Table]:
 
 
 def _document(twin: Twin, ending: str) -> dict[str, Any]:
-    """Return the JSON document of `repro twin` for one twin."""
+    """Return the JSON document of `repro twin` for one group of compared twins."""
     return {
         "variant": ending.lstrip("-"),
         "take_turns": [member.original.name for member in twin.together],

@@ -27,14 +27,14 @@ WIDER_INTERVAL_NOTE = (
     "Wider interval: the 90 % interval, widened by the factor that 90 % of the rows of other reports need."
 )
 MAX_INPUTS = 10
-"""Maximum number of printed unknown inputs without `--details`."""
+"""Maximum number of unknown inputs that are printed without `--details`."""
 SIMULATE_COMMAND = "repro run suites/NAME.toml --evidence simulated"
 
 
 def print_validation(
     results: Path, json: bool, details: bool, svg: Path | None, system: str, own: Sequence[Path] = ()
 ) -> int:
-    """Print the errors of predicted against published values in the store `results`; return 0.
+    """Print the errors of predicted values against published values, from the records in `results`; return 0.
 
     `system`: file of this machine, whose measured runs are also compared. `own`: additional ledger files.
     """
@@ -58,7 +58,7 @@ def print_validation(
 
 
 def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
-    """Print the shares of published rates and ratios in their wider intervals; return 0 if `between` (%) has both."""
+    """Print shares of published rates and ratios in their wider intervals; return 0 if both are in `between` (%)."""
     seen = _read_store(results, own)
     console, least, most = stdout(), *between
     found = published.family_statistics(published.points(seen.judged, seen.records))
@@ -183,7 +183,7 @@ def _statistics_table(headings: list[str], families: Sequence[FamilyStatistics])
 
 
 def _point_tables(found: Sequence[Point]) -> list[str | Table]:
-    """Return tables of the points by family, of the reasons of large errors, and of the counts by claim."""
+    """Return tables of predicted values by family, of reasons of large errors, and of counts by claim."""
     counted = [point for point in found if not point.left_out]
     groups = {
         name: [p for p in counted if (p.kind, p.family) == (published.RATE, name)]
@@ -245,7 +245,7 @@ def _interval_counts(family: FamilyStatistics) -> tuple[str, str]:
 
 
 def print_machine_errors(machine: MachineErrors, details: bool) -> None:
-    """Print the median error of step times predicted for this machine; `details`: also print all step times."""
+    """Print the median error of step times predicted for this machine; `details`: also print each step time."""
     headings = ("experiment", "layout", "measured", "predicted", "error (%)", "basis")
     made = new_table(*headings, left={"experiment", "layout", "basis"}, wrap=headings)
     for pair in machine.pairs:
@@ -304,7 +304,7 @@ def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path]
 
 
 def _input_details(found: Sequence[UncertainInput], implied: Sequence[ImpliedInput]) -> list[str | Table]:
-    """Return how to measure the most important inputs, their sources, and the values that published rows imply."""
+    """Return tables of important unknown inputs: source, measurement, and values that published results imply."""
     parts: list[str | Table] = []
     for one in found[:LISTED_INPUTS]:
         how, facts = one.measured_by, new_facts_table()
@@ -317,8 +317,8 @@ def _input_details(found: Sequence[UncertainInput], implied: Sequence[ImpliedInp
         facts.add_row("source", one.source)
         parts += [facts]
     order = sorted(implied, key=lambda one: one.contradiction is None)
-    headings = ("input", "system", "value that its published rows imply")
+    headings = ("input", "system", "value implied by published results")
     rows = ((one.key, one.system, one.words) for one in order)
     table = new_table(*headings, left=3, wrap=headings[2:], below=1, rows=rows)
-    note = "If no single value suits all rows, their sources contradict each other, or the model is wrong."
+    note = "If no single value suits all published results, sources contradict each other, or the model is wrong."
     return [*parts, table, note if implied else ""]
