@@ -54,7 +54,9 @@ class Placement:
 
     def node_of(self, rank: int) -> int:
         """Return the index of a rank's node. Raises `ConfigError` if the system's devices per node are unknown."""
-        assert 0 <= rank < self.layout.world, f"rank {rank} of {self.layout.world}"
+        assert 0 <= rank < self.layout.world, (
+            f"rank {rank} is not below the number of ranks {self.layout.world}"
+        )
         return rank // self.devices_per_node
 
     def nodes(self, ranks: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -109,8 +109,7 @@ class Pool:
         """First block of every segment, by address of the segment."""
         self._free: list[tuple[int, int, MemoryBlock]] = []
         self._grows = False
-        """Whether free blocks can grow into unmapped bytes after them. Requests take such a block only if no other fits
-        as well."""
+        """Whether free blocks can grow into unmapped bytes after them. Requests prefer blocks that cannot grow."""
         self._least_rest = MIN_BLOCK_SIZE if small else SMALL_SIZE + 1
 
     def find(self, size: int) -> MemoryBlock | None:
@@ -171,8 +170,7 @@ class Pool:
     def _best(self, at: int) -> int:
         """Return the index of the free block that fits a request best; the search begins at the index `at`."""
         free = self._free
-        # A free block before unmapped bytes counts as larger by the unmapped bytes, so that requests take such a block
-        # last.
+        # A free block counts as larger by the unmapped bytes after it, so that requests take such a block last.
         while at + 1 < len(free) and _growable_bytes(free[at + 1][2]) < _growable_bytes(free[at][2]):
             at += 1
         return at

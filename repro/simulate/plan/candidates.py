@@ -220,7 +220,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
                 engines.check_layout_fits(layout, request.model, request.seq)
                 engines.check_engine(engines.NATIVE, layout, training, request.model)
                 found.append(layout)
-            except ConfigError as error:  # The keys that the user fixed may exclude some combinations.
+            except ConfigError as error:  # Layout keys that the user fixed may exclude these degrees.
                 refused.append(error)
     if not found and refused:
         raise refused[0]
@@ -228,10 +228,11 @@ def candidates(request: PlanRequest) -> list[Layout]:
         degrees = {request.gpus // (tp * cp * pp) for tp, cp, pp in grid}
         ranks = "tp x cp x pp" if any(cp > 1 for _, cp, _ in grid) else "tp x pp"
         if degrees and request.given.get("dp") not in {None, *degrees}:
-            what = f"gpus / ({ranks}), which can be {', '.join(map(str, sorted(degrees)))}"
+            what = f"gpus / ({ranks}), which is one of {', '.join(map(str, sorted(degrees)))}"
             raise ConfigError("dp", request.given["dp"], what)
         if degrees:
-            what = f"a multiple of dp, which can be {', '.join(map(str, sorted(degrees)))}, with pp micro-batches each"
+            possible = ", ".join(map(str, sorted(degrees)))
+            what = f"a multiple of dp (one of {possible}) with at least pp micro-batches per replica"
             raise ConfigError("global_batch", request.global_batch, what)
         what = f"a multiple of {ranks} for degrees that divide the model {request.model.name}"
         raise ConfigError("gpus", request.gpus, what)

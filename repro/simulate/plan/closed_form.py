@@ -35,7 +35,7 @@ def _layer(model: Model, tp: int) -> float:
     """Return the number of parameters of one transformer layer on one tensor-parallel rank.
 
     Tensor parallelism splits matrices and biases, except biases of row-parallel matrices. If there are fewer key heads
-    than ranks, all ranks have all keys and values.
+    than ranks, all ranks have the parameters of all keys and values.
     """
     parts = counts.parameters_by_part(replace(model, layers=1))
     whole = counts.count_row_biases(model)

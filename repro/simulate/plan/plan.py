@@ -84,7 +84,7 @@ def search_layouts(
             begun[layout] = planner.begin(layout, interval_below_s=limit)
         if not begun:
             break
-        layout = next(iter(begun))  # The order in which simulations began makes equal plans have equal rows.
+        layout = next(iter(begun))  # Results arrive in order of begin, so plans are reproducible.
         had_times, rows[layout] = not planner.no_time, begun.pop(layout)()
         add_bounded(_with_partitioned_activations(request, [rows[layout]]))
         if had_times and planner.no_time:

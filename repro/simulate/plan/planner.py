@@ -130,7 +130,7 @@ class Planner:
 
     def _cost_of(self, layout: Layout) -> DeviceCost:
         """Return the model of operator times on the system's device, which is equal for all layouts of a request."""
-        if self._cost is None:  # Every worker calibrates the kernels for its simulations.
+        if self._cost is None:  # Every worker process needs the kernels for simulations.
             system = self.request.system
             task = (calibration_point_of(layout.kernels, system),)
             kernels = self.workers.map(_kernels_in_worker, [task] * self.workers.count)[0]

@@ -147,14 +147,14 @@ Generation: TypeAlias = CalibrationPoint | MeasuredKernels
 
 
 def unknown_of(generation: Generation, key: str) -> Unknown | None:
-    """Return the number `key` of a generation (such as `products`) as an unknown; None if the generation lacks it."""
+    """Return the number `key` (such as `products`) of a software generation with its range; None if it is missing."""
     number: Quantity | None = getattr(generation, key)
     return make_unknown(f"{generation.name}: {key}", number) if number is not None else None
 
 
 @cache
 def measured_kernels() -> tuple[MeasuredKernels, ...]:
-    """Return all generations that a profile calibrates, in the order of `CALIBRATION_FILE`."""
+    """Return all software generations whose kernels a profile calibrates, in the order of `CALIBRATION_FILE`."""
     found = read_toml(CALIBRATION_FILE)["measured"]
     return tuple(build_dataclass(MeasuredKernels, entry, file=CALIBRATION_FILE.name) for entry in found)
 

@@ -224,8 +224,7 @@ class PlacedGroups:
         rows = np.zeros((4, len(pairs)))
         rows[0] = senders.by_node(senders.ranks)[senders.node]
         if leaves:
-            # A message uses all adapters near its sender. A ring uses as many adapters of a switch as it has devices
-            # there.
+            # A message uses all adapters near its sender. A ring uses a switch's adapters in proportion to its devices.
             rows[1:3] = self._adapter_shares(senders, across[across], counts._replace(switch=1))
             if counts.pod:
                 pods = pairs // self.devices // counts.pod

@@ -266,8 +266,7 @@ class ProgramCompiler:
                 seconds = times * self.cost.seconds(operator)
                 device += seconds
                 parts[kind] = parts.get(kind, 0.0) + first_lane(seconds)
-                # Views and copies with several calls do not come from a layer's modules, so each call takes one launch
-                # time.
+                # Views and copies with several calls are outside a layer's modules, so each call takes a launch time.
                 calls = operator.calls
                 host += times * (self.host_s[phase] if calls == 1 else self.cost.launch_s * calls)
             found = _SequenceTime(device, host, tuple(parts.items()))

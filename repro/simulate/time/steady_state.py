@@ -23,9 +23,9 @@ REACH = 6
 No message connects an action with an action further back.
 """
 CHUNK_REACH = 2
-"""Number of actions per pipeline stage that a cycle's proof needs in addition with interleaved chunks.
+"""Additional number of repeated actions, per pipeline stage, that prove a cycle with interleaved chunks.
 
-The reason is that the gradients of such chunks take p micro-batches.
+The gradients of such chunks take p micro-batches.
 """
 FIRST_TRANSIENT = 4
 """Number of periods that the shortest schedule runs before the periods that a search for a cycle compares."""

@@ -204,7 +204,7 @@ def trace(
         engine.step([MicroBatch(tokens, targets, BatchPosition(0, 0))] * layout.accumulation, recorder.phase)
         stop = len(recorder.events)
         engine.synchronize()
-    # The calls below break cycles that Python's garbage collector cannot see, through hooks and storages.
+    # The calls below break reference cycles through hooks and storages, which the garbage collector cannot see.
     recorder.under_way = no_action
     repeats.detach()
     for part in engine.parts:
