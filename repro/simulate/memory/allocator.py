@@ -62,7 +62,7 @@ class OutOfMemory(Exception):
         return (
             f"out of memory by {why}: {self.requested} bytes requested, {self.allocated} allocated and "
             f"{self.reserved} reserved of {self.limit}; {self.free_in_blocks} are free in segments, "
-            f"and the largest free block has {self.largest_free}"
+            f"and the largest free block has {self.largest_free} bytes"
         )
 
 
