@@ -24,7 +24,10 @@ GROUPS = ("world", "tp", "cp", "dp", "pp", "embedding")
 
 
 def group_members(layout: Layout, group: str) -> npt.NDArray[Any]:
-    """Return the ranks [groups, members] of all process groups named `group`; empty if groups have one member."""
+    """Return the ranks of all process groups named `group`, as an array [groups, members].
+
+    The array is empty if the groups have one member.
+    """
     if group == "world":
         return np.arange(layout.world)[None, :] if layout.world > 1 else np.empty((0, 0), dtype=int)
     axis = "pp" if group == "embedding" else group
@@ -51,7 +54,9 @@ class Placement:
 
     def node_of(self, rank: int) -> int:
         """Return the index of a rank's node. Raises `ConfigError` if the system's devices per node are unknown."""
-        assert 0 <= rank < self.layout.world, f"rank {rank} of {self.layout.world}"
+        assert 0 <= rank < self.layout.world, (
+            f"rank {rank} is not below the number of ranks {self.layout.world}"
+        )
         return rank // self.devices_per_node
 
     def nodes(self, ranks: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -76,7 +81,7 @@ class Placement:
             raise ConfigError(error.key, error.value, what, file=self.system.name) from None
 
     def links(self, rank: int) -> dict[str, str]:
-        """Return the slowest class of links of each group of `rank` with more than one member (see `link_of`)."""
+        """Return the slowest class of links for each process group of `rank` that has more than one member."""
         groups = {group: self.ranks_of(group, rank) for group in GROUPS}
         return {group: self.link_of(group, ranks) for group, ranks in groups.items() if len(ranks) > 1}
 
@@ -95,7 +100,7 @@ class Placement:
 
     @cached_property
     def devices_per_node(self) -> int:
-        """Number of ranks on a full node; all ranks if they are processes on one CPU system."""
+        """Number of ranks on a full node; on a CPU system, number of all ranks, which are processes of one node."""
         processor = "memory" in self.system.links and BETWEEN_NODES not in self.system.links
         if self.layout.world == 1 or processor:
             return self.layout.world

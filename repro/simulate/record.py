@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
 
 SIMULATOR_REVISION = 4
-"""Revision of the formulas for memory and time. A change of formulas that changes results must raise it."""
+"""Revision of the simulator's formulas for memory and time. A new formula that changes results must raise the
+revision."""
 
 
 def simulated_record(
@@ -167,5 +168,5 @@ def _role(experiment: Experiment, role: RoleResult) -> SimulatedRole:
 
 
 def _ranks(experiment: Experiment, role: RoleResult) -> int:
-    """Return the number of ranks with this role: the role's stages in every replica, on every tensor-parallel rank."""
+    """Return the number of ranks with a pipeline role: those of its stages, in all replicas and on all tp ranks."""
     return role.role.stages * experiment.layout.world // experiment.layout.pp

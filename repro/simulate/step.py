@@ -22,8 +22,8 @@ from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
 from repro.util.processes import pause_garbage_collection
 
-NO_STEP_TIME = "the step does not fit"
-"""Reason why a step has no predicted time if it exceeds the device's memory."""
+NO_STEP_TIME = "the step does not fit the device's memory"
+"""Printed reason why a step that exceeds the device's memory has no predicted time."""
 
 
 @dataclass
@@ -40,7 +40,8 @@ class RoleResult:
 
     @property
     def by_fragmentation(self) -> bool:
-        """Whether a request fails by fragmentation although the peak of live bytes is within the allocator's limit."""
+        """Whether the step fails by fragmentation: a request fails although the peak of live bytes is within the
+        limit."""
         error = self.replay.out_of_memory
         return error is not None and error.by_fragmentation and self.memory.peak_bytes <= error.limit
 
@@ -58,14 +59,17 @@ class Simulation:
     trace_seconds: float
     traces: list[Trace] = field(default_factory=list, repr=False)
     time: Prediction | None = None
-    """Predicted time in seconds, if it was requested and the system has the required numbers."""
+    """Prediction of the step time; None unless it was requested and the system has the required numbers."""
     no_time: str = ""
-    """Reason why the step has no predicted time."""
+    """Reason why the step has no predicted time; empty if it has one."""
 
     @property
     def fullest(self) -> RoleResult:
-        """The role with the highest memory use: one that is out of memory by live bytes, else one that is so by
-        fragmentation, else the one with the most reserved bytes."""
+        """Pipeline role with the highest memory use.
+
+        A role that is out of memory by live bytes comes first, then a role that is so by fragmentation. Otherwise, the
+        role with the most reserved bytes is chosen.
+        """
         return max(
             self.roles,
             key=lambda r: (
@@ -77,17 +81,17 @@ class Simulation:
 
     @property
     def busiest(self) -> RoleResult:
-        """The role that sends the most bytes."""
+        """Pipeline role whose ranks send the most bytes in a step."""
         return max(self.roles, key=lambda r: sum(t.sent_bytes for t in r.traffic))
 
     @property
     def outcome(self) -> str:
-        """`ok`, or `oom` if a role exceeds its device's memory."""
+        """Outcome of the simulated step: `ok`, or `oom` if a pipeline role exceeds its device's memory."""
         return "oom" if self.fullest.replay.out_of_memory else "ok"
 
     @property
     def fits(self) -> bool:
-        """Whether all roles fit the device's memory."""
+        """Whether the memory of all pipeline roles fits the device's memory."""
         return self.outcome == "ok"
 
     @property
@@ -110,7 +114,7 @@ class Simulation:
         where = "" if role.role.name == "all" else f"{role.role.name} stage, "
         text = f"{where}{role.replay.phase}: {error.because_of(role.by_fragmentation)}"
         if error.by_fragmentation and not role.by_fragmentation:
-            text += f"; {role.memory.peak_bytes} live at the peak, in {role.memory.phase}"
+            text += f"; the peak of live bytes is {role.memory.peak_bytes}, in the phase {role.memory.phase}"
         return text
 
     def as_dict(self) -> dict[str, Any]:
@@ -176,7 +180,8 @@ def _role_document(role: RoleResult) -> dict[str, Any]:
 
 
 def sent_bytes_by(rows: list[TrafficRow], key: str) -> dict[str, int]:
-    """Return the sum of the sent bytes of `rows` for each value of `key`, which is `group` or `link`."""
+    """Return the sent bytes of the table `rows` of traffic, summed for each value of `key`, which is `group` or
+    `link`."""
     found: Counter[str] = Counter()
     for row in rows:
         found[getattr(row, key)] += row.sent_bytes
@@ -233,7 +238,7 @@ def simulate(
     if time:
         try:
             prediction = predict(experiment, system, traces, record=record, interval=interval)
-        except ConfigError as error:  # Memory does not depend on the numbers that the time prediction lacks.
+        except ConfigError as error:  # Memory is predicted although a rate is unknown.
             no_time = str(error)
     seconds = perf_counter() - began
     return Simulation(experiment, system.name, limit, context, results, seconds, traces, prediction, no_time)

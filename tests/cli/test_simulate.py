@@ -105,7 +105,7 @@ def test_what_does_not_fit_takes_no_time_and_ends_alike(
     timeline = tmp_path / "step.json"
     code, out = run(capsys, "simulate", *asked, "--timeline", str(timeline))
     assert "Predicted step time" not in out
-    assert "No step time is predicted: the step does not fit" in out
+    assert "No step time is predicted: the step does not fit the device's memory" in out
     assert not timeline.exists()
     found = [run(capsys, command, *asked, "--json") for command in ("simulate", "plan")]
     step, rows = (json.loads(printed) for _, printed in found)

@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_red_beyond_the_limit(
     cause = printed[printed.index("Cause: ") : printed.index(" are missing.")]
     assert f"{cause} are missing." in explorer.text
     assert cause.endswith(" GB")
-    assert "No step time: the step does not fit." in explorer.text
+    assert "No step time: the step does not fit the device's memory." in explorer.text
     few = explorer.red_pixels
     assert few
     explorer.choose(tp=2)

@@ -47,7 +47,7 @@ def test_what_is_live_later_is_the_cause_where_it_is_too_much(roomy: Simulation)
     record = simulated_record(EXPERIMENT, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0)
     assert record.outcome == "oom"
     assert "first stage, init: out of memory by the live tensors: " in record.reason
-    assert record.reason.endswith(f"; {live['first']} live at the peak, in backward")
+    assert record.reason.endswith(f"; the peak of live bytes is {live['first']}, in the phase backward")
 
 
 def test_fragmentation_is_the_cause_where_everything_live_would_fit(roomy: Simulation) -> None:
@@ -56,7 +56,7 @@ def test_fragmentation_is_the_cause_where_everything_live_would_fit(roomy: Simul
     assert found.limit_bytes is not None
     assert found.required_bytes > found.limit_bytes, "the segment that the device cannot give"
     assert "out of memory by fragmentation: " in found.reason
-    assert "live at the peak" not in found.reason
+    assert "peak of live bytes" not in found.reason
 
 
 def test_what_fits_has_no_cause(roomy: Simulation) -> None:

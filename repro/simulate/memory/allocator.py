@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class OutOfMemory(Exception):
-    """Failed request, which fits no free block and would exceed the limit even after the release of all empty segments.
+    """Memory request that the caching allocator cannot serve.
+
+    No free block is large enough, and a new segment would exceed the limit even after the release of all empty
+    segments.
 
     All attributes are in bytes. `free_in_blocks` is reserved but not allocated. `largest_free` is the size of the
     largest free block in the pool that serves the request.
@@ -45,24 +48,27 @@ class OutOfMemory(Exception):
 
     @property
     def by_fragmentation(self) -> bool:
-        """Whether allocated bytes plus the request are within the limit, so that only a contiguous block is missing."""
+        """Whether fragmentation is the cause of an out-of-memory error: allocated bytes plus the request are within the
+        limit."""
         return self.allocated + round_up(self.requested) <= self.limit
 
     def __str__(self) -> str:
         return self.because_of(self.by_fragmentation)
 
     def because_of(self, fragmentation: bool) -> str:
-        """Return the failure's message, which names fragmentation or else the live tensors as the cause."""
+        """Return the message of an out-of-memory error, which names either fragmentation or the live tensors as the
+        cause."""
         why = "fragmentation" if fragmentation else "the live tensors"
         return (
             f"out of memory by {why}: {self.requested} bytes requested, {self.allocated} allocated and "
-            f"{self.reserved} reserved of {self.limit}; {self.free_in_blocks} free in segments, "
-            f"{self.largest_free} in one block"
+            f"{self.reserved} reserved of {self.limit}; {self.free_in_blocks} are free in segments, "
+            f"and the largest free block has {self.largest_free} bytes"
         )
 
 
 class AllocatedRange(NamedTuple):
-    """A block of a segment: address and size in bytes, and the `id` of its allocation; None for a free block."""
+    """Block of an allocator's segment: address and size in bytes, and the `id` of its allocation (None for a free
+    block)."""
 
     address: int
     size: int
@@ -70,23 +76,22 @@ class AllocatedRange(NamedTuple):
 
 
 class CachingAllocator:
-    """Caching allocator of one device and one stream.
+    """Model of PyTorch's caching allocator on one device with one stream.
 
-    limit: bytes that the allocator can reserve (None: unlimited): the device's memory less the CUDA context
-        and other memory outside the allocator.
-    expandable: whether PyTorch's option `expandable_segments:True` is set.
+    `limit`: bytes that the allocator can reserve, which are the device's memory less the CUDA context and other memory
+    outside the allocator; None: unlimited. `expandable`: whether PyTorch's option `expandable_segments:True` is set.
     """
 
     def __init__(self, limit: int | None = None, *, expandable: bool = False) -> None:
-        require(limit is None or limit >= 0, "limit", limit, "bytes, 0 or more")
+        require(limit is None or limit >= 0, "limit", limit, "a number of bytes, 0 or more")
         self.device = DeviceMemory(limit)
         pool = ExpandablePool if expandable else Pool
         self._small, self._large = pool(self.device, small=True), pool(self.device, small=False)
         self._live: dict[int, tuple[Pool, MemoryBlock] | None] = {}
         self.allocated = self.peak_allocated = 0
-        """Current and peak bytes of live blocks."""
+        """Current and peak bytes of allocated blocks."""
         self.retries = 0
-        """Number of requests for which all empty segments were released (torch's `num_alloc_retries`)."""
+        """Number of requests before which the allocator released all empty segments (torch's `num_alloc_retries`)."""
 
     @property
     def reserved(self) -> int:
@@ -99,8 +104,9 @@ class CachingAllocator:
         return self.device.peak
 
     def malloc(self, id: int, size: int) -> None:
-        """Allocate `size` bytes under `id`; 0 bytes take no memory. Raises `OutOfMemory`."""
-        assert id not in self._live, f"{id} is live already"
+        """Allocate `size` bytes under the number `id`. An allocation of 0 bytes takes no memory. Raises
+        `OutOfMemory`."""
+        assert id not in self._live, f"the allocation {id} exists already"
         if size == 0:
             self._live[id] = None
             return
@@ -126,7 +132,7 @@ class CachingAllocator:
             self.peak_allocated = self.allocated
 
     def free(self, id: int) -> None:
-        """Free the allocation of `id`; its memory stays reserved."""
+        """Free the allocation with the number `id`. The allocator retains its memory as reserved memory."""
         place = self._live.pop(id)
         if place is not None:
             pool, block = place
@@ -139,7 +145,8 @@ class CachingAllocator:
         self._small.release()
 
     def record(self, history: AllocationHistory, event: Alloc, phase: str) -> None:
-        """Add an allocation in `phase`, and preceding changes of the reserved memory, to `history`."""
+        """Add the allocation `event`, made in the step's phase `phase`, to `history`, after preceding changes of
+        reserved memory."""
         for action, address, size in self.device.changes:
             history.add(action, address, size)
         self.device.changes.clear()
@@ -152,8 +159,10 @@ class CachingAllocator:
             history.add("oom", 0, event.bytes, device_free=self.device.limit - self.reserved)
 
     def segments(self) -> list[list[AllocatedRange]]:
-        """Return the blocks of each segment in the order of addresses. An expandable segment counts as one for each
-        contiguous mapped range."""
+        """Return the blocks of each segment in the order of addresses.
+
+        Each contiguous mapped range of an expandable segment counts as a segment.
+        """
         names = {place[1].address: id for id, place in self._live.items() if place is not None}
         found: list[list[AllocatedRange]] = []
         for pool in (self._small, self._large):
@@ -180,14 +189,14 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class Replay:
-    """Result of a replay, in bytes."""
+    """Result of the replay of a trace's allocations in the caching allocator's model; memory is in bytes."""
 
     peak_allocated: int
     peak_reserved: int
     retries: int
-    """Number of requests for which all empty segments were released."""
+    """Number of requests before which the allocator released all empty segments."""
     phase: str
-    """Phase of the step with the failure; without a failure, with the peak of reserved bytes."""
+    """Phase of the step in which an allocation failed; without a failure, phase in which the reserved bytes peaked."""
     out_of_memory: OutOfMemory | None
 
     @property
@@ -203,7 +212,8 @@ def replay(
     expandable: bool = False,
     history: AllocationHistory | None = None,
 ) -> Replay:
-    """Replay the device allocations of `events` on an empty device, until the end or the first failed request.
+    """Replay the allocations of `events` in the caching allocator of an empty device, until the end or a failed
+    request.
 
     `limit` (bytes) and `expandable` are those of `CachingAllocator`. `history` receives every allocation.
     """

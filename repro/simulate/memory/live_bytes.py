@@ -20,19 +20,21 @@ COLUMNS = {category: column for column, category in enumerate(ACCOUNTED)}
 
 
 class LiveBytes:
-    """Live bytes of a trace after each change, as arrays over the number of changes.
+    """Live bytes of a trace after each change, as arrays whose first index is the number of preceding changes.
 
     An allocation or a release is one change. A storage's new category is two changes: a release and an allocation.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.allocations: dict[int, Alloc] = {}
-        """Allocation events, by the number of changes up to and including the allocation."""
+        """Allocation events. The key of an event is the number of changes of live bytes up to and including the
+        event."""
         self.phases: list[tuple[int, int, PhaseStart]] = []
-        """Starts of phases: number of preceding changes, number of preceding operators, and event."""
+        """Starts of the step's phases: number of preceding changes of live bytes, number of preceding operators, and
+        event."""
         self.operators: list[Operator] = []
         self.changes_before: list[int] = []
-        """Number of changes before each operator."""
+        """Number of changes of live bytes before each operator of the trace."""
         live: dict[int, tuple[int, int]] = {}
         changes = [(0, 0)]
         for event in events:
@@ -54,14 +56,15 @@ class LiveBytes:
                 self.phases.append((len(changes) - 1, len(self.operators), event))
         columns, sizes = np.array(changes, dtype=np.int64).T
         self.by_category = np.zeros((len(sizes), len(COLUMNS)), dtype=np.int64)
-        """Live bytes of each category, [1 + changes, categories]."""
+        """Live bytes of each category after each change, as an array [1 + changes, categories]."""
         self.by_category[np.arange(len(sizes)), columns] = sizes
         self.by_category.cumsum(axis=0, out=self.by_category)
         self.total = self.by_category.sum(axis=1) - self.by_category[:, COLUMNS[Category.HOST]]
-        """Live bytes in device memory, [1 + changes]."""
+        """Live bytes in device memory after each change, as an array [1 + changes]."""
 
     def after(self, changes: int) -> dict[str, int]:
-        """Return the live bytes by category after the given number of changes; -1 stands for all changes."""
+        """Return the live bytes by category after the given number of allocations and releases; -1 stands for all of
+        them."""
         return dict(zip(COLUMNS, self.by_category[changes].tolist(), strict=True))
 
     @property
@@ -78,9 +81,9 @@ class RoleMemory:
     live: LiveBytes = field(repr=False, compare=False)
     peak_bytes: int = 0
     by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTED, 0))
-    """Live bytes of each category at the moment of `peak_bytes`."""
+    """Live bytes of each category at the moment when the total of all categories peaks."""
     most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTED, 0))
-    """Peak live bytes of each category by itself."""
+    """Peak live bytes of each category. Different categories may peak at different moments."""
     phase: str = ""
     """Phase of the step in which the live bytes reach their peak."""
     line: str = ""
@@ -89,13 +92,13 @@ class RoleMemory:
     """Operator that allocates at the peak of live bytes."""
     init_peak_bytes: int = 0
     host_reserved_bytes: int = 0
-    """Page-locked bytes that the host allocator of a GPU machine reserves for `host_bytes`."""
+    """Bytes of page-locked memory that a GPU machine's host allocator reserves for the live bytes in host memory."""
     states: dict[str, int] = field(default_factory=dict)
     """Live bytes of each category of model states after the step."""
 
     @property
     def states_bytes(self) -> int:
-        """Bytes of model states."""
+        """Live bytes of all model states after the step."""
         return sum(self.states.values())
 
     @property
@@ -105,7 +108,8 @@ class RoleMemory:
 
 
 def measure_live_bytes(events: Sequence[Event]) -> RoleMemory:
-    """Return peaks and categories of the live bytes of a trace."""
+    """Return the peaks of a trace's live bytes by memory category, with the phase, source line and operator of the
+    peak."""
     live = LiveBytes(events)
     states = {category: size for category, size in live.after(-1).items() if category in MODEL_STATES}
     found = RoleMemory(live, most=live.most, states=states)
@@ -126,7 +130,7 @@ def measure_live_bytes(events: Sequence[Event]) -> RoleMemory:
 
 
 def page_locked_bytes(events: Sequence[Event]) -> int:
-    """Return the bytes that an allocator of page-locked host memory reserves.
+    """Return the bytes that an allocator of page-locked host memory reserves for the host storages of a trace.
 
     The allocator rounds sizes up to powers of two and reuses released blocks.
     """
@@ -145,7 +149,7 @@ def page_locked_bytes(events: Sequence[Event]) -> int:
 
 TIMELINE_POINTS = 96
 TIMELINE_RESOLUTION = 10_000
-"""Number of units into which a record divides the step's peak of live bytes, in order to round them."""
+"""Number of units in the peak of live bytes. A record's memory timeline stores integer multiples of the unit."""
 
 
 def live_bytes_over_step(

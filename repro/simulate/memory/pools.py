@@ -40,13 +40,17 @@ def segment_size(size: int) -> int:
 
 
 class DeviceMemory:
-    """Model of the CUDA driver's memory: `limit` bytes without fragmentation, and addresses that are never reused."""
+    """Model of the device memory that the CUDA driver manages: `limit` bytes without fragmentation.
+
+    The driver never reuses an address.
+    """
 
     def __init__(self, limit: int | None) -> None:
         self.limit = UNLIMITED if limit is None else limit
         self.reserved = self.peak = 0
         self.changes: list[tuple[str, int, int]] = []
-        """Segments that were allocated and freed: action as in torch's memory snapshots, address and size."""
+        """Allocations and releases of segments: action (named as in torch's memory snapshots), address and size in
+        bytes."""
         self._end = 0
 
     def take(self, size: int) -> bool:
@@ -58,18 +62,18 @@ class DeviceMemory:
         return True
 
     def give(self, block: MemoryBlock, action: str) -> None:
-        """Free `block`, and record the change as `action`."""
+        """Return the memory of `block` to the driver, and record this change under the name `action`."""
         self.reserved -= block.size
         self.changes.append((action, block.address, block.size))
 
     def place(self, size: int) -> int:
-        """Return the first address of `size` unused bytes of address space."""
+        """Reserve `size` bytes of unused address space, and return the first address."""
         self._end += size
         return self._end - size
 
 
 class MemoryBlock:
-    """A contiguous part of a segment, linked to the preceding and the next block."""
+    """Contiguous part of a segment, linked to the preceding and the next block."""
 
     __slots__ = ("address", "next", "prev", "size", "state")
 
@@ -88,7 +92,7 @@ class MemoryBlock:
         return rest
 
     def absorb(self) -> None:
-        """Merge the next block into this one."""
+        """Merge the next block of the segment into this block."""
         other = self.next
         assert other is not None
         self.size, self.next = self.size + other.size, other.next
@@ -102,10 +106,10 @@ class Pool:
     def __init__(self, device: DeviceMemory, *, small: bool) -> None:
         self.device = device
         self.heads: dict[int, MemoryBlock] = {}
-        """The first block of every segment, by its address."""
+        """First block of every segment, by address of the segment."""
         self._free: list[tuple[int, int, MemoryBlock]] = []
         self._grows = False
-        """Whether a block can grow into unmapped bytes after it. Such a block is taken last."""
+        """Whether free blocks can grow into unmapped bytes after them. Requests prefer blocks that cannot grow."""
         self._least_rest = MIN_BLOCK_SIZE if small else SMALL_SIZE + 1
 
     def find(self, size: int) -> MemoryBlock | None:
@@ -129,7 +133,8 @@ class Pool:
         return block
 
     def cut(self, block: MemoryBlock, size: int) -> None:
-        """Mark `block` as live. The bytes beyond `size` become a free block if they are enough for one."""
+        """Mark `block` as live. The bytes beyond `size` become a free block unless they are fewer than the pool's
+        minimum."""
         if block.size - size >= self._least_rest:
             self._insert(block.split(size))
         block.state = LIVE
@@ -159,13 +164,13 @@ class Pool:
         self._free = retained
 
     def largest(self) -> int:
-        """Return the bytes of the largest free block."""
+        """Return the size in bytes of the pool's largest free block."""
         return self._free[-1][0] if self._free else 0
 
     def _best(self, at: int) -> int:
-        """Return the index of the best-fitting free block, from index `at` on."""
+        """Return the index of the free block that fits a request best; the search begins at the index `at`."""
         free = self._free
-        # A block before unmapped bytes counts as larger by these bytes, so that it is taken last.
+        # A free block counts as larger by the unmapped bytes after it, so that requests take such a block last.
         while at + 1 < len(free) and _growable_bytes(free[at + 1][2]) < _growable_bytes(free[at][2]):
             at += 1
         return at

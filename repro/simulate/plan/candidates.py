@@ -17,13 +17,14 @@ from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 
 DEFAULT_PLAN_ROWS = 7
-"""Default number of printed layouts of a plan; `--json` has all."""
+"""Default number of layouts that a plan prints; `--json` prints all layouts."""
 COST = "cost"
 RANK_QUANTILES = {"median": 0.5, "p75": 0.75, "p95": 0.95, COST: 0.75}
-"""Quantiles of the step time, or of the cost, by which a plan can order its first layouts."""
+"""Quantiles of the predicted step time, or of the training cost, by which a plan can order its first layouts."""
 DEFAULT_RANK = "p75"
 MIN_HEADROOM = 0.03
-"""Share of a device's memory. A plan lists layouts that leave less memory free after all other layouts that fit."""
+"""Share of a device's memory that should remain free. A plan lists layouts with less free memory after all others that
+fit."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class LayoutQuery:
     system: str
     gpus: int
     layout: dict[str, Any]
-    """Keys of the layout that the user gave, and `software`, which sets further keys of all layouts."""
+    """Layout keys that the user gave. The key `software` names a published software whose settings apply to all
+    layouts."""
     seq: int = 0
     """Tokens of a sample; 0 selects the model's maximum."""
     memory_limit: str = ""
@@ -44,7 +46,8 @@ _SIZE = re.compile(r"\s*(\d+\.?\d*(?:e\+?\d+)?)\s*(?:([kmgt])(i?)b|b)?\s*", re.I
 
 
 def parse_memory_size(text: str) -> int | None:
-    """Return the bytes in `32GB` (1e9), `32GiB` (2**30) or `16e9`; None for an empty text."""
+    """Return the bytes that a text like `32GB` (1e9 each), `32GiB` (2**30 each) or `16e9` denotes; None for an empty
+    text."""
     if not text:
         return None
     found = _SIZE.fullmatch(text)
@@ -60,7 +63,8 @@ _COMMUNICATOR = {key: known.value or 0 for key, known in assumed_quantities("com
 
 
 def communicator_bytes(layout: Layout, system: System) -> int:
-    """Return the bytes of a device in NCCL's buffers for communicators beyond the one that `context_bytes` contains.
+    """Return the bytes of NCCL's communicator buffers on a device, without the communicator that `context_bytes`
+    contains.
 
     The groups are those of `repro.parallel.mesh`: world, dp, cp, tp, pp, and the ends of a pipeline.
     """
@@ -72,7 +76,10 @@ def communicator_bytes(layout: Layout, system: System) -> int:
 
 
 def device_memory_limit(system: System, given: int | None) -> int:
-    """Return the bytes of a device's memory, `given` or else the system's; `ConfigError` if both are unknown."""
+    """Return the bytes of a device's memory: `given`, or else the number of the system.
+
+    Raises `ConfigError` if both are unknown.
+    """
     if given is None:
         known = system.device.memory_bytes
         if known.value is None:
@@ -83,7 +90,7 @@ def device_memory_limit(system: System, given: int | None) -> int:
         given > system.context(),
         "memory_limit",
         given,
-        f"more than the {system.context()} bytes of {system.name} that no allocator can have (CUDA, NCCL)",
+        f"more than the {system.context()} bytes that CUDA and NCCL reserve on each device of {system.name}",
     )
     return given
 
@@ -112,14 +119,17 @@ def complete_layout(given: dict[str, Any], gpus: int, system: System) -> Layout:
 
 
 def complete_experiment(model: str, query: LayoutQuery, system: System) -> Experiment:
-    """Return the step of a query about the model `model` on `system`. Raises `ConfigError` about a key of the query."""
+    """Return the experiment of one training step that a layout query describes for the model named `model` on `system`.
+
+    Raises `ConfigError` for an invalid key of the query.
+    """
     sizes, layout = models.load_model(model), complete_layout(query.layout, query.gpus, system)
     training = Training(seq=query.seq)
     return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)
 
 
 def layout_defaults(given: dict[str, Any], system: System) -> dict[str, Any]:
-    """Return the `given` keys of a layout, with precision and schedule where they are missing."""
+    """Return the `given` layout keys, with the defaults of precision and schedule if they are missing."""
     keys = {"precision": system.best_precision, **given}
     if keys.get("chunks", 1) > 1:
         keys.setdefault("schedule", "interleaved")
@@ -129,28 +139,31 @@ def layout_defaults(given: dict[str, Any], system: System) -> dict[str, Any]:
 SAMPLES_PER_GPU = 2
 """Default number of samples per GPU in the global batch of a plan."""
 TOKENS_PER_RANK = 8192
-"""Minimum tokens of a sample per rank when a plan splits samples over cp. Llama 3 405B was trained on 8,192 tokens with
-cp = 1 and on 131,072 with cp = 16 (2407.21783 Table 4). Shorter samples are split only if cp is given."""
+"""Minimum number of tokens per rank in a plan that splits samples over context-parallel ranks (cp).
+
+Llama 3 405B was trained on 8,192 tokens with cp = 1 and on 131,072 with cp = 16 (2407.21783 Table 4). Shorter samples
+are split only if cp is given.
+"""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Model, system and fixed keys of a layout search."""
+    """Request for a layout search: model, system, number of GPUs, and the layout keys that have fixed values."""
 
     model: Model
     system: System
     gpus: int
     limit: int
-    """Bytes of one device's memory, context included."""
+    """Bytes of one device's memory, including the CUDA context."""
     seq: int
     """Tokens of a sample."""
     given: dict[str, Any] = field(default_factory=dict)
-    """Keys of the layout that are fixed."""
+    """Layout keys with a fixed value. The search varies all other keys."""
     expandable: bool = False
     tokens: float = 0.0
-    """Tokens of the training whose duration and cost a plan reports; 0 disables the report."""
+    """Number of training tokens for which a plan reports duration and cost; 0 disables this report."""
     price_per_gpu_hour: float = 0.0
-    """Price in US dollars; 0 selects the price of the system, if known."""
+    """Price of a GPU hour in US dollars; 0 selects the price of the system, if known."""
     rank_by: str = DEFAULT_RANK
     """Key of `RANK_QUANTILES`."""
 
@@ -161,12 +174,14 @@ class PlanRequest:
 
     @property
     def ranked_price(self) -> float:
-        """Price that multiplies step times for the order of the rows; 1 unless `rank_by` is `cost`."""
+        """Factor of step times in the order of a plan's rows: the price of a GPU hour if `rank_by` is `cost`, otherwise
+        1."""
         return (self.price or 1.0) if self.rank_by == COST else 1.0
 
     @property
     def allocatable(self) -> int:
-        """Bytes that the allocator of one device can reserve, without NCCL's buffers for further communicators."""
+        """Bytes of a device's memory less the CUDA context. NCCL's buffers for further communicators are not
+        subtracted."""
         return self.limit - self.system.context()
 
     @property
@@ -178,9 +193,14 @@ class PlanRequest:
 def candidates(request: PlanRequest) -> list[Layout]:
     """Return all candidate layouts of a plan without partitioned activations (P_a), which the search adds if needed.
 
-    tp: powers of two that divide heads, MLP and vocabulary and stay inside a node; cp: powers of two, of samples longer
-    than `TOKENS_PER_RANK`; pp: divisors of the layers; dp: the rest; ZeRO 0 to 3 (to 2 under a pipeline); with and
-    without recomputation and, with tp, sequence parallelism; micro-batches of powers of two that fill the pipeline.
+    - tp: powers of two that divide heads, MLP and vocabulary and stay inside a node
+    - cp: powers of two, for samples longer than `TOKENS_PER_RANK`
+    - pp: divisors of the number of layers
+    - dp: the remaining devices
+    - ZeRO stages 0 to 3, or 0 to 2 with a pipeline
+    - with and without recomputation and, under tp, sequence parallelism
+    - micro-batches of powers of two that fill the pipeline
+
     Keys in `request.given` are fixed. Raises `ConfigError` if there is no layout at all.
     """
     given = layout_defaults(request.given, request.system)
@@ -200,7 +220,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
                 engines.check_layout_fits(layout, request.model, request.seq)
                 engines.check_engine(engines.NATIVE, layout, training, request.model)
                 found.append(layout)
-            except ConfigError as error:  # The keys that the user fixed may exclude some combinations.
+            except ConfigError as error:  # Layout keys that the user fixed may exclude these degrees.
                 refused.append(error)
     if not found and refused:
         raise refused[0]
@@ -208,12 +228,13 @@ def candidates(request: PlanRequest) -> list[Layout]:
         degrees = {request.gpus // (tp * cp * pp) for tp, cp, pp in grid}
         ranks = "tp x cp x pp" if any(cp > 1 for _, cp, _ in grid) else "tp x pp"
         if degrees and request.given.get("dp") not in {None, *degrees}:
-            what = f"gpus / ({ranks}), which can be {', '.join(map(str, sorted(degrees)))}"
+            what = f"gpus / ({ranks}), which is one of {', '.join(map(str, sorted(degrees)))}"
             raise ConfigError("dp", request.given["dp"], what)
         if degrees:
-            what = f"a multiple of dp, which can be {', '.join(map(str, sorted(degrees)))}, with pp micro-batches each"
+            possible = ", ".join(map(str, sorted(degrees)))
+            what = f"a multiple of dp (one of {possible}) with at least pp micro-batches per replica"
             raise ConfigError("global_batch", request.global_batch, what)
-        what = f"a multiple of {ranks} for some split of {request.model.name}"
+        what = f"a multiple of {ranks} for degrees that divide the model {request.model.name}"
         raise ConfigError("gpus", request.gpus, what)
     return found
 
@@ -264,7 +285,7 @@ def pipeline_degrees(request: PlanRequest, ranks: int) -> list[int]:
 def _layout_keys(
     request: PlanRequest, given: dict[str, Any], tp: int, cp: int, pp: int
 ) -> list[dict[str, Any]]:
-    """Yield the layout keys of all candidates with the same tp, cp and pp."""
+    """Return the layout keys of all candidates with the given degrees tp, cp and pp."""
     if request.gpus % (tp * cp * pp):
         return []
     dp = request.gpus // (tp * cp * pp)
@@ -277,12 +298,12 @@ def _layout_keys(
     if "software" in given:
         software = engines.find_software(given["software"])
         zero = [stage for stage in zero if str(stage) in software.stages] or [int(min(software.stages))]
-        if "sp" in software.layout:  # selective recomputation came with sequence parallelism (2205.05198)
+        # Software without sequence parallelism has no selective recomputation; 2205.05198 introduced both.
+        if "sp" in software.layout:
             recompute = [False, True]
     replica = request.global_batch // dp
-    sizes = [
-        2**power for power in range(replica.bit_length())
-    ]  # of those, enough micro-batches fill the pipeline
+    # The search excludes sizes with which a replica has fewer micro-batches than pipeline stages.
+    sizes = [2**power for power in range(replica.bit_length())]
     choices: dict[str, list[Any]] = {
         "zero": zero,
         "sp": [False, True] if tp > 1 and request.seq % (tp * cp) == 0 else [False],

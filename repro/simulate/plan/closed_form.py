@@ -1,7 +1,7 @@
-"""Parameters and model states of each role in closed form, and the names of the terms of memory.
+"""Parameters and model states of each pipeline role in closed form, and the printed names of memory categories.
 
-The states are those of 1910.02054 sec. 3.1 and 5. The parameters are those of `repro.model.counts`, split over tp
-and a pipeline as in 1909.08053 sec. 3. Padding of shards is left out.
+The states are those of 1910.02054 sec. 3.1 and 5. The parameters are those of `repro.model.counts`, split over tp and a
+pipeline as in 1909.08053 sec. 3. Padding of shards is left out.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from repro.model import counts
 from repro.model.counts import K
 
 STATES = ("parameters", "gradients", "optimizer")
-"""The categories of model states, as `repro.parallel.storage` (which needs torch) calls them."""
+"""Categories of model states, named as in `repro.parallel.storage`."""
 FIRST, MIDDLE, LAST, ALL = "first", "middle", "last", "all"
 
 
 def state_bytes(parameters: float, layout: Layout) -> dict[str, float]:
-    """Return the bytes of each category of model states of a rank with `parameters` before the split over dp."""
+    """Return the bytes of a rank's parameters, gradients and optimizer states under the layout's ZeRO stage.
+
+    `parameters`: number of the rank's parameters before ZeRO partitions them over dp.
+    """
     parameter, optimizer = (4, 8) if layout.precision == "fp32" else (2, K)
     whole = dict(zip(STATES, (parameter, layout.grad_bytes, optimizer), strict=True))
     split = {0: (), 1: STATES[2:], 2: STATES[1:], 3: STATES}[layout.zero]
@@ -29,9 +32,10 @@ def state_bytes(parameters: float, layout: Layout) -> dict[str, float]:
 
 @cache
 def _layer(model: Model, tp: int) -> float:
-    """Return the parameters of one layer on one tp rank, which splits matrices and biases, except biases of row sums.
+    """Return the number of parameters of one transformer layer on one tensor-parallel rank.
 
-    If there are fewer key heads than ranks, all ranks hold all keys and values.
+    Tensor parallelism splits matrices and biases, except biases of row-parallel matrices. If there are fewer key heads
+    than ranks, all ranks have the parameters of all keys and values.
     """
     parts = counts.parameters_by_part(replace(model, layers=1))
     whole = counts.count_row_biases(model)
@@ -40,7 +44,8 @@ def _layer(model: Model, tp: int) -> float:
 
 
 def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
-    """Return the parameters of one rank of the first and of the last stage, or of `all` without a pipeline."""
+    """Return the number of parameters of a rank of the first and the last pipeline stage, or of `all` without a
+    pipeline."""
     tp, per_stage = layout.tp, model.layers / layout.pp
     tokens, norm = model.vocab * model.hidden / tp, counts.count_norm(model)
     layers = per_stage * _layer(model, tp)
@@ -53,10 +58,11 @@ def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
 
 
 def suggested_width(limit: int, gpus_per_replica: int, layout: Layout) -> int:
-    """Return a width whose largest model has about width/64 layers, like those of the ZeRO paper (Table 4).
+    """Return a hidden width for which the largest model that fits has about width/64 layers.
 
-    The states of 12 l h^2 parameters (l = h/64) on `gpus_per_replica` devices take `limit` bytes. The width is rounded
-    so that every power of two up to 16 divides it into heads of 128.
+    The models of the ZeRO paper have such shapes (Table 4). The states of 12 l h^2 parameters (l = h/64) on
+    `gpus_per_replica` devices take `limit` bytes. The width is rounded so that every power of two up to 16 divides it
+    into heads of 128.
     """
     per_parameter = sum(state_bytes(1.0, layout).values()) / gpus_per_replica
     width = (64 * limit / per_parameter / 12) ** (1 / 3)
@@ -73,11 +79,11 @@ TERMS = {
     "communication": "communication buffers",
     "other": "temporary tensors",
 }
-"""Printed term of memory for each category of `repro.parallel.storage`. Temporary tensors are gradients of activations,
+"""Printed name of each memory category of `repro.parallel.storage`. Temporary tensors are gradients of activations,
 recomputed activations and unscaled gradients."""
 FRAGMENTATION = "fragmentation"
 
 
 def largest_term(by_category: Mapping[str, int]) -> str:
-    """Return the printed term of memory with the most live bytes."""
+    """Return the printed name of the memory category with the most live bytes."""
     return TERMS[max(TERMS, key=lambda category: by_category.get(category, 0))]

@@ -1,4 +1,4 @@
-"""Search for the largest model (or micro-batch) that fits, and the smallest that does not.
+"""Search for the largest model (or micro-batch) that fits the devices' memory, and the smallest that does not.
 
 Memory is nearly linear in the number of layers, so two trials with few layers predict the limit. Trials near the limit
 decide it: the answer is a value that fits next to a value that does not. Each trial is a simulation of the step.
@@ -25,7 +25,7 @@ from repro.simulate.plan.candidates import (
 from repro.simulate.plan.closed_form import FRAGMENTATION, largest_term, suggested_width
 
 MAX_LAYERS = 1000
-"""Maximum number of layers in a search. A deeper trace takes minutes; larger models need a larger width."""
+"""Maximum number of layers that a search for the largest model tries. The trace of a deeper model takes minutes."""
 MAX_SAMPLES = 4096
 LAYERS, MICRO_BATCH = "layers", "micro-batch"
 SEARCHES = (LAYERS, MICRO_BATCH)
@@ -33,33 +33,35 @@ SEARCHES = (LAYERS, MICRO_BATCH)
 
 @dataclass(frozen=True)
 class FitQuestion:
-    """A search for the largest number of layers or micro-batch: model, layout, system and limits."""
+    """Search for the largest number of layers or the largest micro-batch: model, layout, system and limits."""
 
     model: Model
-    """Model whose number of layers is varied, or constant if the search varies the micro-batch."""
+    """Model whose number of layers the search varies. A search for the micro-batch leaves the model unchanged."""
     layout: Layout
     system: System
     limit: int
-    """Bytes of one device's memory, context included."""
+    """Bytes of one device's memory, including the CUDA context."""
     search: str
     seq: int
     """Tokens of a sample; 0 selects the model's maximum."""
     free_batch: bool
-    """Whether the global batch follows the micro-batch. Otherwise it is fixed and the micro-batch must divide it."""
+    """Whether the global batch grows with the micro-batch. Otherwise, the micro-batch must divide the fixed global
+    batch."""
     expandable: bool
 
     @property
     def allocatable(self) -> int:
-        """Bytes that the allocator of one device can reserve."""
+        """Bytes of a device's memory less the CUDA context."""
         return self.limit - self.system.context()
 
     @property
     def communicators(self) -> int:
-        """Bytes of NCCL's buffers (`communicator_bytes`), which a simulated trial subtracts from the memory limit."""
+        """Bytes of NCCL's communicator buffers on a device, which a trial subtracts from the memory limit."""
         return communicator_bytes(self.layout, self.system)
 
     def values(self) -> range | list[int]:
-        """Return the numbers of layers or samples per micro-batch that the search may try, ascending."""
+        """Return the numbers of layers, or the micro-batches, that a search for the largest one may try, in ascending
+        order."""
         layout = self.layout
         if self.search == LAYERS:
             step = layout.pp * layout.chunks
@@ -71,7 +73,7 @@ class FitQuestion:
         return [size for size in sizes if layout.replica_batch % (size * stages) == 0]
 
     def experiment(self, value: int) -> Experiment:
-        """Return the experiment with `value` layers, or with `value` samples per micro-batch."""
+        """Return the experiment of a trial with `value` layers, or with `value` samples per micro-batch."""
         model, layout = self.model, self.layout
         if self.search == LAYERS:
             model = replace(model, layers=value, name=f"gpt-{value}x{model.hidden}")
@@ -84,27 +86,30 @@ class FitQuestion:
 
 @dataclass(frozen=True)
 class FitTrial:
-    """Result of one tried number of layers or micro-batch."""
+    """Trial of a search for the largest number of layers or micro-batch: one training step with the tried value."""
 
     value: int
     outcome: str
-    """`ok`, `oom`, or another failure on real devices."""
+    """Outcome of the trial: `ok`, `oom`, or another failure on real devices."""
     needed: int | None
-    """Bytes that the trial requires; None if its failure does not show them."""
+    """Bytes of device memory that the trial requires; None if a failed trial does not report them."""
     binding: str = ""
-    """The largest term of memory, or fragmentation, if the trial failed; otherwise empty."""
+    """Cause of an out-of-memory trial: its largest memory category, or fragmentation; empty if the trial fits."""
     reason: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
-        """Whether the trial fits the device's memory."""
+        """Whether the tried step fits the devices' memory."""
         return self.outcome == "ok"
 
 
 @dataclass(frozen=True)
 class FitAnswer:
-    """The largest value that fits (None: none fits) and the smallest that does not (None: all fit)."""
+    """Answer of a search for the largest number of layers or micro-batch.
+
+    It contains the largest trial that fits (None: none fits) and the smallest that does not (None: all fit).
+    """
 
     largest: FitTrial | None
     first_failing: FitTrial | None
@@ -114,10 +119,11 @@ class FitAnswer:
 def search_largest(
     values: Sequence[int], attempt: Callable[[int], FitTrial], limit: int, start: Sequence[int]
 ) -> FitAnswer:
-    """Try values until a value that fits is next to one that does not.
+    """Search for two neighbouring values of which the smaller fits the devices' memory and the larger does not.
 
-    `values` ascend, and larger values need more memory. The values of `start` are tried first. The next value is where
-    the line through two trials reaches `limit` bytes, or the middle if these trials show no bytes.
+    `values` ascend, and larger values need more memory. The search tries the values of `start` first. Each next value
+    is the one at which the line through two trials reaches `limit` bytes. Without two trials that report bytes, it is
+    the middle of the remaining values.
     """
     found: dict[int, FitTrial] = {}
     low, high = -1, len(values)
@@ -132,14 +138,15 @@ def search_largest(
             index = (low + high) // 2 if halve else _next_index(values, found, limit, low, high)
         width, bracketed = high - low, high < len(values)
         trial = found[values[index]] = attempt(values[index])
-        if trial.outcome not in ("ok", "oom"):  # Failures other than out-of-memory show no required bytes.
+        # Failures other than out-of-memory do not report the required bytes, so the search ends.
+        if trial.outcome not in ("ok", "oom"):
             high = index
             break
         if trial.fits:
             low = index
         else:
             high = index
-        # If the predicted value is next to an end of the interval, the middle may be faster.
+        # If a trial excludes fewer than half of the remaining values, a trial in their middle may exclude more.
         halve = bracketed and not halve and high - low > width // 2
     largest = found[values[low]] if low >= 0 else None
     failing = found[values[high]] if high < len(values) else None
@@ -147,9 +154,9 @@ def search_largest(
 
 
 def _next_index(values: Sequence[int], found: dict[int, FitTrial], limit: int, low: int, high: int) -> int:
-    """Return the index to try next, strictly between `low` and `high`."""
+    """Return the index of the next value to try, strictly between `low` (which fits) and `high` (which does not)."""
     points = sorted((t.value, t.needed) for t in found.values() if t.needed is not None)
-    if high < len(values):  # Interpolate between the two ends if both have required bytes.
+    if high < len(values):  # Interpolate between the two ends if both trials report bytes.
         points = [point for point in points if low >= 0 and point[0] in (values[low], values[high])]
     if len(points) >= 2:
         (a, at_a), (b, at_b) = points[-2:]
@@ -162,14 +169,14 @@ def _next_index(values: Sequence[int], found: dict[int, FitTrial], limit: int, l
 
 
 def fit_by_simulation(question: FitQuestion) -> FitAnswer:
-    """Search for the largest value that fits by a simulation of each trial."""
+    """Search for the largest number of layers or micro-batch that fits, with a simulated step for each trial."""
     values = question.values()
     deep = question.layout.pp > 1 or question.search != LAYERS
     few = [values[i] for i in ((0, 1) if deep else (2, 5)) if i < len(values)]
 
     def attempt(value: int) -> FitTrial:
         if question.search == LAYERS and value == values[-1] and len(values) > 1:
-            what = f"a larger width: about {value} layers of this one or more would fit"
+            what = f"a larger width, because about {value} layers of this width or more would fit"
             raise ConfigError("hidden", question.model.hidden, what)
         return _simulate_trial(question, value)
 
@@ -214,9 +221,8 @@ def question_of(
     and the sequence 1,024, as in the ZeRO paper's models.
     """
     require(what in SEARCHES, "search", what, f"one of {', '.join(SEARCHES)}")
-    require(
-        what == LAYERS or model is not None, "model", "", says="is needed to search the micro-batch: whose?"
-    )
+    hint = "is needed in a search for the largest micro-batch"
+    require(what == LAYERS or model is not None, "model", "", says=hint)
     layout = complete_layout(query.layout, query.gpus, system)
     device_limit = device_memory_limit(system, parse_memory_size(query.memory_limit))
     sizes = {key: value for key, value in {**sizes, "seq": query.seq}.items() if value}
@@ -239,7 +245,8 @@ def question_of(
 
 
 def _heads(hidden: int, tp: int) -> int:
-    """Return the number of heads of width 128 for a hidden width, or of width 64, or else tp."""
+    """Return the number of attention heads of width 128, or else 64, for a hidden width. If tp divides neither, return
+    tp."""
     sizes = (hidden // width for width in (128, 64) if hidden % width == 0)
     return next((heads for heads in sizes if heads % tp == 0), tp)
 

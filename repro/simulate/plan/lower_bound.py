@@ -32,12 +32,12 @@ class LayerWork:
         self.model, self.layout = model, layout
         self.bytes = ELEMENT_BYTES[layout.precision]
         self.tokens = layout.micro_batch * seq // layout.cp
-        """Tokens of a micro-batch that a rank processes."""
+        """Number of tokens of a micro-batch that a rank processes."""
         self.stream = self.tokens * model.hidden // (layout.tp if layout.sp else 1)
-        """Elements of the residual stream of a rank, which sequence parallelism splits."""
+        """Number of elements of a rank's residual stream, which sequence parallelism splits over tp."""
         self.seq = seq
         self.sums = 2 if model.blocks == "sequential" else 1
-        """Number of sums over tp, which is also that of residual additions."""
+        """Number of sums over the tp group in a layer's forward pass, which equals the number of residual additions."""
         self.norms = 1 if model.blocks == "parallel-one-norm" else 2
 
     def forward(self) -> list[Operator]:
@@ -64,13 +64,14 @@ class LayerWork:
         return [*passes, *products, *self._attention(2.5, 4), *again, *copies]
 
     def head(self) -> list[Operator]:
-        """Return the operators of logits and loss, forward and backward."""
+        """Return the operators that compute the logits and the loss, and those of their backward pass."""
         vocab, hidden = self.model.vocab // self.layout.tp, self.model.hidden
         loss, product = self._pass(self.tokens * vocab, 2), self._product(self.tokens, vocab, hidden)
         return [loss, product, loss, *self._gradients(hidden, vocab)]
 
     def retained(self) -> float:
-        """Return the bytes of activations that the forward pass retains for the backward pass without checkpoints.
+        """Return the bytes of activations that a layer's forward pass retains for the backward pass without
+        checkpoints.
 
         Norms retain inputs and outputs; attention its queries, keys, values and output; the MLP each of its products.
         """
@@ -92,11 +93,15 @@ class LayerWork:
         return 0.0 if layout.pa_cpu else self.bytes * self.stream / (layout.tp if layout.pa else 1)
 
     def logits(self) -> int:
-        """Return the bytes of the logits."""
+        """Return the bytes of the logits of one micro-batch on one rank."""
         return self.bytes * self.tokens * self.model.vocab // self.layout.tp
 
     def tensor_seconds(self, network: Network) -> tuple[float, float, float]:
-        """Return seconds of collectives per layer: awaited in forward, awaited in backward, overlapping backward."""
+        """Return the seconds of a layer's collectives over tp and cp, in three parts.
+
+        The forward pass awaits the first part, the backward pass awaits the second, and the third overlaps the backward
+        pass.
+        """
         model, layout = self.model, self.layout
         forward = backward = others = 0.0
         if layout.tp > 1:
@@ -112,23 +117,23 @@ class LayerWork:
         return forward, backward, others
 
     def buckets(self) -> tuple[int, float]:
-        """Return lower bounds of the number of gradient buckets per layer, and the maximum bytes of a bucket.
+        """Return a lower bound of the number of gradient buckets per layer, and the maximum bytes of a bucket.
 
         A parameter of more than `bucket_bytes` has a bucket of its own. Stage 3 has at least one bucket for each layer.
         """
         sizes, limit = self.gradient_bytes(), self.layout.bucket_bytes
         if self.layout.zero == 3:
             return 1, sum(sizes)
-        if not self.layout.cb:  # All layers share one bucket.
+        if not self.layout.cb:  # Without constant-size buffers (C_B), all layers share one bucket.
             return 0, float("inf")
         return sum(size > limit for size in sizes), max(limit, *sizes)
 
     def matrix_bytes(self) -> list[int]:
-        """Return the bytes of each matrix of a layer on a rank."""
+        """Return the bytes of each weight matrix of a layer on one rank."""
         return [self.bytes * depth * width for depth, width in self._matrices()]
 
     def gradient_bytes(self) -> list[int]:
-        """Return the bytes of the accumulated gradient of each matrix of a layer on a rank."""
+        """Return the bytes of the accumulated gradient of each weight matrix of a layer on one rank."""
         return [self.layout.grad_bytes * depth * width for depth, width in self._matrices()]
 
     @property
@@ -136,19 +141,22 @@ class LayerWork:
         return self.tokens * self.model.ffn_width // self.layout.tp
 
     def _widths(self) -> tuple[int, int]:
-        """Return the columns of a rank's queries, and of its keys and values."""
+        """Return the number of columns of the queries, and of the keys and values together, on one rank."""
         model, tp = self.model, self.layout.tp
         return model.heads * model.head_width // tp, 2 * max(1, model.key_heads // tp) * model.head_width
 
     def _matrices(self) -> list[tuple[int, int]]:
-        """Return the sizes (input, output) of the matrices of a layer on a rank."""
+        """Return the sizes (input, output) of a layer's weight matrices on one rank."""
         model, ffn, (inner, keys) = self.model, self.model.ffn_width // self.layout.tp, self._widths()
         hidden, grouped = model.hidden, model.key_heads < model.heads
         queries = [(hidden, inner), (hidden, keys)] if grouped else [(hidden, inner + keys)]
         return [*queries, (inner, hidden), (hidden, (model.mlp_matrices - 1) * ffn), (ffn, hidden)]
 
     def _copies(self, gathers: int, scatters: int) -> list[Operator]:
-        """Return the copies before and after collectives of sequence parallelism, which several samples need."""
+        """Return the copy operators before and after the collectives of sequence parallelism.
+
+        A micro-batch of one sample needs no copies.
+        """
         if not self.layout.sp or self.layout.micro_batch == 1:
             return []
         elements = self.tokens * self.model.hidden
@@ -158,7 +166,10 @@ class LayerWork:
         ]
 
     def _attention(self, flash: float, batched: int) -> list[Operator]:
-        """Return attention: fused, with `flash` x the FLOP of its forward pass, or as `batched` matrix products."""
+        """Return the operators of attention: one fused operator, or `batched` matrix products.
+
+        `flash`: FLOP of the fused operator as a multiple of those of attention's forward pass.
+        """
         model, layout = self.model, self.layout
         heads, width = model.heads // layout.tp, model.head_width
         if layout.kernels.writes_scores:
@@ -168,7 +179,8 @@ class LayerWork:
         return [Operator(f"{ATTENTION}flash_attention", flops, 0, 0, (queries, queries, queries), self.bytes)]
 
     def _gradients(self, depth: int, width: int) -> tuple[Operator, Operator]:
-        """Return the products for the gradients of a matrix's input and of the matrix."""
+        """Return the two matrix products of a linear layer's backward pass, for the gradients of its input and of its
+        weights."""
         return self._product(self.tokens, depth, width), self._product(depth, width, self.tokens)
 
     def _product(self, rows: int, columns: int, depth: int, batch: int = 0) -> Operator:
@@ -179,19 +191,20 @@ class LayerWork:
         return Operator(name, 2 * depth * prod(result), read, written, (left, right), self.bytes)
 
     def _pass(self, elements: int, times: int, name: str = "repro.elementwise") -> Operator:
-        """Return an operator that moves `times` x the bytes of `elements` elements."""
+        """Return an element-wise operator that moves `times` the bytes of `elements` elements."""
         return Operator(name, 0, self.bytes * elements * times, 0, (), self.bytes)
 
 
 def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict[str, float]]:
-    """Return lower bounds of the peak memory of each role by category, in bytes: model states and retained activations.
+    """Return lower bounds in bytes of the peak memory of each pipeline role, by category.
 
-    The bound is the memory before a pipeline stage's first backward pass: activations of micro-batches in flight, and
-    logits. ZeRO stage 3 then adds gathered parameters of two layers and the gradients of one layer.
+    The bound is the memory before a pipeline stage's first backward pass: model states, activations of micro-batches in
+    flight, and logits. ZeRO stage 3 then adds gathered parameters of two layers and the gradients of one layer.
     """
     work = LayerWork(model, layout, seq)
     layers = model.layers // (layout.pp * layout.chunks)
-    again = work.retained() - work.bytes * work.stream  # The checkpoint of a layer is its input.
+    # A layer's checkpoint is its input, so recomputation adds all other retained activations.
+    again = work.retained() - work.bytes * work.stream
     found = {}
     for role, parameters in stage_parameters(model, layout).items():
         stage = layout.pp - 1 if role == LAST else 0
@@ -214,7 +227,7 @@ def step_time_lower_bound(
 ) -> float:
     """Return a lower bound of the step time of `layout`, in seconds; 0 for a calibrated system.
 
-    A calibrated system has measured times by operator, which need not be those of the operators here.
+    A calibrated system has measured operator times, which may be shorter than the times of the operators in this bound.
     """
     if cost.rates or cost.system.provenance is not None:
         return 0.0
@@ -255,9 +268,10 @@ def step_time_lower_bound(
 
 
 def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, float, float]:
-    """Return lower bounds of the seconds per chunk of parameter gathers, gradient reductions, and awaited reductions.
+    """Return lower bounds of the seconds of data-parallel collectives per chunk of layers.
 
-    A backward pass of stages 1 and 2 awaits the reductions of all but its last two buckets.
+    The values are those of parameter gathers, of gradient reductions, and of the reductions that a backward pass
+    awaits. A backward pass of ZeRO stages 1 and 2 awaits the reductions of all but its last two buckets.
     """
     layout, (count, largest) = work.layout, work.buckets()
     layers = work.model.layers // (layout.pp * layout.chunks)
@@ -276,10 +290,10 @@ def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, fl
 
 
 def _messages_in_step(layout: Layout) -> tuple[int, int]:
-    """Return how often a step reduces all gradients of a rank, and how often it gathers all its parameters.
+    """Return the numbers of times that a step reduces all gradients of a rank and gathers all parameters of the rank.
 
-    The numbers are those of 1910.02054 sec. 7. For stage 3 that gathers single parameters, the second number is 0 as a
-    lower bound, because an unknown part of the parameters remains between uses.
+    The numbers are those of 1910.02054 sec. 7. If ZeRO stage 3 gathers single parameters, it retains an
+    unknown part of them between uses. The second number is then 0, a lower bound.
     """
     m = layout.accumulation
     in_blocks = layout.zero3_gather == "block"

@@ -26,27 +26,27 @@ from repro.simulate.plan.rows import OK, OOM, OPEN, STATES, PlanRow, plan_entry,
 from repro.util.processes import Workers, pause_garbage_collection
 
 COMPARED_ROWS = 12
-"""Minimum number of first rows that a plan compares in all joint draws of the unknown numbers."""
+"""Minimum number of first layouts that a plan compares in all joint draws of the unknown numbers."""
 BEGUN_PER_WORKER = 2
 """Number of simulations that are queued per worker process, so that no worker is idle."""
 
 
 @dataclass
 class Plan:
-    """Result of a layout search: all layouts, best first."""
+    """Result of a layout search: a row for each layout, best first."""
 
     rows: list[PlanRow]
     simulated: int
     """Number of simulated layouts."""
     no_time: str
-    """Reason why rows have no times; empty if they have times."""
+    """Reason why the plan has no step times; empty if it has them."""
 
 
 @pause_garbage_collection()
 def search_layouts(
     request: PlanRequest, workers: Workers, shown: int = 0, *, exhaustive: bool = True
 ) -> Plan:
-    """Return all candidate layouts of `request`, best first.
+    """Return a plan of all candidate layouts of `request`, best first.
 
     The first rows are those with the shortest step times at the best values, in the order of `request.rank_by`. There
     are max(`shown`, `COMPARED_ROWS`) of them, with intervals; with `shown` = 0, no row has an interval. `exhaustive`:
@@ -64,7 +64,8 @@ def search_layouts(
     planner = Planner(request, workers)
     rows: dict[Layout, PlanRow] = {}
     waiting: list[PlanRow] = []
-    """Open rows whose simulation has not begun, the least lower bound last."""
+    """Layouts that may fit and whose simulation has not begun. The layout with the least lower bound of step time is
+    last."""
 
     def add_bounded(layouts: Sequence[Layout]) -> None:
         found = planner.bounded(layouts)
@@ -83,7 +84,7 @@ def search_layouts(
             begun[layout] = planner.begin(layout, interval_below_s=limit)
         if not begun:
             break
-        layout = next(iter(begun))  # The order in which simulations began makes equal plans have equal rows.
+        layout = next(iter(begun))  # Results arrive in order of begin, so plans are reproducible.
         had_times, rows[layout] = not planner.no_time, begun.pop(layout)()
         add_bounded(_with_partitioned_activations(request, [rows[layout]]))
         if had_times and planner.no_time:
@@ -100,13 +101,19 @@ def search_layouts(
 
 
 def _seconds_of_place(rows: Iterable[PlanRow], place: int) -> float:
-    """Return the step time of the `place`-th fastest row that fits and is not tight; infinity if there are fewer."""
+    """Return the step time of the `place`-th fastest layout that fits and leaves enough memory free.
+
+    Return infinity if there are fewer such layouts, and 0 for `place` = 0.
+    """
     known = sorted(row.seconds for row in rows if row.outcome == OK and not row.is_tight)
     return 0.0 if not place else known[place - 1] if len(known) >= place else float("inf")
 
 
 def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow]) -> list[Layout]:
-    """Return layouts with partitioned activations (P_a) for rows that do not fit because of other terms than states."""
+    """Return layouts with partitioned activations (P_a), derived from layouts that do not fit.
+
+    Layouts whose model states alone exceed the memory are excluded.
+    """
     if "pa" in request.given:
         return []
     fuller = [row.layout for row in rows if row.outcome == OOM and row.evidence != STATES]
@@ -119,20 +126,20 @@ def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow])
 
 @dataclass
 class MapCell:
-    """Cell of a layout map: one pair of tp and pp."""
+    """Cell of a layout map, which has one cell for each pair of tp and pp."""
 
     tp: int
     pp: int
     dp: int = 0
     """Data-parallel degree; 0 if tp x pp does not divide the GPUs."""
     rows: dict[int, PlanRow] = field(default_factory=dict)
-    """The row for each limit (bytes of a device's memory); empty if no layout exists."""
+    """Plan row of the cell's layout by memory limit (bytes of a device); empty if no layout exists."""
     reason: str = ""
-    """Reason why no layout exists."""
+    """Reason why no layout exists with the tp and pp of this cell; empty if a layout exists."""
 
 
 def map_axes(request: PlanRequest) -> tuple[list[int], list[int]]:
-    """Return the tp and the pp that a plan of `request` would try, as the two axes of the map."""
+    """Return the values of tp and of pp that a plan of `request` would try, as the two axes of a layout map."""
     tensor = tensor_degrees(request)
     ranks = [tp * cp for tp in tensor for cp in context_degrees(request, tp)]
     return tensor, sorted({pp for one in ranks for pp in pipeline_degrees(request, one)})
@@ -145,7 +152,7 @@ def search_map(
     limits: Sequence[int],
     workers: Workers,
 ) -> list[MapCell]:
-    """Return every pair of tp and pp, with the rest of the layout from `request`.
+    """Return a map cell for every pair of tp and pp. The other layout keys are those of `request`.
 
     Keys without a value are those of the first candidate: no ZeRO, one sample per micro-batch, no recomputation. Rows
     have no times. Raises `ConfigError` if no (tp, pp) has a layout.
@@ -171,7 +178,7 @@ def search_map(
 
 
 def map_document(request: PlanRequest, cells: Sequence[MapCell], limits: Sequence[int]) -> dict[str, Any]:
-    """Return the document of `repro plan --map --json`: each cell with an entry of `repro plan --json` per limit."""
+    """Return the document of `repro plan --map --json`: for each pair of tp and pp, one plan entry per memory limit."""
     found = []
     for cell in cells:
         answers = [plan_entry(replace(request, limit=limit), row) for limit, row in cell.rows.items()]

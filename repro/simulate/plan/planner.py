@@ -1,4 +1,4 @@
-"""Evaluation of the layouts of one search. The row of a layout has one of these kinds of evidence, the cheapest first:
+"""Evaluation of the layouts of one layout search. The plan row of a layout names its evidence, the cheapest kind first:
 
     states     closed form of the model states, which exceed the device's memory
     retained   lower bound of model states plus retained activations, which exceeds the device's memory
@@ -35,12 +35,15 @@ class Planner:
         self.simulated = 0
         """Number of simulated layouts."""
         self.no_time = ""
-        """Reason why times cannot be predicted."""
+        """Reason why step times cannot be predicted; empty if they can."""
         self._cost: DeviceCost | None = None
         self._networks: dict[Layout, Network] = {}
 
     def bounded(self, layouts: Iterable[Layout]) -> list[PlanRow]:
-        """Return the rows of `layouts` from lower bounds: out of memory, or open with a bound of the step time."""
+        """Return the plan rows of `layouts` from lower bounds, without simulation.
+
+        A layout either is out of memory, or is open and has a lower bound of its step time.
+        """
         request = self.request
         found = [self._excluded(layout) or PlanRow(layout, OPEN, BOUND, {}) for layout in layouts]
         try:
@@ -55,7 +58,10 @@ class Planner:
         return found
 
     def remove_times(self, rows: Iterable[PlanRow]) -> None:
-        """Remove the predicted times of `rows`, so that `ideal_s` orders them; open rows get a lower bound of it."""
+        """Remove the predicted step times of plan rows, so that the times at peak rates (`ideal_s`) order the rows.
+
+        A row that was not simulated gets a lower bound of `ideal_s`.
+        """
         request = self.request
         for row in rows:
             row.time = {}
@@ -67,7 +73,8 @@ class Planner:
                 row.least_s = ideal_s(request, row.layout, by_link)
 
     def rows(self, layouts: Sequence[Layout]) -> list[PlanRow]:
-        """Return the rows of `layouts` without times. Layouts that no lower bound excludes are simulated."""
+        """Return the plan rows of `layouts` without step times, from lower bounds of memory or else from a
+        simulation."""
         found = {layout: self._excluded(layout) for layout in layouts}
         waits = {layout: self.begin(layout, time=False) for layout, row in found.items() if row is None}
         return [found[layout] or waits[layout]() for layout in layouts]
@@ -75,9 +82,10 @@ class Planner:
     def begin(
         self, layout: Layout, *, time: bool = True, interval_below_s: float = 0.0
     ) -> Callable[[], PlanRow]:
-        """Begin to simulate `layout` in a worker, and return a function that waits for the row.
+        """Begin to simulate `layout` in a worker process, and return a function that waits for the layout's plan row.
 
-        `time`: also predict the step time. `interval_below_s`: also predict the interval of a shorter step time.
+        `time`: also predict the step time. `interval_below_s`: also predict the interval of a step time up to this
+        limit.
         """
         task = self.request, layout, time and not self.no_time, interval_below_s
         wait = self.workers.begin(_simulated_row, [task])
@@ -91,7 +99,8 @@ class Planner:
         return row
 
     def _excluded(self, layout: Layout) -> PlanRow | None:
-        """Return the row of a layout whose lower bound of memory exceeds the device; None for other layouts."""
+        """Return the out-of-memory row of a layout whose lower bound of memory exceeds the device's memory, otherwise
+        None."""
         request = self.request
         memory = memory_lower_bound(request.model, layout, request.seq)
         limit = request.allocatable - communicator_bytes(layout, request.system)
@@ -120,8 +129,8 @@ class Planner:
         return None
 
     def _cost_of(self, layout: Layout) -> DeviceCost:
-        """Return the cost of operators, which is the same for all layouts of a request."""
-        if self._cost is None:  # Every worker process needs these kernels for its simulations.
+        """Return the model of operator times on the system's device, which is equal for all layouts of a request."""
+        if self._cost is None:  # Every worker process needs the kernels for simulations.
             system = self.request.system
             task = (calibration_point_of(layout.kernels, system),)
             kernels = self.workers.map(_kernels_in_worker, [task] * self.workers.count)[0]
@@ -129,7 +138,7 @@ class Planner:
         return self._cost
 
     def _network(self, layout: Layout) -> Network:
-        """Return the communication times of `layout` on the system's links."""
+        """Return the model of the communication times of `layout` on the system's links."""
         groups = Layout(tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp, order=layout.order)
         if groups not in self._networks:
             self._networks[groups] = Network(self.request.system, groups)
@@ -137,7 +146,8 @@ class Planner:
 
 
 def _kernels_in_worker(generation: Generation | None) -> Kernels:
-    """Return `calibrated_kernels`, whose module needs torch."""
+    """Return the calibrated kernels of a software generation. The function runs in a worker process that imports
+    torch."""
     from repro.simulate.time.predict import calibrated_kernels
 
     return calibrated_kernels(generation)
@@ -147,7 +157,7 @@ def _kernels_in_worker(generation: Generation | None) -> Kernels:
 def _simulated_row(
     request: PlanRequest, layout: Layout, time: bool, interval_below_s: float
 ) -> tuple[PlanRow, str]:
-    """Return the row of `layout`, and the reason why it has no times; runs in a worker."""
+    """Simulate `layout` in a worker process, and return its plan row and the reason why a step time is missing."""
     from repro.simulate.step import sent_bytes_by, simulate
     from repro.simulate.time.predict import predict
 
@@ -159,7 +169,7 @@ def _simulated_row(
             found.time = predict(experiment, system, found.traces)
             if found.time.step_s <= interval_below_s:
                 found.time.interval = predict(experiment, system, found.traces, interval=True).interval
-    except ConfigError as error:  # Memory does not depend on the numbers that the time prediction lacks.
+    except ConfigError as error:  # Memory is predicted although a rate is unknown.
         no_time = str(error)
     document = found.as_dict()
     row = PlanRow(layout, found.outcome, FULL, document["memory"], document["comm"], reason=found.reason)
@@ -177,6 +187,6 @@ def _simulated_row(
 
 
 def plan_experiment(request: PlanRequest, layout: Layout) -> Experiment:
-    """Return the experiment of one layout."""
+    """Return the experiment of one training step with `layout`, for the model and system of `request`."""
     training, system = Training(seq=request.seq), request.system.name
     return Experiment(name="plan", model=request.model, layout=layout, training=training, system=system)

@@ -24,27 +24,33 @@ from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import RANK_QUANTILES, PlanRequest, communicator_bytes
 
 TimedStep = tuple[float, StepInterval]
-"""Step time in seconds at the best values of unknown numbers, and its interval."""
+"""Step time in seconds at the best values of all unknown numbers, and the uncertainty interval of the step time."""
 MIN_TIE_SHARE = 0.05
-"""Share of joint draws above which a later layout is tied with an earlier one, because it is faster in more draws.
-Otherwise, the 90 % interval of the ratio of their times is on one side of 1."""
+"""Minimum share of joint draws in which a later layout of a plan must be faster to be tied with an earlier layout.
+
+With a smaller share, the 90 % interval of the ratio of their step times is on one side of 1.
+"""
 
 
 @dataclass(frozen=True)
 class Tie:
-    """Tie of a layout with an earlier one in the plan, which may be slower."""
+    """Tie of a layout with an earlier layout of the plan, which may be the slower one."""
 
     than: int
     """Position of the earlier layout in the plan, from 1."""
     part: float
-    """Share of the joint draws in which the later layout is faster."""
+    """Share of the joint draws of unknown numbers in which the later layout is faster."""
     by: tuple[str, ...]
-    """Unknown numbers that alone reverse the order at an end of their range, or else the one that changes the ratio of
-    the times most; sorted by their effect on the ratio."""
+    """Unknown numbers that cause the tie, sorted by their effect on the ratio of the two step times.
+
+    Each one alone reverses the order of the two layouts at an end of its range. If none does, the first number of that
+    order is the only element.
+    """
 
 
 def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
-    """Return, for each of `steps` (best first), the ties with earlier steps that may be slower."""
+    """Return the ties of each of `steps` with earlier steps that may be slower. `steps` are timed layouts, best
+    first."""
     found = []
     for place, mine in enumerate(steps):
         possible = [
@@ -56,7 +62,7 @@ def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
 
 
 def _share_faster(mine: TimedStep, its: TimedStep) -> float:
-    """Return the share of the draws in which `mine` is faster."""
+    """Return the share of the joint draws of unknown numbers in which the step `mine` is faster than the step `its`."""
     return sum(map(lt, mine[1].draws, its[1].draws)) / len(mine[1].draws)
 
 
@@ -71,46 +77,57 @@ def _deciding_unknowns(mine: TimedStep, its: TimedStep) -> tuple[str, ...]:
 
 
 STATES, RETAINED, BOUND, FULL = "states", "retained", "bound", "full"
-"""Evidence of a row (`repro.simulate.plan.planner`)."""
+"""Kinds of evidence for a layout's row in a plan: two lower bounds of memory, a lower bound of time, a simulation."""
 OK, OOM, OPEN = "ok", "oom", "open"
-"""Outcomes of a row. An open layout may fit, but its lower bound of the step time is above the first rows."""
+"""Outcomes of a layout in a plan. An open layout may fit, but its lower bound of step time exceeds the first step
+times."""
 
 
 @dataclass
 class PlanRow:
-    """One layout of a plan, in bytes and seconds."""
+    """Row of a plan: the outcome, memory (bytes) and times (seconds) of one layout."""
 
     layout: Layout
     outcome: str
-    """`ok`, `oom` or `open`."""
+    """Outcome of the layout: `ok`, `oom`, or `open` if it was not simulated."""
     evidence: str
     memory: dict[str, Any]
-    """Memory as in `repro.simulate.step.Simulation.as_dict`; lower bounds have a part of its keys, open rows none."""
+    """Memory of the layout with the keys of `repro.simulate.step.Simulation.as_dict`.
+
+    Layouts that a lower bound excludes have some of these keys, and open layouts have none.
+    """
     comm: dict[str, Any] = field(default_factory=dict)
-    """Bytes that the busiest rank sends; empty without a simulation."""
+    """Bytes that the busiest rank sends in a step, by group and by link; empty without a simulation."""
     ideal_s: float | None = None
-    """Step time at the peak rates of devices and links, without overlap: a sort key, not a prediction."""
+    """Step time at the peak rates of devices and links, without overlap. It is a sort key, not a prediction."""
     time: dict[str, Any] = field(default_factory=dict)
-    """The predicted step time as in `repro.simulate.time.predict.Prediction.as_dict`; empty for layouts that were not
-    simulated, and for systems without the numbers that times need."""
+    """Predicted step time as in `repro.simulate.time.predict.Prediction.as_dict`.
+
+    It is empty for layouts that were not simulated, and for systems that lack the numbers for a time prediction.
+    """
     interval: StepInterval | None = None
-    """Interval of the step time; only the first rows have one."""
+    """Uncertainty interval of the step time; None except in the first rows of a plan."""
     is_tight: bool = False
     """Whether the layout fits and leaves less than `MIN_HEADROOM` of the device's memory."""
     rank_s: float | None = None
-    """Quantile of the step time that decides the order of the first rows; `step_s` without unknown numbers."""
+    """Quantile of the step time that decides the order of a plan's first rows. Without unknown numbers, it is the step
+    time."""
     undecided: list[Tie] | None = None
-    """Earlier rows that may be slower than this row; None if the row was not compared."""
+    """Ties with earlier rows of the plan, which may be slower than this row; None if the row was not compared."""
     ruled_out_by: str = ""
-    """The term of memory for which the layout does not fit: model states, activations, ... or fragmentation."""
+    """Memory category because of which the layout does not fit, or fragmentation; empty if the layout fits."""
     reason: str = ""
     trace_seconds: float = 0.0
     least_s: float = 0.0
-    """Lower bound of an open row's step time in seconds, or of its `ideal_s` without times."""
+    """Lower bound in seconds of the step time of a layout that was not simulated, or of its `ideal_s` if times are
+    missing."""
 
     @property
     def seconds(self) -> float:
-        """Step time for the order: predicted, or `ideal_s` without times, or the lower bound of an open row."""
+        """Step time in seconds by which a plan orders layouts.
+
+        It is the predicted step time, or else `ideal_s`; for an open layout, it is the lower bound.
+        """
         if self.outcome == OPEN:
             return self.least_s
         ideal = self.ideal_s if self.ideal_s is not None else float("inf")
@@ -119,12 +136,15 @@ class PlanRow:
 
     @property
     def bubble(self) -> float:
-        """Idle over busy time of the pipeline, (p - 1) / (v m) (2104.04473 sec. 2.2)."""
+        """Ratio of idle time to busy time of the pipeline, (p - 1) / (v m) (2104.04473 sec. 2.2)."""
         return (self.layout.pp - 1) / (self.layout.chunks * self.layout.accumulation)
 
 
 def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
-    """Return `rows` in the order of a quantile of their step times, tight rows last, with the ties of the others."""
+    """Return plan rows in the order of a quantile of their step times, and set their ties.
+
+    Tight rows, which leave little memory free, are last and have no ties.
+    """
     for row in rows:
         draws = [row.seconds] if row.interval is None else row.interval.draws
         row.rank_s, row.undecided = quantile(draws, RANK_QUANTILES[rank_by]), None if row.is_tight else []
@@ -139,7 +159,7 @@ def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
 def rank_systems(
     found: Sequence[tuple[PlanRequest, Sequence[PlanRow]]],
 ) -> list[tuple[PlanRequest, PlanRow]]:
-    """Return the rows of plans for several systems in one order, each with its request, and set their ties.
+    """Return the rows of the plans of several systems in one order, each with its request, and set their ties.
 
     `found`: the requests, which have equal work for a step, with their rows. The rows of `rank_rows` come first, in the
     order of the same quantile of their step times, or of their costs if `rank_by` is `cost`.
@@ -162,9 +182,9 @@ def rank_systems(
 
 
 def _timed_cost(request: PlanRequest, row: PlanRow) -> TimedStep:
-    """Return the step of one of several systems, with its cost for seconds if `rank_by` is `cost`.
+    """Return the step time and interval of a row, multiplied by the price of the system if `rank_by` is `cost`.
 
-    Each system has its own keys and its own order of the draws, because its unknown numbers are independent.
+    The keys of unknown numbers and the order of draws differ between systems, because their unknowns are independent.
     """
     unit, name = request.ranked_price, request.system.name
     interval = row.interval or StepInterval(draws=[row.seconds] * DRAWS, moves=[])
@@ -177,8 +197,10 @@ def _timed_cost(request: PlanRequest, row: PlanRow) -> TimedStep:
 
 
 def plan_order(row: PlanRow) -> tuple[Any, ...]:
-    """Return the sort key of a row: rows that fit, tight rows, open rows, others; the shortest step (or least
-    `ideal_s`), the simplest layout."""
+    """Return the sort key of a plan row. The order is: rows that fit, tight rows, open rows, rows that do not fit.
+
+    Among these, the shortest step time (or else the least `ideal_s`) comes first, then the simplest layout.
+    """
     if row.outcome == OOM:
         return (3, row.evidence != FULL, row.memory["peak_bytes"], *_complexity(row.layout))
     by_link = row.comm.get("bytes_by_link", {})
@@ -187,7 +209,7 @@ def plan_order(row: PlanRow) -> tuple[Any, ...]:
 
 
 def _complexity(layout: Layout) -> tuple[Any, ...]:
-    """Return the sort key of a layout's complexity, simplest first."""
+    """Return the sort key by which a plan prefers the simpler one of two layouts with equal step times."""
     again, degrees = (
         (layout.has_checkpoints, layout.recompute == SELECTIVE),
         (layout.pp, layout.tp, layout.cp),
@@ -199,11 +221,11 @@ IDEAL_ORDER_RULE = (
     "the ideal time, a sum of two times without overlap.  Arithmetic runs at the peak rate of the devices, including "
     "recomputation and the bubble of the pipeline.  Messages run at the full bandwidth of the links"
 )
-"""Rule of the order for a system without the numbers for times, as printed text."""
+"""Printed rule by which a plan orders layouts if the system lacks the numbers for a time prediction."""
 
 
 def unknown_rates(request: PlanRequest, precision: str) -> list[str]:
-    """Return the rates that `IDEAL_ORDER_RULE` needs and the system lacks; such a rate counts as taking no time."""
+    """Return the names of the peak rates and bandwidths that `IDEAL_ORDER_RULE` needs and the system's file lacks."""
     system = request.system
     found = []
     if system.device.peak_flops.get(precision) is None or system.device.peak_flops[precision].value is None:
@@ -214,7 +236,10 @@ def unknown_rates(request: PlanRequest, precision: str) -> list[str]:
 
 
 def ideal_s(request: PlanRequest, layout: Layout, by_link: Mapping[str, float]) -> float:
-    """Return the step time at peak rates in seconds (`IDEAL_ORDER_RULE`); unknown rates take no time."""
+    """Return the step time in seconds at the peak rates of devices and links (`IDEAL_ORDER_RULE`).
+
+    Work at an unknown rate takes no time.
+    """
     system, model = request.system, request.model
     bubble = (layout.pp - 1) / (layout.chunks * layout.accumulation)
     work = counts.hardware_flops(model, request.seq, layout.global_batch, layout.recompute) / layout.world
@@ -229,8 +254,9 @@ def ideal_s(request: PlanRequest, layout: Layout, by_link: Mapping[str, float]) 
 def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, Any] | None:
     """Return duration, energy and cost of training on `request.tokens` at the predicted speed.
 
-    `energy_mwh` is an upper limit, at the maximum power of the nodes; `cost` is in US dollars. Both are missing if the
-    system lacks the power or the price. `interval` has all of them at both ends of the interval of the step time.
+    `energy_mwh` is an upper limit, at the maximum power of the nodes; `cost` is in US dollars. Energy or cost is
+    missing if the system lacks the power or the price. `interval` has all values at both ends of the interval of the
+    step time.
     """
     if not row.time or not request.tokens:
         return None
@@ -247,7 +273,8 @@ def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, Any] | None:
 
 
 def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
-    """Return one entry of `repro plan --json`: the keys of `repro simulate --json`, and the reasons for its place."""
+    """Return one entry of `repro plan --json`: the keys of `repro simulate --json`, and the layout's ties and
+    evidence."""
     layout, model = row.layout, request.model
     memory: dict[str, Any] = {"peak_bytes": None, "reserved_bytes": None, "by_category": {}, "by_role": {}}
     communicators = communicator_bytes(layout, request.system)

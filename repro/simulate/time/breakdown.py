@@ -19,28 +19,28 @@ STAGE_SEND = "send between stages (pp)"
 
 @dataclass
 class StageTime:
-    """Breakdown of one pipeline stage's step time in seconds, in the first lane (best values of unknown numbers)."""
+    """Breakdown of one pipeline stage's step time in seconds, with the best values of all unknown numbers."""
 
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Busy seconds of the compute stream, by kind of operator."""
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of waiting for communication, by label of the message."""
+    """Seconds in which compute waits for communication, by label of the collective or message."""
     communication: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of all communication, hidden or exposed, by label of the message."""
+    """Seconds of all communication, hidden or exposed, by label of the collective or message."""
     bubble: float = 0.0
-    """Seconds of waiting for compute of other pipeline stages."""
+    """Seconds in which the stage waits for compute of other pipeline stages."""
     by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of all forward passes, of all backward passes, and of the update, including waits."""
 
     def add(self, other: StageTime, times: int) -> None:
-        """Add `other`, multiplied by `times`."""
+        """Add the breakdown `other`, multiplied by `times`, to this breakdown."""
         self.bubble += times * other.bubble
         for mine, more in zip(self._tables, other._tables, strict=True):
             for name, seconds in more.items():
                 mine[name] += times * seconds
 
     def copy(self) -> StageTime:
-        """Return a copy of the breakdown."""
+        """Return a copy of the stage's time breakdown."""
         found = StageTime()
         found.add(self, 1)
         return found
@@ -50,11 +50,15 @@ class StageTime:
         return self.busy, self.exposed, self.communication, self.by_phase
 
     def phase(self, name: str, began: float, now: float) -> None:
-        """Add a forward pass, backward pass or update (`name`) from `began` to `now`."""
+        """Add the seconds from `began` to `now` to the phase `name`: forward passes, backward passes or update."""
         self.by_phase[name] += first_lane(now) - first_lane(began)
 
     def computed(self, block: OperatorBlock, seconds: float, took: float) -> None:
-        """Add `block`, which took `took` seconds, or `seconds` if all stages computed on the shared cores."""
+        """Add a block of operators to the busy time.
+
+        `took`: actual seconds of the block. `seconds`: seconds of the block if all stages computed on the shared CPU
+        cores.
+        """
         slowed = first_lane(seconds)
         part_of = 1.0 if took is seconds or not slowed else first_lane(took) / slowed
         for kind, part in block.parts:
@@ -67,22 +71,28 @@ class StageTime:
             self.busy["overlap"] += (slowed - alone) * part_of
 
     def begun(self, label: str, seconds: float) -> None:
-        """Add a collective or a message that takes `seconds`."""
+        """Add the seconds of a collective or a message, which begins, to the communication time."""
         self.communication[label] += first_lane(seconds)
 
     def received(self, start: float, end: float) -> None:
-        """Add a message from another pipeline stage, whose transfer lasts from `start` to `end`."""
+        """Add the transfer of a message from another pipeline stage, from `start` to `end`, to the communication
+        time."""
         self.communication[STAGE_SEND] += first_lane(end) - first_lane(start)
 
     def waited_for_message(self, now: float, start: float, end: float) -> None:
-        """Add the wait from `now` until a message's `end`. The wait until its `start` is pipeline bubble."""
+        """Add a wait from `now` until the `end` of a message's transfer. The wait until its `start` is pipeline
+        bubble."""
         now = first_lane(now)
         delay, waited = max(0.0, first_lane(end) - now), max(0.0, first_lane(start) - now)
         self.bubble += waited
         self.exposed[STAGE_SEND] += delay - waited
 
     def waited_for(self, issue: Issue, now: float, end: float, *, across: bool) -> None:
-        """Add the wait from `now` until a collective's `end`. `across`: whether its group spans pipeline stages."""
+        """Add a wait from `now` until the `end` of a collective. `across`: whether the collective spans pipeline
+        stages.
+
+        If the collective does, the part of the wait that exceeds the collective's seconds is pipeline bubble.
+        """
         delay = max(0.0, first_lane(end) - first_lane(now))
         exposed = min(delay, first_lane(issue.seconds)) if across else delay
         self.exposed[issue.label] += exposed
@@ -95,14 +105,14 @@ class Span:
 
     stage: int
     stream: str
-    """`COMPUTE`, or the name of a process group."""
+    """Stream of the interval: `COMPUTE`, or the name of a process group."""
     name: str
-    """Name of the action that computes, such as `forward 3`, or label of a message."""
+    """Name of the action that the stage computes, such as `forward 3`, or label of a collective or message."""
     start: float
     """Start in seconds."""
     seconds: float
     block: OperatorBlock | None = None
-    """Operators that run in the interval; None for a message."""
+    """Operators that run in the interval; None for a collective or message."""
 
     @property
     def stop(self) -> float:
@@ -110,7 +120,8 @@ class Span:
         return self.start + self.seconds
 
     def kernels(self) -> Iterator[tuple[str, str, float, float]]:
-        """Yield stream, name, start and seconds of each kernel, in proportion to the duration of the interval."""
+        """Yield stream, name, start and seconds of each kernel in the interval. The seconds are scaled to fill the
+        interval."""
         if self.block is None:
             yield self.stream, self.name, self.start, self.seconds
             return
@@ -128,7 +139,7 @@ PROFILER_NAMES = {
     "reduce-scatter": "nccl:_reduce_scatter_base",
     "send": "nccl:recv",
 }
-"""Names in traces of `torch.profiler`, where they do not follow from an operator's name or a collective's label."""
+"""Exceptions from the rule by which an operator's name or a collective's label gives its name in `torch.profiler`."""
 
 
 def profiler_name(name: str) -> str:
@@ -140,7 +151,7 @@ def profiler_name(name: str) -> str:
 
 
 def trace_events(spans: Sequence[Span], stages: Collection[int]) -> Iterator[dict[str, Any]]:
-    """Yield the Chrome trace events of `stages`, with times in microseconds from the start of the step.
+    """Yield the Chrome trace events of the pipeline stages `stages`, in microseconds from the start of the step.
 
     A stage is a process and a stream is a thread. As in traces of `torch.profiler`, kernels have the names of their
     operators, and an annotation encloses each forward pass, backward pass and update.
@@ -172,6 +183,6 @@ def trace_events(spans: Sequence[Span], stages: Collection[int]) -> Iterator[dic
 
 
 def write_chrome_trace(path: Path, spans: Sequence[Span], stages: Collection[int]) -> None:
-    """Write the Chrome trace of `stages` to the file `path`."""
+    """Write the busy intervals of the pipeline stages `stages` as a Chrome trace to the file `path`."""
     document = {"displayTimeUnit": "ms", "traceEvents": list(trace_events(spans, stages))}
     path.write_text(json.dumps(document), encoding="utf-8")

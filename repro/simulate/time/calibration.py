@@ -1,7 +1,7 @@
 """Calibration of the kernels of software generations, its uncertainty, and the basis of a predicted step time.
 
 `calibration_points.toml` has one published step per generation, which gives the ratio of published to modelled kernel
-time. For some generations it has the kernel times of a profile instead. This module does not import torch.
+time. For some generations, the file has the kernel times of a profile instead. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -51,19 +51,22 @@ class CalibrationPoint:
     flops_per_device: float
     """Published FLOP/s per device, with the FLOP count of `repro.model.counts` including recomputation."""
     claim: str
-    """Name of the claim that publishes the run. Predictions get no verdict on this claim."""
+    """Name of the claim about the published run. Predictions get no verdict on this claim, because the run calibrates
+    them."""
     source: str
     low: float | None = None
-    """Lower bound of `flops_per_device`, explained in `source`."""
+    """Lower bound of the published FLOP/s per device; `source` gives the reason."""
     high: float | None = None
-    """Upper bound of `flops_per_device`, explained in `source`."""
+    """Upper bound of the published FLOP/s per device; `source` gives the reason."""
     dropout: float = 0.0
     """Dropout probability of hidden states and of attention weights."""
     products: Quantity = EQUAL_PRODUCTS_SHARE
-    """Ratio of the slowdown of matrix products to that of all other kernels, where a slowdown is actual over modelled
-    time, minus 1. With 0, products take the modelled time."""
+    """Ratio of the slowdown of matrix products to the slowdown of all other kernels.
+
+    A slowdown is actual over modelled time, minus 1. With a ratio of 0, products take the modelled time.
+    """
     passes: Quantity = DEFAULT_PASSES
-    """Ratio of the actual time of passes over parameters and gradients to the time of their bytes."""
+    """Ratio of actual to modelled time of operators that read and write parameters or gradients once."""
     operator_s: Quantity | None = None
     """Host time in seconds per operator of a layer, including calls of modules and of autograd. None selects the
     `launch_s` of the device."""
@@ -73,24 +76,25 @@ class CalibrationPoint:
     attention_start: float = 0.0
     """Number of keys with which fused attention reaches half of the rate `attention`."""
     card: str = ""
-    """Prefix of the device's name, if devices of one compute capability have several points; empty for all others."""
+    """Prefix of the device's name, if several points calibrate devices of one compute capability; otherwise empty."""
     note: str = ""
-    """Properties of the software that the trace does not represent, so that the calibration includes their effect."""
+    """Properties of the software that the trace does not represent. The calibration includes their effect on the
+    time."""
 
     @property
     def rate(self) -> Unknown:
-        """`flops_per_device` with its bounds, as an unknown."""
+        """Published FLOP/s per device with its bounds, as an unknown number."""
         number = Quantity(value=self.flops_per_device, low=self.low, high=self.high, source=self.source)
         return make_unknown(f"{self.name}: FLOP/s", number)
 
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
-        """All numbers of the point that have a range."""
+        """All numbers of the calibration point that have a range."""
         numbers = (unknown_of(self, key) for key in ("products", "passes", "operator_s", "attention"))
         return tuple(one for one in (self.rate, *numbers) if one is not None and one.low < one.high)
 
     def experiment(self, model: Model) -> Experiment:
-        """Return the published run with `model` instead of the published model."""
+        """Return the experiment of the published run, with `model` instead of the published model."""
         training = Training(dropout=self.dropout, attention_dropout=self.dropout)
         return Experiment(
             name="calibration", model=model, layout=self.layout, training=training, system=self.system
@@ -108,9 +112,10 @@ class MeasuredKernels:
     products: Quantity
     """Ratio of measured to modelled time of matrix products."""
     others: Quantity
-    """Ratio of measured to modelled time of all kernels except products, attention and passes."""
+    """Ratio of measured to modelled time of all kernels except matrix products, attention, and passes over
+    parameters."""
     passes: Quantity
-    """Ratio of the measured time of passes over parameters and gradients to the time of their bytes."""
+    """Ratio of measured to modelled time of operators that read and write parameters or gradients once."""
     attention: Quantity
     """Rate of fused attention for infinitely many keys, forward and backward, in FLOP/s without masked scores."""
     operator_s: Quantity
@@ -122,11 +127,11 @@ class MeasuredKernels:
     """Prefix of the names of devices on which this software also represents `kernels = "fused"`, because no published
     run calibrates an older generation there."""
     note: str = ""
-    """Conditions of the measurement that predicted steps may not share."""
+    """Conditions of the profiled step that may differ from those of predicted steps."""
 
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
-        """All numbers of the kernels that have a range."""
+        """All numbers of the kernels' calibration that have a range."""
         keys = ("products", "others", "passes", "operator_s", "attention")
         return tuple(one for key in keys if (one := unknown_of(self, key)) is not None and one.low < one.high)
 
@@ -142,21 +147,22 @@ Generation: TypeAlias = CalibrationPoint | MeasuredKernels
 
 
 def unknown_of(generation: Generation, key: str) -> Unknown | None:
-    """Return the number `key` of a generation (such as `products`) as an unknown; None if the generation lacks it."""
+    """Return the number `key` (such as `products`) of a software generation with its range; None if it is missing."""
     number: Quantity | None = getattr(generation, key)
     return make_unknown(f"{generation.name}: {key}", number) if number is not None else None
 
 
 @cache
 def measured_kernels() -> tuple[MeasuredKernels, ...]:
-    """Return all generations that a profile calibrates, in the order of `CALIBRATION_FILE`."""
+    """Return all software generations whose kernels a profile calibrates, in the order of `CALIBRATION_FILE`."""
     found = read_toml(CALIBRATION_FILE)["measured"]
     return tuple(build_dataclass(MeasuredKernels, entry, file=CALIBRATION_FILE.name) for entry in found)
 
 
 @cache
 def calibration_points() -> tuple[CalibrationPoint, ...]:
-    """Return all published points: points for any card in the order of `CALIBRATION_FILE`, then points for one card."""
+    """Return all calibration points from published steps: first those for any device name, then those for one device
+    name."""
     found = [
         build_dataclass(CalibrationPoint, entry, file=CALIBRATION_FILE.name)
         for entry in read_toml(CALIBRATION_FILE)["generation"]
@@ -188,13 +194,17 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | N
 
 @cache
 def uncalibrated_efficiency() -> MeasuredKernels:
-    """Return median and range of all calibrated kernels; `attention` is a share of the device's peak FLOP/s."""
+    """Return the median and the range of the efficiency of all calibrated kernels.
+
+    The rate `attention` is a share of the device's peak FLOP/s.
+    """
     entry = read_toml(CALIBRATION_FILE)["uncalibrated"]
     return build_dataclass(MeasuredKernels, entry, file=CALIBRATION_FILE.name)
 
 
 def uncalibrated_kernels(system: System) -> MeasuredKernels:
-    """Return kernels for a device without calibration: the median efficiency of calibrated kernels on other devices."""
+    """Return the kernels of a device without calibration, with the median efficiency of calibrated kernels on other
+    devices."""
     found = uncalibrated_efficiency()
     peaks = (system.device.peak_flops.get(precision) for precision in ("bf16", "fp16"))
     peak = next((peak.value for peak in peaks if peak is not None and peak.value), 0.0)
@@ -204,11 +214,12 @@ def uncalibrated_kernels(system: System) -> MeasuredKernels:
 
 
 TIMING_KEY_PREFIXES = ("device.", "links.")
-"""Prefixes of a system's keys on which the step time depends."""
+"""Prefixes of those keys of a system file on which the step time depends."""
 
 
 def uncertain_numbers(system: System, generation: Generation | None) -> list[Unknown]:
-    """Return all numbers with a range on which the step time depends: those of `system` and of its kernels."""
+    """Return all uncertain numbers on which the step time depends: those of `system` and those of the kernels'
+    calibration."""
     found = [one for one in unknowns(system) if one.key.startswith(TIMING_KEY_PREFIXES)]
     return [*found, *(generation.unknowns if generation is not None else ())]
 
@@ -218,9 +229,9 @@ KERNEL_TIMES = "kernel times"
 PUBLISHED_POINT = "published point"
 UNCALIBRATED = "uncalibrated"
 BASES = {
-    CALIBRATED: "`repro calibrate` measured operators and messages on such a machine",
-    KERNEL_TIMES: "a profile of a step on such a device calibrates the kernels",
-    PUBLISHED_POINT: "one published run of one GPU or node calibrates the kernels",
+    CALIBRATED: "`repro calibrate` measured operators and messages on a machine of this kind",
+    KERNEL_TIMES: "a profile of a step on a device of this kind calibrates the kernels",
+    PUBLISHED_POINT: "a published run of one GPU or one node calibrates the kernels",
     UNCALIBRATED: "no run calibrates the kernels on this device; calibrated kernels of other devices give the range",
 }
 """Meaning of each basis of a predicted step time, in the order of reliability."""
@@ -231,7 +242,7 @@ BASIS_LABELS = {
     UNCALIBRATED: "other devices",
     "": "–",
 }
-"""Label of each basis in a table column; a dash without a prediction."""
+"""Label in a table column of each basis of a predicted step time; a dash if there is no prediction."""
 
 
 def prediction_basis(kernels: OperatorSet, system: System) -> str:

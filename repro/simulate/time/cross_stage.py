@@ -30,7 +30,7 @@ class CoreWork:
 
 
 class CrossStageCollective:
-    """A collective of several pipeline stages. Its `end` is None until all of them have reached it."""
+    """Collective over several pipeline stages. Its `end` is None until all of its stages have reached it."""
 
     def __init__(self) -> None:
         self.ready: dict[int, float] = {}
@@ -39,20 +39,23 @@ class CrossStageCollective:
 
 @dataclass(frozen=True, eq=False)
 class UndelayedRun:
-    """Consecutive items whose total duration is constant unless an unfinished collective delays them at the start."""
+    """Consecutive operators, collectives and waits of a stage whose total duration is constant.
+
+    Only a collective that is unfinished at their start can delay them.
+    """
 
     items: Sequence[Item]
     seconds: float
     keys: frozenset[tuple[object, ...]]
-    """Keys of the collectives in `items`."""
+    """Keys of the collectives that the run contains."""
     groups: frozenset[str]
-    """Groups of the collectives in `items`."""
+    """Process groups of the collectives that the run contains."""
     time: StageTime
     """Breakdown of `seconds`."""
 
 
 StageItems = list[Item | UndelayedRun]
-"""Items of an action or of the optimizer in the order in which a stage runs them."""
+"""Items of an action (a forward or backward pass) or of the optimizer, in the order in which a stage runs them."""
 
 
 class SharedCores:
@@ -65,7 +68,7 @@ class SharedCores:
         self.works: list[CoreWork] = []
 
     def add(self, work: CoreWork) -> None:
-        """Add `work`, whose start is not before the current time."""
+        """Add the compute work of a stage, whose start is not before the current time."""
         self.works.append(work)
 
     def advance(self) -> list[CoreWork]:
@@ -95,7 +98,7 @@ class SharedCores:
 
 
 class Transfers(Protocol):
-    """Time of messages between stages; see `repro.simulate.time.network.Network`."""
+    """Interface of a network model that gives the seconds of messages between pipeline stages."""
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
         """Return the seconds of a message of `payload` bytes from each rank of one stage to its peer in another."""
@@ -119,9 +122,10 @@ class CrossStageState:
         self.ranks_per_core = ranks_per_core if layout.pp > 1 else 1.0
         self.order = step_order(layout)
         self.payloads: dict[int, int] = {}
-        """Bytes that each rank sends in a message between stages, by message number."""
+        """Bytes that each rank sends in a message between pipeline stages, by number of the message."""
         self.arrivals: dict[int, tuple[float, float]] = {}
-        """Start and end of a message's transfer, by message number."""
+        """Start and end in seconds of the transfer of each message between pipeline stages, by number of the
+        message."""
         self._stamps: dict[int, float] = {}
         self._meetings: dict[tuple[object, ...], deque[CrossStageCollective]] = defaultdict(deque)
         used = {id(program): _groups(program) for program in programs}
@@ -133,7 +137,10 @@ class CrossStageState:
         self.prepared_items: dict[int, StageItems] = {}
 
     def seconds(self, message: int) -> float:
-        """Return the seconds of a message; for messages that stages exchange together, the sum of their seconds."""
+        """Return the seconds of a message between pipeline stages.
+
+        If two stages exchange several messages together, return the sum of their seconds.
+        """
         sender = message // len(self.order.actions[0])
         return sum(
             self.network.send_seconds(
@@ -144,7 +151,8 @@ class CrossStageState:
         )
 
     def stamp(self, message: int, now: float) -> None:
-        """Record that the send or the receive of a message is posted at `now`. The second call begins the transfer."""
+        """Record that a stage posts the send or the receive of a message at `now`. The second of the two posts begins
+        the transfer."""
         if message not in self._stamps:
             self._stamps[message] = now
             return
@@ -153,7 +161,8 @@ class CrossStageState:
         self.woken.append(message)
 
     def meet(self, item: Issue, stage: int, ready: float) -> CrossStageCollective:
-        """Record that `stage` reaches a collective of several stages at the time `ready`, and return the collective."""
+        """Record that `stage` reaches a collective across pipeline stages at the time `ready`, and return the
+        collective."""
         open_ = self._meetings[item.group, item.label]
         meeting = next((m for m in open_ if stage not in m.ready), None)
         if meeting is None:
@@ -168,6 +177,6 @@ class CrossStageState:
 
 
 def _groups(program: StageProgram) -> set[str]:
-    """Return the names of all groups of the collectives in a program."""
+    """Return the names of the process groups of all collectives in a stage's program."""
     pieces = {id(piece): piece for piece in (*program.segments.values(), program.tail)}
     return {item.group for piece in pieces.values() for item in piece if isinstance(item, Issue)}

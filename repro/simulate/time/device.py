@@ -1,4 +1,5 @@
-"""Seconds of an operator from its shapes: a roofline with tiles and waves for matrix products, bytes for others.
+"""Seconds of an operator from its shapes: a roofline with tiles and waves for matrix products, memory traffic for
+others.
 
 A synchronous step runs at the pace of the slowest of N devices, whose kernel times are normally distributed (H. A.
 David, H. N. Nagaraja, Order Statistics, 3rd ed., sec. 4.5). Seconds may be arrays of "lanes", one entry per case of the
@@ -20,47 +21,50 @@ from repro.simulate.trace.events import HOST_COPY, HOST_VIEWS, HOST_WAIT, Operat
 
 
 def maximum(first: float, other: float) -> float:
-    """Return the larger one of two numbers, lane by lane for arrays."""
+    """Return the larger of two numbers, elementwise for arrays."""
     if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
         return cast(float, np.maximum(first, other))
     return other if other > first else first
 
 
 def maximum_of(several: Iterable[float]) -> float:
-    """Return the largest one of several numbers, lane by lane for arrays."""
+    """Return the largest of several numbers, elementwise for arrays."""
     return reduce(maximum, several)
 
 
 def minimum(first: float, other: float) -> float:
-    """Return the smaller one of two numbers, lane by lane for arrays."""
+    """Return the smaller of two numbers, elementwise for arrays."""
     if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
         return cast(float, np.minimum(first, other))
     return min(first, other)
 
 
 def nonzero_or(number: float | None, other: float) -> float:
-    """Return `number`, or `other` where `number` is 0 or None, lane by lane for arrays."""
+    """Return `number`, or `other` if `number` is 0 or None, elementwise for arrays."""
     if isinstance(number, np.ndarray):
         return cast(float, np.where(number, number, other))
     return number or other
 
 
 def in_any_lane(condition: Any) -> bool:
-    """Return whether `condition` holds in any lane."""
+    """Return whether `condition` is true; for an array, whether any element is true."""
     return bool(condition.any()) if isinstance(condition, np.ndarray) else bool(condition)
 
 
 def first_lane(number: float) -> float:
-    """Return the number in the first lane, in which every unknown has its best value."""
+    """Return `number`, or the first element of an array, which has the best value of every unknown number."""
     return float(number.flat[0] if isinstance(number, np.ndarray) else number)
 
 
 INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
-"""Upper limit of the integral in `expected_maximum`, in standard deviations, and its number of intervals."""
+"""Upper limit, in standard deviations, and number of intervals of the integral in `expected_maximum`."""
 
 
 def slowest_device_factor(spread: float, devices: int) -> float:
-    """Return the expected time of the slowest of `devices` over the mean. `spread`: standard deviation over mean."""
+    """Return the ratio of the slowest device's expected time to the mean time of `devices` devices.
+
+    `spread`: standard deviation over mean of the devices' times.
+    """
     return 1.0 + spread * expected_maximum(devices) if in_any_lane(spread) else 1.0
 
 
@@ -93,17 +97,23 @@ ATTENTION = "aten._scaled_dot_product_"
 BIASED_ATTENTION = "aten._scaled_dot_product_efficient_"
 """Prefix of attention operators that read a bias as large as the scores, which contains the causal mask."""
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Rows and columns of the result that one thread block computes, as in half-precision kernels of cuBLAS and CUTLASS."""
+"""Rows and columns of the tile that one thread block of a matrix product computes, as in half-precision kernels of
+cuBLAS and CUTLASS."""
 TILE_READS = 16.0
-"""Cost of reading a tile's operands from shared memory: a tile of m x n reaches 1 / (1 + 16 (1/m + 1/n)) of the rate of
-an infinitely large tile."""
+"""Cost of reading the operands of a matrix product's tile from shared memory.
+
+A tile of m x n reaches 1 / (1 + 16 (1/m + 1/n)) of the rate of an infinitely large tile.
+"""
 PROLOGUE = 64
-"""Overhead of a tile in elements of the inner dimension: the load pipeline fills, and the result is written."""
+"""Overhead of a matrix product's tile: time to fill the load pipeline and to write the result.
+
+Its unit is the time of one element of the inner dimension.
+"""
 SPLITS = (1, 2, 4, 8)
-"""Numbers of parts into which a product may split its inner dimension, so that more thread blocks compute."""
+"""Numbers of parts into which a matrix product may split its inner dimension, so that more thread blocks compute."""
 ATTENTION_EFFICIENCY = 0.7
-"""Rate of fused attention over that of large products, for kernels without a measured rate (2205.14135 sec. 4,
-2307.08691)."""
+"""Ratio of the rate of fused attention to that of large matrix products, for kernels without a measured rate
+(2205.14135 sec. 4, 2307.08691)."""
 STREAMED = frozenset(
     (
         "aten.add_",
@@ -116,10 +126,13 @@ STREAMED = frozenset(
         "repro.adamw_",
     )
 )
-"""Names of operators that pass over parameters and gradients, and read and write memory once. `Kernels.passes` scales
-their time. Operators of a layer with such a name, like a bias added in place, count as passes."""
+"""Names of operators that read and write parameters or gradients once. `Kernels.passes` scales their time.
+
+Operators of a layer with such a name count as well, for example an in-place addition of a bias.
+"""
 ALIGNMENT = 8
-"""Number of half-precision elements (16 bytes) of which all sizes of a product on tensor cores are multiples."""
+"""Alignment for tensor cores: number of half-precision elements (16 bytes) that divides all sizes of a matrix
+product."""
 
 
 class Kernels(NamedTuple):
@@ -128,9 +141,9 @@ class Kernels(NamedTuple):
     products: float
     """Ratio of actual to modelled time of matrix products."""
     others: float
-    """Ratio of actual to modelled time of all kernels except products, attention and `STREAMED` operators."""
+    """Ratio of actual to modelled time of all kernels except matrix products, attention, and passes over parameters."""
     passes: float = 1.0
-    """Ratio of actual to modelled time of `STREAMED` operators."""
+    """Ratio of actual to modelled time of operators that read and write parameters or gradients once (`STREAMED`)."""
     operator_s: float = 0.0
     """Host time per operator of a layer in seconds; 0 selects the system's host time per operator."""
     attention: float = 0.0
@@ -141,13 +154,13 @@ class Kernels(NamedTuple):
 
 
 MODELLED_KERNELS = Kernels(1.0, 1.0)
-"""Kernels that take exactly the modelled time."""
+"""Efficiency of kernels that take exactly the modelled time."""
 
 
 class DeviceCost:
     """Time of operators on the slowest of all devices in a synchronous step, at one precision.
 
-    Times are arrays of lanes if numbers of the system or of the kernels are arrays.
+    Times are arrays over the cases of unknown numbers if numbers of the system or of the kernels are arrays.
     """
 
     def __init__(self, system: System, precision: str, kernels: Kernels = MODELLED_KERNELS, devices: int = 1):
@@ -193,7 +206,7 @@ class DeviceCost:
         name, factor = operator.name, self.kernels.others
         if name in MATMULS:
             if self._on_ordinary_cores(operator):
-                # Only arithmetic limits unaligned products, so their measured rate applies to every generation.
+                # Arithmetic alone limits unaligned products, so their measured rate applies to all software.
                 return self._product(operator, self.unaligned) + self.kernel_s
             if operator.itemsize == 4 and in_any_lane(self.slow_peak):
                 found = self._product(operator, self.slow_peak)
@@ -249,7 +262,7 @@ class DeviceCost:
 
 @lru_cache(maxsize=4096)
 def split_flops(batch: int, m: int, n: int, k: int, units: float) -> list[float]:
-    """Return the cost of a product [m, k] x [k, n] with the best tile, for each of `SPLITS`.
+    """Return the cost of a matrix product [m, k] x [k, n] with the best tile, for each number of parts in `SPLITS`.
 
     The cost is in FLOP at the rate of the largest tile, including idle multiprocessors. `units`: number of
     multiprocessors, each of which computes its tiles one after another.
@@ -281,8 +294,11 @@ def _shared_memory_cost(rows: int, columns: int) -> float:
 
 
 def causal_share(operator: Operator) -> float:
-    """Return the share of scores that the causal mask leaves: 1/2 for as many queries as keys, more for fewer queries,
-    which are the last ones of a sequence (context parallelism)."""
+    """Return the share of attention scores that the causal mask leaves.
+
+    It is 1/2 for as many queries as keys. It is larger for fewer queries, which are the last ones of a sequence
+    (context parallelism).
+    """
     lengths = _lengths(operator)
     return 1 - min(lengths) / max(lengths) / 2
 

@@ -21,11 +21,11 @@ from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import BETWEEN_NODES
 
 RING_COLLECTIVE = "all_reduce"
-"""The measured collective that uses one ring of all ranks."""
+"""Name of the measured collective for which gloo uses one ring of all ranks."""
 RING_SEGMENTS = 2
 """Minimum number of segments in which gloo sends a rank's part of a ring step."""
 MESSAGE_CORES_FACT = "cores_for_messages"
-"""Key of a calibrated file's fact: number of cores that processed messages while the others computed."""
+"""Key in a calibrated system's facts: number of cores that processed messages while the other cores computed."""
 PROCESS_LINK = "memory"
 """Class of links between processes of one machine; in an emulated network, the class of links inside a node."""
 
@@ -60,7 +60,7 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
     inside = min(most, network.within * share) if network.within else most
 
     def link(per: str, rate: float, ranks: int) -> Link:
-        # The cores' time for messages is proportional to bytes, so that slow links leave more of it to compute.
+        # The cores' time for messages is proportional to bytes, so a slow link leaves more core time for compute.
         lost = cost * min(1.0, rate / (ranks * most))
         return Link(
             per=per,
@@ -119,6 +119,7 @@ def product_rate(machine: System) -> float:
 
 
 def ring_step_times(ring: Collective, ranks: int) -> Collective:
-    """Return the seconds of a ring step of a measured all-reduce of `ranks` ranks, by the bytes that each forwards."""
+    """Return the seconds of one ring step by the bytes that each rank forwards, from a measured all-reduce of `ranks`
+    ranks."""
     steps = (ranks - 1) * RING_PASSES[RING_COLLECTIVE]
     return Collective(points=tuple((payload / ranks, seconds / steps) for payload, seconds in ring.points))

@@ -1,8 +1,9 @@
-"""Sharing of network adapters and pod uplinks among all groups of an axis, which communicate at the same time.
+"""Sharing of network adapters and pod uplinks among all process groups of a parallel axis, which communicate together.
 
 A pod is a set of nodes with full bandwidth between them. Its uplink has the nodes' bandwidth divided by the
 oversubscription, which flows out of the pod share equally (Llama 3: 3,072 devices and 1:7, 2407.21783v3 sec. 3.3.1).
-Not modelled: collisions of flows on one of several links, and jobs that do not fill pods in order."""
+Not modelled: collisions of flows on one of several links, and jobs that do not fill pods in order.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +27,13 @@ Numbers = npt.NDArray[Any]
 
 
 class Ring(NamedTuple):
-    """Parameters of the ring of a group, which determine the time of collectives. Rates and times may be arrays."""
+    """Parameters of a process group's ring, which determine the time of its collectives. Rates and times may be
+    arrays."""
 
     ranks: int
     nodes: int
     rate: float
-    """Bytes/s that pass each rank, as NCCL's bus bandwidth."""
+    """Bus bandwidth of the ring as NCCL defines it: bytes/s that pass each rank."""
     start: float
     """Start-up time before the first ring step, in seconds."""
     inside: float
@@ -39,7 +41,7 @@ class Ring(NamedTuple):
     between: float
     """Latency of a ring step between nodes, in seconds."""
     half: float
-    """Payload of a ring step, in bytes, with which the step reaches half of `rate`."""
+    """Payload of a ring step, in bytes, with which the step reaches half of the ring's rate."""
     chunk: float
     """Time until a node in a tree has received a full chunk and forwards it, in seconds."""
 
@@ -70,7 +72,7 @@ class Ring(NamedTuple):
 
 
 class GroupsOnNodes:
-    """Groups of equal size as entries: one entry for each pair of a group and a node with ranks of the group."""
+    """Process groups of equal size and their nodes, with one entry for each pair of a group and a node of the group."""
 
     def __init__(self, members: Numbers, nodes: Numbers):
         """`members`: ranks of each group, [groups, ranks per group]. `nodes`: node of each of these ranks."""
@@ -78,30 +80,31 @@ class GroupsOnNodes:
         self._count = int(nodes.max()) + 1
         place = np.arange(len(members))[:, None] * self._count + nodes
         entries, of_member, self.ranks = np.unique(place.ravel(), return_inverse=True, return_counts=True)
-        """`ranks`: for each entry, number of the group's ranks on the node."""
+        """Number of the group's ranks on the node, for each entry (a pair of a process group and a node)."""
         self.of_member = of_member.reshape(-1)
-        """Index of the entry of each rank in the flattened `members`."""
+        """Index of each rank's entry (a pair of a process group and a node), in the order of the flattened
+        `members`."""
         self.group, self.node = np.divmod(entries, self._count)
         self.nodes = np.bincount(self.group)
-        """Number of nodes of each group."""
+        """Number of nodes on which each process group has ranks."""
         self._first = np.searchsorted(self.group, np.arange(len(members)))
 
     def members_of(self, entry: int) -> list[int]:
-        """Return the ranks of one entry."""
+        """Return the ranks of one entry, which are the ranks of a process group on one node."""
         found: list[int] = self.members.ravel()[self.of_member == entry].tolist()
         return found
 
     def most(self, of_entries: Numbers) -> Numbers:
-        """Return, for each group, the largest of the values `of_entries` among its entries."""
+        """Return the largest of the values `of_entries` for each process group, over the nodes of the group."""
         return np.maximum.reduceat(of_entries, self._first)
 
     def by_node(self, of_entries: Numbers) -> Numbers:
-        """Return, for each node, the sum of the values `of_entries` over its entries."""
+        """Return the sum of the values `of_entries` for each node, over the process groups with ranks on the node."""
         return np.bincount(self.node, weights=of_entries, minlength=self._count)
 
 
 class NodeCounts(NamedTuple):
-    """Integer properties of the network between nodes, which decide the adapters and uplinks that groups share.
+    """Integer properties of the network between nodes, which decide the adapters and uplinks that process groups share.
 
     Devices and adapters are divided among PCIe switches, and a device sends through adapters of its switch.
     """
@@ -115,43 +118,50 @@ class NodeCounts(NamedTuple):
 
 
 class AdapterShare(NamedTuple):
-    """Network adapters of one node that a group uses."""
+    """Network adapters of one node that a process group uses, and the group's share of their bandwidth."""
 
     adapters: int
-    """Number of adapters that the group uses."""
+    """Number of network adapters that the process group uses."""
     part: float
-    """Sum over these adapters of 1 / (number of groups that use the adapter)."""
+    """Sum over the used adapters of 1 / (number of process groups that use the adapter)."""
 
 
 class PlacedRing(NamedTuple):
-    """Placement that one or more groups of an axis have, while all groups of the axis communicate."""
+    """Placement of a process group on nodes, adapters and uplinks, while all groups of the same axis communicate.
+
+    Several groups may have equal placements.
+    """
 
     ranks: int
-    """Number of ranks of a group."""
+    """Number of ranks of the process group."""
     nodes: int
-    """Number of nodes of a group."""
+    """Number of nodes on which the process group has ranks."""
     inside: frozenset[tuple[int, int]]
-    """For each node with several ranks of the group: number of groups with several ranks there, and of their ranks."""
+    """Pair of numbers for each node with several ranks of the group: all groups with several ranks on that node, and
+    the ranks of these groups there."""
     between: frozenset[AdapterShare]
-    """Adapters that the group uses in each of its nodes; empty for a group inside a node."""
+    """Network adapters that the group uses in each of its nodes; empty for a group inside a node."""
     uplink_users: int
     """Largest number of groups that share an uplink with the group; 0 for a group inside a pod."""
 
 
 class PlacedMessage(NamedTuple):
-    """Placement that one or more messages between two stages have, while all ranks of the stages communicate."""
+    """Placement of a message between two pipeline stages, while all ranks of the stages communicate.
+
+    Several messages may have equal placements.
+    """
 
     senders: int
     """Number of ranks of the sending stage on the sender's node."""
     share: AdapterShare | None
-    """Adapters that the sender uses; None if no message between the two stages leaves its node."""
+    """Network adapters that the sender uses; None if no message between the two stages leaves its node."""
     uplink_users: int
     """Largest number of messages that share an uplink with the message; 0 for a message inside a pod."""
 
 
 @lru_cache(maxsize=4)
 def placed_groups(layout: Layout, devices: int) -> PlacedGroups:
-    """Return the cached placement of the groups of `layout` on nodes with `devices` devices each."""
+    """Return the cached placement of the process groups of `layout` on nodes with `devices` devices each."""
     return PlacedGroups(layout, devices)
 
 
@@ -165,23 +175,27 @@ class PlacedGroups:
         self.edge, self.messages = cache(self._edge), cache(self._messages)
 
     def neighbours(self, group: str) -> list[int]:
-        """Return the ranks of some group on some node, where the group has several ranks on the node."""
+        """Return ranks of one process group on one node. The first group and node with several ranks are chosen."""
         on = self.on_nodes(group)
         assert on is not None
         return on.members_of(int((on.ranks > 1).argmax()))
 
     def _on_nodes(self, group: str) -> GroupsOnNodes | None:
-        """Return all groups of an axis with the nodes of their ranks; None if groups have one member."""
+        """Return all process groups of an axis with the nodes of their ranks; None if the groups have one member."""
         members = group_members(self.layout, group)
         return GroupsOnNodes(members, members // self.devices) if members.size else None
 
     def _edge(self, sender: int, receiver: int) -> GroupsOnNodes:
-        """Return all pairs of a sending and a receiving rank of two stages, whose first ranks are the arguments."""
+        """Return all pairs of a sending and a receiving rank of two pipeline stages.
+
+        `sender` and `receiver` are the first ranks of the two stages.
+        """
         pairs = group_members(self.layout, "pp")[:, :1] + (sender, receiver)
         return GroupsOnNodes(pairs, pairs // self.devices)
 
     def _rings(self, group: str, counts: NodeCounts) -> frozenset[PlacedRing]:
-        """Return the distinct placements of the groups of an axis. `counts` matters only for groups across nodes."""
+        """Return the distinct placements of the process groups of an axis. `counts` matters only for groups across
+        nodes."""
         on = self.on_nodes(group)
         if on is None:
             return frozenset()
@@ -200,7 +214,8 @@ class PlacedGroups:
         return frozenset(_placed_ring(size, entries[chosen]) for chosen in _distinct_rows(has_entry)[0])
 
     def _messages(self, sender: int, receiver: int, counts: NodeCounts) -> frozenset[PlacedMessage]:
-        """Return the distinct placements of messages between two stages with first ranks `sender` and `receiver`."""
+        """Return the distinct placements of messages between two pipeline stages with first ranks `sender` and
+        `receiver`."""
         edge = self.edge(sender, receiver)
         across = edge.nodes > 1
         leaves = bool(across.any())
@@ -209,14 +224,12 @@ class PlacedGroups:
         rows = np.zeros((4, len(pairs)))
         rows[0] = senders.by_node(senders.ranks)[senders.node]
         if leaves:
-            # A message uses all adapters near its sender; a ring uses as many behind a switch as it has devices there.
+            # A message uses all adapters near its sender. A ring uses a switch's adapters in proportion to its devices.
             rows[1:3] = self._adapter_shares(senders, across[across], counts._replace(switch=1))
             if counts.pod:
                 pods = pairs // self.devices // counts.pod
-                ways = 2 * pods + (
-                    0,
-                    1,
-                )  # A message leaves the sender's pod (even) and enters the receiver's (odd).
+                # A message uses the outgoing uplink of the sender's pod (even) and the incoming one of the receiver's.
+                ways = 2 * pods + (0, 1)
                 rows[3] = _uplink_users(ways, pods[:, 0] != pods[:, 1])
         return frozenset(
             PlacedMessage(int(ranks), AdapterShare(int(count), part) if leaves else None, int(users))
@@ -224,13 +237,18 @@ class PlacedGroups:
         )
 
     def _adapter_shares(self, on: GroupsOnNodes, across: Numbers, counts: NodeCounts) -> Numbers:
-        """Return the two numbers of `AdapterShare` for each entry, [2, entries]; 0 for entries outside `across`."""
+        """Return number and share of the adapters that each entry (a process group on a node) uses, as an array [2,
+        entries].
+
+        `across`: whether the entry's group uses adapters; otherwise, both numbers are 0.
+        """
         reached: Numbers = self._reached(on, counts) & across[:, None]
         users = np.stack([on.by_node(column) for column in reached.T], axis=1)
         return np.stack([reached.sum(axis=1), (reached / np.maximum(users[on.node], 1)).sum(axis=1)])
 
     def _reached(self, on: GroupsOnNodes, counts: NodeCounts) -> Numbers:
-        """Return whether each entry's group uses each adapter of the entry's node, as booleans [entries, adapters]."""
+        """Return whether each entry (a process group on a node) uses each adapter of its node, as booleans [entries,
+        adapters]."""
         count, switch = counts.adapters, counts.switch
         switches = -(-self.devices // switch)
         first = np.arange(switches) * count // switches
@@ -245,7 +263,8 @@ class PlacedGroups:
 
 
 def _placed_ring(size: int, entries: Numbers) -> PlacedRing:
-    """Return the placement of a group of `size` ranks from the rows of its entries in `PlacedGroups._rings`."""
+    """Return the placement of a process group of `size` ranks. `entries`: rows of `PlacedGroups._rings`, one per
+    node."""
     groups, ranks, count, part, users, nodes = entries.T
     return PlacedRing(
         ranks=size,
@@ -257,7 +276,7 @@ def _placed_ring(size: int, entries: Numbers) -> PlacedRing:
 
 
 def _uplink_users(ways: Numbers, leaving: Numbers) -> Numbers:
-    """Return, for each flow, the largest number of flows that share one of its uplinks; 0 unless it is `leaving`.
+    """Return the largest number of flows that share an uplink with each flow; 0 for a flow that stays in its pod.
 
     `ways`: uplinks of each flow, [flows, uplinks per flow], with repetitions. `leaving`: whether a flow leaves its pod.
     """
@@ -269,7 +288,8 @@ def _uplink_users(ways: Numbers, leaving: Numbers) -> Numbers:
 
 
 def _distinct_rows(rows: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the distinct rows of an array that has few of them, and the index of each row among the distinct ones."""
+    """Return the distinct rows of an array with few of them, and the index of each row's equal among the distinct
+    rows."""
     index, found = np.full(len(rows), -1), list[Numbers]()
     while (left := index < 0).any():
         row = rows[left.argmax()]

@@ -39,11 +39,11 @@ class GroupSpan(NamedTuple):
     """Size of a process group, and the distribution of its members over ranks and nodes."""
 
     ranks: int
-    """Number of members."""
+    """Number of ranks in the process group."""
     per_node: int
-    """Largest number of members on one node."""
+    """Largest number of the process group's members on one node."""
     stride: int
-    """Distance in ranks between consecutive members."""
+    """Difference between the ranks of consecutive members of the process group."""
 
 
 def measured_seconds(measured: Collective, all_ranks: int, span: GroupSpan, payload: float) -> float:
@@ -66,7 +66,7 @@ def measured_seconds(measured: Collective, all_ranks: int, span: GroupSpan, payl
 
 
 def interpolate(measured: Collective, payload: float) -> float:
-    """Return the seconds of `payload` bytes, interpolated linearly between measured points.
+    """Return the seconds of `payload` bytes by linear interpolation between measured points (bytes and seconds).
 
     A point that is faster than one with a smaller payload gets the time of the latter. Below the first point, its time
     applies; above the last point, its bandwidth.
@@ -86,7 +86,10 @@ PCIE = "pcie"
 
 
 class Network:
-    """Communication times of `layout` on the links of `system`; arrays of lanes if numbers of the system are arrays."""
+    """Communication times of `layout` on the links of `system`.
+
+    Times are arrays over the cases of unknown numbers if numbers of the system are arrays.
+    """
 
     def __init__(self, system: System, layout: Layout):
         self.system, self.layout = system, layout
@@ -105,11 +108,12 @@ class Network:
         return reduce(maximum, (self.number(link, "overlap_cost") for link in links), 0.0)
 
     def seconds(self, op: str, group: str, payload: int) -> float:
-        """Return the seconds of a collective from the arrival of its last rank, for the slowest group of an axis.
+        """Return the seconds of a collective from the arrival of its last rank, for the slowest process group of an
+        axis.
 
         `op`: all_reduce, reduce_scatter, all_gather, broadcast. `group`: world, tp, cp, dp, pp, embedding; all groups
-        of this name communicate at the same time. `payload`: bytes of the full message (see `repro.parallel.ledger`).
-        A group of one rank takes 0 seconds. Raises `ConfigError` if the bandwidth is unknown.
+        of this name communicate at the same time. `payload`: bytes of the full message (see `repro.parallel.ledger`). A
+        group of one rank takes 0 seconds. Raises `ConfigError` if the bandwidth is unknown.
         """
         assert op in RING_PASSES, op
         assert group in GROUPS, group
@@ -147,11 +151,18 @@ class Network:
         return messages_of(op, on.members.shape[1])
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        """Return the seconds of messages of `payload` bytes from every rank of a stage to its peer at the same time."""
+        """Return the seconds of a message of `payload` bytes from every rank of a pipeline stage to its peer in another
+        stage.
+
+        All ranks of the stage send at the same time.
+        """
         return self._send_seconds(payload, from_stage, to_stage) if from_stage != to_stage else 0.0
 
     def _send_seconds_of(self, payload: int, from_stage: int, to_stage: int) -> float:
-        """Return the seconds of a message between two stages, which equal those of the first stages in such places."""
+        """Return the seconds of a message between two pipeline stages.
+
+        Stages with equal placements on nodes and pods share one cached value.
+        """
         offsets = self.layout.offsets("pp")
         sender, receiver = offsets[from_stage], offsets[to_stage]
         shift = min(sender, receiver) // self._period * self._period
@@ -164,7 +175,7 @@ class Network:
         return self._placed.devices * lcm(*(counts.pod for counts in known if counts.pod))
 
     def _message_seconds_of(self, payload: int, sender: int, receiver: int) -> float:
-        """Return the seconds of a message between two stages whose first ranks are `sender` and `receiver`."""
+        """Return the seconds of a message between two pipeline stages whose first ranks are `sender` and `receiver`."""
         link = self._edge_link(sender, receiver)
         measured = self._measured(SEND, link)
         if measured is not None:
@@ -172,7 +183,8 @@ class Network:
         return self.number(link, "latency_s") + payload / self._edge_rate(sender, receiver)
 
     def bus_bandwidth(self, group: str) -> float:
-        """Return the bus bandwidth in bytes/s of the slowest group of an axis for large messages, as in nccl-tests."""
+        """Return the bus bandwidth in bytes/s of an axis's slowest process group for large messages, as in
+        nccl-tests."""
 
         def slowest(counts: NodeCounts) -> float:
             return reduce(minimum, (ring.rate for ring in self._rings(group, counts)), float("inf"))
@@ -182,8 +194,8 @@ class Network:
     def least_seconds(self, op: str, group: str, payload: float, count: int) -> float:
         """Return a lower bound of the seconds of `count` collectives with a total payload of `payload` bytes.
 
-        The bound is the time of rings. That of an all-reduce has no latency, because a tree may be faster for small
-        payloads.
+        The bound is the time of a ring algorithm. The bound of an all-reduce has no latency, because a tree may be
+        faster for small payloads.
         """
 
         def slowest(counts: NodeCounts) -> float:
@@ -198,21 +210,22 @@ class Network:
         return self._in_node_counts(self.link(group), slowest)
 
     def number(self, link: str, key: str) -> float:
-        """Return the number `key` of a class of links: from the system's file, or else the suite's assumption."""
+        """Return the number `key` of a class of links from the system's file, or else its assumed value."""
         return self.system.links[link].used(link, key).known(f"links.{link}.{key}", system=self.system.name)
 
     def peak(self, link: str) -> float:
-        """Return the bytes/s that collectives reach on a link: per device, or per node if it has `per = "node"`."""
+        """Return the bytes/s that collectives reach on a class of links: per node if the class has `per = "node"`, else
+        per device."""
         found = self.system.links[link].bandwidth.known(f"links.{link}.bandwidth", system=self.system.name)
         return found * self.number(link, "efficiency")
 
     def _measured(self, op: str, link: str) -> Collective | None:
-        """Return the measured times of `op` on a class of links; None if the system's file has none."""
+        """Return the measured times of the collective `op` on a class of links; None if the system's file has none."""
         known = self.system.links.get(link)
         return known.collectives.get(op) if known is not None else None
 
     def _spans(self, group: str) -> frozenset[GroupSpan]:
-        """Return the distinct `GroupSpan` objects of all groups of an axis."""
+        """Return the distinct sizes and distributions (`GroupSpan`) of the process groups of an axis."""
         if (on := self._placed.on_nodes(group)) is None:
             return frozenset()
         stride = on.members[:, 1] - on.members[:, 0]
@@ -225,7 +238,7 @@ class Network:
         return placed_groups(self.layout, self.placement.devices_per_node)
 
     def _link_of(self, group: str) -> str:
-        """Return the slowest class of links in any group of an axis; empty if groups have one rank."""
+        """Return the slowest class of links in any process group of an axis; empty if the groups have one rank."""
         on = self._placed.on_nodes(group)
         if on is None or (on.nodes > 1).any():
             return BETWEEN_NODES if on is not None else ""
@@ -233,11 +246,11 @@ class Network:
 
     @cached_property
     def _node_counts(self) -> dict[NodeCounts, Lanes]:
-        """Distinct counts of adapters, switches and pods, each with a mask of the lanes that have these counts."""
+        """Distinct numbers of adapters, switches and pods, each with a mask of the cases of unknown numbers that have
+        them."""
         if BETWEEN_NODES not in self.system.links:
-            self.system.link_per_device(
-                BETWEEN_NODES
-            )  # This call raises a ConfigError that names the known links.
+            # The call raises a ConfigError that names the known links.
+            self.system.link_per_device(BETWEEN_NODES)
         names = ("adapters", "switch", "pod", "oversubscription")
         adapters, switch, pod, factor = (self.number(BETWEEN_NODES, name) for name in names)
         if self.system.links[BETWEEN_NODES].per == "device":
@@ -247,7 +260,10 @@ class Network:
         return {NodeCounts(*map(int, one)): (cases == one).all(axis=-1) for one in distinct}
 
     def _in_node_counts(self, link: str, find: Callable[[NodeCounts], float]) -> float:
-        """Return `find(counts)` for each lane's `NodeCounts`, which matter only for the link between nodes."""
+        """Return `find(counts)`, elementwise for the cases of unknown numbers.
+
+        The counts of adapters, switches and pods differ between cases only for the link between nodes.
+        """
         if link != BETWEEN_NODES:
             return find(NodeCounts())
         found = [find(counts) for counts in self._node_counts]
@@ -255,7 +271,7 @@ class Network:
         return found[0] if len(found) == 1 else cast(float, np.select(cases, found))
 
     def _rings_of(self, group: str, counts: NodeCounts) -> list[Ring]:
-        """Return the distinct rings of all groups of an axis."""
+        """Return the parameters of the distinct rings of all process groups of an axis."""
         return [self._ring(group, placed, counts) for placed in self._placed.rings(group, counts)]
 
     def _ring(self, group: str, placed: PlacedRing, counts: NodeCounts) -> Ring:
@@ -273,7 +289,7 @@ class Network:
         return Ring(placed.ranks, placed.nodes, rate, start, within, between, half, chunk)
 
     def _leaves_pod(self, group: str, link: str) -> bool:
-        """Return whether a ring of an axis has devices at several PCIe host bridges; `pod`: devices per bridge."""
+        """Return whether any ring of an axis has devices at several PCIe host bridges of a node."""
         on, pod = self._placed.on_nodes(group), self.system.links[link].pod.value or 1
         assert on is not None
         bridges = on.members % self.placement.devices_per_node // int(pod)
@@ -290,7 +306,10 @@ class Network:
         return self.peak(link) * minimum(1.0, self.number(link, "pair") * others)
 
     def _rate_between(self, shares: Iterable[AdapterShare], uplink_users: int, counts: NodeCounts) -> float:
-        """Return the bytes/s of a flow with `shares` of each node's adapters, whose uplink has `uplink_users` flows."""
+        """Return the bytes/s of a flow between nodes.
+
+        `shares`: adapters that the flow uses in each of its nodes. `uplink_users`: number of flows on the pod's uplink.
+        """
         per_device = self.system.links[BETWEEN_NODES].per == "device"
         adapter = self.peak(BETWEEN_NODES) / (1 if per_device else counts.adapters)
         rings = self.number(BETWEEN_NODES, "rings")
@@ -308,7 +327,8 @@ class Network:
         return self.placement.link_of("pp", edge.members[0].tolist())
 
     def _slowest_rate(self, sender: int, receiver: int) -> float:
-        """Return the bytes/s of a stage's slowest rank while all its ranks send to their peers in another stage."""
+        """Return the bytes/s of a pipeline stage's slowest rank while all its ranks send to their peers in another
+        stage."""
         link = self._edge_link(sender, receiver)
 
         def rate(placed: PlacedMessage, counts: NodeCounts) -> float:

@@ -1,6 +1,6 @@
 """Untimed outlines of a trace, in which each distinct sequence of operators has one number.
 
-Layers and micro-batches repeat the same sequences, so that a time prediction computes the seconds of each once.
+Layers and micro-batches repeat the same sequences, so a time prediction computes the seconds of each sequence once.
 """
 
 from __future__ import annotations
@@ -14,47 +14,55 @@ from repro.simulate.trace.events import HOST_WAIT, Message, Operator, Timed, Wai
 from repro.simulate.trace.roles import Trace
 
 PURPOSE_STOP = 1 + Message._fields.index("purpose")
-"""Number of fields of a `Message` up to and including `purpose`."""
+"""Number of fields of a `Message` event up to and including `purpose`."""
 INNER_GROUP = "tp"
 """Name of the process group whose collectives begin and end within a layer."""
 
 
 class Stretch(NamedTuple):
-    """Operators and immediately awaited collectives, up to the next asynchronous message or wait."""
+    """Part of a trace: operators and immediately awaited collectives, up to the next asynchronous message or wait."""
 
     entries: tuple[int | Message, ...]
-    """Index of each operator sequence (in `EventOutlines.sequences`), and each immediately awaited collective."""
+    """Index of each operator sequence (in `EventOutlines.sequences`), and each immediately awaited collective, in
+    order."""
     last: Message | Wait | None
-    """Event after `entries`: a message to another stage, the start of a collective, or a wait; None at the end."""
+    """Event after `entries`: a message to another pipeline stage, the start of a collective, or a wait; None without an
+    event."""
 
 
 class EventOutlines:
-    """Pieces of a trace (one per pipeline action) as stretches, in which equal operator sequences have one number."""
+    """Events of each action (a forward or backward pass) of a trace, with one number for each distinct operator
+    sequence."""
 
     def __init__(self) -> None:
         self.sequences: list[dict[Operator, int]] = []
-        """Each distinct sequence as a count of its operators."""
+        """Each distinct sequence of operators, as the number of occurrences of each operator."""
         self._numbers: dict[tuple[int | None, ...], int] = {}
         self._operators: dict[int, int] = {}
-        """Index in `_known` by `id(operator)`, because hashing an operator itself takes longer."""
+        """Index in `_known` of each operator by `id(operator)`, because hashing the operator itself takes longer."""
         self._known: dict[Operator, int] = {}
         self._awaited: dict[tuple[object, ...], Message] = {}
-        """Collectives with `work` -1, by their fields up to `purpose`, so that equal collectives are one object."""
+        """Immediately awaited collectives by their fields up to `purpose`. Their `work` is -1, so that equal ones are
+        one object."""
         self._pieces: dict[int, list[Stretch]] = {}
 
     def of_piece(self, traced: Trace, place: int) -> list[Stretch]:
-        """Return the stretches of `traced.pieces[place]`. The trace must exist as long as this object."""
+        """Return the stretches of `traced.pieces[place]`, the events of one action. The trace must exist as long as
+        this object."""
         if place not in self._pieces:
             self._pieces[place] = self.stretches(traced.pieces[place], traced.keys)
         return self._pieces[place]
 
     def ordered(self, number: int) -> list[Operator]:
-        """Return the operators of the sequence `number` in the order in which they run."""
+        """Return the operators of the sequence with the index `number`, in the order in which they run."""
         known, sequences = list(self._known), list(self._numbers)
         return [known[at] for at in sequences[number] if at is not None]
 
     def stretches(self, events: Sequence[Timed], keys: Container[int]) -> list[Stretch]:
-        """Return `events` as stretches. `keys`: numbers of collectives. Waits for other messages are excluded."""
+        """Split `events` into stretches, each of which ends at an asynchronous message or a wait.
+
+        `keys`: numbers of all collectives. Waits for point-to-point messages are left out.
+        """
         found: list[Stretch] = []
         entries: list[int | Message] = []
 
@@ -95,7 +103,7 @@ class EventOutlines:
         return found
 
     def _sequence(self, operators: Sequence[Timed]) -> int:
-        """Return the number of a sequence of operators; an unknown sequence gets the next number."""
+        """Return the index in `sequences` of a sequence of operators. An unknown sequence is appended."""
         numbers = tuple(map(self._operators.get, map(id, operators)))
         if None in numbers:
             for operator in operators:
@@ -115,7 +123,7 @@ _OUTLINES: WeakKeyDictionary[Trace, EventOutlines] = WeakKeyDictionary()
 
 
 def outlines_of(traced: Trace) -> EventOutlines:
-    """Return the outlines of a trace. All predictions from one trace share them."""
+    """Return the outlines of a trace, which all time predictions from this trace share."""
     if traced not in _OUTLINES:
         _OUTLINES[traced] = EventOutlines()
     return _OUTLINES[traced]

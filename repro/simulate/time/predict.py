@@ -54,7 +54,7 @@ MAX_GENERATIONS = 32
 
 @lru_cache(maxsize=MAX_GENERATIONS)
 def calibrated_kernels(generation: Generation | None) -> Kernels:
-    """Return the best values of a generation's kernels: with these, its published step takes the published time.
+    """Return the kernel efficiencies of a software generation with which its published step takes the published time.
 
     None stands for a device with measured operators. All time beyond the model is attributed to kernels, so a published
     step on one node must hide its communication (tests/simulate/time/test_device.py).
@@ -65,10 +65,10 @@ def calibrated_kernels(generation: Generation | None) -> Kernels:
 
 
 def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]) -> Kernels:
-    """Return a generation's kernels in each case, [cases], from the `quantiles` of unknown numbers by key.
+    """Return the kernel efficiencies of a software generation in each case of the unknown numbers, as arrays [cases].
 
-    Other unknowns have their best values. A quantile of a device's number applies to the calibrating step and to the
-    predicted step, because both run on the same device.
+    `quantiles`: quantile of each unknown number in each case, by key. Other unknowns have their best values. A quantile
+    of a device's number applies to the calibrating step and to the predicted step, because both run on the same device.
     """
 
     def value(key: str, cases: Mapping[str, Lanes] = quantiles) -> Any:
@@ -84,7 +84,7 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
     model, layout = models.load_model(generation.model), generation.layout
     work = counts.hardware_flops(model, model.seq, layout.global_batch, layout.recompute) / layout.world
 
-    # The lanes time the step three times: with modelled kernels, with all slower, and with all but products slower.
+    # Each case is timed with modelled kernels, with all kernels slower, and with all but matrix products slower.
     cases = {key: np.tile(each, 3) for key, each in quantiles.items()}
     count = max(map(len, quantiles.values()), default=1)
     of_cases = kernels(np.repeat((1.0, 2.0, 1.0), count), np.repeat((1.0, 2.0, 2.0), count), cases)
@@ -100,7 +100,7 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
 
     rate = generation.rate
     beyond = work / rate.values_at(quantiles.get(rate.key, BEST)) - modelled
-    # If kernels are faster than modelled, products and other kernels have the same factor.
+    # If the published step is faster than modelled, matrix products and other kernels get the same factor.
     share = np.where(beyond > 0, value("products"), 1.0)
     beyond /= share * (slower - slower_others) + slower_others - modelled
     return kernels(1 + share * beyond, 1 + beyond)
@@ -108,7 +108,10 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
 
 @lru_cache(maxsize=MAX_CASES)
 def kernels_in_cases(generation: Generation, found: tuple[Unknown, ...]) -> Kernels:
-    """Return a generation's kernels in each case of the unknowns `found` of a system and of the generation."""
+    """Return the kernel efficiencies of a software generation in each case of the unknowns `found`.
+
+    `found`: unknown numbers of the system and of the generation.
+    """
     return calibrated_kernels_at(generation, quantiles_in_cases(found))
 
 
@@ -119,9 +122,10 @@ def _traces_of_layers(generation: CalibrationPoint, layers: int) -> tuple[Experi
 
 
 SIGNIFICANT_DIGITS = 7
-"""Significant digits of rounded seconds."""
+"""Number of significant digits to which seconds are rounded in a record."""
 MIN_CURVE_SPAN = 0.01
-"""Minimum effect of an unknown on the step time, as a share of it, for which a record stores a curve of step times."""
+"""Minimum effect of an unknown number on the step time for which a record stores a curve, as a share of the step
+time."""
 
 
 def round_seconds(seconds: float) -> float:
@@ -130,7 +134,10 @@ def round_seconds(seconds: float) -> float:
 
 
 def interval_of_seconds(found: tuple[Unknown, ...], seconds: float) -> StepInterval:
-    """Return the interval of the step time from its seconds in the cases of `quantiles_in_cases(found)`."""
+    """Return the uncertainty interval of the step time.
+
+    `found`: unknown numbers. `seconds`: step time in each case of `quantiles_in_cases(found)`.
+    """
     cases = quantiles_in_cases(found)[found[0].key]
     rounded = iter([round_seconds(one) for one in np.broadcast_to(seconds, cases.shape).tolist()[1:]])
     moves = []
@@ -150,7 +157,7 @@ def interval_of_seconds(found: tuple[Unknown, ...], seconds: float) -> StepInter
 
 @dataclass
 class Prediction:
-    """Predicted step. Times are in seconds and rates in FLOP/s."""
+    """Predicted time of one training step. Times are in seconds and rates in FLOP/s."""
 
     experiment: Experiment
     system: System
@@ -160,16 +167,16 @@ class Prediction:
     """Calibration of the kernels; None if the device has measured operators or the caller chose the kernels."""
     kernels: Kernels
     interval: StepInterval | None = None
-    """Interval of the step time, if it was requested and a number is uncertain."""
+    """Uncertainty interval of the step time; None unless it was requested and a number is uncertain."""
 
     @property
     def step_s(self) -> float:
-        """Step time in seconds."""
+        """Predicted step time in seconds at the best values of all unknown numbers."""
         return self.timeline.step_s
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second of all replicas together."""
+        """Predicted samples per second of all data-parallel replicas together."""
         return self.experiment.layout.global_batch / self.step_s
 
     @property
@@ -187,12 +194,12 @@ class Prediction:
 
     @property
     def rests_on(self) -> str:
-        """Basis of the prediction, one of `repro.simulate.time.calibration.BASES`."""
+        """Basis of the predicted step time, one of `repro.simulate.time.calibration.BASES`."""
         return prediction_basis(self.experiment.layout.kernels, self.system)
 
     @property
     def slowest(self) -> StageTime:
-        """The pipeline stage with the largest sum of compute and exposed communication."""
+        """Time breakdown of the pipeline stage with the largest sum of compute and exposed communication."""
         return max(
             self.timeline.stages, key=lambda stage: sum(stage.busy.values()) + sum(stage.exposed.values())
         )
@@ -242,7 +249,8 @@ def predict(
     """Predict the step time of `experiment` on `system`.
 
     `traces`: one per pipeline role; None traces them. `kernels`: None selects the calibration of the layout's kernels.
-    `record`: store busy intervals of all streams, for a drawing. `interval`: also compute the interval of the time.
+    `record`: store busy intervals of all streams, for a drawing. `interval`: also compute the uncertainty interval of
+    the step time.
     """
     generation = calibration_point_of(experiment.layout.kernels, system) if kernels is None else None
     found = tuple(uncertain_numbers(system, generation)) if interval else ()

@@ -35,28 +35,29 @@ COMPUTE = "compute"
 
 
 class OperatorBlock(NamedTuple):
-    """Consecutive operators, and collectives for which the compute stream waits immediately."""
+    """Block of consecutive operators, and of collectives for which the compute stream waits immediately."""
 
     seconds: float
     parts: tuple[tuple[str, float], ...]
-    """Seconds in the first lane for each kind of operator (`KINDS`) and for each label of a collective."""
+    """Seconds for each kind of operator (`KINDS`) and for each label of a collective, at the best values of unknown
+    numbers."""
     kernels: tuple[tuple[str, str, float], ...] = ()
     """Stream, name and seconds of each operator and collective in order; empty unless a drawing needs them."""
 
 
 class Issue(NamedTuple):
-    """Start of a collective, which runs after all preceding collectives of its group."""
+    """Start of a collective, which runs after all preceding collectives of its process group."""
 
     key: tuple[object, ...]
     group: str
     label: str
     seconds: float
     late_s: float = 0.0
-    """Mean delay of the group's last rank behind the mean of its ranks, in seconds."""
+    """Mean delay in seconds of the process group's last rank behind the mean of all its ranks."""
 
 
 class Await(NamedTuple):
-    """Wait for the oldest unfinished collective with this key."""
+    """Wait of the compute stream for the oldest unfinished collective with a key."""
 
     key: tuple[object, ...]
 
@@ -70,7 +71,7 @@ class Send(NamedTuple):
 
 
 GROUPS_ACROSS_STAGES = ("world", "pp", "embedding")
-"""Groups whose members are on different pipeline stages."""
+"""Names of the process groups whose members are on different pipeline stages."""
 Item = OperatorBlock | Issue | Await | Send
 CollectiveSeconds = Callable[[Message], float]
 """Function that returns the seconds of a collective."""
@@ -80,17 +81,18 @@ MessageCount = Callable[[str, str], int]
 
 @dataclass
 class StageProgram:
-    """Timed items of a step, for the pipeline stages of one role."""
+    """Timed operators, collectives and messages of a step, for the pipeline stages of one role."""
 
     segments: dict[Action, list[Item]] = field(default_factory=dict)
-    """Items of each action that the trace ran."""
+    """Timed items of each action (a forward or backward pass) that the trace ran."""
     tail: list[Item] = field(default_factory=list)
-    """Items after the last action: remaining gradient reductions, norm, optimizer, parameter all-gather."""
+    """Timed items after the last backward pass: remaining gradient reductions, norm, optimizer, parameter
+    all-gather."""
     micro_batches: int = 0
     """Number of micro-batches that the trace ran."""
 
     def items_of(self, action: Action, last: int) -> list[Item]:
-        """Return the items of an action in a schedule of `last` + 1 micro-batches."""
+        """Return the timed items of an action (a forward or backward pass) in a step of `last` + 1 micro-batches."""
         return self.segments[Action(action.kind, self.shown(action.micro_batch, last), action.chunk)]
 
     def shown(self, micro_batch: int, last: int) -> int:
@@ -103,7 +105,7 @@ class StageProgram:
 
 
 def label_of(message: Message) -> str:
-    """Return the label of a message, for example `all-reduce of gradients (dp)`."""
+    """Return the label of a collective, for example `all-reduce of gradients (dp)`."""
     return f"{message.op.replace('_', '-')} of {message.purpose} ({message.group})"
 
 
@@ -117,10 +119,11 @@ def compile_program(
     captured: bool = False,
     record: bool = False,
 ) -> StageProgram:
-    """Return the program of a trace. `micro_batches`: number of micro-batches of the real step.
+    """Return the timed operators, collectives and messages of a trace.
 
-    `captured`: whether the host launches each pass of a micro-batch as one CUDA graph, so that operators cost no host
-    time. `record`: store the kernels of each block, for a drawing.
+    `micro_batches`: number of micro-batches of the real step. `captured`: whether the host launches each pass of a
+    micro-batch as one CUDA graph, so that operators cost no host time. `record`: store the kernels of each block, for a
+    drawing.
     """
     found = StageProgram(micro_batches=traced.layout.accumulation)
     outlines = outlines_of(traced)
@@ -136,16 +139,16 @@ def compile_program(
 
 
 class _SequenceTime(NamedTuple):
-    """Time of a sequence of operators, in seconds."""
+    """Device time and host time of a sequence of operators, in seconds."""
 
     device: float
     host: float
     parts: tuple[tuple[str, float], ...]
-    """Device seconds in the first lane for each kind of operator (`KINDS`)."""
+    """Device seconds for each kind of operator (`KINDS`), at the best values of unknown numbers."""
 
 
 class ProgramCompiler:
-    """Converter of the stretches of a trace (`repro.simulate.time.outlines.Stretch`) to timed items."""
+    """Converter of a trace's stretches, each up to an asynchronous message or wait, to timed items."""
 
     def __init__(
         self,
@@ -167,15 +170,15 @@ class ProgramCompiler:
             BACKWARD: 0.0 if captured else cost.backward_s,
             OPTIMIZER: cost.launch_s,
         }
-        """Host seconds per operator in each phase."""
+        """Seconds in which the host issues one operator, by phase of the step."""
         self._jitter, self._own = in_any_lane(cost.jitter_s > 0), in_any_lane(cost.message_s > 0)
         self._sequences: dict[tuple[int, str], _SequenceTime] = {}
         self._blocks: dict[tuple[tuple[int | Message, ...], str], OperatorBlock | None] = {}
         self._apart = 0.0
-        """Compute seconds since the ranks' last wait for a collective."""
+        """Seconds of compute after the ranks last waited for a collective."""
 
     def timed(self, stretches: Sequence[Stretch], phase: str = FORWARD) -> list[Item]:
-        """Return the items of consecutive stretches of one phase: FORWARD, BACKWARD or OPTIMIZER."""
+        """Return the timed items of consecutive stretches of a trace in one phase: FORWARD, BACKWARD or OPTIMIZER."""
         found: list[Item] = []
         self._apart = 0.0
         for entries, last in stretches:
@@ -197,7 +200,10 @@ class ProgramCompiler:
     def _block(
         self, entries: tuple[int | Message, ...], last: Message | Wait | None, phase: str
     ) -> OperatorBlock | None:
-        """Return the block of `entries`, with the compute thread's time to begin the message `last`; None if empty."""
+        """Return one block of the operators and awaited collectives `entries`; None if it is empty.
+
+        The block includes the compute thread's time to begin the message `last`.
+        """
         if self._own or self._jitter:
             return self._new_block(entries, last if isinstance(last, Message) else None, phase)
         key = entries, phase
@@ -249,7 +255,8 @@ class ProgramCompiler:
         return OperatorBlock(device + late, tuple(parts.items()), tuple(kernels))
 
     def _sequence(self, number: int, phase: str) -> _SequenceTime:
-        """Return the time of a sequence of operators."""
+        """Return the device time and host time of the operator sequence with the index `number` in a phase of the
+        step."""
         found = self._sequences.get((number, phase))
         if found is None:
             parts: dict[str, float] = {}
@@ -259,7 +266,7 @@ class ProgramCompiler:
                 seconds = times * self.cost.seconds(operator)
                 device += seconds
                 parts[kind] = parts.get(kind, 0.0) + first_lane(seconds)
-                # Repeated views and copies are not operators of a layer's modules, so each takes one launch time.
+                # Views and copies with several calls are outside a layer's modules, so each call takes a launch time.
                 calls = operator.calls
                 host += times * (self.host_s[phase] if calls == 1 else self.cost.launch_s * calls)
             found = _SequenceTime(device, host, tuple(parts.items()))
@@ -267,7 +274,10 @@ class ProgramCompiler:
         return found
 
     def _own_seconds(self, message: Message) -> float:
-        """Return the seconds that a message takes the compute thread. A send between stages includes one receive."""
+        """Return the seconds in which a collective or message occupies the compute thread.
+
+        A send between pipeline stages includes one receive.
+        """
         if message.op == SEND:
             return 2 * self.cost.message_s
         count = self.messages(message.op, message.group)
@@ -275,7 +285,10 @@ class ProgramCompiler:
         return count * self.cost.exchange_s if exchanged else self.cost.message_s
 
     def _late(self, message: Message) -> float:
-        """Return the mean delay in seconds of the group's last rank, from compute since the ranks' last wait."""
+        """Return the mean delay in seconds of a process group's last rank at a collective.
+
+        The delay grows with the seconds of compute after the ranks last waited for a collective.
+        """
         return last_arrival_delay(self.cost.jitter_s, self._apart, message.size) if self._jitter else 0.0
 
 
@@ -287,7 +300,7 @@ def kind_of(operator: Operator) -> str:
 
 
 def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
-    """Yield `items` in order in parts: runs that no other item delays (True), and other items (False).
+    """Split timed items into runs that no other item can delay, and other items. Yield True with a run, else False.
 
     A run awaits all collectives that it issues, and contains no message or collective between pipeline stages.
     """
@@ -309,7 +322,10 @@ def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
 
 
 def _matched_positions(items: Sequence[Item]) -> set[int]:
-    """Return the positions of collectives inside a stage that `items` both issue and await, and of these awaits."""
+    """Return the positions in `items` of collectives that `items` both start and await, and of their waits.
+
+    Collectives across pipeline stages are excluded.
+    """
     under_way: dict[tuple[object, ...], list[int]] = defaultdict(list)
     leaving = Counter(
         item.key for item in items if isinstance(item, Issue) and item.group not in GROUPS_ACROSS_STAGES

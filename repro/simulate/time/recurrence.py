@@ -1,7 +1,8 @@
-"""Times of all actions (forward or backward passes) of a step, as a recurrence on arrays of stages and lanes.
+"""Times of all actions (forward or backward passes) of a step, as a recurrence on arrays.
 
-An action takes the same time everywhere in the schedule unless a collective of an earlier action delays it, so the step
-time is a longest path. Delayed actions are timed item by item by `repro.simulate.time.stage.StageStreams`.
+The dimensions of an array are pipeline stages and lanes (cases of the unknown numbers). An action takes the same time
+everywhere in the schedule unless a collective of an earlier action delays it. The step time is therefore a longest
+path. Delayed actions are timed item by item by `repro.simulate.time.stage.StageStreams`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from repro.simulate.time.step_order import DEPART, FINISH, SLOTS, START, StepOrd
 
 
 def run_actions(stages: Sequence[StageStreams], layout: Layout, *, compare: bool) -> ActionTimes | None:
-    """Time all actions of `stages`, which have begun the step; None if an action has a collective across stages.
+    """Return the times of all actions (forward and backward passes) of `stages`, which have begun the step.
 
-    `compare`: store the times of the last periods in `ActionTimes.samples`, which finds cycles.
+    Return None if an action has a collective across stages. `compare`: store the times of the last periods in
+    `ActionTimes.samples`, which finds cycles.
     """
     order = stages[0].all.order
     found = _distinct_bodies(stages, order)
@@ -45,24 +47,24 @@ def run_actions(stages: Sequence[StageStreams], layout: Layout, *, compare: bool
 
 
 class _Body(NamedTuple):
-    """Items of an action before and after its message to another stage."""
+    """Timed items of an action (a forward or backward pass) before and after its message to another pipeline stage."""
 
     items: StageItems
-    """Items before the message."""
+    """Timed items before the message to another stage."""
     payload: int
-    """Bytes of the message; -1 without a message."""
+    """Bytes of the message to another stage; -1 if the action sends none."""
     rest: StageItems
-    """Items after the message."""
+    """Timed items after the message to another stage."""
 
     @property
     def run(self) -> UndelayedRun | None:
-        """The single run of which `items` consists; None if `items` is empty or has other items."""
+        """Undelayed run that is the only element of `items`; None for other `items`."""
         (only,) = self.items if len(self.items) == 1 else (None,)
         return only if isinstance(only, UndelayedRun) else None
 
 
 def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[list[_Body], Lanes] | None:
-    """Return the distinct bodies of actions, and the index of each action's body, [stages, actions].
+    """Return the distinct bodies (timed items) of actions, and the index of each action's body, [stages, actions].
 
     Return None if an action has a collective across stages.
     """
@@ -95,7 +97,7 @@ def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[
 
 
 class ActionTimes:
-    """Evaluation of the times of all actions of a step, in seconds."""
+    """Evaluation of the times in seconds of all actions (forward and backward passes) of a step."""
 
     def __init__(
         self,
@@ -109,9 +111,9 @@ class ActionTimes:
         self.has_rest = np.array([bool(body.rest) for body in bodies])
         runs = [body.run for body in bodies if body.run is not None]
         self.keys = {key for run in runs for key in run.keys}
-        """Keys of all collectives in actions that consist of one run."""
+        """Keys of all collectives in actions that consist of one undelayed run."""
         self.groups = {group for run in runs for group in run.groups}
-        """Groups of all collectives in actions that consist of one run."""
+        """Process groups of all collectives in actions that consist of one undelayed run."""
         durations = [body.run.seconds if body.run is not None else 0.0 for body in bodies]
         seconds, self.second_of = self._message_seconds()
         starts = [stage.now for stage in stages]
@@ -123,29 +125,35 @@ class ActionTimes:
         lanes = max(map(np.size, numbers))
         self.durations, self.now, self.seconds = (_rows(of, lanes) for of in (durations, starts, seconds))
         self.ends = np.zeros((2 * SLOTS * len(stages) + 1, lanes))
-        """End of the message in each slot (`StepOrder.slots`), or the time of its first post until both are posted."""
+        """End of the transfer of each slot's message (`StepOrder.slots`).
+
+        Until both stages have posted the message, the value is the time of the first post.
+        """
         self.stamps = np.zeros(len(order.slots), dtype=int)
-        """For each message, how many of its send and its receive have been posted."""
+        """Number of posts of each message: 0 to 2, which are its send and its receive."""
         self.stamps[-1] = 2
         self.samples: PeriodSamples | None = None
         shape = body_of.shape
-        # The breakdown needs the following arrays, which have the times of the first lane only.
+        # The arrays below are for the time breakdown, which needs the best values of unknown numbers only.
         self.first_start, self.finished = self.now[:, 0].copy(), np.zeros(shape)
         self.first_end = np.zeros(len(order.slots))
-        """Time at which each message's transfer ends."""
+        """Time in seconds at which each message's transfer ends."""
         self.waited_at = [np.zeros(awaited.shape) for awaited in (*order.awaited, order.last)]
-        """Time at which a stage begins to wait for each message, in the shapes of `order.awaited` and `order.last`."""
+        """Time at which a pipeline stage begins to wait for each message, in the shapes of `order.awaited` and
+        `order.last`."""
         self.is_alone = ~self.is_plain[body_of]
         """Whether each action was timed item by item, [stages, actions]."""
         self.uneven: set[int] = set()
-        """Stages with actions that are timed item by item in every period."""
+        """Pipeline stages with actions that are timed item by item in every period of the schedule."""
         self.accounts: dict[tuple[int, int], StageTime] = {}
-        """Breakdown of all actions that were timed item by item, by stage in `uneven` and schedule position."""
+        """Breakdown of all actions that were timed item by item, by pipeline stage in `uneven` and schedule
+        position."""
         self.busy, self.open = set(range(len(stages))), set(range(len(stages)))
-        """Stages whose next action a collective may delay, and stages that may have unfinished collectives."""
+        """Pipeline stages whose next action a collective may delay, and stages that may have unfinished collectives."""
 
     def _message_seconds(self) -> tuple[list[float], Lanes]:
-        """Return the distinct durations of messages in seconds, and the index of each message's duration."""
+        """Return the distinct durations in seconds of messages between stages, and the index of each message's
+        duration."""
         order, state = self.order, self.stages[0].all
         messages = np.flatnonzero(order.receivers[:-1] >= 0)
         if not len(messages):
@@ -162,7 +170,7 @@ class ActionTimes:
         return [sum(alone[one] for one in row) for row in distinct.tolist()], place
 
     def run(self) -> None:
-        """Evaluate all actions, and store end time and breakdown in each of `stages`."""
+        """Evaluate the times of all actions, and store end time and breakdown of the step in each of `stages`."""
         order, count = self.order, self.order.actions.shape[1]
         everyone = np.arange(len(self.stages))
         position, step = np.zeros((2, len(everyone)), dtype=int)
@@ -203,7 +211,7 @@ class ActionTimes:
             stage.time.add(self._breakdown(stage.stage, 0, count), 1)
 
     def cycle_time(self, cycle: Cycle, stage: int) -> StageTime:
-        """Return the breakdown of a stage's time over the last repetition of `cycle`."""
+        """Return the breakdown of a pipeline stage's time over the last repetition of `cycle`."""
         begin, end = int(cycle.begin[stage]), int(cycle.end[stage])
         found = self._breakdown(stage, begin, end)
         if stage in self.uneven:
@@ -215,7 +223,7 @@ class ActionTimes:
         self.now[stages] = np.maximum(self.now[stages], self.ends[self.order.slots[messages]])
 
     def _stamp(self, stages: Lanes, messages: Lanes) -> None:
-        """Post the send or the receive of one message of each stage; `NO_MESSAGE` for none."""
+        """Post the send or the receive of one message for each of `stages`; `NO_MESSAGE` stands for no message."""
         chosen = messages >= 0
         stages, messages = stages[chosen], messages[chosen]
         slots, now = self.order.slots[messages], self.now[stages]
@@ -249,10 +257,10 @@ class ActionTimes:
         return number in self.busy
 
     def _run_alone(self, stage: StageStreams, body: StageItems) -> None:
-        """Time the items of one action one by one."""
+        """Time the items of one action of a pipeline stage one by one."""
         stage.now = self._value(self.now[stage.stage])
         for waited in stage.run_items(body, ""):
-            raise AssertionError(f"an action waits for {waited}")
+            raise AssertionError(f"an action without collectives across stages waits for {waited}")
         self.now[stage.stage] = stage.now
         self.busy.add(stage.stage)
         self.open.add(stage.stage)
@@ -266,7 +274,7 @@ class ActionTimes:
             self._sample(self.samples, stages, positions)
 
     def _sample(self, samples: PeriodSamples, stages: Lanes, positions: Lanes) -> None:
-        """Store the times after those actions of `stages` that `samples` compares."""
+        """Store the times after those actions of `stages` that the search for a cycle compares."""
         rows = samples.rows(stages, positions)
         sampled = rows >= 0
         stages, positions, rows = stages[sampled], positions[sampled], rows[sampled]
@@ -285,7 +293,8 @@ class ActionTimes:
                 self.accounts[number, position + 1] = stage.time.copy()
 
     def _breakdown(self, stage: int, begin: int, end: int) -> StageTime:
-        """Return the breakdown of the actions at positions `begin` to `end` - 1, without those timed item by item."""
+        """Return the time breakdown of a stage's actions at positions `begin` to `end` - 1, without those timed item by
+        item."""
         found, order = StageTime(), self.order
         part = slice(begin, end)
         awaited = [messages[stage, part].ravel() for messages in order.awaited]
@@ -317,12 +326,12 @@ class ActionTimes:
         return found
 
     def _value(self, row: Lanes) -> float:
-        """Return a copy of a row of lanes, or a number if the step has one lane."""
+        """Return a copy of an array of times over the cases of unknown numbers, or a number if there is one case."""
         return float(row[0]) if self.is_scalar else row.copy()
 
 
 def _rows(numbers: Sequence[float], lanes: int) -> Lanes:
-    """Return numbers or arrays [lanes] as an array [numbers, lanes]."""
+    """Return numbers, or arrays over `lanes` cases of unknown numbers, as one array [numbers, lanes]."""
     return np.array([np.broadcast_to(number, lanes) for number in numbers])
 
 

@@ -26,25 +26,28 @@ from repro.simulate.trace.roles import Trace
 
 @dataclass
 class Timeline:
-    """Times of a scheduled step."""
+    """Predicted times of a step, from the schedule of all its pipeline stages."""
 
     seconds: float
-    """Predicted seconds of the step; an array of lanes if numbers of the system are."""
+    """Predicted seconds of the step; an array over the cases of unknown numbers if numbers of the system are arrays."""
     stages: list[StageTime]
     """Breakdown of the step time of each pipeline stage."""
     spans: list[Span]
-    """Busy intervals of all streams; empty unless they are recorded."""
+    """Busy intervals of all streams of all pipeline stages; empty unless they are recorded."""
     unmatched: int
     """Number of waits for collectives that were never issued; 0 in a correct schedule."""
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of the step, in the first lane."""
+        """Predicted seconds of the step at the best values of all unknown numbers."""
         return first_lane(self.seconds)
 
 
 def _run_stages(runs: Sequence[Generator[object, None, None]], state: CrossStageState) -> None:
-    """Run the generators of all stages for one part of the step, each until the object that it awaits has a time."""
+    """Run the generators of all pipeline stages for one part of the step.
+
+    A generator that yields an awaited object continues when the time of this object is known.
+    """
     waiting: dict[object, list[Generator[object, None, None]]] = defaultdict(list)
     ready = list(runs)
     cores = SharedCores(state.ranks_per_core, len(runs))
@@ -82,7 +85,7 @@ def schedule(
     by_events = record or (ranks_per_core > 1 and layout.pp > 1)
 
     def scheduled(count: int, compare: bool = False) -> tuple[Timeline, ActionTimes | None]:
-        """Schedule a step of `count` micro-batches. `compare`: store times in which a cycle can be found."""
+        """Schedule a step of `count` micro-batches. `compare`: store the times that a search for a cycle compares."""
         short = replace(layout, global_batch=count * layout.micro_batch * layout.dp)
         state = CrossStageState(short, programs, network, overlap_cost, ranks_per_core)
         stages = [
@@ -124,7 +127,7 @@ def schedule_traces(
     *,
     record: bool = False,
 ) -> Timeline:
-    """Return the schedule of a step from the `traces` of all its pipeline roles.
+    """Return the schedule of a step from the `traces` of all pipeline roles.
 
     `kernels`: efficiency of the kernels. `record`: store busy intervals of all streams, for a drawing.
     """
@@ -152,7 +155,7 @@ def schedule_traces(
 
 
 def _trace_of_each_stage(experiment: Experiment, traces: list[Trace]) -> list[int]:
-    """Return the index in `traces` of the trace of each stage."""
+    """Return, for each pipeline stage, the index in `traces` of the trace of its role."""
     layout = experiment.layout
     parts = layout.parts(experiment.model.layers)
 

@@ -42,36 +42,40 @@ class StageStreams:
         """`record`: store each busy interval of each stream in `spans`."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
         self.action = 0
-        """Schedule position of the action (forward or backward pass) that runs."""
+        """Position in the schedule of the action (a forward or backward pass) that the stage runs."""
         self.has_sent = False
         """Whether the current action has exchanged its messages with other stages."""
         self.now = 0.0
         self.streams: dict[str, float] = defaultdict(float)
-        """End of the last collective of each group."""
+        """End in seconds of the last collective of each process group."""
         self.latest = 0.0
-        """Latest end of any collective in `streams`."""
+        """Latest end in seconds of any collective of this stage."""
         self.under_way: dict[tuple[object, ...], deque[tuple[float | CrossStageCollective, Issue]]] = (
             defaultdict(deque)
         )
         self.time = StageTime()
         self.recording = False
         self.began = 0.0
-        """Start of the step, which is the end of the preceding step, in seconds."""
+        """Start of the step in seconds, which is the end of the preceding step."""
         self.phase_began = 0.0
-        """Start of the current action or of the update, in seconds."""
+        """Start in seconds of the current forward or backward pass, or of the update."""
         self.spans: list[Span] = []
         self.unmatched = 0
         """Number of waits for collectives that were never issued."""
         self.tail = self.prepared(program.tail)
 
     def begin(self) -> Generator[object, None, None]:
-        """Run the update of a preceding step, whose collectives may end later. Yield objects as `run_items` does."""
+        """Run the update of the preceding step, whose collectives may end during this step.
+
+        Yield each awaited object until its time is known.
+        """
         yield from self.run_items(self.tail, "optimizer")
         self.time, self.unmatched, self.recording = StageTime(), 0, self.record
         self.began = self.phase_began = self.now
 
     def run_events(self) -> Generator[object, None, None]:
-        """Run all actions item by item. Yield each awaited object until its time is known."""
+        """Run all actions (forward and backward passes) item by item. Yield each awaited object until its time is
+        known."""
         order, last = self.all.order, self.all.layout.accumulation - 1
         for message in order.first[self.stage]:
             self._stamp(message)
@@ -87,12 +91,12 @@ class StageStreams:
             yield from self._arrive(message)
 
     def finish(self) -> Generator[object, None, None]:
-        """Run the update after the last action. Yield each awaited object until its time is known."""
+        """Run the update after the last backward pass. Yield each awaited object until its time is known."""
         yield from self.run_items(self.tail, "optimizer")
         self.time.phase(UPDATE, self.phase_began, self.now)
 
     def pending_times(self) -> list[float]:
-        """Return the ends of all streams and unfinished collectives; empty if none is later than `now`."""
+        """Return the ends of all collective streams and unfinished collectives; empty if none is later than `now`."""
         ends = [over for under_way in self.under_way.values() for over, _ in under_way]
         known = [float("nan") if isinstance(over, CrossStageCollective) else over for over in ends]
         if not known and not any(in_any_lane(end > self.now) for end in self.streams.values()):
@@ -100,7 +104,7 @@ class StageStreams:
         return [maximum(end, self.now) for end in (*self.streams.values(), *known)]
 
     def prepared(self, items: Sequence[Item]) -> StageItems:
-        """Return `items` with each run of items that no other item delays replaced by one `UndelayedRun`."""
+        """Return `items` with one `UndelayedRun` in place of each run of items that no other item can delay."""
         if id(items) not in self.all.prepared_items:
             found: StageItems = []
             for is_run, part in split_into_runs(items):
@@ -110,12 +114,12 @@ class StageStreams:
         return self.all.prepared_items[id(items)]
 
     def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
-        """Time `items` from a state without unfinished collectives, and return them as a run."""
+        """Time `items` from a state without unfinished collectives, and return them as an undelayed run."""
         before = self.now, self.latest, self.streams, self.under_way, self.time, self.recording
         self.now, self.latest, self.time, self.recording = 0.0, 0.0, StageTime(), False
         self.streams, self.under_way = defaultdict(float), defaultdict(deque)
         for waited in self.run_items(items, ""):
-            raise AssertionError(f"a run waits for {waited}")
+            raise AssertionError(f"an undelayed run waits for {waited}")
         issues = [item for item in items if isinstance(item, Issue)]
         keys, groups = frozenset(item.key for item in issues), frozenset(item.group for item in issues)
         found = UndelayedRun(items, self.now, keys, groups, self.time)
@@ -123,7 +127,8 @@ class StageStreams:
         return found
 
     def _alone(self, run: UndelayedRun) -> bool:
-        """Return whether `run` can be one item: no unfinished collective delays it, and no spans are recorded."""
+        """Return whether a run can be timed as one item: no unfinished collective delays it, and no spans are
+        recorded."""
         if self.recording:
             return False
         return self.is_idle(run.groups) and not any(self.under_way[key] for key in run.keys)
@@ -135,7 +140,7 @@ class StageStreams:
         return not any(in_any_lane(self.streams[group] > self.now) for group in groups)
 
     def _step(self, number: int) -> Generator[object, None, None]:
-        """Await, then post the messages of point `number` of the current action: START, DEPART or FINISH."""
+        """Await and then post the messages at one point of the current action: START, DEPART or FINISH."""
         order = self.all.order
         for message in order.awaited[number][self.stage, self.action]:
             yield from self._arrive(message)
@@ -143,21 +148,22 @@ class StageStreams:
             self._stamp(message)
 
     def _exchange(self) -> Generator[object, None, None]:
-        """Exchange messages with other stages at the end of the current action, unless it has done so."""
+        """Exchange the current action's messages with other pipeline stages, unless they have been exchanged."""
         if not self.has_sent:
             self.has_sent = True
             yield from self._step(DEPART)
             yield from self._step(FINISH)
 
     def _stamp(self, message: int) -> None:
-        """Post the send or the receive of a message; a negative number is no message."""
+        """Post the send or the receive of the message with the number `message`; a negative number stands for no
+        message."""
         if message >= 0:
             if self.all.order.receivers[message] != self.stage:
                 self.time.begun(STAGE_SEND, self.all.seconds(message))
             self.all.stamp(message, self.now)
 
     def _arrive(self, message: int) -> Generator[object, None, None]:
-        """Wait until a message has arrived; a negative number is no message."""
+        """Wait until the message with the number `message` has arrived; a negative number stands for no message."""
         if message < 0:
             return
         while message not in self.all.arrivals:
@@ -172,14 +178,13 @@ class StageStreams:
         self.now = maximum(self.now, end)
 
     def run_items(self, items: Sequence[Item | UndelayedRun], name: str) -> Generator[object, None, None]:
-        """Run the items of an action or of the update. Yield each awaited object until its time is known."""
+        """Run the timed items of an action or of the update. Yield each awaited object until its time is known."""
         for item in items:
             if isinstance(item, UndelayedRun):
                 if self._alone(item):
                     self.time.add(item.time, 1)
-                    self.now = (
-                        self.now + item.seconds
-                    )  # Other objects share this array, so `+=` would change them.
+                    # Other objects may share the array `now`, which `+=` would change.
+                    self.now = self.now + item.seconds
                 else:
                     yield from self.run_items(item.items, name)
             elif isinstance(item, OperatorBlock):
@@ -208,7 +213,10 @@ class StageStreams:
         return seconds + minimum(seconds * self.all.slowdown, self.all.overlap_cost * concurrent)
 
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
-        """Run `block`, which takes `took` seconds, or `seconds` if all stages computed on the shared cores."""
+        """Run a block of operators in `took` seconds.
+
+        `seconds`: seconds of the block if all stages computed on the shared CPU cores.
+        """
         self.time.computed(block, seconds, took)
         self._record(COMPUTE, name, self.now, took, block)
         self.now = self.now + took

@@ -18,35 +18,41 @@ from repro.parallel.pipeline.schedule import peak_in_flight
 from repro.simulate.time.step_order import StepOrder
 
 REACH = 6
-"""Number of consecutive actions of a stage that must repeat to prove a cycle. Messages and receives connect no action
-with an action further back."""
+"""Number of consecutive actions of a stage that must repeat to prove a cycle.
+
+No message connects an action with an action further back.
+"""
 CHUNK_REACH = 2
-"""Additional actions per pipeline stage for `REACH` with interleaved chunks, whose gradients take p micro-batches."""
+"""Additional number of repeated actions, per pipeline stage, that prove a cycle with interleaved chunks.
+
+The gradients of such chunks take p micro-batches.
+"""
 FIRST_TRANSIENT = 4
-"""Number of periods before the compared periods in the shortest schedule."""
+"""Number of periods that the shortest schedule runs before the periods that a search for a cycle compares."""
 TOLERANCE = 1e-11
-"""Maximum relative difference between the seconds of equal cycles, for rounding errors."""
+"""Maximum relative difference between durations that count as equal; it allows for rounding errors."""
 MIN_SAVING = 1.5
-"""Minimum ratio of a step's micro-batches to those of a shorter schedule; below it, the full step is scheduled."""
+"""Minimum ratio of a step's number of micro-batches to that of a shorter schedule from which its time follows."""
 
 
 class Cycle(NamedTuple):
     """Cycle of a steady state: a number of periods after which all times have grown by the same seconds."""
 
     micro_batches: int
-    """Number of micro-batches in a cycle."""
+    """Number of micro-batches in a cycle of the schedule."""
     seconds: float
-    """Duration of a cycle in seconds."""
+    """Duration of a cycle of the schedule in seconds."""
     begin: Lanes
-    """Position of the last cycle's first action in each stage, [stages]."""
+    """Schedule position of the last cycle's first action in each pipeline stage, as an array [stages]."""
     end: Lanes
-    """Position after the last cycle's last action in each stage, [stages]."""
+    """Schedule position after the last cycle's last action in each pipeline stage, as an array [stages]."""
 
 
 def shorter_counts(layout: Layout, least: int) -> Iterator[int]:
-    """Yield numbers of micro-batches, from the fewest that may show a cycle, doubling while they shorten the schedule.
+    """Yield numbers of micro-batches for shorter schedules in which a search may find a cycle.
 
-    `least`: minimum number. Schedule `gpipe` has no steady state and no such number.
+    The first number is the fewest that may show a cycle. Each further one is twice the preceding number, while it
+    shortens the schedule. `least`: minimum number. The schedule `gpipe` has no steady state and no such number.
     """
     if layout.schedule == "gpipe":
         return
@@ -61,7 +67,7 @@ def shorter_counts(layout: Layout, least: int) -> Iterator[int]:
 
 
 def _period(layout: Layout) -> tuple[int, int]:
-    """Return the number of micro-batches and the number of actions in a period of one stage."""
+    """Return the number of micro-batches and the number of actions in one period of a pipeline stage's steady state."""
     micro_batches = layout.pp if layout.chunks > 1 else 1
     return micro_batches, 2 * micro_batches * layout.chunks
 
@@ -72,7 +78,10 @@ def _reach(layout: Layout) -> int:
 
 
 class PeriodSamples:
-    """Times after the last actions of each of the last periods in which all stages alternate forward and backward."""
+    """Times after compared actions, which are the last actions of each of the last periods of the steady state.
+
+    In the steady state, all stages alternate forward and backward passes.
+    """
 
     def __init__(self, layout: Layout, order: StepOrder, lanes: int):
         """`lanes`: number of entries of each time (cases of the unknown numbers)."""
@@ -82,13 +91,13 @@ class PeriodSamples:
         turns = order.actions.shape[1] - 2 * int(first.max()) - self.length
         self.reach = _reach(layout)
         self.cycles = max(0, min((turns - self.reach) // self.length, layout.pp))
-        """Maximum number of periods of a cycle."""
+        """Maximum number of periods in a cycle that the compared times can prove."""
         self.stop = first + turns
-        """Schedule position after the last compared action, for each stage."""
+        """Schedule position after the last compared action of each pipeline stage."""
         self.stride = min(self.length, self.reach)
         rows, columns = self.cycles * self.stride + self.reach, sum(a.shape[-1] for a in order.awaited)
         self.times = np.zeros((len(first), rows, 1 + columns, lanes))
-        """Ends of each compared action and of the messages awaited in it, [stages, rows, 1 + messages, lanes]."""
+        """Ends of each compared action and of the messages that it awaits, [stages, rows, 1 + messages, lanes]."""
         self.further: dict[tuple[int, int], list[float]] = {}
         """Ends of unfinished collectives after a compared action, by stage and row of `times`."""
 
@@ -113,12 +122,13 @@ class PeriodSamples:
         return None
 
     def _grow(self, times: Lanes, apart: int, seconds: Lanes) -> bool:
-        """Return whether all times of `times` exceed those `apart` rows further, which are earlier, by `seconds`."""
+        """Return whether all times exceed the times `apart` rows further, which are earlier, by `seconds`."""
         growth = times[:, : self.reach] - times[:, apart : apart + self.reach]
         return bool(np.all(abs(growth - seconds) <= TOLERANCE * seconds))
 
     def _further_grow(self, stage: int, apart: int, seconds: Lanes) -> bool:
-        """Return whether a stage's ends of unfinished collectives exceed those `apart` rows further by `seconds`."""
+        """Return whether the ends of a stage's unfinished collectives exceed those `apart` rows further by
+        `seconds`."""
         for row in range(self.reach):
             new, old = (self.further.get((stage, at), []) for at in (row, row + apart))
             if len(new) != len(old):

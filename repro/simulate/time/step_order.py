@@ -38,25 +38,29 @@ class StepOrder(NamedTuple):
 
     schedule: Schedule
     numbers: Lanes
-    """Number of the action of each kind, micro-batch and chunk, [kinds, micro-batches, chunks]."""
+    """Number of the forward or backward pass for each kind, micro-batch and chunk, [kinds, micro-batches, chunks]."""
     actions: Lanes
-    """Number of the action at each schedule position, [stages, actions]."""
+    """Number of the action (a forward or backward pass) at each schedule position, [stages, actions]."""
     is_backward: Lanes
     """Whether the action at each schedule position is a backward pass, [stages, actions]."""
     receivers: Lanes
-    """Stage that receives each message, [messages]."""
+    """Pipeline stage that receives each message, as an array [messages]."""
     slots: Lanes
-    """Index of each message in an array of end times, [messages], shared by messages of which one time is needed."""
+    """Index of each message in an array of end times, [messages].
+
+    Messages share an index if only one of their end times is needed at any moment.
+    """
     first: Lanes
     """Messages whose receive each stage posts before its first action, [stages, any]."""
     awaited: tuple[Lanes, ...]
     """Messages that each action awaits, one array [stages, actions, any] for each of START, DEPART and FINISH."""
     stamped: tuple[Lanes, ...]
-    """Messages that each action sends or whose receive it posts after the wait, in the order of `awaited`."""
+    """Messages whose send or receive each action posts after its waits, in arrays like those of `awaited`."""
     last: Lanes
     """Messages that each stage awaits after its last action, [stages, any]."""
     together: Lanes
-    """Messages that two stages exchange in one call with each message, including that message, [messages, any]."""
+    """Messages that two stages exchange in one call together with each message, including the message itself,
+    [messages, any]."""
 
 
 def step_order(layout: Layout) -> StepOrder:
@@ -104,8 +108,8 @@ def _order(name: str, stages: int, micro_batches: int, chunks: int, *, exchange:
         together = np.arange(stages * count + 1)[:, None]
         last = last.reshape(stages, -1)
     else:
-        # A batch is one action or two alternating actions, whose messages are exchanged together. `is_inner` marks the
-        # first one of two.
+        # A batch is one action, or two alternating actions whose messages are exchanged together.
+        # `is_inner` marks the first action of a batch of two.
         is_inner = np.ones((stages, count), dtype=bool)
         for stage, of_stage in enumerate(schedule):
             is_inner[stage, np.cumsum([len(batch) for batch in batches(of_stage, chunks)]) - 1] = False
@@ -129,7 +133,7 @@ def _order(name: str, stages: int, micro_batches: int, chunks: int, *, exchange:
 
 
 def _following(messages: Lanes) -> Lanes:
-    """Return `messages` [stages, actions] shifted by one action, so that each action has that of the next action."""
+    """Return an array of messages [stages, actions] in which each action has the message of the next action."""
     found = np.roll(messages, -1, axis=1)
     found[:, -1] = NO_MESSAGE
     return found

@@ -37,7 +37,8 @@ from repro.simulate.trace.shapes import CallKey, ShapeCache, cached_by_operator,
 
 
 def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Callable[[], str]:
-    """Return a function that returns the innermost stack frame in `packages` (`repro/model/gpt.py:12`), or `?`.
+    """Return a function that returns the line of the innermost stack frame in `packages` (`repro/model/gpt.py:12`), or
+    `?`.
 
     `but`: modules whose frames are skipped because they only forward calls of other modules.
     """
@@ -46,7 +47,7 @@ def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Call
     def file(module: str) -> str:
         if module in but or not any(f"{module}.".startswith(f"{package}.") for package in packages):
             return ""
-        found = module.replace("repro.kernels", "kernels")  # The package has this path in the repository.
+        found = module.replace("repro.kernels", "kernels")  # The folder of this package is `kernels/`.
         return f"{found.replace('.', '/')}.py"
 
     def line() -> str:
@@ -72,7 +73,7 @@ line_of_step = innermost_line(
 
 
 def no_action() -> tuple[int, int]:
-    """Return micro-batch and schedule position outside of any pipeline action: -1, -1."""
+    """Return -1, -1 as the micro-batch and the schedule position outside of forward and backward passes."""
     return -1, -1
 
 
@@ -86,7 +87,7 @@ class RecordingLedger(CommLedger):
     def count(
         self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NO_PEER
     ) -> int:
-        """Count one message, record it, and return the bytes that this rank sends."""
+        """Count and record one collective or message, and return the bytes that this rank sends."""
         sent = super().count(op, group, size, payload_bytes, purpose, to)
         peer, channel = to
         self._events.append(
@@ -102,20 +103,25 @@ class TraceRecorder(UncompiledMode):
         super().__init__()
         self.events: list[Event] = [PhaseStart("init", -1)]
         self.under_way: Callable[[], tuple[int, int]] = no_action
-        """Function that returns the micro-batch and the schedule position of the current pipeline action."""
+        """Function that returns the micro-batch and the schedule position of the current forward or backward pass."""
         self._phase = "init"
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         """Storage number and weak reference of each live storage, by the storage's address."""
         self._unmarked: dict[int, int] = {}
-        """Index of the `Alloc` event of each live storage that no code has assigned a category, by storage number."""
+        """Index of the `Alloc` event of each live storage to which no code has assigned a category, by storage
+        number."""
         self._count = 0
         self.works = 0
         """Number of the last message; messages are numbered from 1."""
         self.on_processors = False
-        """Whether operators allocate as on CPUs: attention without a generator's state, fp32 sums with copies."""
+        """Whether operators allocate memory as on CPUs.
+
+        Attention then has no state of a random generator, and fp32 sums of 16-bit products copy the operands to fp32.
+        """
         self._quiet = False
         self._calls: dict[Hashable, tuple[list[Event], int, int]] = {}
-        """For each key of `call_once`: events, number of storages before the call, and number of those in the call."""
+        """Recorded calls of `call_once` by key: events, number of storages before the call, and number of storages in
+        the call."""
         self._released: set[int] = set()
         """Numbers of storages whose memory is freed while their tensors remain, as ZeRO stage 3 does between uses."""
 
@@ -147,7 +153,8 @@ class TraceRecorder(UncompiledMode):
         return self._count - count
 
     def make(self, tensor: Callable[[], Tensor], like: Alloc, *, unmarked: bool) -> Tensor:
-        """Return `tensor()`, and record the allocation of its storage with all properties of the event `like`."""
+        """Create a tensor with `tensor()`, and record the allocation of its storage with all properties of the event
+        `like`."""
         with storage.unobserved():
             made = tensor()
         self._follow(made.untyped_storage(), *like[1:], unmarked=unmarked)
@@ -240,7 +247,7 @@ class TraceRecorder(UncompiledMode):
             self.events.append(operator)
 
     def marked(self, seen: torch.UntypedStorage, category: Category) -> None:
-        """Record the category of a storage, which applies from the allocation on if it is the storage's first one."""
+        """Record a category of a storage. The first category of a storage applies from its allocation on."""
         entry = self._live.get(seen._cdata)
         if entry is None:
             return
@@ -337,12 +344,11 @@ def _operator(
     read = sum(map(_bytes, operands))
     into = args[0] if name in OVERWRITE else output_argument(func, kwargs)
     if into is not None and kwargs.get("beta", 0) == 0:
-        read -= sum(map(_bytes, _tensors(into)))  # The operator only writes this operand.
+        read -= sum(map(_bytes, _tensors(into)))  # The operator writes its output without reading it.
     if kind != _FLOPS:
         return Operator(name, 0, read, written, (), itemsize)
-    itemsize = min(
-        t.element_size() for t in operands
-    )  # A product of 16-bit operands may have an fp32 result.
+    # The operands decide the element size, because a product of 16-bit operands may have an fp32 result.
+    itemsize = min(t.element_size() for t in operands)
     flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
     return Operator(name, flops, read, written, tuple(tuple(t.shape) for t in operands), itemsize)
 

@@ -46,7 +46,10 @@ class BlockKind(NamedTuple):
 
 
 class BlockRepeater:
-    """Replacement of the forward functions of one rank's blocks, so that most blocks repeat events and do not run."""
+    """Replacement of the forward functions of one rank's transformer blocks.
+
+    Most blocks repeat recorded events instead of running.
+    """
 
     def __init__(
         self,
@@ -61,9 +64,9 @@ class BlockRepeater:
         """Whether a model part retains its input tensor until the backward pass, instead of a copy or a slice of it."""
         self._pipeline = pipeline
         self._first = {a.chunk: a.micro_batch for a in reversed(pipeline.actions) if a.kind == BACKWARD}
-        """For each chunk of layers, the micro-batch whose backward pass comes first."""
+        """Micro-batch whose backward pass comes first, for each chunk of layers."""
         self.running: RecordedPass | None = None
-        """The backward pass that is being recorded; None at other times."""
+        """Backward pass that is being recorded; None at other times."""
         self._blocks: list[nn.Module] = []
         self._parts: list[ModelPart] = []
 
@@ -76,14 +79,14 @@ class BlockRepeater:
         blocks = list(part.model.blocks.values())
         for index, block in enumerate(blocks):
             after, before = _neighbours(index, len(blocks), part.model.part)
-            # Of the blocks that have a block on both sides, the last one runs its backward pass first.
+            # Among blocks that have a block on both sides, the last one runs its backward pass first.
             soonest = not 0 < index < len(blocks) - 2
             repeatable = _RepeatableBlock(self, block, after, before, part.sharded.reducer, soonest)
             block.forward = repeatable.forward  # type: ignore[method-assign]
             self._blocks.append(block)
 
     def first_backward(self) -> bool:
-        """Return whether the current micro-batch is the first one of its chunk to run a backward pass."""
+        """Return whether the current micro-batch is the first one of its chunk of layers to run a backward pass."""
         action = self._pipeline.current
         return action is not None and self._first[action.chunk] == action.micro_batch
 
@@ -97,7 +100,8 @@ class BlockRepeater:
         self._parts.clear()
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Wrap the gradient sinks and hooks of a block's parameters, to record each call as a `GradientCall`."""
+        """Wrap the gradient sinks and hooks of a block's parameters, so that each call is recorded as a
+        `GradientCall`."""
         for number, parameter in enumerate(parameters):
             own = vars(parameter)
             sink = own.get("gradient_sink")
@@ -132,7 +136,8 @@ class BlockRepeater:
 
 
 class _RepeatableBlock:
-    """Forward function of one block, which runs the block or repeats the events of a recorded block of its kind."""
+    """Forward function of one transformer block, which runs the block or repeats the events of a recorded block of its
+    kind."""
 
     def __init__(
         self,
@@ -143,13 +148,17 @@ class _RepeatableBlock:
         reducer: GradientReducer,
         soonest: bool,
     ):
-        """`soonest`: whether the block's backward pass precedes those of the model part's other blocks of its kind."""
+        """`soonest`: whether the block's backward pass precedes those of all other blocks of its kind in the model
+        part."""
         self.repeats, self.run, self.soonest = repeats, block.forward, soonest
         self.parameters = list(block.parameters())
         self.after, self.before, self.reducer = after, before, reducer
 
     def forward(self, x: Tensor, place: BatchPosition, masks: Masks = ()) -> Tensor:
-        """Run the block or repeat a recording; the arguments are those of `repro.model.layer.Block.forward`."""
+        """Run the transformer block, or repeat the recorded events of a block of the same kind.
+
+        The arguments are those of `repro.model.layer.Block.forward`.
+        """
         kind = BlockKind(self.after, self.before, torch.is_grad_enabled())
         recording = self.repeats.recordings.setdefault(kind, Recording())
         inputs = [x, *masks]
@@ -178,14 +187,18 @@ class _RepeatablePart:
     """
 
     def __init__(self, repeats: BlockRepeater, part: ModelPart, typical: Sequence[int]):
-        """`typical`: micro-batches that are neither first nor last. The first one runs, and the others repeat it."""
+        """`typical`: micro-batches that are neither first nor last. The first of these runs, and the others repeat its
+        events."""
         self.repeats, self.run, self.reducer = repeats, part.forward, part.sharded.reducer
         self.typical, self.recording = typical, Recording()
         with unobserved():
             self._anchor = torch.empty(0, device="meta", requires_grad=True)
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Run the model part or repeat a recording; the arguments are those of `ModelPart.forward`."""
+        """Run the model part, or repeat the recorded events of an earlier micro-batch.
+
+        The arguments are those of `ModelPart.forward`.
+        """
         if micro_batch not in self.typical:
             return self.run(micro_batch, x)
         inputs = [] if x is None else [x]
@@ -200,28 +213,28 @@ class _RepeatablePart:
 
 
 class _BlockRecorder:
-    """Recorder of the forward and backward pass of one block while the block runs."""
+    """Recorder of the forward and backward pass of one transformer block while the block runs."""
 
     def __init__(self, repeats: BlockRepeater, recording: Recording, inputs: Sequence[Tensor]):
         self.repeats, self.recorder, self.recording = repeats, repeats.recorder, recording
         self.places = {self.recorder.number(tensor): -1 - i for i, tensor in enumerate(inputs)}
-        """Block-local indices by storage number (see `Segment`)."""
+        """Block-local index (see `Segment`) of each storage, by the number of the storage in the trace."""
         self.running = RecordedPass(len(self.recorder.events))
         self.gradient = -1
         self.has_input = bool(inputs)
 
     def forward(self, y: Tensor) -> Tensor:
-        """Record the forward pass, which returned `y`, and return `y`."""
+        """Record the events of a finished forward pass, whose result is `y`, and return `y`."""
         self.recording.forward = self._segment(y)
         return y
 
     def enter(self, gradient: Tensor) -> None:
-        """Begin to record the backward pass. `gradient` is that of the block's output."""
+        """Begin to record the backward pass of a block. `gradient`: gradient of the block's output."""
         self.gradient = self.recorder.number(gradient)
         self.repeats.running = self.running = RecordedPass(len(self.recorder.events))
 
     def leave(self, gradient: Tensor) -> None:
-        """End the recording of the backward pass. `gradient` is that of the block's input."""
+        """End the recording of the backward pass of a block. `gradient`: gradient of the block's input."""
         self.repeats.running = None
         self.recording.backward = self._segment(gradient)
 
@@ -233,13 +246,17 @@ class _PartRecorder(_BlockRecorder):
     """Recorder of the forward and backward pass of one model part while the part runs."""
 
     def enter(self, gradient: Tensor) -> None:
-        """Begin to record the backward pass. Without an input, its recording ends with autograd's backward pass."""
+        """Begin to record the backward pass of a model part.
+
+        If the part has no input, the recording ends with autograd's backward pass.
+        """
         self.gradient, self.running = self.recorder.number(gradient), RecordedPass(len(self.recorder.events))
         if not self.has_input:
             torch.autograd.Variable._execution_engine.queue_callback(self.leave)
 
     def leave(self, gradient: Tensor | None = None) -> None:
-        """End the recording of the backward pass. `gradient` is that of the part's input; None without an input."""
+        """End the recording of a model part's backward pass. `gradient`: gradient of the part's input; None without an
+        input."""
         self.recording.backward = self.recording.adding = self._segment(gradient)
         self.recording.find_outliving()
 
@@ -259,7 +276,7 @@ class _ObservedGradient(torch.autograd.Function):
 
 
 class _RepeatedFunction(torch.autograd.Function):
-    """Autograd function whose forward and backward pass repeat a recording."""
+    """Autograd function whose forward and backward pass repeat the recorded events of a block or a model part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: RepeatedBlock) -> Tensor:
@@ -274,7 +291,7 @@ class _RepeatedFunction(torch.autograd.Function):
 def _typical_micro_batches(pipeline: Pipeline, chunk: int) -> list[int]:
     """Return the micro-batches of a chunk of layers that are neither first nor last, in the order of forward passes.
 
-    The list is empty if another one of them would run its backward pass first.
+    The list is empty unless the first of these micro-batches also runs its backward pass before the others.
     """
     forward, backward = (
         [action.micro_batch for action in pipeline.actions if (action.kind, action.chunk) == (kind, chunk)]
@@ -285,18 +302,19 @@ def _typical_micro_batches(pipeline: Pipeline, chunk: int) -> list[int]:
 
 
 def _neighbours(index: int, count: int, part: Part) -> tuple[str, str]:
-    """Return the source of a block's input and the receiver of its output, as in `BlockKind`."""
+    """Return the source of a transformer block's input and the receiver of its output, named as in `BlockKind`."""
     after = "block" if index else "embedding" if part.first else "stage"
     before = "block" if index < count - 1 else "head" if part.last else "stage"
     return after, before
 
 
 MAX_RECORDING_SETS = 64
-"""Maximum number of sets of recordings in a process's cache. A set takes a few hundred kilobytes."""
+"""Maximum number of sets of recorded blocks in a process's cache. A set takes a few hundred kilobytes."""
 
 
 def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recording]:
-    """Return the recordings that traces of `experiment` share with traces of experiments that have equal blocks."""
+    """Return the recorded blocks that traces of `experiment` share with traces of experiments that have equal
+    blocks."""
     layout, training, model = experiment.layout, experiment.training, experiment.model
     return recordings(
         (model.hidden, model.heads, model.head_width, model.ffn_width, experiment.seq),
@@ -317,5 +335,5 @@ def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recordi
 
 @lru_cache(MAX_RECORDING_SETS)
 def recordings(*key: tuple[object, ...]) -> dict[BlockKind, Recording]:
-    """Return the cached recordings for blocks with the properties `key`; an empty dictionary at the first call."""
+    """Return the cached recordings for blocks with the properties `key`. The dictionary is empty at the first call."""
     return {}

@@ -1,7 +1,7 @@
 """Trace of one step for each pipeline role: the real engine on `meta` tensors, without a device or other ranks.
 
 Pipeline stages with equal layers form one role; all replicas and tp ranks of a stage do the same work. A trace runs
-only as many micro-batches as fill the pipeline, of which the second one stands for all others.
+only as many micro-batches as fill the pipeline. The second micro-batch stands for all those that do not run.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class PipelineRole:
     """Pipeline stages whose ranks do the same work in a step."""
 
     name: str
-    """`all` without a pipeline; otherwise `first`, `last`, or a text that begins with `middle`."""
+    """Name of the role: `all` without a pipeline; otherwise `first`, `last`, or a text that begins with `middle`."""
     stage: int
     """Index of the traced stage: of the role's stages, the one with the most micro-batches in flight."""
     stages: int
-    """Number of stages with this role."""
+    """Number of pipeline stages with this role."""
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Trace:
     step_start: int
     """Index of the first event of the step; preceding events belong to initialisation."""
     step_stop: int
-    """Index of the first event after the step; the events from there on wait for unfinished communication."""
+    """Index of the first event after the step. All events after the step are waits for unfinished communication."""
     copies: int
     """Number of micro-batches of the real step that the trace does not run (see `TYPICAL_MICRO_BATCH`)."""
     parameters: int
@@ -68,7 +68,7 @@ class Trace:
 
     @property
     def step(self) -> list[Event]:
-        """The events of the step, and of the waits for unfinished communication after it."""
+        """Events of the step, and of the waits for unfinished communication after it."""
         return self.events[self.step_start :]
 
     @cached_property
@@ -79,7 +79,10 @@ class Trace:
 
     @cached_property
     def pieces(self) -> list[list[Timed]]:
-        """Timed events of each item of `actions`, and a last list of those after the last pass (the optimizer's)."""
+        """Timed events of each forward and backward pass, in the order of `actions`.
+
+        The last list has the events after the last pass, which are those of the optimizer.
+        """
         found: list[list[Timed]] = [[] for _ in range(len(self.actions) + 1)]
         at = 0
         append = found[0].append
@@ -135,7 +138,7 @@ class Trace:
 
 
 def roles(experiment: Experiment) -> list[PipelineRole]:
-    """Return the pipeline roles of an experiment."""
+    """Return the pipeline roles of an experiment, each of which consists of stages with equal layers."""
     layout = experiment.layout
     if layout.pp == 1:
         return [PipelineRole("all", 0, 1)]
@@ -160,11 +163,11 @@ def trace(
     recorder: TraceRecorder | None = None,
     repeat: bool = True,
 ) -> Trace:
-    """Run initialisation and one step of `role` on `meta` tensors, and return their events.
+    """Run initialisation and one step of a pipeline role on `meta` tensors, and return the recorded events.
 
     `gloo`: include the receive buffers of gloo's transport, for comparison with runs on CPUs. `recorder`: unused
-    recorder of a subclass that records more than events; it needs `repeat` off. `repeat`: record one block of each kind
-    and repeat its events for the others, which is faster and gives the same events.
+    recorder of a subclass that records more than events; it requires `repeat=False`. `repeat`: record one block of each
+    kind and repeat its events for other blocks of this kind, which is faster and gives the same events.
     """
     _import_shape_functions()
     layout = shortened(experiment.layout, role.stage)
@@ -190,7 +193,7 @@ def trace(
         repeats = BlockRepeater(recorder, pipeline, recordings_of(short, gloo), engine.checkpoints)
         for chunk, part in enumerate(engine.parts if repeat else ()):
             repeats.attach(part, chunk)
-        # These are tokens and targets of a step, and on a GPU also of the next step (`repro.launch.rank.step_data`).
+        # Inputs are the tokens and targets of the step, and on a GPU also of the next (`repro.launch.rank.step_data`).
         shape = 2, experiment.layout.replica_batch, experiment.seq
         inputs = [torch.empty(shape, dtype=torch.int64, device=device) for _ in range(1 if gloo else 2)]
         tokens, targets = inputs[0][:, : layout.micro_batch]
@@ -201,7 +204,7 @@ def trace(
         engine.step([MicroBatch(tokens, targets, BatchPosition(0, 0))] * layout.accumulation, recorder.phase)
         stop = len(recorder.events)
         engine.synchronize()
-    # Python's garbage collector cannot see these cycles: parameters reference their hooks, storages the recorder.
+    # The calls below break reference cycles through hooks and storages, which the garbage collector cannot see.
     recorder.under_way = no_action
     repeats.detach()
     for part in engine.parts:
@@ -219,7 +222,7 @@ def trace(
 
 
 def trace_roles(experiment: Experiment, *, gloo: bool = False) -> list[Trace]:
-    """Return the `trace` of every role."""
+    """Return a trace of one step of `experiment` for each pipeline role."""
     return [trace(experiment, role, gloo=gloo) for role in roles(experiment)]
 
 
@@ -242,6 +245,6 @@ def shortened(layout: Layout, stage: int) -> Layout:
     count = unit
     while count < m and (count < 3 or live(count) < live(m)):
         count += unit
-    # At its peak memory, a later stage also retains gradients that it sent in the preceding backward passes.
+    # At its memory peak, a later stage also retains gradients that it sent in the preceding backward passes.
     count = min(m, count + (max(unit, Boundary.UNDER_WAY) if layout.pp > 1 else unit))
     return replace(layout, global_batch=count * layout.micro_batch * layout.dp)

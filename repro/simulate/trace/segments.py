@@ -33,7 +33,7 @@ class TensorMeta(NamedTuple):
         return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def make(self) -> Tensor:
-        """Return a new `meta` tensor."""
+        """Return a new `meta` tensor of this shape, stride and dtype."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
@@ -41,20 +41,23 @@ class GradientCall(NamedTuple):
     """Call of a parameter's gradient hook or gradient sink during the backward pass of a recorded block."""
 
     first: int
-    """Index in the trace of the call's first event."""
+    """Index in the trace of the first event of the hook's or sink's call."""
     end: int
-    """Index in the trace of the first event after the call."""
+    """Index in the trace of the first event after the hook's or sink's call."""
     parameter: int
-    """Index of the parameter in the block's list of parameters."""
+    """Index of the parameter in the transformer block's list of parameters."""
     gradient: int
     """Storage number of the parameter's gradient; -1 for a gradient sink, which computes the gradient itself."""
     operands: tuple[TensorMeta, ...]
-    """Shapes of the call's tensors: the gradient, or for a sink the output's gradient [N, o] and the input [N, i] of a
-    linear layer with o outputs and i inputs per token, for N tokens."""
+    """Shapes of the tensors that the hook or sink receives.
+
+    A hook receives the gradient. A sink receives the output's gradient [N, o] and the input [N, i] of a linear layer.
+    N is the number of tokens, and o and i are the numbers of outputs and inputs per token.
+    """
 
 
 class Instruction(IntEnum):
-    """Instruction of a segment: how a repeated block reproduces recorded events."""
+    """Instruction by which a repeated transformer block reproduces recorded events."""
 
     EVENTS = 0
     """Append events that affect only the block's own storages."""
@@ -106,17 +109,20 @@ class Segment:
 
 @dataclass
 class Recording:
-    """Recorded forward and backward pass, which all blocks of one `BlockKind` repeat."""
+    """Recorded forward and backward pass of a transformer block, which all blocks of one `BlockKind` repeat."""
 
     forward: Segment | None = None
     backward: Segment | None = None
     adding: Segment | None = None
     """A backward pass that only adds gradients to those of earlier micro-batches (`GradientReducer.only_adds`)."""
     outliving: int | None = None
-    """Block-local index of the storage that is freed only with autograd's graph; None if there is none."""
+    """Block-local index of the storage that is freed only with autograd's graph; None if there is no such storage."""
 
     def find_outliving(self) -> None:
-        """Set `outliving`. Raises `UnrepeatableBlock` for several such storages, whose release order is unknown."""
+        """Find the storage that is freed only with autograd's graph, and assign its index to `outliving`.
+
+        Raises `UnrepeatableBlock` for several such storages, whose release order is unknown.
+        """
         segments = [segment for segment in (self.forward, self.backward) if segment is not None]
         steps = [step for segment in segments for step in segment.steps]
         runs = [run for do, run, _ in steps if do is Instruction.EVENTS]
@@ -131,7 +137,7 @@ class Recording:
 
 @dataclass
 class RecordedPass:
-    """A forward or backward pass during its recording."""
+    """Forward or backward pass of a transformer block during its recording."""
 
     start: int
     calls: list[GradientCall] = field(default_factory=list)
@@ -144,7 +150,7 @@ def segment_of(
     result: Tensor | None,
     gradient: int,
 ) -> Segment:
-    """Return the recorded events of `running` as a segment.
+    """Return the recorded events of the pass `running` as a segment, which is a list of instructions.
 
     `places` maps storage numbers to block-local indices, to which storages that the pass allocates are added. `result`
     is the tensor that the pass returns, or None. `gradient` is the storage number of the incoming gradient, or -1.
@@ -160,19 +166,19 @@ def segment_of(
 
 
 class _SegmentWriter:
-    """Converter of the recorded events of a pass into instructions."""
+    """Converter of the recorded events of a block's forward or backward pass into instructions."""
 
     def __init__(
         self, recorder: TraceRecorder, places: dict[int, int], made: dict[int, TensorMeta], gradient: int
     ):
         self.recorder, self.places, self.made, self.gradient = recorder, places, made, gradient
         self.following = max(-1, *places.values(), -1) + 1
-        """Block-local index of the next allocated storage."""
+        """Block-local index of the storage that the pass allocates next."""
         self.found: list[Step] = []
         self.run = EventRun()
 
     def steps(self, running: RecordedPass) -> list[Step]:
-        """Return the instructions of the pass."""
+        """Return the instructions with which other blocks repeat the recorded pass `running`."""
         events, at = self.recorder.events, running.start
         for call in running.calls:
             for event in events[at : call.first]:
@@ -212,7 +218,7 @@ class _SegmentWriter:
         run, position = self.run, len(self.run.events)
         if isinstance(event, Alloc):
             if event.id in self.places:
-                raise UnrepeatableBlock(f"storage {event.id} is allocated a second time")
+                raise UnrepeatableBlock(f"storage {event.id} is allocated a second time in a recorded block")
             self.places[event.id] = self.following
             self.following += 1
             if event.id in self.made:
@@ -245,12 +251,12 @@ class _SegmentWriter:
 
     def _place(self, event: Free | Mark) -> int:
         if event.id not in self.places:
-            raise UnrepeatableBlock(f"{event} refers to a storage that is not the block's")
+            raise UnrepeatableBlock(f"{event} refers to a storage outside the recorded block")
         return self.places[event.id]
 
 
 class RepeatedBlock:
-    """Forward and backward pass of one block, repeated from a recording without running the block."""
+    """Forward and backward pass of one transformer block, repeated from a recording without running the block."""
 
     def __init__(
         self,
@@ -263,7 +269,7 @@ class RepeatedBlock:
         self.recorder, self.recording, self.parameters = recorder, recording, parameters
         self.reducer = reducer
         self.numbers: list[int] = []
-        """Storage numbers by block-local index."""
+        """Storage numbers in the trace, by block-local index."""
         with unobserved():
             self.tensors: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
             """Tensors that code outside the block may also reference, by block-local index."""
@@ -273,7 +279,7 @@ class RepeatedBlock:
             self.recorder.events.append(Free(self.numbers[self.recording.outliving]))
 
     def forward(self) -> Tensor:
-        """Repeat the forward pass and return the block's output."""
+        """Repeat the recorded forward pass, and return the block's output."""
         segment = self.recording.forward
         assert segment is not None
         assert segment.result is not None
@@ -281,7 +287,10 @@ class RepeatedBlock:
         return self.tensors.pop(segment.result)
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Repeat the backward pass for the output's `gradient`, and return the input's; None without an input."""
+        """Repeat the recorded backward pass for the `gradient` of the block's output.
+
+        Return the gradient of the block's input; None without an input.
+        """
         recording, number = self.recording, self.recorder.number
         segment = recording.backward
         assert segment is not None
@@ -327,9 +336,12 @@ class RepeatedBlock:
                 recorder.release(gradient)
 
     def _repeat(self, run: EventRun, works: dict[int, int]) -> None:
-        """Append the events of `run` with new storage and message numbers. `works`: new message numbers by old ones."""
+        """Append the events of `run` to the trace, with new storage and message numbers.
+
+        `works`: new message numbers by old ones.
+        """
         recorder, numbers, events = self.recorder, self.numbers, list[Any](run.events)
-        new: Any = tuple.__new__  # This call takes half the time of a named tuple's constructor.
+        new: Any = tuple.__new__  # `tuple.__new__` takes half the time of a named tuple's constructor.
         first = recorder.reserve(len(run.allocations))
         numbers.extend(range(first, first + len(run.allocations)))
         for number, at in enumerate(run.allocations, first):

@@ -12,13 +12,13 @@ from torch import Tensor
 T = TypeVar("T")
 UNKNOWN_RESULT = object()
 PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
-"""Types of operands that a `CallKey` contains by value."""
+"""Types of operands whose values are part of an operator call's cache key."""
 CallKey = tuple[object, ...]
 """Key of an operator call: the operator, and all properties of its operands on which its result and cost can depend."""
 
 
 def cached_by_operator(describe: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Cache `describe` by the identity of an operator, because hashing an operator calls a Python function."""
+    """Return `describe` with a cache by operator identity, because hashing an operator calls a Python function."""
     known: dict[int, T] = {}
 
     def found(func: Any) -> T:
@@ -37,7 +37,10 @@ class ShapeCache:
         self._known: dict[CallKey, Any] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: CallKey | None) -> Any:
-        """Return the result of `func(*args, **kwargs)`, an operator that is no view, whose `call_key` is `key`."""
+        """Return the result of the operator call `func(*args, **kwargs)`, if possible from the cache.
+
+        `func` must not be a view. `key`: the `call_key` of the call.
+        """
         out = output_argument(func, kwargs)
         if out is not None:
             return out
@@ -62,21 +65,24 @@ def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKe
 
 
 def output_argument(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tensor into which the caller lets an operator write its result (such as `out=`), or None."""
+    """Return the tensor that a caller passes for an operator's result (such as `out=`); None if there is no such
+    argument."""
     name = _out_argument(func)
     return None if name is None else kwargs.get(name)
 
 
 @cached_by_operator
 def _out_argument(func: Any) -> str | None:
-    """Return the name of an operator's only output argument, usually `out`; None if it has none or several."""
+    """Return the name of an operator's only output argument, usually `out`; None if the operator has none or
+    several."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     return names[0] if len(names) == 1 else None
 
 
 @cached_by_operator
 def _in_place(func: Any) -> bool:
-    """Return whether an operator modifies only its first argument, without changing its size, and returns it."""
+    """Return whether an operator modifies only its first argument, without a change of size, and returns that
+    argument."""
     schema = func._schema
     if len(schema.returns) != 1 or not schema.arguments or not schema.name.startswith("aten::"):
         return False

@@ -173,7 +173,7 @@ def test_an_expandable_segment_gives_back_the_granules_inside_its_free_blocks() 
 
 
 def test_a_wrong_limit_is_named() -> None:
-    with pytest.raises(ConfigError, match="limit = -1: must be bytes"):
+    with pytest.raises(ConfigError, match="limit = -1: must be a number of bytes"):
         CachingAllocator(-1)
 
 

@@ -112,7 +112,7 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
         (
             {"global_batch": 5},
             64,
-            "global_batch = 5: must be a multiple of dp, which can be 4, 8, 16, 32, 64, with pp micro-batches each",
+            "global_batch = 5: must be a multiple of dp (one of 4, 8, 16, 32, 64) with at least pp micro-batches",
         ),
         ({"zero": 5}, 8, "zero = 5: must be a ZeRO stage"),
         ({"precision": "fp8"}, 8, "precision = 'fp8'"),

@@ -200,7 +200,7 @@ def test_a_block_that_does_something_that_another_cannot_do_again_is_refused(
 
     monkeypatch.setattr(tensor, "weight_gradient", remembers)
     experiment = Experiment(name="e", model=MODEL, layout=BASE)
-    with pytest.raises(UnrepeatableBlock, match="not the block's"):
+    with pytest.raises(UnrepeatableBlock, match="outside the recorded block"):
         trace(experiment, roles(experiment)[0])
 
 
