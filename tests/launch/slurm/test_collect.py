@@ -59,7 +59,7 @@ def test_nodes_that_failures_name_are_counted() -> None:
         return CaseState(**words, state="failed", detail=reason, outcome=outcome, nodes=nodes)
 
     cases = [
-        case("lost node n2: no answer from it for 15 s"),
+        case("lost node n2: no answer from the node for 15 s"),
         case("node failure of n2, n3", outcome="interrupted"),
         case("wrong hardware: all of them"),
         case("rank 0: n1 is bad"),
