@@ -18,7 +18,7 @@ from repro.launch.failures import FAILURE_CLASSES, failure_class
         ("error", "rank 1 was killed by signal 9 (SIGKILL) at step 1", "", "rank-killed"),
         ("error", "rank 3 at step 1: DistBackendError: NCCL error in: x.cpp", "", "nccl"),
         ("error", "rank 2 at step 4: lost node n2: no answer from the node for 15 s", "COMPLETED", "lost-node"),
-        ("error", "wrong hardware: node n2 has no GPU where ...", "", "wrong-hardware"),
+        ("error", "wrong hardware: node n2 has no GPU, but ...", "", "wrong-hardware"),
         ("interrupted", "stopped by SLURM (SIGUSR2): preempted (rank 0 was at start-up)", "", "preempted"),
         ("interrupted", "stopped by SLURM (SIGUSR2): time limit (rank 0 ...)", "", "time-limit"),
         ("interrupted", "stopped by SLURM (SIGTERM): preempted or at its time limit", "CANCELLED by 0", "cancelled"),

@@ -227,7 +227,7 @@ def test_wrong_hardware(lab: Lab, tmp_path: Path) -> None:
     assert {(row["state"], row["failure"]) for row in status.values()} == {("failed", "wrong-hardware")}
     assert bench.begun() == []
     for row in status.values():
-        message = f"wrong hardware: node {row['nodes']} has no GPU where dgx1-v100-32gb has 2 x NVIDIA V100"
+        message = f"wrong hardware: node {row['nodes']} has no GPU, but dgx1-v100-32gb has 2 x NVIDIA V100"
         assert row["detail"].startswith(message)
         assert row["detail"].endswith("not comparable")
     collected = bench.repro("collect", check=False)
