@@ -141,7 +141,7 @@ def test_a_refusal_of_slurm_leaves_what_was_submitted(
     [
         (
             'partition = "nowhere"',
-            "slurm.partition = 'nowhere': no such partition here; known are debug, old",
+            "slurm.partition = 'nowhere': no partition of this cluster; known are debug, old",
         ),
         ('partition = "old"', "slurm.partition = 'old': must be a partition that is up"),
         (
