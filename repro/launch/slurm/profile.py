@@ -47,7 +47,7 @@ class Slurm:
     memory: str = ""
     """Host memory of a job on each node, for example `64GB`; `0`: all memory of the node; empty: the site's default."""
     exclusive: bool = True
-    """Whether a job has its nodes for itself. Other jobs on a node would disturb the measurement."""
+    """Whether a job has exclusive use of its nodes. Other jobs on a node would disturb the measurement."""
     time_limit: str = "01:00:00"
     """Time limit of each SLURM job: `HH:MM:SS`, `D-HH:MM:SS` or minutes."""
     array_parallelism: int = 4

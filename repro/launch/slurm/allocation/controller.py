@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 JOB_FILE, ANSWER_FILE = "job.json", "answer.json"
 MIN_OPEN_FILES = 16384
 BOOT_TIMEOUT_S = 300.0
-"""Maximum time in seconds until all nodes of an allocation have reported; long, as some sites boot nodes on demand."""
+"""Maximum time in seconds until all nodes of an allocation have reported. Some sites boot nodes on demand."""
 POLL_INTERVAL_S = 0.05
 REQUEUE_SIGNAL_TIMEOUT_S = 2.0
 """Time in seconds to wait after SIGTERM for SIGUSR2, which SLURM sends at a preemption but not at `scancel`."""
@@ -99,7 +99,7 @@ def read_allocation(folder: Path, environment: dict[str, str]) -> Allocation:
     site = profile.load_profile(folder / "profile.toml")
     os.umask(site.umask)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MIN_OPEN_FILES:  # the controller has an open connection for each rank
+    if soft < MIN_OPEN_FILES:  # The controller has an open connection to each rank's task.
         wanted = min(MIN_OPEN_FILES, hard) if hard > 0 else MIN_OPEN_FILES
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return Allocation(
@@ -194,7 +194,7 @@ def _refuse(recorder: Recorder, tasks: list[Task], reason: str) -> None:
 
 @dataclass(frozen=True)
 class RunBundle:
-    """Callable that submitit pickles and calls in a SLURM job, to run one bundle of a submission."""
+    """Callable that submitit pickles and calls in a SLURM job, to run one bundle of experiments of a submission."""
 
     submission: str
     """Path of the submission's folder in the store."""

@@ -31,7 +31,7 @@ REAP_TIMEOUT_S = 20.0
 LOST_NODE_REAP_TIMEOUT_S = 3.0
 """Maximum time in seconds to wait for the end of a job step after the loss of a node, whose tasks never report."""
 LOST_TASK_GRACE_S = 5.0
-"""Time in seconds after a task's unexpected end before the task counts as lost; a signal of SLURM may explain it."""
+"""Time in seconds in which a SLURM signal may explain a task's unexpected end. Then the task counts as lost."""
 MAX_PORT_ATTEMPTS = 3
 """Maximum number of rendezvous ports that a launch tries if other processes occupy them."""
 _ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
@@ -162,7 +162,10 @@ class ClusterLaunch:
         return self._ranks[rank].errors
 
     def dump_stacks(self) -> None:
-        """Have every rank write its Python stacks to its log and wait for them; write `positions.txt` of all ranks."""
+        """Request that all ranks write their Python stacks to their logs, and wait for the stacks.
+
+        The training positions of all ranks are written to `positions.txt`.
+        """
         if self._step is not None:
             self._step.signal(rank_process.STACKS_SIGNAL)
         lines = [f"rank {rank} on {self._nodes[rank]}: {self.position(rank)}" for rank in range(self.world)]
@@ -201,7 +204,7 @@ class ClusterLaunch:
         if self._loss:
             self._stop.give_up(f"{LOST_NODE}{self._loss}")
 
-    # -- messages of the tasks ---------------------------------------------------------------------
+    # -- messages from the ranks' tasks ------------------------------------------------------------
 
     def _lost(self, rank: int) -> str:
         """Return node and reason if the controller has lost the task of a rank that has not ended; empty otherwise."""

@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, REQUEUE)
 """Signals that SLURM may send to every process of an ending job. Only the controller acts on them."""
 SLURM_QUERY_TIMEOUT_S = 5.0
 ACCOUNTING_DELAY_S = 3.0
-"""Maximum time until `sacct` lists the end of a job, in seconds."""
+"""Maximum time in seconds from the end of a SLURM job until `sacct` lists the end."""
 MIN_KILL_WAIT_S = 10.0
 """Assumed minimum time from SIGTERM to SIGKILL, in seconds; SLURM's default (`KillWait`) is 30 s."""
 TIME_LIMIT_WARNING_S = 120.0
@@ -39,7 +39,7 @@ class AllocationStop:
         """Create a stop request that is not set. `restarts`: number of times that SLURM has requeued the job `job`."""
         self._job, self._restarts = job, restarts
         self.delay_s = 90.0
-        """Time before the job's time limit at which SLURM sends `REQUEUE`, in seconds."""
+        """Time before the job's time limit at which SLURM sends the signal `REQUEUE`, in seconds."""
         self._seen: list[int] = []
         self._why = ""
         self._terminated_node = ""

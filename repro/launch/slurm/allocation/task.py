@@ -109,7 +109,7 @@ class RankProcess:
         self.code = code
 
     def _pass_on_stop(self) -> None:
-        """Forward the controller's stop request to the rank. Rank 0 forwards it to the other ranks."""
+        """Forward the controller's stop request to the rank. Rank 0 forwards the request to the other ranks."""
         if self._folder is not None and (self._logs / STOP_FILE).exists():
             with contextlib.suppress(
                 OSError
@@ -255,12 +255,13 @@ def task_environment(launch: TaskLaunch, rank: int, world: int, address: str) ->
     defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     chosen: dict[str, str] = {}
     if launch.limited:
-        defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)  # The local launcher sets the same.
+        # glibc must return freed tensors to the kernel at once, as in `local_launch.rank_environment`.
+        defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)
     if "SLURM_CPUS_PER_TASK" in os.environ:
         chosen |= threads
     else:
         defaults |= threads
-    if launch.interface:  # Without NCCL_SOCKET_IFNAME, NCCL finds the fastest one.
+    if launch.interface:  # If the profile names no interface, NCCL finds the fastest interface itself.
         chosen |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {**defaults, **os.environ, **chosen, **launch.variables, **ours}
 
