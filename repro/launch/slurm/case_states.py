@@ -315,7 +315,7 @@ def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseSta
         return replace(base, state=state, detail=", ".join(part for part in parts if part))
     if base.name != current.get("case"):
         turns = current.get("compare") and base.name in current["names"]
-        comparing = f"alternates with {current['case']} in a comparison"
+        comparing = f"alternates with {current.get('case')} in a comparison"
         detail = comparing if turns else "its job runs other cases first"
         return replace(base, state=RUNNING, detail=detail)
     rate = current.get("steps_per_s")
