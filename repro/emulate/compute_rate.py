@@ -19,14 +19,17 @@ from repro.emulate.network import NoNetwork
 from repro.util.processes import count_compute_cores, usable_cores
 
 COMPUTE_RATE_FACT = "products_flops_per_s"
-"""Key of the compute rate in the provenance facts of a system file that `repro calibrate` wrote."""
+"""Provenance key under which `repro calibrate` records a core's FLOP/s of matrix products in a system file."""
 MEASUREMENT_S = 0.5
 WIDTH = 192
-"""Rows and columns of the multiplied fp32 matrices, typical for the small models on emulated networks."""
+"""Number of rows and columns of the fp32 matrices whose products measure the compute rate of a core.
+
+Matrices of this size are typical of the small models that run on emulated networks.
+"""
 
 
 def rank_flops_per_s(world: int) -> float:
-    """Return the FLOP/s of one of `world` ranks that share the compute cores.  Raises `NoNetwork` on a failure."""
+    """Measure the FLOP/s of one of `world` ranks that share the compute cores.  Raises `NoNetwork` on a failure."""
     cores = count_compute_cores(usable_cores())
     command = [sys.executable, "-m", __name__]
     ranks = range(min(cores, world))
@@ -50,7 +53,7 @@ def count_flop(seconds: float, clock: Callable[[], float]) -> int:
 
 
 def core_flops_per_s() -> float:
-    """Return the FLOP of matrix products per second of this thread's processor time."""
+    """Measure fp32 matrix products on one core, and return their FLOP per second of processor time."""
     count_flop(MEASUREMENT_S / 10, time.thread_time)  # warm-up
     began = time.thread_time()
     return count_flop(MEASUREMENT_S, time.thread_time) / (time.thread_time() - began)

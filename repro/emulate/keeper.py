@@ -26,25 +26,25 @@ from repro.emulate.network import mtu_bytes, payload_share
 from repro.util.processes import die_with_parent, usable_cores
 
 RAMP_S, WINDOW_S = 0.03, 0.12
-"""Time in seconds that the streams run before a measurement of rates, and time in seconds of the measurement."""
+"""Warm-up time of the test streams before link rates are measured, and duration of the measurement, in seconds."""
 TURN_S = 1e-3
-"""Time in seconds between two writes to, and reads from, the sockets of a measured stream."""
+"""Interval in seconds at which a measurement of link rates writes to and reads from its sockets."""
 CHUNK = memoryview(bytes(1 << 18))
 PINGS = 40
-"""Number of round trips of one byte of which the median is taken."""
+"""Number of one-byte round trips per latency measurement, whose result is their median."""
 TOLERANCE = 0.05
 """Maximum relative difference between the measured and the requested rate of a link."""
 ATTEMPTS = 15
-"""Number of measurements of a link before a wrong rate is an error, since other programs disturb measurements."""
+"""Maximum number of measurements of a link's rate.  Repetitions are needed, because other programs disturb them."""
 SENDS, RECEIVES = "sends", "receives"
 
 
 class WrongRate(Exception):
-    """A link does not have the requested rate; `str` names the link and both rates."""
+    """The measured rate or delay of an emulated link differs from the requested value; `str` gives both values."""
 
 
 def verify(links: Links) -> dict[str, Any]:
-    """Limit all links to their rates and return the measured bytes/s and round trips.  Raises `WrongRate`.
+    """Limit all links to their requested rates, and return measured bytes/s and round trips.  Raises `WrongRate`.
 
     The two ends of a link are measured one at a time with the other end unlimited, so that neither end hides an error
     of the other.  All links of ranks, or of nodes, are measured at once, since an experiment uses them at once.  When
@@ -72,8 +72,9 @@ def verify(links: Links) -> dict[str, Any]:
     if network.nodes > 1:
         trips["between"] = round_trip_s(links, 0, network.ranks_per_node)
         if (trip_s := trips["between"]) < 2 * network.delay_s * (1 - TOLERANCE):
-            least = f"twice delay_s = {network.delay_s:g} s"
-            raise WrongRate(f"the round trip between nodes takes {trip_s:.2g} s, less than {least}")
+            raise WrongRate(
+                f"the round trip between nodes takes {trip_s:.2g} s, less than twice delay_s = {network.delay_s:g} s"
+            )
     return {"rates": found, "round_trip_s": trips}
 
 
@@ -180,10 +181,12 @@ def round_trip_s(links: Links, source: int, target: int) -> float:
 
 
 def main() -> int:
-    """Create the network that standard input requests, print its description, and wait for the end of the input."""
+    """Create the network that standard input requests, print its description, and wait until standard input closes."""
     parser = argparse.ArgumentParser(prog="python -m repro.emulate.keeper", description=__doc__)
-    parser.add_argument("--parent", type=int, default=0, help="end when this process dies; 0: never")
-    parser.add_argument("--stay", action="store_true", help="run on when the input ends")
+    parser.add_argument(
+        "--parent", type=int, default=0, help="process id whose exit ends the network; 0: none"
+    )
+    parser.add_argument("--stay", action="store_true", help="run on after standard input closes")
     options = parser.parse_args()
     die_with_parent(options.parent)
     network = EmulatedNetwork(**json.loads(sys.stdin.readline()))
@@ -202,7 +205,7 @@ def main() -> int:
 
 
 def _make_network(network: EmulatedNetwork) -> dict[str, Any]:
-    """Create a network in this process, verify its rates, and return the fields of `NetworkFacts` as JSON data."""
+    """Create an emulated network, verify its link rates, and return the fields of `NetworkFacts` as JSON data."""
     for key in ("between", "within"):
         rate = getattr(network, key)
         require(rate < 2**32, key, rate, "less than 2**32 bytes/s, the maximum rate of a token bucket")

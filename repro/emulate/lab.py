@@ -1,4 +1,4 @@
-"""`repro lab`: a check whether emulated networks work here, and one network per user that runs until it is stopped."""
+"""`repro lab`: one emulated network per user, which runs until it is stopped, and a check of its requirements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from repro.util.files import write_json
 
 @cache
 def missing_requirement() -> str:
-    """Name the requirement of emulated networks that this machine lacks; empty if a trial network works."""
+    """Return the requirement of emulated networks that this machine lacks; empty if a trial network works."""
     if not sys.platform.startswith("linux"):
         return "network namespaces, which only Linux provides"
     if not extras.is_installed("pyroute2"):
@@ -39,7 +39,7 @@ def missing_requirement() -> str:
 
 @dataclass(frozen=True)
 class LabNetwork:
-    """The running network of `repro lab`: its configuration, and its processes and measurements."""
+    """Running emulated network of `repro lab`: its configuration, processes and measured link rates."""
 
     network: EmulatedNetwork
     facts: NetworkFacts
@@ -60,7 +60,7 @@ def _start_time(process: int) -> float:
 
 
 def find_network() -> LabNetwork | None:
-    """Return the running network of this user; None if none was started or the process that owns it has ended."""
+    """Return this user's emulated network of `repro lab`; None if no network is running."""
     try:
         found = json.loads(_state_file().read_text(encoding="utf-8"))
         began = _start_time(found["facts"]["keeper"])
@@ -75,7 +75,7 @@ def start_network(network: EmulatedNetwork) -> LabNetwork:
     """Start an emulated network that runs until `stop_network`.
 
     Raises:
-        ConfigError: A network of this user is already running.
+        ConfigError: An emulated network of this user is already running.
         NoNetwork: The network cannot be created.
     """
     if (running := find_network()) is not None:
@@ -93,7 +93,7 @@ def start_network(network: EmulatedNetwork) -> LabNetwork:
 
 
 def stop_network() -> bool:
-    """Stop the running network of this user, and return whether a network was running."""
+    """Stop this user's emulated network of `repro lab`, and return whether a network was running."""
     running = find_network()
     if running is not None:
         os.kill(running.facts.keeper, signal.SIGKILL)
@@ -102,7 +102,7 @@ def stop_network() -> bool:
 
 
 def require_network() -> LabNetwork:
-    """Return the running network of this user.  Raises `ConfigError` if no network is running."""
+    """Return this user's emulated network of `repro lab`.  Raises `ConfigError` if no network is running."""
     if (running := find_network()) is None:
-        raise ConfigError("lab", says="no network is running; `repro lab up` starts one")
+        raise ConfigError("lab", says="no emulated network is running; `repro lab up` starts one")
     return running

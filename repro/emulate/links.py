@@ -28,13 +28,13 @@ from repro.emulate.network import ETHERNET_BYTES, MIN_MTU, mtu_bytes, segment_by
 from repro.util.processes import die_with_parent
 
 WAKE_S = 300e-6
-"""Maximum delay in seconds until the kernel refills a token bucket.  A bucket that holds one frame and the bytes of
-this time keeps the link's rate."""
+"""Maximum delay in seconds until the kernel refills a link's token bucket.  A bucket sustains the link's rate if its
+size is one frame plus the bytes that the link sends during this delay."""
 QUEUE_BYTES = 1 << 28
-"""Bytes of a link's queue.  All sockets have fewer bytes in flight, so no packet is dropped, as with flow control."""
+"""Capacity of a link's send queue in bytes.  All sockets together have fewer bytes in flight, so no packet is lost."""
 SUBNET = "10.77"
 UPLINK, RANK_INTERFACE = "uplink", "eth0"
-"""Network interfaces of an emulated node: to other nodes, and in the namespace of each rank."""
+"""Names of an emulated node's network interface to other nodes, and of the network interface of each rank."""
 _NEWNET, _NEWUSER = 0x40000000, 0x10000000
 
 
@@ -46,7 +46,7 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def become_root() -> bool:
-    """Move this process to a new network namespace, and return whether that needed a new user namespace.
+    """Move this process to a new network namespace, and return whether the move needed a new user namespace.
 
     Raises `OSError` if this user may create neither kind of namespace.
     """
@@ -96,7 +96,7 @@ class Namespace:
 
 
 class Host:
-    """A network namespace with its interfaces: a rank, or a switch."""
+    """Network namespace of one rank or one switch of an emulated network, with its network interfaces."""
 
     def __init__(self, window: int) -> None:
         self.namespace = Namespace()
@@ -159,15 +159,15 @@ class End:
     host: Host
     device: int
     rate: float
-    """Maximum bytes/s that this end sends; 0 for no limit."""
+    """Maximum send rate of this end of a link, in bytes/s; 0 for no limit."""
     frame: int
-    """Bytes of the largest frame that this end sends."""
+    """Size in bytes of the largest frame that this end of a link sends."""
     delay_s: float = 0.0
-    """Additional delay of each frame that this end sends, in seconds."""
+    """Additional delay of each frame that this end of a link sends, in seconds."""
 
     @property
     def burst(self) -> int:
-        """Return the bytes of the token bucket: one frame, and the bytes that `rate` allows in `WAKE_S`.
+        """Return the size of the link's token bucket in bytes: one frame plus the bytes that `rate` allows in `WAKE_S`.
 
         A message of `n` bytes takes `(n - burst) / rate` and the latency.  A larger bucket would let short messages
         pass without delay, and a smaller bucket would lower the rate.
@@ -175,7 +175,7 @@ class End:
         return round(self.frame + self.rate * WAKE_S)
 
     def limit_rate(self) -> None:
-        """Add a token bucket of `rate`, and the delay, to the interface of this end."""
+        """Limit the send rate of this link end to `rate` by a token bucket on its interface, and add its delay."""
         settings = {"rate": round(self.rate), "burst": self.burst, "limit": QUEUE_BYTES}
         self.host.netlink.tc("add", "tbf", self.device, handle="1:", **settings)
         if self.delay_s:
@@ -187,17 +187,17 @@ class End:
                 raise OSError(f"delay_s = {self.delay_s:g} {needed}: {error}") from None
 
     def remove_limit(self) -> None:
-        """Remove the token bucket and the delay from the interface of this end."""
+        """Remove the token bucket and the delay from the network interface of this link end."""
         self.host.netlink.tc("del", index=self.device, root=True)
 
 
 def address(network: EmulatedNetwork, rank: int) -> str:
-    """Return the IPv4 address of a rank; each node has a subnet."""
+    """Return the IPv4 address of a rank.  The last two numbers are its node, and its local rank plus 1."""
     return f"{SUBNET}.{network.node_of(rank)}.{rank % network.ranks_per_node + 1}"
 
 
 class Links:
-    """Hosts of an emulated network and the links between them, without limits of their rates at first."""
+    """Ranks, switches and links of an emulated network.  The links have no rate limits until `End.limit_rate`."""
 
     def __init__(self, network: EmulatedNetwork):
         self.network = network
@@ -209,9 +209,9 @@ class Links:
         self.nodes: list[Host] = []
         self.ranks: list[Host] = []
         self.sent: dict[str, list[End]] = {"rank": [], "node": []}
-        """Ends of links that limit the bytes/s that each rank, or each node, sends."""
+        """Link ends whose rate limits the bytes/s that each rank (`rank`) or each node (`node`) sends."""
         self.received: dict[str, list[End]] = {"rank": [], "node": []}
-        """Ends of links that limit the bytes/s that each rank, or each node, receives."""
+        """Link ends whose rate limits the bytes/s that each rank (`rank`) or each node (`node`) receives."""
         for number in range(network.nodes):
             node = Host(window)
             node.become_switch()
@@ -230,7 +230,7 @@ class Links:
                 self.ranks.append(rank)
 
     def ends(self) -> Iterator[End]:
-        """Yield all ends of links that have a limit of their rate."""
+        """Yield all link ends of the emulated network whose configuration limits their send rate."""
         for side in (self.sent, self.received):
             for ends in side.values():
                 yield from (end for end in ends if end.rate)

@@ -1,4 +1,4 @@
-"""Start and end of an emulated network for a job, and the sizes of its packets."""
+"""Start and end of an emulated network for a job, and the sizes of its packets, segments and TCP windows."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ ETHERNET_BYTES = 14
 HEADER_BYTES = 52
 """Bytes of the IPv4 and TCP headers with a time stamp, which the MTU includes."""
 MIN_FRAME_S = 200e-6
-"""Minimum transmission time of a frame on its link, in seconds."""
+"""Minimum transmission time of a frame on a link of an emulated network, in seconds."""
 MAX_FRAMES_PER_CORE_S = 6000
-"""Maximum frames/s per core of this machine, over all links of ranks or of nodes.  With more, the processors and not
-the links limit a ring collective (docs/windtunnel.md)."""
+"""Maximum frames/s of an emulated network per core of this machine, summed over the links of all ranks or all nodes.
+
+At higher frame rates the processors, not the links, limit a ring collective (docs/windtunnel.md).
+"""
 MIN_MTU, MAX_MTU = 1500, 9000
 MAX_SEGMENT_BYTES = 64000
 WINDOW_S = 30e-3
-"""TCP window of a stream as transmission time of its link, in seconds.  While a rank waits for a core, its link must
-continue to transmit, because links of a cluster need no core."""
+"""Time in seconds in which a link of an emulated network transmits one TCP window.
+
+While a rank waits for a core, its link must continue to transmit, because links of a cluster need no core.
+"""
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 1 << 18, 1 << 22
 
 
 def _frame_bytes(rate: float, links: int) -> float:
-    """Return the bytes of a frame on each of `links` links of `rate` bytes/s, by the limits of time and of frames/s."""
+    """Return the bytes of a frame on `links` links of `rate` bytes/s, by `MIN_FRAME_S` and `MAX_FRAMES_PER_CORE_S`."""
     return rate * max(MIN_FRAME_S, links / (MAX_FRAMES_PER_CORE_S * usable_cores()))
 
 
 def mtu_bytes(network: EmulatedNetwork) -> int:
-    """Return the MTU in bytes: a frame of the slowest link, from `MIN_MTU` to `MAX_MTU`."""
+    """Return the MTU of an emulated network in bytes: a frame of its slowest link, from `MIN_MTU` to `MAX_MTU`."""
     kinds = ((network.between, network.nodes), (network.within, network.world))
     frame = min((_frame_bytes(*kind) for kind in kinds if kind[0]), default=MAX_MTU)
     return round(min(max(frame, MIN_MTU), MAX_MTU))
@@ -56,7 +60,7 @@ def window_bytes(network: EmulatedNetwork) -> int:
 
 
 def payload_share(network: EmulatedNetwork) -> float:
-    """Return the payload as a fraction of the bytes on a link, for large messages in one direction."""
+    """Return the message bytes as a fraction of the bytes on a link, for large messages in one direction."""
     return (mtu_bytes(network) - HEADER_BYTES) / (mtu_bytes(network) + ETHERNET_BYTES)
 
 
@@ -77,10 +81,10 @@ class NetworkFacts:
     nodes: list[int]
     """Id of the process in each node's network namespace, by node."""
     cores: int
-    """Number of cores that the ranks share."""
+    """Number of processor cores that all ranks of the emulated network share."""
     mtu: int
     payload_share: float
-    """Payload as a fraction of the bytes on a link."""
+    """Message bytes as a fraction of the bytes on a link, which include packet headers."""
     rates: dict[str, list[float]] = field(default_factory=dict)
     """Measured bytes/s of each rank's and each node's link, by kind and direction such as `node sends`."""
     round_trip_s: dict[str, float] = field(default_factory=dict)
@@ -93,10 +97,13 @@ class NetworkFacts:
 
 
 class RunningNetwork:
-    """An emulated network with verified rates, which runs until `close`."""
+    """An emulated network with verified link rates, which runs until `close`."""
 
     def __init__(self, network: EmulatedNetwork):
-        """Create the network and verify its rates.  Raises `NoNetwork`.  The network ends with the calling thread."""
+        """Create an emulated network, which ends with the calling thread, and verify its link rates.
+
+        Raises `NoNetwork`.
+        """
         self.network = network
         self._keeper = start_keeper("--parent", str(os.getpid()))
         try:
@@ -116,7 +123,7 @@ class RunningNetwork:
 
 
 def start_keeper(*arguments: str) -> subprocess.Popen[str]:
-    """Start the process that will own a network; it waits for `request_network`."""
+    """Start the process that will own an emulated network; the process waits for `request_network`."""
     return subprocess.Popen(
         [sys.executable, "-m", "repro.emulate.keeper", *arguments],
         stdin=subprocess.PIPE,
@@ -138,7 +145,7 @@ def request_network(keeper: subprocess.Popen[str], network: EmulatedNetwork) -> 
     line = keeper.stdout.readline()
     if not line:
         lines = keeper.stderr.read().strip().splitlines()
-        reason = lines[-1] if lines else "the process that creates it was killed"
+        reason = lines[-1] if lines else "the process that creates the network was killed"
         raise NoNetwork(f"the emulated network could not be created: {reason}")
     answer: dict[str, Any] = json.loads(line)
     if "error" in answer:

@@ -31,7 +31,10 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def create(shape: torch.Size, piece: Tensor, number: int, norms: GradientNorms) -> ShardedGradient:
-        """Return the gradient of full `shape`. `piece` [k]: this rank's elements; `number`: index in `norms`."""
+        """Return a gradient with the parameter's full `shape`, of which this rank has only the elements `piece` [k].
+
+        `number` is the index of the gradient's norm in the result of `norms.compute`.
+        """
         gradient: ShardedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedGradient, shape, dtype=piece.dtype, device=piece.device
         )
@@ -83,7 +86,10 @@ UNCHANGED_FUNCTIONS = {
     *(Tensor.detach, Tensor.data.__get__, Tensor.requires_grad_),  # type: ignore[attr-defined]
     *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
 }
-"""Functions that return a `ShardedGradient` unchanged. Norms do not need a cast: they are computed in fp32 or fp64."""
+"""Tensor methods that return a sharded gradient unchanged.
+
+Casts have no effect, because norms of sharded gradients are computed in fp32 or fp64 in any case.
+"""
 
 NORM_FUNCTIONS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 ELEMENTWISE_FUNCTIONS = {
@@ -97,7 +103,7 @@ ELEMENTWISE_FUNCTIONS = {
     "clip_",
     "nan_to_num_",
 }
-"""In-place functions of single elements, which each rank can apply to its own piece of a gradient."""
+"""Names of element-wise in-place functions, which each rank can apply to its own piece of a gradient."""
 
 
 def _has_tensors(values: Iterable[Any]) -> bool:
@@ -119,26 +125,32 @@ class GradientNorms:
         like: Tensor,
         reduce: Callable[[], None],
     ):
-        """`pieces[i]`: this rank's piece of gradient `i`. `like`: a tensor with the dtype and device of the norms.
+        """Prepare the norms of `gradients` gradients, of which this rank has the pieces `pieces[i]`.
 
-        `group`: ranks that have the other pieces; None if each rank has full gradients. `reduce` completes the pending
-        reduction of the gradients over the ranks, before they are read or changed.
+        `group`: ranks that have the other pieces; None if each rank has full gradients. `like`: a tensor with the dtype
+        and device of the norms. `reduce` completes the reduction of gradients over the ranks before their first use.
         """
         self._pieces, self._gradients, self._group, self._like = pieces, gradients, group, like
         self._reduce = reduce
         self._found: dict[float, Tensor] = {}
 
     def reset(self) -> None:
-        """Discard the cached norms after the gradients have changed."""
+        """Discard the cached gradient norms after the gradients have changed."""
         self._found.clear()
 
     def prepare_change(self) -> None:
-        """Reduce the gradients before an in-place change and discard the cached norms; all ranks must call this."""
+        """Reduce the gradients over the ranks before an in-place change, and discard the cached norms.
+
+        All ranks must call this method.
+        """
         self._reduce()
         self.reset()
 
     def compute(self, order: Any) -> Tensor:
-        """Return the norm of `order` of each gradient, 1-D. After a change, all ranks must make the first call."""
+        """Return the `order`-norm of each parameter's full gradient, as a 1-D tensor.
+
+        All ranks must make the first call after a change of the gradients, because it communicates.
+        """
         order = 2.0 if order in (None, "fro") else float(order)
         if order not in self._found:
             if order <= 0:
@@ -161,7 +173,7 @@ class UserGradients:
     """Set `p.grad` of the module's parameters after a backward pass, and detect gradients that the user replaced."""
 
     def __init__(self, sharded: ShardedModule, pieces: dict[int, Tensor]):
-        """`pieces[i]`: this rank's piece of the gradient of parameter `i`, if the rank has one."""
+        """Create the values of `p.grad`. `pieces[i]`: this rank's piece of the gradient of parameter `i`, if any."""
         self.parameters, self.names = sharded.parameters, sharded.names
         stage, group = sharded.sharding.stage, sharded.sharding.group
         dtype = torch.float64 if torch.float64 in {p.dtype for p in self.parameters} else torch.float32
@@ -180,7 +192,7 @@ class UserGradients:
         self._shown: list[Tensor] | None = None
 
     def show(self, reduced: bool) -> None:
-        """Set `p.grad` after a backward pass. If the gradients are not `reduced` yet, their first use reduces them."""
+        """Set `p.grad` after a backward pass. Unless `reduced`, the first use of a gradient reduces all gradients."""
         self._shown = self._views if reduced else self._pieces
         self._set(self._shown)
 
@@ -203,7 +215,7 @@ class UserGradients:
             for name, parameter, gradient in zip(self.names, self.parameters, shown, strict=True):
                 if parameter.grad is not gradient:
                     raise RuntimeError(
-                        f"{name}.grad: replacing or removing a gradient is not supported. Change it in place "
+                        f"{name}.grad: replacing or removing a gradient is not supported. Change the gradient in place "
                         "(p.grad.mul_(...)), and call backward() on the loss."
                     )
 
@@ -220,7 +232,11 @@ class OptimizerGradient(Tensor):
 
     @staticmethod
     def create(parameter: Tensor, unscale: Callable[[Tensor, Tensor], None]) -> OptimizerGradient:
-        """Return the placeholder for `parameter.grad`; `GradScaler` calls `unscale(found_inf, inv_scale)`, 0-dim."""
+        """Return a placeholder for `parameter.grad`.
+
+        `GradScaler` calls `unscale(found_inf, inv_scale)`: an overflow flag that the function sets, and the inverse of
+        the loss scale, both 0-dim.
+        """
         made: OptimizerGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             OptimizerGradient, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
@@ -248,10 +264,14 @@ class OptimizerGradient(Tensor):
 
 
 class GradScalerSupport:
-    """Set an `OptimizerGradient` for `torch.amp.GradScaler`, so that all ranks skip the same steps."""
+    """Support of `torch.amp.GradScaler` for sharded gradients: all ranks skip a step if one rank has an overflow."""
 
     def __init__(self, shards: Sequence[Shard], group: Group | None, prepare_change: Callable[[], None]):
-        """`group`: ranks with the other pieces, if any. `prepare_change` is called before gradients are divided."""
+        """Create the gradient placeholder of the first of `shards`, through which `GradScaler` divides all gradients.
+
+        `group`: ranks that have the other pieces of the gradients; None if each rank has full gradients.
+        `prepare_change` is called before the division.
+        """
         self._group, self._prepare_change = group, prepare_change
         self._of_dtype: dict[torch.dtype, list[Tensor]] = {}
         for shard in shards:
@@ -260,11 +280,11 @@ class GradScalerSupport:
         self._gradient = OptimizerGradient.create(self._first, self._unscale)
 
     def show(self) -> None:
-        """Set the placeholder after a backward pass."""
+        """Set the optimizer's gradient placeholder for `GradScaler` after a backward pass."""
         self._first.grad = self._gradient
 
     def hide(self) -> None:
-        """Remove the placeholder."""
+        """Remove the optimizer's gradient placeholder for `GradScaler`."""
         self._first.grad = None
 
     def _unscale(self, found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -36,9 +36,9 @@ class StepAgreement:
         self._unused: set[int] | None = None
 
     def _states(self) -> list[list[tuple[int, int]]]:
-        """Return identity and version of every buffer, by module; they change when a buffer is written or replaced.
+        """Return the id and the version of every module buffer, which show whether a buffer was replaced or written.
 
-        torch's batch norm writes its statistics without a new version. Its counter of batches shows the change.
+        torch's batch norm writes its running statistics without a new version, but its batch counter gets one.
         """
         return [
             [(id(buffer), buffer._version) for buffer in child._buffers.values() if buffer is not None]
@@ -51,7 +51,7 @@ class StepAgreement:
         self._unused = missing if self._unused is None else self._unused & missing
 
     def reset(self) -> None:
-        """Discard the records of unused parameters in this step."""
+        """Discard the records of parameters without gradients in the current step."""
         self._unused = None
 
     def reach(self) -> set[int]:
@@ -87,19 +87,22 @@ class StockLoop:
         clip: float,
         host: Group,
     ):
-        """`host`: gloo group of all ranks for values that the host reads immediately."""
+        """Install the hooks. `host`: gloo group of all ranks, for small values that the CPU reads immediately."""
         self.sharded, self.accumulation, self.clip = sharded, accumulation, clip
         self.micro_batch = 0
         self._is_backward_due = False
         """Whether a forward pass has run since the last backward pass."""
         self._has_gradients = False
-        """Whether autograd records the forward pass that runs or ran last."""
+        """Whether autograd records the current forward pass, or recorded the last forward pass."""
         self._in_backward = False
-        """Whether a backward pass runs."""
+        """Whether a backward pass of the wrapped module is running."""
         self._had_grad_only_backward = False
         """Whether `torch.autograd.grad` has computed input gradients since the last full backward pass."""
         self._uses: dict[int, tuple[int, bool]] = {}
-        """By block id: forward calls since the last backward pass; whether one was in a reentrant checkpoint."""
+        """Number of forward calls of each block since the last backward pass, by the block's `id`.
+
+        The flag tells whether a call was inside reentrant checkpointing.
+        """
         self._in_no_sync = False
         """Whether `module.no_sync()` is active, in which no backward pass is the step's last."""
         self._shards = self._make_shards(optimizer)
@@ -120,13 +123,13 @@ class StockLoop:
         module.no_sync = self.no_sync  # type: ignore[assignment]
         for owner in (module, optimizer):
             vars(owner)["zero_grad"] = self._then_restart(owner.zero_grad)
-        # GradScaler must divide gradients before `_before_step` clips them. A fused optimizer would divide them later.
+        # GradScaler must unscale gradients before `_before_step` clips them. A fused optimizer unscales them later.
         vars(optimizer)["_step_supports_amp_scaling"] = False
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
     def _make_shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
-        """Return this rank's shards, in the order of the parameters in the optimizer."""
+        """Return this rank's parameter shards, in the order of the optimizer's parameters."""
         position = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
         shards = []
         for bucket in self.sharded.buckets:
@@ -134,7 +137,7 @@ class StockLoop:
                 here = slice(start, start + last - first)
                 parameter = Parameter(bucket.master[here])
                 shards.append(Shard(index, first, last, parameter, bucket.gradient_shard[here]))
-        if not shards:  # The rank has only padding, but its optimizer needs a parameter.
+        if not shards:  # All elements of this rank are padding, but its optimizer needs a parameter.
             bucket = self.sharded.buckets[0]
             empty = Parameter(bucket.master[:0])
             shards.append(Shard(bucket.plan.slots[0].index, 0, 0, empty, bucket.gradient_shard[:0]))
@@ -161,7 +164,7 @@ class StockLoop:
 
             def count(block: nn.Module, inputs: Any) -> None:
                 if not self._has_gradients or self._in_backward:
-                    return  # Evaluation and recomputation add no further gradient.
+                    return  # A forward pass of evaluation or recomputation adds no gradient contribution.
                 times, checkpointed = self._uses.get(id(block), (0, False))
                 checkpointed |= not torch.is_grad_enabled()
                 self._uses[id(block)] = times + 1, checkpointed
@@ -177,18 +180,18 @@ class StockLoop:
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._in_backward and torch._C._current_graph_task_id() != -1:
-            return  # A checkpoint recomputes the full module.
-        self._in_backward = False  # A failed backward pass leaves the flag set.
+            return  # Activation checkpointing recomputes the full module during the backward pass.
+        self._in_backward = False  # After a failed backward pass, `_in_backward` is still true.
         self._has_gradients = torch.is_grad_enabled()
         if not self._has_gradients:
             if self.sharded.gatherer is not None:
                 self.sharded.gatherer.begin_forward()
             return
-        if not torch.compiler.is_compiling():  # torch.compile would trace the check.
+        if not torch.compiler.is_compiling():  # torch.compile would trace the check of the parameters.
             self._module_check.check()
         self._is_backward_due = True
         self._hide_gradients()
-        # Stages 0 and 1 reduce after the last micro-batch, or in `_before_step` if no pass was marked as the last.
+        # ZeRO stages 0 and 1 reduce gradients after the last micro-batch, or in `_before_step` if the last is unknown.
         passes = self.micro_batch + 2 if self._in_no_sync else self.accumulation
         self.sharded.begin(self.micro_batch, passes)
 
@@ -215,7 +218,7 @@ class StockLoop:
                     "pass, or run each forward pass directly before its backward pass."
                 )
             self._in_backward = True
-            # torch's own DDP and FSDP detect the end of a backward pass by this callback.
+            # `queue_callback` calls its argument at the end of a backward pass. torch's DDP and FSDP use it as well.
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
 
     def _on_grad_only_gradient(self) -> None:
@@ -286,7 +289,7 @@ class StockLoop:
     def _clip(self) -> None:
         group = self.sharded.sharding.group
         gradients = [s.parameter.grad for s in self._shards if s.parameter.grad is not None]
-        # A rank whose shards are only padding adds 0 to the all-reduce.
+        # A rank whose shards are only padding adds 0 to the all-reduce of the squared gradient norm.
         like = self.sharded.buckets[0].master
         squares = kernels.norm_squared(gradients) if gradients else torch.zeros((), device=like.device)
         if self.sharded.sharding.stage:

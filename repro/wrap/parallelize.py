@@ -52,18 +52,18 @@ def parallelize(
 
     In bf16 the module equals `module.to(torch.bfloat16)`, including frozen parameters and buffers. The fp32 values of
     trained parameters become the master weights. Frozen parameters have no masters and no gradients. A rank has its
-    shard of their values under stage 3, and all values under other stages.
+    shard of frozen parameters under stage 3, and all frozen parameters under other stages.
 
     `optimizer.step()` returns when every rank has the updated parameters (stages 1 and 2), regardless of the layout's
-    `gather_overlap`, because a stock script may read them anywhere. Under stage 3 no rank has full parameters outside
-    their modules' passes, and reading one raises an error. `module.repro.full_parameters()` gathers copies on all ranks
-    at once. Under stage 3 all ranks must use the same modules in a pass (not the same parameters in them), else all
-    raise an error. One backward pass may follow several forward passes.
+    `gather_overlap`, because a stock script may read parameters anywhere. Under stage 3 no rank has full parameters
+    outside their modules' passes, and reading a parameter there raises an error. `module.repro.full_parameters()`
+    gathers copies on all ranks at once. Under stage 3 all ranks must use the same modules in a pass (not the same
+    parameters of these modules), else all ranks raise an error. One backward pass may follow several forward passes.
 
     Without a process group, the function creates one from torchrun's environment. All replicas start from rank 0's
     values. `optimizer.state_dict()` and `module.repro.shard_state_dict()` belong to one rank and can be loaded only
-    there. `full_state_dict()` of `optimizer.repro` and of `module.repro`, on all ranks at once, returns the stock
-    state. `load_state_dict` of either accepts it on every rank of any layout.
+    on that rank. `full_state_dict()` of `optimizer.repro` and of `module.repro`, called on all ranks at once, returns
+    the state dict of a stock optimizer or module. `load_state_dict()` accepts that dict on every rank of any layout.
 
     Raises `ConfigError` if the layout does not fit the processes. Raises `ValueError` if the training would be wrong
     (`repro.wrap.refusals`), or if the process group does not support the module's device.
@@ -114,7 +114,7 @@ NOT_FOR_STOCK_MODULES = (
     ("offload_optimizer", False, "repro.parallelize leaves optimizer states on the device"),
     ("grad_dtype", "precision", "a stock optimizer reads gradients in the data type of its parameters"),
 )
-"""Required values of layout keys for a stock module, with the reasons."""
+"""Layout keys for which `repro.parallelize` supports only one value: key, supported value and reason."""
 
 
 def _mesh(layout: Layout, device: torch.device) -> meshes.Mesh:
@@ -140,7 +140,10 @@ def _backend(device: torch.device) -> str:
 
 
 def require_backend(config: str, device: torch.device) -> None:
-    """Raise `ValueError` unless the process group supports the device; `config`: such as `"cpu:gloo,cuda:nccl"`."""
+    """Raise `ValueError` unless the process group's backends support `device`.
+
+    `config` names the backends by device type, for example `"cpu:gloo,cuda:nccl"`.
+    """
     needed = _backend(device)
     found = dict(pair.split(":") for pair in config.split(",")).get(device.type)
     if found != needed:

@@ -23,7 +23,7 @@ def check_module(module: nn.Module) -> None:
         )
     for name, child in module.named_modules():
         if getattr(child, "repro", None) is not None:
-            where = f"its {name}" if name else "it"
+            where = f"submodule {name}" if name else "the module"
             raise ValueError(
                 f"module: {where} is parallelized already. Call repro.parallelize once, for the outermost module."
             )
@@ -49,7 +49,7 @@ def check_module(module: nn.Module) -> None:
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             if child.max_norm is not None:
                 raise ValueError(
-                    f"module: {name} has max_norm, which is not supported, as it differs by rank. Set max_norm=None."
+                    f"module: {name} has max_norm, which changes weights differently on each rank. Set max_norm=None."
                 )
             if child.sparse:
                 raise ValueError(
@@ -87,7 +87,7 @@ def check_optimizer(optimizer: optim.Optimizer, module: nn.Module) -> None:
             if group["params"] and not _treats_elements_alone(optimizer, group):
                 raise ValueError(
                     f"optimizer: {type(optimizer).__name__} is not supported, because its update of an element depends "
-                    "on other elements. Use one that updates each element independently, such as AdamW."
+                    "on other elements. Use an optimizer that updates each element independently, such as AdamW."
                 )
 
 
@@ -100,18 +100,21 @@ def _treats_elements_alone(optimizer: optim.Optimizer, group: dict[str, Any]) ->
     except Exception as error:
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} is not supported, because it cannot update a part of a matrix "
-            f"({error}). Use one that updates each element independently, such as AdamW."
+            f"({error}). Use an optimizer that updates each element independently, such as AdamW."
         ) from error
     return torch.allclose(full, torch.cat(parts), rtol=1e-4, atol=1e-6)
 
 
 def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, here: slice) -> Tensor:
-    """Return `start` after three steps of a copy of `optimizer`, flat; `here`: positions in the full matrix."""
+    """Return the parameter `start`, flattened, after three steps of a copy of `optimizer`.
+
+    `here` selects the elements of `start` from a matrix of 24 elements, whose gradients depend on their indices.
+    """
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
-    vars(twin).pop("step", None)  # A scheduler's wrapper of `step` would count the copy's steps.
+    vars(twin).pop("step", None)  # A learning rate scheduler's wrapper of `step` would count them.
     parameter = Parameter(start.clone())
-    rate = {"lr": 0.01} if group.get("lr") == 0 else {}  # A rate of 0, as before a warm-up, updates nothing.
+    rate = {"lr": 0.01} if group.get("lr") == 0 else {}  # A learning rate of 0 updates nothing.
     twin.param_groups = [{**group, **rate, "params": [parameter]}]
     twin.state = defaultdict(dict)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -124,7 +127,7 @@ def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, h
 
 
 def check_clip(clip: float) -> None:
-    """Raise `ValueError` unless `clip` is finite and 0 or more."""
+    """Raise `ValueError` unless `clip`, the maximum gradient norm, is finite and 0 or more."""
     if not (clip >= 0 and math.isfinite(clip)):
         raise ValueError(f"clip = {clip}: must be a positive norm, or 0 for no clipping.")
 
@@ -170,8 +173,8 @@ class UnchangedModuleCheck:
                     )
         if places != self._places:
             raise RuntimeError(
-                "module: casting or moving it after repro.parallelize (.to(), .double(), .data = ...) is not supported."
-                " Do this before the call, and set `precision` in the layout."
+                "module: casting or moving parameters after repro.parallelize (.to(), .double(), .data = ...) is not "
+                "supported. Cast and move the module before the call, and set `precision` in the layout."
             )
 
 
@@ -183,6 +186,6 @@ def _add_param_group(group: dict[str, Any]) -> None:
 
 def _copy(*_: Any) -> None:
     raise RuntimeError(
-        "A copy of a parallelized module is not supported. Copy it before repro.parallelize and load "
-        "module.repro.full_parameters() into the copy, or save them or module.state_dict()."
+        "A copy of a parallelized module is not supported. Copy the module before repro.parallelize and load "
+        "module.repro.full_parameters() into the copy, or save full_parameters() or module.state_dict()."
     )

@@ -1,4 +1,4 @@
-"""State dicts of a wrapped module and its optimizer: complete ones in PyTorch's format, and each rank's shards."""
+"""State dicts of a wrapped module and its optimizer: complete in PyTorch's format, or only the shards of one rank."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from repro.parallel.zero.stages import ShardedModule
 
 @dataclass(frozen=True)
 class Shard:
-    """Flat parameter of the optimizer: elements `first` to `last` - 1 of the module's parameter `index`."""
+    """Part of a parameter that this rank's optimizer updates: elements `first` to `last` - 1 of parameter `index`."""
 
     index: int
     first: int
     last: int
     parameter: Parameter
     gradient: Tensor
-    """Reduced gradient of the shard."""
+    """Gradient of this parameter shard, reduced over the ranks before the optimizer step."""
 
 
 class OptimizerStates:
-    """State dicts of the wrapped optimizer: each rank's own, labelled with rank and layout, and complete ones."""
+    """State dicts of the wrapped optimizer: of one rank, labelled with rank and layout, or complete for any layout."""
 
     def __init__(
         self,
@@ -40,11 +40,14 @@ class OptimizerStates:
         shards: Sequence[Shard],
         host: Group,
     ):
-        """Split the existing states of `optimizer`, which must still have the module's own parameters."""
+        """Cut the existing states of `optimizer` to this rank's shards.
+
+        The optimizer must still have the module's parameters, because their ids identify its states.
+        """
         self._optimizer, self._sharded, self._shards, self._host = optimizer, sharded, shards, host
         index = {id(p): i for i, p in enumerate(sharded.parameters)}
         self._groups = [[index.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-        """Indices of the parameters of every group; None for a frozen parameter."""
+        """Indices of the parameters of each optimizer parameter group; None for a frozen parameter."""
         self._mark = mark_of(sharded)
         states = {index[id(p)]: state for p, state in optimizer.state.items() if id(p) in index}
         optimizer.state.clear()
@@ -63,7 +66,7 @@ class OptimizerStates:
                 if value.numel() != numel:
                     name = self._sharded.names[shard.index]
                     raise ValueError(
-                        f"optimizer: state {key!r} of {name} has no element per weight. Use another optimizer."
+                        f"optimizer: state {key!r} of {name} differs in size from {name}. Use another optimizer."
                     )
                 value = value.reshape(-1)[shard.first : shard.last].to(shard.parameter.dtype).clone()
             cut[key] = value.clone() if isinstance(value, Tensor) else value
@@ -81,9 +84,12 @@ class OptimizerStates:
         return states
 
     def _from_stock(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of the state dict of an optimizer that is not wrapped."""
+        """Return this rank's shards of `states`, the state dict of an optimizer that is not wrapped."""
         if [len(g["params"]) for g in states["param_groups"]] != [len(group) for group in self._groups]:
-            raise ValueError("optimizer.load_state_dict(): parameter group sizes differ. Use equal groups.")
+            raise ValueError(
+                "optimizer.load_state_dict(): parameter group sizes differ from those of the optimizer. "
+                "Use equal groups."
+            )
         place: dict[int, int] = {}
         for saved, group in zip(states["param_groups"], self._groups, strict=True):
             place.update((i, key) for i, key in zip(group, saved["params"], strict=True) if i is not None)
@@ -101,7 +107,10 @@ class OptimizerStates:
         return found
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the complete `state_dict()` of an optimizer that is not wrapped; all ranks must call this."""
+        """Gather the optimizer states of all ranks, and return them as the `state_dict()` of a stock optimizer.
+
+        All ranks must call this method.
+        """
         sharded, group = self._sharded, self._sharded.sharding.group
         pieces = {shard.index: shard for shard in self._shards}
         states = {i: self._optimizer.state.get(shard.parameter, {}) for i, shard in pieces.items()}
@@ -131,7 +140,7 @@ class OptimizerStates:
 
 
 def _all_gather_any(value: Any, host: Group) -> list[Any]:
-    """Return the `value` of every rank, exchanged as pickled bytes."""
+    """All-gather a Python object as pickled bytes, and return the `value` of every rank."""
     if host.size == 1:
         return [value]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -157,7 +166,7 @@ def mark_of(sharded: ShardedModule) -> dict[str, int]:
 
 
 def written(mark: dict[str, int]) -> str:
-    """Return the result of `mark_of` as text for messages."""
+    """Return a rank, its data-parallel size and its ZeRO stage as text for error messages."""
     return f"rank {mark['rank']} of dp = {mark['dp']}, zero = {mark['zero']}"
 
 
@@ -167,10 +176,10 @@ class WrappedModule(ShardedModule):
     _saving = False
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the complete `state_dict()` of a module that is not wrapped; all ranks must call this.
+        """Gather the parameters of all ranks, and return the `state_dict()` of a stock module.
 
-        The values are the master weights, fp32 in bf16 training. A plain bf16 module rounds them on load, and a
-        wrapped module loads them as master weights.
+        All ranks must call this method. The values are the master weights, which are fp32 in bf16 training. A plain
+        bf16 module rounds these values on load, and a wrapped module loads them as master weights.
         """
         full: dict[int, Tensor] = {}
         for flat in self._flats():
@@ -194,9 +203,9 @@ class WrappedModule(ShardedModule):
         }
 
     def load_shard_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Load the result of `shard_state_dict` of this rank and layout; all ranks must call this.
+        """Load parameters and buffers that `shard_state_dict` returned for this rank and layout.
 
-        Raises `ValueError` for the shard of another rank or layout.
+        All ranks must call this method. Raises `ValueError` for the shard of another rank or layout.
         """
         mine = self._pieces()
         sizes = {name: piece.numel() for name, piece in mine.items()}
@@ -220,7 +229,7 @@ class WrappedModule(ShardedModule):
         return (*self.buckets, *self.frozen)
 
     def _pieces(self) -> dict[str, Tensor]:
-        """Return this rank's part of every parameter by name, flat, in the optimizer's precision."""
+        """Return this rank's shard of every parameter by name, as flat tensors in the optimizer's precision."""
         names = {id(p): name for name, p in self._named.items()}
         found = {}
         for flat in self._flats():
@@ -244,7 +253,7 @@ class WrappedModule(ShardedModule):
         return states
 
     def guard(self, units: Sequence[GatherUnit]) -> None:
-        """Install hooks: `load_state_dict()` updates shards and master weights, and `state_dict()` refuses stage 3."""
+        """Install hooks: `load_state_dict()` updates shards and master weights; `state_dict()` raises under stage 3."""
         flat_of = {id(p): flat for flat in (*self.buckets, *self.frozen) for p in flat.parameters}
         unit_of: dict[int, int] = {}
         if self.gatherer is not None:
@@ -293,7 +302,7 @@ def _values(flat: FlatParameters) -> Tensor:
 
 
 def _gathered_values(flat: FlatParameters) -> Tensor:
-    """Gather the shards of all ranks, and return the flat buffer with its padding."""
+    """All-gather the parameter shards of all ranks, and return the flat buffer with its padding."""
     mine = _values(flat)
     if mine.numel() == flat.plan.padded:
         return mine
@@ -304,7 +313,7 @@ def _gathered_values(flat: FlatParameters) -> Tensor:
 
 @torch.no_grad()
 def _set_master(flat: FlatParameters, key: int, value: Tensor) -> None:
-    """Set this rank's piece of a parameter's master weights from the full `value`, in fp32."""
+    """Copy this rank's piece of a parameter's full `value` into the fp32 master weights."""
     values = _values(flat)
     if values is flat.shard:
         return

@@ -261,7 +261,7 @@ def test_an_import_adds_records_once_and_says_what_changed(
 
 def test_an_import_of_another_folder_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["gpu-day", "--import", str(tmp_path)]) == 2
-    assert "name a folder that --out wrote" in capsys.readouterr().err
+    assert "name the --out folder of a `repro gpu-day` run" in capsys.readouterr().err
 
 
 def test_concurrent_kernels_count_once() -> None:

@@ -227,7 +227,7 @@ def test_wrong_hardware(lab: Lab, tmp_path: Path) -> None:
     assert {(row["state"], row["failure"]) for row in status.values()} == {("failed", "wrong-hardware")}
     assert bench.begun() == []
     for row in status.values():
-        message = f"wrong hardware: node {row['nodes']} has no GPU where dgx1-v100-32gb has 2 x NVIDIA V100"
+        message = f"wrong hardware: node {row['nodes']} has no GPU, but dgx1-v100-32gb has 2 x NVIDIA V100"
         assert row["detail"].startswith(message)
         assert row["detail"].endswith("not comparable")
     collected = bench.repro("collect", check=False)
@@ -290,7 +290,9 @@ def test_link_cut_in_mid_case(tmp_path: Path) -> None:
         assert bench.ended(["other"])["other"]["state"] == "done"
         lab.wait_for("its job runs no more", lambda: not lab.running())
         collected = bench.repro("collect", check=False)
-        assert f"1 failure on node {cut}: `repro submit --exclude {cut}` excludes it." in collected.stdout
+        assert (
+            f"1 failure on node {cut}: `repro submit --exclude {cut}` excludes this node." in collected.stdout
+        )
         lab.join(int(cut.removeprefix("n")))  # so that SLURM would use it
         lab.wait_for("all nodes are idle", lambda: lab.nodes() == {"idle"})
         bench.release("wide")

@@ -206,9 +206,9 @@ LATER: dict[str, tuple[Habit, str]] = {
         lambda m, o: setattr(m.into.weight, "data", torch.zeros(WIDTH, WIDTH)),
         "casting or moving|values exist",
     ),
-    "copy": (lambda m, o: copy.deepcopy(m), "Copy it before"),
-    "average": (lambda m, o: torch.optim.swa_utils.AveragedModel(m), "Copy it before"),
-    "save": (lambda m, o: torch.save(m, io.BytesIO()), r"save them or module\.state_dict\(\)"),
+    "copy": (lambda m, o: copy.deepcopy(m), "Copy the module before"),
+    "average": (lambda m, o: torch.optim.swa_utils.AveragedModel(m), "Copy the module before"),
+    "save": (lambda m, o: torch.save(m, io.BytesIO()), r"save full_parameters\(\) or module\.state_dict\(\)"),
     "group": (
         lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
         "Add the group before",

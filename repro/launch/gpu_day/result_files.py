@@ -1,4 +1,4 @@
-"""The result files of `repro gpu-day`: their names and maximum sizes, their writers, and their import.
+"""Result files of `repro gpu-day`: names, maximum sizes, writers, and the import into a store of records.
 
 The result folder has at most `MAX_FILES` files of at most `MAX_FILE_BYTES`, in it or in one subfolder. The result
 folder is also a store of records, so that `repro claims --results FOLDER` reads the records.
@@ -32,7 +32,7 @@ SYSTEM = "system.toml"
 """System file of the GPU machine, which `repro calibrate` writes."""
 PROFILES = "profiles.txt"
 SNAPSHOT = "snapshot.json.gz"
-"""Compressed JSON with the allocations and releases of one training step."""
+"""Compressed JSON with the GPU memory allocations and releases of one training step."""
 LOG = "log.txt"
 """Standard output and standard error of all steps of `repro gpu-day`."""
 FILES = (FACTS, STEPS, RECORDS, MEASUREMENTS, SYSTEM, PROFILES, SNAPSHOT, LOG)
@@ -46,17 +46,20 @@ class StepOutcome:
 
     name: str
     outcome: str
-    """`ok`, `failed`, `timeout`, `interrupted` or `skipped`."""
+    """Result of a step of `repro gpu-day`: `ok`, `failed`, `timeout`, `interrupted` or `skipped`."""
     reason: str = ""
     seconds: float = 0.0
     estimate_s: float = 0.0
     limit_s: float = 0.0
     records: int = 0
-    """Number of experiment records that the step added."""
+    """Number of experiment records that a step of `repro gpu-day` added."""
 
 
 def append_durably(path: Path, data: bytes) -> bool:
-    """Append `data` and wait until the disk has them. Return False, without a write, beyond `MAX_FILE_BYTES`."""
+    """Append `data` to a file and wait until the disk has stored the data.
+
+    Return False, without a write, if the file would exceed `MAX_FILE_BYTES`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -80,21 +83,21 @@ class ResultWriter:
     def __init__(self, out: Path, store: Path):
         self.out, self.store = out, store
         self._copied: dict[Path, int] = {}
-        """Number of copied bytes of each record file."""
+        """Number of bytes of each record file that are already in the result files."""
         self._log = out / LOG
         self._logged = 0
-        """Number of bytes of the running step's output that the log already has."""
+        """Number of bytes of the running step's output that the log already contains."""
 
     def write_outcome(self, outcome: StepOutcome) -> None:
         append_durably(self.out / STEPS, json.dumps(asdict(outcome)).encode() + b"\n")
 
     def begin_step(self, name: str, command: tuple[str, ...]) -> None:
-        """Write the heading of a step, its name and command, to the log."""
+        """Write the name and the command of a step of `repro gpu-day` to the log, as a heading."""
         self._logged = 0
         append_durably(self._log, f"\n===== {name}: {' '.join(command)}\n".encode())
 
     def copy_new_records(self) -> int:
-        """Copy the complete new lines of the steps' store to the result files; return the number of copied lines."""
+        """Copy complete new lines of the steps' record files to the result files; return the number of copied lines."""
         count = 0
         for path in sorted((self.store / "records").glob("*.jsonl")):
             done = self._copied.get(path, 0)
@@ -108,7 +111,7 @@ class ResultWriter:
         return count
 
     def copy_output(self, path: Path, *, ended: bool = False) -> None:
-        """Copy the beginning of a step's output to the log while it grows; once the step has `ended`, also the end."""
+        """Copy the beginning of a step's output to the log, and the end of the output once the step has `ended`."""
         half = LOG_SHARE_BYTES // 2
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             file.seek(self._logged)
@@ -120,7 +123,7 @@ class ResultWriter:
             if ended and size > self._logged:
                 begin = max(self._logged, size - half)
                 file.seek(begin)
-                cut = f"\n[{begin - self._logged} bytes left out]\n".encode() if begin > self._logged else b""
+                cut = f"\n[{begin - self._logged} bytes omitted]\n".encode() if begin > self._logged else b""
                 append_durably(self._log, cut + file.read())
 
 
@@ -146,9 +149,13 @@ class ImportedVisit:
 
 
 def import_results(folder: Path, results: Path) -> ImportedVisit:
-    """Append the records of a result folder that the store `results` lacks.  Raises `ConfigError` without results."""
+    """Copy new records from the result folder of a `repro gpu-day` run to the store `results`; return all its results.
+
+    Raises `ConfigError` if the folder has no results.
+    """
     outcomes = list(read_json_lines(folder / STEPS))
-    require(outcomes, "--import", str(folder), says=f"has no {STEPS}; name a folder that --out wrote")
+    says = f"has no {STEPS}; name the --out folder of a `repro gpu-day` run"
+    require(outcomes, "--import", str(folder), says=says)
     visit = Store(folder)
     with Store(results) as store:
         new = store.take_over(visit)

@@ -28,16 +28,16 @@ from repro.util.processes import die_with_parent
 
 STEP_POLL_INTERVAL_S = 0.2
 STEP_END_GRACE_S = 3.0
-"""Time between SIGTERM and SIGKILL when the runner ends a step, in seconds."""
+"""Time between SIGTERM and SIGKILL when `repro gpu-day` ends a step, in seconds."""
 CLOSING_S = 5.0
-"""Part of the session's time limit that is reserved for ending the last step, in seconds."""
+"""Part of the time limit of `repro gpu-day` that is reserved for ending the last step, in seconds."""
 INJECTED_LIMIT_S = 5.0
-"""Time limit of a step whose hang is injected, in seconds."""
+"""Time limit of a step with an injected hang, in seconds."""
 FAULTS = {
     "fail": "raise SystemExit('injected failure')",
     "hang": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()",
 }
-"""Python programs that replace a step of a rehearsal, by the fault that they inject."""
+"""Python programs that replace a step in a rehearsal of `repro gpu-day`, by the name of the injected fault."""
 CACHES = {
     "XDG_CACHE_HOME": "cache",
     "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
@@ -46,9 +46,9 @@ CACHES = {
     "MPLCONFIGDIR": "cache/matplotlib",
     "TMPDIR": "tmp",
 }
-"""Environment variables that locate caches, and the subfolder of the scratch folder that each one gets."""
+"""Environment variables that name cache folders, and the subfolder of the scratch folder to which each one is set."""
 Announce = Callable[[GpuDayStep, StepOutcome | None], None]
-"""Callback with a step and its outcome. The outcome is None when the step starts."""
+"""Callback at the start and the end of a step of `repro gpu-day`; the outcome is None at the start."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,21 @@ class GpuDayRequest:
     minutes: float
     out: Path
     only: Sequence[str] = ()
-    """Globs of the names of selected steps; empty for all steps."""
+    """Globs of the names of steps to run; empty for all steps."""
     rehearse: bool = False
     faults: Mapping[str, str] | None = None
     """Injected faults (`fail` or `hang`) by step name; only a rehearsal accepts them."""
     scratch: Path | None = None
-    """Folder for the store and the caches of the steps, deleted at the end; None for a temporary folder."""
+    """Folder for the record store and the caches of the steps, deleted at the end; None for a temporary folder."""
 
     def check(self) -> None:
-        """Raise `ConfigError` for invalid options."""
+        """Raise `ConfigError` for invalid options of `repro gpu-day`."""
         require(0 < self.minutes <= 24 * 60, "--minutes", self.minutes, "more than 0 and at most 1440")
         require(self.rehearse or not self.faults, "--inject", True, says="needs --rehearse")
 
 
 def parse_faults(given: Sequence[str]) -> dict[str, str]:
-    """Return the fault of each step from texts such as `STEP=fail` and `STEP=hang`.  Raises `ConfigError`."""
+    """Return the injected fault of each step from texts such as `STEP=fail` or `STEP=hang`.  Raises `ConfigError`."""
     found = {}
     for text in given:
         name, _, fault = text.partition("=")
@@ -82,7 +82,10 @@ def parse_faults(given: Sequence[str]) -> dict[str, str]:
 
 
 def planned_steps(request: GpuDayRequest, scratch: Path) -> list[GpuDayStep]:
-    """Return the selected steps in order, with the injected faults.  Raises `ConfigError` for an unknown step."""
+    """Return the selected steps of `repro gpu-day` in order, with injected faults.
+
+    Raises `ConfigError` for an unknown step.
+    """
     steps = gpu_day_steps(GpuDayPlaces(request.out.absolute(), scratch), rehearse=request.rehearse)
     names = [step.name for step in steps]
     for pattern in (*request.only, *(request.faults or {})):
@@ -97,10 +100,13 @@ def planned_steps(request: GpuDayRequest, scratch: Path) -> list[GpuDayStep]:
 
 
 def run_gpu_day(request: GpuDayRequest, announce: Announce) -> list[StepOutcome]:
-    """Run the steps whose estimate fits the remaining time; return the outcome of every step.  Raises `ConfigError`."""
+    """Run all steps whose expected duration fits into the remaining time, and return the outcome of every step.
+
+    Raises `ConfigError`.
+    """
     request.check()
     no_gpu = not request.rehearse and not count_cuda_devices()
-    require(not no_gpu, "gpu-day", "no GPU", "a machine with a CUDA GPU; add --rehearse for processors")
+    require(not no_gpu, "gpu-day", "no GPU", "a machine with a CUDA GPU; add --rehearse for a CPU")
     deadline = time.monotonic() + 60 * request.minutes
     request.out.mkdir(parents=True, exist_ok=True)
     require(not any(request.out.iterdir()), "--out", str(request.out), "a new or empty folder")
@@ -122,7 +128,7 @@ def run_gpu_day(request: GpuDayRequest, announce: Announce) -> list[StepOutcome]
 
 @contextmanager
 def _scratch_folder(given: Path | None) -> Iterator[Path]:
-    """Create the scratch folder, yield its path, and delete the folder at the end."""
+    """Create the scratch folder of `repro gpu-day`, yield its path, and delete the folder at the end."""
     scratch = given.absolute() if given is not None else Path(tempfile.mkdtemp(prefix="repro-gpu-day-"))
     try:
         for folder in (*CACHES.values(), "home"):
@@ -141,11 +147,11 @@ class _Visit:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds that remain for steps."""
+        """Return the remaining time for steps of `repro gpu-day`, in seconds."""
         return self.deadline - CLOSING_S - time.monotonic()
 
     def reason_to_skip(self, step: GpuDayStep) -> str:
-        """Return the reason to skip a step; empty if the step can start."""
+        """Return the reason to skip a step of `repro gpu-day`; empty if the step can start."""
         if self.interrupt:
             return "the session was interrupted"
         if step.missing:
@@ -153,7 +159,7 @@ class _Visit:
         if step.needs_file and not (self.places.out / step.needs_file).is_file():
             return f"needs {step.needs_file}, which no previous step wrote"
         if self.left_s < step.estimate_s:
-            return f"needs about {step.estimate_s:.0f} s, and {max(0.0, self.left_s):.0f} s remain"
+            return f"needs about {step.estimate_s:.0f} s, but {max(0.0, self.left_s):.0f} s remain"
         return ""
 
     def skip(self, step: GpuDayStep, reason: str) -> StepOutcome:
@@ -162,7 +168,10 @@ class _Visit:
         return outcome
 
     def run(self, step: GpuDayStep) -> StepOutcome:
-        """Run a step until it ends, reaches its time limit or is interrupted. Copy its results as they appear."""
+        """Run a step until it ends, reaches its time limit or is interrupted, and return its outcome.
+
+        The records and the output of the step are copied while the step runs.
+        """
         began, limit_s = time.monotonic(), min(step.limit_s, self.left_s)
         self.writer.begin_step(step.name, step.command)
         output, records, reason = self.places.scratch / f"{step.name}.log", 0, ""
@@ -204,7 +213,7 @@ class _Visit:
         )
 
     def _environment(self, step: GpuDayStep) -> dict[str, str]:
-        """Return the environment of a step: caches in the scratch folder, and the Hugging Face libraries offline."""
+        """Return a step's environment variables: caches in the scratch folder, and Hugging Face libraries offline."""
         scratch = self.places.scratch
         caches = {name: str(scratch / folder) for name, folder in CACHES.items()}
         found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -213,8 +222,8 @@ class _Visit:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End all processes of a step, also orphans: send SIGTERM, and SIGKILL after `STEP_END_GRACE_S` seconds."""
-    with suppress(ProcessLookupError, PermissionError):  # the process group has ended
+    """End all processes of a step, even orphans: send SIGTERM, and SIGKILL after `STEP_END_GRACE_S` seconds."""
+    with suppress(ProcessLookupError, PermissionError):  # The step's process group has already ended.
         for number in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired):

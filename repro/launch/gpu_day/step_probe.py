@@ -33,10 +33,10 @@ from repro.util.files import read_json, replace_file, write_json
 from repro.util.processes import available_bytes, usable_cores
 
 MODULES = ("repro", "repro.kernels", "pydantic", "scipy", "submitit", "pyroute2", "torch", "transformers")
-"""Python modules whose file paths are recorded, which shows what came from the offline kit."""
+"""Python modules whose file paths are recorded, which shows which modules came from the offline kit."""
 QUERY_TIMEOUT_S = 20.0
 HOST_BOUND_RATIO = 1.1
-"""Ratio of step time to device time above which a step counts as limited by the host."""
+"""Ratio of step time to GPU kernel time above which a training step counts as limited by the host."""
 TIMED_STEPS = 3
 TABLE_ROWS = 45
 MAX_ALLOCATIONS = 200_000
@@ -45,7 +45,7 @@ MAX_FRAMES = 4
 
 
 def write_facts(path: Path) -> None:
-    """Write a JSON file with the machine, the driver, the file path of each module, and the offline kit."""
+    """Write facts of this machine to a JSON file: hardware, driver, Python modules with file paths, and offline kit."""
     state = ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,TEMPERATURE,MEMORY"]
     found = {
         "provenance": provenance(),
@@ -72,7 +72,7 @@ def _place(name: str) -> str:
 
 
 def start_run(suite: Path, name: str) -> ExperimentRun:
-    """Start the experiment `name` of a suite on this machine, run its untimed steps, and return the `ExperimentRun`."""
+    """Start experiment `name` of a suite in this process, run its untimed steps, and return the running experiment."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     experiment = load_suite(suite).entry(name).experiment
     mesh = meshes.single_rank_mesh()
@@ -82,7 +82,7 @@ def start_run(suite: Path, name: str) -> ExperimentRun:
 
 
 def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds covered by `intervals` (begin, end); kernels that overlap in time count once."""
+    """Return the time in seconds that kernel `intervals` (begin, end) cover; overlapping kernels count once."""
     total, end = 0.0, float("-inf")
     for begin, until in sorted(intervals):
         total += max(0.0, until - max(begin, end))
@@ -91,7 +91,10 @@ def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def profile_steps(suite: Path, profiles: Path, measurements: Path, names: Sequence[str]) -> None:
-    """Write step time, device time and kernel table of each experiment; if the host limits it, a table by host time."""
+    """Profile one training step of each experiment; write step time, kernel time and a table of kernels.
+
+    If the host limits the step, a second table is sorted by host time.
+    """
     for name in names:
         run = start_run(suite, name)
         run.steps(min(TIMED_STEPS, run.left - 1))
@@ -122,7 +125,7 @@ def profile_steps(suite: Path, profiles: Path, measurements: Path, names: Sequen
 
 
 def snapshot_step(suite: Path, path: Path, measurements: Path, name: str) -> None:
-    """Write every allocation and release of one training step, and the peaks of the CUDA caching allocator."""
+    """Write all memory allocations and releases of one training step, and the peaks of the CUDA caching allocator."""
     run = start_run(suite, name)
     if run.device.type != "cuda":
         with MemoryTracker() as tracker:
@@ -151,7 +154,7 @@ def snapshot_step(suite: Path, path: Path, measurements: Path, name: str) -> Non
 
 
 def _event(event: dict[str, Any]) -> list[Any]:
-    """Return action, address and bytes of an allocator event, and its innermost stack frames in this package."""
+    """Return action, address and bytes of an allocator event, and its innermost stack frames in `repro`."""
     frames = [
         f"{Path(frame['filename']).name}:{frame['line']}"
         for frame in event.get("frames", ())

@@ -1,4 +1,4 @@
-"""Steps of `repro gpu-day`: builds the commands of `steps.toml` for this machine, and writes the suites they run."""
+"""Steps of `repro gpu-day`: the commands of `steps.toml` for this machine, and the suites that the steps run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from repro.util.processes import usable_cores
 CHECKOUT = Path(__file__).parents[3]
 STEPS_FILE = Path(__file__).with_suffix(".toml")
 REPRO = (sys.executable, "-c", "from repro.cli import main; raise SystemExit(main())")
-"""Command line of `repro` that needs no installed script."""
+"""Command line that runs `repro` in this Python interpreter, without an installed script."""
 TEST_WORKERS = 12
-"""Maximum number of pytest processes that share one GPU. The CUDA context of each takes about 1 GB."""
+"""Maximum number of pytest processes that share one GPU. Each process needs about 1 GB for its CUDA context."""
 CUDA_TOOLS = "/usr/local/cuda/bin"
-"""Folder that is searched for compute-sanitizer if PATH lacks it."""
+"""Folder in which compute-sanitizer is searched if PATH does not contain it."""
 STORE = "results"
-"""Name of the record store in the scratch folder. Steps run in that folder, so `repro fit` writes to this store too."""
+"""Name of the record store in the scratch folder, in which steps run. `repro fit` writes to a store of this name."""
 REHEARSAL_LIMIT_S = 120.0
 REHEARSAL_ESTIMATE_S = 5.0
 REHEARSAL_BASIS = "rehearsal on one small machine"
@@ -33,26 +33,26 @@ REHEARSAL_BASIS = "rehearsal on one small machine"
 
 @dataclass(frozen=True)
 class GpuDayStep:
-    """One step of `repro gpu-day`: a process with its own time limit."""
+    """One step of `repro gpu-day`: a process that measures or tests, with a time limit."""
 
     name: str
     question: str
     """The question that the step answers, as a noun phrase."""
     command: tuple[str, ...]
     estimate_s: float
-    """Expected duration in seconds. The runner skips the step if less time remains."""
+    """Expected duration of the step in seconds. The runner skips the step if less time remains."""
     basis: str
-    """Measurement or assumption from which `estimate_s` follows."""
+    """Measurement or assumption from which the expected duration `estimate_s` follows."""
     limit_s: float
-    """Time after which the runner ends the process, in seconds."""
+    """Time in seconds after which the runner of `repro gpu-day` ends the step's process."""
     missing: str = ""
-    """Requirement that this machine lacks, because of which the runner skips the step; empty for none."""
+    """Requirement that this machine lacks, so that the runner skips the step; empty if all requirements are met."""
     needs_file: str = ""
-    """Name of the result file of a previous step that this step reads; empty for none."""
+    """Name of a previous step's result file that this step reads; empty if the step reads no result file."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Pairs (name, value) of environment variables that only this step gets."""
+    """Environment variables that only this step's process gets, as pairs (name, value)."""
     in_checkout: bool = False
-    """Whether the step runs in the source folder. Otherwise it runs in the scratch folder."""
+    """Whether the step's process runs in the source folder instead of the scratch folder."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,18 @@ class GpuDayPlaces:
     """Folders and suite files of one run of `repro gpu-day`."""
 
     out: Path
-    """Folder of the result files."""
+    """Folder of the result files of `repro gpu-day`."""
     scratch: Path
-    """Folder of the steps' store, caches and suites, deleted at the end."""
+    """Folder of the record store, caches and suites of all steps, deleted at the end of `repro gpu-day`."""
 
     @property
     def store(self) -> Path:
-        """Return the store to which steps write; `ResultWriter` copies its records to the result files."""
+        """Return the folder of the record store to which steps write, from which records go to the result files."""
         return self.scratch / STORE
 
     @property
     def suite(self) -> Path:
-        """Return the path of the suite `gpu_day`. In a rehearsal, its models are tiny."""
+        """Return the path of the suite `gpu_day`, whose models are tiny in a rehearsal."""
         return self.scratch / "gpu_day.toml"
 
     @property
@@ -81,7 +81,7 @@ class GpuDayPlaces:
 
 
 def gpu_day_steps(places: GpuDayPlaces, *, rehearse: bool = False) -> list[GpuDayStep]:
-    """Return all steps in the order of `steps.toml`; with `rehearse`, with tiny models on processor cores."""
+    """Return all steps of `repro gpu-day` in the order of `steps.toml`; with `rehearse`, for tiny models on a CPU."""
     workers = min(TEST_WORKERS, max(1, usable_cores() - 2))
     words = {
         "{repro}": REPRO,
@@ -118,7 +118,10 @@ def gpu_day_steps(places: GpuDayPlaces, *, rehearse: bool = False) -> list[GpuDa
 
 
 def _missing(table: dict[str, Any], rehearse: bool) -> str:
-    """Return the first requirement of a step, a `table` of `steps.toml`, that this machine lacks; empty for none."""
+    """Return the first requirement of a step that this machine lacks; empty if it lacks none.
+
+    `table` is the step's table in `steps.toml`.
+    """
     needs = table.get("needs", [])
     if rehearse and not table.get("rehearsed", True):
         return str(needs[0])
@@ -137,12 +140,12 @@ def _missing(table: dict[str, Any], rehearse: bool) -> str:
 
 
 def _sanitizer() -> str:
-    """Return the path of compute-sanitizer; empty if it is not installed."""
+    """Return the path of NVIDIA's compute-sanitizer; empty if the program is not installed."""
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=CUDA_TOOLS) or ""
 
 
 def write_suites(places: GpuDayPlaces, *, rehearse: bool) -> None:
-    """Write the suites of the steps to the scratch folder. With `rehearse`, their names end in `_rehearsal`."""
+    """Write the suites that steps run to the scratch folder. With `rehearse`, the suites' names end in `_rehearsal`."""
     system, ending = ("local", "_rehearsal") if rehearse else ("local-gpu", "")
     for packaged, path in (("gpu_day", places.suite), ("smoke", places.smoke)):
         text = SUITES.find(Path(packaged)).read_text(encoding="utf-8")
@@ -155,7 +158,7 @@ def write_suites(places: GpuDayPlaces, *, rehearse: bool) -> None:
 
 
 def _with_tiny_sizes(text: str) -> str:
-    """Return the TOML text of a suite with its models replaced by tiny models on processor cores."""
+    """Return the TOML text of a suite after replacing its models by tiny models on processor cores."""
     tiny = {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "system": "local"}
     lines = []
     for line in text.splitlines():
@@ -163,6 +166,6 @@ def _with_tiny_sizes(text: str) -> str:
         if equals and key in tiny:
             line = f"{key} = {json.dumps(tiny[key])}"
         elif key == "vocab":
-            line = f"vocab = {int(value) % 1000}"  # models of different vocabularies must still differ
+            line = f"vocab = {int(value) % 1000}"  # Models of different vocabulary sizes must still differ.
         lines.append(line)
     return "\n".join(lines) + "\n"

@@ -39,7 +39,7 @@ STAGES = (None, 0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class PlainSizes:
-    """Sizes of the plain GPT-2 and the tokens of its samples."""
+    """Sizes of the GPT-2 baseline in plain torch, and the number of tokens of its samples."""
 
     layers: int = 48
     hidden: int = 1600
@@ -70,7 +70,7 @@ class BaselineBlock(nn.Module):
 
 
 class BaselineGPT(nn.Module):
-    """A GPT-2 of `torch.nn` modules with tied embeddings, which returns its loss."""
+    """A GPT-2 built from `torch.nn` modules, with tied embeddings. Its forward pass returns the loss."""
 
     def __init__(self, sizes: PlainSizes):
         super().__init__()
@@ -95,7 +95,7 @@ def measure_plain_step(
 ) -> dict[str, Any]:
     """Train a plain GPT-2 and return its median step time in seconds, peak memory in bytes and last loss.
 
-    With `pure`, weights are bf16 without master weights. Otherwise they are fp32, and the forward pass is autocast.
+    With `pure`, weights are bf16 without master weights. Otherwise weights are fp32, and the forward pass is autocast.
     """
     device = _fresh_device()
     with device:
@@ -103,7 +103,7 @@ def measure_plain_step(
     if pure:
         model.bfloat16()
     if compiled:
-        torch.compiler.reset()  # otherwise a second batch size would be compiled with dynamic shapes
+        torch.compiler.reset()  # Without the reset, a second batch size would get dynamic shapes.
         for block in model.blocks:
             block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -117,7 +117,7 @@ def measure_plain_step(
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()  # `item` waits for the device, so the step has ended
+        return loss.item()  # `item` waits for the device, so the training step has ended.
 
     times = []
     for _ in range(UNTIMED_STEPS + TIMED_STEPS):
@@ -129,7 +129,7 @@ def measure_plain_step(
 
 
 def model_builders(*, tiny: bool) -> dict[str, Callable[[], nn.Module]]:
-    """Return functions that build a GPT-2, a Llama and a T5 of `transformers` without dropout, by name."""
+    """Return functions that build a GPT-2, a Llama and a T5 of the library `transformers` without dropout, by name."""
     transformers: Any = import_module("transformers")
     width, layers, heads, vocab = (64, 2, 4, 128) if tiny else (1024, 12, 16, 32_000)
     wide = {"vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers}
@@ -158,7 +158,8 @@ def model_builders(*, tiny: bool) -> dict[str, Callable[[], nn.Module]]:
 def train_model(build: Callable[[], nn.Module], stage: int | None, rows: int, seq: int) -> dict[str, Any]:
     """Train a model with fp32 parameters; return losses, median step time in seconds and peak memory in bytes.
 
-    `stage` is a ZeRO stage of `repro.parallelize`, or None for plain torch. A batch has `rows` samples of `seq` tokens.
+    `stage` is the ZeRO stage of `repro.parallelize`; None trains in plain torch. A batch has `rows` samples of `seq`
+    tokens.
     """
     device = _fresh_device()
     model: nn.Module = build().to(device)
@@ -177,14 +178,14 @@ def train_model(build: Callable[[], nn.Module], stage: int | None, rows: int, se
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())  # `item` waits for the device, so the step has ended
+        losses.append(loss.item())  # `item` waits for the device, so the training step has ended.
         times.append(time.perf_counter() - began)
     step_s = statistics.median(times[UNTIMED_STEPS:])
     return {"losses": losses, "step_s": step_s, "peak_bytes": _peak_bytes(device)}
 
 
 def _fresh_device() -> torch.device:
-    """Empty the CUDA memory cache, seed the random numbers, and return the GPU, or the CPU without a GPU."""
+    """Empty the CUDA memory cache, seed torch's random numbers, and return the device: the GPU, or the CPU if none."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -198,7 +199,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def _try(measure: Callable[..., dict[str, Any]], *arguments: Any, **options: Any) -> dict[str, Any]:
-    """Return the result of `measure`, or the key `error` with its exception, so that other variants still run."""
+    """Return the result of `measure`, or a result with the key `error`, so that a failure ends one measurement only."""
     try:
         return measure(*arguments, **options)
     except Exception as error:
@@ -206,14 +207,14 @@ def _try(measure: Callable[..., dict[str, Any]], *arguments: Any, **options: Any
 
 
 def _write(measurements: Path, name: str, found: dict[str, Any]) -> int:
-    """Append one measurement to the file `measurements`; return 1 if it is an error, else 0."""
+    """Append one measurement to the file `measurements`; return 1 if the measurement failed, else 0."""
     append_measurement(measurements, name, **found)
     print(name, found, flush=True)
     return int("error" in found)
 
 
 def measure_plain(measurements: Path, *, tiny: bool) -> int:
-    """Measure the plain GPT-2 in every batch size and precision; return the number of failed measurements."""
+    """Measure GPT-2 in plain torch with all batch sizes and precisions; return the number of failed measurements."""
     failures = 0
     sizes = PlainSizes(layers=2, hidden=64, heads=4, vocab=256, seq=32) if tiny else PlainSizes()
     compiled = not tiny and any(shutil.which(name) for name in ("cc", "gcc", "clang"))
@@ -226,7 +227,7 @@ def measure_plain(measurements: Path, *, tiny: bool) -> int:
 
 
 def measure_parallelize(measurements: Path, *, tiny: bool) -> int:
-    """Train each model of `transformers` in plain torch and under each ZeRO stage; return the number of failures."""
+    """Train models of `transformers` in plain torch and under each ZeRO stage; return the number of failures."""
     rows, seq = (2, 16) if tiny else (8, 512)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "gloo":

@@ -1,7 +1,7 @@
 """States of all submitted experiments (cases), from SLURM, from the progress files of their jobs, and from the store.
 
 Each submission has a folder in `results/jobs`. `repro submit` writes `submission.json` there before the first `sbatch`
-and after each one, so that the file names every submitted job even if `repro submit` is killed.
+and after each `sbatch`, so that the file names every submitted job even if `repro submit` is killed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _LOCK_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedArray:
-    """One job array of a submission."""
+    """SLURM job array of one submission, as `submission.json` lists it."""
 
     bundles: list[int]
-    """Indices of bundles in `work.json`, in the order of the array's elements."""
+    """Indices in `work.json` of the bundles of experiments, one bundle per element of the job array."""
     nodes: int
     tasks_per_node: int
     time_limit_s: float
@@ -48,10 +48,10 @@ class SubmittedArray:
     job_name: str
     """Job name in SLURM, which contains the submission's id and identifies a job whose `job_id` was not written."""
     job_id: str = ""
-    """SLURM's job id; empty until `sbatch` has returned it."""
+    """SLURM's id of the job array; empty until `sbatch` has returned the id."""
 
     def element(self, place: int) -> str:
-        """Return SLURM's job id of element number `place` of the array; empty before `sbatch` has returned."""
+        """Return SLURM's job id of element number `place` of the job array; empty before `sbatch` has returned."""
         if not self.job_id:
             return ""
         return self.job_id if len(self.bundles) == 1 else f"{self.job_id}_{place}"
@@ -63,14 +63,14 @@ class Submission:
 
     id: str
     created: str
-    """Time of the call in UTC, in ISO 8601."""
+    """Time in UTC at which `repro submit` was called, in ISO 8601 format."""
     suite: str
     suite_file: str
     profile: str
-    """Path of the profile, of which `profile.toml` in the submission's folder is a copy."""
+    """Path of the site profile; the submission's folder contains a copy of this file, `profile.toml`."""
     system: str
     newest_record: int | None = None
-    """`order` of the store's newest record at the time of the call; None if an older version wrote the file."""
+    """`order` of the store's newest record when `repro submit` ran; None in files of older versions."""
     arrays: list[SubmittedArray] = field(default_factory=list)
 
     def jobs(self) -> dict[int, str]:
@@ -78,13 +78,13 @@ class Submission:
         return {bundle: a.element(place) for a in self.arrays for place, bundle in enumerate(a.bundles)}
 
     def with_job(self, place: int, job_id: str) -> Submission:
-        """Return a copy in which array number `place` has the job id `job_id`."""
+        """Return a copy of the submission in which job array number `place` has SLURM's id `job_id`."""
         arrays = [replace(a, job_id=job_id) if i == place else a for i, a in enumerate(self.arrays)]
         return replace(self, arrays=arrays)
 
 
 class Registry:
-    """Submissions of one store: their folders and files, and the lock that `repro submit` holds."""
+    """Submissions to SLURM whose results go to one store: their folders and files, and the lock of `repro submit`."""
 
     def __init__(self, results: Path):
         self.folder = results / "jobs"
@@ -93,7 +93,7 @@ class Registry:
         return self.folder / submission.id
 
     def new_id(self, suite: str) -> str:
-        """Return a new id of a submission, which begins with the time and contains the suite's name."""
+        """Return an id for a new submission, which begins with the time and contains the suite's name."""
         clean = re.sub(r"[^\w.-]+", "-", suite)[:40]
         return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{clean}-{secrets.token_hex(2)}"
 
@@ -104,11 +104,11 @@ class Registry:
         write_json(folder / SUBMISSION_FILE, asdict(submission))
 
     def all(self) -> list[Submission]:
-        """Return every submission, oldest first.  Raises `ConfigError` for an invalid file."""
+        """Return every submission of the store, oldest first.  Raises `ConfigError` for an invalid file."""
         return [self._read(path) for path in sorted(self.folder.glob(f"*/{SUBMISSION_FILE}"))]
 
     def work(self, submission: Submission) -> SubmissionWork:
-        """Return the bundles of `submission` from `work.json`.  Raises `ConfigError` if the file is not valid."""
+        """Return the content of the submission's `work.json`.  Raises `ConfigError` if the file is not valid."""
         folder = self.path(submission)
         try:
             return SubmissionWork.load(folder)
@@ -116,7 +116,7 @@ class Registry:
             raise _bad(folder / "work.json", error) from None
 
     def state(self, submission: Submission, bundle: int) -> dict[str, Any]:
-        """Return the progress file of bundle number `bundle` as a dictionary; empty before its job starts."""
+        """Return the content of a bundle's progress file; empty before the bundle's SLURM job starts."""
         return read_json(self.path(submission) / f"bundle-{bundle}.json")
 
     @contextmanager
@@ -170,7 +170,7 @@ def _abandoned(path: Path) -> bool:
 
 def _bad(path: Path, error: Exception) -> ConfigError:
     expected = (
-        f"is no valid file of `repro submit` ({type(error).__name__}: {error}); remove its folder if unused"
+        f"is no valid file of `repro submit` ({type(error).__name__}: {error}); remove the folder if unused"
     )
     return ConfigError("submission", path.parent.name, says=expected, file=str(path))
 
@@ -191,7 +191,7 @@ class CaseState:
     key: str
     bundle: int
     job: str
-    """SLURM's job id, `12_3`; empty if `sbatch` did not return one."""
+    """SLURM's id of the experiment's job, for example `12_3`; empty if `sbatch` did not return an id."""
     state: str
     """One of `STATES`."""
     detail: str = ""
@@ -199,7 +199,7 @@ class CaseState:
     outcome: str = ""
     """Outcome in the store's record; without a record, the outcome that `repro collect` records for an ended job."""
     job_state: str = ""
-    """State of the job in SLURM; empty if SLURM no longer lists the job."""
+    """State of the experiment's job in SLURM; empty if SLURM does not list the job."""
     nodes: str = ""
     restarts: int = 0
     recorded: bool = False
@@ -207,20 +207,25 @@ class CaseState:
 
     @property
     def failure(self) -> str:
-        """Return the failure class, one of `FAILURE_CLASSES`; empty without a failure."""
+        """Return the class of the experiment's failure, one of `FAILURE_CLASSES`; empty without a failure."""
         return failure_class(self.outcome, self.detail, self.job_state) if self.outcome else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields and the failure class as JSON data."""
+        """Return the experiment's state and failure class as JSON data."""
         return asdict(self) | {"failure": self.failure}
 
 
 def outcome_without_record(job: JobState | None) -> tuple[str, str]:
-    """Return outcome and reason of an experiment without a record, from the end of its job; None: SLURM has no job."""
+    """Return outcome and reason of an experiment without a record, from the final state of its SLURM job.
+
+    `job` is None if SLURM does not list the job.
+    """
     if job is None:
         return "error", "lost: SLURM no longer lists the job, and the job wrote no record"
     outcome, reason = "error", f"the job ended as {job.state} without a record"
-    if job.state in JOB_ENDS:  # a cause outside the experiment is no result of it
+    if (
+        job.state in JOB_ENDS
+    ):  # SLURM or the hardware ended the job, so its end is no result of the experiment.
         outcome, reason = "interrupted", JOB_ENDS[job.state][1]
     parts = [reason]
     if job.nodes:
@@ -234,7 +239,7 @@ def outcome_without_record(job: JobState | None) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CaseSurvey:
-    """States of all submitted experiments; every call reads files, records and SLURM once."""
+    """Survey of the states of all submitted experiments; every call reads files, records and SLURM once."""
 
     registry: Registry
     store: Store
@@ -255,7 +260,7 @@ class CaseSurvey:
         return found
 
     def live(self) -> dict[str, str]:
-        """Return the job ids of experiments that a waiting or running job has not finished, by experiment key."""
+        """Return the ids of waiting or running SLURM jobs, by the keys of the experiments that they have to finish."""
         return {case.key: case.job for case in self.cases() if case.state in OPEN_STATES}
 
 
@@ -268,7 +273,7 @@ def _case(
     last_state: dict[str, Any],
     record: ExperimentRecord | None,
 ) -> CaseState:
-    """Return the state of `experiment`; `last_state` is the content of its bundle's progress file."""
+    """Return the state of one submitted `experiment`; `last_state` is the content of its bundle's progress file."""
     own = record if record is not None and _is_later(record, submission) else None
     base = CaseState(
         submission=submission.id,
@@ -292,7 +297,7 @@ def _case(
     if job is not None and job.live:
         return _live(base, job, last_state)
     outcome, reason = outcome_without_record(job)
-    # The job recorded an interruption and was not requeued.
+    # The job wrote a record of its interruption, and SLURM did not requeue the job.
     if own is not None and own.reason != reason:
         reason = f"{own.reason}; {reason}" if job is not None else own.reason
         outcome = own.outcome
@@ -305,12 +310,13 @@ def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseSta
     current, stopped = last_state.get("current") or {}, last_state.get("stopped") or {}
     if job.waiting:
         state = REQUEUED if base.restarts or stopped else PENDING
-        release = f"`scontrol release {base.job}` releases it" if "held" in job.reason.lower() else ""
+        release = f"`scontrol release {base.job}` releases the job" if "held" in job.reason.lower() else ""
         parts = (stopped.get("reason", ""), job.reason, release)
         return replace(base, state=state, detail=", ".join(part for part in parts if part))
     if base.name != current.get("case"):
         turns = current.get("compare") and base.name in current["names"]
-        detail = f"takes turns with {current['case']}" if turns else "its job runs other cases first"
+        comparing = f"alternates with {current.get('case')} in a comparison"
+        detail = comparing if turns else "its job runs other cases first"
         return replace(base, state=RUNNING, detail=detail)
     rate = current.get("steps_per_s")
     place = f"step {current.get('step', 0)} of {current.get('steps', 0)}, {current.get('phase', '')}"
@@ -318,16 +324,16 @@ def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseSta
 
 
 def _is_later(record: ExperimentRecord, submission: Submission) -> bool:
-    """Return whether the record is newer than the submission, by order in the store, as clocks of nodes may differ."""
+    """Return whether a record is newer than a submission, by its order in the store, as clocks of nodes may differ."""
     if submission.newest_record is None:
         return datetime.fromisoformat(record.written) >= datetime.fromisoformat(submission.created)
     return record.order > submission.newest_record
 
 
 def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[list[CaseState], list[str]]:
-    """Return states of submitted experiments, in the last submission or in `every` one, and warnings of SLURM queries.
+    """Return the states of submitted experiments, and warnings of SLURM queries.  Raises `SchedulerError`.
 
-    Raises `SchedulerError`.
+    Only the last submission of each experiment is included, or `every` submission.
     """
     scheduler = Scheduler()
     cases = CaseSurvey(registry, store, scheduler).cases()

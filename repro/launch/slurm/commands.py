@@ -51,7 +51,8 @@ def print_logs(results: Path, name: str, rank: int | None) -> int:
         _print_tails(files, f"job {job or 'none'} of {name}")
         found = sorted(ranks.glob("rank-*.err"), key=lambda path: int(path.stem.partition("-")[2]))
         if found:
-            print(f"ranks: {', '.join(path.stem.partition('-')[2] for path in found)}; --rank R shows one")
+            numbers = ", ".join(path.stem.partition("-")[2] for path in found)
+            print(f"ranks with logs: {numbers}; --rank R prints the log of rank R")
         return 0
     require(0 <= rank < bundle.world, "--rank", rank, f"0 to {bundle.world - 1}")
     files = [path for path in (ranks / f"rank-{rank}.out", ranks / f"rank-{rank}.err") if path.exists()]
@@ -60,7 +61,10 @@ def print_logs(results: Path, name: str, rank: int | None) -> int:
 
 
 def find_case(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
-    """Return the newest submission of the case `name`, its bundle and its key.  Raises `ConfigError` without one."""
+    """Return the newest submission of the experiment `name`, with the experiment's bundle and key.
+
+    Raises `ConfigError` if the experiment was not submitted.
+    """
     known: list[str] = []
     for submission in reversed(registry.all()):
         for bundle in registry.work(submission).bundles:
@@ -73,7 +77,7 @@ def find_case(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
 
 
 def list_names(name: str, known: list[str]) -> str:
-    """Return the names `known` in one line; of more than `MAX_LISTED_NAMES`, those most similar to `name`."""
+    """Return `known` names as one line of text: at most `MAX_LISTED_NAMES`, the most similar to `name`."""
     names = list(dict.fromkeys(known))
     if len(names) <= MAX_LISTED_NAMES:
         return ", ".join(names)
@@ -94,8 +98,8 @@ def _print_tails(files: list[Path], what: str) -> None:
 def cancel_jobs(results: Path, what: str) -> int:
     """Cancel the waiting and running jobs that `what` selects; return the exit code 0.
 
-    `what` is a suite's name or file, a submission's id, or a glob of cases; empty selects all jobs. SLURM cancels full
-    jobs, so other cases of such a job are cancelled too and printed.
+    `what` is a suite's name or file, a submission's id, or a glob of experiment names; empty selects all jobs. SLURM
+    cancels complete jobs, so the function prints other experiments of a cancelled job.
     """
     registry, scheduler = Registry(results), Scheduler()
     require(registry.all(), "--results", str(results), "a folder that `repro submit` has used")
@@ -122,7 +126,7 @@ def cancel_jobs(results: Path, what: str) -> int:
 
 
 def collect_records(results: Path, into: Path | None, json: bool) -> int:
-    """Record lost and cancelled cases, read all records, and copy those that the store `into` lacks.
+    """Record lost and cancelled experiments, read all records, and copy the records that the store `into` lacks.
 
     Returns the exit code: 1 if a case failed, was lost or was cancelled in its last submission, else 0.
     """
@@ -160,7 +164,10 @@ def collect_records(results: Path, into: Path | None, json: bool) -> int:
 
 
 def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
-    """Return a record for a case whose job ended without one. The record is not conclusive, so the case runs again."""
+    """Return a record for an experiment whose SLURM job ended without a record.
+
+    The record is not conclusive, so the experiment runs again.
+    """
     submission = next(s for s in registry.all() if s.id == case.submission)
     work = registry.work(submission)
     experiment = next(e for b in work.bundles for e in b.experiments if e.key == case.key)
@@ -172,13 +179,13 @@ def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
 
 
 def count_bad_nodes(cases: list[CaseState]) -> dict[str, int]:
-    """Return the number of cases that failed because of each node: candidates for the profile's `slurm.exclude`."""
+    """Return the number of experiments that failed because of each node, so that the user can exclude bad nodes."""
     failed = [case for case in cases if case.failure in ("node-failure", "lost-node", "wrong-hardware")]
     return dict(Counter(node for case in failed for node in _named_nodes(case)))
 
 
 def _named_nodes(case: CaseState) -> list[str]:
-    """Return the nodes of the case that its failure reason names, or all nodes of the case if it names none."""
+    """Return the nodes that the failure reason of an experiment names, or all its nodes if the reason names none."""
     from submitit.slurm.slurm import _parse_node_list
 
     nodes = [node for node in _parse_node_list(case.nodes) if node] if case.nodes else []
@@ -197,9 +204,11 @@ def _print_collected(
     )
     print(f"{document['records']} records in {results}/records.")
     if into is not None:
-        print(f"{document['copied']} of these records are new in {into}/records.")
+        print(f"{document['copied']} of the records are new in {into}/records.")
     for node, count in document["bad_nodes"].items():
-        print(f"{count_noun(count, 'failure')} on node {node}: `repro submit --exclude {node}` excludes it.")
+        print(
+            f"{count_noun(count, 'failure')} on node {node}: `repro submit --exclude {node}` excludes this node."
+        )
     failed = [case for case in cases if case.state != DONE and case.outcome]
     for case in failed[:MAX_LISTED_NAMES]:
         print(f"{case.name}: {case.failure or case.outcome}: {case.detail}.")

@@ -1,6 +1,6 @@
-"""Profile of a SLURM site, a TOML file that says how its jobs request nodes.  The folder `slurm/` has ready profiles.
+"""Profile of a SLURM site: a TOML file with the requests of jobs for nodes.  The folder `slurm/` has ready profiles.
 
-A key that is left out makes no request: without a partition or an account, for example, the site's default applies.
+A missing key makes no request: without a partition or an account, for example, the site's default applies.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ class Slurm:
     gpus_per_node: int = 0
     """Number of GPUs of a node, each used by one rank; 0: ranks run on processor cores."""
     gpu_type: str = ""
-    """Type of GPU to request, by its name at the site, for example `v100`; empty: any."""
+    """Type of GPU to request, by its name at the site, for example `v100`; empty: any type."""
     gpu_request: str = "gpus-per-node"
     """Option that requests GPUs, `gpus-per-node` or `gres`; `none` for a site that always allocates full nodes."""
     tasks_per_node: int = 0
-    """Number of ranks on a node without GPUs; 0: one."""
+    """Number of ranks on a node without GPUs; 0: one rank."""
     cpus_per_task: int = 0
     """Number of processor cores of each rank; 0: the site's default."""
     memory: str = ""
-    """Host memory of a job on each node, for example `64GB`; `0`: all; empty: the site's default."""
+    """Host memory of a job on each node, for example `64GB`; `0`: all memory of the node; empty: the site's default."""
     exclusive: bool = True
-    """Whether a job gets its nodes alone. Other jobs on a node would disturb the measurement."""
+    """Whether a job has exclusive use of its nodes. Other jobs on a node would disturb the measurement."""
     time_limit: str = "01:00:00"
-    """Time limit of each job: `HH:MM:SS`, `D-HH:MM:SS` or minutes."""
+    """Time limit of each SLURM job: `HH:MM:SS`, `D-HH:MM:SS` or minutes."""
     array_parallelism: int = 4
     """Maximum number of elements of a job array that run at once."""
     cases_per_job: int = 1
     """Number of experiments or comparisons with equal resources that one job runs in sequence within its time limit."""
     requeues: int = 10
-    """Number of requeues after reaching the time limit, before a job counts as failed."""
+    """Maximum number of requeues after a job has reached its time limit. Then the job counts as failed."""
     signal_delay_s: int = 90
-    """Time before the time limit at which SLURM signals the job to stop its experiment, in seconds."""
+    """Time before the time limit at which SLURM signals a job to stop its experiment, in seconds."""
     options: dict[str, str] = field(default_factory=dict)
     """Further options of `sbatch` by name, for example `{ reservation = "bench" }`."""
 
@@ -65,9 +65,7 @@ class Slurm:
         right = f"one of {', '.join(REQUESTS)}"
         require(self.gpu_request in REQUESTS, "gpu_request", self.gpu_request, right)
         for key, value in self._texts():
-            require(
-                value.isprintable(), key, value, "text of one line, because sbatch reads it from one line"
-            )
+            require(value.isprintable(), key, value, "text of one line, because it becomes one sbatch option")
         parse_time_limit(self.time_limit)
         for key in ("gpus_per_node", "tasks_per_node", "cpus_per_task", "requeues"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
@@ -77,13 +75,17 @@ class Slurm:
 
     def leave_time(self, key: str, time_limit: str) -> None:
         """Raise `ConfigError` for the key `key` unless `time_limit` is longer than `signal_delay_s`."""
-        delay = f"signal_delay_s = {self.signal_delay_s} s"
-        expected = f"longer than {delay}, because a job gets its stop signal that long before its end"
-        full_min = min(parse_time_limit(time_limit), 1e9) // 1  # sbatch receives the limit in full minutes
+        expected = (
+            f"longer than signal_delay_s = {self.signal_delay_s} s, "
+            "the time from the stop signal of a job to its time limit"
+        )
+        full_min = (
+            min(parse_time_limit(time_limit), 1e9) // 1
+        )  # sbatch receives the time limit in full minutes.
         require(60 * full_min > self.signal_delay_s, key, time_limit, expected)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, text) of every setting whose text becomes an option of `sbatch`."""
+        """Yield (key, text) of every setting of the profile whose text becomes an option of `sbatch`."""
         for key in ("partition", "account", "qos", "constraint", "gpu_type", "memory"):
             yield key, getattr(self, key)
         yield from (("exclude", node) for node in self.exclude)
@@ -95,21 +97,21 @@ class Slurm:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Environment that a job sets up before its ranks start."""
+    """Environment that a SLURM job sets up before its ranks start."""
 
     modules: list[str] = field(default_factory=list)
     """Names of environment modules that a job loads with `module load`."""
     setup: list[str] = field(default_factory=list)
     """Shell lines that a job runs first, for example `source /shared/venv/bin/activate`."""
     python: str = ""
-    """Path of the Python interpreter on the nodes; empty: that of `repro submit`."""
+    """Path of the Python interpreter on the nodes; empty: the interpreter of `repro submit`."""
     container: str = ""
     """Container image of the ranks, for `srun --container-image` (pyxis); empty: none.  The controller of a job runs
     outside the container, with the Python interpreter of `repro submit`."""
     container_mounts: str = ""
-    """Mounts of the container, for `srun --container-mounts`."""
+    """Mounts of the ranks' container, for `srun --container-mounts`."""
     interface: str = ""
-    """Network interface (`ib0`) for gloo and NCCL's sockets; empty: gloo and NCCL choose."""
+    """Network interface for gloo and NCCL's sockets, for example `ib0`; empty: gloo and NCCL choose an interface."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of every rank, for example `{ NCCL_IB_HCA = "mlx5" }`."""
 
@@ -119,9 +121,9 @@ class Storage:
     """Folder of results on the cluster, and the permissions of its files."""
 
     shared: str = ""
-    """Shared folder with this path on every node; `--results` must be in it.  Empty: any folder counts as shared."""
+    """Path of a shared folder, equal on all nodes, that contains `--results`.  Empty: any folder counts as shared."""
     private: bool = True
-    """Whether only the user can read the files that jobs write."""
+    """Whether only the user can read the files that SLURM jobs write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,18 +131,18 @@ class CaseClass:
     """Settings for some experiments, a `[[case]]` table. The first table that matches an experiment counts."""
 
     match: str
-    """Glob of the names of the experiments to which the table applies."""
+    """Glob of the names of the experiments to which the `[[case]]` table applies."""
     nodes: int = 0
-    """Minimum number of nodes over which the ranks are spread; 0: as few as possible."""
+    """Minimum number of nodes over which the ranks are spread; 0: as few nodes as possible."""
     time_limit: str = ""
-    """Time limit of each job, in place of `slurm.time_limit`; empty: unchanged."""
+    """Time limit of the jobs of matching experiments; empty: `slurm.time_limit`."""
     partition: str = ""
-    """SLURM partition, in place of `slurm.partition`; empty: unchanged."""
+    """SLURM partition of the jobs of matching experiments; empty: `slurm.partition`."""
     requeues: int | None = None
-    """Number of requeues, in place of `slurm.requeues`.  After each one, training resumes from its checkpoint."""
+    """Maximum number of requeues, in place of `slurm.requeues`.  A requeued training resumes from its checkpoint."""
 
     def __post_init__(self) -> None:
-        require(bool(self.match), "match", self.match, "a glob of names of experiments")
+        require(bool(self.match), "match", self.match, "a glob of experiment names")
         require(self.nodes >= 0, "nodes", self.nodes, "0 or more")
         require(self.requeues is None or self.requeues >= 0, "requeues", self.requeues, "0 or more")
         if self.time_limit:
@@ -159,10 +161,10 @@ class Profile:
     environment: Environment = field(default_factory=Environment)
     storage: Storage = field(default_factory=Storage)
     price_per_gpu_hour: float = 0.0
-    """Price of one GPU for one hour, in any currency; 0 if unknown."""
+    """Price of one GPU-hour, in any currency; 0 if unknown."""
     case: tuple[CaseClass, ...] = ()
     file: str = ""
-    """Path from which the profile was read."""
+    """Path of the file from which the site profile was read."""
 
     def __post_init__(self) -> None:
         price = self.price_per_gpu_hour
@@ -173,16 +175,16 @@ class Profile:
 
     @property
     def ranks_per_node(self) -> int:
-        """Return the maximum number of ranks on a node."""
+        """Return the maximum number of ranks on a node of the site."""
         return self.slurm.gpus_per_node or self.slurm.tasks_per_node or 1
 
     @property
     def umask(self) -> int:
-        """Return the umask of a job's processes."""
+        """Return the umask of the processes of a SLURM job."""
         return 0o077 if self.storage.private else 0o022
 
     def gpu_request(self, count: int) -> dict[str, str]:
-        """Return the option of sbatch and srun that requests `count` GPUs per node; empty if none is needed."""
+        """Return the option of sbatch and srun that requests `count` GPUs per node; empty if no request is needed."""
         slurm = self.slurm
         if not slurm.gpus_per_node or slurm.gpu_request == "none":
             return {}
@@ -197,13 +199,13 @@ class Profile:
 
 
 def load_profile(path: Path) -> Profile:
-    """Return the profile in the TOML file `path`, or the packaged profile of this name.  Raises `ConfigError`."""
+    """Return the site profile in the TOML file `path`, or the packaged profile named `path`.  Raises `ConfigError`."""
     path = PROFILES.find(path)
     return parse_profile(read_toml(path), file=str(path))
 
 
 def parse_profile(data: dict[str, Any], *, file: str) -> Profile:
-    """Return the profile in the parsed TOML document `data` of `file`.  Raises `ConfigError`."""
+    """Return the site profile in the parsed TOML document `data` of `file`.  Raises `ConfigError`."""
     if "file" in data:
         raise ConfigError("file", data["file"], says="unknown key", file=file)
     profile = build_dataclass(Profile, {**data, "file": file}, file=file)

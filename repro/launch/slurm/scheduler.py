@@ -21,9 +21,9 @@ COMMAND_TIMEOUT_S = 30.0
 WAITING = frozenset(
     ["PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
 )
-"""States in which SLURM has not started a job."""
+"""SLURM job states in which the job has not started."""
 LIVE = WAITING | {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
-"""States of a job that has not ended."""
+"""SLURM job states in which the job has not ended."""
 UNKNOWN = "UNKNOWN"
 _MAX_IDS_PER_CALL = 200
 """Maximum number of job ids in one command line."""
@@ -40,32 +40,32 @@ class JobState:
     reason: str = ""
     """Reason that SLURM gives for the wait of a job, for example `Resources`, or for its end."""
     nodes: str = ""
-    """Nodes of the job as SLURM writes them, `n[1-2]`; empty before the job starts."""
+    """SLURM's list of the job's nodes, for example `n[1-2]`; empty before the job starts."""
     exit_code: str = ""
-    """Exit code and signal, as `code:signal`; empty if SLURM did not report them."""
+    """Exit code and signal of the job, as `code:signal`; empty if SLURM did not report an exit code."""
     restarts: int = 0
     """Number of times that SLURM has requeued the job."""
 
     @property
     def live(self) -> bool:
-        """Return whether the job has not ended."""
+        """Return whether the SLURM job has not ended."""
         return self.state in LIVE
 
     @property
     def waiting(self) -> bool:
-        """Return whether the job waits for nodes."""
+        """Return whether the SLURM job waits for nodes."""
         return self.state in WAITING
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A partition of the cluster and the resources of its nodes, from `sinfo`."""
+    """A SLURM partition and the resources of its nodes, from `sinfo`."""
 
     name: str
     default: bool
     available: bool
     limit_min: float
-    """Maximum time limit of a job, in minutes."""
+    """Maximum time limit of a job in the partition, in minutes."""
     nodes: int
     gpus: int
     """Maximum number of GPUs in a node of the partition."""
@@ -79,9 +79,12 @@ class SchedulerError(RuntimeError):
 
 
 def run_slurm_command(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-    """Return the standard output of a command.  Raises `SchedulerError` if it is missing, fails or exceeds its time."""
+    """Return the standard output of a SLURM command.
+
+    Raises `SchedulerError` if the command is missing, fails or does not end within `timeout_s`.
+    """
     if shutil.which(command[0]) is None:
-        raise SchedulerError(f"{command[0]}: not found: run this on a login node of the cluster")
+        raise SchedulerError(f"{command[0]}: not found: run repro on a login node of the cluster")
     try:
         silent: Any = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
         done = subprocess.run(command, timeout=timeout_s, **silent)
@@ -94,7 +97,7 @@ def run_slurm_command(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) 
 
 
 class Scheduler:
-    """Queries of SLURM. `warnings` names the information that the site cannot provide."""
+    """Queries of SLURM for jobs and partitions. `warnings` lists information that the site's SLURM cannot provide."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
@@ -114,7 +117,7 @@ class Scheduler:
         return found
 
     def _queue(self) -> dict[str, JobState]:
-        """Return the jobs of this user that `squeue` lists, by id."""
+        """Return the states of this user's jobs that `squeue` lists, by job id."""
         command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%N"]
         rows = (line.split("|") for line in run_slurm_command(command).splitlines())
         complete = (row for row in rows if len(row) == 4)
@@ -126,12 +129,12 @@ class Scheduler:
         try:
             return _accounted_jobs(ids)
         except SchedulerError as error:
-            known = "SLURM reports the end of a job for a few minutes only; later only its own files show it"
+            known = "SLURM reports the end of a job for a few minutes only; later only the job's files show its end"
             self.warnings.append(f"no accounting on this cluster ({error}): {known}")
         return _remembered_jobs(ids)
 
     def partitions(self) -> dict[str, Partition]:
-        """Return all partitions by name.  Raises `SchedulerError`."""
+        """Return all partitions of the cluster by name.  Raises `SchedulerError`."""
         found: dict[str, Partition] = {}
         for line in run_slurm_command(["sinfo", "-h", "-o", "%P|%a|%l|%D|%G|%c"]).splitlines():
             name, up, limit, nodes, gres, cores = line.split("|")
@@ -167,14 +170,16 @@ def _accounted_jobs(ids: set[str]) -> dict[str, JobState]:
             row = line.split("|")
             if len(row) != 5:
                 continue
-            state = row[1].split()[0] if row[1] else UNKNOWN  # "CANCELLED by 1000"
+            state = (
+                row[1].split()[0] if row[1] else UNKNOWN
+            )  # The state may be "CANCELLED by 1000", with a user id.
             job = JobState(state=state, reason=_clean(row[2]), nodes=_clean(row[3]), exit_code=row[4])
             found |= dict.fromkeys(expand(row[0]), job)
     return found
 
 
 def _remembered_jobs(ids: set[str]) -> dict[str, JobState]:
-    """Return the states of those jobs in `ids` that slurmctld still has in memory (`scontrol show job`)."""
+    """Return the states of the jobs in `ids` that slurmctld has in memory, from `scontrol show job`."""
     found: dict[str, JobState] = {}
     for line in run_slurm_command(["scontrol", "show", "job", "-o"]).splitlines():
         fields = dict(re.findall(r"(\w+)=(\S*)", line))
@@ -206,18 +211,21 @@ def expand(job_id: str) -> list[str]:
 
 
 def check_partition(partitions: dict[str, Partition], name: str, *, file: str, where: str) -> Partition:
-    """Return the partition called `name`, or the cluster's default one for ''.  Raises `ConfigError` without one."""
+    """Return the partition `name`, or the cluster's default partition if `name` is ''.
+
+    Raises `ConfigError` if the cluster has no such partition.
+    """
     known = ", ".join(sorted(partitions))
     name = name or next((found.name for found in partitions.values() if found.default), "")
     if name in partitions:
         return partitions[name]
-    says = "no such partition here" if name else "is empty, and the cluster has no default"
+    says = "no partition of this cluster" if name else "is empty, and the cluster has no default partition"
     given = [name] if name else []
     raise ConfigError("partition", *given, says=f"{says}; known are {known}", file=file, where=where)
 
 
 def _gpus(gres: str) -> dict[str, int]:
-    """Return the number of GPUs of each type in SLURM's `gres`, `gpu:v100:8(S:0-1),nic:2`; `gpu:8` has the type ''."""
+    """Return the GPUs per type in SLURM's text `gres`, such as `gpu:v100:8(S:0-1),nic:2`; `gpu:8` has the type ''."""
     found: dict[str, int] = {}
     for kind, count in re.findall(r"\bgpu:(?:([\w\-.]+):)?(\d+)", gres):
         found[kind] = found.get(kind, 0) + int(count)
@@ -225,7 +233,7 @@ def _gpus(gres: str) -> dict[str, int]:
 
 
 def _clean(text: str) -> str:
-    """Return a field of SLURM's output, or an empty text for placeholders such as `None` and `(null)`."""
+    """Return a field of SLURM's output, or an empty text for SLURM's placeholders such as `None` and `(null)`."""
     return "" if text in ("None", "None assigned", "(null)", "Unknown") else text
 
 
@@ -249,7 +257,7 @@ def parse_time_limit(text: str) -> float:
 
 
 def format_time_limit(total_minutes: float) -> str:
-    """Format a time limit in minutes as SLURM does: `HH:MM:SS`, or `1-02:30:00` from a day on."""
+    """Format a time limit in minutes as SLURM does: `HH:MM:SS`, or `D-HH:MM:SS` for one day or more."""
     if math.isinf(total_minutes):
         return "UNLIMITED"
     seconds = round(total_minutes * 60)

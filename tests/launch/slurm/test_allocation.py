@@ -180,7 +180,7 @@ def test_a_lost_task_is_named_and_the_rest_is_asked_for_again(submission: Submis
         assert job.wait() == 255, job.log()
         assert gone(ranks)
     assert classes(submission) == {"a": "lost-node"}
-    assert "lost node n2: its task ended without a report" in submission.reasons()["a"]
+    assert "lost node n2: the rank's task ended without a report" in submission.reasons()["a"]
     assert submission.state["phase"] == "stopped"
     assert "requeue 7" in submission.calls.read_text()
     with running(submission, restarts=1) as job:
@@ -219,7 +219,7 @@ def test_a_step_that_does_not_start_is_reported(submission: Submission) -> None:
     (submission.folder / "bundle-0.json").unlink()
     with running(submission) as job:
         assert job.wait() == 255, job.log()
-    assert "its task did not start: AssertionError: no step" in submission.reasons()["a"]
+    assert "the rank's task did not start: AssertionError: no step" in submission.reasons()["a"]
 
 
 def test_a_step_waits_for_a_slurmctld_that_is_down(submission: Submission) -> None:

@@ -27,7 +27,8 @@ def test_a_case_waits_runs_and_is_done(submitted: ThreeCases, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("compare", "detail"), [(True, "takes turns with b"), (False, "its job runs other cases first")]
+    ("compare", "detail"),
+    [(True, "alternates with b in a comparison"), (False, "its job runs other cases first")],
 )
 def test_cases_that_share_a_launch(
     submitted: ThreeCases, capsys: pytest.CaptureFixture[str], compare: bool, detail: str
@@ -147,7 +148,7 @@ def test_all_that_is_known_of_a_case(submitted: ThreeCases, capsys: pytest.Captu
         "bundle": 0,
         "job": "12_0",
         "state": "pending",
-        "detail": "JobHeldUser, `scontrol release 12_0` releases it",
+        "detail": "JobHeldUser, `scontrol release 12_0` releases the job",
         "outcome": "",
         "recorded": False,
         "failure": "",

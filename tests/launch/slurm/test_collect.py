@@ -59,7 +59,7 @@ def test_nodes_that_failures_name_are_counted() -> None:
         return CaseState(**words, state="failed", detail=reason, outcome=outcome, nodes=nodes)
 
     cases = [
-        case("lost node n2: no answer from it for 15 s"),
+        case("lost node n2: no answer from the node for 15 s"),
         case("node failure of n2, n3", outcome="interrupted"),
         case("wrong hardware: all of them"),
         case("rank 0: n1 is bad"),
@@ -95,8 +95,8 @@ def test_what_collect_says_to_people(
     assert capsys.readouterr().out.splitlines() == [
         "0 of 3 cases done, 1 waiting or running, 1 lost or cancelled and recorded.",
         f"2 records in {submitted.results}/records.",
-        f"2 of these records are new in {mine}/records.",
-        "1 failure on node n1: `repro submit --exclude n1` excludes it.",
+        f"2 of the records are new in {mine}/records.",
+        "1 failure on node n1: `repro submit --exclude n1` excludes this node.",
         "a: hang: rank 1 is behind.",
         "b: node-failure: node failure, on n1, NodeDown.",
     ]

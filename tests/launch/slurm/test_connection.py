@@ -137,8 +137,8 @@ def test_a_stranger_is_cut_off(listener: Listener, words: bytes) -> None:
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (errno.ETIMEDOUT, "no answer from it for 15 s"),
-        (errno.EHOSTUNREACH, "no answer from it for 15 s"),
+        (errno.ETIMEDOUT, "no answer from the node for 15 s"),
+        (errno.EHOSTUNREACH, "no answer from the node for 15 s"),
         (errno.ECONNRESET, "connection lost (Connection reset by peer)"),
     ],
 )

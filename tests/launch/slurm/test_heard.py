@@ -188,7 +188,7 @@ def test_results_signals_and_ends_are_kept(started: Started) -> None:
 
 
 def test_who_is_gone_is_lost_at_once_or_when_no_signal_came(started: Started, clock: Clock) -> None:
-    started.listener.ended = {2: "no answer from it for 15 s", 1: TASK_ENDED}
+    started.listener.ended = {2: "no answer from the node for 15 s", 1: TASK_ENDED}
     assert [started.poll(rank) for rank in range(3)] == [None, None, 1]
     clock.now += launch.LOST_TASK_GRACE_S - 0.125
     assert started.poll(1) is None
@@ -212,7 +212,7 @@ def test_a_task_that_did_not_start_is_lost_with_sruns_words(started: Started, cl
     assert started.poll(0) is None
     clock.now += launch.LOST_TASK_GRACE_S
     assert [started.poll(rank) for rank in range(3)] == [None, None, 1]
-    lost = "lost node n2: its task did not start: Node n2 is not available"
+    lost = "lost node n2: the rank's task did not start: Node n2 is not available"
     assert started.report(2) == {"rank": 2, "outcome": "error", "reason": lost}
 
 

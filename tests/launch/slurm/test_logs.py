@@ -19,7 +19,7 @@ def test_logs_of_a_rank_and_of_the_job(submitted: ThreeCases, capsys: pytest.Cap
     assert out.rstrip().endswith("the end")
     assert "last 8000 of 9008 bytes" in out
     assert cli.main(["logs", "b", *results]) == 0
-    assert "ranks: 1; --rank R shows one" in capsys.readouterr().out
+    assert "ranks with logs: 1; --rank R prints the log of rank R" in capsys.readouterr().out
     assert cli.main(["logs", "d", *results]) == 2
     assert "case = 'd': must be a submitted case: a, b, c" in capsys.readouterr().err
     assert cli.main(["logs", "b", "--rank", "2", *results]) == 2
@@ -57,7 +57,7 @@ def test_what_logs_prints(submitted: ThreeCases, capsys: pytest.CaptureFixture[s
         "x" * 8000,
         f"==> {job}.out",
         "fine",
-        "ranks: 0, 9, 10; --rank R shows one",
+        "ranks with logs: 0, 9, 10; --rank R prints the log of rank R",
     ]
     assert printed("b", "--rank", "0") == [
         f"==> {ranks}/rank-0.out",

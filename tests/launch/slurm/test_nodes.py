@@ -57,7 +57,7 @@ def test_other_cards_are_named_with_their_node(kind: tuple[str, int, str]) -> No
     reports = node("n1", 0, V100) + node("n2", 1, kind, tasks=8)
     assert hardware_mismatch(reports, systems.load_system_file("dgx2"), 16) == (
         f"wrong hardware: node n2 has 8 x {kind[0]} ({kind[1] / 1e9:.0f} GB)"
-        " where dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
+        ", but dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
     )
 
 
@@ -75,18 +75,18 @@ def test_on_a_shared_node_a_task_has_the_gpu_of_its_place() -> None:
     assert hardware_mismatch(few, systems.load_system_file("dgx2"), 16) == ""
     few[1] = replace(few[1], local=2)
     assert hardware_mismatch(few, systems.load_system_file("dgx2"), 16) == (
-        "wrong hardware: node n1 shows its task 2 only 2 GPUs: not comparable; give each task one GPU or all GPUs"
+        "wrong hardware: task 2 of node n1 can use only 2 GPUs: not comparable; give each task one GPU or all GPUs"
     )
     bare = [replace(report, gpus=[]) for report in node("n1", 0, V100, tasks=1)]
     assert hardware_mismatch(bare, systems.load_system_file("dgx2"), 16) == (
-        "wrong hardware: node n1 has no GPU where dgx2 has 1 x NVIDIA V100 SXM3 32 GB: not comparable"
+        "wrong hardware: node n1 has no GPU, but dgx2 has 1 x NVIDIA V100 SXM3 32 GB: not comparable"
     )
 
 
 def test_two_tasks_without_a_gpu_want_the_whole_node() -> None:
     bare = [replace(report, gpus=[]) for report in node("n1", 0, V100, tasks=2)]
     assert hardware_mismatch(bare, systems.load_system_file("dgx2"), 16) == (
-        "wrong hardware: node n1 has no GPU where dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
+        "wrong hardware: node n1 has no GPU, but dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
     )
 
 

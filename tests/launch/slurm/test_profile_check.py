@@ -65,7 +65,7 @@ def test_what_differs_for_some_cases_is_looked_at_too(
     [
         ('partition = "nowhere"', "partition", "known are debug, old, short"),
         ('partition = "short"', "partition", "slurm.time_limit is 01:00:00"),
-        ("gpus_per_node = 17", "GPUs", "16 a node, v100; slurm.gpus_per_node is 17"),
+        ("gpus_per_node = 17", "GPUs", "16 per node, v100; slurm.gpus_per_node is 17"),
         ('gpus_per_node = 4\ngpu_type = "a100"', "GPUs", "slurm.gpu_type is a100"),
     ],
 )

@@ -75,7 +75,8 @@ def test_without_a_name_the_default_partition_is_meant(slurm: FakeSlurm) -> None
     assert check_partition(partitions, "old", file="f", where="slurm").gpus == 4
     del partitions["debug"]
     with pytest.raises(
-        ConfigError, match=r"slurm.partition: is empty, and the cluster has no default; known are old, short"
+        ConfigError,
+        match=r"slurm.partition: is empty, and the cluster has no default partition; known are old, short",
     ):
         check_partition(partitions, "", file="f", where="slurm")
 
@@ -160,7 +161,7 @@ def test_what_the_controller_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert says.asked[-1] == ["scontrol", "show", "job", "-o"]
     assert asked.warnings == [
         "no accounting on this cluster (sacct: disabled): SLURM reports the end of a job for a few minutes only;"
-        " later only its own files show it"
+        " later only the job's files show its end"
     ]
 
 

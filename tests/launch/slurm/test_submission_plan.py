@@ -60,7 +60,7 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "0      1 case in 1 job of 2 nodes x 2 ranks, 00:30:00 each, partition debug",
         "1      2 cases in 2 jobs of 1 node x 2 ranks, 00:30:00 each, partition debug",
         "",
-        "0 more arrays, and cases and scripts of all: --details",
+        "0 more arrays; --details prints the cases and scripts of all arrays",
     ]
     assert printed(planned, capsys, details=True) == [
         *answer,
@@ -77,7 +77,7 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "Upper bound from time limits: 0 core-hours.",
         "1 case with a record, which --rerun repeats",
         "1 case not for nodes of local: far needs 16 devices of system dgx2",
-        "0 more arrays, and cases and scripts of all: --details",
+        "0 more arrays; --details prints the cases and scripts of all arrays",
     ]
     site.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\ntime_limit = "90"\n')
     planned = intended(tmp_path, site, "further")
@@ -89,7 +89,7 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "array  jobs",
         "0      1 case in 1 job of 1 node x 16 ranks, 01:30:00 each",
         "",
-        "0 more arrays, and cases and scripts of all: --details",
+        "0 more arrays; --details prints the cases and scripts of all arrays",
     ]
 
 
@@ -101,7 +101,7 @@ def test_the_answer_of_many_arrays_is_one_screen(
     lines = printed(many, capsys)
     assert len(lines) <= 24
     assert "50 cases in a live job: case-0 (job 12), case-1 (job 12), case-2 (job 12), ..." in lines
-    assert lines[-1] == "68 more arrays, and cases and scripts of all: --details"
+    assert lines[-1] == "68 more arrays; --details prints the cases and scripts of all arrays"
 
 
 def test_the_same_as_data(site: Path, tmp_path: Path) -> None:

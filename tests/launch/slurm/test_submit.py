@@ -141,7 +141,7 @@ def test_a_refusal_of_slurm_leaves_what_was_submitted(
     [
         (
             'partition = "nowhere"',
-            "slurm.partition = 'nowhere': no such partition here; known are debug, old",
+            "slurm.partition = 'nowhere': no partition of this cluster; known are debug, old",
         ),
         ('partition = "old"', "slurm.partition = 'old': must be a partition that is up"),
         (
@@ -332,7 +332,9 @@ def test_too_many_nodes(
 ) -> None:
     suite = write_suite(tmp_path, experiments("big", extra="layout.dp = 16\n"))
     assert submit(suite, site, tmp_path / "results") == 2
-    assert "at most 4 nodes in partition debug; big has 16 ranks, 2 on a node" in refused(capsys)
+    assert "at most 4, the number of nodes in partition debug; big has 16 ranks, 2 per node" in refused(
+        capsys
+    )
 
 
 def test_another_submit_at_work_is_respected_and_a_dead_one_is_not(
@@ -382,7 +384,7 @@ def test_a_suite_of_another_system(
         assert ("--move leaves cases of system local as they are" in message) == bool(how)
     suite = write_suite(tmp_path, experiments("a", extra='system = "dgx2h"\n'))
     assert submit(suite, site, results, "--dry-run") == 2
-    assert "With --move, it runs on dgx2 as a@dgx2" in refused(capsys)
+    assert "With --move, this case runs on dgx2 as a@dgx2" in refused(capsys)
     assert submit(suite, site, results, "--dry-run", "--move", "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["cases"] == ["a@dgx2"]

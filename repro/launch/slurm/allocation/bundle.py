@@ -31,7 +31,7 @@ WRITE_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Tasks that run one after another in one SLURM job; all their experiments have the same number of ranks."""
+    """Experiments and comparisons that run one after another in one SLURM job, all with the same number of ranks."""
 
     index: int
     """Index of the bundle in `SubmissionWork.bundles`, which lists the bundles of all job arrays."""
@@ -39,7 +39,7 @@ class Bundle:
 
     @property
     def experiments(self) -> list[Experiment]:
-        """Return the experiments of all tasks in the order in which they run."""
+        """Return the bundle's experiments in the order in which its SLURM job runs them."""
         return [experiment for task in self.tasks for experiment in task.experiments]
 
     @property
@@ -49,10 +49,10 @@ class Bundle:
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionWork:
-    """Content of the work file: the bundles of a submission, and the part of the suite that their jobs need."""
+    """Content of `work.json`: the experiments of one `repro submit`, and the part of the suite that the jobs need."""
 
     suite: Suite
-    """Suite with its name, its file and the selected entries (experiment, expected outcome)."""
+    """Suite of the submission, with only the selected entries (experiment and expected outcome)."""
     bundles: tuple[Bundle, ...]
     rerun: bool
     """Whether experiments that already have a record run again."""
@@ -95,7 +95,7 @@ def _task_from(row: dict[str, Any], known: dict[str, Experiment]) -> Task:
 
 
 class BundleProgress(Progress):
-    """Progress of one bundle in a file, which survives each requeue of the bundle's SLURM job."""
+    """Progress file of one bundle of experiments, which survives each requeue of the bundle's SLURM job."""
 
     def __init__(self, folder: Path, bundle: Bundle, job: str, restarts: int):
         self.path = folder / f"bundle-{bundle.index}.json"
@@ -123,7 +123,7 @@ class BundleProgress(Progress):
 
     @property
     def open(self) -> int:
-        """Return the number of experiments that have no outcome yet."""
+        """Return the number of the bundle's experiments that have no outcome yet."""
         return self.total - self.done
 
     def count_outcomes(self) -> dict[str, int]:
@@ -189,11 +189,14 @@ class BundleProgress(Progress):
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
-            print(f"disk full: {self.path} is out of date", file=sys.stderr, flush=True)
+            print(f"disk full: the progress file {self.path} is out of date", file=sys.stderr, flush=True)
 
 
 def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
-    """Return the part of `task` that is not in `ended`. Remaining subjects of a comparison repeat its baseline."""
+    """Return the experiments of `task` that are not in `ended`, as tasks.
+
+    If subjects of a comparison remain, the baseline of the comparison runs again.
+    """
     left = tuple(experiment for experiment in task.experiments if experiment.name not in ended)
     if not left or len(left) == len(task.experiments):
         return [task] if left else []
@@ -201,9 +204,8 @@ def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
     if comparison is None:
         return [Task(experiments=left)]
     baseline = task.experiments[0]
-    if (
-        ended.get(baseline.name, "ok") != "ok"
-    ):  # without a successful baseline, subjects run without a comparison
+    # Without a successful baseline, the subjects run without a comparison.
+    if ended.get(baseline.name, "ok") != "ok":
         return [Task(experiments=left)]
     members = left if baseline in left else (baseline, *left)
     return [Task(experiments=members, comparison=comparison)]

@@ -16,14 +16,14 @@ from typing import Any
 Message = dict[str, Any]
 
 KEEPALIVE_TIMEOUT_S = 15
-"""Time without an answer from a host after which the connection to it counts as lost, in seconds."""
+"""Time in seconds without an answer from a host, after which the TCP connection to the host counts as lost."""
 _MAX_UNAUTHENTICATED_BYTES = 1 << 16
-"""Maximum bytes that a connection may send before its token, so that a stranger cannot fill the memory."""
-TASK_ENDED = "its task ended without a report"
+"""Maximum bytes that an unauthenticated client may send, so that the client cannot fill the controller's memory."""
+TASK_ENDED = "the rank's task ended without a report"
 
 
 def _notice_silence(sock: socket.socket) -> None:
-    """Configure TCP keepalive, so that the kernel ends a connection without answers for `KEEPALIVE_TIMEOUT_S`."""
+    """Configure TCP keepalive, so that the kernel ends a connection after `KEEPALIVE_TIMEOUT_S` without answers."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, KEEPALIVE_TIMEOUT_S // 3),
@@ -35,7 +35,7 @@ def _notice_silence(sock: socket.socket) -> None:
 
 
 class Connection:
-    """End of a TCP connection in the task of a rank; the controller has the other end."""
+    """TCP connection from the task of a rank to the controller of the SLURM job."""
 
     def __init__(self, address: str, port: int, *, token: str, rank: int):
         """Connect to the controller and send the token.  Raises `OSError` if no controller listens."""
@@ -43,7 +43,7 @@ class Connection:
         self._socket.settimeout(None)
         _notice_silence(self._socket)
         self.address = str(self._socket.getsockname()[0])
-        """IP address of this host, from which it reaches the controller."""
+        """IP address of this host's network interface that reaches the controller."""
         self.open = True
         """Whether the connection to the controller still exists."""
         self.send({"token": token, "rank": rank})
@@ -62,7 +62,7 @@ class Connection:
         try:
             self.open &= self._socket.recv(1) != b""
         except OSError as error:
-            # A timeout of this wait has no error number; a timeout of keepalive has one and ends the connection.
+            # The timeout of `settimeout` has no error number. A TCP keepalive timeout has one: the connection is lost.
             self.open &= isinstance(error, TimeoutError) and not error.errno
         self._socket.settimeout(None)
 
@@ -80,7 +80,7 @@ class Listener:
         self._rank_of: dict[socket.socket, int] = {}
         self._unfinished: dict[socket.socket, bytearray] = {}
         self.ended: dict[int, str] = {}
-        """Reason of the end of each closed connection, by rank: `TASK_ENDED`, or why the connection was lost."""
+        """Reason for the end of each closed connection, by rank: `TASK_ENDED`, or the cause of a lost connection."""
 
     def messages(self) -> list[tuple[int, Message]]:
         """Return the messages received since the last call, each with the rank of its task."""
@@ -128,7 +128,7 @@ class Listener:
             except OSError as error:
                 silent = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH)
                 ended = f"connection lost ({error.strerror})"
-                ended = f"no answer from it for {KEEPALIVE_TIMEOUT_S} s" if silent else ended
+                ended = f"no answer from the node for {KEEPALIVE_TIMEOUT_S} s" if silent else ended
                 break
             buffer += data
             ended = "" if data else TASK_ENDED
@@ -143,7 +143,10 @@ class Listener:
         return known
 
     def _known(self, sock: socket.socket, line: bytes) -> tuple[int, Message] | None:
-        """Return the rank and message of an authenticated task, None otherwise. The first line has token and rank."""
+        """Return rank and message of a line from an authenticated task; None for other lines.
+
+        The first line of a task contains the token and the rank.
+        """
         try:
             message = json.loads(line)
             if sock in self._rank_of:

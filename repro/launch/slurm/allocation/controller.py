@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 JOB_FILE, ANSWER_FILE = "job.json", "answer.json"
 MIN_OPEN_FILES = 16384
 BOOT_TIMEOUT_S = 300.0
-"""Time in which all nodes of an allocation must report, in seconds; some sites boot nodes on demand."""
+"""Maximum time in seconds until all nodes of an allocation have reported. Some sites boot nodes on demand."""
 POLL_INTERVAL_S = 0.05
 REQUEUE_SIGNAL_TIMEOUT_S = 2.0
-"""Maximum time from SIGTERM to SIGUSR2, in seconds. A preemption sends both signals, and `scancel` only SIGTERM."""
+"""Time in seconds to wait after SIGTERM for SIGUSR2, which SLURM sends at a preemption but not at `scancel`."""
 
 
 def slurm_job_id(environment: dict[str, str]) -> str:
@@ -99,7 +99,7 @@ def read_allocation(folder: Path, environment: dict[str, str]) -> Allocation:
     site = profile.load_profile(folder / "profile.toml")
     os.umask(site.umask)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MIN_OPEN_FILES:  # the controller has an open connection for each rank
+    if soft < MIN_OPEN_FILES:  # The controller has an open connection to each rank's task.
         wanted = min(MIN_OPEN_FILES, hard) if hard > 0 else MIN_OPEN_FILES
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return Allocation(
@@ -112,7 +112,10 @@ def read_allocation(folder: Path, environment: dict[str, str]) -> Allocation:
 
 
 def survey_nodes(allocation: Allocation, folder: Path, stop: AllocationStop) -> tuple[list[NodeReport], str]:
-    """Start a task per rank and return its `NodeReport`s by rank, and the reason why reports are missing, else ''."""
+    """Start a SLURM task per rank that reports its node's hardware, and return the reports by rank.
+
+    The second value is the reason why reports are missing, or '' if all tasks reported.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     step = allocation.step(allocation.tasks, nodes.__name__, folder)
@@ -128,7 +131,7 @@ def survey_nodes(allocation: Allocation, folder: Path, stop: AllocationStop) -> 
 
 
 def _missing(reports: list[NodeReport], tasks: int, srun_error: str) -> str:
-    """Return the reason why reports are missing, with the names of the silent nodes; empty if all tasks reported."""
+    """Return why reports of nodes on their hardware are missing, with the nodes' names; empty if none is missing."""
     if len(reports) == tasks:
         return ""
     from submitit.slurm.slurm import SlurmJobEnvironment
@@ -191,12 +194,12 @@ def _refuse(recorder: Recorder, tasks: list[Task], reason: str) -> None:
 
 @dataclass(frozen=True)
 class RunBundle:
-    """Callable that submitit pickles and calls in a SLURM job, to run one bundle of a submission."""
+    """Callable that submitit pickles and calls in a SLURM job, to run one bundle of experiments of a submission."""
 
     submission: str
-    """Folder of the submission."""
+    """Path of the submission's folder in the store."""
     bundle: int
-    """Index of the bundle in the work file."""
+    """Index of the bundle of experiments in the submission's `work.json`."""
 
     def __call__(self) -> dict[str, Any]:
         """Run the bundle and return the number of experiments by outcome.
@@ -216,16 +219,15 @@ class RunBundle:
                 signal.signal(number, handler)
         if state.open and stop.requeue:
             if callable(requeue := previous[REQUEUE]):
-                requeue(
-                    REQUEUE, None
-                )  # submitit's handler ends this process, or raises if no requeue is left
+                # submitit's handler ends this process, or raises after the maximum number of requeues.
+                requeue(REQUEUE, None)
             sys.exit(128 + REQUEUE)
         if state.open and stop:
             sys.exit(128 + signal.SIGTERM)
         return state.count_outcomes()
 
     def checkpoint(self) -> DelayedSubmission:
-        """Return the callable for the requeued job. It skips the experiments that have already ended."""
+        """Return the callable that submitit runs in the requeued job. It skips experiments that have already ended."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(RunBundle(self.submission, self.bundle))
@@ -248,7 +250,7 @@ class RunAwaitedJob:
     """Function that each rank calls, as `module:function`."""
 
     def __call__(self) -> str:
-        """Run the launch and return its outcome. SLURM cannot requeue the job."""
+        """Run the launch, write `answer.json`, and return the outcome. A signal of SLURM does not requeue the job."""
         environment, folder = dict(os.environ), Path(self.folder)
         stop = AllocationStop(slurm_job_id(environment))
         for number in (REQUEUE, signal.SIGTERM):
@@ -261,7 +263,10 @@ class RunAwaitedJob:
 def _run_awaited_job(
     folder: Path, target: str, stop: AllocationStop, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Return outcome, reason, nodes, load average of this node before the start, and the results of the ranks."""
+    """Run one launch, and return its outcome, reason, nodes and rank results.
+
+    The result also contains the load average of this node before the start.
+    """
     answer: dict[str, Any] = {"outcome": "error", "load": round(os.getloadavg()[0], 2), "results": []}
     allocation = read_allocation(folder, environment)
     reports, missing = survey_nodes(allocation, folder / "nodes", stop)

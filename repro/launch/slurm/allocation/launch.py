@@ -27,11 +27,11 @@ from repro.results.store import DISK_FULL
 
 POLL_INTERVAL_S = 0.05
 REAP_TIMEOUT_S = 20.0
-"""Time in which tasks must end after the controller has closed their connections, in seconds."""
+"""Maximum time in seconds until a job step's tasks end after the controller has closed their connections."""
 LOST_NODE_REAP_TIMEOUT_S = 3.0
-"""Replacement of `REAP_TIMEOUT_S` after the loss of a node, whose tasks never report their end, in seconds."""
+"""Maximum time in seconds to wait for the end of a job step after the loss of a node, whose tasks never report."""
 LOST_TASK_GRACE_S = 5.0
-"""Time in which a signal of SLURM may explain the end of a task, before the task counts as lost, in seconds."""
+"""Time in seconds in which a SLURM signal may explain a task's unexpected end. Then the task counts as lost."""
 MAX_PORT_ATTEMPTS = 3
 """Maximum number of rendezvous ports that a launch tries if other processes occupy them."""
 _ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
@@ -40,14 +40,14 @@ _NO_POSITION = Position(0, 0, Phase.START, 0, "", "", 0.0)
 
 @dataclass
 class _RankStatus:
-    """State of one rank, from the messages of its task."""
+    """State of one rank, from the messages that its SLURM task sends to the controller."""
 
     code: int | None = None
     report: dict[str, Any] | None = None
     errors: str = ""
     position: Position = _NO_POSITION
     reported_s: float = 0.0
-    """`position.seconds` as the rank reported it, by the clock of its node."""
+    """Time of the rank's last reported training position, in seconds by the clock of the rank's node."""
     stopped: bool = False
     dumped: bool = False
     """Whether the rank has written its Python stacks to its log."""
@@ -55,11 +55,11 @@ class _RankStatus:
     full: str = ""
     """Path of the file that could not be written because a disk was full; empty otherwise."""
     loss_reason: str = ""
-    """Reason why the connection to the task ended; empty while it is connected."""
+    """Reason why the connection to the rank's task ended; empty while the task is connected."""
     lost_at: float = 0.0
-    """`time.monotonic()` at the end of the connection."""
+    """`time.monotonic()` at the end of the connection to the rank's task."""
     ended_alone: bool = False
-    """Whether the task ended although its node is still reachable."""
+    """Whether the rank's task ended although its node is still reachable."""
 
 
 class ClusterLaunch:
@@ -76,7 +76,7 @@ class ClusterLaunch:
         stop: AllocationStop,
     ):
         """`nodes`: name of each rank's node.  The launch reports a lost node to `stop`, which ends the allocation."""
-        assert len(nodes) >= job.world, "fewer tasks than ranks"
+        assert len(nodes) >= job.world, "the allocation has fewer tasks than the job has ranks"
         self.job, self.world, self.logs = job, job.world, logs
         self._allocation, self._nodes, self._target, self._stop = allocation, nodes, target, stop
         self._ranks = [_RankStatus() for _ in range(self.world)]
@@ -118,7 +118,7 @@ class ClusterLaunch:
     # -- methods of `supervise.WatchedLaunch` ------------------------------------------------------
 
     def poll(self, rank: int) -> int | None:
-        """Return the exit code of `rank`, negative for a signal; 1 if its task is lost; None while it runs."""
+        """Return the exit code of `rank`, negative for a signal; 1 if its task is lost; None while the rank runs."""
         if rank == 0:
             self._receive()
             if self._port_in_use():
@@ -128,7 +128,10 @@ class ClusterLaunch:
         return 1 if seen.code is None and self._lost(rank) else seen.code
 
     def position(self, rank: int) -> Position:
-        """Return the last reported position of `rank`, at most about a second old, in times of this host's clock."""
+        """Return the last reported training position of `rank`, with its time by this host's clock.
+
+        The position is at most about one second old.
+        """
         return self._ranks[rank].position
 
     def stopped(self, rank: int) -> bool:
@@ -136,10 +139,10 @@ class ClusterLaunch:
         return self._ranks[rank].stopped
 
     def report(self, rank: int) -> dict[str, Any] | None:
-        """Return the report that `rank` wrote at its end, or a report of the loss of its node; None without either."""
+        """Return the final report of `rank`, or a report that its node or task is lost; None while neither exists."""
         seen = self._ranks[rank]
         if seen.code is None and (lost := self._lost(rank)):
-            # After a stop request, SLURM may kill the task before it reports. This is no failure of the node.
+            # After a stop request, SLURM may kill a task before the task reports. Such an end is no node failure.
             outcome = "interrupted" if self._asked_to_stop else "error"
             return {"rank": rank, "outcome": outcome, "reason": f"{LOST_NODE}{lost}"}
         if seen.full:
@@ -148,7 +151,7 @@ class ClusterLaunch:
         return seen.report
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
-        """Return the results of all ranks for experiment `index` of the job; None unless every rank has finished it."""
+        """Return the results of all ranks for experiment `index` of the job; None until every rank has a result."""
         self._receive()
         found = [seen.results.get(index) for seen in self._ranks]
         complete = [result for result in found if result is not None]
@@ -159,7 +162,10 @@ class ClusterLaunch:
         return self._ranks[rank].errors
 
     def dump_stacks(self) -> None:
-        """Have every rank write its Python stacks to its log and wait for them; write `positions.txt` of all ranks."""
+        """Request that all ranks write their Python stacks to their logs, and wait for the stacks.
+
+        The training positions of all ranks are written to `positions.txt`.
+        """
         if self._step is not None:
             self._step.signal(rank_process.STACKS_SIGNAL)
         lines = [f"rank {rank} on {self._nodes[rank]}: {self.position(rank)}" for rank in range(self.world)]
@@ -174,7 +180,9 @@ class ClusterLaunch:
     def ask_to_stop(self) -> None:
         """Request that the ranks write a checkpoint after the current step and end."""
         self._asked_to_stop = True
-        with contextlib.suppress(OSError):  # without the file, the ranks are killed and lose a few steps
+        with contextlib.suppress(
+            OSError
+        ):  # Without the stop file, the ranks are killed and lose a few steps.
             (self.logs / STOP_FILE).touch()
 
     def kill(self) -> None:
@@ -189,17 +197,17 @@ class ClusterLaunch:
             self._step = None
 
     def close(self, *, keep_logs: Path | None) -> None:
-        """Kill the ranks and move their logs to `keep_logs`, or remove them if it is None."""
+        """Kill the ranks and move their logs to `keep_logs`, or remove the logs if `keep_logs` is None."""
         self.kill()
         (self.logs / task.LAUNCH_FILE).unlink(missing_ok=True)
         rank_process.move_logs(self.logs, keep_logs)
         if self._loss:
             self._stop.give_up(f"{LOST_NODE}{self._loss}")
 
-    # -- messages of the tasks ---------------------------------------------------------------------
+    # -- messages from the ranks' tasks ------------------------------------------------------------
 
     def _lost(self, rank: int) -> str:
-        """Return node and reason if the connection to the task of an unfinished rank is lost; empty otherwise."""
+        """Return node and reason if the controller has lost the task of a rank that has not ended; empty otherwise."""
         seen = self._ranks[rank]
         patience = LOST_TASK_GRACE_S if seen.ended_alone else 0.0
         if seen.code is not None or not seen.loss_reason or time.monotonic() - seen.lost_at < patience:
@@ -207,7 +215,7 @@ class ClusterLaunch:
         return f"{self._nodes[rank]}: {seen.loss_reason}"
 
     def _port_in_use(self) -> bool:
-        """Return whether rank 0 failed because its port was in use, and the launch may try another port."""
+        """Return whether rank 0 failed because its rendezvous port was in use, and another port may be tried."""
         first = self._ranks[0]
         has_failed = first.code not in (None, 0) and not first.position.begun
         stderr = f"{(first.report or {}).get('reason', '')} {first.errors}"
@@ -219,7 +227,7 @@ class ClusterLaunch:
             return
         now, starts = time.monotonic(), self._step.starts
         over = self._step.code is not None
-        if self._step.starts != starts:  # time until srun has restarted does not count as a hang
+        if self._step.starts != starts:  # The time until a restart of srun does not count as a hang.
             self._ranks[0].position = _NO_POSITION._replace(seconds=now)
         for rank, message in self._listener.messages():
             if rank < self.world:
@@ -230,14 +238,14 @@ class ClusterLaunch:
             seen.loss_reason, seen.lost_at = self._listener.ended.get(rank, ""), now
             seen.ended_alone = seen.loss_reason == TASK_ENDED
             if over and not self._listener.has_connected(rank):
-                seen.loss_reason = f"its task did not start: {self._step.last_error_line()}"
+                seen.loss_reason = f"the rank's task did not start: {self._step.last_error_line()}"
                 seen.ended_alone = True
 
     def _apply(self, rank: int, message: Message, now: float) -> None:
         seen, what = self._ranks[rank], message["say"]
         if what == "position":
             position = Position(*message["at"])
-            # A task also reports an unchanged position. Only a new one is progress, so only it gets a new time.
+            # A task also reports an unchanged training position, which is no progress and must not get a new time.
             if position.seconds != seen.reported_s:
                 seen.reported_s = position.seconds
                 seen.position = position._replace(seconds=now - message["age"])
@@ -255,6 +263,6 @@ class ClusterLaunch:
 
 
 def free_port(address: str) -> int:
-    """Return a TCP port of `address` that is free now. Another process may still take it before rank 0 does."""
+    """Return a TCP port of `address` that is free now. Another process may take the port before rank 0 opens it."""
     with socket.create_server((address, 0)) as server:
         return int(server.getsockname()[1])

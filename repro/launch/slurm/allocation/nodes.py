@@ -20,14 +20,17 @@ from repro.util.files import write_json
 _FAMILY = re.compile(r"\b(?:Tesla |NVIDIA |GeForce |Quadro )*((?:RTX |GTX )?[A-Z]{1,2}\d{1,4}[A-Z]?)\b")
 _FORM = re.compile(r"\b(SXM\d?|PCIe?|NVL|HGX)\b", re.IGNORECASE)
 GPU_FACTS = ("name", "memory_bytes", "driver", "max_sm_mhz", "memory_mhz", "power_limit_w")
-"""Properties of each GPU that a record's provenance contains."""
+"""Names of the properties of each GPU that the provenance of a record contains."""
 _MEMORY_SLACK = 0.08
-"""Relative tolerance of a GPU's memory size, because the driver and ECC reserve a part."""
+"""Maximum relative difference between a GPU's reported memory size and its size in the system file.
+
+The driver and ECC reserve a part of the memory.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """Report of one SLURM task on itself and the hardware of its node."""
+    """Report of one SLURM task about its place in the job step and the hardware of its node."""
 
     node: str
     """Name of the node in SLURM."""
@@ -44,13 +47,13 @@ class NodeReport:
     processor: str = ""
     """Model name of the node's processor."""
     switches: str = ""
-    """Network switches above the node, `core.rack1`; empty if SLURM does not report them."""
+    """Network switches above the node, for example `core.rack1`; empty if SLURM does not report switches."""
     links: dict[str, Any] = field(default_factory=dict)
-    """Links between the GPUs of the node, as `gpu_links` returns them."""
+    """NVLink and PCIe links between the GPUs of the node, in the format of `gpu_links`."""
 
 
 def report_node(environment: dict[str, str], *, gpus: bool) -> NodeReport:
-    """Return the report of this task from the variables that SLURM set in `environment`; GPUs only with `gpus`."""
+    """Return this SLURM task's hardware report. `environment`: variables of the task; `gpus`: whether to list GPUs."""
     import psutil
 
     from repro.measure.provenance import cpu
@@ -72,7 +75,7 @@ def report_node(environment: dict[str, str], *, gpus: bool) -> NodeReport:
 def visible_gpus(visible: str | None) -> list[dict[str, Any]]:
     """Return the GPUs that CUDA will show to this task, for the value `visible` of CUDA_VISIBLE_DEVICES.
 
-    NVML lists all GPUs, so its list is filtered. An entry is an index in NVML's order or a prefix of a UUID.
+    NVML lists all GPUs, so its list is filtered. An entry of `visible` is an index in NVML's order or a UUID prefix.
     """
     from repro.measure.provenance import gpus, nvml
 
@@ -90,14 +93,14 @@ def visible_gpus(visible: str | None) -> list[dict[str, Any]]:
             match = found[int(entry)] if int(entry) < len(found) else None
         else:
             match = next((gpu for gpu in found if gpu["uuid"].startswith(entry)), None)
-        if match is None:  # CUDA ignores all entries after the first unknown one
+        if match is None:  # CUDA ignores all entries of CUDA_VISIBLE_DEVICES after the first unknown entry.
             break
         seen.append(match)
     return seen
 
 
 def hardware_mismatch(reports: Iterable[NodeReport], system: System, gpus_per_node: int) -> str:
-    """Return why the reported nodes are not nodes of `system`, a text that begins with `WRONG_HARDWARE`; else ''."""
+    """Return how the nodes' GPUs differ from those of `system`, in text that begins with `WRONG_HARDWARE`; else ''."""
     nodes: dict[str, list[NodeReport]] = {}
     for entry in reports:
         nodes.setdefault(entry.node, []).append(entry)
@@ -109,14 +112,14 @@ def hardware_mismatch(reports: Iterable[NodeReport], system: System, gpus_per_no
         wrong = any(is_other_gpu(gpu, system) for gpu in gpus.values())
         if wrong or len(gpus) < len(tasks):
             need = wanted if wrong or len(tasks) > 1 else f"1 x {device.name}"
-            return f"{WRONG_HARDWARE}node {node} has {has} where {system.name} has {need}: not comparable"
+            return f"{WRONG_HARDWARE}node {node} has {has}, but {system.name} has {need}: not comparable"
         for task in tasks:
             if len(task.gpus) > 1 and task.local >= len(task.gpus):
-                gives = f"node {node} shows its task {task.local} only {len(task.gpus)} GPUs"
-                return f"{WRONG_HARDWARE}{gives}: not comparable; give each task one GPU or all GPUs"
+                sees = f"task {task.local} of node {node} can use only {len(task.gpus)} GPUs"
+                return f"{WRONG_HARDWARE}{sees}: not comparable; give each task one GPU or all GPUs"
         alone = [task.gpus[0]["uuid"] for task in tasks if len(task.gpus) == 1]
         if len(set(alone)) < len(alone):
-            return f"{WRONG_HARDWARE}node {node} gives one GPU to several of its {len(tasks)} tasks: not comparable"
+            return f"{WRONG_HARDWARE}several of the {len(tasks)} tasks on node {node} share a GPU: not comparable"
     return ""
 
 
@@ -130,13 +133,12 @@ def is_other_gpu(gpu: dict[str, Any], system: System) -> bool:
     if _word(_FAMILY, name) != _word(_FAMILY, device.name):
         return True
     form, expected_form = _word(_FORM, name), _word(_FORM, device.name)
-    if (
-        form and expected_form and form != expected_form
-    ):  # some names, as "NVIDIA H100 80GB HBM3", have no form factor
+    # Some GPU names, for example "NVIDIA H100 80GB HBM3", have no form factor.
+    if form and expected_form and form != expected_form:
         return True
     try:
         expected = device.memory_bytes.known("device.memory_bytes", system=system.name)
-    except ConfigError:  # the system file has no memory size to compare with
+    except ConfigError:  # The system file has no GPU memory size.
         return False
     memory = gpu.get("memory_bytes")
     return memory is not None and abs(memory - expected) > _MEMORY_SLACK * expected
@@ -154,7 +156,7 @@ def _count(gpus: list[dict[str, Any]]) -> str:
 
 
 def slurm_provenance(reports: list[NodeReport], environment: dict[str, str]) -> dict[str, Any]:
-    """Return the provenance of a SLURM job: its ids and the hardware of its nodes, without addresses and user names."""
+    """Return the provenance of a SLURM job: its ids and its nodes' hardware, without addresses and user names."""
     names = list(dict.fromkeys(entry.node for entry in reports))
     above = {entry.node: entry.switches for entry in reports if entry.switches}
     kinds: dict[str, dict[str, Any]] = {}
@@ -192,7 +194,7 @@ def report_path(folder: Path, task: int) -> Path:
 
 
 def switch_path(environment: dict[str, str]) -> str:
-    """Return the network switches above this node, `core.rack1`; empty if SLURM does not report them.
+    """Return the network switches above this node, for example `core.rack1`; empty if SLURM does not report switches.
 
     SLURM sets `SLURM_TOPOLOGY_ADDR` (`core.rack1.n1`) and `SLURM_TOPOLOGY_ADDR_PATTERN` (`switch.switch.node`).
     """
@@ -206,7 +208,8 @@ def switch_path(environment: dict[str, str]) -> str:
 def gpu_links() -> dict[str, Any]:
     """Return the links between this node's GPUs; empty without an NVIDIA driver.
 
-    `nvlinks` is the number of active NVLinks of each GPU. `pcie` counts pairs of GPUs by the component that joins them.
+    `nvlinks` is the number of active NVLinks of each GPU. `pcie` counts pairs of GPUs by the closest component that
+    the PCIe paths of both GPUs share.
     """
     from repro.measure.provenance import count_nvlinks, nvml
 

@@ -1,7 +1,7 @@
 """Job steps: tasks that `srun --overlap` starts, signals and reaps on the nodes of this SLURM job.
 
-The controller runs in a job step too. With `--overlap`, it takes no core or GPU from the steps of the ranks, and a step
-that hangs on an unreachable node does not block the next step.
+The controller runs in a job step too. With `--overlap`, the controller takes no core or GPU from the ranks' job steps,
+and a job step that hangs on an unreachable node does not block the next step.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ class Allocation:
 
     @property
     def tasks(self) -> int:
-        """Return the number of tasks that all nodes have together, one per rank."""
+        """Return the number of SLURM tasks that the allocation can run at once, one per rank."""
         return self.nodes * self.per_node
 
     def step(self, tasks: int, module: str, folder: Path) -> SrunStep:
-        """Start `python -m MODULE FOLDER` as `tasks` tasks, consecutive ones on one node; errors go to `folder`."""
+        """Start `python -m MODULE FOLDER` as a job step of `tasks` tasks. Its errors go to a file in `folder`."""
         command = srun_command(self.site, tasks, self.per_node, [module, str(folder)])
         return SrunStep(command, folder / "srun.err")
 
 
 def srun_command(site: Profile, tasks: int, per_node: int, module: list[str]) -> list[str]:
-    """Return the srun command that starts `python -m` with the words of `module` as `tasks` tasks."""
+    """Return the srun command that runs a Python module in `tasks` tasks. `module`: its name, then its arguments."""
     environment = site.environment
     wanted = {
-        "relative": "0",  # rank 0 must be on the first node, where the controller listens
+        "relative": "0",  # Rank 0 must run on the first node, which is the node of the controller.
         "nodes": str(-(-tasks // per_node)),
         "ntasks": str(tasks),
         # Consecutive ranks share a node, as layouts assume. A site's default distribution may differ.
         "distribution": f"plane={per_node}",
-        # srun must not kill the other ranks after a failure, because their reports help to find its cause.
+        # After the failure of one rank, srun must not kill the other ranks, whose reports help to find the cause.
         "kill-on-bad-exit": "0",
         "wait": "0",
         "cpus-per-task": str(site.slurm.cpus_per_task or ""),
@@ -73,7 +73,7 @@ class SrunStep:
     def __init__(self, command: list[str], errors: Path):
         self._command, self._errors = command, errors
         self.starts = 0
-        """Number of starts of srun. It is started again for `SLURMCTLD_TIMEOUT_S` while slurmctld is unreachable."""
+        """Number of starts of srun, which is restarted for `SLURMCTLD_TIMEOUT_S` while slurmctld is unreachable."""
         self._until = time.monotonic() + SLURMCTLD_TIMEOUT_S
         self._process = self._start()
 
@@ -92,7 +92,7 @@ class SrunStep:
 
     @property
     def code(self) -> int | None:
-        """Return srun's exit code, which is the highest one of its tasks; None while a task runs or has not started."""
+        """Return srun's exit code, the highest exit code of its tasks; None while a task runs or has not started."""
         code = self._process.poll()
         if code and time.monotonic() < self._until and _UNREACHABLE in self._words():
             self._process = self._start()
@@ -105,7 +105,7 @@ class SrunStep:
             self._process.send_signal(number)
 
     def end(self, seconds: float) -> None:
-        """Wait for the end of all tasks. After `seconds`, kill srun, upon which SLURM kills the reachable tasks."""
+        """Wait for the end of the job step. After `seconds`, kill srun, upon which SLURM kills all reachable tasks."""
         self._until = 0.0
         try:
             self._process.wait(seconds)

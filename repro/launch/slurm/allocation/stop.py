@@ -15,28 +15,31 @@ from types import FrameType
 from repro.launch.failures import CANCELLED, NODE_FAILURE, PREEMPTED, TIME_LIMIT
 
 REQUEUE = signal.SIGUSR2
-"""Signal that SLURM sends, as submitit requests, before a preemption or the time limit. The job should be requeued."""
+"""Signal that SLURM sends before a preemption or the time limit, after which submitit requeues the job."""
 SIGNALS = (signal.SIGTERM, REQUEUE)
 """Signals that SLURM may send to every process of an ending job. Only the controller acts on them."""
 SLURM_QUERY_TIMEOUT_S = 5.0
 ACCOUNTING_DELAY_S = 3.0
-"""Maximum time until `sacct` lists the end of a job, in seconds."""
+"""Maximum time in seconds from the end of a SLURM job until `sacct` lists the end."""
 MIN_KILL_WAIT_S = 10.0
-"""Time between SIGTERM and SIGKILL on which a stop relies, in seconds; SLURM's default (`KillWait`) is 30 s."""
+"""Assumed minimum time from SIGTERM to SIGKILL, in seconds; SLURM's default (`KillWait`) is 30 s."""
 TIME_LIMIT_WARNING_S = 120.0
-"""Tolerance for a warning signal before the time limit, in seconds; SLURM may send it a minute early."""
+"""Tolerance in seconds for the time of SLURM's warning signal before a time limit; SLURM may send it a minute early."""
 _REASONS = {"TimeLimit": TIME_LIMIT, "NodeDown": NODE_FAILURE, "Preempted": PREEMPTED}
-"""Cause that a record names, by SLURM's field `Reason` of a completing job. `scancel` sets no reason."""
+"""Stop cause that a record names, by the value of SLURM's field `Reason` of a completing job.
+
+`scancel` sets no reason.
+"""
 
 
 class AllocationStop:
-    """Request to stop this SLURM job. It is true after a signal to this process or to a task, and after `give_up`."""
+    """Stop request for this SLURM job: true after a signal to this process or to a task, and after `give_up`."""
 
     def __init__(self, job: str, restarts: int = 0):
-        """`restarts`: how often SLURM has requeued the job `job`."""
+        """Create a stop request that is not set. `restarts`: number of times that SLURM has requeued the job `job`."""
         self._job, self._restarts = job, restarts
         self.delay_s = 90.0
-        """Time before the job's time limit at which SLURM sends `REQUEUE`, in seconds."""
+        """Time before the job's time limit at which SLURM sends the signal `REQUEUE`, in seconds."""
         self._seen: list[int] = []
         self._why = ""
         self._terminated_node = ""
@@ -59,7 +62,7 @@ class AllocationStop:
 
     @property
     def stop_s(self) -> float:
-        """Return the seconds in which ranks may write a checkpoint before SLURM kills them, by the signal received."""
+        """Return the seconds in which ranks can write a checkpoint before SLURM kills the ranks."""
         delay_s = 0.0 if self.terminated else self.delay_s - 2 * MIN_KILL_WAIT_S
         return max(MIN_KILL_WAIT_S, delay_s)
 
@@ -82,7 +85,7 @@ class AllocationStop:
 
     @property
     def reason(self) -> str:
-        """Return the reason of the stop, for the records; empty without a stop.  The first call queries SLURM."""
+        """Return why this SLURM job stops, for its records; empty without a stop.  The first call queries SLURM."""
         if self and not self._why:
             reason = stop_reason(self._job, self.delay_s, self._restarts)
             self._why = f"stopped by SLURM ({self.signal}): {reason}"
@@ -90,7 +93,7 @@ class AllocationStop:
 
 
 def stop_reason(job: str, delay_s: float, restarts: int = 0) -> str:
-    """Return why SLURM ends `job`, which it has requeued `restarts` times. The reason may name two alternatives."""
+    """Return why SLURM ends `job`, which SLURM has requeued `restarts` times. The text may name two alternatives."""
     fields = dict(re.findall(r"(\w+)=(\S*)", _query_slurm(["scontrol", "show", "job", "-o", job])))
     state, started = fields.get("JobState", ""), _time(fields.get("StartTime", ""))
     if state.startswith("CANCELLED"):
@@ -102,7 +105,7 @@ def stop_reason(job: str, delay_s: float, restarts: int = 0) -> str:
         return PREEMPTED
     if state.startswith(("TIMEOUT", "DEADLINE")):
         return TIME_LIMIT
-    if state.startswith("COMPLETING"):  # this state does not show how the job ends
+    if state.startswith("COMPLETING"):  # The state COMPLETING does not show how the job ends.
         if int(fields.get("Restarts", "0")) > restarts:  # SLURM has just requeued the job
             return _why_requeued(job, restarts)
         return _REASONS.get(fields.get("Reason", ""), CANCELLED)
@@ -113,23 +116,23 @@ def stop_reason(job: str, delay_s: float, restarts: int = 0) -> str:
 
 
 def _why_requeued(job: str, restarts: int) -> str:
-    """Return why SLURM requeued `job`: from the states of its nodes, and from the accounting if the site has it."""
+    """Return why SLURM requeued `job`, from the states of its nodes, and from `sacct` if the site has accounting."""
     until = time.monotonic() + ACCOUNTING_DELAY_S
     while True:
         runs = _query_slurm(["sacct", "-n", "-X", "-P", "-D", "-j", job, "-o", "State"]).split()
         ended = [state for state in runs if state not in ("PENDING", "RUNNING")]
         down = _down(os.environ.get("SLURM_JOB_NODELIST", ""))
-        accounted = len(ended) > restarts  # `sacct` already lists the end of this run
+        accounted = len(ended) > restarts  # `sacct` already lists the end of the requeued run.
         if down or accounted or not runs or time.monotonic() > until:
             break
-        time.sleep(ACCOUNTING_DELAY_S / 10)  # SLURM does not notify of new accounting, so it is polled
+        time.sleep(ACCOUNTING_DELAY_S / 10)  # SLURM does not announce new accounting data.
     if down:
         return f"{NODE_FAILURE} of {', '.join(down)}"
     if accounted and ended[-1] == "PREEMPTED":
         return PREEMPTED
     if accounted and ended[-1] != "NODE_FAIL":
         return f"{PREEMPTED}, or requeued by hand"
-    # The failed node is up again. A preemption would have set PreemptTime, and the caller has checked it.
+    # The failed node is up again. It was no preemption, because the caller has found no PreemptTime.
     return NODE_FAILURE if accounted else f"{NODE_FAILURE}, or requeued by hand"
 
 
@@ -141,9 +144,9 @@ def _down(nodes: str) -> list[str]:
 
 
 def _query_slurm(command: list[str]) -> str:
-    """Return the standard output of a SLURM command; empty if it is missing or exceeds `SLURM_QUERY_TIMEOUT_S`."""
+    """Return the standard output of a SLURM command; empty if the command is missing or does not answer in time."""
     try:
-        with signals_blocked():  # SLURM also signals the query, which would end it
+        with signals_blocked():  # SLURM signals all processes of the job, and would end the query.
             done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -1,7 +1,7 @@
-"""The task of one rank: `srun` starts `python -m repro.launch.slurm.allocation.task FOLDER` once per rank.
+"""The SLURM task of one rank: `srun` starts `python -m repro.launch.slurm.allocation.task FOLDER` once per rank.
 
-The task runs the rank as a child process and reports its state to the controller, also after the rank was killed. When
-the controller closes the connection or dies, the task kills the rank and ends.
+The task runs the rank as a child process and reports the rank's state to the controller, even after the rank was
+killed. When the controller closes the connection or dies, the task kills the rank and ends.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class RankProcess:
         self._next = 0
         self._failure: Message | None = None
         self._stacks_before: int | None = None
-        """Number of stacks in the log before `dump_stacks` requested more; None without a pending request."""
+        """Number of stack dumps in the rank's log before the last request of one; None without a pending request."""
         self._oom_kills = count_kernel_oom_kills()
 
     def start(self, environment: dict[str, str]) -> None:
-        """Start the rank. If that fails, the first call of `news` reports the error."""
+        """Start the rank's process. If the start fails, the first call of `news` reports the error."""
         try:
             self._start(environment)
         except OSError as error:
@@ -85,7 +85,7 @@ class RankProcess:
             self._process = rank_process.start_rank(command, self._logs, self.number, environment)
 
     def news(self, now: float) -> Iterator[Message]:
-        """Yield new messages for the controller at time `now`; the last message reports the end of the rank."""
+        """Yield the rank's new messages to the controller at time `now`; the last message reports the rank's end."""
         if self._process is None:
             self.code = 1
             yield {"say": "ended", "errors": "", **(self._failure or {"code": 1, "report": None})}
@@ -109,13 +109,15 @@ class RankProcess:
         self.code = code
 
     def _pass_on_stop(self) -> None:
-        """Forward the controller's stop request to the rank. Rank 0 forwards it to the other ranks."""
+        """Forward the controller's stop request to the rank. Rank 0 forwards the request to the other ranks."""
         if self._folder is not None and (self._logs / STOP_FILE).exists():
-            with contextlib.suppress(OSError):  # without the file, the rank is killed and loses a few steps
+            with contextlib.suppress(
+                OSError
+            ):  # Without the stop file, the rank is killed and loses a few steps.
                 (self._folder / STOP_FILE).touch()
 
     def _read_position(self) -> tuple[Position, int]:
-        """Return the rank's position and the index of its experiment in the job; -1 before the first experiment."""
+        """Return the rank's training position and its experiment's index in the job; -1 before the first experiment."""
         assert self._heartbeats is not None
         position = self._heartbeats.position(self.number)
         return position, position.experiment if position.begun else -1
@@ -127,7 +129,7 @@ class RankProcess:
         if position.seconds == self._said and stopped == self._stopped:
             return
         self._said, self._stopped, self._experiment = position.seconds, stopped, experiment
-        # Clocks of nodes differ, so the message has the age of the position, not its time.
+        # Clocks of nodes differ, so the message contains the age of the training position instead of its time.
         yield {"say": "position", "at": list(position), "age": now - position.seconds, "stopped": stopped}
 
     def _results(self, last: bool = False) -> Iterator[Message]:
@@ -154,7 +156,7 @@ class RankProcess:
             rank_process.signal_rank(self._process, number)
 
     def dump_stacks(self) -> None:
-        """Have the rank write its Python stacks to its log; `news` reports when the log has them."""
+        """Request that the rank write its Python stacks to its log; `news` reports when the log contains the stacks."""
         self._stacks_before = rank_process.count_stacks(self._error_log)
         self._signal(rank_process.STACKS_SIGNAL)
 
@@ -174,9 +176,12 @@ class RankProcess:
 
 
 def claim_rank_folder() -> tuple[Path, int]:
-    """Create a locked folder in this node's shared memory, remove folders of killed tasks; return path and lock."""
+    """Create a locked folder for a rank in this node's shared memory, and return its path and lock descriptor.
+
+    Folders that killed tasks have left on the node are removed.
+    """
     for path in scratch_parent().glob(f"{RANK_FOLDER_PREFIX}*/{LOCK_FILE}"):
-        with contextlib.suppress(OSError):  # the folder is in use, or another user owns it
+        with contextlib.suppress(OSError):  # A running task uses the folder, or another user owns it.
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,9 +203,9 @@ class TaskLaunch:
     address: str
     """IP address of the first node, where the controller and rank 0 run."""
     port: int
-    """TCP port on which the controller accepts tasks."""
+    """TCP port on which the controller accepts connections of the ranks' tasks."""
     token: str
-    """Secret that authenticates a task."""
+    """Secret that authenticates a rank's task at the controller."""
     rendezvous: int
     """TCP port on which rank 0 accepts the other ranks."""
     per_node: int
@@ -209,9 +214,9 @@ class TaskLaunch:
     limited: bool
     """Whether the ranks have a memory limit."""
     interface: str
-    """Network interface of collectives, from the profile; empty for the one that reaches the controller."""
+    """Network interface for collectives, from the site profile; empty for the interface that reaches the controller."""
     variables: dict[str, str]
-    """Environment variables of every rank, from the profile."""
+    """Environment variables that the site profile sets for every rank."""
     umask: int
 
     def save(self, folder: Path) -> None:
@@ -230,7 +235,7 @@ class TaskLaunch:
 
 
 def task_environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict[str, str]:
-    """Return the environment of the rank: that of this task, the profile's variables, and the rank's own variables.
+    """Return a rank's environment: variables of its SLURM task, of the site profile, and for torch.distributed.
 
     `address` is this node's IP address.
     """
@@ -250,18 +255,19 @@ def task_environment(launch: TaskLaunch, rank: int, world: int, address: str) ->
     defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     chosen: dict[str, str] = {}
     if launch.limited:
-        defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)  # as repro.launch.local_launch.rank_environment
+        # glibc must return freed tensors to the kernel at once, as in `local_launch.rank_environment`.
+        defaults["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)
     if "SLURM_CPUS_PER_TASK" in os.environ:
         chosen |= threads
     else:
         defaults |= threads
-    if launch.interface:  # without the variables, NCCL finds the fastest interface itself
+    if launch.interface:  # If the profile names no interface, NCCL finds the fastest interface itself.
         chosen |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {**defaults, **os.environ, **chosen, **launch.variables, **ours}
 
 
 def interface_name(address: str) -> str:
-    """Return the name of this node's network interface with the IP address `address`; empty if there is none."""
+    """Return the name of this node's network interface that has the IP address `address`; empty without a match."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -271,7 +277,7 @@ def interface_name(address: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank and return its exit code, or 128 plus the number of the signal that killed it."""
+    """Run one rank and return its exit code, or 128 plus the number of the signal that killed the rank."""
     folder = Path(arguments[0])
     seen: list[int] = []
     for sort in (*SIGNALS, rank_process.STACKS_SIGNAL):

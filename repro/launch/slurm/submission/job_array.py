@@ -1,4 +1,4 @@
-"""Job arrays of a submission: packs tasks with equal resources into arrays, and derives an array's sbatch script."""
+"""SLURM job arrays of a submission: packing of experiments with equal resources, and the sbatch script of an array."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ArrayShape:
     time_min: float
     partition: str
     requeues: int = 0
-    """Maximum number of requeues of an element that reaches its time limit."""
+    """Maximum number of requeues of an array element that reaches its time limit."""
 
     @property
     def world(self) -> int:
@@ -34,13 +34,13 @@ class ArrayShape:
 
 @dataclass(frozen=True, kw_only=True)
 class JobArray:
-    """Bundles with equal resources, which one `sbatch` submits as a job array with one element per bundle."""
+    """Bundles of experiments with equal resources, which `sbatch` submits as a job array with an element per bundle."""
 
     shape: ArrayShape
     bundles: tuple[Bundle, ...]
 
     def node_hours(self) -> float:
-        """Return the node-hours of the array if every element runs up to its time limit."""
+        """Return the node-hours of the job array if every element runs up to its time limit."""
         return len(self.bundles) * self.shape.nodes * self.shape.time_min / 60
 
 
@@ -54,7 +54,7 @@ def count_nodes(world: int, per_node: int, at_least: int = 0) -> int:
 
 
 def array_shape(experiment: Experiment, profile: Profile) -> ArrayShape:
-    """Return the resources that jobs of `profile` request for `experiment`."""
+    """Return the resources that a job array requests for `experiment` on the site of `profile`."""
     case = profile.class_of(experiment.name)
     world = experiment.layout.world
     nodes = count_nodes(world, profile.ranks_per_node, case.nodes)
@@ -68,7 +68,10 @@ def array_shape(experiment: Experiment, profile: Profile) -> ArrayShape:
 
 
 def pack_arrays(tasks: list[Task], profile: Profile) -> list[JobArray]:
-    """Pack `tasks` into job arrays and return them, largest first, because large jobs wait longest for nodes."""
+    """Pack experiments and comparisons into job arrays, and return the arrays, largest first.
+
+    Large jobs are submitted first, because they wait longest for nodes.
+    """
     groups: dict[ArrayShape, list[Task]] = {}
     for task in tasks:
         groups.setdefault(array_shape(task.experiments[0], profile), []).append(task)
@@ -99,19 +102,19 @@ def submitit_parameters(array: JobArray, profile: Profile, job_name: str) -> dic
         "signal_delay_s": slurm.signal_delay_s,
         "array_parallelism": slurm.array_parallelism,
         "setup": setup_lines(profile),
-        # The first job step has one task, the controller. It starts the ranks and reserves no GPU or core.
+        # The first job step has one task, the controller, which starts the ranks and reserves no GPU or core.
         "srun_args": ["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"],
         "exclusive": slurm.exclusive,
         # Consecutive ranks share a node, as layouts assume.
         "additional_parameters": {"requeue": True, "distribution": "block", **slurm.options},
     }
-    # A job with exclusive nodes requests all their GPUs. Other jobs request one GPU for each rank.
+    # A job with exclusive nodes requests all GPUs of its nodes. Other jobs request one GPU for each rank.
     wanted |= profile.gpu_request(slurm.gpus_per_node if slurm.exclusive else shape.tasks_per_node)
     return {key: value for key, value in wanted.items() if value not in ("", 0, False, [], None)}
 
 
 def setup_lines(profile: Profile) -> list[str]:
-    """Return the shell lines of a job that run before its ranks start."""
+    """Return the shell lines that a SLURM job runs before its ranks start."""
     environment = profile.environment
     lines = ["umask 077"] if profile.storage.private else []
     lines += [f"module load {shlex.quote(module)}" for module in environment.modules]
@@ -120,13 +123,16 @@ def setup_lines(profile: Profile) -> list[str]:
 
 
 def python_command(profile: Profile) -> str:
-    """Return the controller's Python interpreter, quoted for a shell.  A container has no srun, so it runs outside."""
+    """Return the Python interpreter of a job's controller, quoted for a shell.
+
+    The controller runs outside the container, which has no srun.
+    """
     inside = profile.environment.container
     return shlex.quote(sys.executable if inside else profile.environment.python or sys.executable)
 
 
 def batch_script(array: JobArray, profile: Profile, job_name: str, folder: Path) -> str:
-    """Return the script that submitit passes to `sbatch`, with log files in `folder`."""
+    """Return the script of a job array that submitit passes to `sbatch`, with log files in `folder`."""
     from submitit.slurm import slurm
 
     jobs = len(array.bundles) if len(array.bundles) > 1 else None

@@ -19,11 +19,11 @@ from repro.launch.slurm.submission import job_array
 from repro.measure.provenance import versions
 
 PROBE_TIMEOUT_S = 300.0
-"""Time in which the inspection job must start and end, in seconds."""
+"""Maximum time in seconds until the job that inspects cluster nodes has started and ended."""
 
 
 def probe_nodes(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]]:
-    """Run `inspect_node` on `nodes` nodes in a job of the profile; return the results.  Raises `SchedulerError`."""
+    """Inspect `nodes` cluster nodes in a SLURM job, and return the results.  Raises `SchedulerError`."""
     token = secrets.token_hex(8)
     marker = results / f".probe-{token}"
     marker.write_text(token, encoding="utf-8")
@@ -63,7 +63,7 @@ def inspect_node(marker: Path) -> dict[str, Any]:
         answer = marker.with_name(f"{marker.name}-{socket.gethostname()}")
         answer.write_text("", encoding="utf-8")
         answer.unlink()
-        folder = "" if shared else "a file of the submitting host has other content here"
+        folder = "" if shared else "a file of the submitting host has other content on this node"
     except OSError as error:
         folder = f"{error.strerror}: {error.filename}"
     interfaces = {
@@ -81,9 +81,9 @@ def inspect_node(marker: Path) -> dict[str, Any]:
 
 
 def check_nodes(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
-    """Yield checks of the nodes whose inspection returned `seen`."""
+    """Yield the checks of cluster nodes for `repro doctor`; `seen` has the inspection result of each node."""
     hosts = ", ".join(node["host"] for node in seen)
-    yield Check("nodes", YES, hosts, f"python {seen[0]['python']} and this package start there")
+    yield Check("nodes", YES, hosts, f"python {seen[0]['python']} and repro start on nodes")
     blind = [f"{node['host']}: {node['folder']}" for node in seen if node["folder"]]
     if blind:
         yield Check("shared folder", NO, "; ".join(blind), "set storage.shared and --results", fatal=True)
@@ -112,7 +112,7 @@ def _interface(site: Profile, seen: list[dict[str, Any]]) -> Check:
         return Check("interface", LIMITED, found, "NCCL and gloo choose an interface")
     lacking = [node["host"] for node in seen if not node["interfaces"].get(wanted)]
     if lacking:
-        found = f"no {wanted} with an address on {', '.join(lacking)}; nodes have {text}"
+        found = f"no interface {wanted} with an address on {', '.join(lacking)}; nodes have {text}"
         return Check("interface", NO, found, "change environment.interface", fatal=True)
     return Check("interface", YES, f"{wanted} {seen[0]['interfaces'][wanted]}", "carries collectives")
 

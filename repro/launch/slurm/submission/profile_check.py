@@ -1,4 +1,4 @@
-"""Checks of a profile against its cluster, for `repro submit` (errors) and `repro doctor --profile` (a table)."""
+"""Checks of a site profile against its SLURM cluster, for errors of `repro submit` and for `repro doctor --profile`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def require_writable_folder(site: Profile, results: Path) -> None:
         with tempfile.TemporaryFile(dir=results):
             pass
     except OSError as error:
-        expected = f"a folder that can be written here and on the nodes ({error.strerror}: {error.filename})"
+        reason = f"{error.strerror}: {error.filename}"
+        expected = f"a folder that can be written on this host and on the nodes ({reason})"
         raise ConfigError("shared", str(place), expected, file=site.file, where="storage") from None
 
 
@@ -70,8 +71,9 @@ def require_partition_limits(planned: SubmissionPlan, scheduler: Scheduler) -> N
             raise _refusal(site, "time_limit", format_time_limit(shape.time_min), expected)
         if shape.nodes > partition.nodes:
             expected = (
-                f"at most {partition.nodes} nodes in partition {partition.name}; {name} has {shape.world} ranks,"
-                f" {shape.tasks_per_node} on a node: leave it out with --only, or name another partition"
+                f"at most {partition.nodes}, the number of nodes in partition {partition.name}; {name} has"
+                f" {shape.world} ranks, {shape.tasks_per_node} per node: omit this case by --only, or name another"
+                " partition"
             )
             raise _refusal(site, "nodes", shape.nodes, expected)
 
@@ -88,7 +90,7 @@ def require_node_resources(site: Profile, partition: Partition) -> None:
     known = [kind.lower() for kind in partition.gpu_types]
     if wanted and slurm.gpu_request != "none" and wanted not in known:
         types = ", ".join(partition.gpu_types) or "none"
-        expected = f"one of {types}, the types of partition {partition.name}"
+        expected = f"one of {types}, the GPU types of partition {partition.name}"
         raise _refusal(site, "gpu_type", slurm.gpu_type, expected)
     cores = slurm.cpus_per_task * site.ranks_per_node
     if cores > partition.cores:
@@ -104,10 +106,10 @@ def _refusal(site: Profile, key: str, value: object, expected: str) -> ConfigErr
 
 
 def examine_profile(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
-    """Yield the checks of a profile; with `nodes`, also of that many nodes. A failed query ends the checks."""
-    gpus = f"{site.slurm.gpus_per_node} x {site.slurm.gpu_type or 'any'} GPU a node"
+    """Yield checks of a site profile, and of `nodes` cluster nodes if not 0. A failed SLURM query ends the checks."""
+    gpus = f"{site.slurm.gpus_per_node} x {site.slurm.gpu_type or 'any'} GPU per node"
     gpus = gpus if site.slurm.gpus_per_node else "gloo"
-    yield Check("profile", YES, f"{site.file}: {site.system}, {gpus}", "experiments of this system run here")
+    yield Check("profile", YES, f"{site.file}: {site.system}, {gpus}", "experiments of this system can run")
     missing = [name for name in SLURM_COMMANDS if shutil.which(name) is None]
     if missing:
         found = f"no {', '.join(missing)} on PATH"
@@ -154,7 +156,7 @@ def _results_folder(site: Profile, results: Path) -> Check:
         require_writable_folder(site, results)
     except ConfigError as error:
         return Check("folder", NO, str(error), "every node must be able to write results", fatal=True)
-    shared = site.storage.shared or "storage.shared is empty: assumed to be shared"
+    shared = site.storage.shared or "assumed to be shared, as storage.shared is empty"
     return Check("folder", YES if site.storage.shared else LIMITED, f"{results} ({shared})", "stores results")
 
 
@@ -171,12 +173,15 @@ def _partition(name: str, site: Profile, partition: Partition, time_limit: str) 
 
 
 def _case(site: Profile, entry: CaseClass, partitions: dict[str, Partition]) -> Check:
-    """Check the partition of a `[[case]]` table. A failure is not fatal, because other experiments can still run."""
+    """Check the SLURM partition of a profile's `[[case]]` table.
+
+    A failure is not fatal, because experiments outside the table can still run.
+    """
     name, wanted = f"case {entry.match}", entry.partition or site.slurm.partition
     try:
         partition = check_partition(partitions, wanted, file=site.file, where=name)
     except ConfigError as error:
-        return Check(name, LIMITED, str(error), "these experiments cannot be submitted")
+        return Check(name, LIMITED, str(error), "experiments of this table cannot be submitted")
     found = _partition(name, site, partition, entry.time_limit or site.slurm.time_limit)
     return replace(found, state=LIMITED, fatal=False) if found.fatal else found
 
@@ -190,7 +195,7 @@ def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
         )
         return
     types = ", ".join(partition.gpu_types) or "no type"
-    found = f"{partition.gpus} a node, {types}"
+    found = f"{partition.gpus} per node, {types}"
     wanted = site.slurm.gpu_type
     if site.slurm.gpus_per_node > partition.gpus:
         found += f"; slurm.gpus_per_node is {site.slurm.gpus_per_node}"
@@ -202,7 +207,7 @@ def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
 
 
 def _request(site: Profile) -> Check:
-    """Check with `sbatch --test-only` whether SLURM accepts a job of this profile on one node."""
+    """Check with `sbatch --test-only` whether SLURM accepts a job of the site profile on one node."""
     tasks, minutes = site.ranks_per_node, parse_time_limit(site.slurm.time_limit)
     shape = ArrayShape(nodes=1, tasks_per_node=tasks, time_min=minutes, partition=site.slurm.partition)
     with tempfile.TemporaryDirectory() as folder:

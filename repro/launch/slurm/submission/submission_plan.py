@@ -27,9 +27,9 @@ from repro.util.console import new_table, print_page
 
 HOUR_S = 3600.0
 _SUBMISSION_PLACEHOLDER = "SUBMISSION"
-"""Placeholder in a dry run for the id of the submission."""
+"""Text that a dry run prints in place of the submission's id, which does not exist yet."""
 MAX_ARRAYS, MAX_LISTED_CASES = 12, 3
-"""Maximum number of job arrays printed without `--details`, and of experiment names printed in one line."""
+"""Maximum number of job arrays that a dry run prints without `--details`, and of experiment names in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class JobEstimate:
     """Estimate of an experiment's cost from its simulated record."""
 
     gpu_hours: float | None
-    """GPU-hours of all training steps; None if the record has no step time or the experiment does not fit."""
+    """GPU-hours of all training steps; None if the record has no step time or the training runs out of memory."""
     outcome: str
 
 
@@ -51,7 +51,7 @@ class SubmissionPlan:
     """Entries of the suite that `--only` selects."""
     arrays: tuple[JobArray, ...]
     elsewhere: dict[str, str]
-    """Requirements that the nodes of the profile do not meet, by name of the experiment."""
+    """Requirement that the nodes of the profile do not meet, by name of the experiment that has the requirement."""
     known: tuple[str, ...]
     """Names of experiments that are left out because the store has a conclusive record."""
     running: dict[str, str]
@@ -65,7 +65,7 @@ class SubmissionPlan:
         return [e for array in self.arrays for bundle in array.bundles for e in bundle.experiments]
 
     def work(self) -> SubmissionWork:
-        """Return the content of the work file that the jobs read."""
+        """Return the content of `work.json`, from which the SLURM jobs read their experiments."""
         bundles = tuple(bundle for array in self.arrays for bundle in array.bundles)
         suite = replace(self.suite, entries=self.entries)
         return SubmissionWork(suite=suite, bundles=bundles, rerun=self.rerun)
@@ -114,7 +114,7 @@ def plan_submission(
             expected += f". --move leaves cases of system {first.system} as they are. " * move or ". "
             expected += f"Use a profile of system {first.system}, or `repro run {suite.file}` on one machine"
         elif first.network is None and not move:
-            expected += f". With --move, it runs on {profile.system} as {first.name}@{profile.system}"
+            expected += f". With --move, this case runs on {profile.system} as {first.name}@{profile.system}"
         raise ConfigError("system", profile.system, says=expected, file=profile.file)
     tasks = plan.plan_tasks(suite, here, store, rerun=rerun)
     busy = running or {}
@@ -136,18 +136,18 @@ def plan_submission(
 
 
 def _needs(experiment: Experiment) -> str:
-    """Return what an experiment needs that the profile's nodes cannot run."""
+    """Return the requirement of an experiment that the profile's nodes do not meet."""
     if experiment.network is not None:
         return "an emulated network, which only `repro run` provides"
     return f"{count_noun(experiment.layout.world, 'device')} of system {experiment.system}"
 
 
 def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list[Entry]]:
-    """Return suite and entries in which experiments and comparisons of other systems run on `system`."""
+    """Return copies of a suite and its entries whose experiments and comparisons of other systems run on `system`."""
     from repro.launch.simulated import move_to_system
 
     if system in LOCAL_SYSTEMS:
-        expected = "a profile of a system with GPUs, because processor cores cannot run the published sizes"
+        expected = "a profile of a system with GPUs, because processor cores cannot run published model sizes"
         raise ConfigError("--move", system, expected)
     result: list[Entry] = []
     names: dict[str, str] = {}
@@ -172,9 +172,8 @@ def _predictions(store: Store, tasks: list[Task]) -> dict[str, JobEstimate]:
         if (record := known.get(key)) is None or not record.conclusive:
             continue
         seconds, hours = record.metrics.get(STEP_SECONDS), None
-        if (
-            seconds is not None and record.outcome == "ok"
-        ):  # an experiment that runs out of memory takes no time
+        # An experiment that is predicted to run out of memory has no cost.
+        if seconds is not None and record.outcome == "ok":
             hours = seconds * experiment.training.steps * experiment.layout.world / HOUR_S
         found[experiment.name] = JobEstimate(gpu_hours=hours, outcome=record.outcome)
     return found
@@ -198,7 +197,7 @@ def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool,
     print_left_out(planned)
     if not details:
         rows = [(str(place), describe_array(array)) for place, array in enumerate(planned.arrays)]
-        hidden = f"{max(0, len(rows) - MAX_ARRAYS)} more arrays, and cases and scripts of all: --details"
+        hidden = f"{max(0, len(rows) - MAX_ARRAYS)} more arrays; --details prints the cases and scripts of all arrays"
         print_page(new_table("array", "jobs", left=2, rows=rows[:MAX_ARRAYS]), hidden)
         return
     for place, array in enumerate(planned.arrays):
@@ -259,7 +258,7 @@ def print_left_out(planned: SubmissionPlan) -> None:
 
 
 def _too_large(planned: SubmissionPlan) -> list[str]:
-    """Return the names of cases that are predicted to run out of memory although the suite does not expect it."""
+    """Return the names of experiments that are predicted to run out of memory, and not expected to by the suite."""
     expected = {entry.experiment.name for entry in planned.entries if entry.expect == "oom"}
     found = [name for name, estimate in planned.predictions.items() if estimate.outcome == "oom"]
     return [name for name in found if name not in expected]

@@ -31,7 +31,7 @@ from repro.util.files import read_json
 
 POLL_INTERVAL_S = 1.0
 SCHEDULER_TIMEOUT_S = 120.0
-"""Time for which failing queries of SLURM are repeated before the wait for a job ends, in seconds."""
+"""Maximum time in seconds for which failing SLURM queries are repeated during the wait for a job."""
 ANSWER_DELAY_S = 20.0
 """Maximum time until this host sees a job's answer file, and until a cancelled job leaves the queue, in seconds."""
 
@@ -48,7 +48,7 @@ def submit_suite(
     json: bool,
     details: bool = False,
 ) -> int:
-    """Submit the experiments of `suite` without a record and without a job.  Return 0, or 1 if `sbatch` failed.
+    """Submit the experiments of `suite` that have no record and no live job.  Return 0, or 1 if `sbatch` failed.
 
     `exclude`: further excluded nodes, in the syntax of `sbatch --exclude`.  `dry`: print the plan without any query of
     SLURM.  Raises `ConfigError` before the first submission.
@@ -141,7 +141,7 @@ def _executor(folder: Path, wanted: dict[str, Any], site: Profile, requeues: int
 
 @contextmanager
 def _submission_errors() -> Iterator[None]:
-    """Convert errors of submitit inside the context to a `SchedulerError` with a message of one line."""
+    """Convert errors of submitit inside the context to `SchedulerError`, with a message of one line."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     try:
@@ -183,9 +183,9 @@ def _write_submission(planned: SubmissionPlan, registry: Registry, newest_record
 
 
 def submit_job(folder: Path, job: Job, site: Profile, array: JobArray, name: str, *, target: str) -> str:
-    """Submit `job` as one SLURM job with the resources of `array`, and return its id.  Raises `SchedulerError`.
+    """Submit `job` as one SLURM job with the resources of `array`, and return SLURM's id.  Raises `SchedulerError`.
 
-    `folder`: shared folder for the job's files.  `target`: function that each rank calls, `module:function`.
+    `folder`: shared folder for the job's files.  `target`: function that each rank calls, as `module:function`.
     """
     job.save(folder / JOB_FILE)
     shutil.copyfile(site.file, folder / "profile.toml")
@@ -198,9 +198,9 @@ def submit_job(folder: Path, job: Job, site: Profile, array: JobArray, name: str
 
 
 def wait_for_answer(job_id: str, folder: Path, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-    """Wait until the job leaves the queue, and return its answer file; an interrupt cancels the job.
+    """Wait until a SLURM job ends, and return the content of its `answer.json`; an interrupt cancels the job.
 
-    Without an answer file, the returned outcome is `error`.
+    Without `answer.json`, the returned outcome is `error`.
     """
     scheduler, last_status, heard = Scheduler(), "", time.monotonic()
     while not interrupt:
@@ -242,7 +242,7 @@ def _failed_answer(reason: str) -> dict[str, Any]:
 
 
 def _describe_end(job_id: str, state: JobState | None, folder: Path) -> str:
-    """Describe the end of a job by its state and the last line of its controller's standard error."""
+    """Describe the end of a SLURM job by its state and the last line of its controller's standard error."""
     word = f"{state.state} {state.reason}".strip() if state is not None else "an unknown state"
     lines = []
     for path in sorted((folder / "submitit").glob("*_0_log.err")):
