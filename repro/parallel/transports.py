@@ -183,7 +183,7 @@ class GlooTransport:
     def _next_tag(self) -> int:
         """Return the tag of the next collective's messages.
 
-        It is equal on all ranks, which start collectives in one order.
+        The tag is equal on all ranks, which start collectives in one order.
         """
         self._tag = (self._tag + 1) % (1 << 16)
         return (self.channel << 16) + self._tag
@@ -303,7 +303,10 @@ class GlooRing(GlooTransport):
         return Work(dist.all_gather(parts, input, group=self.group, async_op=True))
 
     def _run_in_thread(self, steps: RingOperation) -> Work:
-        """Queue the function `steps` for the transport's thread. `Work.wait` waits for its end and raises its error."""
+        """Queue the function `steps` for the transport's thread.
+
+        `Work.wait` waits for its end and raises its exception.
+        """
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_run, args=(self._jobs,), name="gloo ring", daemon=True).start()
