@@ -132,9 +132,7 @@ class GradientReducer:
         return not self._first and not self._last and all(bucket.stage < 2 for bucket in self.buckets)
 
     def hold(self, bucket: Bucket) -> None:
-        """Defer the reduction of `bucket` to `finish`, since its parameters may get several gradients per backward
-        pass.
-        """
+        """Defer the reduction of `bucket` to `finish`. Its parameters may get several gradients in a backward pass."""
         self._held[self._index[id(bucket)]] = True
 
     def close(self, bucket: Bucket) -> None:

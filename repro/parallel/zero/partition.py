@@ -195,8 +195,9 @@ def _children_of(module: nn.Module, kind: type[nn.Module]) -> list[str]:
 
 
 def parameters_by_unit(module: nn.Module, units: Sequence[GatherUnit]) -> list[list[nn.Parameter]]:
-    """Return the parameters of every gather unit. A parameter that several blocks share belongs to the unit of the full
-    module.
+    """Return the parameters of every gather unit.
+
+    A parameter that several blocks share belongs to the unit of the full module.
 
     Raises: `ValueError` if units share a parameter and no unit is the full module.
     """
