@@ -97,7 +97,7 @@ class Engine(Protocol):
         """Return the name, version and settings of the software that executes the training step."""
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return the pipeline `stage` and its maximum of in-flight micro-batches, `in_flight`; {} without stages."""
+        """Return pipeline stage and maximum number of in-flight (micro-batch, chunk) pairs; {} without a pipeline."""
 
 
 class Exchange:

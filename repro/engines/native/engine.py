@@ -148,7 +148,7 @@ class NativeEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return this rank's stage and the maximum of (micro-batch, chunk) pairs in flight; {} without a pipeline."""
+        """Return pipeline stage and maximum number of in-flight (micro-batch, chunk) pairs; {} without a pipeline."""
         if self.mesh.pp.size == 1:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.pipeline.in_flight}

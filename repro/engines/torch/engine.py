@@ -190,7 +190,7 @@ class TorchEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return this rank's stage and the maximum of (micro-batch, chunk) pairs in flight; {} without a pipeline."""
+        """Return pipeline stage and maximum number of in-flight (micro-batch, chunk) pairs; {} without a pipeline."""
         if self.pipeline is None:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.pipeline.flying.most}
