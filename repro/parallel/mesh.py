@@ -53,7 +53,7 @@ class Mesh:
     rank."""
     ledger: CommLedger
     beside_torch: Mapping[str, int] = field(default_factory=dict)
-    """Device memory outside torch's allocator, in bytes: the result of `connect_communicators`."""
+    """Device memory outside torch's allocator in bytes, by its use (NCCL communicators, CUDA context)."""
 
     def every_group(self) -> tuple[Group, ...]:
         """Return all communication groups of this rank, by axis in an order that is equal on every rank."""
@@ -98,7 +98,7 @@ def shape_only_mesh(layout: Layout, rank: int = 0) -> Mesh:
 
 
 def distributed_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Return the mesh of this process in the initialised default process group (gloo on CPU, NCCL on CUDA)."""
+    """Return the communication groups of this process under torch's default process group (gloo or NCCL)."""
     members: dict[tuple[int, ...], Transport] = {}
     pipelines = groups(layout, "pp")
     ends = [(ranks[0], ranks[-1]) for ranks in pipelines if layout.pp > 1]

@@ -15,7 +15,7 @@ from torch import Tensor
 from repro.config.enums import Category
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Data type of each precision of a layout."""
+"""Data type of torch for each precision of a layout."""
 META = torch.device("meta")
 
 
@@ -99,5 +99,5 @@ def _resize(tensor: Tensor, size: int) -> None:
 
 
 def is_released(tensor: Tensor) -> bool:
-    """Return whether `release` has freed the tensor's memory."""
+    """Return whether the memory of the tensor has been freed by `release`."""
     return tensor.untyped_storage().nbytes() == 0

@@ -89,8 +89,7 @@ class _Linear(torch.autograd.Function):
         gradients = tuple(gradient.contiguous() for gradient in gradients)
         work = gathered = Work()
         if tp is not None and ctx.sp:
-            # Forward saved only this rank's part of the input, so the full input is gathered again during the first
-            # matrix product.
+            # Forward saved only this rank's part of the input, so backward gathers the full input again.
             x, gathered = gather_sequence(x, tp, ctx.purpose)
         dx = gradients[0].matmul(weights[0].flatten(0, -2))
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):

@@ -142,11 +142,11 @@ class NcclTransport:
         return Work(dist.irecv(tensor, dist.get_global_rank(self.group, source), group=pair))
 
     def barrier(self) -> None:
-        # Without device_ids torch uses the device whose index is the rank.
+        # Without `device_ids`, torch's barrier uses the GPU whose index is the rank.
         dist.barrier(group=self.group, device_ids=[torch.cuda.current_device()])
 
     def first_uses(self) -> Iterator[tuple[dist.ProcessGroup, Callable[[Tensor], Work]]]:
-        """Yield each communicator of this rank and a function that uses it, in the same order on all ranks."""
+        """Yield each NCCL communicator of this rank with a function that uses it, in equal order on all ranks."""
         yield self.group, lambda message: self.all_reduce(message, SUM)
         rank = dist.get_rank(self.group)
         for (source, to, channel), pair in self.channels.items():
@@ -284,8 +284,7 @@ class GlooRing(GlooTransport):
         following, previous = (self._global[(self.rank + by) % self.size] for by in (1, -1))
 
         def steps() -> None:
-            # All receives of the ring are posted first, because posting one receive per ring step costs a context
-            # switch each time.
+            # Post all receives of the ring first, because posting one per ring step costs context switches.
             coming = [Work(dist.irecv(part, previous, group=self.group, tag=tag)) for part in received]
             sums, going = parts[self.rank - 1], []
             for step, (part, arrival) in enumerate(zip(received, coming, strict=True)):

@@ -81,7 +81,7 @@ def parse_options(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         says = f"cannot be read as {path.suffix[1:].upper()}: {error}"
         raise ConfigError("--from", str(path), says=says) from None
-    require(isinstance(tables, dict), "--from", str(path), "a file of named options")
+    require(isinstance(tables, dict), "--from", str(path), "a file that contains options by name")
     return flattened(tables)
 
 

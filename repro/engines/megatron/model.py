@@ -45,8 +45,7 @@ def transformer_config(experiment: Experiment, device: torch.device, timers: Any
         bias_activation_fusion=fuse,  # The fused GELU uses the tanh approximation too.
         bias_dropout_fusion=fuse,
         cross_entropy_loss_fusion=fuse,
-        # Without `perform_initialization` the library does not mark the parameters that tp splits, and its norm counts
-        # only the first tp rank's part of them (upstream 4084).
+        # Without this option, the gradient norm counts split weights of the first tp rank only (upstream 4084).
         perform_initialization=True,
         init_method=_keep,
         output_layer_init_method=_keep,

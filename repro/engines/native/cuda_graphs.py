@@ -28,7 +28,7 @@ class _CapturedPasses(NamedTuple):
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
     loss: Tensor
-    """Mean loss of the micro-batch, 0-dim fp32, written by `forward`."""
+    """Mean loss of the micro-batch, 0-dim fp32, which the forward graph writes."""
 
 
 class CapturedMicroBatches:

@@ -244,8 +244,7 @@ class OptimizerUpdate:
         overflow = torch.zeros((), device=self.device)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-            # torch's scaler has checked only the gradients of this pipeline stage, so the overflow flag is reduced over
-            # all stages.
+            # The scaler's overflow flag covers only the gradients of this stage, so reduce it over the pipeline.
             (overflow,) = self.scaler._found_inf_per_device(self.optimizer).values()
             self.mesh.pp.all_reduce(overflow, MAX).wait()
             overflow = overflow.clone()

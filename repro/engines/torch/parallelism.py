@@ -103,8 +103,7 @@ def apply_composable(module: PlainGPT, layout: Layout, mesh: DeviceMesh) -> None
         if strategy is Strategy.REPLICATE:
             replicate(part, mesh=mesh["dp"], mp_policy=policy)
         else:
-            # Backward starts with the parameters outside the blocks, so they are retained after forward, as by torch's
-            # default (None).
+            # Retain parameters outside the blocks after forward, because backward starts with them.
             again = None if part is module and strategy is Strategy.FSDP2 else strategy is Strategy.FSDP2
             fully_shard(part, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=again)
 

@@ -27,13 +27,13 @@ def exchanges(layout: Layout) -> bool:
 
 
 class _Expected(NamedTuple):
-    """Message from another stage whose receive is not posted yet."""
+    """Message that another pipeline stage will send, and whose receive is not posted yet."""
 
     buffer: Tensor
     source: int
     kind: str
     free: torch.cuda.Event | None
-    """CUDA event after all earlier uses of the buffer's memory; None on a CPU."""
+    """CUDA event after all earlier uses of the receive buffer's memory; None on a CPU."""
 
 
 class DeferredReceives:

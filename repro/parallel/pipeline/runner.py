@@ -107,13 +107,13 @@ class Pipeline:
             pp, tp, shape, like, split=layout.scatter_gather, overlap=not exchanges(layout)
         )
         self.in_flight = 0
-        """Maximum number of (micro-batch, chunk) pairs between forward and backward at the same time."""
+        """Maximum number of (micro-batch, chunk) pairs that were between forward and backward at one time on this
+        stage."""
         self.position = -1
         """Index in `actions` of the action that the stage runs; -1 outside `run`."""
         self._live: dict[tuple[int, int], tuple[_Slot, _Slot, Tensor]] = {}
         self._passes = [0] * len(self.chunks)
-        # An input that requires a gradient: received tensors require none, and autograd would not record their
-        # functions.
+        # Without an input that requires a gradient, autograd would not record functions of received tensors.
         self._anchor = torch.empty(0, device=like.device, requires_grad=True)
 
     @property
@@ -165,7 +165,7 @@ class Pipeline:
         return total / self.micro_batches
 
     def _source(self, action: Action) -> int | None:
-        """Return the stage that sends the action's input; None if the input comes from this stage or from the data."""
+        """Return the stage that sends an action's input; None if the input comes from this stage or from the data."""
         needed = dependency_of(action, self.pp.rank, self.pp.size, len(self.chunks))
         return None if needed is None or needed[0] == self.pp.rank else needed[0]
 

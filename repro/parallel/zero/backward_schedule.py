@@ -34,7 +34,7 @@ class ForwardPass:
 
     def __init__(self, has_gradients: bool) -> None:
         self.has_gradients = has_gradients
-        """Whether autograd records this forward pass."""
+        """Whether autograd records the forward pass, so that a backward pass can follow."""
         self.visits: list[Visit] = []
         """Module calls of the forward pass in the order in which they began."""
         self.ends: list[int] = []

@@ -81,8 +81,7 @@ class Bucket(FlatParameters):
         in place."""
         if not sharding.as_view:
             self.copy = storage.zeros(plan.padded, self.full, Category.COMMUNICATION, self.grad_dtype)
-        # Megatron-LM copied gradients for the reduction, except fp32 gradients of 16-bit parameters
-        # (use_contiguous_buffers_in_ddp).
+        # Megatron-LM (use_contiguous_buffers_in_ddp) reduced fp32 gradients of 16-bit parameters in place.
         copies = sharding.in_passes and self.grad_dtype == dtype
         self._copied_to_reduce = copies and self.copy is None and self.stage == 0 and not self.fused
 

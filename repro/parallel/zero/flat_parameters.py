@@ -39,7 +39,7 @@ class Tag:
     """Properties of a parameter that decide how the optimizer and the gradient norm process its elements in a shard."""
 
     group: int
-    """Index of the optimizer's parameter group."""
+    """Index of the optimizer's parameter group that contains the parameter."""
     duplicate: bool = False
     """Whether all tp ranks hold equal values of the parameter, so that the global gradient norm counts them once."""
     tied: bool = False

@@ -51,7 +51,8 @@ class GradientReducer:
         self.buckets = list(buckets)
         """Buckets in the order in which backward computes their gradients, the last layers first."""
         self.by_arrival = sharding.stage < 3
-        """Whether a bucket is complete once each of its parameters has a gradient; otherwise `close` completes it."""
+        """Whether a bucket is complete once each of its parameters has a gradient; otherwise `close` completes the
+        bucket."""
         self._index = {id(bucket): b for b, bucket in enumerate(self.buckets)}
         self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._missing = [0] * len(self.buckets)
@@ -84,7 +85,7 @@ class GradientReducer:
         _UNFINISHED.extend(getattr(self, "_works", ()))
 
     def remove(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the gradient hooks of this reducer from the parameters."""
         for handle in self._handles:
             handle.remove()
         for bucket in self.buckets:
@@ -110,7 +111,7 @@ class GradientReducer:
                 bucket.pool = pool
 
     def begin(self, micro_batch: int, micro_batches: int) -> None:
-        """Prepare for the backward pass of one of the step's micro-batches; wait for earlier reductions.
+        """Prepare the gradient buckets for the backward pass of a micro-batch; wait for earlier reductions.
 
         Further micro-batches after `micro_batches` are allowed: their gradients are reduced one by one.
         """

@@ -74,7 +74,7 @@ class GradientShards:
         self.shards = [bucket.gradient_shard for bucket in self.buckets]
 
     def _widen(self, scale: Tensor | None) -> None:
-        """Convert the gradients to fp32 and divide them by the loss scale, in two passes."""
+        """Convert the gradients to fp32, and divide them by the loss scale in a second pass over memory."""
         self.shards = [gradient.float() for gradient in self.shards]
         if scale is not None:
             torch._foreach_mul_(self.shards, 1.0 / scale)

@@ -217,7 +217,9 @@ def parameters_by_unit(module: nn.Module, units: Sequence[GatherUnit]) -> list[l
         inner = [u for u in mine if u != outer]
         if len(inner) > 1 and outer is None:
             names = ", ".join(units[u].name for u in inner)
-            raise ValueError(f"units {names} share a parameter. Name a module that contains them as block.")
+            raise ValueError(
+                f"units {names} share a parameter. Name a module that contains all of them in blocks."
+            )
         owner = inner[0] if len(inner) == 1 else outer
         assert owner is not None
         found[owner].append(named[key])

@@ -140,7 +140,7 @@ class UnitAgreement:
         self._last_pass = self.compare(-1 - abs(hash((has_gradients, *units))))
 
     def wait(self) -> None:
-        """Raise `RuntimeError` unless all ranks used the same units in their last forward passes."""
+        """Raise `RuntimeError` unless all ranks used equal gather units in their last forward passes."""
         self._last_pass.wait()
 
 

@@ -79,8 +79,7 @@ class ShardedModule:
         if sharding.dtype is not None:
             cast_untrained(module, sharding.dtype)
         self._named = dict(module.named_parameters())
-        # Buckets contain only parameters that are communicated: no empty parameters, and frozen ones only under stage
-        # 3.
+        # Empty parameters, and frozen ones except under stage 3, are not communicated and not in buckets.
         trained = [(name, p) for name, p in self._named.items() if p.requires_grad and p.numel()]
         self.names = [name for name, _ in trained]
         self.parameters = [p for _, p in trained]
@@ -113,8 +112,7 @@ class ShardedModule:
             else:
                 for plan in self._plans(tags):
                     make(plan)
-            # All buckets are allocated before they are filled, since temporary tensors of initial values would fragment
-            # memory.
+            # Fill buckets only after all are allocated: temporary tensors of initial values would fragment memory.
             for bucket in self.buckets:
                 bucket.fill(initial, bucket.master)
             for flat in self.frozen:

@@ -136,7 +136,7 @@ class ActivationCheckpoints:
         saved.drop()
 
     def _allocate(self, size: int, like: Tensor, saved: ActivationCheckpoint) -> Tensor:
-        """Return memory for a checkpoint of `size` elements."""
+        """Return memory for an activation checkpoint of `size` elements."""
         make = storage.empty_on_host if self.offload else storage.empty
         category = Category.HOST if self.offload else Category.CHECKPOINTS
         if not self.contiguous:
@@ -148,7 +148,7 @@ class ActivationCheckpoints:
         return saved.piece.tensor
 
     def _fetch(self, saved: ActivationCheckpoint) -> None:
-        """Start to copy a checkpoint from the host to the device, unless the copy has begun."""
+        """Start to copy an activation checkpoint from the host to the device, unless the copy has begun."""
         if saved.kept is None:
             return
         like = torch.empty(0, dtype=saved.kept.dtype, device=saved.device)
