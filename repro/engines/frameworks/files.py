@@ -23,7 +23,7 @@ ENDINGS = {
     ".yaml": "nanotron",
     ".yml": "nanotron",
 }
-"""Framework whose configuration file it is, by the ending of the file's name."""
+"""Framework to which a configuration file belongs, by the ending of the file's name."""
 LAUNCHER = """\
 # On one node: bash launch.sh. With SLURM: srun --nodes @nodes@ --ntasks-per-node 1 bash launch.sh
 set -euo pipefail
@@ -134,7 +134,7 @@ class LaunchFiles:
     framework: str = ""
     """Framework whose configuration files and launch script are written; empty: none."""
     output: Path | None = None
-    """Folder in which the framework's files are written; None: none are written."""
+    """Folder in which the framework's files are written; None: no files are written."""
 
     def check(self, model: str) -> None:
         """Raise `ConfigError` for an unknown framework, a missing model, or an incomplete combination of options."""

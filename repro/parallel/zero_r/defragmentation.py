@@ -18,7 +18,7 @@ from repro.parallel import storage
 
 @dataclass(frozen=True)
 class Piece:
-    """Piece of an arena (preallocated memory), which is lent to one tensor at a time."""
+    """Piece of an arena (preallocated memory), which one tensor uses at a time."""
 
     tensor: Tensor
     """Flat tensor in the piece's memory, with the requested number of elements."""
