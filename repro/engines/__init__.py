@@ -1,7 +1,7 @@
 """Engines, which execute the training step of an experiment: `native`, `torch`, `deepspeed` and `megatron`.
 
-All have the interface `Engine`, and `build_engine` imports an engine when an experiment names it. `config.engines`
-states which experiments an engine supports.
+All engines implement the interface `Engine`, and `build_engine` imports an engine when an experiment names it.
+`config.engines` states which experiments an engine supports.
 """
 
 from __future__ import annotations
@@ -42,67 +42,68 @@ _ADAPTERS = {
     "deepspeed": "repro.engines.deepspeed.engine:DeepSpeedEngine",
     "megatron": "repro.engines.megatron.engine:MegatronEngine",
 }
-"""Module and class of each engine, imported on request."""
+"""Python module and class that implement each engine, imported when an experiment uses the engine."""
 _LIBRARIES = {"torch": "torch._dynamo", "deepspeed": "deepspeed", "megatron": "megatron.core"}
-"""Module of the library that each engine needs."""
+"""Python module of the library that an engine needs, by engine."""
 _MIN_TORCH = (2, 10)
-"""Minimum version of torch for engine torch: `replicate` uses FSDP2, and pipeline steps have `return_outputs`."""
+"""Minimum version of torch for engine `torch`, which needs `replicate` based on FSDP2 and pipeline steps with
+`return_outputs`."""
 
 _ABSENT = object()
 Attribute = tuple[Any, str]
-"""Module or class, and the name of one of its attributes."""
+"""(module or class, name of an attribute) whose value depends on the experiment."""
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """Description of the software that executed an experiment, for its record."""
+    """Description of the software that executed an experiment, which the result record of the experiment contains."""
 
     name: str
-    """Name and version of the library: `DeepSpeed 0.19.8`."""
+    """Name and version of the library that executed the training step, for example `DeepSpeed 0.19.8`."""
     theirs: str
-    """Parts of the step that the library provides."""
+    """Parts of the training step that the library executes, instead of this suite's code."""
     configuration: dict[str, Any] = field(default_factory=dict)
-    """Settings of the library, as JSON data."""
+    """Settings that the experiment passed to the library, as JSON data."""
 
 
 class Engine(Protocol):
     """Interface of an engine: the model, optimizer and training step of one experiment on one rank."""
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
-        """Take one optimizer step over the replica's micro-batches."""
+        """Run one training step: forward and backward passes of the replica's micro-batches, and the optimizer step."""
 
     def loss_scale(self) -> Tensor | None:
-        """Return the loss scale of the next step, 0-dim; None without loss scaling."""
+        """Return the loss scale of the next training step, 0-dim; None without loss scaling."""
 
     def synchronize(self) -> None:
-        """Wait for communication that an engine starts in a step and finishes in the next."""
+        """Wait for communication that an engine starts at the end of a training step and completes in the next step."""
 
     def local_parameters(self) -> int:
-        """Return the number of parameters of this tp rank and stage, without division by ZeRO."""
+        """Return the number of parameters on this tp rank and pipeline stage, before ZeRO shards them."""
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a copy of every parameter of the stage by name, complete over dp but local to the tp rank."""
+        """Return a copy of every parameter of the pipeline stage by name, gathered over dp but local to the tp rank."""
 
     def padding(self) -> int:
-        """Return the number of padding elements in flat buffers."""
+        """Return the number of padding elements in the engine's flat parameter or gradient buffers."""
 
     def mark_states(self) -> None:
-        """Mark every storage that holds parameters, gradients or optimizer states (`repro.parallel.storage`).
+        """Set the memory category of all parameters, gradients and optimizer states (`repro.parallel.storage`).
 
-        The caller measures memory: it calls this in the first step when gradients exist, and at the end of the step.
+        The memory measurement calls this method in the first step when gradients exist, and at the end of the step.
         """
 
     def report(self) -> EngineReport:
-        """Return the software of the engine and its settings."""
+        """Return the name, version and settings of the software that executes the training step."""
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return `stage` and `in_flight`, the maximum of (micro-batch, chunk) pairs in flight; {} without stages."""
+        """Return pipeline stage and maximum number of in-flight (micro-batch, chunk) pairs; {} without a pipeline."""
 
 
 class Exchange:
-    """Reentrant context in which attributes of modules and classes have an experiment's own values.
+    """Reentrant context in which attributes of a library's modules and classes have the values of one experiment.
 
-    Values that code assigns inside the context are restored at the next entry.
+    Values that code assigns inside the context are saved at its exit and restored at the next entry.
     """
 
     def __init__(self, values: dict[Attribute, Any]):
@@ -129,7 +130,7 @@ class Exchange:
 
 
 def missing_library(engine: str) -> str:
-    """Return the engine's missing library and how to install it, `deepspeed: pip install ...`; empty if installed."""
+    """Return the engine's missing library and its installation (`deepspeed: pip install ...`); empty if installed."""
     version = versions(["torch"]).get("torch", "") if engine == "torch" else ""
     if () < major_minor(version) < _MIN_TORCH:
         return f"torch {'.'.join(map(str, _MIN_TORCH))} or later: {version} is installed. Upgrade torch"
@@ -138,7 +139,7 @@ def missing_library(engine: str) -> str:
 
 
 def import_libraries(engine: str, device_type: str) -> None:
-    """Import the libraries of this engine, so that a memory limit set afterwards does not count them."""
+    """Import the libraries of `engine`, so that a memory limit set afterwards does not count their memory."""
     if engine == "deepspeed":
         importlib.import_module("repro.engines.deepspeed.engine").import_deepspeed(device_type)
     elif engine in _LIBRARIES:
@@ -146,7 +147,7 @@ def import_libraries(engine: str, device_type: str) -> None:
 
 
 def build_engine(experiment: Experiment, mesh: Mesh, device: torch.device) -> Engine:
-    """Return the engine of the experiment, with its model built on this rank."""
+    """Return an engine for the experiment, with the rank's part of the model built on `device`."""
     module, adapter = _ADAPTERS[experiment.engine].split(":")
     built: Engine = getattr(importlib.import_module(module), adapter)(experiment, mesh, device)
     return built

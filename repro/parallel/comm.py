@@ -1,6 +1,7 @@
 """Groups of ranks: every collective and message of the suite passes through a `Group`, which counts calls and bytes.
 
-The group's `repro.parallel.transports.Transport` transmits.  Other modules do not communicate.
+The group's `repro.parallel.transports.Transport` transmits the tensors. No other module of `repro.parallel` starts
+collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["MAX", "SUM", "Group", "Work"]
 
 
 class Group:
-    """Ordered set of communicating ranks. Each rank of the set has an object with its own `rank`."""
+    """Ordered set of ranks that communicate. Each process of the set has its own object, which contains its `rank`."""
 
     def __init__(
         self,
@@ -28,10 +29,10 @@ class Group:
         *,
         blocking: bool = False,
     ):
-        """`blocking`: wait for every collective directly after its launch, as in software without overlap."""
+        """`blocking`: wait for every collective at its launch, so that it does not overlap with computation."""
         self.name, self.ranks, self.size, self.blocking = name, ranks, len(ranks), blocking
         self.rank = ranks.index(rank)
-        """Index of this rank within the group."""
+        """Index of this process among the ranks of the group."""
         self.transport: Transport = transport if self.size > 1 else NoTransport()
         self.ledger = ledger
 
@@ -39,9 +40,9 @@ class Group:
         return f"Group({self.name}: rank {self.rank} of {self.size})"
 
     def on_channel(self, channel: int) -> Group:
-        """Return a group of the same ranks whose collectives match only those on the same channel of other ranks.
+        """Return a copy of the group whose collectives never match collectives that use another channel number.
 
-        Only the gloo transport supports this. With other transports, both groups share one transport.
+        Only the gloo transport separates channels. With other transports, the copy shares the group's transport.
         """
         transport = self.transport
         if isinstance(transport, GlooTransport):
@@ -62,43 +63,43 @@ class Group:
         return work
 
     def all_reduce(self, tensor: Tensor, op: str = SUM, purpose: str = "") -> Work:
-        """Reduce `tensor` (contiguous, any shape) in place over the group."""
+        """All-reduce `tensor` (contiguous, any shape) in place over the ranks of the group."""
         self._count("all_reduce", tensor, purpose)
         return self._issued(self.transport.all_reduce(tensor, op), tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
-        """Sum flat `input` [n * k] over n ranks; `output` [k], the rank's part, may be a view of `input`."""
+        """Reduce-scatter flat `input` [n * k] of n ranks to `output` [k], which may be a view of `input`."""
         assert input.numel() == output.numel() * self.size
         self._count("reduce_scatter", input, purpose)
         return self._issued(self.transport.reduce_scatter(output, input), input)
 
     def all_gather(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
-        """Concatenate flat `input` [k] of n ranks in `output` [n * k]; `input` may be a part of `output`."""
+        """All-gather flat `input` [k] of n ranks to `output` [n * k]; `input` may be a view of `output`."""
         assert output.numel() == input.numel() * self.size
         self._count("all_gather", output, purpose)
         return self._issued(self.transport.all_gather(output, input), input)
 
     def broadcast(self, tensor: Tensor, source: int, purpose: str = "") -> Work:
-        """Copy `tensor` in place from the group's rank `source`."""
+        """Broadcast `tensor` in place from the group's rank `source` to all ranks of the group."""
         self._count("broadcast", tensor, purpose)
         return self.transport.broadcast(tensor, source)
 
     def send(self, tensor: Tensor, to: int, channel: int, purpose: str = "") -> Work:
-        """Send contiguous `tensor` to the group's rank `to`; the tensor must not change until the work is done.
+        """Send contiguous `tensor` to the group's rank `to`. The tensor must not change before `Work.wait` returns.
 
         Messages of one channel between two ranks arrive in the order in which they were sent.
         """
         return self.message(tensor, to, channel, purpose)()
 
     def message(self, tensor: Tensor, to: int, channel: int, purpose: str = "") -> Callable[[], Work]:
-        """Count a `send` now, and return a function that sends the message."""
+        """Count a point-to-point message in the ledger, and return a function that sends the message."""
         self._count("send", tensor, purpose, (to, channel))
         return lambda: self.transport.send(tensor, to, channel).hold(tensor)
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
-        """Receive the channel's next message from the group's rank `source`; only the sender counts messages."""
+        """Receive the next message of a channel from the group's rank `source` into `tensor`."""
         return self.transport.receive(tensor, source, channel)
 
     def barrier(self) -> None:
-        """Block until all ranks of the group have called `barrier`. The ledger does not count barriers."""
+        """Block until all ranks of the group have called `barrier`, which the communication ledger does not count."""
         self.transport.barrier()

@@ -8,9 +8,9 @@ elements of e bytes, a rank sends in each layer
     backward   the same all-gather                              as many bytes
                reduce-scatter of keys' and values' gradients    as many bytes
 
-Backward gathers again to save memory: gathered keys and values are cp times as large as those of a rank.  If a layer is
-recomputed, its second forward pass gathers them for backward.  Gradients of parameters are averaged over dp x cp as one
-group, which also shards the model states of ZeRO.
+Backward repeats the all-gather to save memory: gathered keys and values are cp times as large as those of one rank. If
+a layer is recomputed, the all-gather of its second forward pass serves backward too. Gradients of parameters are
+averaged over dp x cp as one group, which also shards the model states of ZeRO.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from repro.parallel.comm import Group
 
 PURPOSE = "keys and values"
 Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""Function of q, k, v and the chunk (0 or 1 of this rank) of q; returns [b, a, c, d].  q [b, a, c, d]: c tokens of a
-heads of width d.  k, v [b, n, k, d]: the sample's k tokens up to the chunk's end, of n key heads."""
+"""Function that returns the attention [b, a, c, d] of one chunk of queries, from q, k, v and the chunk's index (0 or 1)
+on this rank. q [b, a, c, d]: c tokens of a heads of width d. k, v [b, n, k, d]: keys and values of the sample's first k
+tokens, up to the chunk's end, for n key heads."""
 
 
 class Positions(NamedTuple):
-    """Positions in the sample of a rank's tokens: token j is at `first` + j, plus `jump` from token `split` on."""
+    """Positions of a rank's tokens in the sample: token j is at `first` + j, plus `jump` if j >= `split`."""
 
     first: int
     split: int = 0
     jump: int = 0
 
     def rows(self, table: Tensor, count: int) -> Tensor:
-        """Return the rows of `table` [s, ...] at the first `count` positions."""
+        """Return the rows of `table` [s, ...] (one per position of the sample) for the rank's first `count` tokens."""
         if not self.jump:
             return table[self.first : self.first + count]
         second = self.first + self.split + self.jump
@@ -50,13 +51,16 @@ class Positions(NamedTuple):
 
 
 def chunks(rank: int, size: int, s: int) -> tuple[range, range]:
-    """Return the positions of the two chunks that `rank` of `size` cp ranks has of a sample of s tokens."""
+    """Return the position ranges of the two chunks of a sample of s tokens that belong to `rank` of `size` cp ranks."""
     c, late = s // (2 * size), 2 * size - 1 - rank
     return range(rank * c, (rank + 1) * c), range(late * c, (late + 1) * c)
 
 
 def positions(cp: Group, count: int, part: int = 0, parts: int = 1) -> Positions:
-    """Return the positions of this cp rank's `count` tokens, or of its `part` of `parts` by sequence parallelism."""
+    """Return the positions in the sample of `count` tokens on this rank.
+
+    With sequence parallelism, the tokens are those of tp rank `part` of `parts` tp ranks.
+    """
     start = part * count
     if cp.size == 1:
         return Positions(start)
@@ -70,7 +74,7 @@ def positions(cp: Group, count: int, part: int = 0, parts: int = 1) -> Positions
 
 
 def own_tokens(tokens: Tensor, cp: Group) -> Tensor:
-    """Return this cp rank's tokens [b, s/cp] from the tokens [b, s] of full samples."""
+    """Return the tokens [b, s/cp] of this context-parallel rank, selected from the tokens [b, s] of full samples."""
     if cp.size == 1:
         return tokens
     own = [tokens[:, at.start : at.stop] for at in chunks(cp.rank, cp.size, tokens.shape[1])]
@@ -78,7 +82,7 @@ def own_tokens(tokens: Tensor, cp: Group) -> Tensor:
 
 
 def _gather(k: Tensor, v: Tensor, cp: Group) -> Tensor:
-    """Gather keys k and values v [b, n, s/cp, d] of all cp ranks to [2, b, s, n, d] in the order of the sample."""
+    """All-gather keys k and values v [b, n, s/cp, d] over the cp ranks to [2, b, s, n, d], in token order."""
     b, n, s, d = k.shape
     c = s // 2
     packed = storage.empty(2 * k.numel(), k, Category.COMMUNICATION).view(2, 2, b, c, n, d)
@@ -94,7 +98,7 @@ def _gather(k: Tensor, v: Tensor, cp: Group) -> Tensor:
 
 
 def _scatter(gradients: tuple[Tensor, Tensor], s: int, cp: Group) -> tuple[Tensor, ...]:
-    """Sum gradients [b, n, k, d] of the first k keys and values over all ranks; return the rank's [b, n, s/cp, d]."""
+    """Reduce-scatter gradients [b, n, k, d] of keys and values over the cp ranks to [b, n, s/cp, d] per rank."""
     b, n, _, d = gradients[0].shape
     c = s // (2 * cp.size)
     parts = storage.zeros(2 * b * s * n * d, gradients[0], Category.COMMUNICATION)
@@ -110,7 +114,7 @@ def _scatter(gradients: tuple[Tensor, Tensor], s: int, cp: Group) -> tuple[Tenso
 
 
 class _Keys(torch.autograd.Function):
-    """Gather keys and values; return k and v up to the end of the rank's first chunk, then up to that of its second."""
+    """Gather keys and values over cp; return those up to the end of the rank's first chunk, and of its second chunk."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, cp: Group) -> tuple[Tensor, ...]:
@@ -127,21 +131,22 @@ class _Keys(torch.autograd.Function):
 
 
 class _SavedTensors:
-    """Hooks by which autograd saves the tensors of attention to gathered keys and values in less memory.
+    """Saved-tensor hooks of autograd that reduce the memory of attention with gathered keys and values.
 
-    Views of gathered keys and values are saved as offsets, and backward gathers the keys and values again.  The
-    result of a chunk is saved as a view of both chunks' joined result, which the next layer retains in any case.
+    Views of gathered keys and values are saved as offsets, and backward gathers the keys and values again. The
+    attention output of a chunk is saved as a view of the joined output of both chunks, which the next layer retains in
+    any case.
     """
 
     def __init__(self, k: Tensor, v: Tensor, cp: Group, gathered: int):
-        """`gathered`: address of the storage that backward gathers again; 0 for none."""
+        """`gathered`: storage address of the keys and values that backward gathers again; 0 to retain them."""
         self._own, self.cp, self._gathered = (k.detach(), v.detach()), cp, gathered
         self._boxes: list[_Box] = []
         self._again: Tensor | None = None
         self._reads = self._views = 0
 
     def pack(self, x: Tensor) -> _Box:
-        """Return the object that autograd saves instead of tensor `x`."""
+        """Return the object that autograd saves for backward instead of tensor `x`."""
         box = _Box(x)
         if _address(x) == self._gathered:
             box.tensor, box.geometry = None, (x.shape, x.stride(), x.storage_offset())
@@ -150,7 +155,7 @@ class _SavedTensors:
         return box
 
     def join(self, results: list[Tensor]) -> Tensor:
-        """Join both chunks' results [b, a, c, d] to [b, a, 2c, d], in memory token by token."""
+        """Concatenate both chunks' attention outputs [b, a, c, d] to [b, a, 2c, d] in memory order [b, 2c, a, d]."""
         joined = torch.cat([y.transpose(1, 2) for y in results], 1).transpose(1, 2)
         places = dict(zip(map(_address, results), joined.detach().chunk(2, 2), strict=True))
         for box in self._boxes:
@@ -160,7 +165,7 @@ class _SavedTensors:
         return joined
 
     def unpack(self, box: _Box) -> Tensor:
-        """Return the tensor for an object from `pack`, when backward reads it."""
+        """Return the saved tensor that backward needs, for the object that `pack` returned."""
         if box.tensor is not None:
             return box.tensor
         if self._again is None:
@@ -174,7 +179,7 @@ class _SavedTensors:
 
 @dataclass(slots=True, eq=False)
 class _Box:
-    """Tensor saved for backward: the tensor, or its shape, strides and offset in the gathered keys and values."""
+    """Tensor saved for backward: the tensor, or shape, strides and offset of a view of the gathered keys and values."""
 
     tensor: Tensor | None
     geometry: Any = None
@@ -189,8 +194,9 @@ def attend_to_gathered(
 ) -> Tensor:
     """Return causal attention of this rank's queries [b, a, s/cp, d] to the keys and values of all ranks.
 
-    `k` and `v`: this rank's keys and values [b, n, s/cp, d].  `again`: gather keys and values again in backward;
-    otherwise they are retained.  Copies of them (ALiBi on shared key heads, attention dropout) are always retained.
+    `k` and `v`: this rank's keys and values [b, n, s/cp, d]. `again`: gather keys and values again in backward, instead
+    of retaining them from forward. Copies of keys and values (for ALiBi on shared key heads, and for attention dropout)
+    are always retained.
     """
     keys = _Keys.apply(k, v, cp)
     saved = _SavedTensors(k, v, cp, _address(keys[0]) if again else 0)

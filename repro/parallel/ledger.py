@@ -1,9 +1,8 @@
 """Ledger of communication: calls and bytes by operation, group and purpose.
 
-`payload_bytes` is the size of the full (unsharded) message.  `sent_bytes` are the bytes that one rank sends under a
-ring algorithm, the unit of the papers' volumes (1910.02054 sec. 7.1; 2104.04473 sec. 3.2): `2 (n-1)/n` of the payload
-for an all-reduce, `(n-1)/n` for a reduce-scatter or an all-gather.  A message between two ranks is sent once, and
-counted by its sender.
+`payload_bytes` is the size of the full (unsharded) message. `sent_bytes` are the bytes that one rank sends under a ring
+algorithm, the unit of the papers' volumes (1910.02054 sec. 7.1; 2104.04473 sec. 3.2): `2 (n-1)/n` of the payload for an
+all-reduce, `(n-1)/n` for a reduce-scatter or an all-gather. A point-to-point message is counted once, by its sender.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ RING_PASSES = {
 }
 SEND = "send"
 EXCHANGED = ("reduce_scatter", "all_gather")
-"""Collectives that the gloo transport builds from messages of each rank to every other rank."""
+"""Collectives that the gloo transport executes as direct messages from each rank to every other rank."""
 
 Address = tuple[int, int]
-"""Receiver of a message, as a rank of the group, and the channel of the message."""
+"""(receiver's rank in the group, channel number) of a point-to-point message."""
 NO_PEER: Address = (-1, 0)
-"""Address that a collective is counted with, because it has no receiver."""
+"""Placeholder for the address of a collective, which has no single receiver."""
 
 
 def messages_of(op: str, size: int) -> int:
@@ -37,7 +36,7 @@ def messages_of(op: str, size: int) -> int:
 
 @dataclass
 class Traffic:
-    """Calls and bytes of one operation in one group (`size` ranks) for one purpose."""
+    """Number of calls and bytes of one communication operation in one group of `size` ranks, for one purpose."""
 
     size: int
     calls: int = 0
@@ -47,18 +46,18 @@ class Traffic:
 
 @dataclass
 class CommLedger:
-    """Counters of every collective of one rank. A ledger belongs to one set of groups."""
+    """Counters of all collectives and messages that one rank starts, over all groups of the rank."""
 
     traffic: dict[tuple[str, str, str], Traffic] = field(default_factory=dict)
     sequence: int = 0
-    """Number of collectives and sends that this rank has started; `reset` does not change it."""
+    """Number of collectives and sends that this rank has started since the ledger was created."""
     observers: list[Callable[[int, str, str, str], None]] = field(default_factory=list)
-    """Functions that are called with (sequence, operation, group, purpose) when a collective starts."""
+    """Functions that are called with (sequence number, operation, group, purpose) when communication starts."""
 
     def count(
         self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NO_PEER
     ) -> int:
-        """Count a collective of `payload_bytes` over `size` ranks or a message; return this rank's sent bytes."""
+        """Count a collective over `size` ranks, or a message, of `payload_bytes`; return this rank's sent bytes."""
         self.sequence += 1
         row = self.traffic.get((op, group, purpose))
         if row is None:
@@ -72,11 +71,11 @@ class CommLedger:
         return sent
 
     def reset(self) -> None:
-        """Clear the counts; the sequence number continues."""
+        """Clear the counts of calls and bytes, but not the sequence number of collectives."""
         self.traffic.clear()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the counts as dictionaries, one for each operation, group and purpose."""
+        """Return the calls and bytes of communication as dictionaries, one for each operation, group and purpose."""
         return [
             {"op": op, "group": group, "purpose": purpose, **vars(traffic)}
             for (op, group, purpose), traffic in sorted(self.traffic.items())

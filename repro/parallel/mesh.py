@@ -1,4 +1,4 @@
-"""Mesh of ranks: groups by parallel axis, and their process groups and communicators.
+"""Mesh of ranks: their communication groups by parallel axis, process groups of torch, and NCCL communicators.
 
 `layout.order` defines which axis is innermost.  With Megatron's order `tp-dp-pp`, a rank's number is
 `((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index`, so that the ranks of a tp group share a node.
@@ -29,32 +29,34 @@ from repro.parallel.transports import (
 
 
 def groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
-    """Return all groups along `axis` (`dp`, `cp`, `tp` or `pp`), ordered by their first rank; see `Layout.group_of`."""
+    """Return the ranks of all groups along the parallel axis `dp`, `cp`, `tp` or `pp`, ordered by first rank."""
     found = (layout.group_of(axis, rank) for rank in range(layout.world))
     return [ranks for rank, ranks in enumerate(found) if ranks[0] == rank]
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups that one rank belongs to."""
+    """Communication groups of one rank: all ranks, its group along each parallel axis, and its embedding group."""
 
     rank: int
     world: Group
     dp: Group
-    """The dp x cp ranks with the same part of the model, ordered by replica; gradients are averaged over this group."""
+    """Group of the dp x cp ranks with the same part of the model, ordered by replica, over which gradients are
+    averaged."""
     cp: Group
-    """The ranks that share the tokens of the same samples."""
+    """Context-parallel group: the ranks that divide the tokens of the same samples."""
     tp: Group
     pp: Group
-    """The stages of one pipeline; `pp.rank` is the stage."""
+    """Group of the ranks of one pipeline, one for each stage; `pp.rank` is this rank's stage."""
     embedding: Group
-    """First and last stage of the pipeline, which both hold the tied embedding; on other stages only this rank."""
+    """Group of the first and last pipeline stage, which both hold the tied embedding. On other stages: only this
+    rank."""
     ledger: CommLedger
     beside_torch: Mapping[str, int] = field(default_factory=dict)
-    """Device memory outside torch's allocator, in bytes: the result of `connect_communicators`."""
+    """Device memory outside torch's allocator in bytes, by its use (NCCL communicators, CUDA context)."""
 
     def every_group(self) -> tuple[Group, ...]:
-        """Return all groups, in the same order on every rank."""
+        """Return all communication groups of this rank, by axis in an order that is equal on every rank."""
         return self.world, self.dp, self.cp, self.tp, self.pp, self.embedding
 
 
@@ -64,7 +66,7 @@ def build_mesh(
     transport_of: Callable[[tuple[int, ...]], Transport],
     ledger: CommLedger | None = None,
 ) -> Mesh:
-    """Return the mesh of `rank` in the grid; `transport_of` creates the transport of a group of several ranks."""
+    """Return the communication groups of `rank`; `transport_of` creates the transport of a group of several ranks."""
     ledger = ledger or CommLedger()
 
     def group(name: str, ranks: tuple[int, ...], *, blocking: bool = False) -> Group:
@@ -86,21 +88,21 @@ def build_mesh(
 
 
 def single_rank_mesh(ledger: CommLedger | None = None) -> Mesh:
-    """Return the mesh of one process without communication."""
+    """Return the mesh of a single process, whose communication groups contain only this process."""
     return build_mesh(Layout(), 0, lambda ranks: NoTransport(), ledger)
 
 
 def shape_only_mesh(layout: Layout, rank: int = 0) -> Mesh:
-    """Return one rank's mesh for `meta` tensors: messages are counted and not sent."""
+    """Return the mesh of one rank for `meta` tensors: communication is counted, and nothing is sent."""
     return build_mesh(layout, rank, lambda ranks: NoTransport())
 
 
 def distributed_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Return the mesh of this process in the initialised default process group (gloo on CPU, NCCL on CUDA)."""
+    """Return the communication groups of this process under torch's default process group (gloo or NCCL)."""
     members: dict[tuple[int, ...], Transport] = {}
     pipelines = groups(layout, "pp")
     ends = [(ranks[0], ranks[-1]) for ranks in pipelines if layout.pp > 1]
-    # Creating a process group is collective: every rank creates all groups of the grid, in one order.
+    # Creating a process group is a collective operation, so every rank creates all groups in the same order.
     for ranks in (
         tuple(range(layout.world)),
         *groups(layout, "dp"),
@@ -134,11 +136,11 @@ def ensure_process_group(device: torch.device) -> None:
 
 _Made = dict[tuple[tuple[int, ...], tuple[object, ...]], dist.ProcessGroup]
 _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
-"""Process groups of each default process group, by ranks and purpose."""
+"""Process groups that exist already, by default process group, and then by ranks and purpose."""
 
 
 def make_process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ()) -> dist.ProcessGroup:
-    """Return the process group of `ranks`, created once and used by every later mesh of the same default group.
+    """Return the process group of `ranks`, which all meshes under one default process group share.
 
     `purpose` is empty for collectives, (sending stage, receiving stage, channel) for messages, and a library's name
     for a group that the library needs.  Groups are reused, because each occupies threads, sockets and, with NCCL,
@@ -157,7 +159,7 @@ def make_process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ())
 
 
 def _channels(ranks: tuple[int, ...], *, ring: bool) -> Channels:
-    """Return the process groups of messages by (sending stage, receiving stage, channel).
+    """Return process groups for messages between pipeline stages, by (sending stage, receiving stage, channel).
 
     Channel 0: activations to the next stage; 1: gradients to the preceding stage.  `ring`: include groups between the
     last and the first stage, for interleaved stages.
@@ -174,7 +176,7 @@ def _channels(ranks: tuple[int, ...], *, ring: bool) -> Channels:
 
 
 def host_group(group: Group) -> Group:
-    """Return a gloo group of the same ranks, for small values that the host reads without waiting for the GPU."""
+    """Return a gloo group of the ranks of `group`, for small values that the host reads without waiting for the GPU."""
     if not isinstance(group.transport, NcclTransport):
         return group
     transport = GlooTransport(dist.new_group(list(group.ranks), backend="gloo"))
@@ -182,18 +184,19 @@ def host_group(group: Group) -> Group:
 
 
 START, CHANNELS, END = "start", "channels", "end"
-"""Keys of device memory outside torch's allocator: before the first communicator; communicators of messages between
-stages; at the end of a run, since communicators grow with use."""
+"""Keys of records of device memory outside torch's allocator. `start`: before the first NCCL communicator. `channels`:
+communicators for messages between pipeline stages. `end`: total at the end of a run, since communicators grow with
+use."""
 _communicator_bytes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""Device memory of each communicator, in bytes; later experiments of the process use the same communicators."""
+"""Device memory of each NCCL communicator, in bytes. Later experiments of the process reuse the communicators."""
 
 
 def connect_communicators(mesh: Mesh, device: torch.device) -> dict[str, int]:
     """Use every NCCL communicator of the mesh once, and return the device memory outside torch, in bytes.
 
-    NCCL creates a communicator at its first use, in which the *host* of each rank waits for the other hosts. In a step
-    this deadlocks if a stage posts a receive before it sends the message that its peer waits for. All ranks must call
-    this function before the first step.
+    NCCL creates a communicator at its first use, in which the *host* of each rank waits for the other hosts. Within a
+    training step, this creation deadlocks if a stage posts a receive before it sends the message that its peer waits
+    for. All ranks must call this function before the first step.
 
     Keys of the result: `start` for memory before the first communicator (CUDA context, other processes), group names
     for their communicators, and `channels` for the communicators of messages between pipeline stages.
@@ -206,7 +209,7 @@ def connect_communicators(mesh: Mesh, device: torch.device) -> dict[str, int]:
             continue
         for number, (communicator, use) in enumerate(group.transport.first_uses()):
             if communicator in seen:
-                continue  # Two axes have the same ranks and share a communicator.
+                continue  # Parallel axes with equal ranks share one communicator.
             seen.add(communicator)
             if communicator not in _communicator_bytes:
                 before = non_torch_bytes(device)
@@ -218,7 +221,7 @@ def connect_communicators(mesh: Mesh, device: torch.device) -> dict[str, int]:
 
 
 def non_torch_bytes(device: torch.device) -> int:
-    """Return the bytes in use on a GPU outside the torch allocator of this process."""
+    """Return the bytes in use on a GPU, without those that torch's allocator in this process has reserved."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)

@@ -15,17 +15,17 @@ from torch import Tensor
 from repro.config.enums import Category
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Data type of each precision of a layout."""
+"""Data type of torch for each precision of a layout."""
 META = torch.device("meta")
 
 
 def unobserved(device: torch.device = META) -> AbstractContextManager[None]:
-    """Return a context in which a simulation records no operators on `meta`, for views and empty tensors."""
+    """Return a context for views and empty tensors on `meta`, in which a simulation records no operators."""
     return torch._C._DisableTorchDispatch() if device.type == META.type else nullcontext()  # type: ignore[no-any-return]
 
 
 def observer_of(tensor: Tensor) -> Any:
-    """Return the simulation's object that records events of the tensor's storage; None outside a simulation."""
+    """Return the object of a simulation that records events of the tensor's storage; None outside a simulation."""
     return getattr(tensor.untyped_storage(), "watcher", None)
 
 
@@ -35,7 +35,7 @@ def is_on_processors(tensor: Tensor) -> bool:
 
 
 def call_once(like: Tensor, key: Hashable, call: Callable[[], None]) -> None:
-    """Run `call`, or in a simulation repeat the recorded events of an earlier call with an equal `key`.
+    """Run the function `call`, or in a simulation repeat the events recorded from an earlier call with an equal `key`.
 
     `call` may run operators, and must free all storages that it allocates. `like`: tensor on the device of the call.
     """
@@ -90,7 +90,7 @@ def restore(tensor: Tensor) -> None:
 
 
 def _resize(tensor: Tensor, size: int) -> None:
-    """Resize the tensor's storage to `size` bytes, and notify its observer, which sees operators only."""
+    """Resize the tensor's storage to `size` bytes. Notify the simulation, which otherwise observes only operators."""
     storage = tensor.untyped_storage()
     if storage.nbytes() != size:
         storage.resize_(size)
@@ -99,5 +99,5 @@ def _resize(tensor: Tensor, size: int) -> None:
 
 
 def is_released(tensor: Tensor) -> bool:
-    """Return whether `release` has freed the tensor's memory."""
+    """Return whether the memory of the tensor has been freed by `release`."""
     return tensor.untyped_storage().nbytes() == 0

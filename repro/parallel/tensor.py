@@ -1,11 +1,12 @@
 """Tensor parallelism of Megatron-LM (1909.08053 sec. 3) and its sequence parallelism (2205.05198 sec. 4).
 
-Attention and MLP each have a matrix that is split by columns over the tp group, then one that is split by rows.  The
-only communication is one all-reduce for each in forward and backward.  With `sp` (sequence parallelism) an all-gather
-and a reduce-scatter along the sequence replace it, and activations outside attention and MLP are split.
+Attention and MLP each have a matrix that is split by columns over the tp group, then one that is split by rows. The
+only communication is one all-reduce for each in forward and backward. With `sp` (sequence parallelism) an all-gather
+and a reduce-scatter along the sequence replace the all-reduce, and activations outside attention and MLP are split.
 
 `parameter.split` is the dimension along which a parameter is split; None: all tp ranks hold the same values.
-`parameter.partial`: each rank has only a part of the gradient of such equal values, to be summed over tp.
+`parameter.partial`: whether each rank computes only a summand of the gradient of such equal values, to be summed over
+tp.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from repro.parallel.comm import MAX, SUM, Group, Work
 
 
 def gather_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
-    """Gather [b, s/t, h] of each of t ranks to [b, s, h]; the result is valid after the work's wait."""
+    """All-gather x [b, s/t, h] of t ranks along the sequence to [b, s, h], which is valid after the work's `wait`."""
     b, s, h = x.shape
     parts = torch.empty((tp.size, b, s, h), dtype=x.dtype, device=x.device)
     work = tp.all_gather(parts.view(-1), x.contiguous().view(-1), purpose)
@@ -40,7 +41,7 @@ def gather_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
 
 
 def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
-    """Sum [b, s, h] over t ranks and return the rank's [b, s/t, h]; the result is valid after the work's wait."""
+    """Reduce-scatter x [b, s, h] of t ranks along the sequence to [b, s/t, h], valid after the work's `wait`."""
     b, s, h = x.shape
     part = torch.empty((b, s // tp.size, h), dtype=x.dtype, device=x.device)
     parts = x.view(b, tp.size, s // tp.size, h).transpose(0, 1).contiguous()
@@ -48,10 +49,10 @@ def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
 
 
 def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
-    """Return rows^T x, the gradient of `weight`, from the output's gradient `rows` [n, o] and the input x [n, i].
+    """Return rows^T x, a linear layer's weight gradient, from its output gradient `rows` [n, o] and input x [n, i].
 
-    None: `weight.gradient_sink`, which `GradientReducer` sets on weights that are used once per backward pass, has
-    added the product directly to the gradient bucket.
+    Return None if `weight.gradient_sink` is set. The sink adds the product directly to the gradient bucket.
+    `GradientReducer` sets the sink on weights that are used once per backward pass.
     """
     sink = getattr(weight, "gradient_sink", None)
     if sink is None:
@@ -61,10 +62,10 @@ def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
 
 
 class _Linear(torch.autograd.Function):
-    """Return y = x w^T + b for each weight w.
+    """Linear layers y = x w^T + b of one input x and several weights w.
 
-    With a tp group, each rank has rows of w (columns of w^T), as after Megatron's f.  Backward sums the input's
-    gradient over tp while it computes the gradients of the weights.
+    With a tp group, the layers are column-parallel: each rank has a part of the rows of w (Megatron's operator f).
+    Backward sums the input's gradient over tp while it computes the gradients of the weights.
     """
 
     @staticmethod
@@ -88,7 +89,7 @@ class _Linear(torch.autograd.Function):
         gradients = tuple(gradient.contiguous() for gradient in gradients)
         work = gathered = Work()
         if tp is not None and ctx.sp:
-            # The full input was not saved; it is gathered again during the first matrix product.
+            # Forward saved only this rank's part of the input, so backward gathers the full input again.
             x, gathered = gather_sequence(x, tp, ctx.purpose)
         dx = gradients[0].matmul(weights[0].flatten(0, -2))
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
@@ -109,7 +110,10 @@ class _Linear(torch.autograd.Function):
 
 
 class _ReduceOutput(torch.autograd.Function):
-    """Megatron's g: sum over tp in forward, identity in backward; with sp reduce-scatter and all-gather."""
+    """Megatron's operator g: all-reduce over tp in forward, identity in backward.
+
+    With sequence parallelism: reduce-scatter in forward, all-gather in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
@@ -132,21 +136,22 @@ class _ReduceOutput(torch.autograd.Function):
 
 
 def reduce_output(x: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
-    """Sum the ranks' partial results x [b, s, h] to [b, s, h], or with `sp` to each rank's [b, s/t, h]."""
+    """Sum partial results x [b, s, h] of all tp ranks by all-reduce, or with `sp` by reduce-scatter to [b, s/t, h]."""
     return x if tp.size == 1 else _ReduceOutput.apply(x, tp, sp, purpose)
 
 
 Column = tuple[Tensor, Tensor | None]
-"""A rank's rows of a weight [..., h], and its part of the bias."""
+"""Weight and bias of a column-parallel linear layer on one tp rank: rows [..., h] of the weight, and its part of the
+bias."""
 
 
 def column_linears(
     x: Tensor, columns: Sequence[Column], tp: Group, sp: bool, purpose: str, *, plain: bool = False
 ) -> tuple[Tensor, ...]:
-    """Return x [b, s, h] (`sp`: [b, s/t, h]) times the rank's rows of each weight, plus bias: [b, s, o/t] each.
+    """Return the outputs [b, s, o/t] of column-parallel linear layers of one input x [b, s, h] (`sp`: [b, s/t, h]).
 
-    x is gathered once for all weights, and its gradient is summed once.  o: outputs of a weight, t: tp ranks.  `plain`:
-    compute gradients of biases by torch's operator.
+    x is gathered once for all weights, and its gradient is summed once. o: outputs of a weight, t: tp ranks. `plain`:
+    compute gradients of biases by torch's operator instead of this suite's kernel.
     """
     parameters = [tensor for column in columns for tensor in column]
     split = tp if tp.size > 1 else None
@@ -156,18 +161,18 @@ def column_linears(
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sp: bool, purpose: str
 ) -> Tensor:
-    """Return `column_linears` of one weight."""
+    """Return the output [b, s, o/t] of one column-parallel linear layer."""
     return column_linears(x, [(weight, bias)], tp, sp, purpose)[0]
 
 
 def row_products(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [b, s, i/t] times the rank's columns of `weight` [o, i/t]: the rank's summand of [b, s, o]."""
+    """Return this rank's summand [b, s, o] of a row-parallel linear layer, from x [b, s, i/t] and `weight` [o, i/t]."""
     (found,) = _Linear.apply(x, None, False, "", False, weight, None)
     return found
 
 
 def row_linear(x: Tensor, weight: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
-    """Return `row_products` summed over tp: [b, s, o], or with `sp` each rank's [b, s/t, o]."""
+    """Return a row-parallel linear layer's output, summed over tp: [b, s, o], or with `sp` this rank's [b, s/t, o]."""
     return reduce_output(row_products(x, weight), tp, sp, purpose)
 
 
@@ -190,7 +195,7 @@ def split_parameter(
 
 
 def embed(tokens: Tensor, weight: Tensor, tp: Group) -> Tensor:
-    """Return [b, s, h] for tokens [b, s]: rows of this rank's embeddings [V/t, h], 0 for tokens of other ranks."""
+    """Return embeddings [b, s, h] of tokens [b, s] from this tp rank's rows [V/t, h]; 0 for other ranks' tokens."""
     if tp.size == 1:
         return F.embedding(tokens, weight)
     local = tokens - tp.rank * weight.shape[0]
@@ -214,7 +219,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         logits, maximum, sums, targets = ctx.saved_tensors
-        # The logits are the largest activation; their gradient overwrites them.
+        # The gradient overwrites the logits to save memory, because the logits are the largest activation.
         with torch.no_grad():
             kernels.cross_entropy_backward_(
                 logits.detach(),
@@ -229,7 +234,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _LossParallel(torch.autograd.Function):
-    """Cross-entropy of fp32 logits in the operators of `torch.distributed.tensor.parallel.loss_parallel`."""
+    """Vocabulary-parallel cross-entropy by the operators of `torch.distributed.tensor.parallel.loss_parallel`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: Group) -> Tensor:
@@ -260,8 +265,9 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return the loss per token, fp32 [n], from each rank's logits [n, V/t] and targets [n] (1909.08053 sec. 3).
 
-    No rank ever has a full row of logits.  Backward overwrites `logits`.  `plain`: use torch's operators.
-    `copies_to_fp32`: copy the logits to fp32 and retain the logarithms of all probabilities, as torch does.
+    No rank ever has a full row of logits. Backward overwrites `logits`. `plain`: use torch's operators instead of this
+    suite's kernels. `copies_to_fp32`: copy the logits to fp32 and retain the logarithms of all probabilities, as torch
+    does.
     """
     if not copies_to_fp32:
         return _CrossEntropy.apply(logits, targets, tp, plain)

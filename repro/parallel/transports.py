@@ -23,7 +23,7 @@ SUM, MAX = "sum", "max"
 
 
 class Work:
-    """A running collective.  After `wait()`, code (on CUDA: operators enqueued afterwards) may use the result."""
+    """Handle of a running collective or message. After `wait()`, code (on CUDA: later operators) may use the result."""
 
     __slots__ = ("_finish", "_held", "_works")
 
@@ -35,12 +35,15 @@ class Work:
         self._held: Tensor | None = None
 
     def hold(self, tensor: Tensor) -> Work:
-        """Retain a tensor that the collective reads until the wait, and return this work."""
+        """Retain, until `wait`, a tensor that the running collective reads; return this handle."""
         self._held = tensor
         return self
 
     def wait(self) -> None:
-        """Block (CPU) or order the current stream after the collective (CUDA).  A second call has no effect."""
+        """Block until the collective ends (CPU), or make the current stream wait for it (CUDA).
+
+        A second call does nothing.
+        """
         if self._works is None:
             return
         for work in self._works:
@@ -57,41 +60,41 @@ class Transport(Protocol):
 
     @property
     def reduces_in_place(self) -> bool:
-        """Return whether a reduce-scatter needs no memory in addition to its tensors."""
+        """Return whether a reduce-scatter needs no memory in addition to its input and output."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        """Reduce `tensor` in place over all ranks."""
+        """All-reduce `tensor` in place over all ranks of the group."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
-        """Sum `input` [n * k] and write the rank's part to `output` [k], which may be a view of `input`."""
+        """Reduce-scatter `input` [n * k] of n ranks to `output` [k], which may be a view of `input`."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Concatenate every rank's `input` [k] in `output` [n * k]; `input` may be the rank's part of `output`."""
+        """All-gather `input` [k] of n ranks to `output` [n * k]; `input` may be this rank's part of `output`."""
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """Copy `tensor` in place from the group's rank `source`."""
+        """Broadcast `tensor` in place from the group's rank `source` to all ranks of the group."""
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
-        """Send to the group's rank `to`; messages of one channel arrive in the order of sending."""
+        """Send `tensor` to the group's rank `to`; messages of one channel arrive in the order of sending."""
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
-        """Receive in place the next message of the channel from the group's rank `source`."""
+        """Receive into `tensor` the next message of a channel from the group's rank `source`."""
 
     def barrier(self) -> None:
-        """Return when all ranks have arrived."""
+        """Block until all ranks of the group have called `barrier`."""
 
 
 Channels = dict[tuple[int, int, int], dist.ProcessGroup]
-"""A process group for each (sender, receiver, channel)."""
+"""Process groups for messages between pipeline stages, by (sending stage, receiving stage, channel number)."""
 
 
 class NoTransport:
-    """Transport without messages, for a group of one rank or tensors without data."""
+    """Transport that sends nothing, for a group of one rank, or for tensors without data (`meta`)."""
 
     reduces_in_place = True
 
     def _nothing(self, *_: Any, **__: Any) -> Work:
-        """Return a finished work, because the tensor has its result already."""
+        """Return the handle of a finished operation, because the tensor needs no change."""
         return Work()
 
     all_reduce = broadcast = send = receive = _nothing
@@ -109,7 +112,7 @@ class NoTransport:
 
 
 class NcclTransport:
-    """CUDA tensors through NCCL."""
+    """Transport of CUDA tensors through NCCL."""
 
     reduces_in_place = True
     OPS: ClassVar = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX}
@@ -139,11 +142,11 @@ class NcclTransport:
         return Work(dist.irecv(tensor, dist.get_global_rank(self.group, source), group=pair))
 
     def barrier(self) -> None:
-        # Without device_ids torch uses the device whose index is the rank.
+        # Without `device_ids`, torch's barrier uses the GPU whose index is the rank.
         dist.barrier(group=self.group, device_ids=[torch.cuda.current_device()])
 
     def first_uses(self) -> Iterator[tuple[dist.ProcessGroup, Callable[[Tensor], Work]]]:
-        """Yield each communicator of this rank and a function that uses it, in the same order on all ranks."""
+        """Yield each NCCL communicator of this rank with a function that uses it, in equal order on all ranks."""
         yield self.group, lambda message: self.all_reduce(message, SUM)
         rank = dist.get_rank(self.group)
         for (source, to, channel), pair in self.channels.items():
@@ -154,17 +157,17 @@ class NcclTransport:
 
 
 class GlooTransport:
-    """CPU tensors through gloo.
+    """Transport of CPU tensors through gloo, with direct messages for reduce-scatter and all-gather.
 
-    gloo's reduce-scatter costs as much as its all-reduce, and its all-gather copies everything twice.  Direct
-    messages between the ranks' own buffers move the same `(n-1)/n` of the payload in one half to three quarters of
-    the time.  Sums are in fp32 for every dtype.
+    gloo's reduce-scatter costs as much as its all-reduce, and its all-gather copies everything twice. Direct messages
+    between the ranks move the same `(n-1)/n` of the payload in one half to three quarters of the time. Sums are in fp32
+    for every dtype.
     """
 
     reduces_in_place = False
 
     def __init__(self, group: dist.ProcessGroup, channel: int = 0):
-        """`channel`: collectives of different channels never match each other, in any order."""
+        """`channel`: number in the tags of collectives. Collectives with different channel numbers never match."""
         self.group, self.channel = group, channel
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
@@ -173,19 +176,22 @@ class GlooTransport:
         self._messages: Counter[tuple[str, int, int]] = Counter()
 
     def _peers(self) -> list[tuple[int, int]]:
-        """Return (rank to send to, rank to receive from), one pair for each other rank."""
+        """Return (rank to send to, rank to receive from) for each of the n - 1 rounds of an exchange among n ranks."""
         n, r = self.size, self.rank
         return [((r + k) % n, (r - k) % n) for k in range(1, n)]
 
     def _next_tag(self) -> int:
-        """Return the tag of the next collective, equal on all ranks, which issue collectives in one order."""
+        """Return the tag of the next collective's messages.
+
+        The tag is equal on all ranks, which start collectives in one order.
+        """
         self._tag = (self._tag + 1) % (1 << 16)
         return (self.channel << 16) + self._tag
 
     def _exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> list[dist.Work | None]:
-        """Start `sends` (tensor, target rank) and `receives` (tensor, source rank), and return their handles."""
+        """Start a collective's sends (tensor, target rank) and receives (tensor, source rank); return their handles."""
         tag = self._next_tag()
         coming = [dist.irecv(x, self._global[rank], group=self.group, tag=tag) for x, rank in receives]
         return coming + [dist.isend(x, self._global[rank], group=self.group, tag=tag) for x, rank in sends]
@@ -229,7 +235,7 @@ class GlooTransport:
         return Work(dist.broadcast(tensor, root, group=self.group, async_op=True))
 
     def _message_tag(self, direction: str, peer: int, channel: int) -> int:
-        """Return the tag of a channel's next message, equal on sender and receiver, from 2^16 on."""
+        """Return the tag (2^16 or more) of a channel's next message, which is equal on sender and receiver."""
         key = (direction, peer, channel)
         self._messages[key] += 1
         return (1 + channel << 16) + self._messages[key] % (1 << 16)
@@ -250,13 +256,13 @@ RingOperation = Callable[[], None]
 
 
 def needs_ring(ranks: Sequence[int], per_node: int) -> bool:
-    """Return whether `ranks` use several nodes, one of them with several ranks; `per_node`: world ranks per node."""
+    """Return whether `ranks` are on several nodes, with several on one node; `per_node`: the job's ranks per node."""
     nodes = [rank // per_node for rank in ranks]
     return 1 < len(set(nodes)) < len(nodes)
 
 
 def ranks_per_node(world: int) -> int:
-    """Return the ranks per node from `LOCAL_WORLD_SIZE`; without it, one node has all ranks."""
+    """Return the ranks per node from `LOCAL_WORLD_SIZE`. Without this variable, all ranks are on one node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
@@ -278,7 +284,7 @@ class GlooRing(GlooTransport):
         following, previous = (self._global[(self.rank + by) % self.size] for by in (1, -1))
 
         def steps() -> None:
-            # All receives are posted at once, because posting one in each step costs a context switch.
+            # Post all receives of the ring first, because posting one per ring step costs context switches.
             coming = [Work(dist.irecv(part, previous, group=self.group, tag=tag)) for part in received]
             sums, going = parts[self.rank - 1], []
             for step, (part, arrival) in enumerate(zip(received, coming, strict=True)):
@@ -291,12 +297,15 @@ class GlooRing(GlooTransport):
         return self._run_in_thread(steps)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Gather with gloo's all-gather, which uses a ring."""
+        """All-gather `input` of all ranks to `output` by gloo's all-gather, which uses a ring."""
         parts = list(output.chunk(self.size))
         return Work(dist.all_gather(parts, input, group=self.group, async_op=True))
 
     def _run_in_thread(self, steps: RingOperation) -> Work:
-        """Queue `steps` for this transport's thread; `wait` of the result waits for them and raises their exception."""
+        """Queue the function `steps` for the transport's thread.
+
+        `Work.wait` waits for its end and raises its exception.
+        """
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_run, args=(self._jobs,), name="gloo ring", daemon=True).start()
@@ -308,7 +317,7 @@ class GlooRing(GlooTransport):
                 with torch.no_grad():
                     steps()
                 ended.set_result(None)
-            except BaseException as error:  # `Work.wait` raises this error.
+            except BaseException as error:  # `Work.wait` raises the exception.
                 ended.set_exception(error)
 
         self._jobs.put(job)
@@ -318,4 +327,5 @@ class GlooRing(GlooTransport):
 def _run(jobs: queue.SimpleQueue[RingOperation | None]) -> None:
     while job := jobs.get():
         job()
-        del job  # The job references the transport, and this thread ends when the transport is freed.
+        # A finished job would keep its transport alive, and the thread ends only when the transport is freed.
+        del job

@@ -39,7 +39,7 @@ def test_a_written_file_is_predicted_as_its_layout(
     written = ["--launch", "megatron", "--output", str(tmp_path)]
     assert main(["simulate", "--model", "llama3-8b", *ASKED, *options, *written]) == 0
     planned, note = capsys.readouterr()
-    assert "Every key of the layout is expressed" in note
+    assert "with options for every key of the layout" in note
     assert main(["simulate", "--from", str(tmp_path / "megatron.sh"), *ASKED]) == 0
     read, note = capsys.readouterr()
     assert note == ""

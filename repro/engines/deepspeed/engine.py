@@ -35,7 +35,7 @@ from repro.parallel.pipeline.runner import Observer
 from repro.parallel.zero.optimizer import Norms
 
 _MODULE_VARIABLES = {
-    "torch.nn.functional": ("linear",),  # Stage 3 replaces the function and does not restore it.
+    "torch.nn.functional": ("linear",),  # ZeRO stage 3 of DeepSpeed replaces `linear`.
     "deepspeed.utils.groups": ("mpu",),
     "deepspeed.runtime.activation_checkpointing.checkpointing": (
         *("mpu", "mp_rank", "mp_size", "mp_group", "num_layers", "deepspeed_checkpointing_enabled"),
@@ -50,30 +50,31 @@ _MODULE_VARIABLES = {
         *("timers", "_cpu_offload_engine", "_checkpoint_grad_enabled"),
     ),
 }
-"""Module variables that DeepSpeed sets for an experiment."""
+"""Attributes of Python modules that DeepSpeed sets for an experiment, by module."""
 
 
 def import_deepspeed(device_type: str) -> ModuleType:
     """Import DeepSpeed for the device type `cpu` or `cuda`, and limit its log to errors."""
     if device_type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # By default DeepSpeed queries the GPU's driver.
+        # Without this variable, DeepSpeed queries the GPU driver.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The import makes setuptools warn about distutils.
         library = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed calls torch's collectives by deprecated names.
+    # Ignore warnings, since DeepSpeed calls torch's collectives by deprecated names.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if device_type == "cpu":
-        # DeepSpeed refuses CPUs without fp16 instructions, but torch computes in fp16 without them.
+        # DeepSpeed refuses fp16 on CPUs without fp16 instructions, on which torch can compute in fp16.
         library.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    # The first collective would compile DeepSpeed's shared-memory reduction, which is for inference.
+    # Without this setting, the first collective compiles DeepSpeed's shared-memory reduction, which is for inference.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return library
 
 
 def join_process_group(device: torch.device) -> None:
-    """Join a process group, which DeepSpeed needs even with one rank."""
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed reads the GPU's index here.
+    """Initialise the process group of torch and of DeepSpeed, which DeepSpeed needs even with one rank."""
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed reads the GPU's index from this variable.
     meshes.ensure_process_group(device)
     from deepspeed import comm
 
@@ -81,26 +82,26 @@ def join_process_group(device: torch.device) -> None:
 
 
 def library_variables() -> dict[Attribute, Any]:
-    """Return the variables of `_MODULE_VARIABLES`, with their values after the import."""
+    """Return DeepSpeed's module variables that depend on an experiment, with their values after the import."""
     owners = [(importlib.import_module(name), names) for name, names in _MODULE_VARIABLES.items()]
     values = {(owner, name): getattr(owner, name) for owner, names in owners for name in names}
     return {key: type(value)() if isinstance(value, list) else value for key, value in values.items()}
 
 
 def configuration(experiment: Experiment) -> dict[str, Any]:
-    """Return the `config` of `deepspeed.initialize`, from the options in `frameworks/deepspeed.toml`.
+    """Return the experiment's `config` for `deepspeed.initialize`, with the options in `frameworks/deepspeed.toml`.
 
-    Settings without a key of the layout have DeepSpeed's defaults, except four sizes of stage 3: with their defaults,
-    DeepSpeed would gather a small model once and retain it.
+    Settings that no key of the layout determines have DeepSpeed's defaults, except four sizes of stage 3. With the
+    default sizes, DeepSpeed would gather a small model once and retain it.
     """
     return nested(load_framework("deepspeed").options_of(settings_of(experiment)))
 
 
 def model_parallel_unit(layout: Layout, mesh: Mesh) -> SimpleNamespace:
-    """Return the groups of a layout as DeepSpeed's `mpu`, the model-parallel unit of Megatron-LM.
+    """Return the tp and dp groups of a layout as the `mpu` (Megatron-LM's model-parallel unit) that DeepSpeed expects.
 
-    Tensor parallelism is the suite's, and DeepSpeed applies ZeRO over dp, as in its release of February 2020. Every
-    rank calls this function, which creates all groups.
+    This suite implements tensor parallelism, and DeepSpeed applies ZeRO over dp, as in its release of February 2020.
+    Every rank must call this function, because it creates the process groups of all ranks.
     """
     unit = SimpleNamespace()
     for kind, axis, group in (("model", "tp", mesh.tp), ("data", "dp", mesh.dp)):
@@ -111,7 +112,7 @@ def model_parallel_unit(layout: Layout, mesh: Mesh) -> SimpleNamespace:
 
 
 def _process_group(layout: Layout, axis: str) -> dist.ProcessGroup:
-    """Return this rank's process group along `axis`, even with one rank."""
+    """Return this rank's process group along parallel axis `axis`, even if the group has only one rank."""
     found = [(ranks, meshes.make_process_group(ranks)) for ranks in meshes.groups(layout, axis)]
     return next(group for ranks, group in found if dist.get_rank() in ranks)
 
@@ -149,16 +150,17 @@ class DeepSpeedEngine:
                 deepspeed.checkpointing.configure(mpu, deepspeed_config=dict(self.configuration))
         self._splits, self.count = built.splits, built.count
         self._norm: Tensor | None = None
-        """Gradient norm of stage 0 in fp32, which DeepSpeed's engine does not store."""
+        """Global gradient norm of the last step in fp32 with ZeRO stage 0, which DeepSpeed does not store; None
+        otherwise."""
         if layout.zero == 0 and layout.precision == "fp32":
             self._store_norm()
         # DeepSpeed does not scale the loss of stage 0 (github.com/deepspeedai/DeepSpeed/pull/8393).
         is_unscaled = layout.zero == 0 and layout.precision == "fp16"
         self._unscaled: Any = self.engine.optimizer if is_unscaled else None
-        """Optimizer whose loss scale this class applies to the loss; None if DeepSpeed applies the scale."""
+        """DeepSpeed's optimizer if this class must apply its loss scale to the loss; None if DeepSpeed does so."""
 
     def _partition(self, mpu: SimpleNamespace | None) -> Callable[[Module], object]:
-        """Return the function that partitions a new module in stage 3, so that no rank holds the full model."""
+        """Return a function that partitions a new module by ZeRO stage 3, so that no rank ever has the full model."""
         from deepspeed.runtime.zero import Init
 
         group = None if mpu is None else mpu.get_data_parallel_group()
@@ -166,14 +168,14 @@ class DeepSpeedEngine:
         return lambda module: Init(module, group, config_dict_or_path=settings, mpu=mpu)
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """Return the suite's learning rate schedule; DeepSpeed does not advance it in a skipped step."""
+        """Return this suite's learning rate schedule for DeepSpeed, which does not advance it in skipped steps."""
         training = self.training
         return torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda taken: float(learning_rate(training, torch.tensor(float(taken)))) / training.lr
         )
 
     def _store_norm(self) -> None:
-        """Replace DeepSpeed's clipping of fp32 gradients, so that it stores the norm, even without a limit."""
+        """Replace DeepSpeed's clipping of fp32 gradients by a function that stores the norm, even without a limit."""
         from deepspeed.runtime.utils import clip_grad_norm_
 
         engine, limit = self.engine, self.training.clip or float("inf")
@@ -185,7 +187,7 @@ class DeepSpeedEngine:
         engine.gradient_clipping = lambda: limit
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
-        """Run forward, backward and `step` of each micro-batch; the last `step` updates the parameters."""
+        """Run DeepSpeed's forward, backward and `step` for each micro-batch; the last `step` updates the parameters."""
         total = torch.zeros((), device=self.device)
         last = len(micro_batches) - 1
         scale = self._unscaled.loss_scale if self._unscaled is not None else None
@@ -221,28 +223,28 @@ class DeepSpeedEngine:
         """Do nothing: no communication of DeepSpeed continues after a step."""
 
     def local_parameters(self) -> int:
-        """Return the number of parameters on this tp rank."""
+        """Return the number of model parameters on this tp rank, before ZeRO shards them."""
         return self.count
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a copy of every parameter by name, complete over dp but local to the tp rank."""
+        """Return a copy of every parameter by name, gathered over dp but local to the tp rank."""
         with self.active:
             return self.states.full_parameters()
 
     def splits(self) -> dict[str, int | None]:
-        """Return the dimension along which tp splits each parameter, by name."""
+        """Return the dimension along which tp splits each parameter, by name; None if tp does not split it."""
         return self._splits
 
     def padding(self) -> int:
-        """Return the padding elements of the flat buffers over all ranks of dp."""
+        """Return the number of padding elements in DeepSpeed's flat buffers, summed over the dp ranks."""
         return self.states.elements() - self.count
 
     def mark_states(self) -> None:
-        """Mark the states of DeepSpeed's optimizer and its communication buffers."""
+        """Set the memory category of DeepSpeed's parameters, gradients, optimizer states and communication buffers."""
         self.states.mark()
 
     def report(self) -> EngineReport:
-        """Report the version and configuration of DeepSpeed."""
+        """Return the version and the configuration of DeepSpeed, for the record of an experiment."""
         return EngineReport(
             f"DeepSpeed {self.version}",
             "engine, ZeRO and activation checkpointing; the model, its kernels and tensor parallelism are this "

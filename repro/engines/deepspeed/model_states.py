@@ -1,6 +1,6 @@
 """The suite's GPT for DeepSpeed, and access to the states of DeepSpeed's optimizers in stages 0 to 3.
 
-The names of attributes are from DeepSpeed 0.19.
+The code uses names of attributes of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class States:
             self.rank, self.ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         self.names = {id(p): name for name, p in engine.module.named_parameters()}
         self._whole: list[Any] = []
-        """Handles of the hooks that `mark_whole_gradients` has set."""
+        """Handles of the hooks that set the memory category of full gradients; empty if none are set."""
 
     def elements(self) -> int:
-        """Return the number of parameters with padding, over all ranks of dp."""
+        """Return the number of parameter elements with padding, summed over all dp ranks."""
         if self.stage in (1, 2):
             return sum(flat.numel() for flat in self.optimizer.bit16_groups_flat)
         if self.stage == 3:
@@ -52,7 +52,7 @@ class States:
         return sum(p.numel() for p in self._parameters())
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a full copy of every parameter, by name."""
+        """Return a copy of every parameter by name, gathered over the dp ranks under stage 3."""
         if self.stage < 3:
             return {self.names[id(p)]: p.detach().clone() for p in self._parameters()}
         from deepspeed.runtime.zero import GatheredParameters
@@ -64,7 +64,7 @@ class States:
         return found
 
     def set_initial_values(self, values: InitialValuesByName) -> None:
-        """Set the master weights to unrounded fp32 values and AdamW's step count to 0, as in every engine.
+        """Set the master weights to unrounded fp32 initial values, and AdamW's step count to 0, as in every engine.
 
         DeepSpeed copies its masters from rounded weights, and stage 0 takes a step with zero gradients to create the
         moments (github.com/deepspeedai/DeepSpeed/pull/5104).
@@ -77,12 +77,12 @@ class States:
                     state["step"].zero_()
 
     def mark_whole_gradients(self) -> None:
-        """Set hooks that mark full gradients when they are created (stage 1); the next call of `mark` removes them."""
+        """Set hooks that assign the memory category of full gradients in stage 1; the next `mark` removes the hooks."""
         if self.stage == 1:
             self._whole = [p.register_post_accumulate_grad_hook(_mark_gradient) for p in self._parameters()]
 
     def mark(self) -> None:
-        """Mark every storage of parameters, gradients, optimizer states and communication buffers."""
+        """Set the memory category of all parameters, gradients, optimizer states and communication buffers."""
         optimizer = self.optimizer
         while self._whole:
             self._whole.pop().remove()
@@ -114,7 +114,7 @@ class States:
             _mark((master.grad for master in masters), self.place)
 
     def _buffers(self) -> Iterator[Any]:
-        """Yield the buffers in which DeepSpeed collects gradients for a reduction."""
+        """Yield the buckets in which DeepSpeed collects gradients for a reduction (stages 1 to 3)."""
         if self.stage:
             for bucket in self.optimizer.ipg_buckets.values():
                 yield bucket.buffer
@@ -138,7 +138,7 @@ class States:
                 for p in parameters:
                     size = p.partition_numel()
                     start = self.rank * size
-                    mine = max(0, min(size, p.ds_numel - start))  # Parts of the last ranks end in padding.
+                    mine = max(0, min(size, p.ds_numel - start))  # The last ranks have padding.
                     yield p, start, flat[place : place + mine]
                     place += size
         else:
@@ -154,13 +154,13 @@ class States:
 
 
 def _mark_gradient(p: Parameter) -> None:
-    """Mark the gradient of `p` unless it is a view of a bucket."""
+    """Set the memory category of the gradient of `p`, unless it is a view of a gradient bucket."""
     if p.grad is not None and p.grad.nbytes == p.grad.untyped_storage().nbytes():
         storage.mark(p.grad, Category.GRADIENTS)
 
 
 def _mark(tensors: Any, category: Category) -> None:
-    """Set the memory category of all tensors in `tensors`, a tensor or nested collections of tensors."""
+    """Set the memory category of all tensors in `tensors`, which is a tensor or a nested collection of tensors."""
     for leaf in tree_leaves(tensors if isinstance(tensors, (dict, Tensor)) else list(tensors)):
         if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes():
             storage.mark(leaf.detach(), category)
@@ -183,33 +183,34 @@ class DeepSpeedGPT(GPT):
 
 
 InitialValuesByName = dict[str, Callable[[int, int], Tensor]]
-"""Functions by parameter name that return the initial values of the elements start..stop, fp32."""
+"""For each parameter name, a function (start, stop) that returns the initial fp32 values of these elements."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedModel:
-    """Model for `deepspeed.initialize`, and properties of its parameters before DeepSpeed partitions them."""
+    """Model that is passed to `deepspeed.initialize`, and properties of its parameters before their partition."""
 
     model: DeepSpeedGPT
     values: InitialValuesByName
     groups: list[dict[str, Any]]
-    """Parameter groups of AdamW: matrices decay, vectors do not."""
+    """Parameter groups of AdamW: matrices with weight decay, and vectors without."""
     splits: dict[str, int | None]
-    """Dimension along which tp splits each parameter, by name."""
+    """Dimension along which tp splits each parameter, by name; None if tp does not split it."""
     count: int
-    """Number of parameters on this tp rank."""
+    """Number of model parameters on this tp rank, before ZeRO shards them."""
 
 
 def build_model(
     experiment: Experiment, mesh: Mesh, device: torch.device, place: Callable[[Module], object] | None = None
 ) -> DeepSpeedModel:
-    """Return the model on `device` in the layout's precision, with the initial values that all engines use.
+    """Return the GPT for DeepSpeed on `device` in the layout's precision, with the initial values of all engines.
 
-    `place` is called with the embedding, each block and the head after their initialisation, to partition them.
+    The function `place` is called with the embedding, each block and the head after their initialisation, and
+    partitions them.
     """
     training, dtype = experiment.training, DTYPES[experiment.layout.precision]
     model = DeepSpeedGPT(experiment, mesh)
-    leave_meta(model, device, dtype)  # The new parameters have no memory yet.
+    leave_meta(model, device, dtype)  # The parameters on the device have no memory yet.
     names, parameters = zip(*model.named_parameters(), strict=True)
     values = initial_values(names, parameters, experiment, mesh.tp, device)
     decayed, others = ([p for p in parameters if decays(p) is yes] for yes in (True, False))
@@ -225,9 +226,9 @@ def build_model(
         for parameter in module.parameters():
             i = index_of.pop(id(parameter), None)
             if i is None:
-                continue  # The tied embedding is initialised already.
+                continue  # The parameter is the tied embedding, which is initialised already.
             parameter.data = values(i, 0, parameter.numel()).view(parameter.shape).to(dtype)
-            # DeepSpeed's gradient norm counts parameters without this attribute on one tp rank only.
+            # DeepSpeed's gradient norm counts parameters without `model_parallel` on one tp rank only.
             parameter.model_parallel = vars(parameter)["split"] is not None  # type: ignore[attr-defined]
         if place is not None:
             place(module)

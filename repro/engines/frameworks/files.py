@@ -23,7 +23,7 @@ ENDINGS = {
     ".yaml": "nanotron",
     ".yml": "nanotron",
 }
-"""Framework that a configuration file is for, by the ending of its name."""
+"""Framework to which a configuration file belongs, by the ending of the file's name."""
 LAUNCHER = """\
 # On one node: bash launch.sh. With SLURM: srun --nodes @nodes@ --ntasks-per-node 1 bash launch.sh
 set -euo pipefail
@@ -38,7 +38,7 @@ exec torchrun --nnodes @nodes@ --nproc-per-node @per_node@ --node-rank "${SLURM_
 
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by dotted name (`a.b`) as nested dictionaries."""
+    """Return nested dictionaries for a flat dictionary of options with dotted names (`a.b`)."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         *tables, last = name.split(".")
@@ -50,7 +50,7 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flattened(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dictionaries by dotted name (`a.b`)."""
+    """Return a flat dictionary with dotted names (`a.b`) for nested dictionaries of options."""
     found: dict[str, Any] = {}
     for name, value in tables.items():
         found |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -58,7 +58,10 @@ def flattened(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_options(path: Path) -> dict[str, Any]:
-    """Return the options of a configuration file by name. Raises `ConfigError` for an unreadable or unknown format."""
+    """Return the options of a framework's configuration file by name.
+
+    Raises `ConfigError` for an unreadable file or an unknown format.
+    """
     require(path.suffix in ENDINGS, "--from", str(path), f"a file that ends in {', '.join(ENDINGS)}")
     if path.suffix == ".toml":
         return flattened(read_toml(path))
@@ -78,13 +81,13 @@ def parse_options(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         says = f"cannot be read as {path.suffix[1:].upper()}: {error}"
         raise ConfigError("--from", str(path), says=says) from None
-    require(isinstance(tables, dict), "--from", str(path), "a file of named options")
+    require(isinstance(tables, dict), "--from", str(path), "a file that contains options by name")
     return flattened(tables)
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Return the options in a shell script or a list of arguments, with the values of the script's variables."""
-    # A quoted string of options stands for these options.
+    """Return the command-line options in a shell script or argument list, with the script's variables substituted."""
+    # A variable that contains options (`ARGS="--a 1 --b"`) is replaced by its options.
     text = re.sub(
         r"^\s*\w+=([\"'])([^\"']*--[^\"']*)\1", r" \2 ", text.replace("\\\n", " "), flags=re.MULTILINE
     )
@@ -124,17 +127,17 @@ def _number(text: str) -> int | float | str:
 
 @dataclass(frozen=True)
 class LaunchFiles:
-    """Options of a command that reads or writes configuration files of other frameworks."""
+    """Options of a command that reads or writes configuration files of frameworks (Megatron-LM, DeepSpeed, ...)."""
 
     source: Path | None = None
-    """File to read, with the layout and, for most frameworks, the model; None: none."""
+    """Configuration file to read the layout from and, for most frameworks, the model; None: no file."""
     framework: str = ""
-    """Framework whose files are written; empty: none."""
+    """Framework whose configuration files and launch script are written; empty: none."""
     output: Path | None = None
-    """Folder in which the files are written; None: none."""
+    """Folder in which the framework's files are written; None: no files are written."""
 
     def check(self, model: str) -> None:
-        """Raise `ConfigError` for an unknown framework or an incomplete combination of options."""
+        """Raise `ConfigError` for an unknown framework, a missing model, or an incomplete combination of options."""
         require(model or self.source, "model", says="is missing; name a model, or a file by --from")
         is_complete = bool(self.framework) == (self.output is not None)
         require(is_complete, "launch", self.framework, says="needs --output, and --output needs --launch")
@@ -144,7 +147,7 @@ class LaunchFiles:
     def read(
         self, model: str, gpus: int, given: Mapping[str, Any], seq: int
     ) -> tuple[Experiment | None, list[str]]:
-        """Return the experiment of the source, and notes on options that a prediction ignores or changes."""
+        """Return the experiment in the source file, and notes on its options that a prediction ignores or changes."""
         if self.source is None:
             return None, []
         experiment, reading = read_experiment(self.source, gpus, given, model, seq)
@@ -152,14 +155,14 @@ class LaunchFiles:
         return experiment, reading.remarks + [f"options that the prediction ignores: {unread}"] * bool(unread)
 
     def write(self, experiment: Experiment, per_node: int) -> list[str]:
-        """Write the framework's files, if one is chosen, and return a line with their paths for the user."""
+        """Write the chosen framework's files; return a line with their paths for the user, or [] without framework."""
         if self.output is None:
             return []
         paths = write_files(self.framework, experiment, per_node, self.output)
         count = len(load_framework(self.framework).differences(experiment))
         names = ", ".join(str(path) for path in paths)
         if not count:
-            return [f"Wrote {names}. Every key of the layout is expressed."]
+            return [f"Wrote {names}, with options for every key of the layout."]
         verb = "keys differ" if count > 1 else "key differs"
         return [f"Wrote {names}. {count} {verb} from the layout, for the reasons in {paths[0].name}."]
 
@@ -167,9 +170,10 @@ class LaunchFiles:
 def read_experiment(
     path: Path, gpus: int, given: Mapping[str, Any], model: str = "", seq: int = 0
 ) -> tuple[Experiment, Reading]:
-    """Return the experiment of a framework's file on `gpus` devices; `given` keys of the layout take precedence.
+    """Return the experiment that a framework's configuration file describes, on `gpus` devices.
 
-    `model`: name of the model, for files that do not have its sizes. Raises `ConfigError`.
+    `given`: keys of the layout that take precedence over the file. `model`: name of the model, for files that do not
+    contain its sizes. Raises `ConfigError`.
     """
     options = parse_options(path)
     settings = {f"layout.{key}": value for key, value in given.items()}
@@ -179,9 +183,11 @@ def read_experiment(
         reading = load_framework(ENDINGS[path.suffix]).read(options, gpus, settings)
         sizes: Model | None = reading.settings.get("model") or reading.model(path.stem)
         if sizes is None:
-            raise ConfigError("model", says="has no sizes in this file; add --model NAME")
+            raise ConfigError(
+                "model", says="the file does not contain the sizes of the model; add --model NAME"
+            )
         layout = Layout(**_keys(reading, Layout))
-        require(layout.world == gpus, "--gpus", gpus, f"{layout.world}, the product of the degrees")
+        require(layout.world == gpus, "--gpus", gpus, f"{layout.world}, the product of the parallel degrees")
         training = _keys(reading, Training)
         training |= {"untimed_steps": 1, "steps": max(2, training.get("steps", 2))}
         experiment = Experiment(name="simulate", model=sizes, layout=layout, training=Training(**training))
@@ -196,7 +202,10 @@ def _keys(reading: Reading, kind: Any) -> dict[str, Any]:
 
 
 def write_files(key: str, experiment: Experiment, per_node: int, folder: Path) -> list[Path]:
-    """Write the framework's files for an experiment on nodes of `per_node` devices; return their paths."""
+    """Write the configuration files and launch script of a framework for an experiment; return their paths.
+
+    `per_node`: number of devices of each node.
+    """
     framework, model, world = load_framework(key), experiment.model, experiment.layout.world
     settings = settings_of(experiment)
     options = framework.options_of(settings)
@@ -228,7 +237,7 @@ def write_files(key: str, experiment: Experiment, per_node: int, folder: Path) -
 
 
 def _option_lines(framework: Framework, options: Mapping[str, Any]) -> list[str]:
-    """Return the lines of the framework's file that set `options`, with the comments in `framework.notes`."""
+    """Return the lines of the framework's configuration file that set `options`, with comments."""
     ending = Path(framework.file).suffix
     if ending == ".json":
         return json.dumps(nested(options), indent=2).splitlines()
@@ -252,7 +261,7 @@ def _option_lines(framework: Framework, options: Mapping[str, Any]) -> list[str]
                 lines.extend([f"{'  ' * depth}{key}:"] if ending == ".yaml" else ["", f"[{name}]"])
                 add(value, f"{name}.")
                 continue
-            # JSON values are valid in TOML and YAML if floats have a decimal point.
+            # Values in JSON syntax are valid in TOML and YAML too, if floats have a decimal point.
             text = re.sub(r"^(-?\d+)e", r"\1.0e", json.dumps(value))
             note = f"  # {framework.notes[name]}" if name in framework.notes else ""
             lines.append(f"{'  ' * depth}{key}{':' if ending == '.yaml' else ' ='} {text}{note}")

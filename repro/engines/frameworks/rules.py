@@ -1,4 +1,4 @@
-"""Rules for options of frameworks that depend on several keys of this suite, or that set several keys."""
+"""Conversion rules for framework options that depend on several configuration keys of this suite, or set several."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from repro.config.layout import ELEMENT_BYTES
 from repro.engines.frameworks.table import Framework, Reading, Rule, Settings, rule_of
 
 PERSISTED_PER_HIDDEN = 10
-"""Maximum elements of a parameter that DeepSpeed's stage 3 does not partition, per hidden unit: the value of
-Transformers' `auto`, and DeepSpeed's default of 1e5 for 10 000 hidden units."""
+"""Maximum elements of a parameter that DeepSpeed's stage 3 does not partition, divided by the hidden size. The value is
+that of Transformers' `auto`, and of DeepSpeed's default of 1e5 for a hidden size of 10 000."""
 FLAVORS = {"llama3-8b": "8B", "llama3-70b": "70B", "llama3-405b": "405B"}
-"""torchtitan's `flavor` of `llama3`, by the name of this suite's model."""
+"""torchtitan's `flavor` (size) of its model `llama3`, by the name of the model in this suite."""
 
 
 def _grad_bytes(precision: str, grad_dtype: str) -> int:
@@ -49,7 +49,7 @@ def _read_groups(value: Any, reading: Reading) -> None:
 
 
 def _read_vocabulary(value: Any, reading: Reading) -> None:
-    """Pad the vocabulary as Megatron-LM does by default, unless the file gives the padded size."""
+    """Set the vocabulary size, padded as Megatron-LM pads it by default, unless the file specifies the padded size."""
     if value is not None and "model.vocab" not in reading.settings:
         multiple = 128 * reading.layout("tp")
         reading.put("model.vocab", -(-int(value) // multiple) * multiple)
@@ -131,7 +131,7 @@ MEGATRON = {
 
 
 def _bucket(settings: Settings) -> int:
-    """Return an even number of elements of a bucket, at most the model's, because DeepSpeed allocates them all."""
+    """Return DeepSpeed's bucket size: even, and limited by the model's size, since DeepSpeed allocates it in full."""
     from repro.model import counts
 
     elements = settings["layout.bucket_bytes"] // ELEMENT_BYTES[settings["layout.precision"]]
@@ -140,7 +140,7 @@ def _bucket(settings: Settings) -> int:
 
 
 def _block(settings: Settings) -> int | None:
-    """Return the number of matrix elements of one transformer block on a tp rank; None below stage 3."""
+    """Return the number of matrix elements of one transformer block on a tp rank; None below ZeRO stage 3."""
     model = settings["model"]
     inner = 2 * (model.heads + model.key_heads) * model.head_width
     block = model.hidden * (inner + model.mlp_matrices * model.ffn_width)
@@ -219,7 +219,7 @@ DEEPSPEED = {
 
 
 def _is_sharded(settings: Settings) -> bool:
-    """Return whether torchtitan uses FSDP: for ZeRO, and with tp, pp or cp, which exclude its DDP."""
+    """Return whether torchtitan needs FSDP: with ZeRO, and with tp, pp or cp, with which its DDP cannot be combined."""
     return bool(
         max(settings["layout.zero"] + 1, *(settings[f"layout.{axis}"] for axis in ("tp", "pp", "cp"))) > 1
     )
@@ -240,7 +240,7 @@ def _read_resharding(value: Any, reading: Reading) -> None:
 
 
 def _local_batch(settings: Settings) -> int:
-    """Return `local_batch_size`: samples of a micro-batch, or with pipeline stages of a replica's step."""
+    """Return torchtitan's `local_batch_size`: samples per micro-batch, or with a pipeline per replica and step."""
     replica = settings["layout.global_batch"] // settings["layout.dp"]
     return int(replica if settings["layout.pp"] > 1 else settings["layout.micro_batch"])
 
@@ -261,7 +261,7 @@ def _read_batch(value: Any, reading: Reading) -> None:
     if value is not None and value > 0:
         if reading.layout("pp") > 1 and value > reading.layout("global_batch"):
             reading.remarks.append(
-                f"training.global_batch_size = {value}: one pipeline flush is predicted, not several"
+                f"training.global_batch_size = {value}: the prediction assumes one pipeline flush per step"
             )
         reading.put("layout.global_batch", int(value))
 
@@ -296,7 +296,7 @@ def _layers_per_part(settings: Settings) -> int | None:
 
 
 def _read_layers_per_part(value: Any, reading: Reading) -> None:
-    """Set the layers of each part by torchtitan's rule, in which the embedding and the logits count as layers."""
+    """Set the layers of each pipeline part by torchtitan's rule, which counts embedding and logits as layers."""
     first, last = reading.settings.pop("less_layers")
     pp, layers = reading.layout("pp"), reading.settings.get("model.layers", 0)
     if pp == 1 or reading.layout("stage_layers") or not layers:
@@ -314,7 +314,10 @@ def _read_weight(value: Any, reading: Reading) -> None:
 
 
 def _read_flavor(value: Any, reading: Reading) -> None:
-    """Set the sizes of the suite's model with this flavor or name; for other flavors, `--model` must give them."""
+    """Set the model's sizes by torchtitan's flavor or a model name.
+
+    For other flavors, `--model` must give the sizes.
+    """
     from repro.config import models
 
     name = {flavor: name for name, flavor in FLAVORS.items()}.get(value, value)
@@ -397,7 +400,7 @@ RULES = {"megatron": MEGATRON, "torchtitan": TORCHTITAN, "deepspeed": DEEPSPEED,
 
 @cache
 def load_framework(key: str) -> Framework:
-    """Return the framework `key` of `RULES`, with the option table of its TOML file."""
+    """Return the framework named `key`, with the table of its options from its TOML file."""
     require(key in RULES, "launch", key, f"one of {', '.join(RULES)}")
     table = read_toml(Path(__file__).parent / f"{key}.toml")
     rows = table["options"]

@@ -1,7 +1,7 @@
-"""Correspondence of this suite's keys with the options of a framework, to write options and to read them.
+"""Correspondence of this suite's configuration keys with a framework's options, to write and to read its options.
 
-A key that no option of the framework sets has a fixed value and a reason in `limits`. A layout that is written and
-read again is equal except for these keys.
+For a key that no option of the framework sets, `limits` contains the framework's fixed value and a reason. A layout
+that is written and read again is equal except for such keys.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from repro.config.errors import ConfigError, require
 from repro.config.model import DEPARTURES
 
 Settings = dict[str, Any]
-"""Values by key, for example `layout.tp`, `model.layers` and `training.lr`."""
+"""Values of an experiment by configuration key, for example `layout.tp`, `model.layers` and `training.lr`."""
 SIZES = {"ffn": "ffn_width", "head_dim": "head_width", "kv_heads": "key_heads"}
-"""Keys of a model file for which 0 means a derived value, and the properties of `Model` that return the value."""
+"""Properties of `Model` that return the value of a size, by the key of a model file for which 0 means a derived
+value."""
 HEAD_WIDTH = "hidden/heads"
-"""Value of `model.head_dim` in `limits` of frameworks without an option for it."""
+"""Value of `model.head_dim` for frameworks without an option for the head width, which derive it."""
 MODEL_KEYS = ("layers", "hidden", "heads", "vocab", *SIZES, *(key for key in DEPARTURES if key not in SIZES))
 TRAINING_KEYS = (
     *("seq", "steps", "seed", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay"),
     *("beta1", "beta2", "eps", "clip", "dropout", "attention_dropout"),
 )
 SCALING_KEYS = ("loss_scale", "loss_scale_window", "loss_scale_hysteresis")
-"""Keys of `training` that have an effect in fp16 only."""
+"""Configuration keys of loss scaling, which have an effect in fp16 training only."""
 _TYPES = {
     f"{part}.{key.name}": key.type
     for part, kind in (("layout", Layout), ("model", Model), ("training", Training))
@@ -35,7 +36,7 @@ _TYPES = {
 
 
 def settings_of(experiment: Experiment) -> Settings:
-    """Return the values by key that a framework has to express for an experiment; `model` is the `Model` object."""
+    """Return an experiment's values by key that a framework's options must express; `model` is the `Model` object."""
     layout, model, training = experiment.layout, experiment.model, experiment.training
     found: Settings = {f"layout.{key.name}": getattr(layout, key.name) for key in fields(Layout)}
     for key in MODEL_KEYS:
@@ -50,23 +51,23 @@ def settings_of(experiment: Experiment) -> Settings:
 
 @dataclass
 class Reading:
-    """Keys of this suite that the options of a framework's file determine, collected option by option."""
+    """Configuration keys of this suite that the options of a framework's file determine, collected option by option."""
 
     gpus: int
     given: Settings
-    """Values of the user, which take precedence over the file."""
+    """Values of keys that the user specified, which take precedence over the framework's file."""
     settings: Settings = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
-    """Notes on options that a prediction does not represent exactly."""
+    """Notes on options of the file that a prediction does not represent exactly."""
     unread: list[str] = field(default_factory=list)
     """Names of options that correspond to no key of this suite."""
 
     def put(self, key: str, value: Any) -> None:
-        """Set a key to `value`, or to the user's value in `given`."""
+        """Set a configuration key to `value`, or to the user's value if the user specified the key."""
         self.settings[key] = self.given.get(key, value)
 
     def layout(self, key: str) -> Any:
-        """Return a key of the layout that earlier options determined, or its default."""
+        """Return the value of a layout key that the options read so far determine, or the key's default."""
         return self.settings.get(f"layout.{key}", getattr(Layout, key))
 
     @property
@@ -75,14 +76,14 @@ class Reading:
         return max(1, self.gpus // (self.layout("tp") * self.layout("pp") * self.layout("cp")))
 
     def put_parts(self, chunks: int, stage_layers: tuple[int, ...] = ()) -> None:
-        """Set the number of chunks of a pipeline stage, the schedule for them, and the layers of all chunks."""
+        """Set the number of chunks per pipeline stage, the schedule that it requires, and the layers of each chunk."""
         self.put("layout.chunks", chunks)
         self.put("layout.stage_layers", stage_layers)
         if chunks > 1:
             self.put("layout.schedule", "interleaved")
 
     def model(self, name: str) -> Model | None:
-        """Return the model that the file describes; None if the file lacks its sizes."""
+        """Return the model that a framework's file describes; None if the file lacks the model's sizes."""
         keys = {key[6:]: value for key, value in self.settings.items() if key.startswith("model.")}
         if not {"layers", "hidden", "heads", "vocab"} <= keys.keys():
             return None
@@ -100,13 +101,17 @@ class Rule(NamedTuple):
     """Conversion between one option of a framework and keys of this suite."""
 
     write: Callable[[Settings], Any]
-    """Function that returns the option's value for settings; None omits the option."""
+    """Function that returns the option's value for an experiment's settings; a result of None omits the option."""
     read: Callable[[Any, Reading], None] | None = None
-    """Function that sets keys for the option's value, None if the file lacks the option; None: sets no key."""
+    """Function that sets keys from the option's value (None if the file lacks the option). None: the option sets no
+    key."""
 
 
 def converted(name: str, key: str, value: Any) -> Any:
-    """Return the value of option `name` in the type of the key. Raises `ConfigError` for a value of another type."""
+    """Return the value of a framework's option `name` in the type of configuration key `key`.
+
+    Raises `ConfigError` for a value of another type.
+    """
     kind = _TYPES[key]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind == "bool":
@@ -120,7 +125,7 @@ def converted(name: str, key: str, value: Any) -> Any:
 
 
 def rule_of(row: Mapping[str, Any]) -> Rule:
-    """Return the rule for a row of a framework's option table that maps an option to one key or to a fixed value."""
+    """Return the conversion rule for a table row that maps a framework's option to one key or to a fixed value."""
     name, key, default, when = row["name"], row.get("key", ""), row.get("default"), row.get("when")
     pairs = [(ours, *theirs, None)[:2] for ours, *theirs in row.get("words", ())]
     near, other = row.get("near", ()), row.get("other")
@@ -161,36 +166,41 @@ def rule_of(row: Mapping[str, Any]) -> Rule:
 
 @dataclass(frozen=True)
 class Framework:
-    """Options of one version of a framework, and their correspondence with keys of this suite."""
+    """Options of one version of a framework, for example DeepSpeed, and their conversion to this suite's keys."""
 
     name: str
     version: str
     file: str
-    """Name of the written file that has the options."""
+    """Name of the written configuration file that contains the framework's options."""
     rules: Mapping[str, Rule]
-    """Options by name, in the order in which they are written and read."""
+    """Conversion rules of the framework's options by name, in the order in which options are written and read."""
     notes: Mapping[str, str]
-    """Comments that the written file contains, by option."""
+    """Comments on options in the written configuration file, by option name."""
     limits: Mapping[str, tuple[Any, str]]
-    """Value and reason of each key of this suite that the framework's options cannot set, or not to every value."""
+    """(the framework's value, reason) of each key of this suite that the framework's options cannot set to every
+    value."""
     ignored: frozenset[str]
-    """Names of options without effect on memory and time."""
+    """Names of the framework's options that have no effect on memory and time of a step."""
     code: tuple[str, ...]
-    """Parts of an experiment (`model`, `training`) that the framework takes from code instead of the file."""
+    """Parts of an experiment (`model`, `training`) that the framework defines in code instead of configuration
+    files."""
     files: Mapping[str, str]
     """Templates of launch scripts and configuration files by file name, with placeholders such as `@nodes@`."""
     command: str
-    """Script and arguments after the options of torchrun."""
+    """Training script and its arguments, which follow the options of torchrun."""
     environment: str
-    """Shell commands before torchrun."""
+    """Shell commands that the launch script runs before torchrun."""
 
     def options_of(self, settings: Settings) -> dict[str, Any]:
-        """Return the options of an experiment by name."""
+        """Return the framework's options for an experiment with these settings, by name."""
         found = {name: rule.write(settings) for name, rule in self.rules.items()}
         return {name: value for name, value in found.items() if value is not None}
 
     def read(self, options: Mapping[str, Any], gpus: int, given: Settings) -> Reading:
-        """Return the keys that options determine. Raises `ConfigError` for a value that this suite does not have."""
+        """Return the keys of this suite that a framework's options determine.
+
+        Raises `ConfigError` for a value that this suite does not support.
+        """
         reading = Reading(gpus, given)
         reading.put_parts(1)
         for key, (value, _) in self.limits.items():
@@ -205,7 +215,7 @@ class Framework:
         return reading
 
     def differences(self, experiment: Experiment) -> list[str]:
-        """Return one line for each key that the framework cannot express, with the framework's value and the reason."""
+        """Return one line for each key that the framework cannot express, with the framework's value and a reason."""
         settings = settings_of(experiment)
         found = {key: value for key, value in settings.items() if key.partition(".")[0] in self.code}
         found |= {key: value for key, (value, _) in self.limits.items() if key.partition(".")[0] in self.code}
@@ -216,7 +226,7 @@ class Framework:
         return [
             f"{key} = {_text(value)}: {self.name} uses {_text(found.get(key))}, because {self.limits[key][1]}."
             for key, value in settings.items()
-            # The devices and the other degrees determine dp.
+            # `dp` is no option: the number of devices and the other degrees determine it.
             if key not in ("model", "layout.dp") and found.get(key) != value
         ]
 

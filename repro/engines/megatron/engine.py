@@ -1,4 +1,4 @@
-"""Training step of megatron-core, as its training script runs it."""
+"""Training step of megatron-core, in the order in which the training script of Megatron-LM runs it."""
 
 from __future__ import annotations
 
@@ -52,12 +52,15 @@ class MegatronEngine:
             model.load_masters(self.models, initial, self.heads, self.optimizer)
             self._schedule()
         self.taken = torch.zeros(())
-        """Number of optimizer steps, without steps skipped for an overflow."""
+        """Number of optimizer steps, without steps that were skipped for an overflow of gradients."""
         self.mark_states()
         weakref.finalize(self, _release_optimizer, self.optimizer)
 
     def _wrap(self, chunk: GPTModel, index: int) -> DistributedDataParallel:
-        """Wrap a chunk as the library's training script does; later chunks of an interleaved stage have one bucket."""
+        """Wrap a model chunk in megatron-core's data parallelism, as its training script does.
+
+        Later chunks of an interleaved stage have only one gradient bucket.
+        """
         module = chunk if self.experiment.layout.precision == "fp32" else Float16Module(self.config, chunk)
         return DistributedDataParallel(
             self.config, model.data_parallel_config(self.experiment), module, disable_bucketing=index > 0
@@ -69,10 +72,10 @@ class MegatronEngine:
         )
         for group in made.param_groups:
             group["weight_decay"] = self.experiment.training.weight_decay * group["wd_mult"]
-            # Like AdamW of Transformer Engine or APEX, torch's AdamW then runs in one kernel.
+            # torch's AdamW then runs in one kernel, like that of Transformer Engine or APEX.
             if USING_PYTORCH_OPTIMIZER:
                 group["fused"] = True
-        # The moments must exist before the first step, in which memory is measured.
+        # AdamW's moments must exist before the first step, in which memory is measured.
         (inner,) = made.chained_optimizers
         inner.init_state_fn(inner.optimizer, inner.config)
         if USING_PYTORCH_OPTIMIZER:
@@ -81,7 +84,7 @@ class MegatronEngine:
         return made
 
     def _schedule(self) -> None:
-        """Set the functions of the configuration by which the schedule calls data parallelism and optimizer."""
+        """Set the functions by which megatron-core's pipeline schedule calls data parallelism and optimizer."""
         config, layout = self.config, self.experiment.layout
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
@@ -94,7 +97,7 @@ class MegatronEngine:
         self.run = get_forward_backward_func()
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
-        """Take one step as the library's training script does."""
+        """Run one training step as the training script of Megatron-LM does."""
         layout = self.experiment.layout
         with self.active:
             self.passes.begin(observe)
@@ -122,7 +125,7 @@ class MegatronEngine:
         if self.mesh.world.size > 1:
             dist.all_reduce(mean)
         success, norm, _ = self.optimizer.step()
-        # The observer marks states again, because fp32 copies of fp16 gradients exist only now.
+        # Report the phase again, so that memory is categorised: fp32 copies of fp16 gradients exist only from here on.
         observe(Phase.OPTIMIZER)
         self.taken += float(success)
         return Norms(
@@ -140,14 +143,14 @@ class MegatronEngine:
         return scale.view(())
 
     def synchronize(self) -> None:
-        """Do nothing: no communication continues after a step, and the forward pass starts the parameter gather."""
+        """Do nothing: no communication continues after a step, since the forward pass starts the parameter gather."""
 
     def local_parameters(self) -> int:
-        """Return the number of parameters of this rank's tp share of its stage."""
+        """Return the number of model parameters on this tp rank and pipeline stage."""
         return sum(p.numel() for chunk in self.models for p in chunk.parameters())
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a full copy of every (tp-local) parameter of the stage, with the suite's names and shapes."""
+        """Return a copy of every (tp-local) parameter of the pipeline stage, with this suite's names and shapes."""
         if model.overlaps_gather(self.experiment):
             with self.active:
                 for chunk in self.chunks:
@@ -159,13 +162,13 @@ class MegatronEngine:
         }
 
     def padding(self) -> int:
-        """Return the number of padding elements in gradient buffers."""
+        """Return the number of padding elements in megatron-core's gradient buffers."""
         return (
             sum(buffer.numel for chunk in self.chunks for buffer in chunk.buffers) - self.local_parameters()
         )
 
     def mark_states(self) -> None:
-        """Set the memory category of parameters, gradients, master weights and moments."""
+        """Set the memory category of megatron-core's parameters, gradients, master weights and moments."""
         for chunk in self.chunks:
             for buffer in chunk.buffers:
                 mark(buffer.grad_data, Category.GRADIENTS)
@@ -182,7 +185,7 @@ class MegatronEngine:
                     mark(value, Category.OPTIMIZER)
 
     def report(self) -> EngineReport:
-        """Report the version of megatron-core and its settings that differ from their defaults."""
+        """Return the version of megatron-core, and its settings that differ from their defaults."""
         return EngineReport(
             f"Megatron-core {megatron.core.__version__}",
             "layers (with torch's attention and layer norm), schedule, data parallelism and optimizer",
@@ -194,7 +197,7 @@ class MegatronEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return this rank's stage and the maximum of (micro-batch, chunk) pairs in flight; {} without a pipeline."""
+        """Return pipeline stage and maximum number of in-flight (micro-batch, chunk) pairs; {} without a pipeline."""
         if self.mesh.pp.size == 1:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.passes.in_flight}
@@ -214,7 +217,7 @@ def _release_optimizer(optimizer: Any) -> None:
 
 
 def _forward(batches: Any, chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
-    """Return a chunk's output, and the function that computes the loss from the last chunk's output."""
+    """Return a model chunk's output for the next micro-batch, and the function that computes the loss from it."""
     batch: MicroBatch = next(batches)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
     output = chunk(batch.tokens, positions, None, labels=batch.targets)
@@ -235,29 +238,29 @@ _PHASES = {
 
 
 class PassTimers:
-    """Replacement of the library's `Timers` that reports phases and records the order of the passes."""
+    """Replacement of megatron-core's `Timers` that reports phases and records the order of all passes."""
 
     def __init__(self, stages: int) -> None:
         self.order: list[str] = []
-        """Forward (`F`) and backward (`B`) passes of the step, in the order of their start."""
+        """Forward (`F`) and backward (`B`) passes of the step in the order in which they started."""
         self.in_flight = 0
-        """Maximum of (micro-batch, chunk) pairs between forward and backward at one time."""
+        """Maximum number of (micro-batch, chunk) pairs that were between forward and backward at one time."""
         self._stages = stages
         self._observe: Observer = lambda phase: None
 
     def begin(self, observe: Observer) -> None:
-        """Reset the order of passes at the begin of a step, and report phases to `observe`."""
+        """Reset the recorded order of passes at the beginning of a step; report the step's phases to `observe`."""
         self._observe, self.order = observe, []
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
         return _Timer(self, name)
 
     def started(self, name: str) -> None:
-        """Record the start of the timer `name`."""
+        """Report the phase and record the pass that begins when megatron-core starts its timer `name`."""
         if name in _PHASES:
             self._observe(_PHASES[name])
         elif self._stages > 1 and ("recv" in name or "send" in name or name == "embedding-grads-all-reduce"):
-            # Waits for messages of interleaved schedules follow this timer, up to the next pass.
+            # In interleaved schedules, the stage waits for messages from the start of this timer to the next pass.
             self._observe(Phase.IDLE)
         if name.endswith("-compute"):
             self.order.append(name[0].upper())
@@ -265,14 +268,14 @@ class PassTimers:
 
 
 class _Timer:
-    """Replacement of the library's timer that reports its start to `PassTimers` and does not measure."""
+    """Replacement of a timer of megatron-core that reports its start to `PassTimers` and measures no time."""
 
     def __init__(self, passes: PassTimers, name: str):
         self._passes, self._name = passes, name
 
     def start(self, barrier: bool = False) -> None:
-        """Report the start of the timer."""
+        """Report to `PassTimers` that megatron-core starts this timer."""
         self._passes.started(self._name)
 
     def stop(self, barrier: bool = False) -> None:
-        """Do nothing: the next start reports the next phase."""
+        """Do nothing, because the start of the next timer reports the next phase."""

@@ -25,7 +25,7 @@ from repro.parallel.mesh import ensure_process_group, make_process_group
 
 
 def module_variables() -> dict[Attribute, Any]:
-    """Return the library's module variables, with their values after the import."""
+    """Return the module variables of megatron-core that depend on an experiment, with their values after the import."""
     groups = (name for name in vars(parallel_state) if name.startswith("_") and name[1:].isupper())
     names: list[Attribute] = [(parallel_state, name) for name in (*groups, "_global_process_group_list")]
     names += [(random, "_CUDA_RNG_STATE_TRACKER"), (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED")]
@@ -48,7 +48,7 @@ def _create_group(
 
 
 def initialize_groups(layout: Layout, device: torch.device) -> None:
-    """Create the library's process groups, in the context of the engine's `Exchange`."""
+    """Create megatron-core's process groups. The engine's `Exchange` must be active."""
     ensure_process_group(device)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -60,7 +60,7 @@ def initialize_groups(layout: Layout, device: torch.device) -> None:
 
 
 def seed_random_states(device: torch.device, value: int) -> None:
-    """Seed the library's random states, which it forks even without dropout."""
+    """Seed the random states of megatron-core, which it forks even without dropout."""
     if device.type == "cuda":
         random.model_parallel_cuda_manual_seed(value)
 
@@ -98,7 +98,7 @@ DEVICE_MODULES = (
     "tensor_parallel.utils",
     "utils",
 )
-"""Modules of megatron.core that create tensors on device `cuda` by name."""
+"""Modules of megatron.core that create tensors with `device="cuda"`, and must be redirected to run on CPUs."""
 _FACTORIES = ("empty", "ones", "tensor", "zeros")
 
 
@@ -111,7 +111,7 @@ class _Cuda(ModuleType):
 
     @staticmethod
     def synchronize() -> None:
-        """Do nothing: the CPU is synchronous."""
+        """Do nothing, because operators on a CPU are synchronous."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -138,7 +138,7 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _Tracker:
-    """Replacement of the random states of tensor parallelism, which are unused without dropout."""
+    """Replacement of megatron-core's tracker of random states under tensor parallelism, which only dropout needs."""
 
     @contextmanager
     def fork(self, name: str = "") -> Iterator[None]:
@@ -157,7 +157,7 @@ def _type(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
 
 
 def cpu_replacements() -> dict[Attribute, Any]:
-    """Return the replacements that let the library run on CPUs.
+    """Return replacements of functions and variables that let megatron-core run on CPUs.
 
     - `DEVICE_MODULES` use a `torch` whose factories place tensors on the CPU, and whose `cuda` has one device.
     - `cuda()` of a tensor returns the tensor, and `type()` returns the name of the CUDA type.

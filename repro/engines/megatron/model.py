@@ -1,4 +1,4 @@
-"""Configuration of megatron-core's GPTModel on a rank, and conversion of its parameters to those of the suite's GPT.
+"""Configuration of megatron-core's GPTModel on a rank, and conversion of its parameters to those of this suite's GPT.
 
 Only the qkv matrix differs: the library stores query, key and value of each head together, [a/t, 3, d, h] for a heads
 of width d on t tp ranks, and the suite stores three matrices, [3, a/t, d, h].
@@ -32,7 +32,7 @@ from repro.parallel.storage import DTYPES
 
 
 def transformer_config(experiment: Experiment, device: torch.device, timers: Any) -> TransformerConfig:
-    """Return the configuration of the model and its tensor and pipeline parallelism.
+    """Return megatron-core's configuration of the model, and of its tensor and pipeline parallelism.
 
     On CUDA the library compiles (`jit_fuser`) fused operators; on CPUs torch's operators run. Matrix products do not
     accumulate gradients (`gradient_accumulation_fusion`), because this needs APEX.
@@ -42,16 +42,15 @@ def transformer_config(experiment: Experiment, device: torch.device, timers: Any
     return TransformerConfig(
         **_options(TransformerConfig, experiment),
         activation_func=F.gelu if fuse else partial(F.gelu, approximate="tanh"),
-        bias_activation_fusion=fuse,  # The fused operator uses the tanh approximation too.
+        bias_activation_fusion=fuse,  # The fused GELU uses the tanh approximation too.
         bias_dropout_fusion=fuse,
         cross_entropy_loss_fusion=fuse,
-        # Without `perform_initialization` the library does not mark the parameters that tp splits, and its norm counts
-        # only the first tp rank's part of them (upstream 4084).
+        # Without this option, the gradient norm counts split weights of the first tp rank only (upstream 4084).
         perform_initialization=True,
         init_method=_keep,
         output_layer_init_method=_keep,
         embedding_init_method=_keep,
-        # Float16Module rounds the loaded weights.
+        # Parameters are created in fp32, because Float16Module rounds the loaded weights afterwards.
         params_dtype=torch.float32,
         pipeline_dtype=DTYPES[layout.precision],
         virtual_pipeline_model_parallel_size=layout.chunks if interleaved else None,
@@ -65,7 +64,7 @@ def transformer_config(experiment: Experiment, device: torch.device, timers: Any
 
 
 def _options(kind: type, experiment: Experiment) -> dict[str, Any]:
-    """Return the experiment's options of Megatron-LM's command line that are fields of the configuration `kind`."""
+    """Return the experiment's Megatron-LM command-line options that are fields of the configuration class `kind`."""
     names = {field.name for field in fields(kind)}
     options = load_framework("megatron").options_of(settings_of(experiment))
     return {name: value for name, value in options.items() if name in names}
@@ -77,7 +76,7 @@ def _keep(weight: torch.Tensor) -> torch.Tensor:
 
 
 def data_parallel_config(experiment: Experiment) -> DistributedDataParallelConfig:
-    """Return the configuration of gradient buffers; as in the library's script, bf16 gradients are summed in fp32."""
+    """Return megatron-core's configuration of gradient buffers; bf16 gradients are summed in fp32, as by default."""
     layout = experiment.layout
     in_fp32 = layout.precision != "fp16" or layout.grad_dtype == "fp32"
     return DistributedDataParallelConfig(
@@ -85,22 +84,22 @@ def data_parallel_config(experiment: Experiment) -> DistributedDataParallelConfi
         overlap_grad_reduce=layout.overlap and layout.dp > 1,
         overlap_param_gather=overlaps_gather(experiment),
         use_distributed_optimizer=layout.zero == 1,
-        # The library's bucket size is in elements.
+        # megatron-core's bucket size is in elements.
         bucket_size=max(1, layout.bucket_bytes // (4 if in_fp32 else 2)),
     )
 
 
 def overlaps_gather(experiment: Experiment) -> bool:
-    """Return whether the gather of updated parameters overlaps with the next forward pass."""
+    """Return whether the all-gather of updated parameters (ZeRO stage 1) overlaps with the next forward pass."""
     layout = experiment.layout
     return layout.zero == 1 and layout.dp > 1 and layout.overlap and layout.gather_overlap
 
 
 def optimizer_config(experiment: Experiment) -> OptimizerConfig:
-    """Return the configuration of AdamW, clipping and the loss scale; each step sets the learning rate."""
+    """Return megatron-core's configuration of AdamW, clipping and loss scale; each step sets the learning rate."""
     layout, training = experiment.layout, experiment.training
     shared = _options(OptimizerConfig, experiment)
-    # With infinity the library computes the norm and clips nothing.
+    # Without a clipping limit, infinity lets the library compute the norm without clipping.
     shared |= {
         "clip_grad": training.clip or float("inf"),
         "overlap_param_gather": overlaps_gather(experiment),
@@ -111,7 +110,7 @@ def optimizer_config(experiment: Experiment) -> OptimizerConfig:
 
 
 def non_default_settings(configuration: Any) -> dict[str, Any]:
-    """Return a configuration's settings that differ from their defaults, as JSON data without functions and groups."""
+    """Return the settings of a configuration object that differ from their defaults, as JSON data."""
     found = {}
     for field in fields(configuration):
         value = getattr(configuration, field.name, None)
@@ -122,7 +121,7 @@ def non_default_settings(configuration: Any) -> dict[str, Any]:
 
 
 class CausalAttention(nn.Module):
-    """torch's fused causal attention instead of the library's unfused `DotProductAttention`, which needs CUDA."""
+    """torch's fused causal attention. It replaces megatron-core's unfused `DotProductAttention`, which needs CUDA."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any):
         super().__init__()
@@ -135,9 +134,9 @@ class CausalAttention(nn.Module):
 
 
 class SequenceParallelLayerNorm(nn.LayerNorm):
-    """torch's layer norm with the attribute `sequence_parallel`, by which the library sums its gradients over tp.
+    """torch's layer norm with the attribute `sequence_parallel`, for which megatron-core sums gradients over tp.
 
-    Without APEX the library uses torch's layer norm too, but refuses sequence parallelism.
+    Without APEX megatron-core uses torch's layer norm too, but without support for sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *_: Any, **__: Any):
@@ -147,7 +146,7 @@ class SequenceParallelLayerNorm(nn.LayerNorm):
 
 
 def block_modules(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of a pipeline chunk, with `CausalAttention` and, without APEX, `SequenceParallelLayerNorm`."""
+    """Return the layer specifications of a model chunk with torch's attention and, without APEX, its layer norm."""
     spec = get_gpt_layer_local_spec()
     layer = spec.submodules
     attention = layer.self_attention
@@ -159,9 +158,9 @@ def block_modules(config: TransformerConfig, chunk: int | None) -> TransformerBl
 
 
 def build_chunks(experiment: Experiment, config: TransformerConfig) -> list[GPTModel]:
-    """Return one GPTModel for each chunk of this rank's stage, with undefined weights."""
+    """Return one megatron-core GPTModel for each chunk of this rank's pipeline stage, with undefined weights."""
     model, layout = experiment.model, experiment.layout
-    # The position embedding draws weights even if unused; the fork restores the process's random state.
+    # The position embedding draws random weights, even if unused. `fork_rng` restores the process's random state.
     with torch.random.fork_rng():
         return [
             GPTModel(
@@ -186,7 +185,8 @@ OUTER_NAMES = {
     "decoder.final_layernorm.bias": "head.norm_bias",
     "output_layer.weight": "embed.tokens",
 }
-"""Suite's name of each library parameter outside the layers; both copies of the tied embedding have one name."""
+"""Name in this suite of each parameter outside the layers, by megatron-core's name. Both copies of the tied embedding
+have one name."""
 LAYER_NAMES = {
     "input_layernorm.weight": "attention.norm",
     "input_layernorm.bias": "attention.norm_bias",
@@ -204,7 +204,7 @@ LAYER_NAMES = {
 
 
 def named_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a GPTModel with the suite's names."""
+    """Yield (name in this suite, parameter) of all parameters of a megatron-core GPTModel."""
     layers = model.decoder.layers
     for name, parameter in model.named_parameters():
         if name in OUTER_NAMES:
@@ -215,14 +215,14 @@ def named_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def to_suite_shape(name: str, value: Tensor, heads: int) -> Tensor:
-    """Return a parameter of the library in the suite's shape; `heads`: heads on this tp rank."""
+    """Return a megatron-core parameter in the shape of this suite's GPT; `heads`: attention heads on this tp rank."""
     if not _is_qkv(name):
         return value
     return value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def to_megatron_shape(name: str, value: Tensor, heads: int) -> Tensor:
-    """Return a parameter of the suite in the library's shape; `heads`: heads on this tp rank."""
+    """Return a parameter of this suite's GPT in megatron-core's shape; `heads`: attention heads on this tp rank."""
     if not _is_qkv(name):
         return value
     return value.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 2)
@@ -233,14 +233,14 @@ def _is_qkv(name: str) -> bool:
 
 
 def load_weights(models: Sequence[Any], initial: Callable[[str], Tensor], heads: int) -> None:
-    """Set the chunks' weights to `initial(name)`, the suite's fp32 values; `heads`: heads on this tp rank."""
+    """Set the weights of megatron-core's model chunks to this suite's initial fp32 values, `initial(name)`."""
     for model in models:
         for name, parameter in named_parameters(model):
             parameter.data.copy_(to_megatron_shape(name, initial(name), heads))
 
 
 def load_masters(models: Sequence[Any], initial: Callable[[str], Tensor], heads: int, optimizer: Any) -> None:
-    """Set the optimizer's fp32 master weights, which the library copies from rounded weights, to the initial weights.
+    """Set the optimizer's fp32 master weights, which megatron-core copies from rounded weights, to the initial values.
 
     The distributed optimizer has masters only for the range of each parameter that this rank updates.
     """
@@ -260,7 +260,7 @@ def load_masters(models: Sequence[Any], initial: Callable[[str], Tensor], heads:
 def initial_values_by_name(
     experiment: Experiment, mesh: Mesh, device: torch.device
 ) -> Callable[[str], Tensor]:
-    """Return a function from the suite's name of a parameter to its initial fp32 value on this tp rank."""
+    """Return a function that returns a parameter's initial fp32 value on this tp rank, by its name in this suite."""
     model = GPT(experiment.model, experiment.layout, experiment.training, mesh.tp)
     names, parameters = zip(*model.named_parameters(), strict=True)
     values = initial_values(names, parameters, experiment, mesh.tp, device)

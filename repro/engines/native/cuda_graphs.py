@@ -1,8 +1,8 @@
-"""Captured micro-batches: the host launches a forward or a backward pass as one CUDA graph.
+"""Micro-batches as CUDA graphs: the host launches a forward or a backward pass as one captured graph.
 
 For a small micro-batch the host launches operators more slowly than a GPU computes them, so each pass is captured once
-and replayed.  The first micro-batch of a step writes gradients, the others add to them, and the last also reduces them:
-each kind of micro-batch therefore has a pair of graphs.
+and replayed. The first micro-batch of a step writes gradients, the others add to gradients, and the last one also
+reduces gradients. Each of these kinds of micro-batches therefore has a pair of graphs.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from repro.engines.native.model_part import MicroBatch, ModelPart
 from repro.parallel.pipeline.runner import Observer
 
 EAGER_STEPS = 1
-"""Number of steps without CUDA graphs at first, in which libraries load kernels and allocate workspaces."""
+"""Number of initial steps without CUDA graphs, in which libraries load kernels and allocate workspaces."""
 
 
 class _CapturedPasses(NamedTuple):
-    """CUDA graphs of the passes of a first, last or middle micro-batch of a step."""
+    """CUDA graphs of the forward and backward pass of one kind of micro-batch: first, middle or last of a step."""
 
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
     loss: Tensor
-    """Mean loss of the micro-batch, 0-dim fp32, written by `forward`."""
+    """Mean loss of the micro-batch, 0-dim fp32, which the forward graph writes."""
 
 
 class CapturedMicroBatches:
-    """Micro-batches of one rank that holds the full model, as CUDA graphs."""
+    """Micro-batches of a rank without pipeline stages, whose passes are captured and replayed as CUDA graphs."""
 
     def __init__(self, part: ModelPart, micro_batches: int, scale: Tensor | None):
         """`micro_batches`: micro-batches per step.  `scale`: loss scale, 0-dim, which may change between steps."""
         self._part, self._count, self._scale = part, micro_batches, scale
         self._passes: dict[tuple[bool, bool], _CapturedPasses] = {}
-        """Graphs by (is the first micro-batch of the step, is the last)."""
+        """CUDA graphs by (whether the micro-batch is the first of a step, whether it is the last)."""
         self._inputs: MicroBatch | None = None
-        """Micro-batch from whose memory the graphs read tokens, targets and dropout keys."""
+        """Micro-batch with static memory, from which the CUDA graphs read tokens, targets and dropout keys; None before
+        capture."""
         self._pool: Any = None
         self._steps = 0
 
     def begin_step(self) -> bool:
-        """Count a step, and return whether its micro-batches are replayed or captured."""
+        """Count a training step, and return whether it runs as CUDA graphs (captured or replayed)."""
         self._steps += 1
         return self._steps > EAGER_STEPS
 
@@ -63,14 +64,14 @@ class CapturedMicroBatches:
         return total / self._count
 
     def _load(self, batch: MicroBatch, i: int) -> _CapturedPasses:
-        """Copy micro-batch number `i` to the memory that the graphs read, and return its graphs."""
+        """Copy micro-batch number `i` of a step to the memory that the CUDA graphs read, and return its graphs."""
         inputs = self._inputs
         if inputs is None:
             inputs = self._inputs = self._static_copy(batch)
         inputs.tokens.copy_(batch.tokens)
         inputs.targets.copy_(batch.targets)
         if inputs.place.keys is not None:
-            # The copy reads pageable memory, which may be freed when this call returns.
+            # `copy_` stages pageable host memory, so the keys may be freed when the call returns.
             inputs.place.keys.copy_(self._part.model.setting.dropout_keys(batch.place), non_blocking=True)
         kind = (i == 0, i == self._count - 1)
         if kind not in self._passes:
@@ -78,7 +79,7 @@ class CapturedMicroBatches:
         return self._passes[kind]
 
     def _static_copy(self, batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch with new memory of the sizes of `batch`, and with dropout keys if there is dropout."""
+        """Return a micro-batch in new memory with the shapes of `batch`, and dropout keys if there is dropout."""
         setting, keys = self._part.model.setting, None
         if setting.dropout or setting.attention_dropout:
             keys = setting.dropout_keys(batch.place).to(batch.tokens.device)
@@ -86,7 +87,7 @@ class CapturedMicroBatches:
         return MicroBatch(torch.empty_like(batch.tokens), torch.empty_like(batch.targets), place)
 
     def _capture(self, inputs: MicroBatch, i: int) -> _CapturedPasses:
-        """Capture forward and backward of micro-batch `i` of the step, without running them."""
+        """Capture forward and backward of micro-batch `i` of a step as CUDA graphs, without running the graphs."""
         part = self._part
         part.micro_batches = [inputs]
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

@@ -29,7 +29,7 @@ from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints
 
 
 class NativeEngine:
-    """Engine `native`: model, sharded states and step of one experiment on one rank."""
+    """Engine `native`: model, sharded model states and training step of one experiment on one rank."""
 
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         layout, training = experiment.layout, experiment.training
@@ -46,7 +46,7 @@ class NativeEngine:
             ModelPart(experiment, mesh, device, chunk, parts, self.checkpoints)
             for chunk in range(layout.chunks)
         ]
-        """Parts of the model on this rank, one for each chunk."""
+        """Parts of the model on this rank, one for each chunk of its pipeline stage."""
         seq = experiment.seq // layout.cp // (layout.tp if layout.sp else 1)
         self.pipeline = Pipeline(
             layout,
@@ -58,7 +58,8 @@ class NativeEngine:
         )
         self.buckets = [bucket for part in self.parts for bucket in part.sharded.buckets]
         self.placeholders: list[Tensor] = []
-        """Unused 16-bit gradients, one for each shape of a weight matrix, which Megatron-core of 2025 allocates."""
+        """Unused 16-bit gradient tensors, one for each shape of weight matrices, as Megatron-core of 2025 allocates
+        them."""
         if layout.kernels.fuses_gradient_accumulation:
             shapes = set().union(*(part.model.matrix_shapes() for part in self.parts))
             like = self.buckets[0].full
@@ -72,7 +73,7 @@ class NativeEngine:
                 training.loss_scale, training.loss_scale_window, training.loss_scale_hysteresis, device
             )
         self.captured: CapturedMicroBatches | None = None
-        """Micro-batches as CUDA graphs; None if the layout does not request or allow them."""
+        """Micro-batches that run as CUDA graphs; None if the layout does not request or allow graphs."""
         self._capture_obstacle = capture_obstacle(layout, training)
         if device.type != "cuda":
             self._capture_obstacle = f"the device is {device.type}, and CUDA graphs need a GPU"
@@ -80,7 +81,7 @@ class NativeEngine:
             self.captured = CapturedMicroBatches(self.parts[0], layout.accumulation, self.loss_scale())
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
-        """Run all micro-batches, average the gradients, clip them, update the parameters and gather them."""
+        """Run all micro-batches, average and clip the gradients, and update and gather the parameters."""
         own = [batch.of_rank(self.mesh.cp) for batch in micro_batches]
         if self.captured is not None and self.captured.begin_step():
             loss = self.captured.run(own, observe)
@@ -117,38 +118,38 @@ class NativeEngine:
         return None if self.scaler is None else self.scaler.scale
 
     def synchronize(self) -> None:
-        """Wait for the all-gather of the updated parameters."""
+        """Wait for the all-gather of the parameters that the last step updated."""
         for part in self.parts:
             part.sharded.wait()
 
     def local_parameters(self) -> int:
-        """Return the number of parameters of this rank's tp share of its stage."""
+        """Return the number of model parameters on this tp rank and pipeline stage."""
         return sum(bucket.plan.numel for bucket in self.buckets)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a full copy of every (tp-local) parameter of the stage, by its name in the model."""
+        """Return a copy of every parameter of the stage by name, gathered over dp but local to the tp rank."""
         return {name: value for part in self.parts for name, value in part.full_parameters().items()}
 
     def splits(self) -> dict[str, int | None]:
-        """Return the dimension along which tp splits each parameter of the stage, by its name in the model."""
+        """Return the dimension along which tp splits each parameter (None: not split), by its name in the model."""
         return {name: split for part in self.parts for name, split in part.splits().items()}
 
     def padding(self) -> int:
-        """Return the number of padding elements in the buckets."""
+        """Return the number of padding elements in all parameter buckets."""
         return sum(part.sharded.padding for part in self.parts)
 
     def mark_states(self) -> None:
-        """Do nothing: the buckets set the memory categories of their buffers at creation."""
+        """Do nothing, because buckets set the memory categories of their buffers at creation."""
 
     def report(self) -> EngineReport:
-        """Report this suite's own software, and whether the layout's CUDA graphs were captured."""
+        """Return the report of this suite's software, and whether the layout's CUDA graphs were captured."""
         graphs = {"cuda_graphs": self._capture_obstacle or "captured"} if self.layout.cuda_graphs else {}
         return EngineReport(
             "repro", "none: model, strategy and kernels are this suite's, on torch's operators", graphs
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return this rank's stage and the maximum of (micro-batch, chunk) pairs in flight; {} without a pipeline."""
+        """Return pipeline stage and maximum number of in-flight (micro-batch, chunk) pairs; {} without a pipeline."""
         if self.mesh.pp.size == 1:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.pipeline.in_flight}

@@ -24,15 +24,15 @@ DECAYED, NOT_DECAYED = 0, 1
 
 
 def decays(parameter: Parameter) -> bool:
-    """Return whether weight decay acts on a parameter of the GPT: on matrices, not on vectors or stacked biases."""
+    """Return whether weight decay applies to a GPT parameter: to matrices, but not to vectors or stacked biases."""
     return parameter.dim() > 1 and vars(parameter)["init"] != "zeros"
 
 
 def learning_rate(training: Training, taken: Tensor) -> Tensor:
     """Return the learning rate (0-dim fp32) after `taken` steps (0-dim fp32, on the device).
 
-    The schedule is a linear warm-up, then constant or cosine. It is computed on the device, because only the device
-    has the number of steps without those skipped for an overflow.
+    The schedule is a linear warm-up, then constant or cosine. The rate is computed on the device, because only the
+    device has the number of steps without those skipped for an overflow.
     """
     lr = torch.full_like(taken, training.lr)
     if training.schedule == "cosine":
@@ -47,19 +47,19 @@ def learning_rate(training: Training, taken: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tokens and targets [micro_batch, s], int64, on the engine's device, before their division over cp."""
+    """Micro-batch: tokens and targets [micro_batch, s], int64, on the engine's device, before cp divides them."""
 
     tokens: Tensor
     targets: Tensor
     place: BatchPosition
 
     def of_rank(self, cp: Group) -> MicroBatch:
-        """Return the tokens [micro_batch, s/cp] of one rank of cp."""
+        """Return the micro-batch with the tokens and targets [micro_batch, s/cp] of this context-parallel rank."""
         return replace(self, tokens=own_tokens(self.tokens, cp), targets=own_tokens(self.targets, cp))
 
 
 class ModelPart:
-    """Full model or chunk of a pipeline stage, sharded by ZeRO; implements `repro.parallel.pipeline.runner.Chunk`."""
+    """Full model, or chunk of a pipeline stage, sharded by ZeRO. The pipeline runner calls it as a `Chunk`."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class ModelPart:
         parts: Sequence[range],
         checkpoints: ActivationCheckpoints | None,
     ):
-        """Build chunk number `chunk` of this stage; `parts`: layers of all parts of the model, in order."""
+        """Build chunk number `chunk` of this pipeline stage; `parts`: layers of all parts of the model, in order."""
         layout, training = experiment.layout, experiment.training
         self.mesh = mesh
         number = chunk * mesh.pp.size + mesh.pp.rank
         part = Part(parts[number], first=number == 0, last=number == len(parts) - 1)
         self.model = GPT(experiment.model, layout, training, mesh.tp, checkpoints, part, mesh.cp)
         self.micro_batches: Sequence[MicroBatch] = ()
-        """Micro-batches of the current step."""
+        """Micro-batches of the current training step."""
         self._names = {name: getattr(p, "name_in_model", name) for name, p in self.model.named_parameters()}
 
         def values(parameters: list[Parameter]) -> InitialValues:
@@ -88,7 +88,7 @@ class ModelPart:
         self.sharded = ShardedModule(self.model, self.model.zero_units(), sharding, self._tag, values)
 
     def _tag(self, parameter: Parameter) -> Tag:
-        """Return the tag of a parameter: its optimizer group, and whether several tp or pp ranks share it."""
+        """Return the tag of a parameter: its AdamW parameter group, and whether several tp or pp ranks hold it."""
         return Tag(
             group=DECAYED if decays(parameter) else NOT_DECAYED,
             duplicate=self.mesh.tp.size > 1 and parameter.split is None,  # type: ignore[attr-defined]
@@ -97,32 +97,35 @@ class ModelPart:
         )
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Return this part's output for one micro-batch; `x`: output of the preceding part, None for the first part."""
+        """Return the model part's output for one micro-batch; `x`: output of the preceding part, None for the first."""
         batch = self.micro_batches[micro_batch]
         self.sharded.begin_forward()
         output: Tensor = self.model(batch.tokens if x is None else x, batch.targets, batch.place)
         return output
 
     def before_backward(self, micro_batch: int, micro_batches: int) -> None:
-        """Prepare for the `micro_batch`-th backward pass of the step."""
+        """Prepare the gradient buckets for backward pass number `micro_batch` of a step's `micro_batches` passes."""
         self.sharded.begin_backward(micro_batch, micro_batches)
 
     def after_backward(self) -> None:
-        """Start the remaining gradient reductions of the pass."""
+        """Start the remaining gradient reductions of the backward pass that has ended."""
         self.sharded.end_backward()
 
     def finish(self) -> None:
-        """Wait for the reductions of the step's gradients."""
+        """Wait until all gradients of the training step are reduced."""
         self.sharded.wait_gradients()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a full copy of every (tp-local) parameter, by its name in the model."""
+        """Return a copy of every parameter of the part by name, gathered over dp but local to the tp rank."""
         return {self._names[name]: value for name, value in self.sharded.full_parameters().items()}
 
     def name_in_model(self, name: str) -> str:
-        """Return the name in the full model of parameter `name` of this part; a tied output has the embedding's."""
+        """Return the full model's name of this part's parameter `name`.
+
+        A tied output matrix has the embedding's name.
+        """
         return self._names[name]
 
     def splits(self) -> dict[str, int | None]:
-        """Return the dimension along which tp splits each parameter, by its name in the model."""
+        """Return the dimension along which tp splits each parameter (None: not split), by its name in the model."""
         return {self._names[name]: vars(p)["split"] for name, p in self.model.named_parameters()}

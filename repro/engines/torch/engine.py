@@ -1,4 +1,4 @@
-"""Engine `torch`: a module of torch.nn layers under PyTorch's parallelism, and its optimizer update."""
+"""Engine `torch`: training step of a GPT of torch.nn layers under PyTorch's parallelism, and its optimizer update."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from repro.parallel.zero.optimizer import Norms
 
 
 class TorchEngine:
-    """Modules, optimizer and step of one experiment on one rank."""
+    """Engine `torch`: modules, optimizer and training step of one experiment on one rank."""
 
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         layout = experiment.layout
@@ -40,9 +40,9 @@ class TorchEngine:
         grid = device_mesh(layout, device.type)
         self.count = 0
         self.parts: list[PlainGPT] = []
-        """Parts of the model on this rank, one for each chunk."""
+        """Parts of the model on this rank, one for each chunk of its pipeline stage."""
         self.modules: list[nn.Module] = []
-        """The parts, or their wrappers by DistributedDataParallel."""
+        """Modules that a step calls: the parts of the model, or their DistributedDataParallel wrappers."""
         for chunk in range(layout.chunks):
             module = self._part(chunk)
             if grid is not None and layout.tp > 1:
@@ -65,7 +65,7 @@ class TorchEngine:
             self.pipeline = TorchPipeline(experiment, self.modules, grid, device)
 
     def _part(self, chunk: int) -> PlainGPT:
-        """Build the layers of chunk number `chunk` of this stage on `meta`."""
+        """Build the layers of chunk number `chunk` of this pipeline stage on `meta`."""
         experiment, layout, mesh = self.experiment, self.layout, self.mesh
         parts = layout.parts(experiment.model.layers)
         number = chunk * layout.pp + mesh.pp.rank
@@ -89,7 +89,7 @@ class TorchEngine:
             )
 
     def _tied(self) -> nn.Parameter | None:
-        """Return this rank's copy of the embedding that first and last stage share; None without such a copy."""
+        """Return this rank's copy of the embedding that first and last pipeline stage share; None on other stages."""
         for part in self.parts:
             if part.part.first != part.part.last:
                 return part.embed.tokens.weight if part.part.first else part.head.output.weight  # type: ignore[return-value]
@@ -111,7 +111,7 @@ class TorchEngine:
     def _accumulate(
         self, micro_batches: Sequence[MicroBatch], scale: Tensor | None, observe: Observer
     ) -> Tensor:
-        """Run the passes of all micro-batches and return their mean loss."""
+        """Run forward and backward of all micro-batches without a pipeline, and return their mean loss."""
         (module,) = self.modules
         count, total = len(micro_batches), torch.zeros(())
         for i, batch in enumerate(micro_batches):
@@ -138,11 +138,11 @@ class TorchEngine:
         """Do nothing: no communication of torch continues after a step."""
 
     def local_parameters(self) -> int:
-        """Return the number of parameters of this rank's tp share of its stage."""
+        """Return the number of model parameters on this tp rank and pipeline stage."""
         return self.count
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a copy of every parameter of the stage, complete over dp and tp, by the suite's names."""
+        """Return a copy of every parameter of the stage, gathered over dp and tp, by its name in this suite."""
         found = {}
         for part in self.parts:
             for plain, parameter in part.named_parameters():
@@ -152,16 +152,16 @@ class TorchEngine:
         return found
 
     def padding(self) -> int:
-        """Return 0: the padding of torch's buffers is unknown."""
+        """Return 0, because the padding of torch's flat buffers is unknown."""
         return 0
 
     def mark_states(self) -> None:
-        """Set the memory category of parameters, gradients and Adam's moments; under FSDP2, of this rank's shards."""
+        """Set the memory category of parameters, gradients and Adam's moments, or of this rank's shards (FSDP2)."""
         for parameter in self.update.parameters:
             mark(local_part(parameter), Category.PARAMETERS)
             if parameter.grad is not None:
                 mark(local_part(parameter.grad), Category.GRADIENTS)
-        # The attribute `optim` of ZeroRedundancyOptimizer has the states of this rank.
+        # The attribute `optim` of ZeroRedundancyOptimizer contains the optimizer states of this rank.
         optimizer = getattr(self.update.optimizer, "optim", self.update.optimizer)
         for state in optimizer.state.values():
             for value in state.values():
@@ -169,7 +169,7 @@ class TorchEngine:
                     mark(local_part(value), Category.OPTIMIZER)
 
     def report(self) -> EngineReport:
-        """Report the version of torch, and its strategies for the layout."""
+        """Return the version of torch and the parallelism strategies that it applies to the layout."""
         layout = self.layout
         settings: dict[str, Any] = {"strategy": str(self.strategy)}
         if layout.precision != "fp32":
@@ -190,19 +190,19 @@ class TorchEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return this rank's stage and the maximum of (micro-batch, chunk) pairs in flight; {} without a pipeline."""
+        """Return pipeline stage and maximum number of in-flight (micro-batch, chunk) pairs; {} without a pipeline."""
         if self.pipeline is None:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.pipeline.flying.most}
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's local tensor of a DTensor, or `tensor` itself."""
+    """Return the local shard of a DTensor on this rank; return any other `tensor` unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class OptimizerUpdate:
-    """End of a step: gradient norm, clipping and optimizer step, with gradients already averaged over dp."""
+    """End of a training step: norm and clipping of gradients that are averaged over dp, and optimizer step."""
 
     def __init__(
         self,
@@ -213,7 +213,10 @@ class OptimizerUpdate:
         tied: Parameter | None,
         device: torch.device,
     ):
-        """Prepare the update; `tied` is the embedding of the first and the last stage, None on other stages."""
+        """Prepare the parameter update.
+
+        `tied`: embedding shared by the first and last pipeline stage; None on other stages.
+        """
         self.training, self.mesh, self.optimizer, self.tied = experiment.training, mesh, optimizer, tied
         self.parameters = list(parameters)
         self.counted = [p for p in parameters if p is not tied or not mesh.pp.rank]
@@ -225,19 +228,23 @@ class OptimizerUpdate:
                 init_scale=self.training.loss_scale,
                 growth_interval=self.training.loss_scale_window,
             )
-            self.scaler.scale(torch.zeros((), device=device))  # The first call creates the scale tensor.
+            # The first call of `scale` creates the scale tensor.
+            self.scaler.scale(torch.zeros((), device=device))
 
     def scale(self) -> Tensor | None:
-        """Return the loss scale, 0-dim; None without loss scaling."""
+        """Return the loss scale of fp16 training, 0-dim; None without loss scaling."""
         return None if self.scaler is None else torch.tensor(self.scaler.get_scale(), device=self.device)
 
     def __call__(self, loss: Tensor) -> Norms:
-        """Update the parameters; `loss` (0-dim): mean loss of the replica on the last stage, 0 on other stages."""
+        """Update the parameters and return norm, loss and overflow.
+
+        `loss` (0-dim): mean loss of the replica on the last pipeline stage, 0 on other stages.
+        """
         self._finish_gradients()
         overflow = torch.zeros((), device=self.device)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-            # The scaler has a flag for each device, and a stage has checked only its own gradients.
+            # The scaler's overflow flag covers only the gradients of this stage, so reduce it over the pipeline.
             (overflow,) = self.scaler._found_inf_per_device(self.optimizer).values()
             self.mesh.pp.all_reduce(overflow, MAX).wait()
             overflow = overflow.clone()
@@ -260,7 +267,7 @@ class OptimizerUpdate:
             self.scaler.update()
 
     def _finish_gradients(self) -> None:
-        """Sum the partial gradients of sequence-parallel norms over tp, and of both tied embeddings."""
+        """Sum gradients of sequence-parallel norms over tp, and of the tied embedding over first and last stage."""
         for parameter in self.parameters:
             gradient = parameter.grad
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
@@ -269,12 +276,12 @@ class OptimizerUpdate:
             self.mesh.embedding.all_reduce(local_part(self.tied.grad)).wait()
 
     def _agree(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the global gradient norm and the mean loss over all replicas."""
+        """Return the global gradient norm and the mean loss over all replicas, equal on all ranks."""
         by_placements: dict[Any, list[Tensor]] = defaultdict(list)
         for parameter in self.counted:
             assert parameter.grad is not None
             by_placements[getattr(parameter.grad, "placements", None)].append(parameter.grad)
-        # DTensor computes one norm of all gradients with equal placements.
+        # torch computes the norm of several DTensors in one call only if their placements are equal.
         norms = [get_total_norm(gradients) for gradients in by_placements.values()]
         wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         square = torch.stack(wholes).square().sum()

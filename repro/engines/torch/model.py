@@ -1,7 +1,8 @@
 """The suite's GPT built from torch.nn modules, and conversion of its parameters to those of `repro.model.gpt.GPT`.
 
-Symbols: b samples, s tokens, h hidden, a heads of width d. Only the rows of `qkv` differ: the suite stores query, key
-and value matrices [3, a d, ...], and this module stores query, key and value of each head together, [a 3 d, ...].
+Symbols: b samples, s tokens, h hidden, a heads of width d. Only the rows of the `qkv` matrix differ: the suite stores
+query, key and value matrices [3, a d, ...], and this module stores query, key and value of each head together, [a 3 d,
+...].
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from repro.parallel import mesh as meshes
 
 @dataclass(frozen=True)
 class Dropout:
-    """The suite's dropout for torch modules, which drops the same elements under every layout, unlike torch's dropout.
+    """Dropout for torch modules that drops equal elements under every layout, unlike torch's own dropout.
 
-    The part of a rank in the sequence and the heads begins at `first_position` and `first_head`.
+    `first_position` and `first_head`: first position of the sequence, and first attention head, on this rank.
     """
 
     training: Training
@@ -38,7 +39,7 @@ class Dropout:
     first_head: int = 0
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Return the key of the random numbers of dropout number `site` in a layer, at the step of `place`."""
+        """Return the key of the random numbers of dropout number `site` in a layer, in the training step of `place`."""
         return kernels.derive_key(self.training.seed, place.step, layer, site)
 
     def residual(self, x: Tensor, place: BatchPosition, layer: int, site: int) -> Tensor:
@@ -52,7 +53,7 @@ class Dropout:
         )
 
     def weights(self, place: BatchPosition, layer: int) -> WeightDropout | None:
-        """Return the dropout of attention weights; None if its probability is 0."""
+        """Return the dropout of attention weights in a layer; None if the probability is 0."""
         p = self.training.attention_dropout
         if not p:
             return None
@@ -61,7 +62,7 @@ class Dropout:
 
 
 class PlainEmbedding(nn.Module):
-    """Tokens plus positions, then dropout: [b, s] to [b, s, h]."""
+    """Embedding layer: sum of token and position embeddings, then dropout; [b, s] to [b, s, h]."""
 
     def __init__(self, model: Model, dropout: Dropout):
         super().__init__()
@@ -75,7 +76,7 @@ class PlainEmbedding(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """x + dropout(attend(norm(x))), causal."""
+    """Attention sublayer with causal mask: x + dropout(attend(norm(x)))."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int):
         super().__init__()
@@ -100,7 +101,7 @@ class PlainAttention(nn.Module):
 
 
 class PlainMlp(nn.Module):
-    """x + dropout(mlp(norm(x)))."""
+    """MLP sublayer of a transformer layer: x + dropout(mlp(norm(x)))."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int):
         super().__init__()
@@ -115,7 +116,7 @@ class PlainMlp(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """One transformer layer, recomputed in backward if `recompute`."""
+    """Transformer layer of torch.nn modules, whose activations are recomputed in backward if `recompute`."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int, *, recompute: bool):
         super().__init__()
@@ -136,7 +137,10 @@ class PlainBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, logits, and their mean cross-entropy: [b, s, h] and [b, s] to fp32, 0-dim."""
+    """Head of the GPT: final norm, logits and mean cross-entropy.
+
+    From x [b, s, h] and targets [b, s] to a 0-dim fp32 loss.
+    """
 
     def __init__(self, model: Model):
         super().__init__()
@@ -149,7 +153,10 @@ class Head(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Full model or pipeline part. Input: tokens [b, s] or x [b, s, h]; output: [b, s, h] or the mean loss (0-dim)."""
+    """GPT of torch.nn modules, or the part of it on a pipeline stage.
+
+    Input: tokens [b, s] or x [b, s, h]. Output: activations [b, s, h] or the mean loss (0-dim).
+    """
 
     def __init__(
         self,
@@ -160,11 +167,12 @@ class PlainGPT(nn.Module):
         recompute: bool,
         autocast: torch.dtype | None = None,
     ):
-        """Create the part. `autocast`: format of matrix products; parameters and other operators are in fp32."""
+        """Create a part of the model. `autocast`: data type of matrix products under autocast, with fp32 parameters."""
         super().__init__()
         self.part, self.autocast = part, autocast
         self.batches: Iterator[MicroBatch] = iter(())
-        """Coming micro-batches, for targets and positions, since torch's pipeline passes only x to a stage."""
+        """Iterator over the next micro-batches, which supply targets and positions, since torch's pipeline passes only
+        x."""
         if part.first:
             self.embed = PlainEmbedding(model, dropout)
         self.blocks = nn.ModuleDict(
@@ -175,7 +183,7 @@ class PlainGPT(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Share the embedding with the matrix of the logits, if this part has both."""
+        """Tie the token embedding and the output matrix of the logits, if this part of the model has both."""
         if self.part.first and self.part.last:
             self.head.output.weight = self.embed.tokens.weight
 
@@ -190,7 +198,7 @@ class PlainGPT(nn.Module):
 
 
 def suite_name(name: str) -> str:
-    """Return the suite's name of the parameter `name` of a `PlainGPT`."""
+    """Return the name in this suite's GPT of a parameter `name` of the torch.nn GPT."""
     if name == "head.output.weight":
         return "embed.tokens"
     module, _, kind = name.rpartition(".")
@@ -198,7 +206,7 @@ def suite_name(name: str) -> str:
 
 
 def to_plain(name: str, value: Tensor, model: Model) -> Tensor:
-    """Return the suite's parameter `name` in the shape of `PlainGPT`."""
+    """Return `value` of the parameter `name` of this suite's GPT in the shape that the torch.nn GPT stores."""
     if ".qkv" not in name:
         return value
     heads = value.view(3, model.heads, model.head_width, *value.shape[2:])
@@ -206,7 +214,7 @@ def to_plain(name: str, value: Tensor, model: Model) -> Tensor:
 
 
 def from_plain(name: str, value: Tensor, model: Model) -> Tensor:
-    """Return a parameter of `PlainGPT` in the shape of the suite's parameter `name`."""
+    """Return `value` of a parameter of the torch.nn GPT in the shape of the parameter `name` of this suite's GPT."""
     if ".qkv" not in name:
         return value
     heads = value.view(model.heads, 3, model.head_width, *value.shape[1:])
@@ -214,7 +222,7 @@ def from_plain(name: str, value: Tensor, model: Model) -> Tensor:
 
 
 def initialise(module: PlainGPT, experiment: Experiment, device: torch.device) -> None:
-    """Set the parameters, sharded or not, to the suite's initial values; one parameter at a time exists in full."""
+    """Set the parameters, sharded or not, to this suite's initial values, with only one full parameter at a time."""
     first = _first_values(module, experiment)
     with torch.no_grad():
         for plain, parameter in module.named_parameters():
@@ -230,7 +238,7 @@ def initialise(module: PlainGPT, experiment: Experiment, device: torch.device) -
 
 
 def _first_values(module: PlainGPT, experiment: Experiment) -> dict[str, Callable[[torch.device], Tensor]]:
-    """Return, by the suite's name of each parameter of this part, a function that creates its full initial value."""
+    """Return a function for each parameter of the part that creates its full initial value, by name in this suite."""
     tp = meshes.single_rank_mesh().tp
     model = GPT(experiment.model, Layout(), experiment.training, tp, part=module.part)
     names = [getattr(p, "name_in_model", name) for name, p in model.named_parameters()]

@@ -46,7 +46,7 @@ AXES = ("pp", "dp", "tp")
 
 
 def device_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
-    """Return the device mesh (pp, dp, tp) of all ranks, shared by layouts of equal shape; None for one rank."""
+    """Return torch's device mesh (pp, dp, tp) of all ranks, shared by layouts of equal shape; None for one rank."""
     if layout.world == 1:
         return None
     sizes = tuple(getattr(layout, axis) for axis in AXES)
@@ -65,7 +65,7 @@ def _cached_mesh(
 
 
 class Strategy(StrEnum):
-    """Data-parallel strategy of torch."""
+    """Data-parallel strategy of torch: DistributedDataParallel, `replicate` or FSDP2."""
 
     NONE = "one replica"
     DDP = "DistributedDataParallel"
@@ -76,12 +76,12 @@ class Strategy(StrEnum):
 
     @property
     def composable(self) -> bool:
-        """Return whether the strategy hooks into the module's blocks, so that it combines with DTensors and stages."""
+        """Return whether the strategy uses hooks of the module's blocks, and so can be combined with tp and pp."""
         return self in (Strategy.REPLICATE, Strategy.FSDP2_KEPT, Strategy.FSDP2)
 
 
 def strategy_of(layout: Layout) -> Strategy:
-    """Return the data-parallel strategy for a layout that the engine supports."""
+    """Return torch's data-parallel strategy for a layout that engine `torch` supports."""
     cast = layout.precision != "fp32"
     if layout.dp == 1:
         return Strategy.REPLICATE if cast and layout.world > 1 else Strategy.NONE
@@ -93,7 +93,7 @@ def strategy_of(layout: Layout) -> Strategy:
 
 
 def apply_composable(module: PlainGPT, layout: Layout, mesh: DeviceMesh) -> None:
-    """Shard or replicate the module over dp, block by block; its parameters may still be on `meta`."""
+    """Apply FSDP2 or `replicate` over dp to the module, block by block. Its parameters may still be on `meta`."""
     strategy = strategy_of(layout)
     cast = None if layout.precision == "fp32" else DTYPES[layout.precision]
     reduced = DTYPES["fp32"] if layout.grad_dtype == "fp32" else cast
@@ -103,7 +103,7 @@ def apply_composable(module: PlainGPT, layout: Layout, mesh: DeviceMesh) -> None
         if strategy is Strategy.REPLICATE:
             replicate(part, mesh=mesh["dp"], mp_policy=policy)
         else:
-            # Backward starts with parameters outside the blocks, which torch's default (None) retains.
+            # Retain parameters outside the blocks after forward, because backward starts with them.
             again = None if part is module and strategy is Strategy.FSDP2 else strategy is Strategy.FSDP2
             fully_shard(part, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=again)
 
@@ -119,7 +119,7 @@ def wrap_in_ddp(module: PlainGPT, layout: Layout, mesh: DeviceMesh) -> Distribut
 
 
 def adamw(modules: list[PlainGPT], training: Training, strategy: Strategy) -> Any:
-    """Return fused AdamW of this rank's parameters; matrices decay, vectors do not."""
+    """Return torch's fused AdamW of this rank's parameters, with weight decay of matrices, but not of vectors."""
     groups = [{"params": [], "weight_decay": decay} for decay in (training.weight_decay, 0.0)]
     for module in modules:
         for name, parameter in module.named_parameters():
@@ -151,12 +151,12 @@ class DuplicatedParallel(ParallelStyle):
         return output.redistribute(placements=[self.output]).to_local()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # torch's annotations of both functions lack the result.
+        # torch's type annotations of the input and output functions lack a result.
         return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
 
 
 def parallel_styles(module: PlainGPT, *, sp: bool) -> dict[str, ParallelStyle]:
-    """Return the tensor-parallel style of every submodule with parameters, by name."""
+    """Return torch's tensor-parallel style of every submodule with parameters, by the submodule's name."""
     between = Shard(1) if sp else Replicate()
     found: dict[str, ParallelStyle] = {}
 
@@ -181,7 +181,7 @@ def parallel_styles(module: PlainGPT, *, sp: bool) -> dict[str, ParallelStyle]:
 
 
 def apply_tensor_parallel(module: PlainGPT, mesh: DeviceMesh, *, sp: bool) -> None:
-    """Convert the module's parameters to DTensors of the tp mesh."""
+    """Convert the module's parameters to DTensors on the tp mesh, by torch's `parallelize_module`."""
     parallelize_module(module, mesh, parallel_styles(module, sp=sp))
     module.tie()
     if module.part.last:
@@ -190,14 +190,14 @@ def apply_tensor_parallel(module: PlainGPT, mesh: DeviceMesh, *, sp: bool) -> No
 
 
 class InFlight:
-    """Number of (micro-batch, chunk) pairs of a rank between forward and backward: at present, and the maximum."""
+    """Number of in-flight (micro-batch, chunk) pairs of a rank, between forward and backward: current and maximum."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
 
 
 class WatchedStage(PipelineStage):
-    """Pipeline stage that reports its phases; time between its passes counts as waiting for other stages."""
+    """torch's pipeline stage with reports of its phases. Time between its passes counts as waiting for other stages."""
 
     flying: InFlight
     observe: Observer
@@ -251,7 +251,7 @@ class TorchPipeline:
             self.stages.append(stage)
         settings: dict[str, Any] = {
             "n_microbatches": layout.accumulation,
-            # The last stage returns the mean loss as its output, so the target of torch's loss function is unused.
+            # The output of the last pipeline stage is the mean loss, so the target of torch's loss function is unused.
             "loss_fn": lambda loss, _: loss * self.scale,
             "scale_grads": False,
         }
@@ -275,7 +275,7 @@ class TorchPipeline:
         joined = torch.cat([batch.tokens for batch in micro_batches])
         losses: list[Tensor] = []
         observe(Phase.IDLE)
-        # The last stage calls the loss function only if it gets a target.
+        # A target is passed because torch's last stage calls the loss function only with a target.
         inputs = (joined,) if self.stages[0].is_first else ()
         self.schedule.step(*inputs, target=joined if self.last else None, losses=losses, return_outputs=False)
         if not losses:

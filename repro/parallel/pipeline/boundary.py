@@ -22,26 +22,26 @@ from repro.parallel.pipeline.schedule import FORWARD
 
 
 def exchanges(layout: Layout) -> bool:
-    """Return whether pipeline stages exchange messages between actions, as in software without overlap."""
+    """Return whether pipeline stages communicate only between forward and backward passes, without overlap."""
     return layout.pp > 1 and not layout.overlap
 
 
 class _Expected(NamedTuple):
-    """Message from another stage whose receive is not posted yet."""
+    """Message that another pipeline stage will send, and whose receive is not posted yet."""
 
     buffer: Tensor
     source: int
     kind: str
     free: torch.cuda.Event | None
-    """CUDA event after all earlier uses of the buffer's memory; None on a CPU."""
+    """CUDA event after all earlier uses of the receive buffer's memory; None on a CPU."""
 
 
 class DeferredReceives:
-    """CUDA stream for receives that the host posts after concurrent computation, but that do not wait for it.
+    """CUDA stream for receives that the host posts after it launched computation, but that do not wait for it.
 
     A posted receive occupies the device until its message comes, and launching computation may block until the device
-    is idle (to load a kernel or to free memory).  Receives posted first would deadlock if their message depended on
-    that computation.
+    is idle (to load a kernel or to free memory). A receive posted before that launch would deadlock if its message
+    depended on that computation.
 
     Interleaved stages with overlap and more micro-batches than stages can still deadlock if every launch blocks
     (`CUDA_LAUNCH_BLOCKING=1`) or every action frees memory: a send to another chunk occupies the device for long.
@@ -51,22 +51,26 @@ class DeferredReceives:
         self._stream = torch.cuda.Stream()
 
     def record(self) -> torch.cuda.Event:
-        """Return an event after all operations that the current stream contains."""
+        """Record and return a CUDA event after all operations that are in the current stream."""
         return torch.cuda.current_stream().record_event()
 
     @contextmanager
     def after(self, moment: torch.cuda.Event) -> Iterator[None]:
-        """Order receives posted in this context after `moment`, but not after operations launched after `moment`."""
+        """Return a context whose receives wait for the CUDA event `moment`, but not for later operations."""
         self._stream.wait_event(moment)
         with torch.cuda.stream(self._stream):
             yield
 
 
 class Boundary:
-    """Transfers between this rank and neighbouring stages: tensors of `shape` [b, s, h], on the device of `like`."""
+    """Transfers of activations and gradients between this rank and neighbouring pipeline stages.
+
+    The tensors have `shape` [b, s, h], and the dtype and device of `like`.
+    """
 
     UNDER_WAY = 2
-    """Maximum number of unfinished sends of activations, or of gradients, to one rank; each retains its tensor."""
+    """Maximum number of unfinished sends of activations (and of gradients) to one rank; each send retains its
+    tensor."""
     PURPOSE = ("activations", "gradients")
 
     def __init__(
@@ -89,26 +93,29 @@ class Boundary:
         self._expected: deque[_Expected] = deque()
         self._posted: deque[tuple[Tensor, Work]] = deque()
         self._made: list[Callable[[], Work]] = []
-        """Functions that start the sends of the next `exchange` (without overlap)."""
+        """Functions that start the sends which wait for the next `exchange`. Empty with overlap."""
         self._sent: dict[tuple[int, int], deque[Work]] = {}
 
     @staticmethod
     def channel(kind: str) -> int:
-        """Return the channel of activations (0) or gradients (1) between two ranks."""
+        """Return the channel number of messages with activations (0) or with their gradients (1)."""
         return 0 if kind == FORWARD else 1
 
     def _buffer(self, parts: int) -> Tensor:
         return storage.empty(torch.Size(self.shape).numel() // parts, self._like, Category.COMMUNICATION)
 
     def expect(self, source: int, kind: str) -> None:
-        """Allocate a buffer for the next tensor of `kind` from stage `source`; with overlap a CPU posts the receive."""
+        """Allocate a receive buffer for the next activations or gradients (`kind`) from stage `source`.
+
+        With overlap on a CPU, post the receive too.
+        """
         buffer = self._buffer(self.tp.size if self.split else 1)
         self._expected.append(_Expected(buffer, source, kind, self.later.record() if self.later else None))
         if self.overlap and self.later is None:
             self.post()
 
     def post(self) -> None:
-        """Start the expected receives. On a GPU, call this after the concurrent computation was launched."""
+        """Post the receives of all expected tensors; on a GPU, after the launch of concurrent computation."""
         while self._expected:
             buffer, source, kind, free = self._expected.popleft()
             if self.later is None or free is None:
@@ -119,7 +126,7 @@ class Boundary:
             self._posted.append((buffer, work))
 
     def exchange(self) -> None:
-        """Send the new outputs, receive the expected tensors, and wait for all of them (without overlap)."""
+        """Send the pending outputs, receive the expected tensors, and wait for all transfers (without overlap)."""
         self.post()
         works = [send() for send in self._made]
         self._made.clear()
@@ -127,18 +134,18 @@ class Boundary:
             work.wait()
 
     def receive(self) -> Tensor:
-        """Wait for the receive that was posted first, and return its tensor [b, s, h]."""
+        """Wait for the oldest posted receive from another stage, and return its tensor [b, s, h]."""
         buffer, work = self._posted.popleft()
         work.wait()
         if self.split:
             gathered = self._buffer(1)
             self.tp.all_gather(gathered, buffer, purpose="boundary").wait()
             buffer = gathered
-        # From here on, the buffer is an activation or the gradient of an activation.
+        # After its receipt, the buffer counts as memory of activations instead of communication.
         return storage.mark(buffer, Category.ACTIVATIONS).view(self.shape)
 
     def send(self, tensor: Tensor, to: int, kind: str) -> None:
-        """Start to send `tensor` [b, s, h] to stage `to`; without overlap, the next `exchange` sends it."""
+        """Start to send `tensor` [b, s, h] to stage `to`. Without overlap, the next `exchange` sends the tensor."""
         flat = tensor.contiguous().view(-1)
         if self.split:
             flat = flat.chunk(self.tp.size)[self.tp.rank].clone()
@@ -150,11 +157,11 @@ class Boundary:
         under_way = self._sent.setdefault((to, channel), deque())
         while len(under_way) >= self.UNDER_WAY:
             under_way.popleft().wait()
-        self.post()  # No computation delays the send, for which the other stage may wait.
+        self.post()  # All computation before the send is launched, so posted receives cannot delay the send.
         under_way.append(message())
 
     def finish(self) -> None:
-        """Wait until the last messages are sent, before their tensors are freed."""
+        """Wait until all messages of this stage are sent, so that their tensors can be freed."""
         for under_way in self._sent.values():
             while under_way:
                 under_way.popleft().wait()

@@ -1,8 +1,8 @@
 """Pipeline parallelism: one runner for every schedule (2104.04473 sec. 2.2).
 
-A rank runs the actions of its stage in order; `boundary` transfers their inputs and outputs.  Between forward and
-backward of a micro-batch only the tensors saved by autograd are retained: neither the received input nor the sent
-output.
+A rank runs the actions of its stage in order; `boundary` transfers their inputs and outputs. Between forward and
+backward of a micro-batch, only the tensors saved by autograd are retained. The received input and the sent output are
+freed.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, batches,
 
 _PHASES = {FORWARD: Phase.FORWARD, BACKWARD: Phase.BACKWARD}
 Observer = Callable[[Phase], None]
-"""Function called with the phase that begins: forward, backward, idle (waiting for a stage), optimizer."""
+"""Function that is called when a phase of the step begins: forward, backward, idle (waiting for a stage) or
+optimizer."""
 
 
 class Chunk(Protocol):
-    """Interface by which the runner calls a part of the model."""
+    """Interface of a model chunk (consecutive layers on one pipeline stage), which the pipeline runner calls."""
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Return the output for x, both [b, s, h]; x is None for the first part, the last returns the mean loss."""
+        """Return the chunk's output [b, s, h] for input x [b, s, h].
+
+        The first chunk gets None as x, and the last returns the mean loss.
+        """
 
     def before_backward(self, micro_batch: int, micro_batches: int) -> None:
-        """Prepare for the `micro_batch`-th backward pass of the step."""
+        """Prepare the chunk for backward pass number `micro_batch` (from 0) of the `micro_batches` passes of a step."""
 
     def after_backward(self) -> None:
-        """Start the remaining reductions when all gradients of a backward pass are complete."""
+        """Start the remaining gradient reductions, after a backward pass has computed all gradients of the chunk."""
 
 
 class _Slot:
-    """Holder of a gradient that backward receives from or sends to another stage."""
+    """Container for the gradient of an activation, which a backward pass receives from or sends to another stage."""
 
     __slots__ = ("gradient",)
 
@@ -49,7 +53,10 @@ class _Slot:
 
 
 class _Entrance(torch.autograd.Function):
-    """Enter a received tensor in the graph without retaining it; backward stores its gradient in the slot."""
+    """Insert a received activation into the autograd graph without retaining it.
+
+    Backward stores its gradient in `slot`.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, slot: _Slot) -> Tensor:
@@ -63,7 +70,7 @@ class _Entrance(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Remove a tensor from the graph; backward of the 0-dim result starts with the gradient in the slot."""
+    """Replace a stage's output by a 0-dim tensor, whose backward starts from the output's gradient in `slot`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slot: _Slot) -> Tensor:
@@ -77,7 +84,7 @@ class _Exit(torch.autograd.Function):
 
 
 class Pipeline:
-    """One rank's stage: its actions, its chunks of the model, and the transfers to its neighbours."""
+    """Pipeline stage on one rank: its forward and backward passes, its model chunks, and transfers to other stages."""
 
     def __init__(
         self,
@@ -88,28 +95,30 @@ class Pipeline:
         shape: tuple[int, int, int],
         like: Tensor,
     ):
-        """`shape`: [b, s, h] of a boundary tensor on this rank (s/t under sp).  `like`: its dtype and device."""
+        """`shape`: [b, s, h] (s/t under sp) of tensors between stages. `like`: a tensor of equal dtype and device."""
         self.pp, self.chunks, self.micro_batches = pp, list(chunks), layout.accumulation
         self.actions = build_schedule(layout.schedule, pp.size, layout.accumulation, layout.chunks)[pp.rank]
         self.batches = (
             batches(self.actions, layout.chunks) if exchanges(layout) else [(a,) for a in self.actions]
         )
-        """Actions of this stage, grouped by exchanges of messages: an exchange follows each group."""
+        """Actions (forward and backward passes) of this stage, in groups. Without overlap, stages communicate after
+        each group."""
         self.boundary = Boundary(
             pp, tp, shape, like, split=layout.scatter_gather, overlap=not exchanges(layout)
         )
         self.in_flight = 0
-        """Maximum number of (micro-batch, chunk) pairs between forward and backward at the same time."""
+        """Maximum number of (micro-batch, chunk) pairs that were between forward and backward at one time on this
+        stage."""
         self.position = -1
-        """Index of `current` in `actions`; -1 for none."""
+        """Index in `actions` of the action that the stage runs; -1 outside `run`."""
         self._live: dict[tuple[int, int], tuple[_Slot, _Slot, Tensor]] = {}
         self._passes = [0] * len(self.chunks)
-        # Autograd records a function only if an input requires a gradient, and received tensors do not.
+        # Without an input that requires a gradient, autograd would not record functions of received tensors.
         self._anchor = torch.empty(0, device=like.device, requires_grad=True)
 
     @property
     def current(self) -> Action | None:
-        """Return the action that the stage runs, or whose input it awaits; None outside `run`."""
+        """Return the forward or backward pass that the stage runs or whose input it awaits; None outside `run`."""
         return self.actions[self.position] if self.position >= 0 else None
 
     def run(self, scale: Tensor | None, observe: Observer) -> Tensor:
@@ -149,14 +158,14 @@ class Pipeline:
                 if action.kind == BACKWARD:
                     self.chunks[action.chunk].after_backward()
                 if self.boundary.overlap:
-                    self.boundary.post()  # `post` does nothing if the preceding send has posted the receives.
+                    self.boundary.post()  # Post the next receives, unless the preceding send has posted them.
                 self.position += 1
         self.position = -1
         self.boundary.finish()
         return total / self.micro_batches
 
     def _source(self, action: Action) -> int | None:
-        """Return the stage that sends the action's input; None if the input comes from this stage or from the data."""
+        """Return the stage that sends an action's input; None if the input comes from this stage or from the data."""
         needed = dependency_of(action, self.pp.rank, self.pp.size, len(self.chunks))
         return None if needed is None or needed[0] == self.pp.rank else needed[0]
 

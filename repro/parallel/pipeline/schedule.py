@@ -1,8 +1,8 @@
 """Pipeline schedules as data: the actions of each stage in order, and the cost of that order.
 
-The runner executes a schedule, and `repro schedule` prints it.  `timeline` computes exact times from the duration of a
-stage's forward and backward, with messages that take no time (2104.04473 sec. 2.2).  Symbols: p stages, m
-micro-batches, v chunks of layers per stage.
+The runner executes a schedule, and `repro schedule` prints it. `timeline` computes exact times from the duration of a
+stage's forward and backward pass, without communication time (2104.04473 sec. 2.2). Symbols: p stages, m micro-batches,
+v chunks of layers per stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORWARD, BACKWARD = "F", "B"
 
 @dataclass(frozen=True)
 class Action:
-    """Forward or backward of one micro-batch through one chunk of a stage's layers; indices begin at 0."""
+    """Forward or backward pass of one micro-batch through one chunk of a stage's layers; indices begin at 0."""
 
     kind: str
     micro_batch: int
@@ -33,11 +33,11 @@ class Action:
 
 
 Schedule = tuple[tuple[Action, ...], ...]
-"""Actions of each stage: `schedule[stage][position]`."""
+"""Pipeline schedule: the forward and backward passes of each stage in order, as `schedule[stage][position]`."""
 
 
 class TimedAction(NamedTuple):
-    """An action and the time from `start` to `stop` in which its stage runs it."""
+    """Forward or backward pass of a pipeline stage, with its start time and stop time."""
 
     action: Action
     start: Fraction
@@ -59,7 +59,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
 
 
 def dependency_of(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, Action] | None:
-    """Return the (stage, action) whose result `action` needs; `None` for the forward of the first layers.
+    """Return the (stage, action) whose result a forward or backward `action` needs; None for the first layers' forward.
 
     Part k = chunk * p + stage of the model: forward F(k) needs F(k - 1), and backward B(k) needs B(k + 1).  B of the
     last part needs F of the same part.
@@ -77,11 +77,11 @@ def dependency_of(action: Action, stage: int, stages: int, chunks: int = 1) -> t
 
 
 def batches(actions: Sequence[Action], chunks: int = 1) -> list[tuple[Action, ...]]:
-    """Return a stage's `actions`, split where software without overlap exchanges messages with neighbouring stages.
+    """Return a stage's `actions` in groups, after each of which software without overlap exchanges messages.
 
-    An exchange sends outputs and receives the next inputs, without computation.  It follows every action, and with
-    interleaved chunks each pair of forward and backward in the steady phase (Megatron-LM of 2021,
-    `send_forward_backward_recv_forward_backward`).
+    Such an exchange sends outputs and receives the next inputs, without concurrent computation. There is an exchange
+    after every action, but only after each pair of forward and backward in the steady phase of interleaved chunks
+    (Megatron-LM of 2021, `send_forward_backward_recv_forward_backward`).
     """
     backwards = [position for position, action in enumerate(actions) if action.kind == BACKWARD]
     turns = sum(action.kind == FORWARD for action in actions[backwards[0] :])
@@ -94,7 +94,7 @@ def batches(actions: Sequence[Action], chunks: int = 1) -> list[tuple[Action, ..
 
 
 def in_flight(actions: Sequence[Action]) -> int:
-    """Return the maximum number of (micro-batch, chunk) pairs between forward and backward at the same time."""
+    """Return a stage's maximum number of (micro-batch, chunk) pairs that are between forward and backward."""
     live = most = 0
     for action in actions:
         live += 1 if action.kind == FORWARD else -1
@@ -103,22 +103,22 @@ def in_flight(actions: Sequence[Action]) -> int:
 
 
 def peak_in_flight(name: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
-    """Return the `in_flight` of a stage of schedule `name` by a formula, without the list of actions."""
+    """Return a stage's maximum number of in-flight (micro-batch, chunk) pairs by a formula for schedule `name`."""
     return min(micro_batches * chunks, _warm_up(name, stage, stages, micro_batches, chunks) + 1)
 
 
 def timeline(
     schedule: Schedule, forward: Rational | int = 1, backward: Rational | int = 2
 ) -> list[list[TimedAction]]:
-    """Return the exact times of every action, each as early as its stage's order and its input allow.
+    """Return start and stop of every action of a schedule, each as early as its stage's order and its input allow.
 
-    `forward` and `backward` are the times of one micro-batch on one full stage; an action on one of v chunks takes
-    1/v of them.  Raises `ValueError` on a deadlock of stages.
+    `forward` and `backward` are the times of one micro-batch on one full stage; an action on one of v chunks takes 1/v
+    of these times. Raises `ValueError` on a deadlock of stages.
     """
     unit, starts, durations = _starts(schedule, forward, backward)
     times: dict[int, Fraction] = {}
 
-    def exact(ticks: int) -> Fraction:  # Creating a Fraction is slow, and few values differ.
+    def exact(ticks: int) -> Fraction:  # Fractions are cached: creating one is slow, and few values differ.
         if ticks not in times:
             times[ticks] = Fraction(ticks, unit)
         return times[ticks]
@@ -133,7 +133,7 @@ def timeline(
 
 
 def bubble_ratio(schedule: Schedule, forward: Rational | int = 1, backward: Rational | int = 2) -> Fraction:
-    """Return idle time over ideal time, (t - m (t_f + t_b)) / (m (t_f + t_b)), of a schedule (2104.04473 sec. 2.2)."""
+    """Return the bubble over ideal time, (t - m (t_f + t_b)) / (m (t_f + t_b)), of a schedule (2104.04473 sec. 2.2)."""
     _, starts, durations = _starts(schedule, forward, backward)
     busy = max(sum(durations[action.kind] for action in actions) for actions in schedule)
     total = max(
@@ -143,7 +143,7 @@ def bubble_ratio(schedule: Schedule, forward: Rational | int = 1, backward: Rati
 
 
 def chunks_of(schedule: Schedule) -> int:
-    """Return v, the number of chunks of each stage."""
+    """Return v, the number of model chunks per pipeline stage in a schedule."""
     return 1 + max(action.chunk for actions in schedule for action in actions)
 
 
@@ -161,7 +161,7 @@ def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
 
 
 def _order(stages: int, micro_batches: int, chunks: int) -> Iterator[tuple[int, int]]:
-    """Yield (micro-batch, chunk) of a stage's forwards: p micro-batches of a chunk precede the next chunk."""
+    """Yield (micro-batch, chunk) of a stage's forward passes; p micro-batches of a chunk precede the next chunk."""
     group = stages if chunks > 1 else micro_batches
     for first in range(0, micro_batches, group):
         for chunk in range(chunks):
@@ -170,19 +170,19 @@ def _order(stages: int, micro_batches: int, chunks: int) -> Iterator[tuple[int, 
 
 
 def _warm_up(name: str, stage: int, stages: int, micro_batches: int, chunks: int) -> int:
-    """Return the number of forwards that `stage` runs before forward and backward take turns."""
+    """Return the number of warm-up forward passes of `stage`, before forward and backward passes alternate."""
     everything = micro_batches * chunks
     if name == "gpipe":
         return everything
     if name == "1f1b":
         return min(stages - 1 - stage, everything)
-    if micro_batches == stages:  # In Megatron, p micro-batches leave no steady phase.
+    if micro_batches == stages:  # In Megatron-LM, p micro-batches leave no phase of alternating passes.
         return everything
     return 2 * (stages - 1 - stage) + (chunks - 1) * stages
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> Iterator[Action]:
-    """Yield `warm_up` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    """Yield `warm_up` forward passes, then forward and backward passes alternately, then the other backward passes."""
     yield from forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         yield forward
@@ -193,7 +193,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 def _starts(
     schedule: Schedule, forward: Rational | int, backward: Rational | int
 ) -> tuple[int, list[list[int]], dict[str, int]]:
-    """Return ticks per unit of time, the start tick of each action, and the ticks of each kind of action."""
+    """Return ticks per time unit, the start of every action in ticks, and the ticks that each kind of action takes."""
     stages, chunks = len(schedule), chunks_of(schedule)
     exact = {FORWARD: Fraction(forward) / chunks, BACKWARD: Fraction(backward) / chunks}
     for key, time in (("forward", exact[FORWARD]), ("backward", exact[BACKWARD])):
@@ -204,7 +204,7 @@ def _starts(
     starts: list[list[int]] = [[] for _ in range(stages)]
     clock = [0] * stages
     done: dict[tuple[int, Action], int] = {}
-    waiting: dict[tuple[int, Action], int] = {}  # Stage that waits for (stage, action); at most one.
+    waiting: dict[tuple[int, Action], int] = {}  # Stage that waits for the result of (stage, action).
     ready = list(range(stages))
     while ready:
         stage = ready.pop()

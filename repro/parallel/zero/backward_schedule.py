@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves
 from repro.parallel.zero.partition import ModuleUse
 
 Visit = tuple[int, ModuleUse]
-"""One call of a module in a forward pass: index of the module's gather unit, and its `ModuleUse`."""
+"""One module call in a forward pass: index of the module's gather unit (jointly gathered parameters), and the
+module."""
 
 
 class _Graph:
-    """Token that hooks in the autograd graph reference: the token lives as long as the graph."""
+    """Token that lives as long as an autograd graph, because hooks in the graph refer to it."""
 
 
 class ForwardPass:
@@ -33,33 +34,34 @@ class ForwardPass:
 
     def __init__(self, has_gradients: bool) -> None:
         self.has_gradients = has_gradients
-        """Whether autograd records this forward pass."""
+        """Whether autograd records the forward pass, so that a backward pass can follow."""
         self.visits: list[Visit] = []
-        """Visits in the order in which they began."""
+        """Module calls of the forward pass in the order in which they began."""
         self.ends: list[int] = []
-        """For each visit, the number of visits that had begun when it ended; a visit may contain other visits."""
+        """For each visit (module call), the number of visits that had begun when the visit ended; visits may be
+        nested."""
         self.open_visits: list[int] = []
-        """Indices in `visits` of the calls that have not ended, the innermost one last."""
+        """Indices in `visits` of the module calls that have not ended, the innermost call last."""
         self.offset = 0
-        """Index of this pass's first visit in `BackwardSchedule.visits`."""
+        """Index of this forward pass's first module call among the calls in `BackwardSchedule.visits`."""
         self.graph: _Graph | None = _Graph()
         self._reference = weakref.ref(self.graph)
 
     def begin_visit(self, u: int, use: ModuleUse) -> int:
-        """Record that a module call begins, and return its index in `visits`."""
+        """Record that a module call of the forward pass begins, and return the index of the call."""
         self.visits.append((u, use))
         self.ends.append(len(self.visits))
         self.open_visits.append(len(self.visits) - 1)
         return self.open_visits[-1]
 
     def end_visit(self, u: int, use: ModuleUse) -> int:
-        """Record that the innermost open call of this module ends, and return its index in `visits`."""
+        """Record that the innermost open call of a module ends, and return the index of the call."""
         visit = _pop_innermost(self.open_visits, self.visits, (u, use))
         self.ends[visit] = len(self.visits)
         return visit
 
     def has_live_graph(self) -> bool:
-        """Drop the own reference to `graph`, and return whether the pass's autograd graph still exists."""
+        """Drop this record's reference to the graph's token; return whether the autograd graph still exists."""
         self.graph = None
         return self._reference() is not None
 
@@ -82,31 +84,37 @@ class BackwardSchedule:
         steps = [(end, False, v) for v, end in enumerate(self._ends)]
         steps += [(v, True, v) for v in range(len(self.visits))]
         self.steps = [step[1:] for step in sorted(steps, key=lambda s: (-s[0], not s[1], s[2]))]
-        """(whether the step leaves or enters a visit, index of the visit) in the order of the backward pass."""
+        """Steps of the backward pass in order: (True if autograd leaves a module call, False if it enters one; index of
+        the call)."""
         self.steps_taken = 0
         self.open_visits: list[int] = []
-        """Indices of the visits that recomputation runs again at present, the innermost one last."""
+        """Indices of the module calls that activation recomputation is running again, the innermost call last."""
         self.first_visit = {u: v for v, (u, _) in reversed(list(enumerate(self.visits)))}
-        """Index of each unit's first visit; the unit's gradients are complete when autograd has left this visit."""
+        """Index of each gather unit's first module call. The unit's gradients are complete when autograd has left this
+        call."""
         self._entry = {v: i for i, (leaves, v) in enumerate(self.steps) if not leaves}
         self._exit = {v: i for i, (leaves, v) in enumerate(self.steps) if leaves}
         self._of_use: dict[Visit, list[int]] = {}
         for v, visit in enumerate(self.visits):
             self._of_use.setdefault(visit, []).append(v)
         self.next_entry: list[int | None] = [None] * len(self.steps)
-        """For each step, the index of the visit that is entered next; None if there is no further entry."""
+        """For each step, the index of the module call that autograd enters next; None if it enters no further call."""
         for i in reversed(range(len(self.steps) - 1)):
             leaves, v = self.steps[i + 1]
             self.next_entry[i] = self.next_entry[i + 1] if leaves else v
         self.frees_unit = self._frees_unit()
-        """For each step, whether its unit can be freed: the unit has no open visit and is not entered next."""
+        """For each step, whether the parameters of its unit can be freed: no call of the unit is open, and the next is
+        of another."""
 
     def steps_until_entry(self, visit: int) -> int:
-        """Return the number of steps up to the entry of `visit`."""
+        """Return the number of steps of the backward pass up to the entry of the module call `visit`."""
         return self._entry[visit] + 1
 
     def steps_until_exit(self, visit: int) -> int:
-        """Return the number of steps up to the exit of `visit` and the entries of visits that ended at its start."""
+        """Return the number of steps of the backward pass up to the exit of the module call `visit`.
+
+        The steps include the entries of module calls that ended when `visit` began.
+        """
         stop = self._exit[visit] + 1
         while stop < len(self.steps) and not self.steps[stop][0] and self._ends[self.steps[stop][1]] == visit:
             stop += 1
@@ -122,7 +130,7 @@ class BackwardSchedule:
         return found
 
     def begin_recomputation(self, u: int, use: ModuleUse) -> bool:
-        """Record that recomputation runs a module again; return False if autograd has left all visits of the module."""
+        """Record that recomputation runs a module again; return False if autograd has left all calls of the module."""
         visits = self._of_use.get((u, use), [])
         while visits and self._exit[visits[-1]] < self.steps_taken:
             visits.pop()
@@ -130,12 +138,12 @@ class BackwardSchedule:
         return bool(visits)
 
     def end_recomputation(self, u: int, use: ModuleUse) -> int:
-        """Record that the innermost recomputation of this module ends, and return the index of the visit."""
+        """Record that the innermost recomputation of a module ends, and return the index of the module call."""
         return _pop_innermost(self.open_visits, self.visits, (u, use))
 
 
 def _pop_innermost(open_visits: list[int], visits: Sequence[Visit], visit: Visit) -> int:
-    """Pop `visit` from the stack of open visits, with the visits above it, which an error or early stop interrupted."""
+    """Pop a module's innermost call from the stack of open calls, and the calls above it, which were interrupted."""
     while open_visits:
         if visits[number := open_visits.pop()] == visit:
             return number
@@ -148,8 +156,8 @@ def _pop_innermost(open_visits: list[int], visits: Sequence[Visit], visit: Visit
 class GradOnlyBackward:
     """Detect backward passes that compute gradients of inputs only, for example a gradient penalty.
 
-    `torch.autograd.grad(..., create_graph=True)` accumulates no gradient of a parameter, and retains the graph for the
-    backward pass that does.
+    `torch.autograd.grad(..., create_graph=True)` accumulates no gradient of a parameter, and retains the graph for a
+    later backward pass that accumulates them.
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
@@ -162,7 +170,7 @@ class GradOnlyBackward:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             for i, p in enumerate(self._parameters):
-                # A parameter may be frozen temporarily.
+                # A parameter that is frozen at present has no node yet, but may be trained later.
                 if i not in self._accumulate_nodes and p.requires_grad:
                     self._accumulate_nodes[i] = get_gradient_edge(p).node
         return not any(map(_will_execute, self._accumulate_nodes.values()))
@@ -171,9 +179,7 @@ class GradOnlyBackward:
 def _will_execute(node: Any) -> bool:
     try:
         found: bool = torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
-    except (
-        RuntimeError
-    ):  # `torch.autograd.grad` returns the gradient of this parameter and does not accumulate it.
+    except RuntimeError:  # `torch.autograd.grad` returns this parameter's gradient without accumulating it.
         return False
     return found
 
@@ -181,8 +187,8 @@ def _will_execute(node: Any) -> bool:
 def tensors_in(value: Any, attributes: bool = False) -> Iterator[Tensor]:
     """Return the tensors in `value`: in pytrees (tuples, lists, dicts), dataclasses and other mappings.
 
-    `attributes`: include the attributes of any other object, for the output of a module. The input of a module may be
-    an object whose tensors the module does not use, and whose gradients are unrelated to the module.
+    `attributes`: include the attributes of any other object, as is right for the output of a module. An object in the
+    input of a module may have tensors that the module does not use.
     """
     return _tensors_in(value, attributes, set())
 

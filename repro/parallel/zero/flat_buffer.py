@@ -9,9 +9,10 @@ Elements that a rank retains of a bucket of P parameters (1910.02054 sec. 5; n d
 | 2 | P | P / n | P / n |
 | 3 | P / n | P / n | P / n |
 
-A bucket's gradients are reduced in place, in one message (C_B, sec. 6.2).  For stage 0, options add the copy of P
-elements that older libraries reduced: torch's DistributedDataParallel permanently, Megatron-LM during the reduction
-(`allreduce_gradients` of megatron/model/distributed.py in 2021, `allreduce_params` before).
+A bucket's gradients are reduced in place, in one message (C_B, sec. 6.2). For stage 0, options add a copy of P
+elements, which older libraries reduced instead of the gradients: torch's DistributedDataParallel permanently,
+Megatron-LM during the reduction (`allreduce_gradients` of megatron/model/distributed.py in 2021, `allreduce_params`
+before).
 """
 
 from __future__ import annotations
@@ -32,14 +33,19 @@ from repro.parallel.zero_r.constant_buffers import reduce_fused
 from repro.parallel.zero_r.defragmentation import Arena, Piece
 
 WIDENED_ROWS = 8
-"""Rows of 16-bit operands that `add_product_` converts to fp32 at once on a CPU, to limit the memory of the copies."""
+"""Number of rows that a matrix product of 16-bit operands converts to fp32 at once on a CPU, to limit the memory of
+copies."""
 
 
 def add_product_(sums: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
-    """Set `sums` to beta * sums + alpha * a @ b; fp32 `sums` allow 16-bit a, b (Megatron's `wgrad_gemm_accum_fp32`)."""
+    """Set `sums` to beta * sums + alpha * a @ b, also for fp32 `sums` of 16-bit a and b.
+
+    The operation corresponds to `wgrad_gemm_accum_fp32` of Megatron-LM.
+    """
     if sums.dtype == a.dtype or (sums.is_meta and not storage.is_on_processors(sums)):
         torch.addmm(sums, a, b, beta=beta, alpha=alpha, out=sums)
-    elif sums.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # torch 2.8 or later
+    # torch 2.8 or later has an `addmm` with fp32 output of 16-bit operands.
+    elif sums.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
         torch.ops.aten.addmm.dtype_out(sums, a, b, sums.dtype, beta=beta, alpha=alpha, out=sums)
     else:
         sums.mul_(beta) if beta else sums.zero_()
@@ -48,7 +54,7 @@ def add_product_(sums: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) 
 
 
 class Bucket(FlatParameters):
-    """Flat buffers of a bucket's parameters, gradients and master weights; `fill` sets the initial values."""
+    """Parameters that are reduced together, with flat buffers for their values, gradients and master weights."""
 
     def __init__(
         self,
@@ -61,18 +67,21 @@ class Bucket(FlatParameters):
         self.all_reduce_first, self.fused = sharding.all_reduce_first, not sharding.constant_buffers
         self.grad_dtype = sharding.grad_dtype or dtype
         self.pool: Arena | None = None
-        """Memory of full gradients under stages 2 and 3 with M_D; None: the heap."""
+        """Preallocated memory for full gradients under stages 2 and 3 with M_D (defragmentation); None: torch's
+        allocator."""
         self._piece: Piece | None = None
         self.master = self.shard
-        """Parameters that the optimizer updates: fp32 master weights, or the parameters' own shard in fp32 training."""
+        """Parameters that the optimizer updates: fp32 master weights of this rank's shard, or the shard itself in fp32
+        training."""
         if dtype.itemsize < 4:
             self.master = storage.zeros(self.shard.numel(), self.shard, Category.OPTIMIZER, torch.float32)
         self._place_gradients()
         self.copy: Tensor | None = None
-        """Permanent flat buffer [padded] to which gradients are copied for the reduction; None: reduced in place."""
+        """Permanent flat buffer [padded] to which gradients are copied for the reduction; None: gradients are reduced
+        in place."""
         if not sharding.as_view:
             self.copy = storage.zeros(plan.padded, self.full, Category.COMMUNICATION, self.grad_dtype)
-        # Megatron-LM reduced fp32 gradients in place (use_contiguous_buffers_in_ddp).
+        # Megatron-LM (use_contiguous_buffers_in_ddp) reduced fp32 gradients of 16-bit parameters in place.
         copies = sharding.in_passes and self.grad_dtype == dtype
         self._copied_to_reduce = copies and self.copy is None and self.stage == 0 and not self.fused
 
@@ -81,7 +90,7 @@ class Bucket(FlatParameters):
         self.gradients: Tensor | None = None
         """Full gradients of the bucket, flat [padded]; under stages 2 and 3 only until they are reduced."""
         self._views: list[Tensor] = []
-        """View of each parameter's gradient in `gradients`; empty without `gradients`."""
+        """Views of the parameters' gradients in the bucket's flat gradient buffer; empty while the buffer is freed."""
         if self.stage < 2:
             gradients = storage.zeros(plan.padded, self.full, Category.GRADIENTS, self.grad_dtype)
             self._take(gradients)
@@ -92,25 +101,25 @@ class Bucket(FlatParameters):
 
     @cached_property
     def ranges(self) -> list[tuple[Tag, int, int]]:
-        """Return the ranges (tag, start, stop) of equal tags in the optimizer's shard."""
+        """Return the ranges (tag, start, stop) of the optimizer's shard with parameters of equal properties (tags)."""
         if self.stage:
             return self.plan.ranges(self.part)
         return BucketPlan(self.plan.slots, 1).ranges(0)
 
     def adopt_writes(self) -> None:
-        """Copy values written to the parameters since the last step to the master weights (stages 0 to 2)."""
+        """Copy parameter values that a user wrote since the last step to the fp32 master weights (stages 0 to 2)."""
         if self.master is not self.shard and self.stage < 3:
             written = self.shard != self.master.to(self.shard.dtype)
             torch.where(written, self.shard.to(self.master.dtype), self.master, out=self.master)
 
     @property
     def reduces_in_place(self) -> bool:
-        """Return whether a reduction of stage 1 needs no memory in addition to the permanent gradients."""
+        """Return whether the gradient reduction of stage 1 needs no memory in addition to the permanent gradients."""
         in_place = self.all_reduce_first or self.group.transport.reduces_in_place
         return self.stage == 1 and in_place and not self.fused and not self.has_part_lists
 
     def gradient_view(self, slot: int) -> Tensor:
-        """Return the memory for the gradient of parameter `slot` of the bucket; allocates under stages 2 and 3."""
+        """Return the memory for the gradient of parameter number `slot`; under stages 2 and 3, allocate the memory."""
         if self.gradients is None:
             if self.pool is not None:
                 self._piece = self.pool.take(self.plan.padded)
@@ -126,9 +135,9 @@ class Bucket(FlatParameters):
         self._views = self._views_of(gradients)
 
     def reduce(self, *, add: bool) -> Work:
-        """Sum the gradients over the group and write this rank's shard to `gradient_shard`.
+        """Sum the bucket's gradients over the data-parallel group, and write this rank's shard to `gradient_shard`.
 
-        `add` (stages 2 and 3): add to the sum of earlier micro-batches.
+        `add` (stages 2 and 3): add the sum to the gradients of earlier micro-batches.
         """
         full = self.gradients
         assert full is not None
@@ -169,7 +178,7 @@ class Bucket(FlatParameters):
         return Work(finish=finish)
 
     def unreduce(self) -> None:
-        """Scale or clear reduced gradients, so that reducing them again gives their values plus those added next."""
+        """Scale or clear reduced gradients, so that further gradients can be added before they are reduced again."""
         gradients = self.gradients
         assert gradients is not None
         if self.stage == 0 or self.all_reduce_first:
@@ -180,18 +189,18 @@ class Bucket(FlatParameters):
             gradients[(self.part + 1) * size :].zero_()
 
     def _free_gradients(self) -> None:
-        """Free the full gradients (stages 2 and 3)."""
+        """Free the bucket's full gradients after their reduction (stages 2 and 3)."""
         self.gradients, self._views = None, []
         if self.pool is not None and self._piece is not None:
             self.pool.give(self._piece)
             self._piece = None
 
     def sum_partial_gradients(self, tp: Group) -> None:
-        """Sum over `tp` the gradients that each rank has only for its part of the sequence."""
+        """Sum over `tp` the gradients that each rank has computed for its part of the sequence only (with `sp`)."""
         self._sum_over(tp, lambda tag: tag.partial, "sequence-parallel gradients")
 
     def sum_tied_gradients(self, ends: Group) -> None:
-        """Sum over the first and the last stage the gradients of tied parameters (Megatron's embedding group)."""
+        """Sum the gradients of tied embeddings over the first and last pipeline stage (Megatron's embedding group)."""
         self._sum_over(ends, lambda tag: tag.tied, "tied gradients")
 
     def _sum_over(self, group: Group, wanted: Callable[[Tag], bool], purpose: str) -> None:

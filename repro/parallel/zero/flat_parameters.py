@@ -21,35 +21,37 @@ from repro.parallel.comm import Group, Work
 from repro.parallel.zero.partition import BucketPlan
 
 InitialValues = Callable[[int, int, int], Tensor]
-"""(parameter index, start, stop) -> flat fp32 values of these elements of the (tp-local) parameter."""
+"""Function (parameter index, start, stop) -> initial fp32 values, flat, of elements start..stop of the (tp-local)
+parameter."""
 
 INITIALISED_ELEMENTS = 1 << 22
-"""Elements that are initialised at once. The limit bounds the memory of the initialisation."""
+"""Maximum number of parameter elements that are initialised at once, which limits temporary memory."""
 PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
-"""Elements from which on a separately gathered parameter is freed after its use (DeepSpeed's
+"""Minimum number of elements of a separately gathered parameter that stage 3 frees after its use (DeepSpeed's
 `param_persistence_threshold`)."""
 MAX_REUSE_DISTANCE_ELEMENTS = 1_000_000_000
-"""A parameter is freed between two uses if other parameters of this many elements are used between them (DeepSpeed's
-`max_reuse_distance`)."""
+"""Number of elements of other parameters, used between two uses of a parameter, from which on stage 3 frees the
+parameter in between (DeepSpeed's `max_reuse_distance`)."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """Properties of a parameter; the elements of a shard are processed in runs of equal properties."""
+    """Properties of a parameter that decide how the optimizer and the gradient norm process its elements in a shard."""
 
     group: int
-    """Index of the optimizer's parameter group."""
+    """Index of the optimizer's parameter group that contains the parameter."""
     duplicate: bool = False
-    """Whether all tp ranks hold the same values, which the global norm counts once."""
+    """Whether all tp ranks hold equal values of the parameter, so that the global gradient norm counts them once."""
     tied: bool = False
     """Whether the first and the last pipeline stage both hold the parameter and sum its gradients before the step."""
     partial: bool = False
-    """Whether a tp rank's gradient covers its part of the sequence only (sp), to be summed before the step."""
+    """Whether each tp rank computes the parameter's gradient for its part of the sequence only, so that gradients are
+    summed over tp (sequence parallelism)."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Distribution of parameters over the dp group."""
+    """Settings by which ZeRO distributes parameters and gradients over the data-parallel group."""
 
     stage: int
     group: Group
@@ -58,13 +60,14 @@ class Sharding:
     all_reduce_first: bool
     """Whether stage 1 all-reduces gradients instead of a reduce-scatter, as DeepSpeed did in February 2020."""
     dtype: torch.dtype | None
-    """Data type of the parameters; None retains each parameter's own."""
+    """Data type of the parameters; None does not change it."""
     constant_buffers: bool = True
-    """C_B: buckets of `bucket_bytes`; otherwise one bucket for the module, reduced in fp32."""
+    """Whether gradients are reduced in buckets of `bucket_bytes` (C_B of ZeRO-R). Otherwise the module has one bucket,
+    reduced in fp32."""
     contiguous: bool = False
-    """M_D: full gradients of stages 2 and 3 use memory allocated once."""
+    """Whether full gradients of stages 2 and 3 use memory that is allocated once (M_D of ZeRO-R)."""
     overlap: bool = True
-    """Whether communication overlaps with computation."""
+    """Whether the communication of gradients and parameters overlaps with computation."""
     as_view: bool = True
     """Whether gradients are views of their buckets; otherwise (stage 0) they are copied to a second buffer."""
     in_passes: bool = False
@@ -72,22 +75,22 @@ class Sharding:
     by_parameter: bool = False
     """Whether stage 3 gathers each parameter separately, without prefetch, as DeepSpeed did in March 2021."""
     grad_dtype: torch.dtype | None = None
-    """Data type of accumulated and reduced gradients; None retains that of the parameters."""
+    """Data type of accumulated and reduced gradients; None: the data type of the parameters."""
     fused_accumulation: bool = False
-    """Whether matrix products of 16-bit operands accumulate directly into gradients of `grad_dtype`."""
+    """Whether matrix products of 16-bit operands accumulate weight gradients directly in the data type `grad_dtype`."""
     gather_overlap: bool = True
     """Whether updated parameters (stages 1 and 2) are gathered during the next forward pass."""
 
     @property
     def adds_in_products(self) -> bool:
-        """Whether matrix products add weight gradients to the bucket; otherwise each is computed separately first."""
+        """Return whether the matrix product of a weight gradient adds its result directly to the gradient bucket."""
         return not self.in_passes and (self.grad_dtype is None or self.fused_accumulation)
 
     @staticmethod
     def from_layout(
         layout: Layout, group: Group, device: torch.device, dtype: torch.dtype | None
     ) -> Sharding:
-        """Return the sharding that a layout specifies."""
+        """Return the ZeRO sharding that the layout specifies for parameters on `device`."""
         return Sharding(
             stage=layout.zero,
             group=group,
@@ -108,7 +111,7 @@ class Sharding:
 
 
 def _chunks(first: int, last: int, like: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of parts of `INITIALISED_ELEMENTS` from `first` to `last`; on `meta` only the first part."""
+    """Yield ranges (start, stop) of limited size that cover `first` to `last`; on `meta` only the first range."""
     for start in range(first, last, INITIALISED_ELEMENTS):
         yield start, min(start + INITIALISED_ELEMENTS, last)
         if like.is_meta:
@@ -116,7 +119,7 @@ def _chunks(first: int, last: int, like: Tensor) -> Iterator[tuple[int, int]]:
 
 
 class FlatParameters:
-    """Flat buffer of parameters. `parameters[i]`, the parameter of `plan.slots[i]`, is a view of `full`."""
+    """Flat buffer `full` of parameters, each of which is a view of the buffer; stage 3 frees it between uses."""
 
     def __init__(
         self,
@@ -128,14 +131,15 @@ class FlatParameters:
         group, stage = sharding.group, sharding.stage
         self.plan, self.parameters, self.stage, self.group = plan, list(parameters), stage, group
         self.has_part_lists = sharding.by_parameter and group.size > 1
-        """Whether collectives use lists of the ranks' parts, each of which is copied."""
+        """Whether collectives use a list with one tensor per rank, each of which is copied (DeepSpeed's gather by
+        parameter)."""
         self.is_persistent = sharding.by_parameter and is_below_persistence_threshold(self.parameters[0])
-        """Whether the gathered parameters are retained until the optimizer step."""
+        """Whether stage 3 retains the gathered parameters until the optimizer step, because they are small."""
         self.part = group.rank if stage >= 1 else 0
         """Index of the shard that this rank's optimizer updates and that the rank retains under stage 3."""
         like = torch.empty(0, dtype=dtype, device=sharding.device)
         self.full = storage.empty(plan.padded, like, Category.PARAMETERS)
-        """Full parameters, flat [padded]; released between uses under stage 3."""
+        """Full parameters of the flat buffer with padding; stage 3 frees their memory between uses."""
         if stage == 3:
             self.shard = storage.zeros(plan.shard, like, Category.PARAMETERS)
         else:
@@ -144,7 +148,7 @@ class FlatParameters:
             self.shard = self.full[self.part * size : (self.part + 1) * size]
         for parameter, view in zip(self.parameters, self._views_of(self.full), strict=True):
             parameter.data = view
-            parameter.grad = None  # An earlier gradient would be added to that of the first step.
+            parameter.grad = None  # A gradient that exists already would be added to that of the first step.
         if stage == 3:
             storage.release(self.full)
 
@@ -153,14 +157,14 @@ class FlatParameters:
             flat[self.plan.numel :].zero_()
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
-        """Return the view of each parameter, in its shape."""
+        """Return a view of flat buffer `flat` for each parameter, in the parameter's shape."""
         sizes = [slot.stop - slot.start for slot in self.plan.slots]
         with storage.unobserved(flat.device):
             parts = flat.split([*sizes, self.plan.padded - self.plan.numel])
             return [part.view(one.shape) for part, one in zip(parts[:-1], self.parameters, strict=True)]
 
     def fill(self, values: InitialValues, master: Tensor) -> None:
-        """Write the initial values to this rank's parameters, and those of the shard to `master`."""
+        """Write the initial values of this rank's parameters, and those of its shard to the master weights `master`."""
         if self.stage in (1, 2):
             for slot in self.plan.slots:
                 for start, stop in _chunks(0, slot.stop - slot.start, self.full):
@@ -183,13 +187,13 @@ class FlatParameters:
                 storage.call_once(self.full, ("piece", stop - start, *kinds), copy)
 
     def pieces(self) -> list[tuple[int, int, int, int]]:
-        """Return the shard's pieces: (parameter index, first element, last element + 1, offset in the shard)."""
+        """Return the shard's parameters as (parameter index, first element, last element + 1, offset in the shard)."""
         if self.stage:
             return self.plan.pieces(self.part)
         return [(s.index, 0, s.stop - s.start, s.start) for s in self.plan.slots]
 
     def gather(self) -> Work:
-        """Gather the full parameters from all ranks' shards (stages 1 to 3)."""
+        """All-gather the full parameters from the shards of all data-parallel ranks (stages 1 to 3)."""
         if self.stage == 3:
             storage.restore(self.full)
         if self.stage == 0 or self.group.size == 1:
@@ -214,27 +218,27 @@ class FlatParameters:
 
 
 def is_below_persistence_threshold(parameter: Parameter) -> bool:
-    """Return whether a separately gathered parameter is so small that it is retained after its use."""
+    """Return whether the parameter is so small that stage 3 with separate gathers retains it after its use."""
     return parameter.numel() < PERSISTENCE_THRESHOLD_ELEMENTS
 
 
 def exceed_reuse_distance(elements: Sequence[int]) -> list[bool]:
     """Return whether each parameter of a block is freed between the block's recomputation and its backward pass.
 
-    `elements`: sizes of the parameters in the order of use. Between the two uses of a parameter, all later parameters
-    are used twice: forward and backward.
+    `elements`: sizes of the parameters in the order of use. Between these two uses of a parameter, all later parameters
+    of the block are used twice: forward and backward.
     """
     return [2 * sum(elements[i + 1 :]) >= MAX_REUSE_DISTANCE_ELEMENTS for i in range(len(elements))]
 
 
 class RankParts:
-    """Equal parts of a flat tensor, with one view for each rank.
+    """Equal parts of a flat tensor, one for each rank, as views that are copied one by one.
 
-    On `meta` no views are created; a simulation gets their number through the tensor's observer.
+    On `meta` no views are created, and a simulation gets their number through the tensor's observer.
     """
 
     def __init__(self, flat: Tensor, count: int, *, flattened: bool = False):
-        """`flattened`: create one more view for each part, as for a gradient that has a shape."""
+        """`flattened`: create one more view per part, as libraries do to flatten a gradient."""
         self._flat, self._count = flat, count
         self._views: list[Tensor] = []
         if flat.is_meta:
@@ -247,11 +251,11 @@ class RankParts:
             self._views.append(source.narrow(0, part * size, size))
 
     def copy_from(self, source: Tensor) -> None:
-        """Copy flat `source` to the parts, one by one."""
+        """Copy flat `source` to the ranks' parts of the tensor, one part at a time."""
         self._copy(self._views, source)
 
     def copy_to(self, target: Tensor) -> None:
-        """Copy the parts to flat `target`, one by one."""
+        """Copy the ranks' parts of the tensor to flat `target`, one part at a time."""
         self._copy(target, self._views)
 
     def _copy(self, target: Tensor | list[Tensor], source: Tensor | list[Tensor]) -> None:
@@ -267,7 +271,7 @@ class RankParts:
 
 
 def synchronize_host(like: Tensor) -> None:
-    """Block the host until the device of `like` has finished all its work."""
+    """Block the host until the device of tensor `like` has finished all launched operations."""
     if like.is_cuda:
         torch.cuda.synchronize(like.device)
     elif like.is_meta and (observer := storage.observer_of(like)) is not None:

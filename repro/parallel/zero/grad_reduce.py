@@ -23,31 +23,36 @@ from repro.parallel.zero.flat_parameters import Sharding
 from repro.parallel.zero_r.defragmentation import Arena
 
 _UNFINISHED: list[Work] = []
-"""Collectives that were in flight when a failed backward pass ended and their reducer was freed.
+"""Gradient collectives that were running when a backward pass failed and their `GradientReducer` was freed.
 
-gloo closes a connection on which a message arrives for freed memory, and all later collectives of the group fail.
+They are retained, because gloo closes a connection on which a message arrives for freed memory, and all later
+collectives of the group then fail.
 """
 
 
 class GradientReducer:
-    """Collects gradients by hooks and reduces them bucket by bucket.
+    """Collect gradients by autograd hooks, and reduce them over the data-parallel ranks bucket by bucket.
 
     Call `begin` before each micro-batch's backward, `finish` after it, and `wait` before the gradients are used.
     The last reductions overlap with the work between `finish` and `wait`.
     """
 
     IN_FLIGHT = 2
-    """Maximum number of buckets of stages 1 to 3 under reduction, if a reduction needs memory of its own."""
+    """Maximum number of buckets under reduction at one time in stages 1 to 3, if a reduction needs additional
+    memory."""
 
     def __init__(self, buckets: Sequence[Bucket], sharding: Sharding):
-        """Without overlap stages 0 and 1 start to reduce in the `wait` that ends the step, and stage 2 waits for each
-        bucket before the backward pass continues.
+        """Install the gradient hooks of all parameters in `buckets`.
+
+        Without overlap, stages 0 and 1 reduce gradients in the `wait` at the end of a step. Stages 2 and 3 wait for
+        each bucket's reduction before the backward pass continues.
         """
         self.overlap = sharding.overlap
         self.buckets = list(buckets)
-        """Buckets in the order in which their gradients are expected, the last layers first."""
+        """Buckets in the order in which backward computes their gradients, the last layers first."""
         self.by_arrival = sharding.stage < 3
-        """Whether a bucket is complete once each of its parameters has a gradient; otherwise `close` completes it."""
+        """Whether a bucket is complete once each of its parameters has a gradient; otherwise `close` completes the
+        bucket."""
         self._index = {id(bucket): b for b, bucket in enumerate(self.buckets)}
         self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._missing = [0] * len(self.buckets)
@@ -57,7 +62,7 @@ class GradientReducer:
         self._works: deque[Work] = deque()
         self._first = self._last = True
         self._reduced = False
-        """Whether the step's gradients so far have been reduced (stages 0 and 1)."""
+        """Whether the gradients accumulated in this step have been reduced (stages 0 and 1)."""
         self.on_gradient: Callable[[], None] = lambda: None
         """Function called for every gradient that autograd has computed."""
         if sharding.contiguous:
@@ -68,7 +73,8 @@ class GradientReducer:
                     vars(parameter)["gradient_sink"] = self._sink(b, s)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                vars(parameter)["reducer"] = self  # The reducer exists as long as its parameters.
+                # The parameters refer to the reducer, so that it exists as long as they do.
+                vars(parameter)["reducer"] = self
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(b, s))
             for b, bucket in enumerate(self.buckets)
@@ -79,7 +85,7 @@ class GradientReducer:
         _UNFINISHED.extend(getattr(self, "_works", ()))
 
     def remove(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the gradient hooks of this reducer from the parameters."""
         for handle in self._handles:
             handle.remove()
         for bucket in self.buckets:
@@ -90,8 +96,8 @@ class GradientReducer:
     def _set_aside(self) -> None:
         """Allocate the memory of full gradients once, as a pool of the largest buckets' sizes (1910.02054 sec. 6.3).
 
-        The pool fits the buckets under reduction, the bucket that collects gradients, and the tied embedding's bucket,
-        which is open from the output layer's gradient to the embedding's.
+        The pool has memory for the buckets under reduction, the bucket that collects gradients, and the tied
+        embedding's bucket. The latter collects gradients from the output layer's backward to the embedding's.
         """
         by_dtype: dict[torch.dtype, list[Bucket]] = {}
         for bucket in self.buckets:
@@ -105,7 +111,7 @@ class GradientReducer:
                 bucket.pool = pool
 
     def begin(self, micro_batch: int, micro_batches: int) -> None:
-        """Prepare for the backward pass of one of the step's micro-batches; wait for earlier reductions.
+        """Prepare the gradient buckets for the backward pass of a micro-batch; wait for earlier reductions.
 
         Further micro-batches after `micro_batches` are allowed: their gradients are reduced one by one.
         """
@@ -123,25 +129,25 @@ class GradientReducer:
 
     @property
     def only_adds(self) -> bool:
-        """Return whether this backward pass only adds gradients to earlier micro-batches', without a reduction."""
+        """Return whether the backward pass only adds gradients to those of earlier micro-batches, and reduces none."""
         return not self._first and not self._last and all(bucket.stage < 2 for bucket in self.buckets)
 
     def hold(self, bucket: Bucket) -> None:
-        """Do not reduce `bucket` before `finish`: its parameters may get several gradients in this pass."""
+        """Defer the reduction of `bucket` to `finish`. Its parameters may get several gradients in a backward pass."""
         self._held[self._index[id(bucket)]] = True
 
     def close(self, bucket: Bucket) -> None:
-        """Record that `bucket` gets no more gradients in this pass; missing gradients count as zero."""
+        """Record that `bucket` gets no more gradients in this backward pass; missing gradients count as zero."""
         self._close(self._index[id(bucket)])
 
     def finish(self) -> None:
-        """End the backward pass: start the remaining reductions (without overlap: in `wait`)."""
+        """End a backward pass and start the remaining gradient reductions, which without overlap `wait` starts."""
         for b in range(len(self.buckets)):
             self._close(b)
             self._held[b] = False
 
     def reduce_early(self) -> None:
-        """Reduce the accumulated gradients when the step ends before the last micro-batch announced to `begin`."""
+        """Reduce the accumulated gradients when a step ends before the last micro-batch that `begin` expects."""
         if self._reduced or self.buckets[0].stage >= 2:
             return
         self._last = True
@@ -160,7 +166,7 @@ class GradientReducer:
         }
 
     def wait(self) -> None:
-        """Wait until every complete bucket is reduced; without overlap stages 0 and 1 start only here."""
+        """Wait until every complete bucket is reduced. Without overlap, stages 0 and 1 start their reductions here."""
         self._launch_closed()
         self._await_all()
 
@@ -171,8 +177,8 @@ class GradientReducer:
     def _hook(self, b: int, s: int) -> Callable[[Parameter], None]:
         """Return the gradient hook of the parameter in slot `s` of bucket `b`.
 
-        torch holds a hook in an object that the garbage collector does not traverse.  A hook that referred to
-        this reducer, and so to its own parameter, would never be freed.
+        torch holds hooks in an object that the garbage collector does not traverse. If the hook referred to the
+        reducer, and so to the hook's parameter, the reference cycle would never be freed.
         """
         reducer = ref(self)
 
@@ -184,9 +190,9 @@ class GradientReducer:
         return collect
 
     def _collect(self, b: int, s: int, parameter: Parameter) -> None:
-        """Move the gradient that autograd computed to the bucket."""
+        """Move a gradient that autograd computed from `parameter.grad` to the parameter's bucket."""
         gradient = parameter.grad
-        if gradient is None:  # The gradient sink has added it, or autograd knows that it is zero.
+        if gradient is None:  # The gradient is in the bucket already (gradient sink), or zero.
             return
         parameter.grad = None
         if gradient.layout != torch.strided:
@@ -194,13 +200,14 @@ class GradientReducer:
                 f"The sparse gradient of a parameter {list(parameter.shape)} is not supported. Set sparse=False."
             )
         self.on_gradient()
-        # The division for the mean over n replicas costs nothing in this copy.
+        # The copy to the bucket also divides the gradient by the number of replicas, at no additional cost.
         bucket = self.buckets[b]
         add = self._adds(b, s)
         view, size = self._view(bucket, s), bucket.group.size
 
         def write() -> None:
-            converts = view.dtype != gradient.dtype  # As for Megatron-LM's main_grad: 0 + gradient, in fp32.
+            # As Megatron-LM's main_grad: zero, plus the gradient in fp32.
+            converts = view.dtype != gradient.dtype
             if converts and not add:
                 view.zero_()
             if add or converts:
@@ -215,7 +222,7 @@ class GradientReducer:
 
     def _sink(self, b: int, s: int) -> Callable[[Tensor, Tensor], None]:
         def add_product(rows: Tensor, x: Tensor) -> None:
-            """Add rows^T x / n to the gradient, for rows [N, o] and x [N, i]."""
+            """Add rows^T x / n to a weight gradient in its bucket, for rows [N, o], x [N, i] and n replicas."""
             bucket = self.buckets[b]
             add = self._adds(b, s)
             view = self._view(bucket, s)
@@ -230,21 +237,21 @@ class GradientReducer:
         return add_product
 
     def _view(self, bucket: Bucket, s: int) -> Tensor:
-        """Return the memory for the gradient of slot `s`; allocates the bucket's memory if needed."""
+        """Return the memory for the gradient of a bucket's parameter `s`; allocate the bucket's gradients if needed."""
         pool, size = bucket.pool, bucket.plan.padded
         if pool is not None and bucket.gradients is None:
             while self._works and not pool.fits(size):
                 self._works.popleft().wait()
             if not pool.fits(size):
-                # The order of gradients leaves more buckets open than the pool was planned for.
+                # More buckets collect gradients at one time than the memory pool was planned for.
                 pool.grow(size)
         return bucket.gradient_view(s)
 
     def _adds(self, b: int, s: int) -> bool:
-        """Return whether a new gradient of slot `s` is added to an existing one.
+        """Return whether a new gradient of parameter `s` in bucket `b` is added to an existing gradient.
 
-        Reentrant checkpointing produces a separate gradient for every use of a parameter.  Raises `RuntimeError` if
-        the bucket has been reduced without this gradient.
+        Reentrant checkpointing produces a separate gradient for every use of a parameter. Raises `RuntimeError` if the
+        bucket has been reduced already, without the new gradient.
         """
         bucket = self.buckets[b]
         if b < self._next and (bucket.stage >= 2 or self._last):
@@ -255,7 +262,7 @@ class GradientReducer:
         return self._arrived[b][s] or (bucket.stage < 2 and not self._first)
 
     def _arrive(self, b: int, s: int) -> None:
-        """Record that the gradient of slot `s` is complete, and close the bucket if it is complete."""
+        """Record that parameter `s` of bucket `b` has its gradient, and close the bucket if all its gradients exist."""
         if not self._arrived[b][s]:
             self._arrived[b][s] = True
             self._missing[b] -= 1
@@ -275,7 +282,7 @@ class GradientReducer:
             self._launch_closed()
 
     def _launch_closed(self) -> None:
-        """Start to reduce the closed buckets that are next in order."""
+        """Start to reduce the buckets that have all their gradients and are next in the fixed order of buckets."""
         while self._next < len(self.buckets) and self._closed[self._next]:
             self._launch(self.buckets[self._next])
             self._next += 1
@@ -293,7 +300,7 @@ class GradientReducer:
 
 
 def broadcast_parameters(tensors: Sequence[Tensor], group: Group) -> None:
-    """Copy the values of the group's rank 0 to every replica (parameters and buffers, before they are sharded)."""
+    """Broadcast parameters and buffers from the group's rank 0 to every replica, before they are sharded."""
     with torch.no_grad():
         for tensor in tensors:
             if tensor.numel():

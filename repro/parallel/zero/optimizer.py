@@ -29,7 +29,7 @@ from repro.parallel.zero.partition import GatherUnit, parameters_by_unit
 
 @dataclass(frozen=True)
 class Norms:
-    """Results of one step on which all ranks agreed, as 0-dim fp32 tensors."""
+    """Gradient norm, loss and overflow of one training step, equal on all ranks, as 0-dim fp32 tensors."""
 
     gradient: Tensor
     """Global gradient norm before clipping (unscaled)."""
@@ -40,12 +40,13 @@ class Norms:
 
 
 class GradientShards:
-    """Reduced gradients of this rank's shards, and their global norm."""
+    """Reduced gradients of the parameter shards that this rank updates, and the global norm of all gradients."""
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, operators: OperatorSet = OperatorSet.FUSED):
         self.buckets, self.mesh, self.operators = list(buckets), mesh, operators
         self.shards = [bucket.gradient_shard for bucket in self.buckets]
-        """Gradient shard of each bucket; with `in_passes`, unscaled fp32 copies from `agree` to `release`."""
+        """Gradient shard of each bucket. With `in_passes`, these are unscaled fp32 copies between `agree` and
+        `release`."""
         self._counted = self._runs(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
         )
@@ -54,7 +55,7 @@ class GradientShards:
         self._weight = 0.0 if replicated and mesh.dp.rank else 1.0
 
     def _runs(self, wanted: Callable[[Tag], bool]) -> list[list[tuple[int, int]]]:
-        """Return for each bucket the ranges (start, stop) whose tag is `wanted`; adjacent ranges are merged."""
+        """Return the ranges (start, stop) of each bucket's shard with `wanted` parameter tags, merged if adjacent."""
         found = []
         for bucket in self.buckets:
             runs: list[tuple[int, int]] = []
@@ -69,11 +70,11 @@ class GradientShards:
         return found
 
     def release(self) -> None:
-        """Free the fp32 copies of the gradients after the update."""
+        """Free the fp32 copies of the gradients after the optimizer step."""
         self.shards = [bucket.gradient_shard for bucket in self.buckets]
 
     def _widen(self, scale: Tensor | None) -> None:
-        """Convert the gradients to fp32 and divide them by the loss scale, in two passes."""
+        """Convert the gradients to fp32, and divide them by the loss scale in a second pass over memory."""
         self.shards = [gradient.float() for gradient in self.shards]
         if scale is not None:
             torch._foreach_mul_(self.shards, 1.0 / scale)
@@ -81,10 +82,10 @@ class GradientShards:
     def agree(
         self, loss: Tensor, scale: Tensor | None, observe: Callable[[Phase], None] = lambda phase: None
     ) -> Norms:
-        """Return global norm, mean loss and overflow, from one all-reduce of 8 bytes over all ranks.
+        """Return global gradient norm, mean loss and overflow of a step, from one all-reduce of 8 bytes over all ranks.
 
         `loss`: mean loss of this replica, 0 on all stages but the last. `scale`: loss scale of the gradients. `observe`
-        is called with `idle` before a wait for stages whose last backward ends later, and with `optimizer` after it.
+        is called with `idle` before each wait for other pipeline stages, and with `optimizer` after the wait.
         """
         for bucket in self.buckets:
             bucket.sum_partial_gradients(self.mesh.tp)
@@ -102,7 +103,7 @@ class GradientShards:
         ]
         if counted:
             squares = kernels.norm_squared(counted, plain=self.operators.plain)
-        else:  # The shards are only padding, or other ranks count them.
+        else:  # The gradient shards of this rank are only padding, or other ranks count them in the norm.
             squares = torch.zeros((), dtype=torch.float32, device=loss.device)
         replicas = self.mesh.world.size // self.mesh.pp.size
         shared = torch.stack((squares * self._weight, loss.float() / replicas))
@@ -128,17 +129,17 @@ class ShardedAdamW:
         eps: float,
         operators: OperatorSet = OperatorSet.FUSED,
     ):
-        """`decays`: weight decay of each parameter group."""
+        """`decays`: weight decay coefficient of each parameter group. `operators`: fused or separate operators."""
         self.buckets, self.decays, self.operators = list(buckets), list(decays), operators
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         like = self.buckets[0].master
         self.step_count = torch.zeros((), dtype=torch.float32, device=like.device)
-        """Steps taken (skipped ones do not count), 0-dim fp32."""
+        """Number of optimizer steps, without steps skipped for an overflow, 0-dim fp32."""
         self.moments = [
             [storage.zeros(b.master.numel(), b.master, Category.OPTIMIZER, torch.float32) for _ in range(2)]
             for b in self.buckets
         ]
-        """First and second moment of every bucket's shard."""
+        """First and second moment of AdamW for this rank's shard of every bucket, flat fp32."""
         self._parts = [self._parts_of(bucket) for bucket in self.buckets]
         mixed = [bucket for bucket in self.buckets if bucket.master is not bucket.shard]
         self._masters = self._by_group([bucket.master for bucket in self.buckets])
@@ -147,7 +148,7 @@ class ShardedAdamW:
 
     @staticmethod
     def _parts_of(bucket: Bucket) -> list[tuple[int | None, int]]:
-        """Return the parts of a bucket's shard: parameter group (None for padding) and number of elements."""
+        """Return the parts of a bucket's shard in order: (parameter group, number of elements); None for padding."""
         parts: list[tuple[int | None, int]] = []
         end = 0
         for tag, start, stop in bucket.ranges:
@@ -162,7 +163,7 @@ class ShardedAdamW:
         return [*parts, (None, padding)] if padding else parts
 
     def _by_group(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the parts of one tensor per bucket, by parameter group; empty lists without tensors."""
+        """Split one flat tensor per bucket by parameter group, and return the views of each group."""
         found: list[list[Tensor]] = [[] for _ in self.decays]
         for tensor, parts in zip(tensors, self._parts, strict=bool(tensors)):
             pieces = tensor.split([count for _, count in parts]) if len(parts) > 1 else [tensor]
@@ -174,9 +175,9 @@ class ShardedAdamW:
     def update(
         self, gradients: Sequence[Tensor], lr: Tensor, divisor: Tensor | None, skip: Tensor | None
     ) -> None:
-        """Run one AdamW step on the gradients divided by `divisor`; change no state if `skip` is 1.
+        """Run one AdamW step with the gradients divided by `divisor`; change no state if `skip` is 1.
 
-        `gradients`: one flat tensor per bucket's shard, which the step overwrites. Other arguments: 0-dim fp32.
+        `gradients`: flat gradient shard of each bucket, which the step overwrites. Other arguments: 0-dim fp32.
         """
         in_passes = self.operators.in_passes
         if in_passes and divisor is not None:
@@ -209,7 +210,7 @@ class ShardedAdamW:
 
 
 def divisor_for(norm: Tensor, clip: float, scale: Tensor | None) -> Tensor | None:
-    """Return the divisor of the gradients: their loss scale times the factor that reduces the global norm to `clip`."""
+    """Return the divisor of the gradients for unscaling and clipping: loss scale times max(1, norm / `clip`)."""
     if clip <= 0:
         return scale
     divisor = ((norm + 1e-6) / clip).clamp(min=1.0)
@@ -232,7 +233,7 @@ class LossScaler:
         self.good_steps, self.tolerance = scalar(0.0), scalar(float(hysteresis))
 
     def update(self, overflow: Tensor) -> None:
-        """Update the scale after a step; `overflow` is 1 or 0 (0-dim fp32), equal on all ranks."""
+        """Update the loss scale after a step; `overflow` is 1 or 0 (0-dim fp32), equal on all ranks."""
         self.tolerance.sub_(overflow)
         self.good_steps.add_(1).mul_(1 - overflow)
         halve = (overflow > 0) & (self.tolerance <= 0)
@@ -245,9 +246,9 @@ class LossScaler:
 class UpdatedParameterGather:
     """Gather of the updated parameters (stages 1 and 2) while the next forward pass runs.
 
-    After the optimizer step all buckets are gathered, the first layers first. A module call waits for the buckets of
-    the module's parameters only, children included, since some modules read a child's parameters without calling
-    the child. Code that reads parameters outside these calls must call `wait`.
+    After the optimizer step all buckets are gathered, the first layers first. A module call waits only for the buckets
+    with parameters of the module and its children, since some modules read a child's parameters without calling the
+    child. Code that reads parameters outside module calls must call `wait`.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[GatherUnit], buckets: Sequence[Bucket]):
@@ -264,16 +265,16 @@ class UpdatedParameterGather:
                 self._handles.append(modules[use.module].register_forward_pre_hook(self._before(needed)))
 
     def start(self) -> None:
-        """Begin to gather the shards [P/n] of every bucket to its parameters [P], the first layers first."""
+        """Start to all-gather updated parameters [P] of every bucket from shards [P/n], the first layers first."""
         with torch.no_grad():
             self._works = {b: bucket.gather() for b, bucket in enumerate(self.buckets)}
 
     def wait(self) -> None:
-        """Wait for all buckets, before parameters are read outside a forward pass."""
+        """Wait until all updated parameters are gathered, before code outside a forward pass reads them."""
         self._await(list(self._works))
 
     def remove(self) -> None:
-        """Remove the hooks from the module."""
+        """Remove the hooks that wait for gathered parameters from the module."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,6 +1,6 @@
 """Partition of a module: modules into gather units, parameters into buckets, buckets into equal shards.
 
-Under stage 3 the parameters of a gather unit are gathered together, as those of an FSDP unit; usually a unit is one
+Under stage 3 the parameters of a gather unit are gathered together, as those of an FSDP unit. Usually a unit is one
 transformer block. A bucket is a sequence of parameters in one flat buffer, padded so that each of `n` ranks owns an
 equal shard (1910.02054 sec. 5.1: "equal partitions"). Sizes are numbers of elements.
 """
@@ -21,17 +21,17 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class ModuleUse:
-    """A module whose forward uses the parameters of a gather unit."""
+    """Module whose forward uses the parameters of a gather unit (parameters that ZeRO stage 3 gathers together)."""
 
     module: str
-    """Name of the submodule; empty for the wrapped module itself."""
+    """Name of the submodule whose forward uses the parameters; empty for the wrapped module itself."""
     is_read_in_backward: bool = True
-    """Whether the module's backward reads the parameters. An embedding's backward does not."""
+    """Whether the module's backward reads the parameters, which an embedding's backward does not."""
 
 
 @dataclass(frozen=True)
 class GatherUnit:
-    """Parameters that are gathered together: those in the modules of `uses` that no earlier unit has."""
+    """Parameters that ZeRO stage 3 gathers together: those in the modules of `uses`, without those of earlier units."""
 
     name: str
     uses: tuple[ModuleUse, ...]
@@ -39,41 +39,41 @@ class GatherUnit:
 
 @dataclass(frozen=True)
 class ParameterSlot(Generic[Tag]):
-    """Range of a parameter in a bucket: elements `start` to `stop`."""
+    """Range of elements (`start` to `stop`) that one parameter occupies in a bucket's flat buffer."""
 
     index: int
-    """Index of the parameter in the sequence that was partitioned."""
+    """Index of the parameter in the list of parameters that are partitioned into buckets."""
     start: int
     stop: int
     tag: Tag
-    """Property by which a shard is processed in separate ranges (optimizer group, tp duplicate)."""
+    """Properties of the parameter (optimizer group, tp duplicate) by which a shard is processed in separate ranges."""
 
 
 @dataclass(frozen=True)
 class BucketPlan(Generic[Tag]):
-    """Ranges of the parameters in one bucket, which is sharded over `n` ranks."""
+    """Ranges of all parameters in one bucket (flat buffer), which is divided into equal shards over `n` ranks."""
 
     slots: tuple[ParameterSlot[Tag], ...]
     n: int
 
     @property
     def numel(self) -> int:
-        """Return the number of elements without padding."""
+        """Return the number of elements of the bucket without padding."""
         return self.slots[-1].stop if self.slots else 0
 
     @property
     def padded(self) -> int:
-        """Return the number of elements with padding, the smallest multiple of `n * ALIGNMENT` from `numel` on."""
+        """Return the elements of the bucket with padding: `numel`, rounded up to a multiple of `n * ALIGNMENT`."""
         step = self.n * ALIGNMENT
         return -(-self.numel // step) * step
 
     @property
     def shard(self) -> int:
-        """Return the number of elements of one shard."""
+        """Return the number of elements of one rank's shard of the bucket, with padding."""
         return self.padded // self.n
 
     def ranges(self, rank: int) -> list[tuple[Tag, int, int]]:
-        """Return the runs (tag, start, stop) of the rank's shard, relative to the shard; padding has no run."""
+        """Return the ranges (tag, start, stop) of equal tags in the rank's shard, without padding."""
         low, high = rank * self.shard, (rank + 1) * self.shard
         runs: list[tuple[Tag, int, int]] = []
         for slot in self.slots:
@@ -87,7 +87,7 @@ class BucketPlan(Generic[Tag]):
         return runs
 
     def pieces(self, rank: int) -> list[tuple[int, int, int, int]]:
-        """Return the rank's shard as (parameter index, first element, last element + 1, offset in the shard)."""
+        """Return the parameters of a rank's shard as (index, first element, last element + 1, offset in the shard)."""
         low, high = rank * self.shard, (rank + 1) * self.shard
         found = []
         for slot in self.slots:
@@ -98,7 +98,7 @@ class BucketPlan(Generic[Tag]):
 
 
 def plan_bucket(sizes: Iterable[tuple[int, int, Tag]], n: int) -> BucketPlan[Tag]:
-    """Return one bucket of parameters, given as (parameter index, elements, tag) in their order."""
+    """Return a bucket with the given parameters, each as (parameter index, number of elements, tag), in this order."""
     slots, start = [], 0
     for index, numel, tag in sizes:
         slots.append(ParameterSlot(index, start, start + numel, tag))
@@ -107,7 +107,10 @@ def plan_bucket(sizes: Iterable[tuple[int, int, Tag]], n: int) -> BucketPlan[Tag
 
 
 def plan_buckets(sizes: Sequence[tuple[int, int, Tag]], n: int, bucket_numel: int) -> list[BucketPlan[Tag]]:
-    """Return buckets of `bucket_numel` elements or fewer, in the given order. A larger parameter has its own bucket."""
+    """Divide parameters in order into buckets of at most `bucket_numel` elements.
+
+    A larger parameter gets a separate bucket.
+    """
     plans: list[BucketPlan[Tag]] = []
     current: list[tuple[int, int, Tag]] = []
     filled = 0
@@ -123,10 +126,10 @@ def plan_buckets(sizes: Sequence[tuple[int, int, Tag]], n: int, bucket_numel: in
 
 
 def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> list[GatherUnit]:
-    """Return the gather units of a stock module: one for each block, and one for all other parameters.
+    """Return the gather units of any torch module: one for each block, and one for all other parameters.
 
-    `blocks` are names of submodules. Default: the children of every `nn.ModuleList`, or of every `nn.Sequential`
-    if there is no list. The children of a bare container replace the container.
+    `blocks` are names of submodules. Default: the children of every `nn.ModuleList`, or of every `nn.Sequential` if
+    there is no list. A container without forward is replaced by its children.
 
     Raises: `ValueError` for an unknown name, and for a module without a forward of its own.
     """
@@ -147,23 +150,29 @@ def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> lis
 
 
 def _only_children(module: nn.Module) -> list[str]:
-    """Return the names of only children, since parents may call other methods of them than forward (`generate`)."""
+    """Return the chain of submodules that are the only child of their parent, by name.
+
+    A user may call another method of the parent than forward (`generate`), which calls such a child directly.
+    """
     found: list[str] = []
     while not module._parameters and len(children := list(module.named_children())) == 1:
         ((name, module),) = children
         if not has_forward(module):
-            break  # The child is a bare container of blocks.
+            break  # The only child is a container of blocks without forward.
         found.append(f"{found[-1]}.{name}" if found else name)
     return found
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether the module can be called. Forward hooks of bare containers (`nn.ModuleList`) never run."""
+    """Return whether the module defines `forward`.
+
+    Forward hooks of containers without it (`nn.ModuleList`) never run.
+    """
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _children_of(module: nn.Module, kind: type[nn.Module]) -> list[str]:
-    """Return the names of the outermost modules inside containers of `kind` that have a forward of their own."""
+    """Return the names of the outermost modules with a forward inside containers of class `kind`."""
     found: list[str] = []
     seen: set[int] = set()
 
@@ -186,7 +195,9 @@ def _children_of(module: nn.Module, kind: type[nn.Module]) -> list[str]:
 
 
 def parameters_by_unit(module: nn.Module, units: Sequence[GatherUnit]) -> list[list[nn.Parameter]]:
-    """Return the parameters of every unit. A parameter of several units belongs to the unit of the full module.
+    """Return the parameters of every gather unit.
+
+    A parameter that several blocks share belongs to the unit of the full module.
 
     Raises: `ValueError` if units share a parameter and no unit is the full module.
     """
@@ -206,7 +217,9 @@ def parameters_by_unit(module: nn.Module, units: Sequence[GatherUnit]) -> list[l
         inner = [u for u in mine if u != outer]
         if len(inner) > 1 and outer is None:
             names = ", ".join(units[u].name for u in inner)
-            raise ValueError(f"units {names} share a parameter. Name a module that contains them as block.")
+            raise ValueError(
+                f"units {names} share a parameter. Name a module that contains all of them in blocks."
+            )
         owner = inner[0] if len(inner) == 1 else outer
         assert owner is not None
         found[owner].append(named[key])

@@ -1,8 +1,9 @@
-"""Checks of stage 3 for the module of a user: reads of freed parameters, and ranks that gather different units.
+"""Checks of ZeRO stage 3 for a user's module: reads of freed parameters, and ranks that gather different units.
 
 An operator on a freed parameter would read released memory, so the parameter gets a class that refuses operators. If
-data decide which modules a rank uses, an all-gather could mix the shards of different blocks; every gather of a forward
-pass therefore compares the index of its unit over the ranks, and the end of the pass a digest of its module uses.
+the modules that a rank uses depend on its data, an all-gather could mix the shards of different blocks. Every gather of
+a forward pass therefore compares the index of its unit over the ranks. The end of the pass compares a digest of all its
+units.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ METADATA_FUNCTIONS: set[Callable[..., Any]] = {
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_),
 }
-"""Functions and attributes that read no values of a tensor."""
+"""Functions and attributes of a tensor that read only metadata (shape, dtype), and are allowed on freed parameters."""
 
 
 class FreedParameter(Parameter):
-    """A parameter without values. It has a shape and a gradient, and refuses all other operators."""
+    """Parameter whose memory ZeRO stage 3 has freed.
+
+    It has a shape and a gradient, and refuses operators on its values.
+    """
 
     @classmethod
     def __torch_function__(
@@ -82,25 +86,28 @@ class FreedParameterGuard:
         self.refuse_reads()
 
     def allow_reads(self) -> None:
-        """Restore the classes of the parameters, whose values have been gathered."""
+        """Restore the original classes of parameters whose values have been gathered."""
         for parameter, kind, _ in self._kinds:
             parameter.__class__ = kind  # type: ignore[assignment]
 
     def refuse_reads(self) -> None:
-        """Give the parameters, whose values are freed, the classes that refuse operators."""
+        """Set the classes of parameters whose values are freed to classes that refuse operators."""
         for parameter, _, freed in self._kinds:
             parameter.__class__ = freed  # type: ignore[assignment]
 
 
 class UnitAgreement:
-    """Compare unit indices over a group whose messages the host can read at once (gloo)."""
+    """Check that all ranks of a gloo group gather equal units of ZeRO stage 3, by comparing unit indices."""
 
     def __init__(self, group: Group):
         self.group = group
         self._last_pass = Work()
 
     def compare(self, number: int) -> Work:
-        """Send `number`; the work's wait raises `RuntimeError` unless all ranks have sent the same number."""
+        """Send `number` to all ranks.
+
+        `wait` of the result raises `RuntimeError` unless all ranks have sent equal numbers.
+        """
         if self.group.size == 1:
             return Work()
         own = torch.tensor([number])
@@ -115,7 +122,7 @@ class UnitAgreement:
         return Work(finish=check)
 
     def union(self, flags: Sequence[bool]) -> list[bool]:
-        """Return for each flag whether any rank has set it. All flags but the last 60 count as set."""
+        """Return the logical or of each flag over all ranks. All flags but the last 60 count as set."""
         if self.group.size == 1:
             return list(flags)
         sent = flags[-60:]
@@ -128,17 +135,17 @@ class UnitAgreement:
         return [True] * (len(flags) - len(sent)) + found
 
     def end_forward(self, units: Sequence[int], has_gradients: bool) -> None:
-        """Send a digest of the units that a forward pass used; `wait` compares the digests of all ranks."""
-        # Digests are negative, unlike indices of units and flags. The hash of integers is equal in every process.
+        """Send a digest of the gather units that a forward pass used. `wait` compares the digests of all ranks."""
+        # Digests are negative, unlike unit indices and flags. Python's hash of integers is equal in every process.
         self._last_pass = self.compare(-1 - abs(hash((has_gradients, *units))))
 
     def wait(self) -> None:
-        """Raise `RuntimeError` unless all ranks used the same units in their last forward passes."""
+        """Raise `RuntimeError` unless all ranks used equal gather units in their last forward passes."""
         self._last_pass.wait()
 
 
 FLAGS_BIT = 1 << 60
-"""Bit of a message whose lower bits are flags."""
+"""Bit that marks a number sent between ranks as a set of flags, which are the lower bits."""
 
 DIFFERENT_MODULES = (
     "Ranks that use different modules in a pass, or run different numbers of passes, are not supported under zero = 3. "

@@ -1,4 +1,4 @@
-"""Assembly of a ZeRO stage for a module: parameters in buckets, and hooks for gradients and parameters."""
+"""A ZeRO stage applied to a module: buckets of parameters, and hooks for gradients and parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from repro.parallel.zero_r.constant_buffers import bucket_numel
 
 
 def leave_meta(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Replace parameters on `meta` by parameters on the device without memory; shared parameters stay shared."""
+    """Replace parameters on `meta` by parameters on the device with one element of memory; retain shared parameters."""
     replaced: dict[int, Parameter] = {}
     for child in module.modules():
         for name, old in list(child._parameters.items()):
@@ -49,8 +49,8 @@ def leave_meta(module: nn.Module, device: torch.device, dtype: torch.dtype | Non
 def cast_untrained(module: nn.Module, dtype: torch.dtype) -> None:
     """Convert frozen and empty floating-point parameters, and floating-point buffers, to `dtype`.
 
-    With trained parameters in buckets of `dtype` the module then equals `module.to(dtype)`.  Most modules cannot mix
-    dtypes (a linear layer, or a batch norm whose running statistics have another dtype than its weights).
+    If its trained parameters are in buckets of `dtype`, the module then equals `module.to(dtype)`. Most modules cannot
+    mix dtypes (a linear layer, or a batch norm whose running statistics have another dtype than its weights).
     """
     for child in module.modules():
         for parameter in child._parameters.values():
@@ -64,7 +64,7 @@ def cast_untrained(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class ShardedModule:
-    """A module whose parameters are in buckets, with the hooks that communicate them."""
+    """Module under a ZeRO stage: parameters in flat buckets, and hooks that communicate gradients and parameters."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ShardedModule:
         if sharding.dtype is not None:
             cast_untrained(module, sharding.dtype)
         self._named = dict(module.named_parameters())
-        # Empty parameters are outside buckets, and so are frozen ones except under stage 3: they are not communicated.
+        # Empty parameters, and frozen ones except under stage 3, are not communicated and not in buckets.
         trained = [(name, p) for name, p in self._named.items() if p.requires_grad and p.numel()]
         self.names = [name for name, _ in trained]
         self.parameters = [p for _, p in trained]
@@ -89,9 +89,9 @@ class ShardedModule:
         initial = values(self._placed)
         tags = [tag_of(p) for p in self.parameters] + [Tag(-1)] * (len(self._placed) - len(trained))
         self.buckets: list[Bucket] = []
-        """Buckets in the order in which their gradients come, the last layers first."""
+        """Buckets in the order in which backward computes their gradients, the last layers first."""
         self.frozen: list[FlatParameters] = []
-        """Flat buffers of frozen parameters, under stage 3."""
+        """Flat buffers of frozen parameters, which stage 3 shards too; empty under other stages."""
         self.gatherer: ParameterUnsharder | None = None
 
         def make(plan: BucketPlan[Tag]) -> FlatParameters:
@@ -112,7 +112,7 @@ class ShardedModule:
             else:
                 for plan in self._plans(tags):
                     make(plan)
-            # Buckets are filled after all are allocated, because temporaries of initial values would fragment memory.
+            # Fill buckets only after all are allocated: temporary tensors of initial values would fragment memory.
             for bucket in self.buckets:
                 bucket.fill(initial, bucket.master)
             for flat in self.frozen:
@@ -135,34 +135,35 @@ class ShardedModule:
 
     @property
     def padding(self) -> int:
-        """Return the elements of padding in the buckets."""
+        """Return the number of padding elements in all buckets of the module."""
         return sum(bucket.plan.padded - bucket.plan.numel for bucket in self.buckets)
 
     def begin_forward(self) -> None:
-        """Prepare for a forward pass: stage 3 starts a new record of the order of module calls."""
+        """Prepare the module for a forward pass: stage 3 starts to record the order of module calls."""
         if self.gatherer is not None:
             self.gatherer.begin_forward()
 
     def begin_backward(self, micro_batch: int, micro_batches: int) -> None:
-        """Prepare for the backward pass of one of the step's micro-batches."""
+        """Prepare the gradient buckets for backward pass number `micro_batch` of a step's `micro_batches` passes."""
         self.reducer.begin(micro_batch, micro_batches)
 
     def begin(self, micro_batch: int, micro_batches: int) -> None:
-        """Prepare for a micro-batch whose backward directly follows its forward, as without a pipeline."""
+        """Prepare the module for a micro-batch whose backward pass directly follows its forward pass (no pipeline)."""
         self.begin_backward(micro_batch, micro_batches)
         self.begin_forward()
 
     def end_backward(self) -> None:
-        """End a micro-batch's backward pass and start the reductions (of the last or of every micro-batch, by stage).
+        """End a micro-batch's backward pass, and start the reductions of its gradients.
 
-        Without overlap `wait_gradients` starts them.
+        Stages 0 and 1 reduce gradients only after the last micro-batch. Without overlap, `wait_gradients` starts their
+        reductions.
         """
         if self.gatherer is not None:
             self.gatherer.finish_backward()
         self.reducer.finish()
 
     def wait_gradients(self) -> None:
-        """Wait until `gradient_shard` of every bucket holds the mean over the replicas."""
+        """Wait until the gradient shard of every bucket is the mean over the data-parallel replicas."""
         self.reducer.wait()
 
     def finish(self) -> None:
@@ -171,7 +172,7 @@ class ShardedModule:
         self.wait_gradients()
 
     def all_gather_params(self) -> None:
-        """Gather the updated parameters after the optimizer step (stages 1 and 2), or free the old ones (stage 3)."""
+        """Start to gather updated parameters after an optimizer step (stages 1 and 2), or free old ones (stage 3)."""
         if self.gatherer is not None:
             self.gatherer.free_all()
         if self.param_gather is not None:
@@ -185,7 +186,7 @@ class ShardedModule:
             self.param_gather.wait()
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
-        """Return a copy of every full (tp-local) parameter by name, for tests and checkpoints."""
+        """Return a copy of every parameter by name, gathered from its ZeRO shards but local to the tp rank."""
         self.wait()
         if self.gatherer is None:
             return {name: p.detach().clone() for name, p in self._named.items()}
@@ -204,7 +205,7 @@ class ShardedModule:
         }
 
     def remove_hooks(self) -> None:
-        """Remove all hooks from the module; its parameters stay in the buckets."""
+        """Remove all ZeRO hooks from the module. Its parameters remain views of the buckets."""
         self.reducer.remove()
         if self.gatherer is not None:
             self.gatherer.remove()
@@ -221,9 +222,9 @@ class ShardedModule:
         return self.sharding.dtype or p.dtype if p.requires_grad else p.dtype
 
     def _apart(self, indices: Sequence[int], tags: Sequence[Tag]) -> list[list[int]]:
-        """Return groups of parameter indices with equal dtype, `tied` and `requires_grad`, for separate flat buffers.
+        """Divide parameter indices into groups of equal dtype, `tied` and `requires_grad`, one for each flat buffer.
 
-        A bucket of tied parameters alone has the same shards on the first and the last pipeline stage.
+        Tied parameters have separate buckets, whose shards are equal on the first and the last pipeline stage.
         """
         kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
         for i in indices:
@@ -232,7 +233,7 @@ class ShardedModule:
         return list(kinds.values())
 
     def _gathered_at_once(self, indices: Sequence[int], tags: Sequence[Tag]) -> list[list[int]]:
-        """Return groups of a gather unit's parameter indices, for one flat buffer each."""
+        """Divide the parameter indices of a gather unit into groups that stage 3 gathers by one all-gather each."""
         apart = self._apart(indices, tags)
         if not self.sharding.by_parameter:
             return apart
@@ -243,7 +244,7 @@ class ShardedModule:
         return found
 
     def _plans(self, tags: Sequence[Tag]) -> list[BucketPlan[Tag]]:
-        """Return the buckets of stages 0 to 2, the last layers' first, because their gradients come first."""
+        """Return the buckets of stages 0 to 2, the last layers first, since backward computes their gradients first."""
         plans = []
         backwards = list(range(len(self.parameters)))[::-1]
         for indices in self._apart(backwards, tags):
@@ -261,12 +262,12 @@ class ShardedModule:
         tags: Sequence[Tag],
         make: Callable[[BucketPlan[Tag]], FlatParameters],
     ) -> list[list[FlatParameters]]:
-        """Create the flat buffers of every unit: one for each dtype, and separate ones for frozen parameters."""
+        """Create the flat buffers of every gather unit: one for each dtype, and separate ones for frozen parameters."""
         index_of = {id(p): i for i, p in enumerate(self._placed)}
         of_unit: list[list[FlatParameters]] = []
         for parameters in parameters_by_unit(self.module, units):
             indices = [index_of[id(p)] for p in parameters if id(p) in index_of]
-            # Separate matrices and vectors, so that a shard has few runs of one tag.
+            # Sort parameters by their tags (weight decay, tp duplicate), so that a shard has few ranges of equal tags.
             indices.sort(key=lambda i: (tags[i].group, tags[i].duplicate, tags[i].partial))
             n = self.sharding.group.size
             of_unit.append(

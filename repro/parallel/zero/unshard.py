@@ -43,22 +43,27 @@ class ParameterUnsharder:
         *,
         ahead: bool = True,
     ):
-        """`ahead`: gather the next unit while a unit computes. Otherwise, wait for each flat buffer in turn."""
+        """`ahead`: prefetch the next unit while a unit computes.
+
+        Otherwise, wait for the gather of each flat buffer in turn.
+        """
         self._ahead = ahead
         self._module, self._grad_only_backward = module, grad_only_backward
         self.units, self.buckets = list(units), [list(group) for group in buckets]
         self._complete = complete
         self._gathered_twice = [_gathered_twice(group) for group in self.buckets]
-        """Flat buffers of each unit that are gathered for a block's recomputation and again for its backward pass."""
+        """Flat buffers of each unit that are freed after a block's recomputation, and gathered again for its backward
+        pass."""
         self._works: dict[int, list[Work]] = {}
         self._forward = ForwardPass(False)
-        """Forward pass that runs or ran last."""
+        """Record of the forward pass that runs at present, or that ran last."""
         self._recorded: list[ForwardPass] = []
-        """Forward passes through which a backward pass runs or can still run."""
+        """Records of the forward passes through whose graphs a backward pass runs or can still run."""
         self._schedule: BackwardSchedule | None = None
-        """Schedule of the backward pass that runs."""
+        """Schedule of the running backward pass; None outside backward passes."""
         self.retains_units = False
-        """Whether gathered units are not freed, because the graph of a grad-only backward pass reads them."""
+        """Whether gathered units are retained, because a backward pass that computes only gradients of inputs needs
+        them again."""
         self._agreement: UnitAgreement | None = None
         self._guards: list[FreedParameterGuard] = []
         self._handles: list[Any] = []
@@ -66,10 +71,11 @@ class ParameterUnsharder:
         order = {name: i for i, name in enumerate(names)}
         uses = [(u, use) for u, unit in enumerate(self.units) for use in unit.uses]
         self._expected = sorted(uses, key=lambda entry: order[entry[1].module])
-        """Module calls of the previous forward pass; at first, all uses in the order of module declaration."""
+        """Expected module calls: those of the previous forward pass; initially, one for each module in the order of
+        declaration."""
         for u, use in reversed(uses):
             target = names[use.module]
-            # Run before pre-hooks of users, which may read the parameters (`weight_norm`).
+            # The gather hook runs before the pre-hooks of users, which may read the parameters (`weight_norm`).
             before = target.register_forward_pre_hook(self._before(u, use), prepend=True, with_kwargs=True)
             self._handles.append(before)
         for u, use in uses:
@@ -77,7 +83,7 @@ class ParameterUnsharder:
             self._handles.append(target.register_forward_hook(self._after(u, use)))
 
     def enable_checks(self, agreement: UnitAgreement) -> None:
-        """Refuse reads of freed parameters and ranks that gather different units, for the module of a user."""
+        """Let reads of freed parameters in a user's module, and ranks that gather different units, raise errors."""
         self._agreement = agreement
         for u, buckets in enumerate(self.buckets):
             for bucket in buckets:
@@ -99,16 +105,16 @@ class ParameterUnsharder:
         ]
 
     def remove(self) -> None:
-        """Remove the hooks from the module."""
+        """Remove the hooks that gather and free parameters from the module."""
         for handle in self._handles:
             handle.remove()
 
     def is_gathered(self, u: int) -> bool:
-        """Return whether the unit's parameters are gathered or under gather."""
+        """Return whether the parameters of unit `u` are gathered, or their gather has started."""
         return not any(storage.is_released(bucket.full) for bucket in self.buckets[u])
 
     def start_gather(self, u: int) -> None:
-        """Begin to gather unit `u`, unless the gather has begun."""
+        """Start the all-gather of the parameters of unit `u`, unless it has started."""
         if self.buckets[u] and not self.is_gathered(u):
             self._works[u] = []
             if self._agreement is not None and self._schedule is None:
@@ -121,7 +127,7 @@ class ParameterUnsharder:
                             work.wait()
 
     def gather(self, u: int) -> None:
-        """Wait until unit `u` is gathered; begin the gather if `start_gather` has not begun it."""
+        """Gather the parameters of unit `u`: start the all-gather unless it has started, and wait for its end."""
         self.start_gather(u)
         if u not in self._works:
             return
@@ -131,7 +137,7 @@ class ParameterUnsharder:
             self._guards[u].allow_reads()
 
     def free(self, u: int) -> None:
-        """Free the full parameters of unit `u`, after a gather that is under way has written them."""
+        """Free the full parameters of unit `u`, after waiting for a running gather of the unit."""
         self._free(u, self.buckets[u])
 
     def _free(self, u: int, buckets: Sequence[FlatParameters]) -> None:
@@ -143,13 +149,13 @@ class ParameterUnsharder:
             storage.release(bucket.full)
 
     def free_all(self) -> None:
-        """Free the full parameters of all units."""
+        """Free the full parameters of all gather units."""
         self.retains_units = False
         for u in range(len(self.units)):
             self.free(u)
 
     def retain_units(self) -> None:
-        """Gather all units that autograd graphs reference, and retain them until `free_all`."""
+        """Gather all units whose parameters autograd graphs reference, and do not free them until `free_all`."""
         if not self.retains_units:
             self.retains_units = True
             for u in sorted({u for run in self._recorded for u, _ in run.visits}):
@@ -167,12 +173,15 @@ class ParameterUnsharder:
             self._free(u, [flat for flat in self.buckets[u] if not (flat.is_persistent and training)])
 
     def begin_forward(self) -> None:
-        """Begin a forward pass. A pass without gradients does not change the schedule of the next backward pass."""
+        """Begin the record of a forward pass.
+
+        A pass under `no_grad` does not change the schedule of the next backward pass.
+        """
         if self._agreement is not None:
             self._agreement.wait()
         if self._forward.visits:
             self._expected = self._forward.visits
-        if self._schedule is not None:  # A failed backward pass has left its schedule.
+        if self._schedule is not None:  # An earlier backward pass failed and left its schedule.
             self._recorded, self._schedule = [], None
         self._forward = ForwardPass(torch.is_grad_enabled())
         if self._forward.has_gradients:
@@ -182,7 +191,7 @@ class ParameterUnsharder:
             self._recorded.append(self._forward)
 
     def _with_live_graphs(self) -> list[ForwardPass]:
-        """Return the forward passes whose graph is alive on any rank, since all ranks communicate for them."""
+        """Return the forward passes whose autograd graph exists on any rank, since all ranks join their gathers."""
         if not self._recorded:
             return []
         alive = [run.has_live_graph() for run in self._recorded]
@@ -191,7 +200,7 @@ class ParameterUnsharder:
         return [run for run, is_alive in zip(self._recorded, alive, strict=True) if is_alive]
 
     def end_forward(self) -> None:
-        """End a forward pass. The next pass raises `RuntimeError` if the ranks have used different units."""
+        """End a forward pass. The next forward pass raises `RuntimeError` if the ranks have used different units."""
         if self._agreement is not None and self._schedule is None:
             self._agreement.end_forward([u for u, _ in self._forward.visits], self._forward.has_gradients)
 
@@ -199,7 +208,8 @@ class ParameterUnsharder:
         def gather(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self.retains_units and torch._C._current_graph_task_id() != -1:
                 return
-            if self._schedule is not None:  # The backward pass recomputes a block.
+            # The module runs inside backward: activation recomputation of a block.
+            if self._schedule is not None:
                 if not self._schedule.begin_recomputation(u, use):
                     raise RuntimeError(ONE_BACKWARD_PER_FORWARD)
                 self.gather(u)
@@ -232,12 +242,12 @@ class ParameterUnsharder:
         return release
 
     def _recomputed(self, visit: int) -> tuple[ForwardPass, int]:
-        """Return the forward pass that contains a visit of the schedule, and the visit's index in this pass."""
+        """Return the forward pass that contains module call `visit` of the schedule, and the call's index in it."""
         run = next(run for run in reversed(self._recorded) if run.offset <= visit)
         return run, visit - run.offset
 
     def _inside_visit(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Observe gradients of an inner module's output, which backward may reach before the output of its gather unit.
+        """Hook the output of a gather unit's inner module, whose backward may begin before that of the unit's output.
 
         An example is a block that stores a part of the loss in addition to its output.
         """
@@ -253,9 +263,9 @@ class ParameterUnsharder:
             )
 
     def _hooks_outside_uses(self, units: Sequence[int]) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return hooks that gather and free `units` around a call of an inner module outside passes of the full module.
+        """Return hooks that gather and free `units` for a call of an inner module outside the full module's forward.
 
-        An example is an encoder that generation calls.
+        An example is an encoder that text generation calls.
         """
         gathered: list[int] = []
 
@@ -273,7 +283,7 @@ class ParameterUnsharder:
         return gather, free
 
     def _is_used_next(self, u: int, use: ModuleUse) -> bool:
-        """Return whether the unit is used again at once: by an open visit, the next module or the backward pass."""
+        """Return whether unit `u` is used again at once: by an open module call, the next call, or the backward."""
         if any(self._forward.visits[v][0] == u for v in self._forward.open_visits):
             return True
         position = len(self._forward.visits)
@@ -282,7 +292,7 @@ class ParameterUnsharder:
         return torch.is_grad_enabled()
 
     def finish_backward(self) -> None:
-        """Take the schedule's remaining steps, whose gathers other ranks may have started; end the backward pass."""
+        """End a backward pass: run the remaining steps of its schedule, whose gathers other ranks may have started."""
         if self._recorded:
             schedule = self._current_schedule()
             self._take(schedule, len(schedule.steps))
@@ -294,9 +304,9 @@ class ParameterUnsharder:
     def _on_gradients(
         self, values: Any, run: ForwardPass, visit: int, steps: Callable[[BackwardSchedule, int], int]
     ) -> None:
-        """Take the schedule's steps when the gradient of a tensor in `values` is complete.
+        """Register hooks that run steps of the backward schedule once the gradient of a tensor in `values` is complete.
 
-        Leaves have no hook, because their gradients do not arrive in the reverse order of the forward pass.
+        Leaf tensors get no hook, because their gradients do not arrive in the reverse order of the forward pass.
         """
         graph = run.graph
 
@@ -314,7 +324,7 @@ class ParameterUnsharder:
                 tensor.register_hook(advance)
 
     def _current_schedule(self) -> BackwardSchedule:
-        """Return the schedule of the running backward pass; build the schedule at the first call."""
+        """Return the schedule of the running backward pass, which the first call in a backward pass builds."""
         if self._schedule is None:
             if self._agreement is not None:
                 self._agreement.wait()
@@ -325,7 +335,7 @@ class ParameterUnsharder:
         return self._schedule
 
     def _take(self, schedule: BackwardSchedule, stop: int) -> None:
-        """Gather, free and complete units as the schedule's steps up to `stop` require."""
+        """Execute the steps of the backward schedule up to step `stop`: gather, free and complete parameter units."""
         while schedule.steps_taken < stop:
             step = schedule.steps_taken
             leaves, visit = schedule.steps[step]
@@ -344,7 +354,7 @@ class ParameterUnsharder:
                 self.start_gather(schedule.visits[following][0])
 
     def _leave(self, u: int) -> None:
-        """Free unit `u`, whose last use in this backward pass is over, and complete its flat buffers."""
+        """Free gather unit `u` after its last use in a backward pass, and report that its gradients are complete."""
         self._free_after_use(u)
         for bucket in self.buckets[u]:
             self._complete(bucket)

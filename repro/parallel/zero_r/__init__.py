@@ -1,4 +1,4 @@
-"""ZeRO-R: memory reduction outside the model states (1910.02054 sec. 6), selected by keys of the layout.
+"""ZeRO-R: reduction of memory other than model states (1910.02054 sec. 6), selected by keys of the layout.
 
 | paper | layout | reduced memory | module |
 |---|---|---|---|

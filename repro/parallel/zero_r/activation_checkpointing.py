@@ -9,7 +9,7 @@ Forward retains the input x of a block and frees the block's activations. Backwa
 | `pa_cpu` | as `pa` (with tp = 1 or sp: x), in host memory, P_a+cpu | a copy to the device, then as `pa` |
 
 A checkpoint is copied to the device while the block after it runs backward. With `md` all checkpoints are in one
-allocation (M_D, sec. 6.3). `recompute_attention` has no checkpoints: attention retains its inputs.
+allocation (M_D, sec. 6.3). `recompute_attention` saves no checkpoints, because attention retains its inputs.
 """
 
 from __future__ import annotations
@@ -30,53 +30,54 @@ from repro.parallel.zero_r.defragmentation import Arena, Piece
 
 
 class ActivationCheckpoint:
-    """Checkpoint of a block's input, from `ActivationCheckpoints.save` to `ActivationCheckpoints.free`."""
+    """Activation checkpoint: the saved input of one transformer block, from which backward recomputes the block."""
 
     __slots__ = ("arena", "before", "device", "fetched", "kept", "piece", "ready", "shape")
 
     def __init__(self, x: Tensor, before: ActivationCheckpoint | None):
         self.shape, self.device = x.shape, x.device
         self.before = before
-        """Checkpoint that backward loads after this one."""
+        """Activation checkpoint that backward loads next: that of the preceding block."""
         self.kept: Tensor | None = None
-        """Saved tensor: x, or a flat part of x, on the device or the host; None after `drop`."""
+        """Saved input x of the block, or a flat part of x, on the device or the host; None after `drop`."""
         self.arena: Arena | None = None
         self.piece: Piece | None = None
-        """Piece of the arena that holds `kept` under `md`."""
+        """Piece of preallocated memory that contains the checkpoint under `md` (defragmentation); None without."""
         self.fetched: Tensor | None = None
-        """Flat copy on the device of a checkpoint in host memory, from the start of the copy to `load`."""
+        """Flat copy on the device of a checkpoint in host memory; None before the copy starts, and after `load`."""
         self.ready: torch.cuda.Event | None = None
-        """Event at the end of the copy to the device (CUDA)."""
+        """CUDA event at the end of the copy of an offloaded checkpoint to the device; None without such a copy."""
 
     def drop(self) -> None:
-        """Free the saved tensor."""
+        """Free the saved tensor of this checkpoint, and return its memory to the arena."""
         if self.arena is not None and self.piece is not None:
             self.arena.give(self.piece)
         self.kept = self.piece = None
 
     def __del__(self) -> None:
-        self.drop()  # The backward pass may never have run.
+        self.drop()  # Without a backward pass, the checkpoint is still saved.
 
 
 class ActivationCheckpoints:
-    """Checkpoints of one engine, which may be loaded in any order, each once."""
+    """Activation checkpoints of one model: each block's input is saved in forward, and loaded once in backward."""
 
     def __init__(self, layout: Layout, tp: Group, capacity: int):
-        """`capacity`: maximum number of checkpoints that exist at once, for which `md` allocates memory."""
+        """`capacity`: maximum number of simultaneous checkpoints, for which `md` allocates memory in advance."""
         self.tp, self.capacity = tp, capacity
         self.parts = tp.size if layout.pa else 1
         self.offload, self.contiguous = layout.pa_cpu, layout.md
         self.arena: Arena | None = None
-        """Memory of all checkpoints under `md`, allocated with the size of the first checkpoint."""
+        """Preallocated memory of all checkpoints under `md`, created at the first checkpoint with pieces of its
+        size."""
         self._stream: torch.cuda.Stream | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the checkpoint is x itself."""
+        """Return whether a checkpoint is the block's input itself: no partition, offload or preallocated memory."""
         return self.parts == 1 and not self.offload and not self.contiguous
 
     def save(self, x: Tensor, before: ActivationCheckpoint | None = None) -> ActivationCheckpoint:
-        """Save a block's input `x` [b, s, h] (sp: [b, s/t, h]). `before`: checkpoint that is loaded after this one.
+        """Save a block's input `x` [b, s, h] (sp: [b, s/t, h]). `before`: checkpoint that backward loads next.
 
         With `pa` all ranks of the tp group must save the same values.
         """
@@ -84,7 +85,8 @@ class ActivationCheckpoints:
         if self.is_plain:
             saved.kept = storage.mark(x.detach(), Category.CHECKPOINTS)
             return saved
-        size = -(-x.numel() // self.parts)  # Parts are equal; the last one may end in padding.
+        # All tp ranks save parts of equal size; the last part may end in padding.
+        size = -(-x.numel() // self.parts)
         first = self.tp.rank * size if self.parts > 1 else 0
         part = x.detach().reshape(-1)[first : first + size]
         saved.kept = self._allocate(size, x, saved)
@@ -96,15 +98,15 @@ class ActivationCheckpoints:
             stream.wait_stream(torch.cuda.current_stream(x.device))
             with torch.cuda.stream(stream):
                 target.copy_(part, non_blocking=True)
-            part.record_stream(stream)  # The allocator reuses the memory of x only after the copy.
+            part.record_stream(stream)  # The allocator may reuse the memory of x after the copy.
         return saved
 
     def load(self, saved: ActivationCheckpoint) -> Tensor:
-        """Return the block's full input on the device, and start to fetch the next checkpoint.
+        """Return a block's full input on the device from its checkpoint, and start to fetch the next checkpoint.
 
         If the result is a copy, the saved tensor is freed. Otherwise `free` frees it after the use of the result.
 
-        Raises: `RuntimeError` at the second call for one checkpoint.
+        Raises: `RuntimeError` if the checkpoint was loaded before.
         """
         if saved.kept is None and saved.fetched is None:
             raise RuntimeError("a block's backward pass ran a second time, after its checkpoint was freed")
@@ -130,11 +132,11 @@ class ActivationCheckpoints:
         return part[: saved.shape.numel()].view(saved.shape)
 
     def free(self, saved: ActivationCheckpoint) -> None:
-        """Free the saved tensor after the last use of the result of `load`."""
+        """Free the saved tensor of a checkpoint, after the last use of the tensor that `load` returned."""
         saved.drop()
 
     def _allocate(self, size: int, like: Tensor, saved: ActivationCheckpoint) -> Tensor:
-        """Return memory for a checkpoint of `size` elements."""
+        """Return memory for an activation checkpoint of `size` elements."""
         make = storage.empty_on_host if self.offload else storage.empty
         category = Category.HOST if self.offload else Category.CHECKPOINTS
         if not self.contiguous:
@@ -146,7 +148,7 @@ class ActivationCheckpoints:
         return saved.piece.tensor
 
     def _fetch(self, saved: ActivationCheckpoint) -> None:
-        """Start to copy a checkpoint from the host to the device, unless the copy has begun."""
+        """Start to copy an activation checkpoint from the host to the device, unless the copy has begun."""
         if saved.kept is None:
             return
         like = torch.empty(0, dtype=saved.kept.dtype, device=saved.device)
@@ -160,11 +162,11 @@ class ActivationCheckpoints:
                 saved.fetched.copy_(saved.kept, non_blocking=True)
                 saved.ready = stream.record_event()
             saved.fetched.record_stream(stream)
-        # Later copies to this memory follow on the same stream.
+        # The host memory can be reused, because later copies to it follow on the same stream.
         saved.drop()
 
     def _copy_stream(self, x: Tensor) -> torch.cuda.Stream | None:
-        """Return the stream of copies to and from the host; None on devices without streams."""
+        """Return the CUDA stream of copies to and from host memory; None on other devices."""
         if x.device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
         return self._stream
@@ -174,7 +176,10 @@ Block = Callable[[Tensor], Tensor]
 
 
 class _Recompute(torch.autograd.Function):
-    """Block whose backward runs its forward again. The autograd graph references only a checkpoint of the input."""
+    """Transformer block that is recomputed in backward.
+
+    The autograd graph references only a checkpoint of its input.
+    """
 
     @staticmethod
     def forward(
@@ -201,15 +206,15 @@ class _Recompute(torch.autograd.Function):
 def recompute(block: Block, x: Tensor, checkpoints: ActivationCheckpoints) -> Tensor:
     """Return `block(x)`, and retain only a checkpoint of `x` [b, s, h] for backward, which runs `block` again.
 
-    The gradients of the parameters arrive during the backward pass, as without recomputation. Backward can run once.
-    The random numbers of blocks are functions of counters, so there is no generator state to save.
+    The gradients of the block's parameters arrive during the backward pass, as without recomputation. Backward can run
+    only once. The random numbers of blocks are functions of counters, so there is no generator state to save.
     """
     if not torch.is_grad_enabled():
         return block(x)
-    # Autograd needs an input that requires a gradient even when x is data.
+    # Autograd needs an input that requires a gradient, even if x is data and requires none.
     with storage.unobserved(x.device):
         anchor = torch.empty(0, device=x.device, requires_grad=True)
-    # Backward continues with the block that produced x, which is not always the block that saved last.
+    # The next checkpoint in backward is that of the block that produced x, which is not always the last saved one.
     before = getattr(x.grad_fn, "checkpoint", None)
     return _Recompute.apply(block, checkpoints, checkpoints.save(x, before), anchor, x)
 
@@ -218,7 +223,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class _RecomputeAttention(torch.autograd.Function):
-    """Core of attention whose backward runs its forward again. The graph references queries, keys and values only."""
+    """Attention core that is recomputed in backward. The autograd graph references only queries, keys and values."""
 
     @staticmethod
     def forward(ctx: Any, attend: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -232,13 +237,14 @@ class _RecomputeAttention(torch.autograd.Function):
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
             y = ctx.attend(*inputs)
-        ctx.attend = None  # The autograd graph must not retain tensors of `attend`.
+        ctx.attend = None  # Free the tensors that the function `attend` references.
         return None, *torch.autograd.grad(y, inputs, gradients)
 
 
 def recompute_attention(attend: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return `attend(q, k, v)` on heads [b, a/t, s, d]; backward runs `attend` again (2205.05198 sec. 5).
 
-    `attend` must use no parameter. Its dropout draws from counters, so that it drops the same weights again.
+    `attend` must use no parameter. Its dropout uses counter-based random numbers, so that the second run drops the same
+    weights.
     """
     return _RecomputeAttention.apply(attend, q, k, v)

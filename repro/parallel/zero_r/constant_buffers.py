@@ -1,8 +1,8 @@
 """C_B: constant size of fused communication buffers (1910.02054 sec. 6.2).
 
 Without C_B, libraries copied all gradients to one fp32 buffer of 4 Psi bytes before the reduction, because large
-messages use links better (sec. 3.2).  With C_B gradients are reduced in place, in buckets of one size for every model.
-Stage 3 communicates a block at a time and has no fused buffer.
+messages use links better (sec. 3.2). With C_B gradients are reduced in place, in buckets of one size for every model.
+ZeRO stage 3 communicates one block at a time and has no fused buffer.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from repro.parallel.comm import Group, Work
 
 
 def bucket_numel(total: int, bucket_bytes: int, dtype: torch.dtype, *, constant: bool) -> int:
-    """Return the maximum elements of a bucket of `dtype`: `bucket_bytes` with C_B (`constant`), else all `total`."""
+    """Return the maximum elements of a gradient bucket: `bucket_bytes` with C_B (`constant`), otherwise `total`."""
     return bucket_bytes // dtype.itemsize if constant else total
 
 
 def reduce_fused(gradients: Tensor, target: Tensor, group: Group, *, add: bool) -> Work:
-    """Sum flat `gradients` [P] over `group` through an fp32 copy of 4P bytes (without C_B).
+    """Reduce flat `gradients` [P] over `group` through one fused fp32 buffer of 4P bytes (without C_B).
 
-    `target` gets the sum when the work is done: the full sum [P] by an all-reduce, or this rank's shard [P/n] by a
-    reduce-scatter.  `add`: add the sum to the values in `target`.
+    After `wait` of the result, `target` contains the full sum [P] (by all-reduce), or this rank's shard [P/n] of the
+    sum (by reduce-scatter). `add`: add the sum to the values in `target`.
     """
     buffer = storage.empty(gradients.numel(), gradients, Category.COMMUNICATION, torch.float32)
     buffer.copy_(gradients)

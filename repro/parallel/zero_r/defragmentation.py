@@ -1,7 +1,8 @@
 """M_D: memory allocated once for tensors of different lifetimes (1910.02054 sec. 6.3).
 
 Checkpoints exist from forward to backward, and gradients of stages 2 and 3 until their reduction, but the activations
-between them only briefly.  In one heap the long-lived tensors would fragment memory, so they use pieces of an `Arena`.
+between them only briefly. In torch's allocator, the long-lived tensors would fragment memory, so they use pieces of a
+preallocated `Arena`.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from repro.parallel import storage
 
 @dataclass(frozen=True)
 class Piece:
-    """Piece of memory from an arena."""
+    """Piece of an arena (preallocated memory), which one tensor uses at a time."""
 
     tensor: Tensor
-    """Flat tensor of the requested number of elements."""
+    """Flat tensor in the piece's memory, with the requested number of elements."""
     number: int
 
 
 class Arena:
-    """Pieces of given sizes (elements), end to end in one flat allocation."""
+    """Preallocated memory against fragmentation: pieces of given sizes (elements) in one flat allocation."""
 
     def __init__(self, memory: Tensor, sizes: Sequence[int]):
-        """`memory`: flat [sum of `sizes`]."""
+        """`memory`: flat tensor [sum of `sizes`] that is divided into pieces of `sizes` elements."""
         assert memory.numel() == sum(sizes)
         self.memory = memory
         self._pieces = list(memory.split(list(sizes)))
@@ -36,20 +37,20 @@ class Arena:
 
     @property
     def capacity(self) -> int:
-        """Return the number of pieces in the arena."""
+        """Return the number of memory pieces in the arena."""
         return len(self._pieces)
 
     @property
     def used(self) -> int:
-        """Return the number of pieces in use."""
+        """Return the number of the arena's memory pieces that are in use."""
         return len(self._pieces) - len(self._free)
 
     def fits(self, numel: int) -> bool:
-        """Return whether a free piece has `numel` elements."""
+        """Return whether a free memory piece has `numel` elements or more."""
         return any(self._pieces[i].numel() >= numel for i in self._free)
 
     def take(self, numel: int) -> Piece:
-        """Return the first `numel` elements of the smallest free piece that has them, with undefined values.
+        """Take the smallest free piece with `numel` elements or more, and return its first `numel` elements.
 
         Raises `RuntimeError` if no piece fits: the planned number of live tensors was wrong.
         """
@@ -60,18 +61,19 @@ class Arena:
         )
         if found is None:
             raise RuntimeError(
-                f"the arena has no free piece of {numel} elements: {self.used} of {self.capacity} pieces are in use"
+                f"the preallocated memory has no free piece of {numel} elements: {self.used} of {self.capacity} "
+                "pieces are in use"
             )
         self._free.remove(found)
         return Piece(self._pieces[found][:numel], found)
 
     def give(self, piece: Piece) -> None:
-        """Give a piece back to the arena; writes by its next user must be ordered after its last reads."""
-        assert piece.number not in self._free, "a piece was returned twice"
+        """Return a memory piece to the arena. Writes by its next user must be ordered after the last reads."""
+        assert piece.number not in self._free, "a memory piece was returned to its arena twice"
         self._free.add(piece.number)
 
     def grow(self, numel: int) -> None:
-        """Add a permanent piece of `numel` elements in a separate allocation."""
+        """Add a memory piece of `numel` elements to the arena, in a separate allocation that is not freed."""
         category = storage.category_of(self.memory.untyped_storage()) or Category.OTHER
         self._free.add(len(self._pieces))
         self._pieces.append(storage.empty(numel, self.memory, category))

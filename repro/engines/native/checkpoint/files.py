@@ -20,16 +20,16 @@ from repro.config import ConfigError, require
 from repro.engines.native.checkpoint.state import Rectangle
 
 SLICE = 1 << 22
-"""Maximum elements of one transfer between a tensor and a file."""
+"""Maximum number of fp32 elements that one read or write transfers between a tensor and a checkpoint file."""
 GAP = 1 << 14
-"""Maximum elements between two requested parts of a file that a read includes instead of skipping (64 KiB)."""
+"""Maximum number of unrequested fp32 elements between two requested rows that one read includes (64 KiB)."""
 ITEM = 4
 """Size of an fp32 element, in bytes."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: a rectangle of one state (of `STATES`) of parameter `name`."""
+    """One tensor of a checkpoint file: a rectangle of the weights or of a moment (`state`) of parameter `name`."""
 
     name: str
     state: str
@@ -37,7 +37,7 @@ class TensorEntry:
 
     @property
     def title(self) -> str:
-        """Return the unique name of the tensor in the file."""
+        """Return the unique name of the tensor in the checkpoint file."""
         row, rows, column, columns = self.rectangle
         return f"{self.name}/{self.state}/{row}:{row + rows},{column}:{column + columns}"
 
@@ -48,9 +48,9 @@ def write_rank_file(
     shapes: Mapping[str, Sequence[int]],
     progress: Callable[[], None],
 ) -> None:
-    """Write flat fp32 tensors and wait until they are on disk.
+    """Write a rank's checkpoint file with flat fp32 tensors, and wait until it is on disk.
 
-    `shapes` are the shapes of the full parameters. `progress` is called after each slice.
+    `shapes`: shapes of the full parameters by name. `progress`: function that is called after each written slice.
     """
     metadata = {name: " ".join(map(str, shape)) for name, shape in shapes.items()}
     tensors = {entry.title: (entry.rectangle, tensor) for entry, tensor in entries}
@@ -72,9 +72,9 @@ def write_safetensors(
     read_slices: Callable[[str], Iterable[Tensor]],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write fp32 tensors of these `shapes` and wait until they are on disk.
+    """Write a safetensors file with fp32 tensors of the given `shapes`, and wait until it is on disk.
 
-    `read_slices` yields the elements of a tensor in order.
+    `read_slices` yields the elements of the tensor with a given name, in order.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -95,7 +95,7 @@ def write_safetensors(
 
 
 def read_contents(path: Path) -> tuple[list[tuple[TensorEntry, int]], dict[str, tuple[int, ...]]]:
-    """Return every tensor of a file with its offset in bytes, and the shapes of the parameters."""
+    """Return the tensors in a rank's checkpoint file with their offsets in bytes, and the shapes of the parameters."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -112,7 +112,7 @@ def read_contents(path: Path) -> tuple[list[tuple[TensorEntry, int]], dict[str, 
 
 
 class Reader:
-    """Context manager that reads parts of tensors from open files."""
+    """Context manager that reads parts of tensors from checkpoint files, which remain open inside the context."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
@@ -128,7 +128,7 @@ class Reader:
         self._open.clear()
 
     def read(self, path: Path, at: int, holder: Rectangle, part: Rectangle, into: Tensor) -> None:
-        """Fill `into` [part.rows, part.columns] with `part` of the rectangle `holder` that begins at byte `at`.
+        """Read rectangle `part` of the stored rectangle `holder`, which begins at byte `at` of a file, into a tensor.
 
         Raises `ConfigError` if the file is missing or too short.
         """
@@ -141,7 +141,7 @@ class Reader:
             into[row : row + block.rows, column : column + block.columns].copy_(rows)
 
     def _elements(self, path: Path, at: int, count: int) -> Tensor:
-        """Read `count` elements from byte `at` on; the result is valid until the next call."""
+        """Read `count` fp32 elements of a file from byte `at` on; the result is valid until the next read."""
         if path not in self._open:
             try:
                 self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -160,7 +160,7 @@ class Reader:
 
 
 def _blocks(holder: Rectangle, part: Rectangle) -> Iterator[Rectangle]:
-    """Yield rectangles that cover `part`, for one read each: several full rows, or one row or less."""
+    """Divide rectangle `part` into rectangles of one read each: several full rows, or at most one row."""
     columns = min(part.columns, SLICE)
     together = 1
     if columns == part.columns and holder.columns - columns <= GAP:

@@ -1,7 +1,7 @@
-"""Checkpoint folder `step-<n>`: one file for each rank, and `index.json`, which is written after all of them.
+"""Checkpoint folder `step-<n>`: one file for each rank, and `index.json`, which is written after all rank files.
 
-The index describes the training, its progress and the location of every rectangle of every parameter. A folder without
-an index is the remainder of a killed run and not a checkpoint.
+The index describes the training, its progress, and the file location of every rectangle of every parameter. A folder
+without an index is the remainder of a killed run, and not a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from repro.engines.native.checkpoint.state import STATES, Rectangle
 from repro.util.files import replace_file, sync_folder
 
 FORMAT = 1
-"""Version of the format of checkpoint folders."""
+"""Version number of the format of checkpoint folders."""
 FILE = "index.json"
 RETAINED_CHECKPOINTS = 2
 """Number of complete checkpoints of a run that `prune` retains."""
@@ -30,12 +30,12 @@ HINT = "remove the folder to resume from the preceding checkpoint"
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Rectangle of a parameter in one file."""
+    """Rectangle of a parameter (as a matrix) that one checkpoint file contains."""
 
     file: str
     rectangle: Rectangle
     offsets: tuple[int, ...]
-    """Offset in the file of the rectangle of each state, in bytes."""
+    """Offsets in the file, in bytes, of the rectangle's weights, first moments and second moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +45,19 @@ class Index:
     step: int
     """Number of completed training steps."""
     training: Mapping[str, Any]
-    """Settings that must be equal for a run to resume (`repro.config.experiment.Experiment.course`)."""
+    """Settings of the training that must be equal for a run to resume (`repro.config.experiment.Experiment.course`)."""
     scalars: Mapping[str, Any]
-    """Result of `repro.engines.native.checkpoint.state.scalars`."""
+    """Scalar state of the training: optimizer steps and loss scaler, as `checkpoint.state.scalars` returns it."""
     history: Mapping[str, Any]
     """Losses of the run, and the steps at which it was resumed."""
     written_by: Mapping[str, Any]
-    """Name, key and layout of the experiment that wrote the checkpoint."""
+    """Name, identifying key (`Experiment.key`) and layout of the experiment that wrote the checkpoint."""
     sizes: Mapping[str, int]
-    """Size of every rank's file, in bytes."""
+    """Size of every rank's checkpoint file in bytes, by file name."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Full shape of every parameter."""
+    """Shape of every full parameter (not split by tp or ZeRO), by name."""
     pieces: Mapping[str, tuple[FilePiece, ...]] = field(default_factory=dict)
-    """Pieces that cover every parameter, without overlap."""
+    """Rectangles in files that together cover every parameter without overlap, by parameter name."""
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -71,13 +71,13 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def complete(root: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in `root`, oldest first."""
+    """Return the step numbers of the complete checkpoints in folder `root`, oldest first."""
     found = root.glob(f"step-*/{FILE}")
     return sorted(int(name) for path in found if (name := path.parent.name[5:]).isdigit())
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, its index first, so that an interruption leaves no checkpoint."""
+    """Remove a checkpoint folder, its index first, so that an interruption leaves no folder that seems complete."""
     (folder / FILE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -93,7 +93,7 @@ def prune(root: Path, kept: int = RETAINED_CHECKPOINTS) -> None:
 def gather(
     folder: Path, ranks: int
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]], dict[str, tuple[FilePiece, ...]]]:
-    """Read the headers of all ranks' files; return sizes of files, shapes of parameters, and their pieces."""
+    """Read the headers of all ranks' checkpoint files; return file sizes, parameter shapes and parameter pieces."""
     sizes: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, list[FilePiece]] = {}
@@ -112,7 +112,7 @@ def gather(
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Write the index atomically and durably, which makes the folder a checkpoint."""
+    """Write `index.json` atomically and durably, after which the folder is a complete checkpoint."""
     document = {
         "format": FORMAT,
         "step": index.step,
@@ -181,15 +181,20 @@ def read_index(folder: Path) -> Index:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        what = f"needs an index as `repro run` writes it; {HINT}"
+        what = f"must be a checkpoint index that `repro run` has written; {HINT}"
         raise ConfigError("not an index", says=what, file=str(path)) from None
 
 
 def check_files(folder: Path, index: Index) -> None:
-    """Raise `ConfigError` unless every rank's file exists with the size of the index."""
+    """Raise `ConfigError` unless every rank's checkpoint file exists and has the size that the index states."""
     for name, size in index.sizes.items():
         path = folder / name
-        require(path.is_file(), "is missing", says=f"a file of {size} bytes; {HINT}", file=str(path))
+        require(
+            path.is_file(),
+            "is missing",
+            says=f"the checkpoint needs this file of {size} bytes; {HINT}",
+            file=str(path),
+        )
         if path.stat().st_size != size:
             raise ConfigError("size", path.stat().st_size, f"{size} bytes; {HINT}", file=str(path))
 
@@ -197,9 +202,9 @@ def check_files(folder: Path, index: Index) -> None:
 def reading(
     folder: Path, index: Index, reader: files.Reader
 ) -> Callable[[str, str, Rectangle, Tensor], None]:
-    """Return `read(parameter, state, rectangle, tensor)`, which fills a flat fp32 tensor from a checkpoint's files.
+    """Return a function `read(parameter, state, rectangle, tensor)` that fills a flat fp32 tensor from a checkpoint.
 
-    `read` raises `ConfigError` if the checkpoint lacks elements of the rectangle.
+    `read` raises `ConfigError` if the checkpoint does not contain all elements of the rectangle.
     """
 
     def read(name: str, state: str, wanted: Rectangle, into: Tensor) -> None:
@@ -211,7 +216,9 @@ def reading(
                 reader.read(folder / piece.file, at, piece.rectangle, part, wanted.view(into, part))
                 found += part.size
         if found != wanted.size:
-            right = f"needs {wanted.size} elements of rectangle {tuple(wanted)}; the index has {found}"
+            right = (
+                f"needs {wanted.size} elements of rectangle {tuple(wanted)}; the checkpoint contains {found}"
+            )
             raise ConfigError(name, says=right, file=str(folder / FILE))
 
     return read

@@ -1,7 +1,8 @@
-"""Training state in a checkpoint: fp32 weights, Adam's moments, the step count and the state of the loss scaler.
+"""Training state in a checkpoint: fp32 weights, Adam's moments, the number of steps and the state of the loss scaler.
 
 A parameter is stored as a matrix whose rows are the dimensions before the one that tp splits, so that a tp rank has a
-block of columns. ZeRO divides that block row by row, and a ZeRO shard of it is at most three rectangles.
+block of columns. ZeRO divides this block of columns row by row, so that a ZeRO shard consists of at most three
+rectangles.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from repro.parallel.zero.flat_buffer import Bucket
 
 
 class Rectangle(NamedTuple):
-    """`rows` x `columns` elements of a matrix from (`row`, `column`) on, stored row by row."""
+    """Rectangle of `rows` x `columns` elements of a matrix, from element (`row`, `column`) on, stored row by row."""
 
     row: int
     rows: int
@@ -33,28 +34,32 @@ class Rectangle(NamedTuple):
         return self.rows * self.columns
 
     def overlap(self, other: Rectangle) -> Rectangle | None:
-        """Return the intersection of both rectangles; None if it is empty."""
+        """Return the intersection with another rectangle of the matrix; None if the intersection is empty."""
         row, column = max(self.row, other.row), max(self.column, other.column)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         columns = min(self.column + self.columns, other.column + other.columns) - column
         return Rectangle(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
     def view(self, flat: Tensor, part: Rectangle) -> Tensor:
-        """Return the view [rows, columns] of rectangle `part` in `flat`, the elements of this rectangle."""
+        """Return a view [rows, columns] of sub-rectangle `part` in `flat`, the flat elements of the rectangle."""
         row, column = part.row - self.row, part.column - self.column
         matrix = flat.view(self.rows, self.columns)
         return matrix[row : row + part.rows, column : column + part.columns]
 
 
 def matrix_rows(shape: Sequence[int], split: int | None) -> int:
-    """Return the product of the dimensions before dimension `split`, which tp splits; 1 without a split."""
+    """Return the number of rows of a parameter as a matrix: the product of the dimensions before `split`.
+
+    `split`: dimension that tp splits; None if tp does not split the parameter, which then has one row.
+    """
     return 1 if split is None else math.prod(shape[:split])
 
 
 def rectangles(first: int, last: int, left: int, width: int) -> list[tuple[Rectangle, int]]:
-    """Return rectangles that cover the elements `first` to `last` - 1 of a block of `width` columns from `left` on.
+    """Return rectangles that cover elements `first` to `last` - 1 (row by row) of a tp rank's block of a matrix.
 
-    The elements are numbered row by row. Each rectangle has the number of elements between `first` and its start.
+    `left`, `width`: first column and number of columns of the block. Each rectangle is returned with the number of
+    elements between `first` and its start.
     """
     found: list[tuple[Rectangle, int]] = []
     start = first
@@ -69,30 +74,30 @@ def rectangles(first: int, last: int, left: int, width: int) -> list[tuple[Recta
 
 
 STATES = ("weight", "moment1", "moment2")
-"""Stored values of each element of a parameter, fp32 each."""
+"""Values that a checkpoint stores for each element of a parameter, in fp32."""
 _SCALER = ("scale", "good_steps", "tolerance")
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Rectangle of a parameter with weights and moments of this rank."""
+    """Rectangle of a parameter, with the weights and moments that this rank's optimizer holds for it."""
 
     name: str
-    """Name of the parameter in the model."""
+    """Name of the parameter in the full model."""
     shape: tuple[int, ...]
-    """Shape of the full parameter."""
+    """Shape of the full parameter, not split by tp or ZeRO."""
     rows: int
     """Number of rows of the full parameter as a matrix (`matrix_rows`)."""
     rectangle: Rectangle
     states: tuple[Tensor, ...]
-    """Flat fp32 views [rectangle.size], one for each of `STATES`."""
+    """Flat fp32 views of the rectangle's weights, first moments and second moments."""
 
 
 def fragments(engine: NativeEngine, *, owned: bool) -> Iterator[Fragment]:
-    """Yield the fragments that this rank's optimizer updates; with `owned` only those that it writes to a checkpoint.
+    """Yield the parameter rectangles that this rank's optimizer updates; with `owned`, only those that the rank saves.
 
-    If several ranks have a state, one writes it: the first tp rank for duplicates, the first stage for the tied
-    embedding. Under ZeRO stage 0 each replica writes an equal part.
+    If several ranks have equal states, only one saves them: the first tp rank for duplicates, and the first stage for
+    the tied embedding. Under ZeRO stage 0 each replica saves an equal part.
     """
     moments = iter(engine.optimizer.moments)
     for part in engine.parts:
@@ -126,7 +131,7 @@ def _of_bucket(
 
 
 def scalars(engine: NativeEngine) -> dict[str, Any]:
-    """Return the optimizer's steps (without skipped ones) and, in fp16, the loss scaler's numbers."""
+    """Return the scalar training state: optimizer steps without skipped ones, and in fp16 the loss scaler's state."""
     scaler = engine.scaler
     return {
         "optimizer_steps": float(engine.optimizer.step_count),
@@ -137,9 +142,10 @@ def scalars(engine: NativeEngine) -> dict[str, Any]:
 def restore_states(
     engine: NativeEngine, numbers: dict[str, Any], read: Callable[[str, str, Rectangle, Tensor], None]
 ) -> None:
-    """Restore the states of a new engine and gather its parameters.
+    """Restore the training state of a new engine from a checkpoint, and gather its parameters.
 
-    `numbers`: result of `scalars`. `read(parameter, state, rectangle, tensor)` fills a flat fp32 tensor.
+    `numbers`: scalar state that `scalars` returned. `read(parameter, state, rectangle, tensor)`: function that fills a
+    flat fp32 tensor.
     """
     with torch.no_grad():
         for fragment in fragments(engine, owned=False):

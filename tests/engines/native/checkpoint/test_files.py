@@ -212,7 +212,10 @@ def test_a_truncated_or_missing_file_is_named(folder: Path) -> None:
     hint = "remove the folder to resume from the preceding checkpoint"
     assert message(folder) == f"rank-0.safetensors: size = {size - 4}: must be {size} bytes; {hint}"
     path.unlink()
-    assert message(folder) == f"rank-0.safetensors: is missing: a file of {size} bytes; {hint}"
+    assert (
+        message(folder)
+        == f"rank-0.safetensors: is missing: the checkpoint needs this file of {size} bytes; {hint}"
+    )
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
@@ -234,7 +237,8 @@ def test_an_index_of_another_version_is_refused(folder: Path) -> None:
 
 def test_an_index_that_is_no_json_or_lacks_something_is_refused(folder: Path) -> None:
     right = (
-        "needs an index as `repro run` writes it; remove the folder to resume from the preceding checkpoint"
+        "must be a checkpoint index that `repro run` has written; "
+        "remove the folder to resume from the preceding checkpoint"
     )
     change(folder, history=None, scalars=None, files=3, parameters=[])
     assert message(folder) == f"index.json: not an index: {right}"
@@ -262,5 +266,5 @@ def test_a_piece_that_the_index_lacks_is_named(folder: Path) -> None:
     change(folder, parameters=parameters)
     assert (
         message(folder)
-        == "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the index has 0"
+        == "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the checkpoint contains 0"
     )
