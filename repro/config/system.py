@@ -100,7 +100,7 @@ class System:
 
     @property
     def context_used(self) -> Quantity:
-        """Return the device memory outside torch's allocator; if unknown, `ASSUMED_CONTEXT_BYTES`, marked so."""
+        """Return the device memory outside torch's allocator; if unknown, an assumed value, marked as assumed."""
         if self.context_bytes.value is not None:
             return self.context_bytes
         source = f"assumed, the median reported for other systems: {self.context_bytes.source}"
