@@ -30,7 +30,7 @@ class TwinShape:
     dp: int
 
     def layout(self, original: Layout) -> Layout:
-        """Return the layout of the twin: `original` with these degrees, the same replica batch, and fp32."""
+        """Return the layout of the twin: `original` with the twin's degrees, the original's replica batch, and fp32."""
         return replace(
             original,
             tp=self.tp,
@@ -48,7 +48,7 @@ class TwinShape:
 
 
 def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> TwinShape:
-    """Return the shape of the twin of `layout` on `system`, with at most `ranks` ranks.
+    """Return nodes, ranks per node and degrees of the twin of `layout` on `system`, with at most `ranks` ranks.
 
     If `ranks` suffice, the shape is the original's. Otherwise the twin has the same nodes with fewer ranks each. Tensor
     parallelism stays inside a node, with the largest possible degree or `tp`. The twin has the same number of pipeline
@@ -76,7 +76,7 @@ def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> Twin
 
 @dataclass(frozen=True)
 class Scale:
-    """Ratios of a twin's sizes and compute rate to those of its original."""
+    """Ratios of a twin's sizes and compute rate to those of the published experiment."""
 
     width: float
     """Ratio of model widths, k = h'/h."""
@@ -102,7 +102,10 @@ class Scale:
         return self.rate * gradients / self.tokens * hops
 
     def pp_link(self, before: Layout, after: Layout, layers: tuple[int, int]) -> float:
-        """Return the ratio W'/W of rates between stages for `layers` of original and twin; 0 without stages."""
+        """Return the ratio W'/W of the rates between pipeline stages; 0 without pipeline stages.
+
+        `layers`: numbers of layers of the original and of the twin.
+        """
         if after.pp == 1:
             return 0.0
         stage = (layers[0] / before.pp) / (layers[1] / after.pp)
@@ -111,7 +114,7 @@ class Scale:
 
 
 def _sliced(layout: Layout) -> int:
-    """Return the number of parts into which tp ranks split a boundary tensor between stages; each sends one part."""
+    """Return the number of parts into which tp ranks split the tensor between pipeline stages; each rank sends one."""
     return layout.tp if layout.scatter_gather or layout.sp else 1
 
 
@@ -150,5 +153,5 @@ def scaled_model(original: Model, seq: int, *, name: str, width: int, layers: in
 
 
 def width_near(original: Model, part: int, tp: int) -> int:
-    """Return a model width of about the original's over `part`, a multiple of 4 `tp`."""
+    """Return a model width near the original's width divided by `part`, as a multiple of 4 `tp`."""
     return max(1, round(original.hidden / part / (4 * tp))) * 4 * tp
