@@ -120,9 +120,7 @@ def derive(originals: Sequence[Experiment], machine: System, options: TwinOption
     members, scales = [], []
     on = [with_links(load_system(original.system), options) for original in originals]
     shapes = [shape_of(o.layout, s, options.ranks, tp=options.tp) for o, s in zip(originals, on, strict=True)]
-    widest = max(
-        4, *(shape.tp for shape in shapes)
-    )  # all twins share a model, whose heads every tp must divide
+    widest = max(4, *(shape.tp for shape in shapes))  # every tp degree must divide the shared model's heads
     for original, system, shape in zip(originals, on, shapes, strict=True):
         if shape.nodes * shape.per_node != options.ranks:
             right = f"{shape.nodes * shape.per_node}, the number of ranks of the twin of {original.name}"
@@ -262,9 +260,8 @@ def limit_to_machine(network: EmulatedNetwork, machine: System) -> tuple[Emulate
     if wanted <= most:
         return network, []
     times = wanted / most
-    return replace(network, within=0.0), [
-        f"within needs {times:.1f} times the rate of all ranks on this machine"
-    ]
+    reason = f"the link inside a node needs {times:.1f} times the rate of all ranks on this machine"
+    return replace(network, within=0.0), [reason]
 
 
 def _alike(one: EmulatedNetwork, other: EmulatedNetwork) -> bool:
