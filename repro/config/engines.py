@@ -123,7 +123,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         Combination(
             "zero",
             lambda layout, _: layout.zero == 1 and layout.dp > 1 and _has_model_parallelism(layout),
-            "0, 2 or 3 with tp or pp",
+            "ZeRO stage 0, 2 or 3 with tp or pp",
         ),
         # In 16-bit training, or with tensor or pipeline parallelism, FSDP2 reduces gradients, without gradient buckets.
         Combination(
@@ -132,7 +132,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
                 not layout.gradient_as_bucket_view
                 and (_has_model_parallelism(layout) or layout.precision != "fp32")
             ),
-            "true in 16 bits and with tp or pp",
+            "true in 16-bit training and with tp or pp, which have no gradient buckets,",
         ),
         Combination(
             "global_batch",
@@ -149,11 +149,15 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
     "deepspeed": (
         # DeepSpeed's M_D is a contiguous buffer for partitioned activation checkpoints (P_a). Gradients always have a
         # contiguous buffer.
-        Combination("md", lambda layout, _: layout.md and not layout.pa, "false, or pa = true,"),
+        Combination(
+            "md",
+            lambda layout, _: layout.md and not layout.pa,
+            "false, or pa = true, since M_D is a buffer for partitioned checkpoints,",
+        ),
         Combination(
             "offload_optimizer",
             lambda layout, _: layout.offload_optimizer and not layout.zero,
-            "false, or zero = 1, 2 or 3,",
+            "false, or zero = 1, 2 or 3, which can offload optimizer states,",
         ),
         Combination(
             "loss_scale",
@@ -169,7 +173,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         Combination(
             "overlap",
             lambda layout, _: layout.chunks > 1 and layout.pp == 2 and not layout.overlap,
-            "true if pp = 2 and schedule = interleaved",
+            "true (overlapped communication) if pp = 2 and schedule = interleaved",
         ),
     ),
 }
@@ -215,7 +219,7 @@ def capture_obstacle(layout: Layout, training: Training) -> str:
 
 
 def check_layout_fits(layout: Layout, model: Model, seq: int) -> None:
-    """Raise `ConfigError` unless the parallel degrees of `layout` divide the sizes of `model` and the `seq` tokens."""
+    """Raise `ConfigError` unless the parallel degrees of `layout` divide the sizes of `model` and the sequence."""
     for key, what in (("heads", "heads"), ("ffn_width", "ffn"), ("vocab", "vocab")):
         size = getattr(model, key)
         require(size % layout.tp == 0, "tp", layout.tp, f"a divisor of {what} = {size} ({model.name})")

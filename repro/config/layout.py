@@ -242,7 +242,7 @@ class Layout:
             len(self.stage_layers) in (0, parts),
             "stage_layers",
             list(self.stage_layers),
-            f"one number for each of pp * chunks = {parts} parts",
+            f"one number of layers for each of pp * chunks = {parts} parts",
         )
         require(
             all(count >= 1 for count in self.stage_layers[1:-1]) and min(self.stage_layers, default=0) >= 0,
@@ -265,7 +265,12 @@ class Layout:
                 getattr(self, key),
                 says="needs recompute = true: without it, there are no activation checkpoints",
             )
-        require(self.cp == 1 or self.recompute != SELECTIVE, "cp", self.cp, f"1 with recompute = {SELECTIVE}")
+        require(
+            self.cp == 1 or self.recompute != SELECTIVE,
+            "cp",
+            self.cp,
+            f"1 (no context parallelism) with recompute = {SELECTIVE}",
+        )
         require(
             not self.pa or (self.tp > 1 and not self.sp),
             "pa",

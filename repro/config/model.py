@@ -22,7 +22,7 @@ DEPARTURES = (
     *VARIANTS,
     *("norm_eps", "embedding_norm", "rotary_base", "rotary_fraction", "kv_heads", "tied"),
 )
-"""Model keys of architectures that differ from GPT-2, such as the norm or the position encoding."""
+"""Keys of a model in which an architecture can differ from GPT-2, such as the norm or the position encoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +172,10 @@ class Model:
         if seq <= self.seq:
             return ""
         rule = {
-            "rotary": f"the base {self.rotary_base:g} of the rotary wavelengths is",
-            "alibi": "the slopes of ALiBi are",
+            "rotary": f"the base {self.rotary_base:g} of the rotary wavelengths is not adapted",
+            "alibi": "the slopes of ALiBi are not adapted",
         }
-        return f"Samples of {seq} tokens exceed the model's {self.seq} tokens; {rule[self.positions]} not adapted."
+        return f"Samples of {seq} tokens exceed the model's {self.seq} tokens; {rule[self.positions]}."
 
     def departures(self) -> dict[str, Any]:
         """Return the settings of layers, positions and output matrix that differ from GPT-2's, by key."""

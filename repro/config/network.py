@@ -28,7 +28,7 @@ class EmulatedNetwork:
     nodes: int
     """Number of nodes."""
     ranks_per_node: int
-    """Number of ranks on each node."""
+    """Number of emulated ranks on each node."""
     between: float = 0.0
     """Rate of a node's link to the other nodes, in bytes/s, which all ranks of the node share; 0 with one node."""
     within: float = 0.0
@@ -62,7 +62,7 @@ class EmulatedNetwork:
 
     @property
     def world(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of emulated ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     def node_of(self, rank: int) -> int:

@@ -41,8 +41,12 @@ class Quantity:
         if self.value is None:
             raise ConfigError(end, bound, says="needs a known value; an unknown number has no range")
         lies = 0 <= bound <= self.value if end == "low" else bound >= self.value
-        side = "0 or more and at most" if end == "low" else "at least"
-        require(lies, end, bound, f"{side} value = {self.value}")
+        right = (
+            f"0 or more and at most value = {self.value}"
+            if end == "low"
+            else f"at least value = {self.value}"
+        )
+        require(lies, end, bound, right)
         require(f"{end}: " in self.source, end, bound, says=f'has no reason: source must say "{end}: ..."')
 
     @property

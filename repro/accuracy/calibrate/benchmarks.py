@@ -94,7 +94,7 @@ class LinkBench:
         return rows
 
     def overlap_cost(self, op: str, payload: int, group: Group, beat: Callable[[], None]) -> float:
-        """Return the delay of matrix products by a concurrent collective, as a fraction (0 to 1) of its duration.
+        """Return the delay of matrix products by a concurrent collective, over the collective's duration (0 to 1).
 
         `beat` is called after each repeat.
         """
@@ -270,7 +270,7 @@ class SilentTransport(NoTransport):
     """Transport that sends nothing and fills received tensors with normal numbers, since denormal ones are slow."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        output.view(-1, input.numel()).copy_(input.clone())  # `input` may be a view of `output`
+        output.view(-1, input.numel()).copy_(input.clone())  # a copy, since `input` may be a view of `output`
         return Work()
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:

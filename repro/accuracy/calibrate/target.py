@@ -152,8 +152,8 @@ def operators(
     """Return a row for each measured operator call: name, bytes, flops, shapes and timing.
 
     Dropout and a vocabulary that is not a multiple of 8 make some operators slower without a difference in the trace.
-    Experiments with either therefore add only operators that other experiments do not have. On a GPU, unaligned
-    products count as separate operators. `beat` is called often, `between` after each operator.
+    Experiments with dropout or such a vocabulary add only operators that other experiments do not have. On a GPU,
+    unaligned products count as separate operators. `beat` is called often, `between` after each operator.
     """
     on_gpu = clock.device.type == "cuda"
     by_name: dict[tuple[str, bool], list[Call]] = {}

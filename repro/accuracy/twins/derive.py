@@ -27,8 +27,8 @@ from repro.simulate.trace.roles import trace_roles
 LARGE_MESSAGE_BYTES = 2**30
 """Size, in bytes, of a message with negligible latency."""
 MAX_RATE_DIFFERENCE = 0.02
-"""Maximum relative difference of link rates at which two twins share an emulated network; measured links are less
-accurate."""
+"""Maximum relative difference of link rates at which two scaled-down experiments share an emulated network; measured
+links are less accurate."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class TwinOptions:
 
     ranks: int = 16
     part: int = 8
-    """Approximate ratio of the published model's width to the width of the twin's model, 1/k."""
+    """Approximate ratio of the published model's width to the width of the scaled-down model, 1/k."""
     width: int = 0
-    """Model width of the twin; 0 derives the width from `part`."""
+    """Model width of the scaled-down experiments; 0 derives the width from `part`."""
     layers: int = 4
-    """Minimum number of layers of the twin's model; rounded up to a multiple of the pipeline stages."""
+    """Minimum number of layers of the scaled-down model; rounded up to a multiple of the pipeline stages."""
     steps: int = 10
-    """Number of training steps of each twin; the first step is not timed."""
+    """Number of training steps of each scaled-down experiment; the first step is not timed."""
     tp: int = 0
-    """Tensor-parallel degree of all twins; 0 selects the largest possible degree."""
+    """Tensor-parallel degree of all scaled-down experiments; 0 selects the largest possible degree."""
     within: float = 0.0
     """Bandwidth per device inside a node of the original system, in bytes/s; 0: bandwidth in the file of that
     system."""
@@ -63,7 +63,7 @@ class Member:
     shape: TwinShape
     twin: Experiment
     machine: System
-    """System on which the twin runs, including its emulated network."""
+    """System on which the scaled-down twin runs, including its emulated network."""
 
     @cached_property
     def before(self) -> Prediction:
@@ -72,13 +72,13 @@ class Member:
 
     @cached_property
     def after(self) -> Prediction:
-        """Return the predicted step of the twin on its emulated network under the native engine."""
+        """Return the predicted step of the scaled-down twin on its emulated network under the native engine."""
         own = replace(self.twin, engine=NATIVE)
         return predict(own, self.machine, trace_roles(own, gloo=True))
 
     @property
     def network(self) -> EmulatedNetwork:
-        """Return the emulated network on which the twin runs."""
+        """Return the emulated network on which the scaled-down twin runs."""
         assert self.twin.network is not None
         return self.twin.network
 
@@ -89,7 +89,7 @@ class Twin:
 
     members: list[Member]
     scales: list[Scale]
-    """Ratios of the twin's sizes to the original's sizes, for each experiment of the comparison."""
+    """Ratios of scaled-down sizes to original sizes, for each experiment of the comparison."""
     unlimited: list[str] = field(default_factory=list)
     """Messages about link rates that are too high for the machine, so that the links have no rate limit."""
 
@@ -112,7 +112,7 @@ def useful_rate(prediction: Prediction) -> float:
 
 
 def derive(originals: Sequence[Experiment], machine: System, options: TwinOptions) -> Twin:
-    """Return the twin of the comparison of `originals` on `machine`, which `repro calibrate` measured with all ranks.
+    """Return the scaled-down twin of a comparison on `machine`, which `repro calibrate` measured with all ranks.
 
     Raises:
         ConfigError: The number of ranks or a degree does not fit the original experiments.
@@ -156,7 +156,7 @@ def with_links(system: System, options: TwinOptions) -> System:
 
 
 def scaled_experiment(original: Experiment, shape: TwinShape, tp: int, options: TwinOptions) -> Experiment:
-    """Return the twin of `original`: scaled sizes and degrees, without dropout and without an emulated network.
+    """Return the scaled-down twin of an experiment, without dropout and without an emulated network.
 
     The sizes of the twin's model are multiples of `tp`.
     """
@@ -175,13 +175,13 @@ def scaled_experiment(original: Experiment, shape: TwinShape, tp: int, options: 
 
 
 def scale_of(original: Experiment, twin: Experiment) -> Scale:
-    """Return the ratios of the twin's sizes to those of `original`; the ratio of compute rates is left at 1."""
+    """Return the ratios of the twin's sizes to those of the original experiment; the ratio of compute rates is 1."""
     element = ELEMENT_BYTES[twin.layout.precision] / ELEMENT_BYTES[original.layout.precision]
     return Scale(twin.model.hidden / original.model.hidden, twin.seq / original.seq, element)
 
 
 def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
-    """Return the emulated network whose link rates give the twin the dimensionless numbers of the original."""
+    """Return the emulated network on which a scaled-down twin has the dimensionless numbers of the original."""
     before, after, shape = member.original.layout, member.twin.layout, member.shape
     real, probe = Network(member.system, before), Network(member.machine, after)
     layers = member.original.model.layers, member.twin.model.layers
@@ -191,7 +191,11 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         "pp": scale.pp_link(before, after, layers),
     }
     within = between = 0.0
-    for group in ("dp", "pp", "tp"):  # tp is last and sets the rate of a shared link: it never overlaps
+    for group in (
+        "dp",
+        "pp",
+        "tp",
+    ):  # tp is last and sets a shared link's rate: tp communication does not overlap
         if not factors[group]:
             continue
         rate = (_stage_rate(real) if group == "pp" else real.bus_bandwidth(group)) * factors[group]

@@ -24,7 +24,7 @@ from repro.simulate.time.program import OPTIMIZER, OTHER
 from repro.simulate.trace.roles import trace_roles
 
 MAX_KEPT_CHANGE = 0.05
-"""Maximum relative change up to which a dimensionless number counts as preserved by the twin."""
+"""Maximum relative change up to which a scaled-down twin counts as preserving a dimensionless number."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SimilarityNumber:
     original: float
     twin: float
     by: str = ""
-    """Rule that preserves the number, or the reason why the twin changes it."""
+    """Rule that preserves the number, or the reason why the scaled-down twin changes it."""
 
     @property
     def kept(self) -> bool:
@@ -69,7 +69,7 @@ def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumbe
 
 
 def twin_of(member: Member, baseline: Member) -> TwinOf:
-    """Return the description of the published experiment, for the suite file that contains its twin."""
+    """Return the description of the published experiment, for the suite file of its scaled-down twin."""
     system = member.system
     return TwinOf(
         original=member.original.name,
@@ -216,8 +216,8 @@ _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
     ("bucket / gradients", bucket_share, "the bucket scales with the gradients"),
     ("replica batch", lambda p: float(p.experiment.layout.replica_batch), "unchanged"),
     ("pipeline bubble, (p-1)/m", bubble_over_ideal, _STAGES),
-    ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "part of the link's rate"),
-    ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "part of the link's rate"),
+    ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "compensated by the link's rate"),
+    ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "compensated by the link's rate"),
 )
 """Dimensionless numbers: name, function of a prediction, and the rule that preserves the number or the reason why a
 twin changes it."""
@@ -229,7 +229,7 @@ class Effect:
 
     difference: str
     ratio: float
-    """Throughput ratio of the twins, predicted with the original's value in place of the difference."""
+    """Throughput ratio of the scaled-down twins, predicted without the difference."""
 
 
 @dataclass(frozen=True)
@@ -240,9 +240,9 @@ class ScaledRatio:
     original: float
     twin: float
     effects: tuple[Effect, ...]
-    """Throughput ratio of the twins without each single difference from the originals."""
+    """Throughput ratios of the scaled-down twins, each without one of the differences from the originals."""
     rest: float
-    """Throughput ratio of the twins without all listed differences at once."""
+    """Throughput ratio of the scaled-down twins without all listed differences at once."""
 
 
 Parts = dict[str, float]
@@ -309,7 +309,7 @@ def _on(member: Member, machine: System) -> Prediction:
 
 
 def _deep(member: Member, *, ideal: bool = False) -> Prediction:
-    """Return the predicted step of a twin that has as many layers as the original, and a proportional vocabulary.
+    """Return the predicted step of a scaled-down twin with the original's number of layers and proportional vocabulary.
 
     Twins with pipeline stages are unchanged, since their layers set the link rate. `ideal` removes latency and jitter.
     """

@@ -1,4 +1,4 @@
-"""Similarity rules: degrees, model sizes and link rates of a twin (derivation in docs/windtunnel.md).
+"""Similarity rules: degrees, model sizes and link rates of a scaled-down twin (derivation in docs/windtunnel.md).
 
 Symbols: h width, l layers, s tokens of a sample, b samples of a replica, V vocabulary, t and d the tensor- and
 data-parallel degree, F FLOP/s of a device, W bytes/s of a group's ring, e bytes of an element; with a prime, of the
@@ -21,7 +21,7 @@ from repro.config.system import System
 
 @dataclass(frozen=True)
 class TwinShape:
-    """Number of nodes, ranks per node, and degrees of a twin; `nodes * per_node = tp * pp * dp`."""
+    """Number of nodes, ranks per node, and degrees of a scaled-down twin; `nodes * per_node = tp * pp * dp`."""
 
     nodes: int
     per_node: int
@@ -30,7 +30,7 @@ class TwinShape:
     dp: int
 
     def layout(self, original: Layout) -> Layout:
-        """Return the layout of the twin: `original` with the twin's degrees, the original's replica batch, and fp32."""
+        """Return the layout of the scaled-down twin: its degrees, the replica batch of `original`, and fp32."""
         return replace(
             original,
             tp=self.tp,
@@ -79,13 +79,13 @@ class Scale:
     """Ratios of a twin's sizes and compute rate to those of the published experiment."""
 
     width: float
-    """Ratio of model widths, k = h'/h."""
+    """Ratio of model widths of scaled-down twin and original, k = h'/h."""
     tokens: float
-    """Ratio of tokens per sample, s'/s; as near to k as integers allow."""
+    """Ratio of tokens per sample of scaled-down twin and original, s'/s; as near to k as integers allow."""
     element: float
-    """Ratio of bytes per element, e'/e."""
+    """Ratio of bytes per element of scaled-down twin and original, e'/e."""
     rate: float = 1.0
-    """Ratio of compute FLOP/s, F'/F, as the mean of all layouts of the comparison."""
+    """Ratio of compute FLOP/s of scaled-down twin and original, F'/F, as the mean of all layouts of the comparison."""
 
     def tp_link(self, before: Layout, after: Layout) -> float:
         """Return the ratio W'/W of ring rates for tensor parallelism; 0 without tensor parallelism."""

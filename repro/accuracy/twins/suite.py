@@ -82,7 +82,7 @@ HEAD = """# {title}
 
 @dataclass(frozen=True)
 class NamedTwin:
-    """Twin of a comparison, and the suffix of its experiments' names in a suite file."""
+    """Scaled-down twin of a comparison, and the suffix of its experiments' names in a suite file."""
 
     twin: Twin
     ending: str = ""

@@ -71,7 +71,7 @@ class ImpliedInput:
 
     @property
     def torn(self) -> int:
-        """Return the minimum number of published values that disagree with the predictions at one single input value.
+        """Return the minimum number of published values with which predictions at a single input value disagree.
 
         Published values that no searched input value reproduces do not count.
         """

@@ -56,7 +56,7 @@ ALL_RATES, RATIOS, PEAK_MEMORY = "all rates", "ratios", "peak memory"
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One published value and its prediction, in the unit of the ledger row."""
+    """One published value and its prediction, in the unit of the published value."""
 
     claim: str
     label: str
@@ -141,7 +141,7 @@ class FamilyStatistics:
 
 
 def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Point]:
-    """Return published value and prediction of every simulated rate, time, ratio or peak memory, in ledger order."""
+    """Return published value and prediction of every simulated rate, time, ratio or peak memory, in order of claims."""
     seen = {record.label: record for record in select(records).simulated if record.conclusive}
     found = []
     for result, row in ((claim, row) for claim in judged for row in claim.rows):

@@ -88,7 +88,7 @@ prediction."""
 
 @dataclass
 class UncertainInput:
-    """Uncertain input of predictions, and the ledger rows whose predictions depend on it."""
+    """Uncertain input of predictions, and the published values whose predictions depend on it."""
 
     key: str
     """Key of the input in the system file, such as `links.inter-node.rings`, or `NAME: FLOP/s` of a calibration point
@@ -100,12 +100,12 @@ class UncertainInput:
     high: float
     source: str
     rows: list[str] = field(default_factory=list)
-    """Ledger rows whose predictions depend on the input, as `claim/label`."""
+    """Published values whose predictions depend on the input, as `claim/label`."""
     settles: list[str] = field(default_factory=list)
-    """Ledger rows in which the input has more than `MIN_SETTLING_SHARE` of the effects of all inputs."""
+    """Published values in whose predictions the input has more than `MIN_SETTLING_SHARE` of all effects."""
     possible: list[str] = field(default_factory=list)
-    """Ledger rows whose verdict is `possible` because of this input, alone or as one of the two inputs with the largest
-    effects."""
+    """Published values whose verdict is `possible` because of this input, alone or as one of the two inputs with the
+    largest effects."""
     share: float = 0.0
     """Mean share of the input in the effects on all uncertain predictions; the shares of all inputs add up to 1."""
 
@@ -115,25 +115,25 @@ class UncertainInput:
         return measurement_advice(self.key, self.system)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON data of the uncertain input, the ledger rows that depend on it, and its measurement."""
+        """Return JSON data of the uncertain input, the published values that depend on it, and its measurement."""
         how = self.measured_by
         return {**vars(self), "command": how.command, "fact": how.fact, "how": how.how}
 
 
 @dataclass(frozen=True)
 class RankedInputs:
-    """Uncertain inputs of predictions, ranked by the number of ledger rows that they settle."""
+    """Uncertain inputs of predictions, ranked by the number of published values that they settle."""
 
     inputs: tuple[UncertainInput, ...]
-    """Uncertain inputs, ordered by the number of ledger rows that they settle, largest first."""
+    """Uncertain inputs, ordered by the number of published values that they settle, largest first."""
     rows: int
-    """Number of ledger rows with an uncertain prediction."""
+    """Number of published values with an uncertain prediction."""
     possible: int
-    """Number of uncertain rows with the verdict `possible`."""
+    """Number of published values with an uncertain prediction whose verdict is `possible`."""
 
     @property
     def settled_by_the_first(self) -> int:
-        """Return the number of ledger rows that the first `LISTED_INPUTS` uncertain inputs settle."""
+        """Return the number of published values that the first `LISTED_INPUTS` uncertain inputs settle."""
         return len({row for one in self.inputs[:LISTED_INPUTS] for row in one.settles})
 
     @property
@@ -157,7 +157,7 @@ def format_range(one: UncertainInput) -> str:
 
 
 def count_by_claim(rows: Sequence[str]) -> str:
-    """Return the claims of ledger rows with their number of rows, `zero-fig2-throughput (12), ds-64gpu-table`."""
+    """Return claims with their numbers of published values, `zero-fig2-throughput (12), ds-64gpu-table`."""
     counts = Counter(row.partition("/")[0] for row in rows)
     return ", ".join(f"{claim} ({count})" if count > 1 else claim for claim, count in counts.items())
 
@@ -182,7 +182,7 @@ def rank_inputs(judged: Iterable[ClaimResult], records: Iterable[Record]) -> Ran
 
 
 def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult, RowResult, Finding]]:
-    """Yield every ledger row with an uncertain prediction, as its claim, the row and the prediction."""
+    """Yield every published value with an uncertain prediction, as its claim, its ledger row and the prediction."""
     for result in judged:
         for row in result.rows:
             finding = next((one for one in row.findings if one.uncertainty is not None), None)
@@ -191,7 +191,7 @@ def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult,
 
 
 def row_name(result: ClaimResult, row: RowResult) -> str:
-    """Return the name of a ledger row, `claim/label`."""
+    """Return the name of a published value (a row of the ledger of claims), `claim/label`."""
     return f"{result.claim.id}/{row.row.label}"
 
 

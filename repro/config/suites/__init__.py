@@ -53,7 +53,10 @@ class PackagedFiles:
         return [path.stem for path in self.files()]
 
     def find(self, given: Path) -> Path:
-        """Return `given` if it ends in `.toml`, otherwise the packaged file of this name; raise `ConfigError` else."""
+        """Return the path `given` if it ends in `.toml`, otherwise the path of the packaged file of this name.
+
+        A name without a packaged file raises `ConfigError`.
+        """
         if given.suffix == ".toml":
             return given
         if str(given) not in self.names():

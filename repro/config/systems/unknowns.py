@@ -106,14 +106,14 @@ class Unknown:
 
 
 def unknowns(system: System) -> tuple[Unknown, ...]:
-    """Return all uncertain numbers of `system`, including assumed numbers; none if `repro calibrate` measured it."""
+    """Return all uncertain numbers of `system`, including assumed numbers; none if the system is calibrated."""
     if system.device.operators:
         return ()
     return tuple(make_unknown(key, number) for key, number in _quantities(system) if number.ranges)
 
 
 def make_unknown(key: str, number: Quantity) -> Unknown:
-    """Return the `Unknown` of a known number with a range, under the key `key`."""
+    """Return an uncertain number as an `Unknown` with the key `key`, its best value, its range and its source."""
     low, best, high = number.ends
     return Unknown(key=key, low=low, best=best, high=high, source=number.source)
 
@@ -153,7 +153,7 @@ def with_values(system: System, values: Mapping[str, float | Lanes]) -> System:
 
 
 def _column(key: str) -> list[float]:
-    """Return the quantile of one key in each joint draw: a random value in each of `DRAWS` equal strata, shuffled."""
+    """Return an uncertain number's quantile in each joint draw: a value in each of `DRAWS` equal strata, shuffled."""
     random = Random(key)
     strata = list(range(DRAWS))
     random.shuffle(strata)
