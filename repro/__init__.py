@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from repro.wrap.parallelize import parallelize
 
 if not os.path.isdir(os.path.join(__path__[0], "kernels")):
-    # In a source checkout, the folders `kernels` and `examples` are next to this package. The appended path makes them
-    # importable as `repro.kernels` and `repro.examples` without an installation.
+    # In a source checkout, this path makes the neighbouring folders `kernels` and `examples` importable from `repro`.
     __path__.append(os.path.dirname(__path__[0]))
 
 

@@ -19,9 +19,8 @@ from repro.config.training import Training
 
 NATIVE = "native"
 FUSED_HEAD_MULTIPLE = 8
-"""Required divisor of an attention head's width for fused 16-bit attention on GPUs before compute capability 8.0. On
-these GPUs, torch has only xFormers' kernel. On later GPUs, FlashAttention pads the heads (`minimum_gemm_alignment` in
-PyTorch's `sdp_utils.cpp`)."""
+"""Required divisor of an attention head's width for fused 16-bit attention before compute capability 8.0, where torch
+has only xFormers' kernel. Later, FlashAttention pads heads (`minimum_gemm_alignment` in PyTorch's `sdp_utils.cpp`)."""
 
 
 class Combination(NamedTuple):
@@ -33,8 +32,7 @@ class Combination(NamedTuple):
 
 
 ENGINES: dict[str, dict[str, list[Any]]] = read_toml(Path(__file__).with_suffix(".toml"))
-"""Supported values of layout and training settings, by training engine and key. An engine supports all values of a key
-that is not listed."""
+"""Supported values of layout and training settings, by engine and key; all values of a key that is not listed."""
 
 
 class Software(NamedTuple):
@@ -74,10 +72,7 @@ def describe_software(name: str) -> str:
 
 
 def with_software(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layout settings `given`, with the settings of the software that their key `software` names.
-
-    Other keys in `given` take precedence over the settings of the software.
-    """
+    """Return the layout settings `given`, completed by the settings of the software that their key `software` names."""
     keys = dict(given)
     name = keys.pop("software", None)
     if name is None:
@@ -132,7 +127,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
                 not layout.gradient_as_bucket_view
                 and (_has_model_parallelism(layout) or layout.precision != "fp32")
             ),
-            "true in 16-bit training and with tp or pp, which have no gradient buckets,",
+            "true in 16-bit training and with tp or pp",
         ),
         Combination(
             "global_batch",
@@ -147,13 +142,8 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         ),
     ),
     "deepspeed": (
-        # DeepSpeed's M_D is a contiguous buffer for partitioned activation checkpoints (P_a). Gradients always have a
-        # contiguous buffer.
-        Combination(
-            "md",
-            lambda layout, _: layout.md and not layout.pa,
-            "false, or pa = true, since M_D is a buffer for partitioned checkpoints,",
-        ),
+        # DeepSpeed's M_D is a buffer for partitioned activation checkpoints; its gradients always have such a buffer.
+        Combination("md", lambda layout, _: layout.md and not layout.pa, "false without pa = true"),
         Combination(
             "offload_optimizer",
             lambda layout, _: layout.offload_optimizer and not layout.zero,
@@ -168,8 +158,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         ),
     ),
     "megatron": (
-        # With two pipeline stages, the next and the previous stage are the same rank. Megatron-core then confuses the
-        # batched messages of the two directions.
+        # With two stages, next and previous stage are the same rank; Megatron-core confuses its batched messages.
         Combination(
             "overlap",
             lambda layout, _: layout.chunks > 1 and layout.pp == 2 and not layout.overlap,
@@ -181,8 +170,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
 
 
 GPT2_ENGINES = ("torch", "megatron")
-"""Training engines that run only their own implementation of GPT-2; the engines `native` and `deepspeed` run every
-model of `repro.model`."""
+"""Training engines that run only their own GPT-2; `native` and `deepspeed` run every model of `repro.model`."""
 
 
 def check_engine(engine: str, layout: Layout, training: Training, model: Model) -> None:
@@ -272,8 +260,7 @@ def unfused_attention_note(model: Model, layout: Layout, capability: str) -> str
         return ""
     return (
         f"Attention heads of width {model.head_width} are not a multiple of {FUSED_HEAD_MULTIPLE}, so torch cannot "
-        f"fuse attention on compute capability {capability}. "
-        "Unfused attention writes its scores to memory, which predictions do not include."
+        f"fuse attention on compute capability {capability}. Predictions do not include its unfused scores."
     )
 
 

@@ -26,11 +26,9 @@ class Category(StrEnum):
     COMMUNICATION = "communication"
     OTHER = "other"
     HOST = "host"
-    """Host memory that a training step on a GPU uses, such as offloaded activation checkpoints (P_a+cpu). Totals of
-    device memory exclude it."""
+    """Host memory of a training step on a GPU, such as checkpoints of P_a+cpu; totals of device memory exclude it."""
     SHAPE = "shape"
-    """Tensors that memory totals exclude: placeholders on torch's `meta` device, which have no memory, and tensors of
-    the measurement itself."""
+    """Tensors that memory totals exclude: placeholders without memory on `meta`, and tensors of the measurement."""
 
 
 ACCOUNTED: tuple[str, ...] = tuple(category for category in Category if category is not Category.SHAPE)
@@ -77,23 +75,18 @@ class OperatorSet(StrEnum):
     """Fused operators of this project in training runs. In predictions, operators with the times of this project's
     kernels and of the libraries of 2026, as measured on Hopper."""
     MEGATRON_2025 = "megatron-2025"
-    """Operators of Megatron-core (October 2025) with Transformer Engine 2.11. They differ from the set `fused` in two
-    operations: attention values of grouped heads are copied to contiguous memory, and weight gradients accumulate in
-    fp32 (`fuses_gradient_accumulation`)."""
+    """Operators of Megatron-core (October 2025, Transformer Engine 2.11): those of `fused`, but attention values of
+    grouped heads are copied to contiguous memory, and weight gradients are fp32 (`fuses_gradient_accumulation`)."""
     REFERENCE = "reference"
-    """torch's own operators in place of this project's fused operators. On a CPU, the set `fused` also runs torch's own
-    operators."""
+    """torch's own operators in place of this project's fused operators; on a CPU, the set `fused` also runs them."""
     SOFTMAX = "softmax"
-    """Operators of Megatron-LM in December 2020 and 2021 (2104.04473 sec. 4.2): attention writes its scores to memory,
-    and one operator fuses scale, mask and softmax. Operations on gradients are separate passes over memory
-    (`in_passes`)."""
+    """Operators of Megatron-LM in 2020 and 2021 (2104.04473 sec. 4.2): attention writes its scores to memory, one
+    operator fuses scale, mask and softmax, and operations on gradients are separate passes (`in_passes`)."""
     TORCHTITAN_2024 = "torchtitan-2024"
-    """Operators of torchtitan (December 2024): the set `fused`, but with torch's own loss, which makes fp32 copies of
-    the logits."""
+    """Operators of torchtitan (December 2024): those of `fused`, but torch's own loss from fp32 copies of logits."""
     UNFUSED = "unfused"
-    """Operators of Megatron-LM (September 2019, 1909.08053) and DeepSpeed (February 2020). Scale, mask, softmax,
-    biases, dropouts and residuals are separate operators. Operations on gradients are separate passes over memory
-    (`in_passes`)."""
+    """Operators of Megatron-LM in 2019 (1909.08053) and DeepSpeed in February 2020: scale, mask, softmax, biases,
+    dropouts and residuals are separate operators, and so are operations on gradients (`in_passes`)."""
 
     @property
     def plain(self) -> bool:

@@ -61,8 +61,7 @@ class TwinOf:
     within: float = 0.0
     """Bandwidth of a device's link inside a node of the published experiment, in bytes/s."""
     numbers: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
-    """Predicted dimensionless numbers by name, as pairs (published experiment, twin). `repro twin` computes them when
-    it writes the suite."""
+    """Dimensionless numbers by name, predicted by `repro twin`, as pairs (published experiment, twin)."""
 
     def __post_init__(self) -> None:
         pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in self.numbers.items()}
@@ -178,10 +177,7 @@ class Experiment:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the experiment as JSON data, which `from_dict` reads.
-
-        Model settings in `DEPARTURES` are included only if they differ from GPT-2's.
-        """
+        """Return JSON data that `from_dict` reads; of the keys in `DEPARTURES`, only those that differ from GPT-2."""
         data, given = asdict(self), self.model.departures()
         data["model"] = {
             key: value for key, value in data["model"].items() if key in given or key not in DEPARTURES
@@ -198,10 +194,7 @@ def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> d
 
 
 def _default_tp_overlap(operators: OperatorSet) -> bool:
-    """Return the value of `tp_overlap` for records without this key.
-
-    It is true unless `operators` write the attention scores to memory.
-    """
+    """Return the value of `tp_overlap` in records without it: true unless `operators` write the attention scores."""
     return not operators.writes_scores
 
 

@@ -51,10 +51,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_writable(key: str, path: Path) -> None:
-    """Raise `ConfigError` unless a file can be written at `path`; no file is created.
-
-    Commands that take minutes call this check before they start.
-    """
+    """Raise `ConfigError` unless a file can be written at `path`; called before long work, and creates no file."""
     require(path.parent.is_dir(), key, str(path), "a file in an existing folder")
     try:
         with open(path, "ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
@@ -92,10 +89,7 @@ def _nested_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def _build_nested(kind: Any, value: Any, *, file: str, where: str) -> Any:
-    """Return the TOML tables `value` converted to `kind`: a dataclass, or a dictionary or list of dataclasses.
-
-    `where` is the key of the tables in the file, for error messages.
-    """
+    """Return the TOML tables at the key `where` as `kind`: a dataclass, or a dictionary or list of dataclasses."""
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is dict:
         if not isinstance(value, dict):
@@ -115,10 +109,9 @@ def _build_nested(kind: Any, value: Any, *, file: str, where: str) -> Any:
 
 
 def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
-    """Return an instance of the dataclass `cls` for a TOML table, whose types pydantic checks.
+    """Return a dataclass `cls` for a TOML table, whose types pydantic checks; invalid keys raise `ConfigError`.
 
-    Invalid keys and values raise `ConfigError`. Inner tables become dataclasses, too. `"unknown"` becomes None if the
-    type of the field is `float | None`.
+    Inner tables become dataclasses, too. `"unknown"` becomes None if the type of the field is `float | None`.
     """
     from pydantic import ValidationError
 

@@ -23,8 +23,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 SELECTIVE = "selective"
 """Value of the layout key `recompute` with which the backward pass recomputes only the core of attention."""
 RECOMPUTE_WORDS = {"none": False, "block": True, SELECTIVE: SELECTIVE}
-"""Values of the layout key `recompute` by the words of the command-line option, such as `block` for true. Files and
-records contain the values."""
+"""Values of `recompute` by command-line word, such as true for `block`; files and records contain the values."""
 ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))
 
 
@@ -50,23 +49,20 @@ class Layout:
     """Number of layers in each of the pp * chunks parts of the model, in order; empty for equal numbers. The number may
     be 0 in the first part, which has the embedding, and in the last, which has the logits (2407.21783 sec. 3.3.2)."""
     scatter_gather: bool = False
-    """Each tp rank sends 1/tp of the activations to the next pipeline stage, which all-gathers the parts (2104.04473
-    sec. 4.1)."""
+    """Each tp rank sends 1/tp of the tensor to the next stage, which all-gathers the parts (2104.04473 sec. 4.1)."""
     order: str = "tp-dp-pp"
-    """Order in which ranks are assigned to the axes of parallelism: ranks of the first axis are consecutive. cp follows
-    tp directly."""
+    """Order in which ranks are assigned to parallelism axes: ranks of the first axis are consecutive. cp follows tp."""
     zero: int = 0
     """ZeRO stage: 0 plain data parallelism, 1 P_os, 2 P_os+g, 3 P_os+g+p (1910.02054 sec. 5)."""
     zero1_reduce: str = "reduce-scatter"
     """Collective with which ZeRO stage 1 sums gradients: `reduce-scatter`, or `all-reduce` as in DeepSpeed's release of
     February 2020. With the following all-gather of parameters, the all-reduce variant sends 1.5x the bytes."""
     zero3_gather: str = "block"
-    """Unit of parameters that ZeRO stage 3 gathers: a `block` while the preceding block computes, or a `parameter` as
-    in DeepSpeed's release of March 2021. With `parameter`, gathers do not overlap with compute. A gather sends and
-    receives a list of the ranks' parts, for which the host makes views and copies. The host waits for the device before
-    and after each gather. Parameters of fewer than 100,000 elements stay gathered until the optimizer's step. A
-    recomputed layer gathers a parameter again for backward if 1e9 elements of other parameters are used between forward
-    and backward."""
+    """Unit that ZeRO stage 3 gathers: a `block` while the preceding block computes, or a `parameter` as in March 2021.
+    With `parameter`, gathers do not overlap with compute. A gather sends and receives a list of the ranks' parts, for
+    which the host makes views and copies. The host waits for the device before and after each gather. Parameters of
+    fewer than 100,000 elements stay gathered until the optimizer's step. A recomputed layer gathers a parameter again
+    for backward if 1e9 elements of other parameters are used between forward and backward."""
     sp: bool = False
     """Megatron sequence parallelism: norms and dropouts process s/tp tokens per rank; needs tp > 1."""
     micro_batch: int = 1
@@ -74,10 +70,9 @@ class Layout:
     global_batch: int = 0
     """Global batch size: number of samples in one optimizer step over all replicas. 0 means micro_batch * dp."""
     recompute: bool | str = False
-    """Activation recomputation: `none` (false), `block` (true; one checkpoint per transformer block) or `selective`.
-    Megatron-LM's name for `block` is full recomputation by the uniform method with one layer. `selective` recomputes
-    only the core of attention (scores, softmax, its dropout and the product with the values) in backward (2205.05198
-    sec. 5)."""
+    """Activation recomputation: `none` (false), `block` (true; one checkpoint per block) or `selective`. Megatron-LM
+    calls `block` full, uniform, of one layer. `selective` recomputes only the core of attention (scores, softmax, its
+    dropout and the product with the values) in backward (2205.05198 sec. 5)."""
     pa: bool = False
     """P_a: each tp rank retains 1/tp of every activation checkpoint (1910.02054 sec. 6.1)."""
     pa_cpu: bool = False
@@ -90,16 +85,14 @@ class Layout:
     offload_optimizer: bool = False
     """Optimizer states are stored and updated in host memory (ZeRO-Offload, 2101.06840), with DeepSpeed only."""
     precision: str = "fp32"
-    """Training precision: `fp32`, `bf16` with fp32 master weights, or `fp16` with fp32 master weights and dynamic loss
-    scaling."""
+    """Training precision: fp32, bf16 with fp32 master weights, or fp16 with these weights and dynamic loss scaling."""
     grad_dtype: str = "precision"
     """Data type in which gradients are accumulated and reduced: that of `precision`, or `fp32` in 16-bit training.
     With `fp32`, each backward pass adds its 16-bit gradients to an fp32 buffer and frees them, as Megatron-LM's
     `main_grad` (`accumulate_allreduce_grads_in_fp32`).  Gradients and their messages then have 4 bytes per parameter.
     Matrix products of `kernels = "megatron-2025"` add to the buffer directly."""
     bucket_bytes: int = 25_000_000
-    """Size of one gradient bucket in bytes (ZeRO stages 0 to 2). Stage 3 reduces the gradients of one block at a
-    time."""
+    """Size of one gradient bucket in bytes (ZeRO stages 0 to 2). Stage 3 reduces one block at a time."""
     gradient_as_bucket_view: bool = True
     """Gradients are views of the buckets that are reduced. If false, buckets are copies of the gradients, which take 2
     Psi more bytes in 16-bit training, as in torch's DistributedDataParallel by default."""
@@ -265,12 +258,7 @@ class Layout:
                 getattr(self, key),
                 says="needs recompute = true: without it, there are no activation checkpoints",
             )
-        require(
-            self.cp == 1 or self.recompute != SELECTIVE,
-            "cp",
-            self.cp,
-            f"1 (no context parallelism) with recompute = {SELECTIVE}",
-        )
+        require(self.cp == 1 or self.recompute != SELECTIVE, "cp", self.cp, f"1 with recompute = {SELECTIVE}")
         require(
             not self.pa or (self.tp > 1 and not self.sp),
             "pa",

@@ -17,8 +17,7 @@ from repro.config.quantity import (
 
 LINKS = ("memory", "nvlink", "pcie", "inter-node")
 """Classes of links, from the inside of a node outwards. `memory` is shared memory between processes on one processor.
-`nvlink` and `pcie` connect the devices of a node, which communicate over the first of these classes that the system
-has."""
+`nvlink` and `pcie` connect the devices of a node, which use the first class that the system has."""
 PER = ("device", "node")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
 
@@ -44,8 +43,7 @@ class Collective:
     """Measured durations of a collective, `[links.CLASS.collectives.OPERATION]` of a calibrated system file."""
 
     points: tuple[tuple[float, float], ...]
-    """Pairs (payload in bytes, duration in seconds) with rising payloads, measured while all groups communicated at
-    once."""
+    """Pairs (payload in bytes, seconds) with rising payloads, measured while all groups communicated at once."""
     ranks: int = 0
     """Number of ranks of a communication group; 0: all ranks of the measurement."""
     per_node: int = 0
@@ -87,17 +85,14 @@ class Link:
     efficiency: Quantity = UNSAID
     """Fraction of the peak bandwidth that collectives of large messages reach."""
     half_bytes: Quantity = UNSAID
-    """Payload per step, in bytes, at which a collective reaches half of the `efficiency` of large messages. The effect
-    of `latency_s` is additional."""
+    """Payload per step, in bytes, with half the efficiency of large messages, in addition to effects of `latency_s`."""
     chunk_s: Quantity = UNSAID
-    """Time per chunk of a tree collective, in seconds; a node receives a chunk completely before it forwards the
-    chunk."""
+    """Time per chunk of a tree collective, in seconds; a node forwards a chunk after it has received all of it."""
     pair: Quantity = UNSAID
     """Fraction of a device's bandwidth that is available for traffic to a single other device. A ring of n devices of a
     node uses n - 1 times this fraction, at most 1."""
     adapters: Quantity = UNSAID
-    """Number of network adapters of a node, which share the node's bandwidth equally; a device uses the nearest
-    adapter."""
+    """Number of network adapters of a node, which share its bandwidth equally; a device uses the nearest adapter."""
     switch: Quantity = UNSAID
     """Number of neighbouring devices that share a PCIe switch with their network adapters. A communicator with k of
     these devices uses the first k adapters, independent of other communicators of the node."""
@@ -106,11 +101,9 @@ class Link:
     overlap_cost: Quantity = UNSAID
     """Fraction of a collective's duration by which it delays concurrent compute, since both use the multiprocessors."""
     pod: Quantity = UNSAID
-    """Number of consecutive nodes with full bisection bandwidth between them; for class pcie, number of devices of one
-    host bridge."""
+    """Number of consecutive nodes with full bisection bandwidth; for class pcie, devices of one host bridge."""
     oversubscription: Quantity = UNSAID
-    """Ratio of the summed bandwidth of a pod's nodes to the bandwidth of the pod's uplink: 7 for 1:7, 1 without
-    oversubscription."""
+    """Ratio of the bandwidth of a pod's nodes to that of the pod's uplink: 7 for 1:7, 1 without oversubscription."""
     collectives: dict[str, Collective] = field(default_factory=dict)
     """Measured durations by collective, which take precedence over predicted durations."""
     hop: Collective | None = None

@@ -27,10 +27,7 @@ DEPARTURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Architecture and sizes of one transformer.
-
-    Only `gpt` can be trained; of `bert` and `t5`, parameters are counted.
-    """
+    """Architecture and sizes of a transformer; only `gpt` can be trained, of others only parameters are counted."""
 
     name: str
     """Name of the model, for example `gpt2-1.5b`; by default the name of its file."""
@@ -52,14 +49,13 @@ class Model:
     head_dim: int = 0
     """Width of one attention head if it is not hidden/heads (T5-11B); 0 means hidden/heads."""
     norm: str = "layer"
-    """Kind of norm: `layer` (mean and variance, weight and bias) or `rms` (root mean square, weight alone;
-    1910.07467)."""
+    """Norm: `layer` (mean and variance, weight and bias) or `rms` (root mean square, weight alone; 1910.07467)."""
     norm_eps: float = 1e-5
     """Constant that a norm adds to the variance (`layer`) or the mean square (`rms`)."""
     embedding_norm: bool = False
     """Whether a norm follows the token embedding (BLOOM)."""
     positions: str = "learned"
-    """Position encoding: `learned` (an embedding), `rotary` (2104.09864; pairs halves of a head) or `alibi`
+    """Positions: `learned` embedding, `rotary` embedding (2104.09864; pairs halves of a head) or `alibi`
     (2108.12409)."""
     rotary_base: float = 10000.0
     """Base of the wavelengths of rotary position embeddings, `rope_theta`."""
@@ -85,8 +81,7 @@ class Model:
     source: str = ""
     """Publication of the model's sizes: key of a source in the ledger of claims, with table or section."""
     note: str = ""
-    """Remark on the model that `repro models` shows, for example that the published size differs from the true
-    count."""
+    """Remark on the model in `repro models`, for example that the published size differs from the true count."""
 
     def __post_init__(self) -> None:
         sizes.check_name("name", self.name)

@@ -16,8 +16,7 @@ class Quantity:
     value: float | None
     """Value of the number, or `"unknown"` (None in Python)."""
     source: str
-    """Publication of the number, with "second-hand", "derived" or "unconfirmed", or the reason why the number is
-    unknown."""
+    """Publication of the number, with "second-hand", "derived" or "unconfirmed", or why the number is unknown."""
     low: float | None = None
     """Minimum possible value of an uncertain number; `source` must contain `low: REASON`."""
     high: float | None = None
@@ -41,12 +40,8 @@ class Quantity:
         if self.value is None:
             raise ConfigError(end, bound, says="needs a known value; an unknown number has no range")
         lies = 0 <= bound <= self.value if end == "low" else bound >= self.value
-        right = (
-            f"0 or more and at most value = {self.value}"
-            if end == "low"
-            else f"at least value = {self.value}"
-        )
-        require(lies, end, bound, right)
+        side = "0 or more and at most" if end == "low" else "at least"
+        require(lies, end, bound, f"{side} value = {self.value}")
         require(f"{end}: " in self.source, end, bound, says=f'has no reason: source must say "{end}: ..."')
 
     @property

@@ -16,9 +16,8 @@ __all__ = ["Device", "Link", "Quantity", "System"]
 
 FLOP_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16")
 ASSUMED_CONTEXT_BYTES = 1_400_000_000
-"""Assumed device memory outside torch's allocator (`context_bytes`), in bytes, for a system with an unknown value. The
-number is about the median of the values that sources of other systems report (0.84, 1.06, 1.34, 1.40, 1.54 and 1.74
-GB)."""
+"""Assumed device memory outside torch's allocator (`context_bytes`) for systems with an unknown value, in bytes: about
+the median of the values that sources report (0.84, 1.06, 1.34, 1.40, 1.54 and 1.74 GB)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,21 +39,18 @@ class DeviceTime:
     multiprocessors: Quantity = UNSAID
     """Number of streaming multiprocessors. A matrix product runs in waves of this number of tiles."""
     kernel_s: Quantity = UNSAID
-    """Time between the starts of two consecutive shortest kernels, in seconds, which is the fixed time of any
-    kernel."""
+    """Time between the starts of two consecutive shortest kernels, in seconds: the fixed time of any kernel."""
     fill_s: Quantity = UNSAID
     """Additional time of a kernel that reads memory, in seconds, since its first reads and its last blocks do not use
     the full bandwidth."""
     launch_s: Quantity = UNSAID
     """Host time per operator of eager PyTorch in the forward pass and the optimizer, in seconds."""
     backward_launch_s: Quantity = UNSAID
-    """Host time per operator in the backward pass, in seconds; one autograd thread launches all operators of this
-    pass."""
+    """Host time per operator in the backward pass, in seconds; one autograd thread launches all its operators."""
     pace: Quantity = UNSAID
     """Ratio of kernel times on a run's devices to kernel times on the device for which the time model is calibrated."""
     spread: Quantity = UNSAID
-    """Standard deviation over mean of a step's kernel time across the devices of a run, which wait for the slowest
-    device."""
+    """Standard deviation over mean of a step's kernel time between the devices of a run, which wait for the slowest."""
     jitter_s: Quantity = UNSAID
     """Variance over mean, in seconds, of the duration of consecutive kernels over time. Each collective waits for the
     last rank of its group (`repro.simulate.time.device`)."""
@@ -111,10 +108,9 @@ others (`repro.parallel.ledger.EXCHANGED`)."""
 class OperatorRate:
     """Measured rate of an operator: seconds of a call = fixed + bytes * per_byte + flops * per_flop.
 
-    Calibrated system files list rates in `[device.operators.NAME]`. NAME is an operator of a trace (`aten.mm`,
-    `repro.adamw_`, ...). `matmul` and `elementwise` apply to operators without a separate table. `unaligned_matmul`
-    applies to products with sizes that are not multiples of 8, and `message` and `exchange` to the computing thread's
-    work on a message. Bytes are read and written bytes.
+    Calibrated files list it in `[device.operators.NAME]`. NAME is an operator of a trace (`aten.mm`, `repro.adamw_`,
+    ...). `matmul` and `elementwise` apply to operators without a separate table. `unaligned_matmul` applies to products
+    with sizes that are not multiples of 8, and `message` and `exchange` to the computing thread's work on a message.
     """
 
     fixed_s: float

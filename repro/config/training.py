@@ -17,8 +17,7 @@ class Training:
     steps: int = 20
     """Number of optimizer steps, including untimed steps and learning-rate warm-up."""
     untimed_steps: int = 3
-    """Number of initial steps whose times are not measured; their losses are recorded. The first step also measures
-    memory."""
+    """Number of initial steps without time measurement; losses are recorded. The first step also measures memory."""
     seq: int = 0
     """Number of tokens per training sample; 0 means the model's longest sequence."""
     seed: int = 1234
@@ -59,13 +58,11 @@ class Training:
     loss_scale_hysteresis: int = 2
     """Number of overflows before the loss scale halves (fp16 only)."""
     checkpoint_every: int = 0
-    """Number of steps between two checkpoints of the full training state, from which a stopped run resumes; 0 writes
-    none."""
+    """Steps between two checkpoints of the full training state, from which a stopped run resumes; 0 writes none."""
     continues: str = ""
     """Name of an experiment of the same suite from whose newest checkpoint this training starts; empty: new weights."""
     data: str = "synthetic"
-    """Training data: `synthetic`, `shakespeare` (bytes), `shakespeare-gpt2` (BPE), or the path of a .txt or .bin
-    file."""
+    """Training data: `synthetic`, `shakespeare` (bytes), `shakespeare-gpt2` (BPE), or path of a .txt or .bin file."""
 
     def __post_init__(self) -> None:
         at_least(

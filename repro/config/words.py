@@ -74,8 +74,8 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
 def layout_options(spread: Layout, precision: str, software: str | None = None) -> str:
     """Return the command-line options that select a layout, without options at their defaults.
 
-    `precision`: precision that is the default on the system. `software`: value of the option `--software`, whose
-    settings then also count as defaults.
+    `precision`: default precision of the system. `software`: value of `--software`, whose settings are then defaults,
+    too.
     """
     found = []
     defaults = {field.name: field.default for field in dataclasses.fields(Layout)} | {"precision": precision}

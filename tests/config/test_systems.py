@@ -216,7 +216,7 @@ def test_own_file_by_path(write: Any) -> None:
         ('per = "node"', 'per = "rack"', "links.inter-node.per = 'rack': must be one of device, node"),
         ("[links.inter-node]", "[links.ethernet]", "links = 'ethernet': must be one of"),
         ("[links.inter-node]", "links = 3\n[x]", "links = 3"),
-        ("devices_per_node", 'name = "x"\ndevices_per_node', "the file name is the system's name"),
+        ("devices_per_node", 'name = "x"\ndevices_per_node', "the file names its system"),
     ],
 )
 def test_mistakes_are_one_line_with_file_key_and_remedy(

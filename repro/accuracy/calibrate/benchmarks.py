@@ -1,7 +1,6 @@
 """Benchmarks that a rank runs in a calibration: collectives by payload, compute during a collective, training steps.
 
-Training steps are timed because an operator is slower in a step than alone: other operators and ranks use the same
-caches and cores.
+Steps are timed because an operator is slower in a step than alone: other operators and ranks use caches and cores.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from repro.util import processes
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 OVERLAPPED = ("all_reduce", "reduce_scatter", "all_gather")
 SMALL, MANY = 2**20, 3
-"""Payload in bytes up to which latency dominates a message, and the factor by which such messages are measured more
-often than larger ones."""
+"""Payload in bytes up to which latency dominates a message, and the factor by which such messages repeat more often."""
 PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}
 LONGER = 1.5
 """Ratio of the duration of the compute that runs during a collective to the duration of the collective."""
@@ -65,9 +63,9 @@ class LinkBench:
     ) -> list[dict[str, Any]]:
         """Return durations by payload, as rows of collectives by kind of group, and of messages between neighbours.
 
-        A row has `op`, `place` (inside a node or between nodes), the fields of the kind of group, and `points` (payload
-        in bytes, timing). The measurements alternate, so that a short disturbance affects few repeats of each. `beat`
-        is called after each measurement.
+        A row has `op`, `place` (inside or between nodes), the fields of the kind, and `points` (payload in bytes,
+        timing). The measurements alternate, so that a short disturbance affects few repeats of each. `beat` is called
+        after each measurement.
         """
         rows: list[dict[str, Any]] = []
         runs: dict[tuple[int, int], Callable[[], None]] = {}
@@ -181,8 +179,7 @@ class LinkBench:
     def _seconds(self, run: Callable[[], None], payload: int) -> float:
         """Return the mean duration of a call of `run`, in seconds, which all ranks start together after a barrier.
 
-        Small payloads are measured over several calls. The payload alone determines the number of calls, so that all
-        ranks make equally many.
+        Small payloads are measured over several calls. The payload alone determines the number of calls on all ranks.
         """
         calls = 5 if payload <= 2**16 else 2 if payload <= SMALL else 1
         self.clock.flush()
@@ -234,10 +231,7 @@ class LaunchBench:
             self._step()
 
     def sample(self) -> None:
-        """Time one training step of the tiny model.
-
-        Samples are spread over the calibration, so that a short disturbance affects few of them.
-        """
+        """Time one training step; samples are spread over the calibration, so that a short disturbance affects few."""
         self._step()  # an untimed step loads the code into the caches again
         self.clock.synchronize()
         self.clock.group.barrier()

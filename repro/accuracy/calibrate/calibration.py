@@ -117,8 +117,8 @@ class LocalMachine:
     def __init__(self, system: str, gpus: int, *, target: str):
         """Check that the machine has the devices that the options request.
 
-        `gpus` is the number of ranks; 0: one per GPU, or 2 on processor cores. `target` names the function that each
-        rank process runs.
+        `gpus` is the number of ranks; 0: one per GPU, or 2 on processor cores. `target` names the function that ranks
+        run.
 
         Raises:
             ConfigError: The machine does not have the requested devices.

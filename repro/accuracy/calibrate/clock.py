@@ -27,8 +27,7 @@ ASSUMED_CACHE = 64 * 2**20
 REPEAT_S = 2e-3
 """Minimum duration of a repeated measurement, in seconds: far above the resolution of the clock."""
 CROWDED_S = 40e-3
-"""Minimum duration of a repeated measurement if ranks share cores, in seconds. During most of this time, most ranks
-measure at once."""
+"""Minimum duration of a repeated measurement if ranks share cores, in seconds; most ranks measure at once for long."""
 MOST_CALLS = 64
 LOAD_SIZE = 4096
 """Number of rows and columns of the matrices whose products load a GPU before measurements."""

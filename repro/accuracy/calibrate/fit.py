@@ -18,11 +18,9 @@ from repro.simulate.time.device import MATMULS
 
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
 MIN_SIZE_RATIO = 8.0
-"""Minimum ratio of an operator's largest to its smallest measured call, in bytes, for a separate fit of the operator's
-time per byte and per FLOP."""
+"""Minimum size ratio of an operator's largest to its smallest measured call for fitting a separate slope."""
 MIN_SIZES = 3
-"""Minimum number of different measured sizes of an operator for a separate fit of the operator's time per byte and per
-FLOP."""
+"""Minimum number of different measured sizes of an operator for fitting a separate slope (time per byte or FLOP)."""
 MAX_COMMON_RATE_ERROR = 0.1
 """Maximum median relative error of the common rate at an operator's calls, up to which the operator uses this rate."""
 
@@ -69,8 +67,7 @@ def median_error(rate: OperatorRate, points: Sequence[TimedCall]) -> float:
 def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, OperatorRate]:
     """Return the common operator rates, and separate rates of operators that deviate from them, by name.
 
-    The common rates are `matmul` and `elementwise`. `unaligned_matmul` is added if matrix products with sizes that are
-    not multiples of 8 were measured.
+    The common rates are `matmul` and `elementwise`, and `unaligned_matmul` if such matrix products were measured.
     """
     pools: dict[str, list[TimedCall]] = {MATMUL: [], ELEMENTWISE: [], UNALIGNED_MATMUL: []}
     pools[UNALIGNED_MATMUL] += points.get(UNALIGNED_MATMUL, [])
@@ -93,10 +90,7 @@ def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, Opera
 
 
 def scale_rate(common: OperatorRate, points: Sequence[TimedCall]) -> OperatorRate:
-    """Return the common rate with its dominant part fitted to the measured calls of one operator.
-
-    The dominant part is either the slopes (time per byte and per FLOP) or the fixed time.
-    """
+    """Return the common rate with its slopes (if these dominate) or else its fixed time fitted to the given calls."""
     work = [common.seconds(flops=point.flops, nbytes=point.nbytes) - common.fixed_s for point in points]
     if median(work) < common.fixed_s:
         calls = [point.seconds - seconds for point, seconds in zip(points, work, strict=True)]
@@ -132,10 +126,7 @@ def round_digits(value: float) -> float:
 
 
 def link_tables(ranks: Sequence[dict[str, Any]], links: dict[str, Any], together: str) -> dict[str, Any]:
-    """Return the system-file tables of all links, completed by measurements.
-
-    Collectives inside a node use the first class in `links`.
-    """
+    """Return the measured tables of all links; collectives inside a node use the first class in `links`."""
     inside = next(iter(links))
     if "host_copy" in ranks[0] and "pcie" in links:
         seconds = median(rank["host_copy"]["median"] for rank in ranks)
@@ -172,10 +163,7 @@ def _link(
 
 
 def _collectives(ranks: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
-    """Return the measured points of each collective, either inside or between nodes (`place`).
-
-    The top level has the points of the largest group; `groups` has those of the other groups.
-    """
+    """Return points of each collective's largest group inside or between nodes; `groups` has those of other groups."""
     found: dict[str, Any] = {}
     for same in zip(*(rank.get("links", ()) for rank in ranks), strict=True):
         row = same[0]

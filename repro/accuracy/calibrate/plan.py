@@ -24,8 +24,7 @@ GPU_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304), (3072, 1024, 4, 8192))
 CPU_QUICK_SIZES = ((32, 32, 1, 128), (64, 64, 4, 512))
 GPU_QUICK_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304))
 UNALIGNED_SIZES = ((256, 128, 4, 2049), (1024, 1024, 4, 50257), (2048, 1024, 8, 50257))
-"""Sizes of additional models on GPUs, with a vocabulary that is not a multiple of 8, for which tensor cores are
-slow."""
+"""Sizes of additional models on GPUs; their vocabulary is no multiple of 8, for which tensor cores are slow."""
 CPU_HEAD, GPU_HEAD = 32, 64
 """Widths of an attention head in the models measured on processors and GPUs."""
 PAYLOADS = tuple(2**k for k in range(10, 27, 2))
@@ -110,10 +109,7 @@ INSIDE, BETWEEN = "inside", "between"
 
 
 class GroupKind(GroupSpan):
-    """Kind of communication groups, such as all tensor-parallel groups of one degree.
-
-    Together, the groups of a kind contain all ranks, and they communicate at the same time.
-    """
+    """Kind of communication groups that together contain all ranks, such as the tp groups, and communicate at once."""
 
     @property
     def place(self) -> str:

@@ -27,8 +27,7 @@ from repro.simulate.trace.roles import trace_roles
 LARGE_MESSAGE_BYTES = 2**30
 """Size, in bytes, of a message with negligible latency."""
 MAX_RATE_DIFFERENCE = 0.02
-"""Maximum relative difference of link rates at which two scaled-down experiments share an emulated network; measured
-links are less accurate."""
+"""Maximum relative difference of link rates at which two twins share an emulated network; links are less accurate."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,9 @@ class TwinOptions:
     tp: int = 0
     """Tensor-parallel degree of all scaled-down experiments; 0 selects the largest possible degree."""
     within: float = 0.0
-    """Bandwidth per device inside a node of the original system, in bytes/s; 0: bandwidth in the file of that
-    system."""
+    """Bandwidth per device inside a node of the original system, in bytes/s; 0: value of that system's file."""
     between: float = 0.0
-    """Bandwidth of a node of the original system to other nodes, in bytes/s; 0: bandwidth in the file of that
-    system."""
+    """Bandwidth of a node of the original system to other nodes, in bytes/s; 0: value of that system's file."""
 
 
 @dataclass
@@ -191,11 +188,7 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         "pp": scale.pp_link(before, after, layers),
     }
     within = between = 0.0
-    for group in (
-        "dp",
-        "pp",
-        "tp",
-    ):  # tp is last and sets a shared link's rate: tp communication does not overlap
+    for group in ("dp", "pp", "tp"):  # tp is last, and so sets a shared link's rate, since it cannot overlap
         if not factors[group]:
             continue
         rate = (_stage_rate(real) if group == "pp" else real.bus_bandwidth(group)) * factors[group]
@@ -255,17 +248,13 @@ def inside_rate(system: System) -> float:
 
 
 def limit_to_machine(network: EmulatedNetwork, machine: System) -> tuple[EmulatedNetwork, list[str]]:
-    """Return `network`, without its rate limit inside nodes if the machine is slower than this limit.
-
-    The second element contains a message if the limit is removed.
-    """
+    """Return `network`, without its limit inside nodes and with a message if the machine is slower than this limit."""
     most = machine.links["memory"].bandwidth.known("links.memory.bandwidth", system=machine.name)
     wanted = network.within * payload_share(network)
     if wanted <= most:
         return network, []
     times = wanted / most
-    reason = f"the link inside a node needs {times:.1f} times the rate of all ranks on this machine"
-    return replace(network, within=0.0), [reason]
+    return replace(network, within=0.0), [f"within: {times:.1f} times the rate of all ranks on this machine"]
 
 
 def _alike(one: EmulatedNetwork, other: EmulatedNetwork) -> bool:

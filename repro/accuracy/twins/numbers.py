@@ -99,10 +99,7 @@ def dp_number(prediction: Prediction) -> float:
 
 
 def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> float:
-    """Return the ratio of compute to communication, `work` W / (hops e F); 0 without hops.
-
-    W is the rate of the group's ring in bytes/s, e bytes per element, F FLOP/s of a device.
-    """
+    """Return compute / communication, `work` W / (hops e F): ring rate W, e bytes an element; 0 without hops."""
     if not hops:
         return 0.0
     layout = prediction.experiment.layout
@@ -219,8 +216,7 @@ _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
     ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "compensated by the link's rate"),
     ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "compensated by the link's rate"),
 )
-"""Dimensionless numbers: name, function of a prediction, and the rule that preserves the number or the reason why a
-twin changes it."""
+"""Dimensionless numbers: name, function of a prediction, and why a twin preserves or changes the number."""
 
 
 @dataclass(frozen=True)

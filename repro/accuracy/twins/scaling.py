@@ -102,10 +102,7 @@ class Scale:
         return self.rate * gradients / self.tokens * hops
 
     def pp_link(self, before: Layout, after: Layout, layers: tuple[int, int]) -> float:
-        """Return the ratio W'/W of the rates between pipeline stages; 0 without pipeline stages.
-
-        `layers`: numbers of layers of the original and of the twin.
-        """
+        """Return the ratio W'/W of rates between stages for `layers` of original and twin; 0 without pipelining."""
         if after.pp == 1:
             return 0.0
         stage = (layers[0] / before.pp) / (layers[1] / after.pp)

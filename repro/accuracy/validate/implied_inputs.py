@@ -25,8 +25,7 @@ from repro.results.interval import Other, Sensitivity, interpolate_log, log_frac
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 
 MIN_SHARE = 0.1
-"""Minimum share of an uncertain input in a prediction's uncertainty for the published value to imply a value of the
-input."""
+"""Minimum share of an input in a prediction's uncertainty for the published value to imply a value of the input."""
 Curve = Sequence[tuple[float, float]]
 """Pairs (value of an uncertain input, prediction), ordered by value."""
 
@@ -38,8 +37,7 @@ class RequiredInput:
     row: str
     """Published value as `claim/label`."""
     value: float | None
-    """Value of the uncertain input at which the prediction equals the published value; None if no searched value does
-    this."""
+    """Value of the uncertain input at which the prediction equals the published value; None if there is none."""
     low: float | None
     """Smallest value of the uncertain input with a prediction within the tolerance; None if there is no such value."""
     high: float | None
@@ -56,8 +54,7 @@ class ImpliedInput:
     high: float
     searched: tuple[float, float]
     needs: tuple[RequiredInput, ...]
-    """Values of the input that the published values imply, in ascending order. Published values that no input value
-    reproduces are last."""
+    """Implied values of the input in ascending order; published values that no input value reproduces are last."""
 
     @property
     def contradiction(self) -> tuple[RequiredInput, RequiredInput] | None:
@@ -71,10 +68,7 @@ class ImpliedInput:
 
     @property
     def torn(self) -> int:
-        """Return the minimum number of published values with which predictions at a single input value disagree.
-
-        Published values that no searched input value reproduces do not count.
-        """
+        """Return the minimum number of published values that one input value contradicts, without `unserved` ones."""
         ends = ((need.low, need.high) for need in self.needs)
         served = [(low, high) for low, high in ends if low is not None and high is not None]
         most = max((sum(low <= at <= high for low, high in served) for at, _ in served), default=0)

@@ -26,8 +26,7 @@ from repro.simulate.time.calibration import basis_of_record, weakest_basis
 
 RATE, RATIO, MEMORY = "rate", "ratio", "memory"
 TIMED = ("step_seconds", "samples_per_s", "tokens_per_s", "flops_per_s")
-"""Metrics of step time and throughput. A published value becomes a point of the statistics if its expression reads one
-of these metrics."""
+"""Metrics of step time and throughput. A published value whose expression reads one of them becomes a point."""
 TIMES = ("s", "ms", "min", "h", "days")
 DIRECT = ("TFLOP/s", "samples/s", "tokens/s", *TIMES, "PFLOP/s")
 """Units of published rates and times, in order of preference for a run with several published values."""
@@ -63,8 +62,7 @@ class Point:
     kind: str
     """`rate`, `ratio` or `memory`."""
     family: str
-    """Group of the published value in the statistics: family of systems for a rate or ratio, key of the source for peak
-    memory."""
+    """Family of systems for a rate or ratio, key of the cited source for peak memory: groups of the statistics."""
     unit: str
     published: float
     predicted: float

@@ -35,9 +35,7 @@ class MeasurementAdvice:
     """Description of the measurement."""
 
 
-OPERATORS = (
-    "seconds of every operator on the devices of the system, which replace the assumed pace of kernels"
-)
+OPERATORS = "seconds of every operator on the devices of the system, which replace the assumed pace"
 PRODUCTS = "the fastest matrix product on all ranks at once, whose rate replaces the peak"
 COPIES = "a copy of four times the cache size on all ranks at once, whose rate replaces the bandwidth"
 LINK = "collectives by size in all groups of a layout at once, which replace the formula"
@@ -67,8 +65,7 @@ _MEASUREMENTS = (
     ("*: *", "device.operators", "seconds of every operator, each measured alone"),
     ("*", "", "a benchmark of this input alone, which repro calibrate does not contain"),
 )
-"""Measurements of uncertain inputs as tuples (pattern of keys, key in the system file, description); the first matching
-pattern counts."""
+"""Measurements of uncertain inputs: (pattern of keys, key in the system file, description); the first match counts."""
 
 
 def measurement_advice(key: str, system: str) -> MeasurementAdvice:
@@ -82,8 +79,7 @@ def measurement_advice(key: str, system: str) -> MeasurementAdvice:
 LISTED_INPUTS = 5
 """Number of highest-ranked uncertain inputs that the summary names."""
 MIN_SETTLING_SHARE = 0.5
-"""Share of an uncertain input in the summed effects of all inputs on a prediction, above which the input settles the
-prediction."""
+"""Share of an input in the summed effects of all inputs on a prediction, above which the input settles it."""
 
 
 @dataclass
@@ -91,8 +87,7 @@ class UncertainInput:
     """Uncertain input of predictions, and the published values whose predictions depend on it."""
 
     key: str
-    """Key of the input in the system file, such as `links.inter-node.rings`, or `NAME: FLOP/s` of a calibration point
-    NAME."""
+    """Key of the system file, such as `links.inter-node.rings`, or `NAME: FLOP/s` of a calibration point NAME."""
     system: str
     """System to which the input belongs; for a calibration point, the system of the published run."""
     low: float
@@ -104,8 +99,7 @@ class UncertainInput:
     settles: list[str] = field(default_factory=list)
     """Published values in whose predictions the input has more than `MIN_SETTLING_SHARE` of all effects."""
     possible: list[str] = field(default_factory=list)
-    """Published values whose verdict is `possible` because of this input, alone or as one of the two inputs with the
-    largest effects."""
+    """Published values whose verdict is `possible` because of this input, or of this and one other input."""
     share: float = 0.0
     """Mean share of the input in the effects on all uncertain predictions; the shares of all inputs add up to 1."""
 

@@ -117,10 +117,7 @@ def _tables(path: Path) -> list[dict[str, Any]]:
 
 
 def _model(table: dict[str, Any], path: Path) -> Model:
-    """Return the model that a TOML table describes.
-
-    Only invalid tables are passed to pydantic, whose import takes 0.1 s.
-    """
+    """Return the model of a TOML table; only invalid tables are passed to pydantic, whose import takes 0.1 s."""
     table = {key: value for key, value in table.items() if key != "aliases"}
     fields = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(Model)}
     required = {f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING}

@@ -53,10 +53,7 @@ class PackagedFiles:
         return [path.stem for path in self.files()]
 
     def find(self, given: Path) -> Path:
-        """Return the path `given` if it ends in `.toml`, otherwise the path of the packaged file of this name.
-
-        A name without a packaged file raises `ConfigError`.
-        """
+        """Return a `.toml` path unchanged, and for a name the packaged file; an unknown name raises `ConfigError`."""
         if given.suffix == ".toml":
             return given
         if str(given) not in self.names():

@@ -105,9 +105,7 @@ def _override(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def parse_system(data: dict[str, Any], *, name: str, file: str) -> System:
     """Return the system that the TOML tables of a system file describe; `name` is the file name without `.toml`."""
     if "name" in data:
-        raise ConfigError(
-            "name", data["name"], says="must be omitted; the file name is the system's name", file=file
-        )
+        raise ConfigError("name", data["name"], says="must be omitted; the file names its system", file=file)
     tables = {**_complete(data, file), "name": name}
     tables.pop("aliases", None)
     if isinstance(tables.get("links"), dict):  # report unknown classes of links before their keys

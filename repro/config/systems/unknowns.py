@@ -1,8 +1,7 @@
 """Uncertain numbers of a system ("unknowns"), and a system whose uncertain numbers vary over many sampled cases.
 
-A case gives every uncertain number a quantile: 0 at the low end of its range, 1/2 at the best value, 1 at the high end.
-The quantiles of a number's key are equal for all systems and runs, so that two predictions can be compared case by
-case.
+A case gives every unknown a quantile: 0 at the low end of its range, 1/2 at the best value, 1 at the high end. The
+quantiles of a key are equal for all systems and runs, so that two predictions can be compared case by case.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ if TYPE_CHECKING:
 Lanes: TypeAlias = "npt.NDArray[Any]"
 """Array [cases] with the value of one uncertain number in every sampled case."""
 PACE = "device.time.pace"
-"""Key of the ratio of kernel times on a run's devices to kernel times on the device for which the time model is
-calibrated."""
+"""Key of the ratio of kernel times in a run to kernel times on the device for which the time model is calibrated."""
 SPREAD = "device.time.spread"
 """Key of the relative standard deviation of kernel times between the devices of a run."""
 PER_RANGE = 4
-"""Number of steps from the low to the high end of an uncertain number's range, for cases that vary this number
-alone."""
+"""Number of steps from end to end of an uncertain number's range in cases that vary this number alone."""
 DRAWS = 64
 """Number of sampled cases in which all uncertain numbers vary jointly at random."""
 MAX_CASES = 32
@@ -45,8 +42,7 @@ FRACTION_KEYS = (
 LOW, BEST, HIGH = 0.0, 0.5, 1.0
 """Quantiles that represent the low end of an uncertain number's range, its best value and the high end."""
 REACH = 4.0
-"""Factor between the end of a range and the value at the farthest quantile outside it: quantile -1 is low / REACH, and
-quantile 2 is high * REACH."""
+"""Factor between a range's end and the value at quantile -1 (low / REACH) or 2 (high * REACH), outside the range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +76,7 @@ class Unknown:
 
     @cached_property
     def around(self) -> dict[float, float]:
-        """Return the values that the cases try, in and around the number's range, each with its quantile.
-
-        For counts, the values include every integer of the range.
-        """
+        """Return the values that the cases try in and around the range, with their quantiles; counts: every integer."""
         quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
         if self._last_word in COUNTED_KEYS:
             for side, best in ((self.low, LOW), (self.high, HIGH)):
