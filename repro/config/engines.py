@@ -41,8 +41,8 @@ class Software(NamedTuple):
     title: str
     source: str
     layout: dict[str, Any]
-    """Layout settings that reproduce the software at every ZeRO stage. `bucket_elements` is a pair (constant, elements
-    per replica); gradient buckets have the larger of the constant and the elements of all replicas."""
+    """Layout settings of the software at every ZeRO stage. `bucket_elements`: a constant, and a number per replica that
+    is multiplied by the replicas; gradient buckets have the larger number of elements."""
     stages: dict[str, dict[str, Any]]
     """Additional layout settings by ZeRO stage, for each stage that the software supported."""
 
@@ -143,7 +143,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
     ),
     "deepspeed": (
         # DeepSpeed's M_D is a buffer for partitioned activation checkpoints; its gradients always have such a buffer.
-        Combination("md", lambda layout, _: layout.md and not layout.pa, "false without pa = true"),
+        Combination("md", lambda layout, _: layout.md and not layout.pa, "false unless pa = true,"),
         Combination(
             "offload_optimizer",
             lambda layout, _: layout.offload_optimizer and not layout.zero,
@@ -260,7 +260,7 @@ def unfused_attention_note(model: Model, layout: Layout, capability: str) -> str
         return ""
     return (
         f"Attention heads of width {model.head_width} are not a multiple of {FUSED_HEAD_MULTIPLE}, so torch cannot "
-        f"fuse attention on compute capability {capability}. Predictions do not include its unfused scores."
+        f"fuse attention on compute capability {capability}. Predictions omit the memory of attention scores."
     )
 
 

@@ -55,8 +55,7 @@ class Model:
     embedding_norm: bool = False
     """Whether a norm follows the token embedding (BLOOM)."""
     positions: str = "learned"
-    """Positions: `learned` embedding, `rotary` embedding (2104.09864; pairs halves of a head) or `alibi`
-    (2108.12409)."""
+    """Position encoding: `learned`, `rotary` (2104.09864; pairs halves of a head) or `alibi` (2108.12409)."""
     rotary_base: float = 10000.0
     """Base of the wavelengths of rotary position embeddings, `rope_theta`."""
     rotary_fraction: float = 1.0

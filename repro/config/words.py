@@ -74,8 +74,7 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
 def layout_options(spread: Layout, precision: str, software: str | None = None) -> str:
     """Return the command-line options that select a layout, without options at their defaults.
 
-    `precision`: default precision of the system. `software`: value of `--software`, whose settings are then defaults,
-    too.
+    `precision`: the system's default. `software`: value of `--software`, whose settings are then defaults, too.
     """
     found = []
     defaults = {field.name: field.default for field in dataclasses.fields(Layout)} | {"precision": precision}

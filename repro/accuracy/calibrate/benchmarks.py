@@ -64,8 +64,8 @@ class LinkBench:
         """Return durations by payload, as rows of collectives by kind of group, and of messages between neighbours.
 
         A row has `op`, `place` (inside or between nodes), the fields of the kind, and `points` (payload in bytes,
-        timing). The measurements alternate, so that a short disturbance affects few repeats of each. `beat` is called
-        after each measurement.
+        timing). The measurements alternate: a disturbance affects few repeats of each. `beat` is called after each
+        measurement.
         """
         rows: list[dict[str, Any]] = []
         runs: dict[tuple[int, int], Callable[[], None]] = {}

@@ -59,9 +59,9 @@ def run_calibration(
 ) -> Calibrated:
     """Measure this machine, or nodes of a cluster with a SLURM `profile`, and write a system file.
 
-    `gpus` is the number of ranks per node. With `suites`, the operators of the scaled-down experiments (twins) in these
-    suites are measured. Of the collectives, only messages and one ring are then measured, because twins run on emulated
-    networks. `quiet` silences standard error.
+    `gpus` is the number of ranks per node. With `suites`, the operators of the twins in these suites are measured, and
+    of the collectives only messages and one ring, because twins run on emulated networks. `quiet` silences standard
+    error.
 
     Raises:
         ConfigError: An option is wrong, or two options contradict each other.
@@ -117,8 +117,8 @@ class LocalMachine:
     def __init__(self, system: str, gpus: int, *, target: str):
         """Check that the machine has the devices that the options request.
 
-        `gpus` is the number of ranks; 0: one per GPU, or 2 on processor cores. `target` names the function that ranks
-        run.
+        `gpus` is the number of ranks; 0: one per GPU, or 2 on processor cores. `target` names the function of rank
+        processes.
 
         Raises:
             ConfigError: The machine does not have the requested devices.

@@ -40,8 +40,7 @@ from repro.util import processes
 from repro.util.processes import CoreAssignment, count_compute_cores, usable_cores
 
 CALLS_PER_OPERATOR, QUICK_CALLS_PER_OPERATOR = 6, 3
-"""Number of measured calls of each operator, in a normal and in a quick calibration; twice as many for matrix products
-and attention, whose shapes matter."""
+"""Number of measured calls of each operator, by default and if quick; doubled for matrix products and attention."""
 
 
 def _measure(
@@ -138,8 +137,7 @@ def _measure(
 run_rank = partial(_measure, collectives=True)
 """Function that each rank process of a machine's calibration runs."""
 run_rank_of_twin = partial(_measure, collectives=False)
-"""Function that each rank process runs to calibrate a machine for scaled-down experiments (twins). Of the collectives,
-it measures only messages and one ring."""
+"""Function that each rank process runs to calibrate for twins: of the collectives, only messages and one ring."""
 
 
 def operators(

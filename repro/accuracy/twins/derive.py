@@ -254,7 +254,8 @@ def limit_to_machine(network: EmulatedNetwork, machine: System) -> tuple[Emulate
     if wanted <= most:
         return network, []
     times = wanted / most
-    return replace(network, within=0.0), [f"within: {times:.1f} times the rate of all ranks on this machine"]
+    reason = f"the link inside a node needs {times:.1f} times the rate of all ranks on this machine"
+    return replace(network, within=0.0), [reason]
 
 
 def _alike(one: EmulatedNetwork, other: EmulatedNetwork) -> bool:

@@ -10,10 +10,9 @@ A layout may be named once and used by several experiments::
     layout = "C4"                                 # the unchanged named layout
     layout = { use = "C4", tp = 16, dp = 25 }     # the named layout with two other keys
 
-Keys in the table of an experiment take precedence over keys of the named layout. Keys of the named layout take
-precedence over `[defaults]`. A key `software = "megatron-2019"` stands for the settings of that software, over which
-all other keys take precedence. An emulated network is named in the same way: `[networks.slow]`,
-`network = { use = "slow", between = 16e6 }`.
+Keys of an experiment take precedence over keys of the named layout, and the named layout over `[defaults]`. A key
+`software = "megatron-2019"` stands for the settings of that software, over which all other keys take precedence. An
+emulated network is named in the same way: `[networks.slow]`, `network = { use = "slow", between = 16e6 }`.
 """
 
 from __future__ import annotations
