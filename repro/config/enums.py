@@ -66,8 +66,7 @@ class OperatorSet(StrEnum):
     """
 
     FUSED = "fused"
-    """Fused operators of this project (`kernels/`): on CUDA, each operator is one kernel with one pass over memory, and
-    attention never writes its scores to memory."""
+    """Fused operators in `kernels/`: each is one CUDA kernel with one pass over memory; attention writes no scores."""
     FUSED_2024 = "fused-2024"
     """Fused operators of this project in training runs. In predictions, operators with the efficiencies of a published
     run that used compiled code and libraries of 2024."""

@@ -64,8 +64,7 @@ class LinkBench:
         """Return durations by payload, as rows of collectives by kind of group, and of messages between neighbours.
 
         A row has `op`, `place` (inside or between nodes), the fields of the kind, and `points` (payload in bytes,
-        timing). The measurements alternate: a disturbance affects few repeats of each. `beat` is called after each
-        measurement.
+        timing). Measurements alternate, so that a short disturbance affects few of each kind; `beat` follows each.
         """
         rows: list[dict[str, Any]] = []
         runs: dict[tuple[int, int], Callable[[], None]] = {}
@@ -240,8 +239,8 @@ class LaunchBench:
     def result(self) -> dict[str, Any]:
         """Return operators and timing of a step of the tiny model, and number and time of its backward operators.
 
-        `operators` contains name, bytes and FLOP of each operator. On a GPU, the times are those in which the host
-        enqueues the operators.
+        `operators` has name, bytes and FLOP of each operator. On a GPU, times are those in which the host enqueues
+        operators.
         """
         return {
             "operators": self._operators,

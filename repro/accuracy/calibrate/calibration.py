@@ -59,9 +59,8 @@ def run_calibration(
 ) -> Calibrated:
     """Measure this machine, or nodes of a cluster with a SLURM `profile`, and write a system file.
 
-    `gpus` is the number of ranks per node. With `suites`, the operators of the twins in these suites are measured, and
-    of the collectives only messages and one ring, because twins run on emulated networks. `quiet` silences standard
-    error.
+    `gpus` is the number of ranks per node. With `suites`, the operators of their scaled-down experiments are measured,
+    but only messages and one ring of the collectives, since networks are emulated. `quiet` prints nothing.
 
     Raises:
         ConfigError: An option is wrong, or two options contradict each other.
@@ -117,8 +116,7 @@ class LocalMachine:
     def __init__(self, system: str, gpus: int, *, target: str):
         """Check that the machine has the devices that the options request.
 
-        `gpus` is the number of ranks; 0: one per GPU, or 2 on processor cores. `target` names the function of rank
-        processes.
+        `gpus` is the number of ranks; 0: one per GPU, or 2 on processor cores. `target` names the function of a rank.
 
         Raises:
             ConfigError: The machine does not have the requested devices.

@@ -37,8 +37,8 @@ class TimedCall(NamedTuple):
 def fit_rate(points: Sequence[TimedCall]) -> OperatorRate:
     """Return the operator rate with the least sum of squared relative errors at the measured calls.
 
-    The method is non-negative least squares (Lawson and Hanson 1974). With relative errors, short and long calls have
-    equal weights.
+    The method is non-negative least squares (Lawson and Hanson 1974); relative errors weight short and long calls
+    equally.
     """
     import numpy as np
     from scipy.optimize import nnls

@@ -60,8 +60,7 @@ class Entry:
 
     experiment: Experiment
     launch: str = ""
-    """Name of the launch that runs the experiment. Experiments with the same launch name run in the same processes, one
-    after another; empty: a separate launch."""
+    """Name of a launch; experiments with equal names run in the same processes, one after another. Empty: separate."""
     expect: str = "ok"
     """Outcome that counts as success, such as `oom` for a claim of out-of-memory; empty: any outcome."""
 
