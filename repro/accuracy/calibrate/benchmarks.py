@@ -64,7 +64,7 @@ class LinkBench:
         """Return durations by payload, as rows of collectives by kind of group, and of messages between neighbours.
 
         A row has `op`, `place` (inside or between nodes), the fields of the kind, and `points` (payload in bytes,
-        timing). Measurements alternate, so that a short disturbance affects few of each kind; `beat` follows each.
+        timing). Measurements alternate, so that a disturbance affects few of each kind. `beat` is called after each.
         """
         rows: list[dict[str, Any]] = []
         runs: dict[tuple[int, int], Callable[[], None]] = {}
@@ -239,8 +239,7 @@ class LaunchBench:
     def result(self) -> dict[str, Any]:
         """Return operators and timing of a step of the tiny model, and number and time of its backward operators.
 
-        `operators` has name, bytes and FLOP of each operator. On a GPU, times are those in which the host enqueues
-        operators.
+        `operators` has name, bytes and FLOP of each operator. On a GPU, times are those of the host for enqueueing.
         """
         return {
             "operators": self._operators,
