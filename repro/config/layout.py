@@ -58,11 +58,11 @@ class Layout:
     """Collective with which ZeRO stage 1 sums gradients: `reduce-scatter`, or `all-reduce` as in DeepSpeed's release of
     February 2020. With the following all-gather of parameters, the all-reduce variant sends 1.5x the bytes."""
     zero3_gather: str = "block"
-    """Unit that ZeRO stage 3 gathers: a `block` while the preceding block computes, or a `parameter` as in March 2021.
-    With `parameter`, gathers do not overlap with compute. A gather sends and receives a list of the ranks' parts, for
-    which the host makes views and copies. The host waits for the device before and after each gather. Parameters of
-    fewer than 100,000 elements stay gathered until the optimizer's step. A recomputed layer gathers a parameter again
-    for backward if 1e9 elements of other parameters are used between forward and backward."""
+    """Unit that ZeRO stage 3 gathers: a `block` while the preceding block computes, or a `parameter` as DeepSpeed of
+    March 2021. With `parameter`, gathers do not overlap with compute. A gather sends and receives a list of the ranks'
+    parts, for which the host makes views and copies. The host waits for the device before and after each gather.
+    Parameters of fewer than 100,000 elements stay gathered until the optimizer's step. A recomputed layer gathers a
+    parameter again for backward if 1e9 elements of other parameters are used between forward and backward."""
     sp: bool = False
     """Megatron sequence parallelism: norms and dropouts process s/tp tokens per rank; needs tp > 1."""
     micro_batch: int = 1
