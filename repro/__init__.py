@@ -1,7 +1,7 @@
 """Reproduce the published claims of ZeRO, DeepSpeed, Turing-NLG, Megatron-LM and Yuan 1.0.
 
-From Python most users need `repro.parallelize` and `repro.Layout` only; everything else is
-behind the `repro` command. Importing this package imports no torch.
+Python programs need only `repro.parallelize` and `repro.Layout`; the command `repro` provides everything else.
+Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from repro.wrap.parallelize import parallelize
 
 if not os.path.isdir(os.path.join(__path__[0], "kernels")):
-    # A checkout: `repro.kernels` and `repro.examples` are in the same folder as this package and need no installation.
+    # In a source checkout, this path makes the neighbouring folders `kernels` and `examples` importable from `repro`.
     __path__.append(os.path.dirname(__path__[0]))
 
 

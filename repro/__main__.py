@@ -1,4 +1,4 @@
-"""`python -m repro`: the `repro` command of this interpreter."""
+"""Entry point of `python -m repro`, which runs the command `repro` with the current Python interpreter."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Model, Layout, Training, System, Experiment and Suite as frozen dataclasses, the readers of their TOML files, and the
-packaged models and systems.
+"""Configuration of experiments: dataclasses, the readers of their TOML files, and the packaged models and systems.
 
-Every error in a file becomes one `ConfigError`. The package imports neither torch nor any package except `util`.
+Every error in a file becomes one `ConfigError`. The package imports neither torch nor any other package of `repro`
+except `repro.util`.
 """
 
 from repro.config.enums import OperatorSet

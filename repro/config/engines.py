@@ -1,6 +1,6 @@
-"""Checks of what each engine can execute, and the settings that repeat the software of a published report.
+"""Checks that a training engine supports an experiment's settings, and the settings that reproduce published software.
 
-A layout of a suite or of the command line may name such a software (`software.toml`) in place of its settings.
+A layout can name such software with the key `software` (defined in `software.toml`) instead of listing its settings.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from repro.config.training import Training
 
 NATIVE = "native"
 FUSED_HEAD_MULTIPLE = 8
-"""Width of a 16-bit head must be a multiple of this for fused attention before compute capability 8.0, where torch has
-only xFormers' kernel. Later FlashAttention pads heads (`minimum_gemm_alignment` in PyTorch's `sdp_utils.cpp`)."""
+"""Required divisor of an attention head's width for fused 16-bit attention before compute capability 8.0, where torch
+has only xFormers' kernel. Later, FlashAttention pads heads (`minimum_gemm_alignment` in PyTorch's `sdp_utils.cpp`)."""
 
 
 class Combination(NamedTuple):
-    """Setting that an engine refuses in combination with other settings: its key, a test, and the valid values."""
+    """Rule by which a training engine refuses a setting in combination with others: key, test and valid values."""
 
     key: str
     refused: Callable[[Layout, Training], bool]
@@ -32,35 +32,36 @@ class Combination(NamedTuple):
 
 
 ENGINES: dict[str, dict[str, list[Any]]] = read_toml(Path(__file__).with_suffix(".toml"))
-"""Values of the keys of a layout or a training that each engine supports; every value of a missing key."""
+"""Supported values of layout and training settings, by engine and key; all values of a key that is not listed."""
 
 
 class Software(NamedTuple):
-    """Settings with which the native engine repeats the software of a report."""
+    """Training software of a published report, and the settings with which the native engine reproduces it."""
 
     title: str
     source: str
     layout: dict[str, Any]
-    """Settings of every layout. `bucket_elements` has a constant and a number per replica; buckets take the larger."""
+    """Layout settings of the software at every ZeRO stage. `bucket_elements`: a constant, and a number per replica that
+    is multiplied by the replicas; gradient buckets have the larger number of elements."""
     stages: dict[str, dict[str, Any]]
-    """Additional settings, by each ZeRO stage that the software had."""
+    """Additional layout settings by ZeRO stage, for each stage that the software supported."""
 
 
 SOFTWARE: dict[str, Software] = {
     name: Software(**table) for name, table in read_toml(Path(__file__).with_name("software.toml")).items()
 }
-"""Software of the reports by name."""
+"""Training software of the published reports, by name such as `megatron-2019`."""
 
 
 def find_software(name: str) -> Software:
-    """Return the software of this name; raise `ConfigError` for an unknown name."""
+    """Return the title and settings of the published software `name`; raise `ConfigError` if the name is unknown."""
     hint = unknown_name_hint(str(name), tuple(SOFTWARE), "software")
     require(str(name) in SOFTWARE, "software", name, says=hint)
     return SOFTWARE[name]
 
 
 def describe_software(name: str) -> str:
-    """Return one line with the title of a software and its layout settings."""
+    """Return one line of text with the layout settings that reproduce a published software, and its title."""
     known = find_software(name)
     tables = {"": known.layout} | {f"ZeRO {stage} ": table for stage, table in known.stages.items() if table}
     texts = (
@@ -71,7 +72,7 @@ def describe_software(name: str) -> str:
 
 
 def with_software(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return layout settings with the settings of the key `software` in its place; other given keys take precedence."""
+    """Return the layout settings `given`, completed by the settings of the software that their key `software` names."""
     keys = dict(given)
     name = keys.pop("software", None)
     if name is None:
@@ -90,7 +91,7 @@ def with_software(given: Mapping[str, Any]) -> dict[str, Any]:
         settings.pop("gradient_as_bucket_view", None)
     settings |= keys
     constant, per_replica = settings.pop("bucket_elements", (0, 0))
-    if constant and dp * cp > 1 and zero != 3:  # a single replica and stage 3 have no gradient buckets
+    if constant and dp * cp > 1 and zero != 3:  # ZeRO stage 3 and single replicas have no buckets
         wide = "fp32" in (settings.get("grad_dtype"), settings.get("precision", "fp32"))
         settings.setdefault("bucket_bytes", max(constant, per_replica * dp) * (4 if wide else 2))
     return settings
@@ -109,24 +110,24 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
                 layout.recompute == SELECTIVE
                 and not (layout.kernels.writes_scores or training.attention_dropout)
             ),
-            "none or block with fused attention, which stores no scores (use kernels = softmax or unfused),",
+            "none or block, since fused attention stores no scores to recompute (use kernels = softmax or unfused),",
         ),
     ),
     "torch": (
-        # torch's ZeroRedundancyOptimizer, which runs stage 1, does not support DTensors.
+        # ZeRO stage 1 uses torch's ZeroRedundancyOptimizer, which does not support the DTensors of tp and pp.
         Combination(
             "zero",
             lambda layout, _: layout.zero == 1 and layout.dp > 1 and _has_model_parallelism(layout),
-            "0, 2 or 3 with tp or pp",
+            "ZeRO stage 0, 2 or 3 with tp or pp",
         ),
-        # With model parallelism or 16 bits, FSDP2 reduces the gradients, and FSDP2 has no gradient buckets.
+        # In 16-bit training, or with tensor or pipeline parallelism, FSDP2 reduces gradients, without gradient buckets.
         Combination(
             "gradient_as_bucket_view",
             lambda layout, _: (
                 not layout.gradient_as_bucket_view
                 and (_has_model_parallelism(layout) or layout.precision != "fp32")
             ),
-            "true in 16 bits and with tp or pp",
+            "true in 16-bit training and with tp or pp",
         ),
         Combination(
             "global_batch",
@@ -141,12 +142,12 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         ),
     ),
     "deepspeed": (
-        # M_D in DeepSpeed is a contiguous buffer for partitioned checkpoints; its gradients always have such a buffer.
-        Combination("md", lambda layout, _: layout.md and not layout.pa, "false, or pa = true,"),
+        # DeepSpeed's M_D is a buffer for partitioned activation checkpoints; its gradients always have such a buffer.
+        Combination("md", lambda layout, _: layout.md and not layout.pa, "false unless pa = true,"),
         Combination(
             "offload_optimizer",
             lambda layout, _: layout.offload_optimizer and not layout.zero,
-            "false, or zero = 1, 2 or 3,",
+            "false, or zero = 1, 2 or 3, which can offload optimizer states,",
         ),
         Combination(
             "loss_scale",
@@ -157,23 +158,23 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         ),
     ),
     "megatron": (
-        # With two stages, the next and the previous stage are one peer, whose batched messages Megatron-core mixes up.
+        # With two stages, next and previous stage are the same rank; Megatron-core confuses its batched messages.
         Combination(
             "overlap",
             lambda layout, _: layout.chunks > 1 and layout.pp == 2 and not layout.overlap,
-            "true if pp = 2 and schedule = interleaved",
+            "true (overlapped communication) if pp = 2 and schedule = interleaved",
         ),
     ),
 }
-"""Combinations that an engine refuses, although it supports each value alone."""
+"""Combinations of settings that a training engine refuses although it supports each setting alone, by engine."""
 
 
 GPT2_ENGINES = ("torch", "megatron")
-"""Engines with their own GPT-2; `native` and `deepspeed` run every model of `repro.model`."""
+"""Training engines that run only their own GPT-2; `native` and `deepspeed` run every model of `repro.model`."""
 
 
 def check_engine(engine: str, layout: Layout, training: Training, model: Model) -> None:
-    """Raise `ConfigError` for a layout, a training or a model that the engine cannot execute."""
+    """Raise `ConfigError` for a layout, a training or a model that the training engine cannot execute."""
     for key, value in model.departures().items() if engine in GPT2_ENGINES else ():
         right = f"the value of GPT-2, the only model of engine {engine}"
         raise ConfigError(key, value, right, where="model")
@@ -195,9 +196,9 @@ def check_engine(engine: str, layout: Layout, training: Training, model: Model) 
 
 
 def capture_obstacle(layout: Layout, training: Training) -> str:
-    """Return why engine `native` cannot capture forward and backward passes in CUDA graphs; empty if it can."""
+    """Return why engine `native` cannot capture a micro-batch's passes in CUDA graphs; an empty text if it can."""
     if layout.world > 1:
-        return "CUDA graphs here do not include collectives between several ranks"
+        return "CUDA graphs of this engine do not include collectives between ranks"
     if layout.kernels.plain and (training.dropout or training.attention_dropout):
         return "dropout by torch's operators needs a new seed from the host for every micro-batch"
     if layout.pa_cpu:
@@ -206,7 +207,7 @@ def capture_obstacle(layout: Layout, training: Training) -> str:
 
 
 def check_layout_fits(layout: Layout, model: Model, seq: int) -> None:
-    """Raise `ConfigError` if a degree of `layout` does not divide the sizes of `model` or samples of `seq` tokens."""
+    """Raise `ConfigError` unless the parallel degrees of `layout` divide the sizes of `model` and the sequence."""
     for key, what in (("heads", "heads"), ("ffn_width", "ffn"), ("vocab", "vocab")):
         size = getattr(model, key)
         require(size % layout.tp == 0, "tp", layout.tp, f"a divisor of {what} = {size} ({model.name})")
@@ -259,7 +260,7 @@ def unfused_attention_note(model: Model, layout: Layout, capability: str) -> str
         return ""
     return (
         f"Attention heads of width {model.head_width} are not a multiple of {FUSED_HEAD_MULTIPLE}, so torch cannot "
-        f"fuse attention on compute capability {capability}. It writes the scores, which predictions do not include."
+        f"fuse attention on compute capability {capability}. Predictions omit the memory of attention scores."
     )
 
 

@@ -1,4 +1,4 @@
-"""String enumerations: categories of memory, phases of a step, and sets of operators.  The module needs no torch."""
+"""String enumerations: categories of memory, phases of a training step, and sets of operators. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ class StrEnum(str, enum.Enum):
 
 
 class Category(StrEnum):
-    """Category of memory (1910.02054 sec. 3)."""
+    """Category of the memory that training uses, such as parameters or activations (1910.02054 sec. 3)."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
-    """fp32 master weights and moments."""
+    """Optimizer states: fp32 master weights and Adam's moments."""
     ACTIVATIONS = "activations"
     CHECKPOINTS = "checkpoints"
-    """Activations that are retained for recomputation."""
+    """Activation checkpoints: activations that are retained for recomputation in the backward pass."""
     COMMUNICATION = "communication"
     OTHER = "other"
     HOST = "host"
-    """Host memory of a step on a GPU, such as checkpoints of P_a+cpu; device totals exclude it."""
+    """Host memory of a training step on a GPU, such as checkpoints of P_a+cpu; totals of device memory exclude it."""
     SHAPE = "shape"
-    """Placeholder on `meta` without memory, or tensor of the measurement itself; totals exclude both."""
+    """Tensors that memory totals exclude: placeholders without memory on `meta`, and tensors of the measurement."""
 
 
 ACCOUNTED: tuple[str, ...] = tuple(category for category in Category if category is not Category.SHAPE)
 """Categories of memory that tables and figures show, in order."""
 MODEL_STATES: tuple[str, ...] = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
-"""Categories that ZeRO partitions (1910.02054 sec. 5)."""
+"""Categories of memory that ZeRO partitions: the model states (1910.02054 sec. 5)."""
 
 
 class Phase(StrEnum):
-    """Activity of a rank. Rank processes report the position of their phase in this list as a number."""
+    """Activity of a rank, such as the forward pass. Rank processes report a phase as its index in this enumeration."""
 
     START = "start"
     """Start of the rank process: interpreter, imports and rendezvous."""
@@ -46,13 +46,13 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     IDLE = "idle"
-    """Pipeline stage waits for another stage."""
+    """Idle time in which a pipeline stage waits for another stage."""
     OPTIMIZER = "optimizer"
     MEASURE = "measure"
     DONE = "done"
     CHECKPOINT = "checkpoint"
     INPUT = "input"
-    """Host creates the token ids of a step and copies them to the device."""
+    """Creation of a training step's token ids on the host, and their copy to the device."""
 
 
 STEP_PHASES = (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.IDLE, Phase.OPTIMIZER)
@@ -60,36 +60,36 @@ STEP_PHASES = (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.IDLE, Phase.OPT
 
 
 class OperatorSet(StrEnum):
-    """Operators of a layer, the loss and the optimizer (a layout's `kernels`), by the software that they represent.
+    """Set of operators that compute a transformer layer, loss and optimizer, named after the software that it models.
 
-    All sets compute the same function.
+    The layout key `kernels` selects a set. All sets compute the same function.
     """
 
     FUSED = "fused"
-    """Operators of `kernels/`: on CUDA, each is one kernel with one pass over memory; attention never writes scores."""
+    """Fused operators in `kernels/`: each is one CUDA kernel with one pass over memory; attention writes no scores."""
     FUSED_2024 = "fused-2024"
-    """Operators of `fused` in training runs.  Predictions take efficiencies from a published run with compiled code and
-    libraries of 2024."""
+    """Fused operators of this project in training runs. In predictions, operators with the efficiencies of a published
+    run that used compiled code and libraries of 2024."""
     FUSED_2026 = "fused-2026"
-    """Operators of `fused` in training runs.  Predictions take the times of this suite's kernels and of the libraries
-    of 2026, as measured on Hopper."""
+    """Fused operators of this project in training runs. In predictions, operators with the times of this project's
+    kernels and of the libraries of 2026, as measured on Hopper."""
     MEGATRON_2025 = "megatron-2025"
-    """Megatron-core of October 2025 with Transformer Engine 2.11: operators of `fused` with a contiguous copy of shared
-    values and weight gradients in fp32 (`fuses_gradient_accumulation`)."""
+    """Operators of Megatron-core (October 2025, Transformer Engine 2.11): those of `fused`, but attention values of
+    grouped heads are copied to contiguous memory, and weight gradients are fp32 (`fuses_gradient_accumulation`)."""
     REFERENCE = "reference"
-    """torch's own operators in place of each operator of `fused`; on a CPU, `fused` runs these too."""
+    """torch's own operators in place of this project's fused operators; on a CPU, the set `fused` also runs them."""
     SOFTMAX = "softmax"
-    """Megatron-LM of December 2020 and 2021 (2104.04473 sec. 4.2): attention writes its scores, and one operator fuses
-    scale, mask and softmax.  Operations on gradients are separate passes over memory (`in_passes`)."""
+    """Operators of Megatron-LM in 2020 and 2021 (2104.04473 sec. 4.2): attention writes its scores to memory, one
+    operator fuses scale, mask and softmax, and operations on gradients are separate passes (`in_passes`)."""
     TORCHTITAN_2024 = "torchtitan-2024"
-    """torchtitan of December 2024: operators of `fused`, but torch's own loss from fp32 copies of the logits."""
+    """Operators of torchtitan (December 2024): those of `fused`, but torch's own loss from fp32 copies of logits."""
     UNFUSED = "unfused"
-    """Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020: scale, mask, softmax, biases, dropouts
-    and residuals are separate operators, and operations on gradients separate passes over memory (`in_passes`)."""
+    """Operators of Megatron-LM in 2019 (1909.08053) and DeepSpeed in February 2020: scale, mask, softmax, biases,
+    dropouts and residuals are separate operators, and so are operations on gradients (`in_passes`)."""
 
     @property
     def plain(self) -> bool:
-        """Return whether torch's own operators run in place of this suite's CUDA kernels."""
+        """Return whether the operator set consists of torch's own operators in place of this project's CUDA kernels."""
         return self is OperatorSet.REFERENCE
 
     @property

@@ -1,4 +1,4 @@
-"""The exception for invalid input, which names the file, the key, the value and valid values."""
+"""Exception for invalid input, whose message names the file, the key, the value and the valid values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _UNSET: Any = object()
 
 
 class ConfigError(ValueError):
-    """Invalid input of a user.  `str(error)` is one line, which commands print before they exit with code 2.
+    """Error in a user's input. `str(error)` is one line, which commands print before they exit with code 2.
 
-    `key` and `value` name the input, and `expected` describes valid input (`KEY = VALUE: must be EXPECTED`).  `says`
-    replaces the text from `must be` on.  Code that does not know the file omits it; the file's reader adds it
-    (`within`).
+    `key` and `value` name the input, and `expected` describes valid input (`KEY = VALUE: must be EXPECTED`). `says`
+    replaces the text from `must be` on. Code that does not know the name of the file omits it, and the reader of the
+    file adds it (`within`).
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class ConfigError(ValueError):
         super().__init__(key, value, expected, says, file, where)
 
     def within(self, *, file: str = "", where: str = "") -> ConfigError:
-        """Return a copy of the error whose message names `file` and the table `where` as well."""
+        """Return a copy of the error whose message also names the file and an outer TOML table, `where`."""
         where = ".".join(part for part in (where, self.where) if part)
         return self.for_key(self.key, file=self.file or file, where=where)
 
     def for_key(self, key: str, *, file: str = "", where: str = "") -> ConfigError:
-        """Return a copy of the error whose message names exactly this key, file and table."""
+        """Return a copy of the error whose message names the given key, file and TOML table, not the original ones."""
         return ConfigError(key, self.value, self.expected, says=self.says, file=file, where=where)
 
     def __str__(self) -> str:
@@ -64,13 +64,13 @@ def require(
     file: str = "",
     where: str = "",
 ) -> None:
-    """Raise `ConfigError` with the other arguments unless `condition` is true."""
+    """Raise a `ConfigError` built from the other arguments unless `condition` is true."""
     if not condition:
         raise ConfigError(key, value, expected, says=says, file=file, where=where)
 
 
 def unknown_name_hint(key: str, known: Sequence[str], what: str = "key") -> str:
-    """Return the message for a name that is not among `known`, with the most similar name or all known names."""
+    """Return an error message for a name that is not among `known`, with the most similar name or all known names."""
     near = difflib.get_close_matches(key, known, n=1)
     hint = (
         f"did you mean {near[0]}?"
@@ -83,6 +83,6 @@ def unknown_name_hint(key: str, known: Sequence[str], what: str = "key") -> str:
 
 
 def listed(names: Sequence[str], most: int = 30) -> str:
-    """Return up to `most` names and the number of further names, for an error message."""
+    """Return a text with the first `most` names and the number of omitted names, for an error message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -17,9 +17,9 @@ from repro.config.sizes import TENSOR_BYTES, at_least, at_most
 from repro.config.training import Training
 
 PROTOCOL = 2
-"""Version of the measurement protocol. A change that makes older measurements incomparable raises it."""
+"""Version number of the measurement protocol. Every change that makes older measurements incomparable must raise it."""
 TWIN_RATIO = "FLOP/s of a device over the baseline's, predicted"
-"""Name of the dimensionless number that a scaled-down twin must reproduce."""
+"""Name of the dimensionless number that a scaled-down copy (twin) of a published experiment must reproduce."""
 _REMARKS = ("published_name", "published_params", "source", "note")
 _NOT_OF_THE_COURSE = (
     "steps",
@@ -34,10 +34,10 @@ _NOT_OF_THE_COURSE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Time and memory limits of a run; 0 means no limit."""
+    """Time and memory limits of a training run; 0 means no limit."""
 
     timeout_s: float = 600.0
-    """Wall-clock limit of one launch, in seconds."""
+    """Wall-clock limit of one launch of the rank processes, in seconds."""
     hang_s: float = 60.0
     """Seconds without progress of any rank after which a launch counts as a hang."""
     memory_bytes: int = 0
@@ -50,48 +50,48 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class TwinOf:
-    """Published experiment of which an experiment is a scaled-down twin, as `repro twin` writes it for displays."""
+    """Published experiment that a scaled-down experiment (its twin) reproduces; `repro twin` writes it for displays."""
 
     original: str
-    """Name of the published experiment."""
+    """Name of the published experiment that was scaled down."""
     part: float
-    """Model width of the twin over that of the original, k."""
+    """Ratio k of the twin's model width to the model width of the published experiment."""
     between: float = 0.0
-    """Bytes/s of a node's link to other nodes in the original; 0 on one node."""
+    """Bandwidth of a node's link to other nodes in the published experiment, in bytes/s; 0 on one node."""
     within: float = 0.0
-    """Bytes/s of a device's link inside a node of the original."""
+    """Bandwidth of a device's link inside a node of the published experiment, in bytes/s."""
     numbers: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
-    """Dimensionless numbers of (original, twin) by name, which the time model predicted when the suite was written."""
+    """Dimensionless numbers by name, predicted by `repro twin`, as pairs (published experiment, twin)."""
 
     def __post_init__(self) -> None:
         pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in self.numbers.items()}
-        object.__setattr__(self, "numbers", pairs)  # JSON turns tuples into lists
+        object.__setattr__(self, "numbers", pairs)  # JSON stores the pairs as lists
         require(self.part > 0, "part", self.part, "more than 0")
         at_least(self, ("between", "within"), 0, "0 (none) or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One training run that can be executed or simulated."""
+    """Configuration of one training run that can be executed or simulated."""
 
     name: str
-    """Name, unique in its suite; `--only` matches it."""
+    """Name of the experiment, unique in its suite; the option `--only` matches it."""
     model: Model
     layout: Layout
     training: Training = field(default_factory=Training)
     system: str = "local"
-    """Name of a packaged system or path of a system file; `local` is the local machine."""
+    """Hardware of the experiment: name of a packaged system or path of a system file; `local` is the local machine."""
     engine: str = engines.NATIVE
     """Training engine that executes the layout, a key of `repro.config.engines.ENGINES`."""
     limits: Limits = field(default_factory=Limits)
     network: EmulatedNetwork | None = None
-    """Emulated network between the ranks; None: the machine's own shared memory or network."""
+    """Emulated network between the ranks; None: the ranks use the machine's shared memory or network directly."""
     twin: TwinOf | None = None
-    """Original of a scaled-down twin; None for other experiments."""
+    """Published experiment that this experiment reproduces as a scaled-down twin; None for other experiments."""
 
     def __post_init__(self) -> None:
         require(self.engine in engines.ENGINES, "engine", self.engine, f"one of {', '.join(engines.ENGINES)}")
-        right = "a gpt; other models are only counted"
+        right = "a model with architecture = gpt; of other models, only parameters are counted"
         require(self.model.architecture == "gpt", "model", self.model.name, right)
         self.model.check_sequence(self.training.seq)
         try:
@@ -124,7 +124,7 @@ class Experiment:
             raise ConfigError("nodes x ranks_per_node", network.world, right, where="network")
 
     def _largest_tensor(self) -> int:
-        """Return the bytes of the largest fp32 tensor (activations, scores or a matrix) of a layer without tp."""
+        """Return the size of a layer's largest tensor (activations, scores or weights) in fp32 without tp, in bytes."""
         model = self.model
         inner = (model.heads + 2 * model.key_heads) * model.head_width
         ffn, tokens = (model.mlp_matrices - 1) * model.ffn_width, self.layout.micro_batch * self.seq
@@ -133,14 +133,14 @@ class Experiment:
 
     @property
     def seq(self) -> int:
-        """Return the tokens per sample."""
+        """Return the sequence length: the number of tokens per training sample."""
         return self.training.seq or self.model.seq
 
     @property
     def course(self) -> dict[str, Any]:
         """Return the settings that determine the weights after each step, up to rounding.
 
-        Experiments with equal results of this property can continue from each other's checkpoints.
+        Experiments that agree in these settings can continue from each other's checkpoints.
         """
         training = _chosen(self.training, without=_NOT_OF_THE_COURSE)
         if self.training.schedule == "cosine":
@@ -156,10 +156,10 @@ class Experiment:
 
     @property
     def key(self) -> str:
-        """Return sixteen hex digits that identify the results of equal conditions under one `PROTOCOL`.
+        """Return sixteen hex digits that identify the experiment's results: a hash of its settings and `PROTOCOL`.
 
-        The key omits name, time limits, the model's remarks and `twin`, which do not affect a measurement.  It also
-        omits fields at their defaults, so that a new option does not change the keys of older records.  A change of a
+        The hash omits name, time limits, the model's remarks and `twin`, which do not affect a measurement. It also
+        omits settings at their defaults, so that a new option does not change the keys of older records. A change of a
         default's value or effect must raise `PROTOCOL`.
         """
         content: dict[str, Any] = {
@@ -177,7 +177,7 @@ class Experiment:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON data for `from_dict`; of the keys in `DEPARTURES`, only those that differ from GPT-2."""
+        """Return JSON data that `from_dict` reads; of the keys in `DEPARTURES`, only those that differ from GPT-2."""
         data, given = asdict(self), self.model.departures()
         data["model"] = {
             key: value for key, value in data["model"].items() if key in given or key not in DEPARTURES
@@ -186,7 +186,7 @@ class Experiment:
 
 
 def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the fields of `part` that differ from their defaults, and the fields without a default."""
+    """Return the fields of `part` that have no default or differ from it, except the fields in `without`."""
     values = {f.name: (getattr(part, f.name), f.default) for f in fields(part) if f.name not in without}
     return {
         name: value for name, (value, default) in values.items() if default is MISSING or value != default
@@ -194,12 +194,12 @@ def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> d
 
 
 def _default_tp_overlap(operators: OperatorSet) -> bool:
-    """Return `tp_overlap` of records without this key: true unless `operators` write the attention scores to memory."""
+    """Return the value of `tp_overlap` in records without it: true unless `operators` write the attention scores."""
     return not operators.writes_scores
 
 
 def _chosen_layout(layout: Layout) -> dict[str, Any]:
-    """Return the fields of a layout that belong to an experiment's key.
+    """Return the fields of a layout that belong to the hash that identifies an experiment.
 
     `tp_overlap` is included only if it differs from `_default_tp_overlap`, so that keys of older records stay valid.
     """
@@ -210,7 +210,7 @@ def _chosen_layout(layout: Layout) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any]) -> Experiment:
-    """Return the experiment for JSON data of `Experiment.as_dict`, also from older records without newer options."""
+    """Return the experiment for JSON data of `Experiment.as_dict`, also for older records without recent options."""
     layout = dict(data["layout"])
     if "tp_overlap" not in layout:
         operators = OperatorSet(layout.get("kernels", OperatorSet.FUSED))

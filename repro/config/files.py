@@ -40,7 +40,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except UnicodeDecodeError:
         raise ConfigError("not text", expected="a TOML file in UTF-8", file=str(path)) from None
-    except ValueError as error:  # the path contains a null byte
+    except ValueError as error:  # raised for a path with a null byte
         raise ConfigError(str(error), expected="the path of a TOML file", file=repr(str(path))) from None
     try:
         return tomllib.loads(text)
@@ -51,7 +51,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_writable(key: str, path: Path) -> None:
-    """Raise `ConfigError` unless `path` can be written; long commands call it first, and it creates no file."""
+    """Raise `ConfigError` unless a file can be written at `path`; called before long work, and creates no file."""
     require(path.parent.is_dir(), key, str(path), "a file in an existing folder")
     try:
         with open(path, "ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
@@ -61,7 +61,7 @@ def check_writable(key: str, path: Path) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield `value`, or its elements at any depth if it is a list."""
+    """Yield the elements of a list and of the lists that it contains, or `value` itself if it is no list."""
     if isinstance(value, list):
         for entry in value:
             yield from _leaves(entry)
@@ -71,7 +71,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 @cache
 def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
-    """Return pydantic's adapter of `cls`, cached because its creation takes milliseconds."""
+    """Return pydantic's type adapter of the dataclass `cls`; cached, since its creation takes milliseconds."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(cls)
@@ -79,7 +79,7 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
 
 @cache
 def _nested_types(cls: type[Any]) -> dict[str, Any]:
-    """Return the types of the fields of `cls` that are or contain dataclasses, by field; `| None` is removed."""
+    """Return, by field name, the types of a dataclass's fields that are or contain dataclasses, without `| None`."""
     found = {}
     for name, kind in get_type_hints(cls).items():
         kinds = get_args(kind)
@@ -109,7 +109,7 @@ def _build_nested(kind: Any, value: Any, *, file: str, where: str) -> Any:
 
 
 def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
-    """Return the dataclass `cls` for a TOML table, after pydantic's check of types; invalid keys raise `ConfigError`.
+    """Return a dataclass `cls` for a TOML table, whose types pydantic checks; invalid keys raise `ConfigError`.
 
     Inner tables become dataclasses, too. `"unknown"` becomes None if the type of the field is `float | None`.
     """

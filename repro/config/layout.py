@@ -14,16 +14,16 @@ from repro.config.errors import require
 from repro.config.sizes import at_most
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes per element by data type."""
+"""Size of a tensor element in bytes, by data type."""
 PRECISIONS = tuple(ELEMENT_BYTES)
 GRAD_DTYPES = ("precision", "fp32")
 ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
 ZERO3_GATHER = ("block", "parameter")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 SELECTIVE = "selective"
-"""Value of `recompute` that recomputes only the core of attention in backward."""
+"""Value of the layout key `recompute` with which the backward pass recomputes only the core of attention."""
 RECOMPUTE_WORDS = {"none": False, "block": True, SELECTIVE: SELECTIVE}
-"""Values of `recompute` by the words of the command line; files and records contain the values."""
+"""Values of `recompute` by command-line word, such as true for `block`; files and records contain the values."""
 ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))
 
 
@@ -46,32 +46,32 @@ class Layout:
     chunks: int = 1
     """Number of model chunks per stage under `interleaved`, Megatron's v."""
     stage_layers: tuple[int, ...] = ()
-    """Number of layers in each of the pp * chunks parts of the model, in order; empty for equal numbers. It may be 0 in
-    the first part, which has the embedding, and the last, which has the logits (2407.21783 sec. 3.3.2)."""
+    """Number of layers in each of the pp * chunks parts of the model, in order; empty for equal numbers. The number may
+    be 0 in the first part, which has the embedding, and in the last, which has the logits (2407.21783 sec. 3.3.2)."""
     scatter_gather: bool = False
-    """Send 1/tp of a boundary tensor between stages from each tp rank and all-gather it there (2104.04473 sec. 4.1)."""
+    """Each tp rank sends 1/tp of the tensor to the next stage, which all-gathers the parts (2104.04473 sec. 4.1)."""
     order: str = "tp-dp-pp"
-    """Order in which ranks are assigned to axes: ranks of the first axis are consecutive.  cp follows tp directly."""
+    """Order in which ranks are assigned to parallelism axes: ranks of the first axis are consecutive. cp follows tp."""
     zero: int = 0
     """ZeRO stage: 0 plain data parallelism, 1 P_os, 2 P_os+g, 3 P_os+g+p (1910.02054 sec. 5)."""
     zero1_reduce: str = "reduce-scatter"
-    """Collective with which stage 1 sums gradients: `reduce-scatter`, or `all-reduce` as released in February 2020.
-    With the following all-gather of parameters, the all-reduce variant sends 1.5x the bytes."""
+    """Collective with which ZeRO stage 1 sums gradients: `reduce-scatter`, or `all-reduce` as in DeepSpeed's release of
+    February 2020. With the following all-gather of parameters, the all-reduce variant sends 1.5x the bytes."""
     zero3_gather: str = "block"
-    """Unit that stage 3 gathers: a `block` while the preceding block computes, or a `parameter` as released in March
-    2021.  With `parameter`, gathers do not overlap with compute.  A gather sends and receives a list of the ranks'
-    parts, for which the host makes views and copies.  The host waits for the device before and after each gather.
-    Parameters of fewer than 100,000 elements stay gathered until the optimizer's step.  A recomputed layer gathers a
+    """Unit that ZeRO stage 3 gathers: a `block` while the preceding block computes, or a `parameter` as DeepSpeed of
+    March 2021. With `parameter`, gathers do not overlap with compute. A gather sends and receives a list of the ranks'
+    parts, for which the host makes views and copies. The host waits for the device before and after each gather.
+    Parameters of fewer than 100,000 elements stay gathered until the optimizer's step. A recomputed layer gathers a
     parameter again for backward if 1e9 elements of other parameters are used between forward and backward."""
     sp: bool = False
     """Megatron sequence parallelism: norms and dropouts process s/tp tokens per rank; needs tp > 1."""
     micro_batch: int = 1
-    """Samples in one forward and backward pass of a replica."""
+    """Micro-batch size: number of samples in one forward and backward pass of a replica."""
     global_batch: int = 0
-    """Samples of one optimizer step over all replicas.  0 means micro_batch * dp."""
+    """Global batch size: number of samples in one optimizer step over all replicas. 0 means micro_batch * dp."""
     recompute: bool | str = False
-    """Activation recomputation: `none` (false), `block` (true; one checkpoint per block) or `selective`.  Megatron
-    calls `block` full, uniform, of one layer.  `selective` recomputes only the core of attention (scores, softmax, its
+    """Activation recomputation: `none` (false), `block` (true; one checkpoint per block) or `selective`. Megatron-LM
+    calls `block` full, uniform, of one layer. `selective` recomputes only the core of attention (scores, softmax, its
     dropout and the product with the values) in backward (2205.05198 sec. 5)."""
     pa: bool = False
     """P_a: each tp rank retains 1/tp of every activation checkpoint (1910.02054 sec. 6.1)."""
@@ -81,23 +81,23 @@ class Layout:
     """C_B: fused communication uses buffers of constant size (1910.02054 sec. 6.2).  Without C_B, all gradients are
     copied to one fp32 buffer of 4 Psi bytes for their reduction."""
     md: bool = False
-    """M_D: checkpoints and transient gradients use memory that is allocated once (1910.02054 sec. 6.3)."""
+    """M_D: activation checkpoints and transient gradients use memory that is allocated once (1910.02054 sec. 6.3)."""
     offload_optimizer: bool = False
     """Optimizer states are stored and updated in host memory (ZeRO-Offload, 2101.06840), with DeepSpeed only."""
     precision: str = "fp32"
-    """fp32; bf16 with fp32 master weights; fp16 with fp32 master weights and dynamic loss scaling."""
+    """Training precision: fp32, bf16 with fp32 master weights, or fp16 with these weights and dynamic loss scaling."""
     grad_dtype: str = "precision"
     """Data type in which gradients are accumulated and reduced: that of `precision`, or `fp32` in 16-bit training.
     With `fp32`, each backward pass adds its 16-bit gradients to an fp32 buffer and frees them, as Megatron-LM's
     `main_grad` (`accumulate_allreduce_grads_in_fp32`).  Gradients and their messages then have 4 bytes per parameter.
     Matrix products of `kernels = "megatron-2025"` add to the buffer directly."""
     bucket_bytes: int = 25_000_000
-    """Bytes of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
+    """Size of one gradient bucket in bytes (ZeRO stages 0 to 2). Stage 3 reduces one block at a time."""
     gradient_as_bucket_view: bool = True
-    """Gradients are views of the buckets that are reduced.  If false, buckets are copies of the gradients, with 2 Psi
-    more bytes in 16 bits, as in torch's DistributedDataParallel by default."""
+    """Gradients are views of the buckets that are reduced. If false, buckets are copies of the gradients, which take 2
+    Psi more bytes in 16-bit training, as in torch's DistributedDataParallel by default."""
     kernels: OperatorSet = OperatorSet.FUSED
-    """Set of operators that compute a layer, the loss and the optimizer."""
+    """Set of operators that compute a transformer layer, the loss and the optimizer."""
     tp_overlap: bool = True
     """Weight gradients are computed during the all-reduce of input gradients over tp.  If false, as in Megatron-LM
     until 2021, compute waits for every collective of tensor parallelism.  No effect with tp = 1."""
@@ -108,11 +108,11 @@ class Layout:
     Updated parameters (stages 1 and 2) are complete before the next step begins.  Pipeline stages send and receive in
     batches and compute nothing meanwhile, as Megatron-LM of 2021."""
     cuda_graphs: bool = False
-    """Capture the forward and backward passes of a micro-batch in CUDA graphs, which the host launches at once (engine
-    `native`).  If they cannot be captured, the record contains the reason."""
+    """Engine `native` captures the forward and backward passes of a micro-batch in CUDA graphs, which the host launches
+    at once. If it cannot capture them, the record contains the reason."""
     gather_overlap: bool = True
-    """Stages 1 and 2 gather updated parameters during the next forward pass.  If false, as in DeepSpeed, the parameters
-    are complete before the next step begins.  `overlap = false` implies false."""
+    """ZeRO stages 1 and 2 gather updated parameters during the next forward pass. If false, as in DeepSpeed, the
+    parameters are complete before the next step begins. `overlap = false` implies false."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Layout:
         require(not arguments, "layout", arguments, "keyword arguments, such as Layout(dp=2, zero=3)")
@@ -175,7 +175,7 @@ class Layout:
             self.zero1_reduce == "reduce-scatter" or self.zero == 1,
             "zero1_reduce",
             self.zero1_reduce,
-            says=f"needs zero = 1, the only stage with this choice (here zero = {self.zero})",
+            says=f"needs zero = 1, the only stage with a choice of this collective (here zero = {self.zero})",
         )
         require(
             self.zero3_gather == "block" or self.zero == 3,
@@ -235,7 +235,7 @@ class Layout:
             len(self.stage_layers) in (0, parts),
             "stage_layers",
             list(self.stage_layers),
-            f"one number for each of pp * chunks = {parts} parts",
+            f"one number of layers for each of pp * chunks = {parts} parts",
         )
         require(
             all(count >= 1 for count in self.stage_layers[1:-1]) and min(self.stage_layers, default=0) >= 0,
@@ -283,17 +283,17 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the axes for display; cp is included only if it is above 1."""
+        """Return the axes of parallelism for display; cp is included only if its degree is above 1."""
         return ("tp", "cp", "pp", "dp") if self.cp > 1 else ("tp", "pp", "dp")
 
     @property
     def world(self) -> int:
-        """Return the number of ranks."""
+        """Return the total number of ranks, tp * cp * pp * dp."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def has_checkpoints(self) -> bool:
-        """Return whether each block has an activation checkpoint and runs forward again in backward."""
+        """Return whether each block stores an activation checkpoint and repeats its forward pass in backward."""
         return self.recompute not in (False, SELECTIVE)
 
     @property
@@ -308,17 +308,17 @@ class Layout:
 
     @property
     def replica_batch(self) -> int:
-        """Return the samples per optimizer step and model replica."""
+        """Return the number of samples per optimizer step and model replica."""
         return self.global_batch // self.dp
 
     @property
     def accumulation(self) -> int:
-        """Return the micro-batches per optimizer step and replica, the pipeline's m."""
+        """Return the number of micro-batches per optimizer step and replica, the pipeline's m."""
         return self.replica_batch // self.micro_batch
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Return the distance in ranks between neighbours along each axis (tp, cp, dp and pp), from `order`."""
+        """Return the rank distance between neighbours along each parallelism axis (tp, cp, dp, pp), set by `order`."""
         found, stride = {}, 1
         for axis in self.order.replace("tp", "tp-cp").split("-"):
             found[axis] = stride
@@ -331,11 +331,11 @@ class Layout:
 
     @staticmethod
     def within(group: str) -> tuple[str, ...]:
-        """Return the axes along which the ranks of a `group` differ: its own; for `dp` also cp, the inner axis."""
+        """Return the axes along which the ranks of a communication group differ: one axis, and for `dp` also cp."""
         return ("dp", "cp") if group == "dp" else (group,)
 
     def offsets(self, group: str) -> Sequence[int]:
-        """Return the distances in ranks from the first member of a `group` to each member; see `group_of`."""
+        """Return the rank distance from the first member of a group to each member, in the order of `group_of`."""
         steps = [
             range(0, self.strides[axis] * getattr(self, axis), self.strides[axis])
             for axis in self.within(group)
@@ -346,7 +346,7 @@ class Layout:
         return tuple(far + near for far in outer for near in inner)
 
     def group_of(self, group: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the tp, cp or pp group of `rank`, ordered by their index along this axis.
+        """Return the ranks in the tp, cp, pp or dp group of `rank`, ordered by their index along the axis.
 
         A `dp` group consists of all `copies` of one part of the model: ranks that differ along dp and cp, cp innermost.
         """
@@ -357,7 +357,7 @@ class Layout:
         return tuple(first + offset for offset in offsets)
 
     def parts(self, layers: int) -> list[range]:
-        """Return the layers of each of the pp * chunks parts of a model with `layers` layers.
+        """Return the range of layer indices in each of the pp * chunks parts of a model with `layers` layers.
 
         Part k is chunk k // pp of stage k % pp (2104.04473 sec. 2.2).
         """

@@ -1,4 +1,4 @@
-"""Links between devices: peak bandwidth, parameters of collectives, and measured collectives."""
+"""Links between devices: peak bandwidth, parameters of the collectives' time model, and measured collectives."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from repro.config.quantity import (
 )
 
 LINKS = ("memory", "nvlink", "pcie", "inter-node")
-"""Classes of links, from the inside of a node outwards.  `memory` is shared memory between processes on one processor.
-nvlink and pcie connect the devices of a node, which use the first class that they have."""
+"""Classes of links, from the inside of a node outwards. `memory` is shared memory between processes on one processor.
+`nvlink` and `pcie` connect the devices of a node, which use the first class that the system has."""
 PER = ("device", "node")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
 
 ASSUMED_LINKS = {link: assumed_quantities("links", link) for link in LINKS}
-"""Assumed values, with their sources, for unknown numbers of a `Link`, by class of links and key."""
+"""Assumed values of a link's unknown numbers, with their sources, by class of links and key."""
 ASSUMED_ANY = assumed_quantities("any_link")
-"""Assumed values, with their sources, for unknown numbers of links of every class, by key."""
+"""Assumed values of a link's unknown numbers that are equal for every class of links, with their sources, by key."""
 KEYS = (
     *("latency_s", "start_s", "efficiency", "half_bytes", "chunk_s"),
     *("pair", "adapters", "switch", "rings", "overlap_cost", "pod", "oversubscription"),
 )
-"""Keys of the optional numbers of a link."""
+"""Keys of the optional numbers of a link in a system file, such as its latency."""
 
 
 def check_classes(links: Iterable[str], file: str = "") -> None:
-    """Raise `ConfigError` unless all `links` are classes of links."""
+    """Raise `ConfigError` unless every name in `links` is a class of links: memory, nvlink, pcie or inter-node."""
     for link in links:
         require(link in LINKS, "links", link, f"one of {', '.join(LINKS)}", file=file)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Measured durations of a collective, `[links.CLASS.collectives.OPERATION]` of a calibrated file."""
+    """Measured durations of a collective, `[links.CLASS.collectives.OPERATION]` of a calibrated system file."""
 
     points: tuple[tuple[float, float], ...]
-    """Pairs (payload in bytes, seconds) with rising payloads; all groups communicated at the same time."""
+    """Pairs (payload in bytes, seconds) with rising payloads, measured while all groups communicated at once."""
     ranks: int = 0
-    """Ranks of a group; 0: all ranks of the measurement."""
+    """Number of ranks of a communication group; 0: all ranks of the measurement."""
     per_node: int = 0
-    """Ranks of a group on one node; 0: all ranks of the group."""
+    """Number of ranks of a communication group on one node; 0: all ranks of the group."""
     stride: int = 1
-    """Distance between consecutive ranks of a group."""
+    """Rank distance between consecutive members of a communication group."""
     groups: tuple[Collective, ...] = ()
     """Measurements of the same collective in smaller groups."""
 
@@ -72,43 +72,43 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Links of one class in a system."""
+    """Links of one class, such as nvlink or inter-node, in a system."""
 
     per: str
-    """`device`: every device has `bandwidth`; `node`: the devices of a node share it."""
+    """Owner of the bandwidth: `device` if every device has the bandwidth, `node` if the devices of a node share it."""
     bandwidth: Quantity
-    """Peak bytes/s in one direction."""
+    """Peak bandwidth of the link in one direction, in bytes/s."""
     latency_s: Quantity = UNSAID
-    """Seconds per message between two neighbours, software included, in each step of a large collective."""
+    """Latency per message between two neighbours in each step of a large collective, in seconds, software included."""
     start_s: Quantity = UNSAID
-    """Seconds of a collective before its first step."""
+    """Start-up time of a collective before its first step, in seconds."""
     efficiency: Quantity = UNSAID
-    """Fraction of `bandwidth` that collectives of large messages reach."""
+    """Fraction of the peak bandwidth that collectives of large messages reach."""
     half_bytes: Quantity = UNSAID
-    """Payload of a step, in bytes, that reaches half of `efficiency`, in addition to the effect of `latency_s`."""
+    """Payload per step, in bytes, with half the efficiency of large messages, in addition to effects of `latency_s`."""
     chunk_s: Quantity = UNSAID
-    """Seconds per chunk of a tree collective, which a node receives fully before it forwards it."""
+    """Time per chunk of a tree collective, in seconds; a node forwards a chunk after it has received all of it."""
     pair: Quantity = UNSAID
-    """Fraction of a device's bandwidth that it can use to one other device. A ring of n devices of a node uses n - 1
-    times this fraction, at most 1."""
+    """Fraction of a device's bandwidth that is available for traffic to a single other device. A ring of n devices of a
+    node uses n - 1 times this fraction, at most 1."""
     adapters: Quantity = UNSAID
-    """Number of network adapters of a node, each with an equal part of its bandwidth; a device uses the nearest."""
+    """Number of network adapters of a node, which share its bandwidth equally; a device uses the nearest adapter."""
     switch: Quantity = UNSAID
-    """Number of neighbouring devices behind one PCIe switch with their adapters.  A communicator with k of these
-    devices uses the first k adapters, independent of other communicators of the node."""
+    """Number of neighbouring devices that share a PCIe switch with their network adapters. A communicator with k of
+    these devices uses the first k adapters, independent of other communicators of the node."""
     rings: Quantity = UNSAID
-    """Maximum number of adapters that one communicator uses at once."""
+    """Maximum number of network adapters that one communicator uses at once."""
     overlap_cost: Quantity = UNSAID
     """Fraction of a collective's duration by which it delays concurrent compute, since both use the multiprocessors."""
     pod: Quantity = UNSAID
-    """Number of consecutive nodes with full bisection bandwidth between them; for PCIe, devices of one host bridge."""
+    """Number of consecutive nodes with full bisection bandwidth; for class pcie, devices of one host bridge."""
     oversubscription: Quantity = UNSAID
-    """Bandwidth of a pod's nodes over the bandwidth of the pod's uplink: 7 for 1:7, 1 without oversubscription."""
+    """Ratio of the bandwidth of a pod's nodes to that of the pod's uplink: 7 for 1:7, 1 without oversubscription."""
     collectives: dict[str, Collective] = field(default_factory=dict)
-    """Measured seconds by collective, which take precedence over predicted ones."""
+    """Measured durations by collective, which take precedence over predicted durations."""
     hop: Collective | None = None
-    """Processor seconds of a ring step by forwarded bytes per rank, if ranks share cores.  A ring step takes the
-    maximum of these seconds and the transfer time."""
+    """Measured processor time of a ring step by forwarded bytes per rank, for ranks that share cores; None: not
+    measured. A ring step takes the maximum of the processor time and the transfer time."""
 
     def __post_init__(self) -> None:
         require(self.per in PER, "per", self.per, f"one of {', '.join(PER)}")
@@ -127,6 +127,6 @@ class Link:
             require(operation in OPERATIONS, "collectives", operation, f"one of {known}")
 
     def used(self, name: str, key: str) -> Quantity:
-        """Return the number `key` of this link of class `name`, or the assumed number if it is unknown."""
+        """Return the link's number `key`; if unknown, the value that is assumed for links of class `name`."""
         known: Quantity = getattr(self, key)
         return known.or_assumed(ASSUMED_LINKS.get(name, {}).get(key) or ASSUMED_ANY.get(key))

@@ -17,17 +17,17 @@ VARIANTS = {
     "biases": ("all", "qkv", "none"),
     "blocks": ("sequential", "parallel", "parallel-one-norm"),
 }
-"""Valid values of the keys that select a layer's variant, the value of GPT-2 first."""
+"""Valid values of the model keys that select a variant of the transformer layer; the value of GPT-2 is the first."""
 DEPARTURES = (
     *VARIANTS,
     *("norm_eps", "embedding_norm", "rotary_base", "rotary_fraction", "kv_heads", "tied"),
 )
-"""Keys whose values can differ from GPT-2's."""
+"""Keys of a model in which an architecture can differ from GPT-2, such as the norm or the position encoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Architecture and sizes of one transformer.  Only `gpt` can be trained; of others, parameters are counted."""
+    """Architecture and sizes of a transformer; only `gpt` can be trained, of others only parameters are counted."""
 
     name: str
     """Name of the model, for example `gpt2-1.5b`; by default the name of its file."""
@@ -38,26 +38,26 @@ class Model:
     heads: int
     """Number of attention heads a, a divisor of `hidden` unless `head_dim` is given."""
     vocab: int
-    """Rows V of the token embedding, padding included."""
+    """Vocabulary size V: number of rows of the token embedding, padding included."""
     seq: int
-    """Tokens s of a training sample. With learned positions, the maximum."""
+    """Sequence length s: number of tokens of a training sample. With learned positions, the maximum number."""
     ffn: int = 0
     """Width of the MLP's hidden layer; 0 means 4h."""
     architecture: str = "gpt"
-    """`gpt` (decoder-only, pre-norm), or `bert` or `t5`, whose parameters are only counted. The keys from `norm` on
-    change the layer of `gpt`, which is GPT-2's by default."""
+    """Architecture: `gpt` (decoder-only, pre-norm), or `bert` or `t5`, whose parameters are only counted. The keys from
+    `norm` to `blocks` change the layer of `gpt`, which is GPT-2's by default."""
     head_dim: int = 0
     """Width of one attention head if it is not hidden/heads (T5-11B); 0 means hidden/heads."""
     norm: str = "layer"
-    """`layer` (mean and variance, weight and bias) or `rms` (root mean square, weight alone; 1910.07467)."""
+    """Norm: `layer` (mean and variance, weight and bias) or `rms` (root mean square, weight alone; 1910.07467)."""
     norm_eps: float = 1e-5
     """Constant that a norm adds to the variance (`layer`) or the mean square (`rms`)."""
     embedding_norm: bool = False
     """Whether a norm follows the token embedding (BLOOM)."""
     positions: str = "learned"
-    """Positions: `learned` (an embedding), `rotary` (2104.09864; pairs halves of a head) or `alibi` (2108.12409)."""
+    """Position encoding: `learned`, `rotary` (2104.09864; pairs halves of a head) or `alibi` (2108.12409)."""
     rotary_base: float = 10000.0
-    """Base of the rotary wavelengths, `rope_theta`."""
+    """Base of the wavelengths of rotary position embeddings, `rope_theta`."""
     rotary_fraction: float = 1.0
     """Fraction of a head's elements that rotary positions rotate (GPT-NeoX 20B: 0.25)."""
     mlp: str = "gelu"
@@ -70,17 +70,17 @@ class Model:
     """Whether the token embedding is also the output matrix that computes the logits."""
     blocks: str = "sequential"
     """Order of attention and MLP in a layer: `sequential`, `parallel` with two norms (GPT-NeoX), or `parallel-one-norm`
-    (Falcon 7B). In parallel, both have the same input and share one all-reduce over tp."""
+    (Falcon 7B). In parallel, attention and MLP have the same input and share one all-reduce over tp."""
     decoder_layers: int = 0
     """Number of transformer blocks of the decoder (`t5` only)."""
     published_name: str = ""
     """Model size as the source prints it, for example `1.38B`; the true parameter count may differ."""
     published_params: float = 0.0
-    """Published size as a number of parameters; 0 if the source prints none."""
+    """Published model size as a parameter count; 0 if the source prints none."""
     source: str = ""
-    """Publication of the sizes: a source key of the ledger, with table or section."""
+    """Publication of the model's sizes: key of a source in the ledger of claims, with table or section."""
     note: str = ""
-    """Remark that `repro models` shows, for example that the published size differs from the true count."""
+    """Remark on the model in `repro models`, for example that the published size differs from the true count."""
 
     def __post_init__(self) -> None:
         sizes.check_name("name", self.name)
@@ -99,7 +99,7 @@ class Model:
 
     def _check_variants(self) -> None:
         for key, value in self.departures().items():
-            right = f"omitted with architecture = {self.architecture}; it changes the layer of gpt only"
+            right = f"omitted with architecture = {self.architecture}; the key changes the layer of gpt only"
             require(self.architecture == "gpt", key, value, right)
         heads = self.heads
         divides = 0 <= self.kv_heads <= heads and heads % self.key_heads == 0
@@ -150,7 +150,7 @@ class Model:
 
     @property
     def rotary_width(self) -> int:
-        """Return the number of elements of a head that rotary positions rotate."""
+        """Return the number of elements of an attention head that rotary position embeddings rotate."""
         return int(self.head_width * self.rotary_fraction)
 
     def check_sequence(self, seq: int) -> None:
@@ -166,10 +166,10 @@ class Model:
         if seq <= self.seq:
             return ""
         rule = {
-            "rotary": f"the base {self.rotary_base:g} of the rotary wavelengths is",
-            "alibi": "the slopes of ALiBi are",
+            "rotary": f"the base {self.rotary_base:g} of the rotary wavelengths is not adapted",
+            "alibi": "the slopes of ALiBi are not adapted",
         }
-        return f"Samples of {seq} tokens exceed the model's {self.seq}; {rule[self.positions]} not adapted."
+        return f"Samples of {seq} tokens exceed the model's {self.seq} tokens; {rule[self.positions]}."
 
     def departures(self) -> dict[str, Any]:
         """Return the settings of layers, positions and output matrix that differ from GPT-2's, by key."""

@@ -1,4 +1,4 @@
-"""An emulated network: nodes and ranks on one machine, connected by links with limited rates."""
+"""Emulated network: nodes and ranks on one machine, connected by links with limited rates."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from repro.config.errors import require
 from repro.config.sizes import POSITIVE_COUNT, at_least
 
 CORES_SHARE = 0.8
-"""Share of a processor core that its ranks use together; the rest compensates for other programs on the core."""
+"""Fraction of a processor core that its emulated ranks use together; the rest compensates for other programs."""
 
 
 def core_share(ranks: int, cores: int) -> float:
-    """Return the share of a processor core that each of `ranks` ranks gets on `cores` cores."""
+    """Return the fraction of a processor core that each of `ranks` emulated ranks gets on `cores` cores."""
     return CORES_SHARE * min(1.0, cores / ranks)
 
 
@@ -28,16 +28,16 @@ class EmulatedNetwork:
     nodes: int
     """Number of nodes."""
     ranks_per_node: int
-    """Number of ranks on each node."""
+    """Number of emulated ranks on each node."""
     between: float = 0.0
-    """Rate of a node's link to the other nodes, which all its ranks share."""
+    """Rate of a node's link to the other nodes, in bytes/s, which all ranks of the node share; 0 with one node."""
     within: float = 0.0
-    """Rate of a rank's link to the switch of its node, for all its messages."""
+    """Rate of a rank's link to the switch of its node, in bytes/s, for all messages of the rank; 0: no limit."""
     delay_s: float = 0.0
-    """One-way delay of messages between nodes, in seconds; needs a kernel with netem."""
+    """One-way delay of messages between nodes, in seconds; more than 0 needs a kernel with netem."""
     flops_per_s: float = 0.0
-    """FLOP/s of a rank (`repro.emulate.compute_rate`) for which the link rates are given.  The rates are scaled to the
-    FLOP/s of the machine; 0 uses them unchanged."""
+    """Compute rate of a rank in FLOP/s (`repro.emulate.compute_rate`) for which the link rates are given. Link rates
+    are scaled to the compute rate of the machine; 0: link rates are used unchanged."""
 
     def __post_init__(self) -> None:
         at_least(self, ("nodes", "ranks_per_node"), 1, POSITIVE_COUNT)
@@ -62,22 +62,22 @@ class EmulatedNetwork:
 
     @property
     def world(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of emulated ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """Return the node of `rank`."""
+        """Return the index of the emulated node on which `rank` runs."""
         return rank // self.ranks_per_node
 
     def scaled(self, flops_per_s: float) -> EmulatedNetwork:
-        """Return the network with link rates scaled to ranks that compute `flops_per_s`."""
+        """Return the emulated network with link rates scaled to ranks that compute `flops_per_s`."""
         times = flops_per_s / self.flops_per_s
         return replace(
             self, between=self.between * times, within=self.within * times, flops_per_s=flops_per_s
         )
 
     def chosen(self) -> dict[str, Any]:
-        """Return the settings that are not 0, which belong to an experiment's key."""
+        """Return the network settings that are not 0, for the hash that identifies an experiment."""
         return {key: value for key, value in asdict(self).items() if value}
 
     def __str__(self) -> str:

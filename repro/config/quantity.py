@@ -1,4 +1,4 @@
-"""Numbers of system files, each with its source and its range, and their checks."""
+"""Numbers of system files, each with its source and its range, and checks of these numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from repro.config.files import read_toml
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """A number of a system with its source, and its range if the number is uncertain."""
+    """Number in a system file with its source, and with a range if the number is uncertain."""
 
     value: float | None
-    """The number, or `"unknown"` (None in Python)."""
+    """Value of the number, or `"unknown"` (None in Python)."""
     source: str
-    """Publication of the number, with "second-hand", "derived" or "unconfirmed", or the reason why it is unknown."""
+    """Publication of the number, with "second-hand", "derived" or "unconfirmed", or why the number is unknown."""
     low: float | None = None
     """Minimum possible value of an uncertain number; `source` must contain `low: REASON`."""
     high: float | None = None
@@ -34,7 +34,7 @@ class Quantity:
         self._check_end("high", self.high)
 
     def _check_end(self, end: str, bound: float | None) -> None:
-        """Raise `ConfigError` unless `low` is at most, or `high` at least, the value, and `source` gives a reason."""
+        """Raise `ConfigError` if `low` exceeds the value, `high` is below it, or `source` gives no reason for them."""
         if bound is None:
             return
         if self.value is None:
@@ -46,19 +46,19 @@ class Quantity:
 
     @property
     def ranges(self) -> bool:
-        """Return whether the number is uncertain: it has a minimum or a maximum besides `value`."""
+        """Return whether the number is uncertain, that is, has a minimum or a maximum in addition to its value."""
         return self.low is not None or self.high is not None
 
     @property
     def ends(self) -> tuple[float, ...]:
-        """Return the minimum, the best and the maximum value; empty if unknown."""
+        """Return the number's minimum, best value and maximum; an empty tuple if the number is unknown."""
         if self.value is None:
             return ()
         low, high = (self.value if end is None else end for end in (self.low, self.high))
         return low, self.value, high
 
     def known(self, key: str, *, system: str = "") -> float:
-        """Return the number.  Raises `ConfigError` that names `key` and the reason if it is unknown."""
+        """Return the value of the number; if unknown, raise `ConfigError` with `key` and the reason."""
         if self.value is None:
             raise ConfigError(
                 key, "unknown", says=f"this command needs the number; {self.source}", file=system
@@ -66,7 +66,7 @@ class Quantity:
         return self.value
 
     def or_assumed(self, assumed: Quantity | None) -> Quantity:
-        """Return this quantity if it is known, otherwise `assumed` with a source that begins with `assumed`.
+        """Return this number if it is known, otherwise `assumed` with a source that begins with the word assumed.
 
         The result is unknown if `assumed` is None.
         """
@@ -76,12 +76,12 @@ class Quantity:
 
 
 UNSAID = Quantity(value=None, source="the file does not say")
-"""Unknown quantity, the default of optional keys of a system file."""
+"""Unknown number, the default of optional keys of a system file."""
 _ASSUMED = read_toml(Path(__file__).with_name("assumed.toml"))
 
 
 def assumed_quantities(*path: str) -> dict[str, Quantity]:
-    """Return the quantities of the table at `path` in assumed.toml, by key; empty if there is no such table."""
+    """Return the assumed numbers in the table `path` of assumed.toml, by key; empty if there is no such table."""
     table = _ASSUMED
     for name in path:
         table = table.get(name, {})
@@ -89,19 +89,19 @@ def assumed_quantities(*path: str) -> dict[str, Quantity]:
 
 
 def check_positive(key: str, quantity: Quantity) -> None:
-    """Raise `ConfigError` if the number or an end of its range is 0."""
+    """Raise `ConfigError` if a number of a system file or an end of its range is 0."""
     for value in (quantity.value, *quantity.ends):
         require(value != 0, key, value, 'more than 0, or "unknown"')
 
 
 def check_fraction(key: str, quantity: Quantity) -> None:
-    """Raise `ConfigError` unless the number and its range are more than 0 and at most 1."""
+    """Raise `ConfigError` unless a number of a system file and its range are more than 0 and at most 1."""
     for value in (quantity.value, *quantity.ends):
         require(value is None or 0 < value <= 1, key, value, 'more than 0 and at most 1, or "unknown"')
 
 
 def check_whole(key: str, quantity: Quantity) -> None:
-    """Raise `ConfigError` unless the number and the ends of its range are integers of at least 1."""
+    """Raise `ConfigError` unless a number of a system file and the ends of its range are integers of at least 1."""
     for value in (quantity.value, *quantity.ends):
         require(value is None or value == int(value), key, value, 'an integer, or "unknown"')
     check_positive(key, quantity)

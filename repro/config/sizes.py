@@ -1,7 +1,7 @@
 """Maximum sizes of inputs, each with its reason.
 
-Larger inputs are probably typing errors, and a simulation of them would exhaust the machine's memory or take hours.  At
-these sizes it needs less than 4 GiB of host memory (`tests/simulate/test_largest.py`).
+Larger inputs are probably typing errors, and their simulation would exhaust the machine's memory or take hours. With
+inputs of the maximum size, a simulation needs less than 4 GiB of host memory (`tests/simulate/test_largest.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from repro.config.errors import require
 
 POSITIVE_COUNT = "an integer of at least 1"
-"""Valid values of a count, in error messages."""
+"""Description of the valid values of a count, for error messages."""
 
 
 class SizeLimit(NamedTuple):
-    """Upper bound of an input, and the reason for it."""
+    """Upper bound of an input's size, and the reason for this bound."""
 
     value: int
     why: str
@@ -29,23 +29,23 @@ WIDTH = SizeLimit(2**20, "forty times the width of a 1T model")
 VOCAB = SizeLimit(2**24, "sixty times the largest vocabularies")
 SEQ = SizeLimit(2**24, "more than the longest contexts, of 10M tokens")
 PARAMETERS = SizeLimit(10**15, "1,000 times the largest published models, which have 1T parameters")
-SAMPLES = SizeLimit(2**20, "more samples than any published step has")
+SAMPLES = SizeLimit(2**20, "more samples than any published training step has")
 MICRO_BATCHES = SizeLimit(2**17, "seven times the 480 micro-batches x 38 stages of Yuan 1.0")
-TENSOR_BYTES = SizeLimit(2**60, "sizes are 64-bit integers")
+TENSOR_BYTES = SizeLimit(2**60, "sizes in bytes are 64-bit integers")
 STEPS = SizeLimit(10**7, "twenty times the steps of GPT-3 at a batch of 1M tokens")
-ACTIONS = SizeLimit(10**6, "the timing of larger schedules takes minutes")
+ACTIONS = SizeLimit(10**6, "the timing of larger pipeline schedules takes minutes")
 
 NAME = SizeLimit(100, "names become file names and table columns")
 
 
 def at_least(part: object, keys: Iterable[str], least: float, expected: str) -> None:
-    """Raise `ConfigError` if an attribute `keys` of `part` is under `least`; `expected` describes valid values."""
+    """Raise `ConfigError` if an attribute in `keys` of `part` is under `least`; `expected` describes valid values."""
     for key in keys:
         require(getattr(part, key) >= least, key, getattr(part, key), expected)
 
 
 def at_most(key: str, value: int, limit: SizeLimit) -> None:
-    """Raise `ConfigError` if `value` is over `limit`."""
+    """Raise `ConfigError` if the value of the input `key` exceeds its size limit."""
     require(value <= limit.value, key, value, f"at most {limit.value:,} ({limit.why})")
 
 

@@ -1,4 +1,4 @@
-"""Hardware of a cluster or machine.  Every number has a source; an unpublished number is marked as unknown.
+"""Hardware of a cluster or machine. Every number has a source; an unpublished number is marked as unknown.
 
 Memory is in bytes, compute in FLOP/s, and bandwidth in bytes/s in one direction.
 """
@@ -16,8 +16,8 @@ __all__ = ["Device", "Link", "Quantity", "System"]
 
 FLOP_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16")
 ASSUMED_CONTEXT_BYTES = 1_400_000_000
-"""Assumed `context_bytes` for a system with an unknown value: about the median of the values that sources of the other
-systems report (0.84, 1.06, 1.34, 1.40, 1.54 and 1.74 GB)."""
+"""Assumed device memory outside torch's allocator (`context_bytes`) for systems with an unknown value, in bytes: about
+the median of the values that sources report (0.84, 1.06, 1.34, 1.40, 1.54 and 1.74 GB)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +29,16 @@ class Device:
     memory_bytes: Quantity
     """Memory of one device that programs can use, in bytes, as torch's `total_memory`."""
     memory_bandwidth: Quantity
-    """Peak bytes/s between the device and its memory."""
+    """Peak bandwidth between the device and its memory, in bytes/s."""
     peak_flops: dict[str, Quantity] = field(default_factory=dict)
-    """Dense peak FLOP/s by precision; the device does not support other precisions (V100: no bf16)."""
+    """Dense peak FLOP/s of the device by precision; precisions without an entry are unsupported (V100: bf16)."""
     compute_capability: str = ""
     """CUDA compute capability, such as `7.0`; empty without CUDA."""
     time: DeviceTime = field(default_factory=DeviceTime)
-    """Fractions of the peaks that the device reaches, and fixed costs of its operators."""
+    """Fractions of peak FLOP/s and peak bandwidth that the device reaches, and fixed costs of its operators."""
     operators: dict[str, OperatorRate] = field(default_factory=dict)
-    """Measured seconds by operator, in calibrated files; they take precedence over the peaks."""
-    # Records of simulations contain a digest of the system, which neither power nor price may change.
+    """Measured rates by operator, in calibrated system files; they take precedence over fractions of the peaks."""
+    # `repr=False` keeps power and price out of the system's digest in simulation records, since they change no result.
     power_w: Quantity = field(default=UNSAID, repr=False)
     """Maximum electric power of a device with its share of the node, in W."""
     price_per_hour: Quantity = field(default=UNSAID, repr=False)
@@ -47,7 +47,7 @@ class Device:
     def __post_init__(self) -> None:
         for key in ("memory_bytes", "memory_bandwidth", "power_w", "price_per_hour"):
             check_positive(key, getattr(self, key))
-        for key in ("power_w", "price_per_hour"):  # a range would be an unknown input of the step time
+        for key in ("power_w", "price_per_hour"):  # their range would count as an uncertain input
             low, value, high = getattr(self, key).ends or (0, 0, 0)
             require(low == high, key, f"{value:g} ({low:g} to {high:g})", "one number without a range")
         for precision, peak in self.peak_flops.items():
@@ -58,14 +58,14 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One cluster or machine, read from `repro/config/systems`."""
+    """Hardware of one cluster or machine, as a system file in `repro/config/systems` describes it."""
 
     name: str
     """Name of the system file without `.toml`."""
     device: Device
-    """Table `[device]`: accelerator or processor of the nodes."""
+    """Accelerator of the nodes, or their processor if they have none (table `[device]` of the file)."""
     devices_per_node: Quantity
-    """Number of devices of a node."""
+    """Number of devices of each node."""
     nodes: Quantity
     """Number of nodes of the largest published run on this system; a simulation may use more."""
     context_bytes: Quantity
@@ -77,7 +77,7 @@ class System:
     provenance: Provenance | None = None
     """Machine, date and software of the measurements in a calibrated file; None in other files."""
     note: str = ""
-    """Remark that `repro systems` shows."""
+    """Remark on the system that `repro systems` shows."""
 
     def __post_init__(self) -> None:
         for key in ("devices_per_node", "nodes"):
@@ -99,7 +99,7 @@ class System:
 
     @property
     def context_used(self) -> Quantity:
-        """Return `context_bytes`, or `ASSUMED_CONTEXT_BYTES` marked as assumed if the system does not know it."""
+        """Return the device memory outside torch's allocator; if unknown, an assumed value, marked as assumed."""
         if self.context_bytes.value is not None:
             return self.context_bytes
         source = f"assumed, the median reported for other systems: {self.context_bytes.source}"
@@ -142,7 +142,7 @@ class System:
         raise ConfigError("links", list(self.links), f"one of {', '.join(LINKS[:-1])}", file=self.name)
 
     def link_per_device(self, link: str) -> float:
-        """Return the bytes/s in one direction of one device when all devices of its node use `link`."""
+        """Return the bandwidth of one device in one direction, in bytes/s, when all devices of its node use `link`."""
         if link not in self.links:
             known = ", ".join(self.links) or "none"
             raise ConfigError("links", link, f"a link class of this system: {known}", file=self.name)
@@ -152,7 +152,7 @@ class System:
         return bandwidth / self.devices_per_node.known("devices_per_node", system=self.name)
 
     def peak(self, precision: str) -> float:
-        """Return the dense peak FLOP/s of one device at `precision`.  Raises `ConfigError` if the device lacks it."""
+        """Return the dense peak FLOP/s of one device at `precision`; raise `ConfigError` if the device lacks it."""
         if precision not in self.device.peak_flops:
             known = ", ".join(self.device.peak_flops) or "none known"
             right = f"a precision of {self.device.name}: {known}"

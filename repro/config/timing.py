@@ -1,7 +1,7 @@
-"""Achieved speed of a device, for the time model: fractions of its peaks, fixed costs, and measured operators.
+"""Achieved speed of a device for the time model: fractions of its peaks, fixed costs, and measured operators.
 
 A missing or `"unknown"` number takes an assumed value (`ASSUMED`) from benchmarks of single matrix products, copies and
-kernels.  No assumed value is fitted to training runs.
+kernels. No assumed value is fitted to training runs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from repro.config.quantity import (
 from repro.config.sizes import POSITIVE_COUNT, at_least
 
 ASSUMED = assumed_quantities("device")
-"""Assumed values, with their sources, for unknown numbers of `DeviceTime`, by key."""
+"""Assumed values of a device's unknown efficiencies and fixed costs, with their sources, by key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTime:
-    """`[device.time]` of a system: fractions of the peaks that a device reaches, and fixed costs of an operator."""
+    """Fractions of a device's peaks that it reaches, and fixed costs of an operator: table `[device.time]`."""
 
     matmul_efficiency: Quantity = UNSAID
     """Fraction of `peak_flops` that the largest matrix products reach (fp16 or bf16 on tensor cores)."""
@@ -39,16 +39,16 @@ class DeviceTime:
     multiprocessors: Quantity = UNSAID
     """Number of streaming multiprocessors. A matrix product runs in waves of this number of tiles."""
     kernel_s: Quantity = UNSAID
-    """Seconds between the starts of two consecutive shortest kernels, which is the fixed time of any kernel."""
+    """Time between the starts of two consecutive shortest kernels, in seconds: the fixed time of any kernel."""
     fill_s: Quantity = UNSAID
-    """Additional seconds of a kernel that reads memory, while its first reads and its last blocks do not use the full
-    bandwidth."""
+    """Additional time of a kernel that reads memory, in seconds, since its first reads and its last blocks do not use
+    the full bandwidth."""
     launch_s: Quantity = UNSAID
-    """Host seconds per operator of eager PyTorch in the forward pass and the optimizer."""
+    """Host time per operator of eager PyTorch in the forward pass and the optimizer, in seconds."""
     backward_launch_s: Quantity = UNSAID
-    """Host seconds per operator in the backward pass, in which one autograd thread launches all operators."""
+    """Host time per operator in the backward pass, in seconds; one autograd thread launches all its operators."""
     pace: Quantity = UNSAID
-    """Kernel time of a run's devices, relative to the device on which the time model is calibrated."""
+    """Ratio of kernel times on a run's devices to kernel times on the device for which the time model is calibrated."""
     spread: Quantity = UNSAID
     """Standard deviation over mean of a step's kernel time between the devices of a run, which wait for the slowest."""
     jitter_s: Quantity = UNSAID
@@ -67,19 +67,19 @@ class DeviceTime:
             require(ratio < 1, "spread", ratio, "less than 1, as a standard deviation over the mean")
 
     def used(self, key: str) -> Quantity:
-        """Return the number of `key`, or the assumed number, marked as assumed, if it is unknown."""
+        """Return the device's number with the key `key`; if unknown, the assumed number, marked as assumed."""
         known: Quantity = getattr(self, key)
         return known.or_assumed(ASSUMED.get(key))
 
     def numbers(self) -> Timing:
-        """Return all numbers, with assumed values for unknown ones."""
+        """Return all efficiencies and fixed costs of the device, with assumed values for unknown numbers."""
         values = {field.name: self.used(field.name).value for field in fields(self)}
         return Timing(**values)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Values of `DeviceTime` without their sources, with assumed values for unknown ones."""
+    """Efficiencies and fixed costs of a device, without sources and with assumed values for unknown numbers."""
 
     matmul_efficiency: float
     unthrottled_efficiency: float | None
@@ -96,21 +96,21 @@ class Timing:
 
 
 UNALIGNED_MATMUL = "unaligned_matmul"
-"""Name of matrix products with a size that is not a multiple of 8 elements, which tensor cores read slowly."""
+"""Operator name of matrix products with a size that is not a multiple of 8 elements, which tensor cores read slowly."""
 MESSAGE = "message"
-"""Name of the processor work of a computing thread to start and end one message."""
+"""Operator name of a computing thread's processor work to start and end one message."""
 EXCHANGE = "exchange"
-"""Name of the processor work of a computing thread per message of a collective in which each rank sends to all others
-(`repro.parallel.ledger.EXCHANGED`)."""
+"""Operator name of a computing thread's processor work per message of a collective in which each rank sends to all
+others (`repro.parallel.ledger.EXCHANGED`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorRate:
-    """`[device.operators.NAME]` of a calibrated file: seconds = fixed + bytes * per_byte + flops * per_flop.
+    """Measured rate of an operator: seconds of a call = fixed + bytes * per_byte + flops * per_flop.
 
-    NAME is an operator of a trace (`aten.mm`, `repro.adamw_`, ...).  `matmul` and `elementwise` apply to operators
-    without their own table.  `unaligned_matmul` applies to products with sizes that are not multiples of 8, and
-    `message` and `exchange` to the computing thread's work on a message.  Bytes are read and written bytes.
+    Calibrated files list it in `[device.operators.NAME]`. NAME is an operator of a trace (`aten.mm`, `repro.adamw_`,
+    ...). `matmul` and `elementwise` apply to operators without a separate table. `unaligned_matmul` applies to products
+    with sizes that are not multiples of 8, and `message` and `exchange` to the computing thread's work on a message.
     """
 
     fixed_s: float
@@ -121,26 +121,26 @@ class OperatorRate:
         at_least(self, ("fixed_s", "per_byte_s", "per_flop_s"), 0, "seconds, 0 or more")
 
     def seconds(self, flops: float, nbytes: float) -> float:
-        """Return the seconds of one call that executes `flops` and reads and writes `nbytes`."""
+        """Return the duration of one operator call, in seconds, that executes `flops` and reads and writes `nbytes`."""
         return self.fixed_s + nbytes * self.per_byte_s + flops * self.per_flop_s
 
     def slowed(self, times: float) -> OperatorRate:
-        """Return the rate multiplied by `times`, for an operator that takes `times` as long."""
+        """Return the rate of an operator that takes `times` as long as this one."""
         return OperatorRate(**{key: value * times for key, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """`[provenance]` of a calibrated file: date, software and machine of the measurements."""
+    """Date, software and machine of the measurements in a calibrated system file: its table `[provenance]`."""
 
     date: str
     """Date of the measurement, ISO 8601."""
     torch: str
     """Version of torch."""
     ranks: int
-    """Number of processes (one per device) that measured together."""
+    """Number of rank processes (one per device) that measured at the same time."""
     repeats: int
-    """Number of measurements per published number."""
+    """Number of repeated measurements behind each number of the file."""
     cores: int = 0
     """Number of processor cores that the ranks of a node shared; 0: every rank had its own device."""
     facts: dict[str, str | int | float] = field(default_factory=dict)

@@ -17,14 +17,14 @@ LLM_C_MAGIC = 20240520
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids of one data file, in order."""
+    """Token ids of one training data file, in order."""
 
     name: str
     """Value of `Training.data`."""
     tokens: npt.NDArray[Any]
-    """Token ids, uint8, uint16 or uint32, [tokens]; mapped from the file into memory."""
+    """Token ids as an array [tokens] of uint8, uint16 or uint32; mapped from the file into memory."""
     largest: int
-    """Upper bound of the ids: the largest id, or the maximum of the data type if the ids have not been read."""
+    """Upper bound of the token ids: the largest id, or the maximum of the data type if the ids have not been read."""
 
 
 def open_tokens(data: str, vocab: int) -> Corpus:
@@ -45,7 +45,7 @@ def open_tokens(data: str, vocab: int) -> Corpus:
 
 
 def count_windows(corpus: Corpus, seq: int) -> int:
-    """Return the number of samples of `seq + 1` tokens in `corpus`.
+    """Return the number of training samples of `seq + 1` tokens in a data file.
 
     Raises:
         ConfigError: The corpus is too short for one sample.
@@ -90,7 +90,7 @@ def _binary(name: str, path: Path) -> Corpus:
 
 
 def _mapped(name: str, path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the file as a memory-mapped array of token ids [tokens]."""
+    """Return a data file as a memory-mapped array of token ids [tokens]."""
     try:
         size = path.stat().st_size
         if size % dtype.itemsize:

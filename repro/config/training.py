@@ -15,11 +15,11 @@ class Training:
     """Training with AdamW on a stream of tokens: steps, learning rate, data and checkpoints."""
 
     steps: int = 20
-    """Optimizer steps, warm-up steps included."""
+    """Number of optimizer steps, including untimed steps and learning-rate warm-up."""
     untimed_steps: int = 3
-    """Number of first steps without time measurements; their losses count. The first step also measures memory."""
+    """Number of initial steps without time measurement; losses are recorded. The first step also measures memory."""
     seq: int = 0
-    """Tokens per sample; 0 means the model's longest sequence."""
+    """Number of tokens per training sample; 0 means the model's longest sequence."""
     seed: int = 1234
     """Seed of initial weights, dropout and data order, which are equal under every layout."""
     lr: float = 3e-4
@@ -27,7 +27,7 @@ class Training:
     min_lr: float = 0.0
     """Learning rate at the end of the cosine schedule."""
     warmup_steps: int = 0
-    """Steps of linear learning-rate warm-up."""
+    """Number of steps of linear learning-rate warm-up."""
     decay_steps: int = 0
     """Step at which the cosine schedule ends; 0 means `steps`."""
     schedule: str = "constant"
@@ -48,21 +48,21 @@ class Training:
     """Dropout probability of the attention weights. Above 0, attention writes its weights to memory, as software of
     2019 and 2020: in the data type of the step, or in fp32 if cp > 1."""
     deterministic: bool = False
-    """Use deterministic operators on GPUs, so that equal runs on the same GPUs and software give equal bits.
-    Attention's backward pass is slower and needs more memory. Runs on CPUs are always deterministic. A run with an
-    operator that has no deterministic form fails with the name of the operator."""
+    """Whether GPUs run deterministic operators, so that equal runs on the same GPUs and software give equal bits.
+    Deterministic attention is slower in the backward pass and needs more memory. Runs on CPUs are always deterministic.
+    A run with an operator that has no deterministic form fails with the name of the operator."""
     loss_scale: float = 65536.0
-    """Initial dynamic loss scale (fp16 only)."""
+    """Initial value of the dynamic loss scale (fp16 only)."""
     loss_scale_window: int = 1000
-    """Steps without overflow after which the scale doubles (fp16 only)."""
+    """Number of steps without overflow after which the loss scale doubles (fp16 only)."""
     loss_scale_hysteresis: int = 2
-    """Overflows before the scale halves (fp16 only)."""
+    """Number of overflows before the loss scale halves (fp16 only)."""
     checkpoint_every: int = 0
     """Steps between two checkpoints of the full training state, from which a stopped run resumes; 0 writes none."""
     continues: str = ""
-    """Experiment of the same suite from whose newest checkpoint this training starts; empty: new weights."""
+    """Name of an experiment of the same suite from whose newest checkpoint this training starts; empty: new weights."""
     data: str = "synthetic"
-    """Token data: `synthetic`, `shakespeare` (bytes), `shakespeare-gpt2` (BPE), or the path of a .txt or .bin file."""
+    """Training data: `synthetic`, `shakespeare` (bytes), `shakespeare-gpt2` (BPE), or path of a .txt or .bin file."""
 
     def __post_init__(self) -> None:
         at_least(

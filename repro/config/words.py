@@ -34,7 +34,7 @@ _KERNELS = {
 
 
 def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> str:
-    """Return a layout as text, `tp 2 x dp 4, ZeRO 1, fp16, recomputation`, without settings at their defaults.
+    """Return a description of a layout, `tp 2 x dp 4, ZeRO 1, fp16, recomputation`, without settings at their defaults.
 
     `degrees`: include the degrees of parallelism and the pipeline schedule; `batches`: include the batch sizes.
     """
@@ -72,9 +72,9 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
 
 
 def layout_options(spread: Layout, precision: str, software: str | None = None) -> str:
-    """Return the command-line options of a layout, without those at their defaults, on a system with `precision`.
+    """Return the command-line options that select a layout, without options at their defaults.
 
-    `software`: value of the option `--software`, whose settings are then defaults, too.
+    `precision`: the system's default. `software`: value of `--software`, whose settings are then defaults, too.
     """
     found = []
     defaults = {field.name: field.default for field in dataclasses.fields(Layout)} | {"precision": precision}
@@ -92,7 +92,7 @@ def layout_options(spread: Layout, precision: str, software: str | None = None) 
 
 
 def describe_input(key: str) -> str:
-    """Return the key of an uncertain input as words: `inter-node overlap cost` for `links.inter-node.overlap_cost`."""
+    """Return words for an uncertain input's key: `inter-node overlap cost` for `links.inter-node.overlap_cost`."""
     return re.sub("[._]", " ", re.sub(r"^(links|device)\.(time\.)?|_s(?= \(|$)", "", key))
 
 
@@ -107,7 +107,7 @@ def degrees(spread: Layout, names: Iterable[str]) -> str:
 
 
 def describe_devices(count: int, system: System) -> str:
-    """Return the number and name of a system's devices as text: `16 x NVIDIA V100 SXM3 32 GB (dgx2)`."""
+    """Return a text with number and name of a system's devices: `16 x NVIDIA V100 SXM3 32 GB (dgx2)`."""
     return f"{count:,} x {system.device.name} ({system.name})"
 
 

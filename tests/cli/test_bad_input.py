@@ -182,7 +182,7 @@ CASES = {
     ),
     "launch of a compared experiment": (
         EXPERIMENT + OTHER + 'launch = "x"\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
-        "experiment \"b\": launch = 'x': must be omitted: [[compare]] already shares a launch",
+        "experiment \"b\": launch = 'x': must be omitted: each [[compare]] is a launch",
     ),
     "unknown layout": (
         "[layouts.C1]\nzero = 1\n" + EXPERIMENT + 'layout = "C2"',
@@ -226,7 +226,7 @@ CASES = {
         + OTHER
         + "training.checkpoint_every = 5",
         "experiment \"a\": training.continues = 'b': must be an experiment with the same training; "
-        "training.seed is 2 there and its default here",
+        "training.seed is 2 in that experiment and its default in this one",
     ),
     "continues to where it is already": (
         EXPERIMENT

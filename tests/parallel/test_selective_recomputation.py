@@ -43,7 +43,7 @@ def test_other_values_are_refused(value: object) -> None:
         ({"tp": 2, "pa": True}, "native", "pa = true: needs recompute = true"),
         ({"pa_cpu": True}, "native", "pa_cpu = true: needs recompute = true"),
         ({"cp": 2}, "native", "cp = 2: must be 1 with recompute = selective"),
-        ({}, "native", "recompute = 'selective': must be none or block with fused attention"),
+        ({}, "native", "recompute = 'selective': must be none or block, since fused attention stores"),
         ({}, "torch", "recompute = 'selective': must be false or true with engine torch"),
         ({"kernels": "softmax"}, "deepspeed", "recompute = 'selective': must be false or true with engine d"),
     ],

@@ -1,4 +1,4 @@
-"""Benchmarks of a rank: collectives by payload, compute during a collective, and training steps.
+"""Benchmarks that a rank runs in a calibration: collectives by payload, compute during a collective, training steps.
 
 Steps are timed because an operator is slower in a step than alone: other operators and ranks use caches and cores.
 """
@@ -36,17 +36,17 @@ from repro.util import processes
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 OVERLAPPED = ("all_reduce", "reduce_scatter", "all_gather")
 SMALL, MANY = 2**20, 3
-"""Payload in bytes up to which latency dominates a message, and the factor by which it is repeated more often."""
+"""Payload in bytes up to which latency dominates a message, and the factor by which such messages repeat more often."""
 PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}
 LONGER = 1.5
-"""Duration of the compute that overlaps with a collective, over the duration of the collective."""
+"""Ratio of the duration of the compute that runs during a collective to the duration of the collective."""
 
 
 class LinkBench:
-    """Benchmark of messages and collectives, in which all groups of a kind communicate at the same time."""
+    """Benchmark of messages and collectives, in which all groups of a kind (such as tp groups) communicate at once."""
 
     def __init__(self, clock: OperatorClock, largest: int):
-        """Allocate two buffers of `largest` bytes; every message is a part of one of them."""
+        """Allocate two buffers of `largest` bytes; every measured message is a part of one of these buffers."""
         self.clock = clock
         world = clock.group.size
         count = max(1, largest // 4 // world) * world
@@ -61,10 +61,10 @@ class LinkBench:
         beat: Callable[[], None],
         collectives: Sequence[str] = COLLECTIVES,
     ) -> list[dict[str, Any]]:
-        """Return a row for each collective and kind of group, and one for messages between neighbours at each place.
+        """Return durations by payload, as rows of collectives by kind of group, and of messages between neighbours.
 
-        A row has `op`, `place`, the fields of the kind, and `points` (payload in bytes, timing). The measurements
-        alternate, so that a short disturbance affects few repeats of each. `beat` is called after each measurement.
+        A row has `op`, `place` (inside or between nodes), the fields of the kind, and `points` (payload in bytes,
+        timing). Measurements alternate, so that a disturbance affects few of each kind. `beat` is called after each.
         """
         rows: list[dict[str, Any]] = []
         runs: dict[tuple[int, int], Callable[[], None]] = {}
@@ -82,7 +82,7 @@ class LinkBench:
             for (row, payload), run in runs.items():
                 if payload > SMALL and turn >= self.clock.repeats:
                     continue
-                # A send is measured as a message there and one back, so its seconds are half of the measured ones.
+                # A send is measured as a message and its reply, so that one message takes half of the measured seconds.
                 ways = 2 if rows[row]["op"] == "send" else 1
                 seconds[row, payload].append(self._seconds(run, payload) / ways)
                 beat()
@@ -91,7 +91,7 @@ class LinkBench:
         return rows
 
     def overlap_cost(self, op: str, payload: int, group: Group, beat: Callable[[], None]) -> float:
-        """Return how much a concurrent collective slows matrix products, as a fraction (0 to 1) of its own duration.
+        """Return the delay of matrix products by a concurrent collective, over the collective's duration (0 to 1).
 
         `beat` is called after each repeat.
         """
@@ -127,7 +127,7 @@ class LinkBench:
         return min(1.0, max(0.0, median(lost) / communication))
 
     def message_s(self, op: str, group: Group) -> float:
-        """Return the processor seconds of this thread per collective, with flushed caches and shared cores."""
+        """Return the thread's processor time per collective, in seconds, with flushed caches and shared cores."""
         run = self._run(op, 4 * group.size, group)
         run()
         found = []
@@ -157,7 +157,7 @@ class LinkBench:
         return lambda: start().wait()
 
     def _messages(self, payload: int, pipeline: Group) -> Callable[[], None]:
-        """Return a function that exchanges messages of `payload` bytes with the other rank of a pair of neighbours."""
+        """Return a function that exchanges messages of `payload` bytes between two neighbouring ranks of `pipeline`."""
         message, back = (buffer[: max(1, payload // 4)] for buffer in (self._one, self._other))
         first = pipeline.rank % 2 == 0
         peer = pipeline.rank + (1 if first else -1)
@@ -176,9 +176,9 @@ class LinkBench:
         return there_and_back
 
     def _seconds(self, run: Callable[[], None], payload: int) -> float:
-        """Return the mean seconds of `run`, which all ranks start together after a barrier.
+        """Return the mean duration of a call of `run`, in seconds, which all ranks start together after a barrier.
 
-        Small payloads are measured over several calls. The payload alone sets their number, equally on all ranks.
+        Small payloads are measured over several calls. The payload alone determines the number of calls on all ranks.
         """
         calls = 5 if payload <= 2**16 else 2 if payload <= SMALL else 1
         self.clock.flush()
@@ -191,7 +191,7 @@ class LinkBench:
         return (time.perf_counter() - began) / calls
 
     def _slowest(self, seconds: Sequence[float]) -> float:
-        """Return the maximum over all ranks of the median of `seconds`."""
+        """Return the maximum over all ranks of each rank's median of `seconds`."""
         shared = torch.tensor(median(seconds), device=self.clock.device)
         self.clock.group.all_reduce(shared, MAX).wait()
         return float(shared)
@@ -200,7 +200,7 @@ class LinkBench:
 WIDTH, LAYERS = 8, 4
 """Width and number of layers of a tiny model, whose step time consists of host overhead."""
 TIMED_STEPS = 3
-"""Number of timed steps of a rank, after one warm-up step."""
+"""Number of training steps that a rank times, after one warm-up step."""
 
 
 class LaunchBench:
@@ -219,7 +219,7 @@ class LaunchBench:
         self._batches = [MicroBatch(tokens, tokens, BatchPosition(0, 0))]
         self._seconds: list[float] = []
         self._backward_s: list[float] = []
-        """Seconds of the backward pass in each step."""
+        """Duration of the backward pass in each step of the tiny model, in seconds."""
         self._backward_operators = 0
         is_backward = False
         for event in traced.step:
@@ -230,17 +230,16 @@ class LaunchBench:
             self._step()
 
     def sample(self) -> None:
-        """Time one step. Samples are spread over the calibration, so that a short disturbance affects few of them."""
+        """Time one training step; samples are spread over the calibration, so that a short disturbance affects few."""
         self._step()  # an untimed step loads the code into the caches again
         self.clock.synchronize()
         self.clock.group.barrier()
         self._seconds.append(self.clock.in_a_crowd(lambda i: self._step(), self._step))
 
     def result(self) -> dict[str, Any]:
-        """Return `operators` (name, bytes, FLOP) and the timing of the step, and count and seconds of its backward
-        pass.
+        """Return operators and timing of a step of the tiny model, and number and time of its backward operators.
 
-        On a GPU, the seconds are those in which the host enqueues the operators.
+        `operators` has name, bytes and FLOP of each operator. On a GPU, times are those of the host for enqueueing.
         """
         return {
             "operators": self._operators,
@@ -263,7 +262,7 @@ class SilentTransport(NoTransport):
     """Transport that sends nothing and fills received tensors with normal numbers, since denormal ones are slow."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        output.view(-1, input.numel()).copy_(input.clone())  # `input` may be a view of `output`
+        output.view(-1, input.numel()).copy_(input.clone())  # a copy, since `input` may be a view of `output`
         return Work()
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
@@ -274,7 +273,7 @@ class SilentTransport(NoTransport):
 def time_silent_step(
     experiment: Experiment, clock: OperatorClock, beat: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Time steps of the first pipeline stage of `experiment` without communication, on all ranks at once.
+    """Time training steps of the first pipeline stage of `experiment` without communication, on all ranks at once.
 
     Returns `operators` (name, bytes, FLOP, calls), the mean `seconds` of a step, and the seconds `between` its omitted
     messages. Processor seconds are multiplied by the ranks per core. `beat` is called at each message and phase.

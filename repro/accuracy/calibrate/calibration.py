@@ -1,4 +1,4 @@
-"""`repro calibrate`: check the options, measure with ranks on this machine or on SLURM nodes, write a system file."""
+"""Calibration: check the options, measure with ranks on this machine or on SLURM nodes, and write a system file."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Calibrated:
     """Outcome of a calibration, and the system file if the outcome is `ok`."""
 
     outcome: str
-    """`ok`, or the outcome of the failed measurement, such as `oom` or `hang`."""
+    """Outcome of the calibration: `ok`, or the failure of its measurement, such as `oom` or `hang`."""
     reason: str
     signal: int
-    """Signal that stopped the calibration; 0 if none did."""
+    """Number of the signal that stopped the calibration; 0 if none did."""
     seconds: float
     path: Path
     document: dict[str, Any] = field(default_factory=dict)
-    """Tables of the system file; empty unless the outcome is `ok`."""
+    """Tables of the written system file; empty unless the outcome is `ok`."""
 
 
 def run_calibration(
@@ -57,10 +57,10 @@ def run_calibration(
     *,
     quiet: bool,
 ) -> Calibrated:
-    """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
+    """Measure this machine, or nodes of a cluster with a SLURM `profile`, and write a system file.
 
-    `gpus` is the number of ranks per node. With `suites`, the operators of the twins in these suites are measured, and
-    of the collectives only single messages, because twins run on emulated networks. `quiet` silences standard error.
+    `gpus` is the number of ranks per node. With `suites`, the operators of their scaled-down experiments are measured,
+    but only messages and one ring of the collectives, since networks are emulated. `quiet` prints nothing.
 
     Raises:
         ConfigError: An option is wrong, or two options contradict each other.
@@ -102,7 +102,7 @@ def run_calibration(
 
 
 def _checked_output(path: Path) -> Path:
-    """Return `path` if a system file can be written to it; checked before the measurement, which takes minutes."""
+    """Return `path` if a system file can be written there; raise `ConfigError` otherwise, before the measurement."""
     require(path.suffix == ".toml", "--output", str(path), "a file that ends in .toml")
     expected = f"another name, since {path.stem} is a packaged system"
     require(path.stem not in system_names(), "--output", str(path), expected)
@@ -111,7 +111,7 @@ def _checked_output(path: Path) -> Path:
 
 
 class LocalMachine:
-    """Local machine, on which a calibration starts its `ranks`."""
+    """Local machine on which a calibration runs its ranks."""
 
     def __init__(self, system: str, gpus: int, *, target: str):
         """Check that the machine has the devices that the options request.
@@ -139,7 +139,7 @@ class LocalMachine:
         self.precision = "fp32" if on_cpu else discover().best_precision
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """Run `job` and return `outcome`, `reason`, the ranks' `results` and the machine's `load` before the start."""
+        """Run `job` and return `outcome`, `reason`, `results` of the ranks, and the machine load at the start."""
         if not quiet:
             text = f"measuring with {self.ranks} ranks; other programs on this machine would slow the result"
             print(text, file=sys.stderr)
@@ -190,7 +190,7 @@ class ClusterNodes:
         require(self.nodes <= partition.nodes, "--nodes", self.nodes, expected)
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """Submit `job` to SLURM and return its answer as `LocalMachine.measure` does, with the allocation as `place`.
+        """Submit `job` to SLURM and return the fields of `LocalMachine.measure`, with the job's allocation as `place`.
 
         `place` is the result of `repro.launch.slurm.allocation.nodes.slurm_provenance`.
         """

@@ -1,4 +1,4 @@
-"""Operator calls of a training step: recorded in a trace on shapes, and repeated on real tensors.
+"""Operator calls of a training step, which are recorded in a trace of shapes and repeated on real tensors.
 
 Bytes and FLOP of a call are those of the trace, so that calibration and prediction count them equally.
 """
@@ -37,7 +37,7 @@ ATTENTION = "aten._scaled_dot_product_flash_attention"
 
 @dataclass(frozen=True)
 class OperandShape:
-    """Sizes, strides and data type of a tensor argument."""
+    """Sizes, strides and data type of a tensor that is an argument of an operator."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -53,7 +53,7 @@ class OperandShape:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: its arguments, with an `OperandShape` in place of each tensor, and its traced event."""
+    """One call of an operator: arguments, with an `OperandShape` for each tensor, and the event in the trace."""
 
     function: Any
     args: tuple[Any, ...]
@@ -71,12 +71,12 @@ class Call:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the call reads and writes."""
+        """Return the number of bytes that the operator call reads and writes."""
         return self.operator.read + self.operator.written
 
 
 class CallRecorder(TraceRecorder):
-    """Trace recorder that also stores every distinct operator call."""
+    """Trace recorder that also stores the arguments of every distinct operator call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,14 +102,14 @@ def calls_of(experiment: Experiment, *, gloo: bool) -> list[Call]:
     found: dict[object, Call] = {}
     for role in roles(experiment):
         recorder = CallRecorder()
-        # `repeat=False` runs every block; otherwise the trace repeats events without calls of operators.
+        # With `repeat=False`, every block calls its operators. Otherwise, the trace copies the events of equal blocks.
         trace(experiment, role, gloo=gloo, recorder=recorder, repeat=False)
         found |= recorder.calls
     return list(found.values())
 
 
 def choose(calls: Sequence[Call], most: int) -> list[Call]:
-    """Return at most `most` calls of one operator: the smallest, the largest, and calls far from all chosen ones.
+    """Return at most `most` calls of one operator: the smallest, the largest, and calls far from all chosen calls.
 
     The distance of two calls compares logarithms of bytes, FLOP and operand sizes.
     """
@@ -132,7 +132,7 @@ def choose(calls: Sequence[Call], most: int) -> list[Call]:
 
 
 def bind(call: Call, device: torch.device, generator: torch.Generator) -> Callable[[], object]:
-    """Return a function without arguments that makes a recorded call on new tensors."""
+    """Return a function without arguments that repeats a recorded operator call on new tensors."""
     if call.name.startswith(ATTENTION):
         return _attention(call, device, generator)
 
@@ -150,7 +150,7 @@ def bind(call: Call, device: torch.device, generator: torch.Generator) -> Callab
 
 
 def _attention(call: Call, device: torch.device, generator: torch.Generator) -> Callable[[], object]:
-    """Return a function that runs attention on this device, whose kernel may differ from the kernel in the trace."""
+    """Return a function that repeats an attention call on this device, maybe with another kernel than in the trace."""
     backward = call.name.endswith("_backward")
     shapes = call.args[1:4] if backward else call.args[:3]
     q, k, v = (_tensor(shape, device, generator).requires_grad_(backward) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Timer for single operators, with warm-up, flushed caches before each repeat, and all ranks measuring at once.
+"""Timer of single operators, with warm-up, flushed caches before each repeat, and all ranks measuring at once.
 
 On a GPU, large matrix products run before each repeat, so that operators are measured at the clock rate of training.
 """
@@ -23,18 +23,18 @@ from repro.parallel.comm import Group
 from repro.util.processes import usable_cores
 
 ASSUMED_CACHE = 64 * 2**20
-"""Last-level cache size that is assumed if the device reports none, in bytes."""
+"""Last-level cache size, in bytes, that is assumed if the device reports none."""
 REPEAT_S = 2e-3
 """Minimum duration of a repeated measurement, in seconds: far above the resolution of the clock."""
 CROWDED_S = 40e-3
-"""Minimum duration of a repeated measurement if ranks share cores, in seconds; most ranks overlap for most of it."""
+"""Minimum duration of a repeated measurement if ranks share cores, in seconds; most ranks measure at once for long."""
 MOST_CALLS = 64
 LOAD_SIZE = 4096
-"""Rows and columns of the matrix products that load a GPU."""
+"""Number of rows and columns of the matrices whose products load a GPU before measurements."""
 HOLD_S = 5e-3
 """Minimum duration of the matrix products that load a GPU before a measurement, in seconds."""
 WARM_S = 20e-3
-"""Duration of the GPU load before its clock rate is compared with the settled one, in seconds."""
+"""Duration of a GPU load, in seconds, after which the GPU's clock rate is compared with its settled clock rate."""
 SAMPLE_S = 0.1
 """Duration of the GPU load between two samples of the clock rate, in seconds."""
 MIN_SETTLE_S, MAX_SETTLE_S = 1.0, 6.0
@@ -42,19 +42,19 @@ MIN_SETTLE_S, MAX_SETTLE_S = 1.0, 6.0
 MAX_REWARM_S = 1.0
 """Maximum duration of a later GPU load, which returns the GPU to the settled clock rate, in seconds."""
 MAX_LOAD_S = 15.0
-"""Maximum total duration of all GPU loads, in seconds; after it, no load runs."""
+"""Maximum total duration of all GPU loads of a calibration, in seconds; after it, no load runs."""
 RECORD_INTERVAL_S = 0.1
 """Minimum time between two records of a GPU's clock rate and power, in seconds."""
 SETTLED_SAMPLES = 4
 """Number of latest clock-rate samples whose mean is compared with the mean of as many preceding samples."""
 MAX_CLOCK_DRIFT = 0.01
-"""Maximum relative difference of two consecutive means at which a clock rate counts as settled."""
+"""Maximum relative difference of two consecutive means of a GPU's clock rate at which the rate counts as settled."""
 MAX_CLOCK_DIFFERENCE = 0.05
-"""Maximum relative difference from the settled clock rate at which no further GPU load is necessary."""
+"""Maximum relative difference of a GPU's clock rate from its settled rate at which no further GPU load is necessary."""
 
 
 def gpu_state(device: torch.device) -> dict[str, float]:
-    """Return `sm_mhz` and `power_w` of a GPU; empty if NVML does not report them."""
+    """Return clock rate (`sm_mhz`) and power (`power_w`) of a GPU; empty if NVML does not report them."""
     with nvml() as n:
         if n is None:
             return {}
@@ -66,7 +66,7 @@ def gpu_state(device: torch.device) -> dict[str, float]:
 
 
 class SustainedLoad:
-    """Matrix products that bring a GPU to the clock rate and power of training, and record both."""
+    """Matrix products that bring a GPU to the clock rate and power of training, and a record of both."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SustainedLoad:
         synchronize: Callable[[], Any],
         state: Callable[[], dict[str, float]],
     ):
-        """Measure the duration of `product`. `state` returns clock rate and power as `gpu_state` does."""
+        """Measure the duration of `product`. `state` returns the GPU's clock rate and power as `gpu_state` does."""
         self._product, self._synchronize, self._state = product, synchronize, state
         self._settled_mhz: float | None = None
         """Settled clock rate of the GPU, in MHz; 0: NVML reports none; None: before the first load."""
@@ -94,9 +94,9 @@ class SustainedLoad:
             self._product()
 
     def settle(self) -> None:
-        """Run matrix products until the clock rate has settled; in later calls, until it is back at the settled rate.
+        """Run matrix products until the GPU's clock rate has settled or, in later calls, is back at the settled rate.
 
-        Without NVML, the first call runs products for `MIN_SETTLE_S` and later calls do nothing.
+        Without NVML, the first call runs matrix products for `MIN_SETTLE_S`, and later calls do nothing.
         """
         began = time.perf_counter()
         if self._settled_mhz is None:
@@ -111,24 +111,24 @@ class SustainedLoad:
             now = self._sample(WARM_S)
             while abs(now / self._settled_mhz - 1) > MAX_CLOCK_DIFFERENCE:
                 if time.perf_counter() - began >= MAX_REWARM_S:
-                    self._settled_mhz = now or self._settled_mhz  # a warmer GPU settles at a lower rate
+                    self._settled_mhz = now or self._settled_mhz  # a warmer GPU has a lower clock rate
                     break
                 now = self._sample(SAMPLE_S)
         self._loaded_s += time.perf_counter() - began
 
     def record(self) -> None:
-        """Record clock rate and power while the device is busy, at most once in `RECORD_INTERVAL_S`."""
+        """Record clock rate and power of the busy GPU, at most once in `RECORD_INTERVAL_S`."""
         now = time.perf_counter()
         if now >= self._next_record_s and (found := self._state()):
             self._states.append(found)
             self._next_record_s = now + RECORD_INTERVAL_S
 
     def medians(self) -> dict[str, float]:
-        """Return the medians of the recorded clock rates and powers; empty without NVML."""
+        """Return the medians of the GPU's recorded clock rates and powers; empty without NVML."""
         return {key: median(state[key] for state in self._states) for key in (self._states or [{}])[0]}
 
     def _sample(self, seconds: float) -> float:
-        """Return the clock rate, in MHz, after matrix products of `seconds`; 0 if NVML reports none."""
+        """Return the GPU's clock rate, in MHz, after matrix products of `seconds`; 0 if NVML reports none."""
         self.hold(seconds)
         found = self._state().get("sm_mhz", 0.0)
         self._synchronize()
@@ -136,7 +136,7 @@ class SustainedLoad:
 
 
 def _has_settled(clocks: Sequence[float]) -> bool:
-    """Return whether the means of the latest and the preceding samples of a clock rate agree; true without NVML."""
+    """Return whether the means of a clock rate's latest and preceding samples agree; true without NVML."""
     if not all(clocks):
         return True
     if len(clocks) < 2 * SETTLED_SAMPLES:
@@ -165,7 +165,7 @@ class OperatorTiming(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Return half of the interquartile range, as a fraction of the median."""
+        """Return the spread of the measurements: half of the interquartile range, as a fraction of the median."""
         return (self.high - self.low) / 2 / self.median if self.median else 0.0
 
 
@@ -176,12 +176,12 @@ def timing(seconds: Sequence[float]) -> OperatorTiming:
 
 
 class OperatorClock:
-    """Time calls on one device while the other ranks of the group do the same."""
+    """Timer of operator calls on one device, while the other ranks of the group time equal calls."""
 
     def __init__(
         self, device: torch.device, group: Group, repeats: int, neighbours: int = 1, cores: int | None = None
     ):
-        """Divide the last-level cache and the `cores` of a node (default: all usable) among its `neighbours` ranks."""
+        """Divide a node's last-level cache and `cores` (default: all usable) among the node's `neighbours` ranks."""
         self.device, self.group, self.repeats = device, group, repeats
         neighbours = neighbours if device.type == "cpu" else 1
         self.ranks_per_core = max(1.0, neighbours / (cores or usable_cores()))
@@ -189,7 +189,7 @@ class OperatorClock:
         """Part of the last-level cache that this rank flushes, in bytes; the ranks of a node flush it together."""
         self._wipe = torch.empty(self.cache + self.cache // 4, dtype=torch.uint8, device=device)
         self.load = gpu_load(device) if device.type == "cuda" else None
-        """Matrix products that load a GPU; None on processors."""
+        """Matrix products that load a GPU before measurements; None on processors."""
         self._device_clock = DeviceClock(flush=self.flush, hold=self.load.hold) if self.load else None
 
     def flush(self) -> None:
@@ -202,10 +202,10 @@ class OperatorClock:
             torch.cuda.synchronize(self.device)
 
     def time(self, make: Callable[[], Callable[[], object]], nbytes: int) -> OperatorTiming:
-        """Return the seconds of one call of the function that `make` returns, which reads and writes `nbytes`.
+        """Return the duration of one call of the function that `make` returns, which reads and writes `nbytes`.
 
-        The calls rotate through sets of arguments and results that together exceed the cache, because the operands of
-        an operator in a training step are not in the cache either.
+        The calls rotate through sets of arguments and results that together exceed the cache. The operands of an
+        operator in a training step are not in the cache either.
         """
         first = make()
         for _ in range(2):
@@ -232,7 +232,7 @@ class OperatorClock:
         return timing(found)
 
     def in_a_crowd(self, call: Callable[[int], object], alone: Callable[[], float]) -> float:
-        """Return the seconds of `call(number)` on a core that ranks share; if they share none, the result of `alone()`.
+        """Return the seconds per call of `call(number)` on a core that ranks share; on an unshared core, of `alone()`.
 
         The processor time of all calls during `CROWDED_S` is measured and multiplied by the ranks per core. Wall time
         would be too short, since ranks leave a barrier at different times, so that some have the core alone.
@@ -246,7 +246,7 @@ class OperatorClock:
         return (time.thread_time() - began) / count * self.ranks_per_core
 
     def _run(self, functions: Sequence[Callable[[], object]], calls: int) -> float:
-        """Return the mean seconds per call of `calls` calls, which rotate through `functions`."""
+        """Return the mean duration of `calls` calls, in seconds, which rotate through `functions`."""
         if self.load is None or self._device_clock is None:
             began = time.perf_counter()
             for i in range(calls):

@@ -1,4 +1,4 @@
-"""System file of a calibration: tables from the measurements of all ranks, and their TOML text."""
+"""System file that a calibration writes: tables from the measurements of all ranks, and their TOML text."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from repro.simulate.time.device import expected_maximum
 from repro.simulate.time.emulated import MESSAGE_CORES_FACT
 
 STEP = "step_over_operators"
-"""Fact of a calibrated file: seconds of a step without messages on shared cores, over the seconds of its operators."""
+"""Key of the ratio of a step's duration (without messages, on shared cores) to the durations of its operators."""
 RESOLUTION_S = 1e-9
-"""Minimum duration of an operator call, in seconds, since the clock may return 0 for shorter calls."""
+"""Minimum duration of a measured operator call, in seconds; the clock may return 0 for shorter calls."""
 
 
 def system_tables(
@@ -132,7 +132,7 @@ def _note(on_cpu: bool, per_node: int, count: int) -> str:
 
 
 def _rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row for each measured operator call, with the median seconds and spread over all ranks."""
+    """Return one row for each measured operator call, with the median duration and the spread over all ranks."""
     found = []
     for same in zip(*(rank["operators"] for rank in ranks), strict=True):
         calls = {(row["name"], row["nbytes"], row["flops"]) for row in same}
@@ -145,7 +145,7 @@ def _rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rates(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, OperatorRate], list[float]]:
-    """Return the fitted rate of each operator, and the absolute relative error of the fit at each call."""
+    """Return the fitted rate of each operator, and the fit's absolute relative error at each measured call."""
     points: dict[str, list[TimedCall]] = {}
     for row in rows:
         name = UNALIGNED_MATMUL if row["is_unaligned"] else row["name"]
@@ -156,7 +156,7 @@ def _rates(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, OperatorRate], lis
 
 
 def _launch(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate], on_cpu: bool) -> float:
-    """Return the host seconds per operator, measured in a step of a tiny model.
+    """Return the host time per operator, in seconds, measured in a training step of a tiny model.
 
     On processors, the fitted seconds of the operators are subtracted. On a GPU, the backward pass is excluded.
     """
@@ -175,18 +175,18 @@ def _call_s(rates: dict[str, OperatorRate], name: str, nbytes: float, flops: flo
 
 
 def _backward_launch(ranks: Sequence[dict[str, Any]], together: str) -> dict[str, Any]:
-    """Return the host seconds per operator in the backward pass, measured in a step of a tiny model."""
+    """Return the host time per operator in the backward pass, in seconds, measured in a step of a tiny model."""
     seconds = statistics.median(rank["launch"]["backward_s"] for rank in ranks)
     operators = ranks[0]["launch"]["backward_operators"]
     return quantity(seconds / operators, f"measured: backward pass of a tiny model, {together}")
 
 
 SilentSteps = Sequence[tuple[dict[str, Any], ...]]
-"""Results of all ranks for each training step without messages; empty if every rank has its own core."""
+"""Results of all ranks for each training step without messages; empty if every rank has a separate core."""
 
 
 def _step(silent: SilentSteps, rates: dict[str, OperatorRate]) -> dict[str, float]:
-    """Return the median ratio of a step's seconds (without messages) to the sum of its operators, and its spread."""
+    """Return the ratio of a step's time without messages to the summed times of its operators: median and spread."""
     times = []
     for same in silent:
         operators = sum(calls * _call_s(rates, *call) for *call, calls in same[0]["operators"])
@@ -197,9 +197,9 @@ def _step(silent: SilentSteps, rates: dict[str, OperatorRate]) -> dict[str, floa
 
 
 def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
-    """Return `spread` and `jitter_s` of ranks that compute the same steps, as medians over the steps.
+    """Return the differences of ranks that compute equal steps, `spread` and `jitter_s`, as medians over the steps.
 
-    `jitter_s` is the variance over the mean of the time between two messages, estimated from the delay of the last
+    `jitter_s` is the variance over the mean of the time between two messages. The estimate uses the delay of the last
     rank relative to the mean of all ranks. `spread` is the standard deviation over the mean of step times on different
     ranks, without the contribution of the jitter.
     """
@@ -224,7 +224,7 @@ def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
 
 
 def _processor(here: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the tables of a processor as `count` devices that share its memory."""
+    """Return system-file tables for a processor as `count` devices that share its memory."""
     state = here["memory"]
     total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
     machine = "operating system and cgroup limit on the node of rank 0"
@@ -238,7 +238,7 @@ def _processor(here: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _gpu(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the tables of the first GPU of a node; the first of its `links` connects the GPUs."""
+    """Return system-file tables for the first GPU of a node; the first class in `links` connects the node's GPUs."""
     here = ranks[0]["machine"]
     first, context = here["gpus"][0], max(rank["context_bytes"] for rank in ranks)
     unknown = "not reported by the driver and not measured"
@@ -255,7 +255,7 @@ def _gpu(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any]:
-    """Return facts of a processor: matrix-product FLOP/s per rank, and the number of cores that transfer messages."""
+    """Return a processor's matrix-product FLOP/s per rank, and its number of cores that transfer messages."""
     share = core_share(per_node, ranks[0]["machine"]["cores"])
     rates = (rank["products"] for rank in ranks if rank["products"] is not None)
     rate = round_digits(statistics.median(rates) * share)
@@ -263,7 +263,7 @@ def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any
 
 
 def _gpu_facts(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return facts of GPUs: driver, limits, NCCL, and the median clock rate and power during the measurement."""
+    """Return facts about GPUs: driver, limits, NCCL, and the median clock rate and power during the measurement."""
     here = ranks[0]["machine"]
     first = here["gpus"][0]
     names = {key: first[key] for key in ("driver", "power_limit_w", "max_sm_mhz")}
@@ -299,7 +299,7 @@ def _is_table(value: Any) -> bool:
 
 
 def toml_key(key: str) -> str:
-    """Return a TOML key, in quotes if it needs them."""
+    """Return `key` as a TOML key, in quotes if TOML requires quotes."""
     return key if _BARE.fullmatch(key) else json.dumps(key, ensure_ascii=False)
 
 

@@ -1,6 +1,6 @@
 """Operator rates and link tables of a calibrated system file, fitted to the measurements of all ranks.
 
-The seconds of an operator are fixed + bytes * per_byte + flops * per_flop with non-negative coefficients.
+The seconds of an operator call are fixed + bytes * per_byte + flops * per_flop with non-negative coefficients.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from repro.simulate.time.device import MATMULS
 
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
 MIN_SIZE_RATIO = 8.0
-"""Minimum ratio of the largest to the smallest measured call of an operator, in bytes, for fitting its own slope."""
+"""Minimum size ratio of an operator's largest to its smallest measured call for fitting a separate slope."""
 MIN_SIZES = 3
-"""Minimum number of different measured sizes of an operator for fitting its own slope."""
+"""Minimum number of different measured sizes of an operator for fitting a separate slope (time per byte or FLOP)."""
 MAX_COMMON_RATE_ERROR = 0.1
-"""Maximum median relative error up to which an operator uses the common rate."""
+"""Maximum median relative error of the common rate at an operator's calls, up to which the operator uses this rate."""
 
 
 class TimedCall(NamedTuple):
     """One measured call of an operator."""
 
     nbytes: float
-    """Bytes read and written, as a trace counts them."""
+    """Number of bytes that the call reads and writes, as a trace counts them."""
     flops: float
     seconds: float
 
@@ -37,8 +37,8 @@ class TimedCall(NamedTuple):
 def fit_rate(points: Sequence[TimedCall]) -> OperatorRate:
     """Return the operator rate with the least sum of squared relative errors at the measured calls.
 
-    The method is non-negative least squares (Lawson and Hanson 1974). With relative errors, short and long calls have
-    equal weights.
+    The method is non-negative least squares (Lawson and Hanson 1974); relative errors weight short and long calls
+    equally.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -55,19 +55,19 @@ def fit_rate(points: Sequence[TimedCall]) -> OperatorRate:
 
 
 def relative_errors(rate: OperatorRate, points: Sequence[TimedCall]) -> list[float]:
-    """Return predicted / measured - 1 of each measured call."""
+    """Return the relative error of an operator rate at each measured call, predicted / measured - 1."""
     return [rate.seconds(flops=point.flops, nbytes=point.nbytes) / point.seconds - 1 for point in points]
 
 
 def median_error(rate: OperatorRate, points: Sequence[TimedCall]) -> float:
-    """Return the median absolute relative error of a rate at the measured calls."""
+    """Return the median absolute relative error of an operator rate at the measured calls."""
     return median(map(abs, relative_errors(rate, points)))
 
 
 def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, OperatorRate]:
-    """Return common rates, and own rates of the operators that differ from them, by name.
+    """Return the common operator rates, and separate rates of operators that deviate from them, by name.
 
-    The common rates are `matmul` and `elementwise`, and `unaligned_matmul` if such products were measured.
+    The common rates are `matmul` and `elementwise`, and `unaligned_matmul` if such matrix products were measured.
     """
     pools: dict[str, list[TimedCall]] = {MATMUL: [], ELEMENTWISE: [], UNALIGNED_MATMUL: []}
     pools[UNALIGNED_MATMUL] += points.get(UNALIGNED_MATMUL, [])
@@ -90,7 +90,7 @@ def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, Opera
 
 
 def scale_rate(common: OperatorRate, points: Sequence[TimedCall]) -> OperatorRate:
-    """Return the common rate with its dominant part, the slopes or the fixed seconds, fitted to the measured calls."""
+    """Return the common rate with its slopes (if these dominate) or else its fixed time fitted to the given calls."""
     work = [common.seconds(flops=point.flops, nbytes=point.nbytes) - common.fixed_s for point in points]
     if median(work) < common.fixed_s:
         calls = [point.seconds - seconds for point, seconds in zip(points, work, strict=True)]
@@ -98,19 +98,19 @@ def scale_rate(common: OperatorRate, points: Sequence[TimedCall]) -> OperatorRat
     times = [
         (point.seconds - common.fixed_s) / seconds
         for point, seconds in zip(points, work, strict=True)
-        if seconds and seconds >= common.fixed_s  # skip small calls, in which the fixed seconds dominate
+        if seconds and seconds >= common.fixed_s  # skip small calls, in which the fixed time dominates
     ]
     factor = max(0.0, median(times))
     return replace(common, per_byte_s=factor * common.per_byte_s, per_flop_s=factor * common.per_flop_s)
 
 
 def rate_of(known: Mapping[str, OperatorRate], name: str) -> OperatorRate:
-    """Return the own rate of an operator, or else the common rate for its kind."""
+    """Return the separate rate of an operator or, without one, the common rate for its kind."""
     return known.get(name) or known[MATMUL if name in MATMULS else ELEMENTWISE]
 
 
 def has_size_range(points: Sequence[TimedCall]) -> bool:
-    """Return whether the sizes of the measured calls differ enough for fitting a slope."""
+    """Return whether the sizes of an operator's measured calls differ enough for fitting a slope."""
     sizes = [max(1.0, point.nbytes) for point in points]
     return len(set(sizes)) >= MIN_SIZES and max(sizes) / min(sizes) >= MIN_SIZE_RATIO
 
@@ -126,7 +126,7 @@ def round_digits(value: float) -> float:
 
 
 def link_tables(ranks: Sequence[dict[str, Any]], links: dict[str, Any], together: str) -> dict[str, Any]:
-    """Return the tables of all links, completed by measurements. Collectives in a node use the first of `links`."""
+    """Return the measured tables of all links; collectives inside a node use the first class in `links`."""
     inside = next(iter(links))
     if "host_copy" in ranks[0] and "pcie" in links:
         seconds = median(rank["host_copy"]["median"] for rank in ranks)
@@ -143,7 +143,7 @@ def link_tables(ranks: Sequence[dict[str, Any]], links: dict[str, Any], together
 def _link(
     ranks: Sequence[dict[str, Any]], place: str, link: dict[str, Any], found: dict[str, Any], together: str
 ) -> dict[str, Any]:
-    """Return the measured keys of one link: bandwidth, latency, overlap cost and collectives."""
+    """Return the measured keys of one class of links: bandwidth, latency, overlap cost and collectives."""
     (smallest, latency), (largest, seconds) = found[SEND]["points"][0], found[SEND]["points"][-1]
     keys: dict[str, Any] = {}
     if link["bandwidth"]["value"] == "unknown":
@@ -163,7 +163,7 @@ def _link(
 
 
 def _collectives(ranks: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
-    """Return the measured points of each collective in the largest group of a place, with other groups in `groups`."""
+    """Return points of each collective's largest group inside or between nodes; `groups` has those of other groups."""
     found: dict[str, Any] = {}
     for same in zip(*(rank.get("links", ()) for rank in ranks), strict=True):
         row = same[0]
@@ -178,14 +178,14 @@ def _collectives(ranks: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
 
 
 def _group_keys(kind: GroupKind, world: int) -> dict[str, int]:
-    """Return the keys that describe a kind of group, without those that apply to a group of all ranks on one node."""
+    """Return the keys that describe a kind of communication groups in a system file, without keys at their defaults."""
     shape = {"ranks": kind.ranks} if kind.ranks != world else {}
     shape |= {"per_node": kind.per_node} if kind.per_node != kind.ranks else {}
     return shape | ({"stride": kind.stride} if kind.stride != 1 else {})
 
 
 def collective_points(by_rank: Sequence[Sequence[Any]]) -> list[list[float]]:
-    """Return [payload, seconds of the slowest rank] of a collective for each payload.
+    """Return pairs [payload, seconds of the slowest rank] of a collective, one for each payload.
 
     Disturbances only add time, so the seconds of a payload are limited to those of the next larger payload.
     """
@@ -197,7 +197,7 @@ def collective_points(by_rank: Sequence[Sequence[Any]]) -> list[list[float]]:
 
 
 def link_facts(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return facts of links: the median spread of collectives' durations, and the overlap cost of each collective."""
+    """Return the median spread of the durations of collectives, and the overlap cost of each collective."""
     if "links" not in ranks[0]:
         return {}
     timings = [timing for rank in ranks for row in rank["links"] for _, timing in row["points"]]

@@ -24,7 +24,7 @@ GPU_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304), (3072, 1024, 4, 8192))
 CPU_QUICK_SIZES = ((32, 32, 1, 128), (64, 64, 4, 512))
 GPU_QUICK_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304))
 UNALIGNED_SIZES = ((256, 128, 4, 2049), (1024, 1024, 4, 50257), (2048, 1024, 8, 50257))
-"""Sizes with a vocabulary that is not a multiple of 8, for which tensor cores are slow."""
+"""Sizes of additional models on GPUs; their vocabulary is no multiple of 8, for which tensor cores are slow."""
 CPU_HEAD, GPU_HEAD = 32, 64
 """Widths of an attention head in the models measured on processors and GPUs."""
 PAYLOADS = tuple(2**k for k in range(10, 27, 2))
@@ -34,7 +34,7 @@ REPEATS, QUICK_REPEATS = 7, 3
 
 
 def suite_experiments(suites: Sequence[Suite], system: str, ranks: int, quick: bool) -> list[Experiment]:
-    """Return the distinct experiments of the suites on `system` with `ranks` ranks, without their emulated networks.
+    """Return the distinct experiments of `suites` on `system` with `ranks` ranks, without their emulated networks.
 
     Raises:
         ConfigError: A suite has no such experiment.
@@ -57,7 +57,7 @@ def suite_experiments(suites: Sequence[Suite], system: str, ranks: int, quick: b
 def step_experiments(
     system: str, gpus: int, precision: str, quick: bool, *, per_node: int = 0
 ) -> list[Experiment]:
-    """Return the experiments whose operators are measured; their `training.steps` is the number of repeats.
+    """Return the experiments whose operators a calibration measures; `training.steps` is the number of repeats.
 
     Every size runs with data parallelism. The smaller sizes also run with every strategy that has additional operators:
     ZeRO 3 with recomputation, dropout, the kernels of earlier software, and tensor, sequence and pipeline parallelism.
@@ -105,15 +105,15 @@ def step_experiments(
 
 
 INSIDE, BETWEEN = "inside", "between"
-"""Places of a group of ranks: inside one node, or between nodes."""
+"""Locations of a communication group: inside one node, or between nodes."""
 
 
 class GroupKind(GroupSpan):
-    """Kind of communication groups: together, the groups of a kind contain all ranks, and they communicate at once."""
+    """Kind of communication groups that together contain all ranks, such as the tp groups, and communicate at once."""
 
     @property
     def place(self) -> str:
-        """Return whether the groups are inside one node or span several: `INSIDE` or `BETWEEN`."""
+        """Return the location of the groups: `INSIDE` one node, or `BETWEEN` nodes if they span several."""
         return INSIDE if self.per_node == self.ranks else BETWEEN
 
 
@@ -137,7 +137,7 @@ def group_kinds(world: int, per_node: int, device_type: str) -> dict[GroupKind, 
 
 
 def pipeline_groups(world: int, per_node: int, device_type: str) -> dict[str, Group]:
-    """Return this rank's pipeline groups by place: the ranks of one node, and one rank of each node."""
+    """Return this rank's pipeline groups by location: the ranks of one node, and one rank of each node."""
     from repro.parallel import mesh as meshes
 
     found = {}

@@ -1,4 +1,4 @@
-"""Rank process of a calibration: measures operators, copies, launches and links while all ranks do the same."""
+"""Rank process of a calibration, which measures operators, copies, host overhead and links while all ranks do so."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from repro.util import processes
 from repro.util.processes import CoreAssignment, count_compute_cores, usable_cores
 
 CALLS_PER_OPERATOR, QUICK_CALLS_PER_OPERATOR = 6, 3
-"""Number of measured calls of an operator; twice as many for matrix products and attention, whose shapes matter."""
+"""Number of measured calls of each operator, by default and if quick; doubled for matrix products and attention."""
 
 
 def _measure(
@@ -53,7 +53,7 @@ def _measure(
     heartbeat: HeartbeatWriter,
     collectives: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Return the measurements of this rank under the key of the first experiment, and nothing under the others.
+    """Return this rank's calibration measurements under the key of the first experiment, and nothing under other keys.
 
     `collectives`: measure the collectives of all groups, and not only messages and rings of all ranks.
     """
@@ -113,7 +113,7 @@ def _measure(
             measured = groups if collectives else dict(list(groups.items())[:1])
             timed = COLLECTIVES if collectives else (RING_COLLECTIVE,)
             result["links"] = bench.by_payload(measured, chains, payloads, beat, timed)
-            if not collectives:  # measured collectives already include the thread's work on their messages
+            if not collectives:  # measured collectives include the thread's work on messages
                 result["message_s"] = bench.message_s(RING_COLLECTIVE, all_ranks)
                 exchanged = [bench.message_s(op, all_ranks) for op in EXCHANGED]
                 result["exchange_s"] = statistics.fmean(exchanged) / messages_of(EXCHANGED[0], all_ranks.size)
@@ -135,9 +135,9 @@ def _measure(
 
 
 run_rank = partial(_measure, collectives=True)
-"""Target function of the ranks that calibrate a machine."""
+"""Function that each rank process of a machine's calibration runs."""
 run_rank_of_twin = partial(_measure, collectives=False)
-"""Target function of the ranks that calibrate a machine for twins: of collectives, only messages and one ring."""
+"""Function that each rank process runs to calibrate for twins: of the collectives, only messages and one ring."""
 
 
 def operators(
@@ -150,8 +150,8 @@ def operators(
     """Return a row for each measured operator call: name, bytes, flops, shapes and timing.
 
     Dropout and a vocabulary that is not a multiple of 8 make some operators slower without a difference in the trace.
-    Experiments with either therefore add only operators that other experiments do not have. On a GPU, unaligned
-    products count as separate operators. `beat` is called often, `between` after each operator.
+    Experiments with dropout or such a vocabulary add only operators that other experiments do not have. On a GPU,
+    unaligned products count as separate operators. `beat` is called often, `between` after each operator.
     """
     on_gpu = clock.device.type == "cuda"
     by_name: dict[tuple[str, bool], list[Call]] = {}
@@ -186,7 +186,7 @@ def products_of_a_core(place: int, cores: int, group: Group) -> float | None:
     """Return the FLOP/s of matrix products while each of `cores` cores runs one rank; None on ranks without a core.
 
     `place` is the index of this rank on its node; the first `cores` ranks measure. A run on an emulated network
-    measures the same number to scale its links (`repro.emulate.compute_rate.rank_flops_per_s`).
+    measures the same number to scale its link rates (`repro.emulate.compute_rate.rank_flops_per_s`).
     """
     group.barrier()
     found = compute_rate.core_flops_per_s() if place < cores else None

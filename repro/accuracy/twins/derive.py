@@ -1,4 +1,4 @@
-"""Derivation of a twin: scaled-down experiments, and the emulated network that preserves their throughput ratio."""
+"""Derivation of a twin: scaled-down experiments on an emulated network that preserves their throughput ratio."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from repro.simulate.time.program import KINDS, OPTIMIZER
 from repro.simulate.trace.roles import trace_roles
 
 LARGE_MESSAGE_BYTES = 2**30
-"""Size of a message with negligible latency, in bytes."""
+"""Size, in bytes, of a message with negligible latency."""
 MAX_RATE_DIFFERENCE = 0.02
-"""Maximum relative difference of link rates at which two twins share a network; measured links are less accurate."""
+"""Maximum relative difference of link rates at which two twins share an emulated network; links are less accurate."""
 
 
 @dataclass(frozen=True)
 class TwinOptions:
-    """Options of `repro twin` that the similarity rules leave free."""
+    """Options of `repro twin`: sizes of the scaled-down experiments that the similarity rules do not determine."""
 
     ranks: int = 16
     part: int = 8
-    """Approximate model width of the original over that of the twin, 1/k."""
+    """Approximate ratio of the published model's width to the width of the scaled-down model, 1/k."""
     width: int = 0
-    """Width of the twin's model; 0 derives it from `part`."""
+    """Model width of the scaled-down experiments; 0 derives the width from `part`."""
     layers: int = 4
-    """Minimum number of layers of the twin's model; rounded up to a multiple of the pipeline stages."""
+    """Minimum number of layers of the scaled-down model; rounded up to a multiple of the pipeline stages."""
     steps: int = 10
-    """Steps of each experiment; the first is not timed."""
+    """Number of training steps of each scaled-down experiment; the first step is not timed."""
     tp: int = 0
-    """Tensor-parallel degree of all twins; 0 selects the largest possible degree."""
+    """Tensor-parallel degree of all scaled-down experiments; 0 selects the largest possible degree."""
     within: float = 0.0
-    """Bandwidth per device inside a node of the original system, in bytes/s; 0: that of its system file."""
+    """Bandwidth per device inside a node of the original system, in bytes/s; 0: value of that system's file."""
     between: float = 0.0
-    """Bandwidth of a node of the original system to other nodes, in bytes/s; 0: that of its system file."""
+    """Bandwidth of a node of the original system to other nodes, in bytes/s; 0: value of that system's file."""
 
 
 @dataclass
 class Member:
-    """One experiment of a comparison, its system, and its twin."""
+    """Published experiment of a comparison, its system, and its scaled-down twin."""
 
     original: Experiment
     system: System
     shape: TwinShape
     twin: Experiment
     machine: System
-    """System on which the twin runs, including its emulated network."""
+    """System on which the scaled-down twin runs, including its emulated network."""
 
     @cached_property
     def before(self) -> Prediction:
@@ -69,30 +69,30 @@ class Member:
 
     @cached_property
     def after(self) -> Prediction:
-        """Return the predicted step of the twin on its emulated network under the native engine."""
+        """Return the predicted step of the scaled-down twin on its emulated network under the native engine."""
         own = replace(self.twin, engine=NATIVE)
         return predict(own, self.machine, trace_roles(own, gloo=True))
 
     @property
     def network(self) -> EmulatedNetwork:
-        """Return the emulated network of the twin."""
+        """Return the emulated network on which the scaled-down twin runs."""
         assert self.twin.network is not None
         return self.twin.network
 
 
 @dataclass
 class Twin:
-    """Comparison of scaled-down experiments; the first member is the baseline."""
+    """Scaled-down copy of a comparison of published experiments; the first member is the baseline."""
 
     members: list[Member]
     scales: list[Scale]
-    """Ratios of twin to original sizes for each member."""
+    """Ratios of scaled-down sizes to original sizes, for each experiment of the comparison."""
     unlimited: list[str] = field(default_factory=list)
-    """Messages about link rates that this machine cannot reach."""
+    """Messages about link rates that are too high for the machine, so that the links have no rate limit."""
 
     @property
     def together(self) -> list[Member]:
-        """Return the members with the same network as the baseline, which one launch can interleave; baseline first."""
+        """Return the members with the baseline's emulated network, which one launch can interleave; baseline first."""
         return [member for member in self.members if member.network == self.members[0].network]
 
 
@@ -109,7 +109,7 @@ def useful_rate(prediction: Prediction) -> float:
 
 
 def derive(originals: Sequence[Experiment], machine: System, options: TwinOptions) -> Twin:
-    """Return the twin of a comparison of `originals` on `machine`, which `repro calibrate` measured with all ranks.
+    """Return the scaled-down twin of a comparison on `machine`, which `repro calibrate` measured with all ranks.
 
     Raises:
         ConfigError: The number of ranks or a degree does not fit the original experiments.
@@ -117,7 +117,7 @@ def derive(originals: Sequence[Experiment], machine: System, options: TwinOption
     members, scales = [], []
     on = [with_links(load_system(original.system), options) for original in originals]
     shapes = [shape_of(o.layout, s, options.ranks, tp=options.tp) for o, s in zip(originals, on, strict=True)]
-    widest = max(4, *(shape.tp for shape in shapes))  # every tp degree must divide the heads of the one model
+    widest = max(4, *(shape.tp for shape in shapes))  # every tp degree must divide the shared model's heads
     for original, system, shape in zip(originals, on, shapes, strict=True):
         if shape.nodes * shape.per_node != options.ranks:
             right = f"{shape.nodes * shape.per_node}, the number of ranks of the twin of {original.name}"
@@ -143,7 +143,7 @@ def derive(originals: Sequence[Experiment], machine: System, options: TwinOption
 
 
 def with_links(system: System, options: TwinOptions) -> System:
-    """Return `system` with the bandwidths in `options`, of which collectives reach 100 %."""
+    """Return `system` with the link bandwidths that `options` give, which collectives then reach to 100 %."""
     links = dict(system.links)
     for name, rate in ((system.link_inside(), options.within), (BETWEEN_NODES, options.between)):
         if rate and name in links:
@@ -153,7 +153,7 @@ def with_links(system: System, options: TwinOptions) -> System:
 
 
 def scaled_experiment(original: Experiment, shape: TwinShape, tp: int, options: TwinOptions) -> Experiment:
-    """Return the twin of `original` with its scaled sizes and degrees, without dropout and without a network.
+    """Return the scaled-down twin of an experiment, without dropout and without an emulated network.
 
     The sizes of the twin's model are multiples of `tp`.
     """
@@ -172,13 +172,13 @@ def scaled_experiment(original: Experiment, shape: TwinShape, tp: int, options: 
 
 
 def scale_of(original: Experiment, twin: Experiment) -> Scale:
-    """Return the ratios of sizes of `twin` to those of `original`; the ratio of rates is 1."""
+    """Return the ratios of the twin's sizes to those of the original experiment; the ratio of compute rates is 1."""
     element = ELEMENT_BYTES[twin.layout.precision] / ELEMENT_BYTES[original.layout.precision]
     return Scale(twin.model.hidden / original.model.hidden, twin.seq / original.seq, element)
 
 
 def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
-    """Return the emulated network whose link rates give the twin the dimensionless numbers of the original."""
+    """Return the emulated network on which a scaled-down twin has the dimensionless numbers of the original."""
     before, after, shape = member.original.layout, member.twin.layout, member.shape
     real, probe = Network(member.system, before), Network(member.machine, after)
     layers = member.original.model.layers, member.twin.model.layers
@@ -188,20 +188,20 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         "pp": scale.pp_link(before, after, layers),
     }
     within = between = 0.0
-    for group in ("dp", "pp", "tp"):  # tp is last and sets a shared link, since it cannot be overlapped
+    for group in ("dp", "pp", "tp"):  # tp is last, and so sets a shared link's rate, since it cannot overlap
         if not factors[group]:
             continue
         rate = (_stage_rate(real) if group == "pp" else real.bus_bandwidth(group)) * factors[group]
         if probe.link(group) == BETWEEN_NODES:
             unlimited = _stage_rate(probe) if group == "pp" else _across(member, group)
-            if group != "pp":  # the rate of the link between nodes alone; `within` limits the other hops
+            if group != "pp":  # rate of the link between nodes alone; `within` limits other hops
                 rate = Network(_open_inside(member.system), before).bus_bandwidth(group) * factors[group]
             between = rate * probe.peak(BETWEEN_NODES) / unlimited
             if _ring_inside(member, group):
                 within = inside_rate(member.system) * factors[group]
         else:
             within = rate
-    # A link between nodes that no group needs still needs a rate, for small all-reduces over all ranks.
+    # Even if no group communicates between nodes, that link needs a rate, for small all-reduces over all ranks.
     between = between or (1e8 if shape.nodes > 1 else 0.0)
     bare = EmulatedNetwork(nodes=shape.nodes, ranks_per_node=shape.per_node, between=between, within=within)
     share = payload_share(bare)
@@ -211,14 +211,14 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
 
 
 def _ring_inside(member: Member, group: str) -> bool:
-    """Return whether the rings of `group` have several ranks on a node, so that some hops stay inside it."""
+    """Return whether the rings of a communication group have several ranks on a node, so that some hops stay inside."""
     placed = Placement(member.twin.layout, member.machine)
     nodes = placed.nodes(group_members(placed.layout, group))
     return group != "pp" and len(set(nodes[0].tolist())) < nodes.shape[1]
 
 
 def _across(member: Member, group: str) -> float:
-    """Return the bytes/s of a ring of `group` if only the links between nodes limit it."""
+    """Return the bandwidth of a group's ring, in bytes/s, if only the links between nodes limit the ring."""
     placed = Placement(member.twin.layout, member.machine)
     members = group_members(placed.layout, group)
     nodes = placed.nodes(members)
@@ -228,7 +228,7 @@ def _across(member: Member, group: str) -> float:
 
 
 def _stage_rate(network: Network) -> float:
-    """Return the bytes/s at which each rank of the first pipeline stage sends to the second stage."""
+    """Return the rate, in bytes/s, at which each rank of the first pipeline stage sends to the second stage."""
     sizes = (LARGE_MESSAGE_BYTES, 2 * LARGE_MESSAGE_BYTES)
     few, many = (network.send_seconds(size, from_stage=0, to_stage=1) for size in sizes)
     return LARGE_MESSAGE_BYTES / (many - few)
@@ -242,19 +242,20 @@ def _open_inside(system: System) -> System:
 
 
 def inside_rate(system: System) -> float:
-    """Return the bytes/s of a ring over all devices of a node."""
+    """Return the bandwidth of a ring over all devices of a node, in bytes/s."""
     devices = int(system.devices_per_node.known("devices_per_node", system=system.name))
     return Network(system, Layout(dp=devices)).bus_bandwidth("dp")
 
 
 def limit_to_machine(network: EmulatedNetwork, machine: System) -> tuple[EmulatedNetwork, list[str]]:
-    """Return `network` without the rate limit inside nodes if the machine is slower, with a message in that case."""
+    """Return `network`, without its limit inside nodes and with a message if the machine is slower than this limit."""
     most = machine.links["memory"].bandwidth.known("links.memory.bandwidth", system=machine.name)
     wanted = network.within * payload_share(network)
     if wanted <= most:
         return network, []
     times = wanted / most
-    return replace(network, within=0.0), [f"within: {times:.1f} times the rate of all ranks on this machine"]
+    reason = f"the link inside a node needs {times:.1f} times the rate of all ranks on this machine"
+    return replace(network, within=0.0), [reason]
 
 
 def _alike(one: EmulatedNetwork, other: EmulatedNetwork) -> bool:

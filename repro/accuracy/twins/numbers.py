@@ -1,6 +1,6 @@
-"""Dimensionless numbers of originals and twins, and the effect of each difference on the throughput ratio.
+"""Dimensionless numbers of published experiments and their twins, and effects of their differences on throughput.
 
-The effect is predicted for twins whose step has one part of the original's step.
+The effect of a difference is the throughput ratio of twins in whose predicted steps one part has the original's value.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from repro.simulate.time.program import OPTIMIZER, OTHER
 from repro.simulate.trace.roles import trace_roles
 
 MAX_KEPT_CHANGE = 0.05
-"""Maximum relative change at which a dimensionless number counts as preserved by the twin."""
+"""Maximum relative change up to which a scaled-down twin counts as preserving a dimensionless number."""
 
 
 @dataclass(frozen=True)
 class SimilarityNumber:
-    """One dimensionless number of an experiment and of its twin."""
+    """Dimensionless number of a published experiment and of its scaled-down twin."""
 
     name: str
     original: float
     twin: float
     by: str = ""
-    """Rule that preserves the number, or the reason why the twin changes it."""
+    """Rule that preserves the number, or the reason why the scaled-down twin changes it."""
 
     @property
     def kept(self) -> bool:
-        """Return whether the twin preserves the number up to `MAX_KEPT_CHANGE`."""
+        """Return whether the twin preserves the dimensionless number up to `MAX_KEPT_CHANGE`."""
         return abs(self.twin - self.original) <= MAX_KEPT_CHANGE * abs(self.original)
 
     @property
     def change(self) -> float:
-        """Return twin / original - 1; infinite if only the original is 0."""
+        """Return the number's relative change, twin / original - 1; infinite if only the original's number is 0."""
         if self.original:
             return self.twin / self.original - 1
         return 0.0 if not self.twin else float("inf")
 
 
 def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumber]:
-    """Return the dimensionless numbers of `member`; rates are relative to the `baseline` of the comparison."""
+    """Return the dimensionless numbers of a published experiment and its twin; rates are relative to the `baseline`."""
     before, after = member.before, member.after
     found = [SimilarityNumber(name, read(before), read(after), by) for name, read, by in _NUMBERS]
     relative = SimilarityNumber(
@@ -69,7 +69,7 @@ def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumbe
 
 
 def twin_of(member: Member, baseline: Member) -> TwinOf:
-    """Return the description of the original experiment that the suite file of the twin contains."""
+    """Return the description of the published experiment, for the suite file of its scaled-down twin."""
     system = member.system
     return TwinOf(
         original=member.original.name,
@@ -87,19 +87,19 @@ def _bandwidth(system: System, name: str) -> float:
 
 
 def tp_number(prediction: Prediction) -> float:
-    """Return compute over tensor-parallel communication time of a layer, from FLOP and bytes; 0 without tp."""
+    """Return the ratio of compute to tensor-parallel communication time of a layer, from FLOP and bytes, or 0."""
     e, layout = prediction.experiment, prediction.experiment.layout
     return _over_ring(prediction, "tp", 8 * e.model.hidden, layout.tp - 1)
 
 
 def dp_number(prediction: Prediction) -> float:
-    """Return compute over gradient all-reduce time of a layer, from FLOP and bytes; 0 without data parallelism."""
+    """Return the ratio of compute to gradient all-reduce time of a layer, from FLOP and bytes; 0 without replicas."""
     e, layout = prediction.experiment, prediction.experiment.layout
     return _over_ring(prediction, "dp", 4 * layout.replica_batch * e.seq, _hops(layout.dp))
 
 
 def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> float:
-    """Return `work` W / (hops e F): W bytes/s of a ring, e bytes per element, F FLOP/s of a device; 0 without hops."""
+    """Return compute / communication, `work` W / (hops e F): ring rate W, e bytes an element; 0 without hops."""
     if not hops:
         return 0.0
     layout = prediction.experiment.layout
@@ -109,13 +109,13 @@ def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> 
 
 
 def communication_share(prediction: Prediction, *, group: str) -> float:
-    """Return the communication seconds of a group over compute seconds, including overlapped communication."""
+    """Return the ratio of a group's communication time to compute time, including overlapped communication."""
     seconds = (s for label, s in prediction.slowest.communication.items() if label.endswith(f"({group})"))
     return sum(seconds) / compute_s(prediction)
 
 
 def latency_share(prediction: Prediction) -> float:
-    """Return the latency of all collectives of a step over its compute seconds."""
+    """Return the ratio of the latency of all collectives of a step to the step's compute time."""
     layout = prediction.experiment.layout
     real, none = Network(prediction.system, layout), Network(without_latency(prediction.system), layout)
     trace = next(r for r in prediction.roles if r.role.stage == 0)
@@ -129,7 +129,7 @@ def latency_share(prediction: Prediction) -> float:
 
 
 def without_latency(system: System) -> System:
-    """Return `system` with messages and collectives without latency."""
+    """Return `system` with links whose messages and collectives have no latency."""
     zero = Quantity(value=0.0, source="assumed 0")
     quick: dict[str, Any] = {"latency_s": zero, "start_s": zero, "chunk_s": zero, "hop": None}
     return replace(system, links={name: replace(link, **quick) for name, link in system.links.items()})
@@ -142,29 +142,29 @@ def without_jitter(system: System) -> System:
 
 
 def optimizer_share(prediction: Prediction) -> float:
-    """Return the optimizer seconds over the compute seconds of a step."""
+    """Return the ratio of optimizer time to compute time of a step."""
     return prediction.slowest.busy.get(OPTIMIZER, 0.0) / compute_s(prediction)
 
 
 def elementwise_share(prediction: Prediction) -> float:
-    """Return the share of compute seconds outside of matrix products."""
+    """Return the share of a step's compute time that is spent outside of matrix products."""
     return prediction.slowest.busy.get(OTHER, 0.0) / compute_s(prediction)
 
 
 def attention_share(prediction: Prediction) -> float:
-    """Return s/6h, the FLOP of attention scores over the other FLOP of a layer (2104.04473 eq. 3)."""
+    """Return s/6h, the ratio of attention-score FLOP to the other FLOP of a layer (2104.04473 eq. 3)."""
     e = prediction.experiment
     return e.seq / (6 * e.model.hidden)
 
 
 def vocabulary_share(prediction: Prediction) -> float:
-    """Return V/12lh, parameters of the vocabulary over parameters of the layers (2104.04473 eq. 2)."""
+    """Return V/12lh, the ratio of vocabulary parameters to the parameters of all layers (2104.04473 eq. 2)."""
     model = prediction.experiment.model
     return model.vocab / (12 * model.layers * model.hidden)
 
 
 def tp_all_reduces_per_layer(prediction: Prediction) -> float:
-    """Return the number of all-reduces over tp per layer of a stage and micro-batch."""
+    """Return the number of tensor-parallel all-reduces per layer of a stage and micro-batch."""
     layout = prediction.experiment.layout
     trace = next(r for r in prediction.roles if r.role.stage == 0)
     calls = sum(times for times, m in trace.messages() if (m.op, m.group) == ("all_reduce", "tp"))
@@ -172,7 +172,7 @@ def tp_all_reduces_per_layer(prediction: Prediction) -> float:
 
 
 def bucket_share(prediction: Prediction) -> float:
-    """Return the size of a gradient bucket over the size of a rank's gradients, at most 1; 0 without dp."""
+    """Return the ratio of a gradient bucket's size to the size of a rank's gradients, at most 1; 0 without dp."""
     layout = prediction.experiment.layout
     trace = next(r for r in prediction.roles if r.role.stage == 0)
     gradients = trace.parameters * layout.grad_bytes
@@ -180,7 +180,7 @@ def bucket_share(prediction: Prediction) -> float:
 
 
 def bubble_over_ideal(prediction: Prediction) -> float:
-    """Return idle time over ideal time of a pipeline (2104.04473 sec. 2.2)."""
+    """Return the ratio of a pipeline's idle time to its ideal time (2104.04473 sec. 2.2)."""
     layout = prediction.experiment.layout
     return (layout.pp - 1) / (layout.accumulation * layout.chunks)
 
@@ -190,7 +190,7 @@ def _hops(degree: int) -> float:
 
 
 _LINK_RATE = "W' = W (F'/F) (e'/e) / k"
-_SIMULATED = "as above, predicted with latency, embedding and head"
+_SIMULATED = "rate of the links; predicted with latency, embedding and head"
 _MACHINES = "not preserved: a property of the two machines"
 _STAGES = "equal stages and micro-batches, unless options change them"
 _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
@@ -213,40 +213,40 @@ _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
     ("bucket / gradients", bucket_share, "the bucket scales with the gradients"),
     ("replica batch", lambda p: float(p.experiment.layout.replica_batch), "unchanged"),
     ("pipeline bubble, (p-1)/m", bubble_over_ideal, _STAGES),
-    ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "in the link's rate"),
-    ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "in the link's rate"),
+    ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "compensated by the link's rate"),
+    ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "compensated by the link's rate"),
 )
-"""Name of a dimensionless number, its value for a prediction, and the rule that preserves it or why it changes."""
+"""Dimensionless numbers: name, function of a prediction, and why a twin preserves or changes the number."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Difference between original and twin, and the twin's throughput ratio without this difference."""
+    """Difference between a published experiment and its twin, and the predicted effect of this difference."""
 
     difference: str
     ratio: float
-    """Throughput ratio of the twin, predicted with the value of the original."""
+    """Throughput ratio of the scaled-down twins, predicted without the difference."""
 
 
 @dataclass(frozen=True)
 class ScaledRatio:
-    """FLOP/s per device of an experiment over the baseline's, predicted for the originals and for the twins."""
+    """Ratio of an experiment's FLOP/s per device to the baseline's, predicted for the originals and for their twins."""
 
     member: str
     original: float
     twin: float
     effects: tuple[Effect, ...]
-    """Ratio of the twins without each single difference to the originals."""
+    """Throughput ratios of the scaled-down twins, each without one of the differences from the originals."""
     rest: float
-    """Ratio of the twins without all of these differences."""
+    """Throughput ratio of the scaled-down twins without all listed differences at once."""
 
 
 Parts = dict[str, float]
-"""Parts of a step: `optimizer` and `waiting` seconds over compute seconds, and `rate`, FLOP/s over the baseline's."""
+"""Parts of a step: ratios of `optimizer` and `waiting` time to compute time, and `rate`, FLOP/s over the baseline's."""
 
 
 def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
-    """Return the throughput ratio of `member` to `baseline` at both scales, and the effects that change it."""
+    """Return the throughput ratio of `member` to `baseline` for originals and twins, and the effects that change it."""
     rates = [useful_rate(m.after) / useful_rate(m.before) / scale.rate for m in (member, baseline)]
     twin = _efficiencies(member, baseline, lambda m: m.after)
     original = _efficiencies(member, baseline, lambda m: m.before)
@@ -266,7 +266,7 @@ def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
 
 
 Pair = tuple[Parts, Parts]
-"""Parts of the steps of an experiment and of its baseline."""
+"""Parts of the predicted training steps of an experiment and of its baseline."""
 
 
 def _efficiencies(member: Member, baseline: Member, read: Callable[[Member], Prediction]) -> Pair:
@@ -292,7 +292,7 @@ def _swapped(pair: Pair, other: Pair, key: str) -> Pair:
 
 
 def _at_rates(twin: Pair, rates: Sequence[float]) -> Pair:
-    """Return the steps of twins whose compute rates have the originals' ratio; seconds of waiting stay the same.
+    """Return the steps of twins whose compute rates have the originals' ratio and whose waiting times are unchanged.
 
     `rates`: for member and baseline, F'/F (compute rate of the twin over the original's) over the mean F'/F.
     """
@@ -305,7 +305,7 @@ def _on(member: Member, machine: System) -> Prediction:
 
 
 def _deep(member: Member, *, ideal: bool = False) -> Prediction:
-    """Return the predicted step of the twin with the number of layers of the original and a proportional vocabulary.
+    """Return the predicted step of a scaled-down twin with the original's number of layers and proportional vocabulary.
 
     Twins with pipeline stages are unchanged, since their layers set the link rate. `ideal` removes latency and jitter.
     """

@@ -1,4 +1,4 @@
-"""Similarity rules: degrees, model sizes and link rates of a twin (derivation in docs/windtunnel.md).
+"""Similarity rules: degrees, model sizes and link rates of a scaled-down twin (derivation in docs/windtunnel.md).
 
 Symbols: h width, l layers, s tokens of a sample, b samples of a replica, V vocabulary, t and d the tensor- and
 data-parallel degree, F FLOP/s of a device, W bytes/s of a group's ring, e bytes of an element; with a prime, of the
@@ -21,7 +21,7 @@ from repro.config.system import System
 
 @dataclass(frozen=True)
 class TwinShape:
-    """Number of nodes, ranks per node, and degrees of a twin; `nodes * per_node = tp * pp * dp`."""
+    """Number of nodes, ranks per node, and degrees of a scaled-down twin; `nodes * per_node = tp * pp * dp`."""
 
     nodes: int
     per_node: int
@@ -30,7 +30,7 @@ class TwinShape:
     dp: int
 
     def layout(self, original: Layout) -> Layout:
-        """Return the layout of the twin: `original` with these degrees, the same replica batch, and fp32."""
+        """Return the layout of the scaled-down twin: its degrees, the replica batch of `original`, and fp32."""
         return replace(
             original,
             tp=self.tp,
@@ -48,7 +48,7 @@ class TwinShape:
 
 
 def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> TwinShape:
-    """Return the shape of the twin of `layout` on `system`, with at most `ranks` ranks.
+    """Return nodes, ranks per node and degrees of the twin of `layout` on `system`, with at most `ranks` ranks.
 
     If `ranks` suffice, the shape is the original's. Otherwise the twin has the same nodes with fewer ranks each. Tensor
     parallelism stays inside a node, with the largest possible degree or `tp`. The twin has the same number of pipeline
@@ -76,16 +76,16 @@ def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> Twin
 
 @dataclass(frozen=True)
 class Scale:
-    """Ratios of a twin's sizes and compute rate to those of its original."""
+    """Ratios of a twin's sizes and compute rate to those of the published experiment."""
 
     width: float
-    """Ratio of model widths, k = h'/h."""
+    """Ratio of model widths of scaled-down twin and original, k = h'/h."""
     tokens: float
-    """Ratio of tokens per sample, s'/s; as near to k as integers allow."""
+    """Ratio of tokens per sample of scaled-down twin and original, s'/s; as near to k as integers allow."""
     element: float
-    """Ratio of bytes per element, e'/e."""
+    """Ratio of bytes per element of scaled-down twin and original, e'/e."""
     rate: float = 1.0
-    """Ratio of compute FLOP/s, F'/F, as the mean of all layouts of the comparison."""
+    """Ratio of compute FLOP/s of scaled-down twin and original, F'/F, as the mean of all layouts of the comparison."""
 
     def tp_link(self, before: Layout, after: Layout) -> float:
         """Return the ratio W'/W of ring rates for tensor parallelism; 0 without tensor parallelism."""
@@ -102,7 +102,7 @@ class Scale:
         return self.rate * gradients / self.tokens * hops
 
     def pp_link(self, before: Layout, after: Layout, layers: tuple[int, int]) -> float:
-        """Return the ratio W'/W of rates between stages for `layers` of original and twin; 0 without stages."""
+        """Return the ratio W'/W of rates between stages for `layers` of original and twin; 0 without pipelining."""
         if after.pp == 1:
             return 0.0
         stage = (layers[0] / before.pp) / (layers[1] / after.pp)
@@ -111,7 +111,7 @@ class Scale:
 
 
 def _sliced(layout: Layout) -> int:
-    """Return the number of parts into which tp ranks split a boundary tensor between stages; each sends one part."""
+    """Return the number of parts into which tp ranks split the tensor between pipeline stages; each rank sends one."""
     return layout.tp if layout.scatter_gather or layout.sp else 1
 
 
@@ -150,5 +150,5 @@ def scaled_model(original: Model, seq: int, *, name: str, width: int, layers: in
 
 
 def width_near(original: Model, part: int, tp: int) -> int:
-    """Return a model width of about the original's over `part`, a multiple of 4 `tp`."""
+    """Return a model width near the original's width divided by `part`, as a multiple of 4 `tp`."""
     return max(1, round(original.hidden / part / (4 * tp))) * 4 * tp

@@ -1,4 +1,4 @@
-"""Selection of the experiments that `repro twin` scales down, and the text of the suite file with their twins."""
+"""Selection of the experiments that `repro twin` scales down, and the text of the suite file with the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from repro.config.systems import LOCAL_SYSTEMS
 
 
 def claim_comparisons(claim: Claim, suites: dict[str, Suite]) -> list[list[Experiment]]:
-    """Return the comparisons that the simulated evidence of a claim reads: experiments, the baseline first."""
+    """Return the comparisons that a claim's simulated evidence reads, each as experiments with the baseline first."""
     named: dict[str, None] = {}
     for row in claim.rows:
         for evidence in row.evidence:
@@ -40,8 +40,8 @@ def claim_comparisons(claim: Claim, suites: dict[str, Suite]) -> list[list[Exper
 def named_comparisons(names: Sequence[str], suites: dict[str, Suite]) -> list[list[Experiment]]:
     """Return the comparisons that the experiments `names` (`SUITE/NAME`) select.
 
-    If all of them are baselines of comparisons in their suites, the result is these comparisons. Otherwise, the
-    experiments form one comparison whose baseline is the first.
+    If every named experiment is the baseline of a comparison in its suite, the result is these comparisons. Otherwise,
+    the experiments form one comparison whose baseline is the first.
 
     Raises:
         ConfigError: An experiment does not exist, or its system is not published.
@@ -82,7 +82,7 @@ HEAD = """# {title}
 
 @dataclass(frozen=True)
 class NamedTwin:
-    """Twin in a suite file, and the suffix that its experiments' names have in this file."""
+    """Scaled-down twin of a comparison, and the suffix of its experiments' names in a suite file."""
 
     twin: Twin
     ending: str = ""
@@ -145,7 +145,7 @@ def _stands_for(member: Member, baseline: Member) -> list[str]:
 
 
 def _chosen(part: Model | Layout, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the fields of a model or layout that differ from their defaults, by name."""
+    """Return the fields of a model or layout that differ from their defaults, by field name."""
     found = {}
     for field in fields(part):
         value = getattr(part, field.name)

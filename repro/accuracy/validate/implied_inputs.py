@@ -25,21 +25,21 @@ from repro.results.interval import Other, Sensitivity, interpolate_log, log_frac
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 
 MIN_SHARE = 0.1
-"""Minimum share of an input in a row's uncertainty for the row to imply a value of this input."""
+"""Minimum share of an input in a prediction's uncertainty for the published value to imply a value of the input."""
 Curve = Sequence[tuple[float, float]]
 """Pairs (value of an uncertain input, prediction), ordered by value."""
 
 
 @dataclass(frozen=True)
 class RequiredInput:
-    """Values of an uncertain input at which the prediction agrees with one published value."""
+    """Value and range of an uncertain input at which the prediction agrees with one published value."""
 
     row: str
     """Published value as `claim/label`."""
     value: float | None
-    """Value of the input with an exact prediction; None if no searched value has one."""
+    """Value of the uncertain input at which the prediction equals the published value; None if there is none."""
     low: float | None
-    """Smallest value of the input with a prediction within the tolerance; None without such a value."""
+    """Smallest value of the uncertain input with a prediction within the tolerance; None if there is no such value."""
     high: float | None
 
 
@@ -54,11 +54,11 @@ class ImpliedInput:
     high: float
     searched: tuple[float, float]
     needs: tuple[RequiredInput, ...]
-    """Implied values of the rows in ascending order; rows without a value are last."""
+    """Implied values of the input in ascending order; published values that no input value reproduces are last."""
 
     @property
     def contradiction(self) -> tuple[RequiredInput, RequiredInput] | None:
-        """Return the rows with the largest lower and the smallest upper end if no value agrees with both; else None."""
+        """Return two published values that need disjoint ranges of the input; None if one input value fits all."""
         served = [need for need in self.needs if need.low is not None]
         if not served:
             return None
@@ -68,7 +68,7 @@ class ImpliedInput:
 
     @property
     def torn(self) -> int:
-        """Return the minimum number of rows that disagree at a single value, without those that no value serves."""
+        """Return the minimum number of published values that one input value contradicts, without `unserved` ones."""
         ends = ((need.low, need.high) for need in self.needs)
         served = [(low, high) for low, high in ends if low is not None and high is not None]
         most = max((sum(low <= at <= high for low, high in served) for at, _ in served), default=0)
@@ -76,18 +76,18 @@ class ImpliedInput:
 
     @property
     def unserved(self) -> tuple[RequiredInput, ...]:
-        """Return the rows whose predictions are outside of their tolerances at all searched values."""
+        """Return the published values whose predictions are outside their tolerances at all searched input values."""
         return tuple(need for need in self.needs if need.low is None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON data with the implied values of all rows and the rows that contradict each other."""
+        """Return JSON data with the implied values of the input and the published values that contradict each other."""
         against = self.contradiction
         rows = None if against is None else [need.row for need in against]
         return {**vars(self), "needs": [vars(need) for need in self.needs], "contradiction": rows}
 
     @property
     def words(self) -> str:
-        """Return one paragraph that summarises the implied values and their contradictions."""
+        """Return one paragraph that summarises the implied values of the input and their contradictions."""
         exact = [need.value for need in self.needs if need.value is not None]
         text = count_noun(len(self.needs), "row")
         if exact:
@@ -113,7 +113,7 @@ class ImpliedInput:
 
 
 def find_implied_inputs(judged: Sequence[ClaimResult], records: Sequence[Record]) -> list[ImpliedInput]:
-    """Return the implied values of every uncertain input of every system, the input with most rows first."""
+    """Return the implied values of all uncertain inputs of all systems, by decreasing number of published values."""
     counted = {(point.claim, point.label) for point in points(judged, records) if not point.left_out}
     seen, functions = simulated_records(records), Records(records)
     moves: dict[tuple[str, str], Sensitivity] = {}
@@ -172,7 +172,7 @@ def _need(result: ClaimResult, row: RowResult, finding: Finding, curve: Curve) -
 
 
 def _crossing(curve: Curve, target: float) -> float | None:
-    """Return the smallest value at which `curve` has the prediction `target`, by log-log interpolation; else None."""
+    """Return the smallest input value at which `curve` predicts `target`, by log-log interpolation; else None."""
     for (left, low), (right, high) in pairwise(curve):
         if min(low, high) <= target <= max(low, high) and low != high:
             return interpolate_log(left, right, log_fraction(target, low, high))

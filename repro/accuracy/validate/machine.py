@@ -28,17 +28,17 @@ class Pair:
     measured: float
     predicted: float
     rests_on: str
-    """Basis of the prediction, one of `repro.simulate.time.calibration.BASES`."""
+    """Basis of the predicted step time, one of `repro.simulate.time.calibration.BASES`."""
 
     @property
     def error(self) -> float:
-        """Return predicted / measured - 1 of the step time; positive if the prediction is too slow."""
+        """Return the relative error of the step time, predicted / measured - 1; positive if predicted too slow."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineErrors:
-    """Measured and predicted step times of all runs in a store, predicted on one system."""
+    """Measured step times of all runs in a store of results, and the step times predicted on one system."""
 
     system: str
     pairs: tuple[Pair, ...]
@@ -47,12 +47,12 @@ class MachineErrors:
 
     @property
     def median(self) -> float:
-        """Return the median absolute error of the predicted step times."""
+        """Return the median absolute relative error of the predicted step times."""
         return median(abs(pair.error) for pair in self.pairs)
 
 
 def predict_measured_runs(records: Iterable[Record], system: System) -> MachineErrors:
-    """Return the predictions on `system` for every successful native run on this machine in `records`."""
+    """Return step times predicted on `system` for all successful native runs on this machine in `records`."""
     from repro.simulate.time.emulated import emulated_system
     from repro.simulate.time.predict import predict
     from repro.simulate.trace.roles import trace_roles

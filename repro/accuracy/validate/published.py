@@ -6,7 +6,7 @@ several runs do not count.
 The time model's own error is estimated by split conformal prediction with the score of conformalized quantile
 regression (Romano, Patterson and Candes, arXiv:1905.03222): the margin of a point is the ceil((n + 1) 0.9)-th smallest
 score of n points that share no report and no run with it. The nominal coverage of 90 % needs exchangeable points, so
-`repro validate` counts the covered ones. No prediction and no verdict uses the margin.
+`repro validate` counts the covered points. No prediction and no verdict uses the margin.
 """
 
 from __future__ import annotations
@@ -26,65 +26,65 @@ from repro.simulate.time.calibration import basis_of_record, weakest_basis
 
 RATE, RATIO, MEMORY = "rate", "ratio", "memory"
 TIMED = ("step_seconds", "samples_per_s", "tokens_per_s", "flops_per_s")
-"""Metrics of time. A published value whose expression reads one of them becomes a point."""
+"""Metrics of step time and throughput. A published value whose expression reads one of them becomes a point."""
 TIMES = ("s", "ms", "min", "h", "days")
 DIRECT = ("TFLOP/s", "samples/s", "tokens/s", *TIMES, "PFLOP/s")
-"""Units of published rates and times, the most direct one first."""
+"""Units of published rates and times, in order of preference for a run with several published values."""
 PEAKS = ("memory.peak_bytes", "memory.reserved_bytes", "memory.used_bytes")
 """Metrics of peak memory: allocated, reserved by torch's allocator, and reserved plus CUDA context."""
 BYTES = ("MB", "GB", "TB", "MiB", "GiB")
 CLOSE_ERROR, CLOSE_MEMORY_ERROR = 0.25, 0.05
-"""Maximum absolute relative errors of close predictions: of a rate or ratio, and of peak memory."""
+"""Maximum absolute relative error at which a prediction counts as close: for a rate or ratio, and for peak memory."""
 COVERAGE = 0.9
 """Nominal coverage of the conformal intervals."""
 CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
     "calibration",
     "a bound",
     "several runs",
-    "a share of peak of a run that is another point",
+    "a share of peak FLOP/s of a run that is another point",
     "a gain, the small difference of a ratio from 1",
 )
-"""Reasons why a published value does not count in the statistics."""
+"""Reasons why a published value does not count in the error statistics."""
 V100_MEGATRON, V100_ZERO = "V100 Megatron-LM", "V100 ZeRO and DeepSpeed"
 A100_MEGATRON, YUAN, OTHER = "A100 Megatron-LM", "Yuan 1.0", "other"
 NODE, CLUSTER = "nodes of 2023 and later", "clusters of 2023 and later"
 FAMILIES = (V100_MEGATRON, V100_ZERO, A100_MEGATRON, YUAN, NODE, CLUSTER, OTHER)
 ALL_RATES, RATIOS, PEAK_MEMORY = "all rates", "ratios", "peak memory"
-"""Names of the families that contain all points of one kind."""
+"""Names of the families that contain all points of one kind: rates, ratios, or peak memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One published value and its prediction, in the unit of the ledger row."""
+    """One published value and its prediction, in the unit of the published value."""
 
     claim: str
     label: str
     kind: str
     """`rate`, `ratio` or `memory`."""
     family: str
-    """Family of systems for a rate or ratio; key of the source for peak memory."""
+    """Family of systems for a rate or ratio, key of the cited source for peak memory: groups of the statistics."""
     unit: str
     published: float
     predicted: float
     low: float
-    """Lower end of the prediction's 90 % interval; `predicted` without uncertain inputs."""
+    """Lower end of the prediction's 90 % interval; the prediction itself without uncertain inputs."""
     high: float
     holds: bool
     """Whether the published value, with its own error, overlaps the prediction's 90 % interval."""
     factor: float
-    """Predicted rate or peak memory over the published one."""
+    """Ratio of the predicted rate or peak memory to the published one."""
     runs: tuple[str, ...]
     """Experiments that the prediction reads, as `suite/name`."""
     certainty: str
     device_flops: float
-    """Predicted FLOP/s per device, for rates; 0 for ratios and memory."""
+    """Predicted FLOP/s per device of the run, for rates; 0 for ratios and memory."""
     rests_on: str = ""
     """Basis of the prediction (`repro.simulate.time.calibration.BASES`); for a ratio, the weaker one of its runs."""
     left_out: str = ""
-    """Reason why the point does not count in the statistics; empty if it counts."""
+    """Reason why the published value does not count in the error statistics; empty if it counts."""
     note: str = ""
     stated: AcceptedRange | None = None
-    """Range of the published value from its printed digits and its own error."""
+    """Range of the published value from its printed digits and its own error; None if the value has no range."""
     reports: frozenset[str] = frozenset()
     """Keys of the sources that the claim cites."""
     margin: float | None = None
@@ -92,19 +92,19 @@ class Point:
 
     @property
     def wider(self) -> tuple[float, float] | None:
-        """Return the 90 % interval, widened by the time model's error; None without a margin."""
+        """Return the prediction's 90 % interval, widened by the time model's error; None without such a margin."""
         if self.margin is None:
             return None
         return self.low * exp(-self.margin), self.high * exp(self.margin)
 
     @property
     def holds_wider(self) -> bool:
-        """Return whether the published value, with its own error, overlaps the interval `wider`."""
+        """Return whether the published value, with its error, overlaps the interval widened by the model's error."""
         return self.wider is not None and self.stated is not None and self.stated.meets(*self.wider)
 
     @property
     def error(self) -> float:
-        """Return the relative error; positive if the predicted rate or peak memory is too large."""
+        """Return the relative error of the prediction; positive if the predicted rate or peak memory is too large."""
         return self.factor - 1
 
     @property
@@ -115,31 +115,31 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Return the name of the point, `claim/label`, with hyphens in place of spaces."""
+        """Return the name of the published value, `claim/label`, with hyphens in place of spaces."""
         return f"{self.claim}/{self.label.replace(' ', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyStatistics:
-    """Statistics of prediction errors over the counting points of one family."""
+    """Statistics of prediction errors over the published values of one family, without those that are left out."""
 
     name: str
     points: int
     median: float
-    """Median absolute relative error."""
+    """Median absolute relative error of the predictions."""
     worst: Point
     close: int
-    """Number of points with errors up to `CLOSE_ERROR`, for peak memory `CLOSE_MEMORY_ERROR`."""
+    """Number of predictions with absolute errors up to `CLOSE_ERROR`, for peak memory `CLOSE_MEMORY_ERROR`."""
     held: int
-    """Number of points whose published value overlaps the 90 % interval from uncertain inputs."""
+    """Number of published values that overlap the prediction's 90 % interval from uncertain inputs."""
     wider: int
-    """Number of points with a margin for the model's error."""
+    """Number of published values whose predictions have a margin for the time model's error."""
     held_wider: int
-    """Number of points whose published value overlaps the interval with that margin."""
+    """Number of published values that overlap the 90 % interval widened by the margin for the time model's error."""
 
 
 def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Point]:
-    """Return a point for every simulated value of a rate, time, ratio or peak memory, in the order of the ledger."""
+    """Return published value and prediction of every simulated rate, time, ratio or peak memory, in order of claims."""
     seen = {record.label: record for record in select(records).simulated if record.conclusive}
     found = []
     for result, row in ((claim, row) for claim in judged for row in claim.rows):
@@ -151,7 +151,7 @@ def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Poi
 
 
 def _with_margins(found: list[Point]) -> list[Point]:
-    """Return the points, with the conformal margin of each counting point."""
+    """Return the points, where each point that counts in the statistics has its conformal margin."""
     counted = [point for point in found if not point.left_out]
     scores = (conformity_score(one.low, one.high, one.published) for one in counted)
     keys = ((one.kind, one.reports, frozenset(one.runs)) for one in counted)
@@ -161,21 +161,21 @@ def _with_margins(found: list[Point]) -> list[Point]:
 
 
 def claim_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
-    """Return the statistics of the counting points of each claim."""
+    """Return error statistics of each claim, over the published values that count."""
     counted = [point for point in found if not point.left_out]
     names = dict.fromkeys(point.claim for point in counted)
     return [_family(name, [point for point in counted if point.claim == name]) for name in names]
 
 
 def source_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
-    """Return the statistics of peak memory by source; a claim with several sources counts for the first one."""
+    """Return error statistics of peak memory by source; a claim with several sources counts for the first source."""
     memory = [point for point in found if point.kind == MEMORY and not point.left_out]
     names = dict.fromkeys(point.family for point in memory)
     return [_family(name, [point for point in memory if point.family == name]) for name in names]
 
 
 def family_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
-    """Return the statistics of rates by family, of all rates, of ratios and of peak memory, without empty families."""
+    """Return error statistics of rates by family, of all rates, of ratios and of peak memory, if not empty."""
     counted = [point for point in found if not point.left_out]
     rates = [point for point in counted if point.kind == RATE]
     groups = [(name, [point for point in rates if point.family == name]) for name in FAMILIES]
@@ -246,7 +246,7 @@ def _point(
 
 
 def _family_of(record: ExperimentRecord) -> str:
-    """Return the family of a simulated run, by device, software and number of nodes."""
+    """Return the family of systems of a simulated run, from its device, software and number of nodes."""
     from repro.measure.local_system import load_system
 
     experiment = record.experiment
@@ -262,13 +262,13 @@ def _family_of(record: ExperimentRecord) -> str:
 
 
 def _family_of_all(records: Sequence[ExperimentRecord]) -> str:
-    """Return the family of a point from its runs: that of a run with ZeRO on V100, else that of the first run."""
+    """Return the family of systems of a point: that of a run with ZeRO on V100, otherwise that of the first run."""
     found = [_family_of(record) for record in records]
     return V100_ZERO if V100_ZERO in found else found[0] if found else OTHER
 
 
 def _once(found: list[Point]) -> list[Point]:
-    """Return the points, with `left_out` set on all but the most direct point of the same runs."""
+    """Return the points, with all but the most direct point of the same runs marked as left out."""
 
     def directness(point: Point) -> tuple[bool, int]:
         unit = DIRECT.index(point.unit) if point.unit in DIRECT else 0
@@ -289,10 +289,10 @@ def _once(found: list[Point]) -> list[Point]:
 
 @dataclass(frozen=True)
 class Residual:
-    """Conformity score of one point, and the sources and runs that decide on its independence from other points."""
+    """Conformity score of one prediction, and the sources and runs that decide on its independence from others."""
 
     kind: str
-    """`rate`, `ratio` or `memory`; only scores of one kind are compared."""
+    """Kind of the predicted value, `rate`, `ratio` or `memory`; only scores of one kind are compared."""
     reports: frozenset[str]
     """Keys of the sources that the claim cites."""
     runs: frozenset[str]
@@ -300,7 +300,7 @@ class Residual:
     score: float
 
     def apart(self, other: Residual) -> bool:
-        """Return whether two points share no source and no run."""
+        """Return whether two predictions share no source and no run."""
         return not (self.reports & other.reports or self.runs & other.runs)
 
 
@@ -310,7 +310,7 @@ def conformity_score(low: float, high: float, published: float) -> float:
 
 
 def conformal_margins(residuals: Sequence[Residual]) -> list[float | None]:
-    """Return the conformal margin of each point from the scores of independent points; None if these are too few."""
+    """Return the conformal margin of each prediction from the scores of independent ones; None if these are too few."""
     return [
         conformal_margin([other.score for other in residuals if other.kind == own.kind and own.apart(other)])
         for own in residuals
@@ -318,6 +318,6 @@ def conformal_margins(residuals: Sequence[Residual]) -> list[float | None]:
 
 
 def conformal_margin(scores: Sequence[float]) -> float | None:
-    """Return the conformal quantile of `scores` for `COVERAGE`, at least 0; None for too few scores."""
+    """Return the conformal quantile of `scores` for the coverage `COVERAGE`, at least 0; None for too few scores."""
     rank = ceil((len(scores) + 1) * COVERAGE)
     return max(0.0, sorted(scores)[rank - 1]) if rank <= len(scores) else None

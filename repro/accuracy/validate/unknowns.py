@@ -25,17 +25,17 @@ CALIBRATE_CLUSTER = "repro calibrate --system {system} --profile SITE.toml --nod
 
 @dataclass(frozen=True)
 class MeasurementAdvice:
-    """How to measure one uncertain input on its system."""
+    """Advice on how to measure one uncertain input of predictions on its system."""
 
     command: str
-    """Command of this suite that measures the input; empty without one."""
+    """Command of this project that measures the input; empty if there is none."""
     fact: str
-    """Key of the system file to which the command writes the measurement; empty without a command."""
+    """Key of the system file under which the command writes the measurement; empty without a command."""
     how: str
     """Description of the measurement."""
 
 
-OPERATORS = "seconds of every operator on the devices of the system, which make the pace unnecessary"
+OPERATORS = "seconds of every operator on the devices of the system, which replace the assumed pace"
 PRODUCTS = "the fastest matrix product on all ranks at once, whose rate replaces the peak"
 COPIES = "a copy of four times the cache size on all ranks at once, whose rate replaces the bandwidth"
 LINK = "collectives by size in all groups of a layout at once, which replace the formula"
@@ -65,11 +65,11 @@ _MEASUREMENTS = (
     ("*: *", "device.operators", "seconds of every operator, each measured alone"),
     ("*", "", "a benchmark of this input alone, which repro calibrate does not contain"),
 )
-"""Measurement of uncertain inputs: (pattern of keys, key in the system file, description); the first match counts."""
+"""Measurements of uncertain inputs: (pattern of keys, key in the system file, description); the first match counts."""
 
 
 def measurement_advice(key: str, system: str) -> MeasurementAdvice:
-    """Return how to measure the uncertain input `key` of `system`."""
+    """Return advice on how to measure the uncertain input `key` of `system`."""
     fact, how = next(entry[1:] for entry in _MEASUREMENTS if fnmatchcase(key, entry[0]))
     link = key.split(".")[1] if key.startswith("links.") else ""
     command = "" if not fact else CALIBRATE_CLUSTER if link == "inter-node" else CALIBRATE_NODE
@@ -77,14 +77,14 @@ def measurement_advice(key: str, system: str) -> MeasurementAdvice:
 
 
 LISTED_INPUTS = 5
-"""Number of inputs that the summary names."""
+"""Number of highest-ranked uncertain inputs that the summary names."""
 MIN_SETTLING_SHARE = 0.5
-"""Share of an input in the summed effects on a row above which the input settles the row."""
+"""Share of an input in the summed effects of all inputs on a prediction, above which the input settles it."""
 
 
 @dataclass
 class UncertainInput:
-    """Uncertain input of predictions, and the rows of the ledger that depend on it."""
+    """Uncertain input of predictions, and the published values whose predictions depend on it."""
 
     key: str
     """Key of the system file, such as `links.inter-node.rings`, or `NAME: FLOP/s` of a calibration point NAME."""
@@ -95,44 +95,44 @@ class UncertainInput:
     high: float
     source: str
     rows: list[str] = field(default_factory=list)
-    """Rows whose predictions depend on the input, as `claim/label`."""
+    """Published values whose predictions depend on the input, as `claim/label`."""
     settles: list[str] = field(default_factory=list)
-    """Rows in which the input has more than `MIN_SETTLING_SHARE` of all effects."""
+    """Published values in whose predictions the input has more than `MIN_SETTLING_SHARE` of all effects."""
     possible: list[str] = field(default_factory=list)
-    """Rows whose verdict is `possible` because of this input, alone or as one of the two with the largest effects."""
+    """Published values whose verdict is `possible` because of this input, or of this and one other input."""
     share: float = 0.0
-    """Mean share of the input in the effects on all uncertain rows; the shares of all inputs add up to 1."""
+    """Mean share of the input in the effects on all uncertain predictions; the shares of all inputs add up to 1."""
 
     @property
     def measured_by(self) -> MeasurementAdvice:
-        """Return how to measure the input."""
+        """Return the advice on how to measure the uncertain input."""
         return measurement_advice(self.key, self.system)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON data of the input, its rows and its measurement."""
+        """Return JSON data of the uncertain input, the published values that depend on it, and its measurement."""
         how = self.measured_by
         return {**vars(self), "command": how.command, "fact": how.fact, "how": how.how}
 
 
 @dataclass(frozen=True)
 class RankedInputs:
-    """Uncertain inputs of predictions, ranked by the number of rows that they settle."""
+    """Uncertain inputs of predictions, ranked by the number of published values that they settle."""
 
     inputs: tuple[UncertainInput, ...]
-    """Inputs; the input that settles most rows is the first."""
+    """Uncertain inputs, ordered by the number of published values that they settle, largest first."""
     rows: int
-    """Number of rows with an uncertain prediction."""
+    """Number of published values with an uncertain prediction."""
     possible: int
-    """Number of uncertain rows with the verdict `possible`."""
+    """Number of published values with an uncertain prediction whose verdict is `possible`."""
 
     @property
     def settled_by_the_first(self) -> int:
-        """Return the number of rows that the first `LISTED_INPUTS` inputs settle."""
+        """Return the number of published values that the first `LISTED_INPUTS` uncertain inputs settle."""
         return len({row for one in self.inputs[:LISTED_INPUTS] for row in one.settles})
 
     @property
     def words(self) -> str:
-        """Return one paragraph that summarises the ranking."""
+        """Return one paragraph that summarises the ranking of uncertain inputs."""
         return (
             f"Unknown inputs make the predicted times of {count_noun(self.rows, 'row')} uncertain. An input decides a "
             f"row if it has more than half of the effects of all inputs, each varied alone. The first {LISTED_INPUTS} "
@@ -140,18 +140,18 @@ class RankedInputs:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON data of the ranking."""
+        """Return JSON data of the ranking of uncertain inputs."""
         inputs = [one.as_dict() for one in self.inputs]
         return {"rows": self.rows, "possible": self.possible, "unknowns": inputs}
 
 
 def format_range(one: UncertainInput) -> str:
-    """Return best value and range of an uncertain input as text, `1 [1, 8]`."""
+    """Return best value and range of an uncertain input as text, such as `1 [1, 8]`."""
     return f"{one.best:.4g} [{one.low:.4g}, {one.high:.4g}]"
 
 
 def count_by_claim(rows: Sequence[str]) -> str:
-    """Return the claims of `rows` with their number of rows, `zero-fig2-throughput (12), ds-64gpu-table`."""
+    """Return claims with their numbers of published values, `zero-fig2-throughput (12), ds-64gpu-table`."""
     counts = Counter(row.partition("/")[0] for row in rows)
     return ", ".join(f"{claim} ({count})" if count > 1 else claim for claim, count in counts.items())
 
@@ -176,7 +176,7 @@ def rank_inputs(judged: Iterable[ClaimResult], records: Iterable[Record]) -> Ran
 
 
 def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult, RowResult, Finding]]:
-    """Yield every row with an uncertain prediction, with its claim and its prediction."""
+    """Yield every published value with an uncertain prediction, as its claim, its ledger row and the prediction."""
     for result in judged:
         for row in result.rows:
             finding = next((one for one in row.findings if one.uncertainty is not None), None)
@@ -185,7 +185,7 @@ def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult,
 
 
 def row_name(result: ClaimResult, row: RowResult) -> str:
-    """Return the name of a row, `claim/label`."""
+    """Return the name of a published value (a row of the ledger of claims), `claim/label`."""
     return f"{result.claim.id}/{row.row.label}"
 
 
@@ -200,7 +200,7 @@ def _inputs(
     seen: Mapping[str, ExperimentRecord],
     found: dict[tuple[str, str], UncertainInput],
 ) -> Sequence[UncertainInput]:
-    """Return the uncertain input `key` of each system in a prediction; a ratio may compare two systems."""
+    """Return the uncertain input `key` for each system in a prediction; a ratio may compare two systems."""
     inputs: dict[str, UncertainInput] = {}
     for record in (seen[run] for run in finding.experiments):
         moves = record.interval.moves if record.interval is not None else []

@@ -32,12 +32,12 @@ def model_names() -> list[str]:
 
 
 def model_aliases() -> dict[str, str]:
-    """Return the name of the packaged model for each alternative name."""
+    """Return a mapping from alternative names of packaged models to their names."""
     return {alias: name for name, (table, _) in _packaged().items() for alias in table.get("aliases", ())}
 
 
 def model_groups() -> dict[str, list[str]]:
-    """Return the names of all packaged models by file, with `REPORT_FILES` first."""
+    """Return the names of all packaged models by file stem, with the files in `REPORT_FILES` first."""
     groups: dict[str, list[str]] = {stem: [] for stem in REPORT_FILES}
     for name, (_, path) in _packaged().items():
         groups.setdefault(path.stem, []).append(name)
@@ -56,7 +56,7 @@ def load_model(name: str | Path) -> Model:
     table, path = _packaged().get(model_aliases().get(text, text), (None, FILES))
     if table is None:
         near = difflib.get_close_matches(text, [*model_names(), *model_aliases()], n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "`repro models` lists them"
+        hint = f"did you mean {' or '.join(near)}?" if near else "`repro models` lists all models"
         raise ConfigError("model", text, says=f"no such model; {hint}")
     return _model(table, path)
 
@@ -95,7 +95,7 @@ def _packaged() -> dict[str, tuple[dict[str, Any], Path]]:
 
 
 def _tables(path: Path) -> list[dict[str, Any]]:
-    """Return the TOML tables of the models in one file, completed with its `[defaults]`."""
+    """Return the TOML tables of all models in one file, with missing keys from the file's table `[defaults]`."""
     data = read_toml(path)
     if "model" not in data and "defaults" not in data:
         return [data]
@@ -117,7 +117,7 @@ def _tables(path: Path) -> list[dict[str, Any]]:
 
 
 def _model(table: dict[str, Any], path: Path) -> Model:
-    """Return the model of a TOML table.  Only invalid tables are passed to pydantic, whose import takes 0.1 s."""
+    """Return the model of a TOML table; only invalid tables are passed to pydantic, whose import takes 0.1 s."""
     table = {key: value for key, value in table.items() if key != "aliases"}
     fields = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(Model)}
     required = {f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING}

@@ -40,7 +40,7 @@ class PackagedFiles:
     """Packaged TOML files of one kind (suites or SLURM profiles), which commands find by name."""
 
     key: str
-    """Argument or option of the command line that names such a file, for error messages."""
+    """Command-line argument or option that takes the name of such a file, for error messages."""
     what: str
     folder: Path
 
@@ -53,7 +53,7 @@ class PackagedFiles:
         return [path.stem for path in self.files()]
 
     def find(self, given: Path) -> Path:
-        """Return a path that ends in `.toml` unchanged, otherwise the packaged file of this name (or `ConfigError`)."""
+        """Return a `.toml` path unchanged, and for a name the packaged file; an unknown name raises `ConfigError`."""
         if given.suffix == ".toml":
             return given
         if str(given) not in self.names():
@@ -74,16 +74,16 @@ PROFILES = _packaged("--profile", "profile", "profiles", "slurm")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Experiments that one launch interleaves, and whose throughputs are compared with that of a baseline."""
+    """Comparison of the throughputs of experiments with that of a baseline; one launch interleaves the experiments."""
 
     baseline: str
-    """Experiment with which the subjects are compared."""
+    """Name of the experiment with which the other experiments of the comparison are compared."""
     subjects: tuple[str, ...]
-    """Experiments that are compared with the baseline."""
+    """Names of the experiments that are compared with the baseline."""
     rounds: int = 5
-    """Number of times that each experiment runs; experiments alternate."""
+    """Number of rounds; in each round, every experiment of the comparison runs once."""
     apart: bool = False
-    """Whether each run builds and frees its experiment, for experiments that do not fit on a device together."""
+    """Whether every round builds and frees each experiment, for experiments that do not fit on a device together."""
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
@@ -95,7 +95,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A checked suite file."""
+    """Content of a suite file after all checks: experiments and comparisons."""
 
     name: str
     file: str
@@ -105,7 +105,7 @@ class Suite:
     comparisons: tuple[Comparison, ...] = ()
 
     def entry(self, name: str) -> Entry:
-        """Return the entry of the experiment called `name`."""
+        """Return the suite's entry for the experiment called `name`."""
         return next(entry for entry in self.entries if entry.experiment.name == name)
 
 
@@ -120,13 +120,13 @@ class _Head:
 
 
 def load_suite(given: Path) -> Suite:
-    """Return the suite of a `.toml` file or of a packaged name.  Raises `ConfigError` if it is invalid."""
+    """Return the suite in a `.toml` file, or the packaged suite of this name; raise `ConfigError` if it is invalid."""
     path = SUITES.find(given)
     return parse_suite(read_toml(path), file=str(path))
 
 
 def parse_suite(data: dict[str, Any], *, file: str) -> Suite:
-    """Return the suite of a file's tables."""
+    """Return the checked suite that the TOML tables of a suite file describe."""
     tables = ("suite", "defaults", "models", "layouts", "networks", "experiment", "compare")
     for key in data:
         if key not in tables:
@@ -159,7 +159,7 @@ def _distinct(entries: list[Entry], file: str) -> None:
 
 
 def _continued(entries: list[Entry], file: str) -> None:
-    """Raise `ConfigError` unless an experiment that continues another one has the same training and more steps."""
+    """Raise `ConfigError` unless an experiment that continues another has the same training settings and more steps."""
     known = {entry.experiment.name: entry.experiment for entry in entries}
     for experiment in known.values():
         name = experiment.training.continues
@@ -187,12 +187,12 @@ def _continued(entries: list[Entry], file: str) -> None:
 
 
 def _differing(part: str, there: Any, here: Any) -> str:
-    """Return the first difference between two experiments in the part `part` of `Experiment.course`, as text."""
+    """Return a text with the first setting that differs between two experiments in `part` of `Experiment.course`."""
     if isinstance(there, dict) and isinstance(here, dict):
         key = next(key for key in sorted({*there, *here}) if there.get(key) != here.get(key))
         there, here = (repr(side[key]) if key in side else "its default" for side in (there, here))
-        return f"{part}.{key} is {there} there and {here} here"
-    return f"{part} is {there!r} there and {here!r} here"
+        return f"{part}.{key} is {there} in that experiment and {here} in this one"
+    return f"{part} is {there!r} in that experiment and {here!r} in this one"
 
 
 def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
@@ -231,16 +231,14 @@ def _launches(entries: list[Entry], comparisons: tuple[Comparison, ...], file: s
         if entry.launch:
             if entry.experiment.name in compared:
                 place = f'{file}: experiment "{entry.experiment.name}"'
-                raise ConfigError(
-                    "launch", entry.launch, "omitted: [[compare]] already shares a launch", file=place
-                )
+                raise ConfigError("launch", entry.launch, "omitted: each [[compare]] is a launch", file=place)
             groups.setdefault(entry.launch, []).append(entry.experiment)
     for launch, members in groups.items():
         _alike(members, file, f'launch "{launch}"')
 
 
 def _alike(members: list[Experiment], file: str, what: str) -> None:
-    """Raise `ConfigError` unless experiments of one launch share world, system, network and memory limit."""
+    """Raise `ConfigError` unless the experiments of one launch agree in ranks, system, network and memory limit."""
     first = members[0]
     for other in members[1:]:
         for key, mine, theirs in (
@@ -268,7 +266,7 @@ def _tables(data: dict[str, Any], key: str, file: str) -> list[Any]:
 
 
 def write_template(path: Path, kind: str = "suite") -> None:
-    """Write a commented template of a kind (suite, claim, system, model) to the new file `path`, under its name."""
+    """Write a commented template file of a kind (suite, claim, system or model) to the new file `path`."""
     require(kind in TEMPLATES, "KIND", kind, f"one of {', '.join(TEMPLATES)}")
     require(path.suffix == ".toml", "FILE", str(path), "a file that ends in .toml")
     require(not path.exists(), "FILE", str(path), says="already exists; choose another name")

@@ -7,11 +7,11 @@ A layout may be named once and used by several experiments::
     pa = true
 
     [[experiment]]
-    layout = "C4"                                 # as it is
-    layout = { use = "C4", tp = 16, dp = 25 }     # with keys of its own
+    layout = "C4"                                 # the unchanged named layout
+    layout = { use = "C4", tp = 16, dp = 25 }     # the named layout with two other keys
 
-An experiment's own keys take precedence over keys of the named layout, and these over `[defaults]`.  A key
-`software = "megatron-2019"` stands for the settings of that software, over which all others take precedence.  An
+Keys of an experiment take precedence over keys of the named layout, and the named layout over `[defaults]`. A key
+`software = "megatron-2019"` stands for the settings of that software, over which all other keys take precedence. An
 emulated network is named in the same way: `[networks.slow]`, `network = { use = "slow", between = 16e6 }`.
 """
 
@@ -48,37 +48,37 @@ _PARTS: dict[str, type[Any]] = {
     "twin": TwinOf,
 }
 _OPTIONAL = ("network", "twin")
-"""Parts of an experiment that are None unless the file has keys for them."""
+"""Parts of an experiment's configuration that are None unless the suite file has keys for them."""
 _NAMED = {"layout": "layouts", "network": "networks"}
-"""Parts of an experiment that a file may define by name, and the tables with these definitions."""
+"""Parts of an experiment that a suite file may define by name, and the tables with these definitions."""
 _DATA = ("synthetic", "shakespeare", "shakespeare-gpt2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One experiment of a suite, with its launch and its expected outcome."""
+    """One experiment of a suite, with the name of its launch and its expected outcome."""
 
     experiment: Experiment
     launch: str = ""
-    """Name of a launch; experiments with the same name run in the same processes, one after another."""
+    """Name of a launch; experiments with equal names run in the same processes, one after another. Empty: separate."""
     expect: str = "ok"
     """Outcome that counts as success, such as `oom` for a claim of out-of-memory; empty: any outcome."""
 
 
 class Shared(NamedTuple):
-    """Settings of one file that its experiments share."""
+    """Settings that all experiments of one suite file share."""
 
     file: str
     defaults: Mapping[str, Any]
     named: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """Named layouts and networks of the file: the tables `layouts` and `networks`, each by name."""
+    """Named layouts and emulated networks of the suite file: the tables `layouts` and `networks`, each by name."""
     models: Mapping[str, Model]
-    """Models that the file defines, `[models.NAME]`."""
+    """Models that the suite file defines in tables `[models.NAME]`, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """Table `[[experiment]]` or `[defaults]` as the file has it, before its values are combined."""
+    """Table `[[experiment]]` or `[defaults]` of a suite file, before it is combined with other tables."""
 
     name: str = ""
     model: str = ""
@@ -94,7 +94,7 @@ class _Row:
 
 
 class _Level(NamedTuple):
-    """Keys that one table of the file gives to a part of an experiment, and the name of this table."""
+    """Settings that one table of a suite file gives to one part of an experiment, and the name of the table."""
 
     where: str
     table: Mapping[str, Any]
@@ -142,7 +142,7 @@ def _models(tables: Any, file: str) -> dict[str, Model]:
 
 
 def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
-    """Return the experiment of the `number`-th [[experiment]] table.  Raises `ConfigError` if it is invalid."""
+    """Return the entry for the `number`-th [[experiment]] table of a suite; raise `ConfigError` if it is invalid."""
     name = data.get("name") if isinstance(data, dict) else None
     if not isinstance(name, str) or not name:
         raise ConfigError("name", says=f"is missing in [[experiment]] number {number}", file=from_file.file)
@@ -166,7 +166,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
     levels = {key: _levels(key, data, from_file, place) for key in _PARTS}
 
     def blame(error: ConfigError, part: str) -> ConfigError:
-        """Return the error with the name of the table in the file that contains the invalid value."""
+        """Return a copy of the error that names the table of the suite file with the invalid value."""
         found = [level.where for level in levels.get(part, []) if error.key in level.table]
         where = found[-1] if found else error.where or part
         return error.for_key(error.key, file=place, where=where)
@@ -198,14 +198,14 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
 
 
 def _spelled(data: Any, place: str) -> dict[str, Any]:
-    """Return a table with `layout = "C1"` written as `layout = { use = "C1" }`, and `network` likewise."""
+    """Return a table in which `layout = "C1"` is written as `layout = { use = "C1" }`, and `network` likewise."""
     if not isinstance(data, dict):
         raise ConfigError("defaults", data, "a table", file=place)
     return {**data, **{part: {USE: data[part]} for part in _NAMED if isinstance(data.get(part), str)}}
 
 
 def _levels(part: str, data: Mapping[str, Any], from_file: Shared, place: str) -> list[_Level]:
-    """Return the tables that give keys to one part of an experiment, in order of increasing precedence."""
+    """Return the suite tables with keys for one part of an experiment, in order of increasing precedence."""
     inherited, own = from_file.defaults.get(part, {}), data.get(part, {})
     levels = [_Level(f"defaults.{part}", inherited), _Level(part, own)]
     if part not in _NAMED:
@@ -242,7 +242,7 @@ def _model(name: str, *, file: str, place: str) -> Model:
 
     path = Path(name).expanduser()
     if models.is_file(name) and not path.is_absolute():
-        path = Path(file).parent / path  # paths in a suite are relative to its file
+        path = Path(file).parent / path  # paths in a suite start at the folder of the suite file
     try:
         return models.load_model(path if models.is_file(name) else name)
     except ConfigError as error:

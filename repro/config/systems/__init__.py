@@ -1,4 +1,4 @@
-"""Packaged system files and their reader.
+"""Packaged system files, which describe the hardware of clusters and machines, and their reader.
 
 `load_system_file` returns the `System` of a name such as `dgx2`, or of a `.toml` file. `repro.measure.local_system`
 describes the local machine; `unknowns` describes the uncertain numbers of a system.
@@ -19,7 +19,7 @@ from repro.config.system import System
 FILES = Path(__file__).parent
 LOCAL = "local"
 LOCAL_SYSTEMS = (LOCAL, "local-gpu")
-"""System names of the local machine in an experiment: its processor cores, or its GPUs."""
+"""Names by which an experiment selects the local machine as its system: processor cores, or GPUs."""
 REPORT_SYSTEMS = ("dgx2", "dgx2h", "lowbw-v100", "selene", "yuan")
 """Systems on which the ZeRO, DeepSpeed, Megatron-LM and Yuan reports trained."""
 
@@ -31,7 +31,7 @@ def system_names() -> list[str]:
 
 @cache
 def system_aliases() -> dict[str, str]:
-    """Return the name of the packaged system for each alternative name."""
+    """Return a mapping from alternative names of packaged systems to their names."""
     files = sorted(FILES.glob("*.toml"))
     return {alias: path.stem for path in files for alias in read_toml(path).get("aliases", ())}
 
@@ -67,7 +67,7 @@ def _read(path: Path) -> System:
 
 
 def _complete(data: dict[str, Any], file: str) -> dict[str, Any]:
-    """Return the tables of a system file, with missing keys from the packaged system that its key `like` names."""
+    """Return the TOML tables of a system file; missing keys come from the packaged system that its key `like` names."""
     if "like" not in data:
         return data
     known = [name for name in system_names() if name != LOCAL]
@@ -82,7 +82,7 @@ def _complete(data: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def _check_adapters(name: str, link: Any, inherited: dict[str, Any], like: str, file: str) -> None:
-    """Raise `ConfigError` if a link replaces the bandwidth of the system `like` but inherits its network adapters."""
+    """Raise `ConfigError` if a link has another bandwidth than in system `like`, but inherits its network adapters."""
     bandwidths = [each.get("bandwidth") for each in (link, inherited) if isinstance(each, dict)]
     values = {each["value"] for each in bandwidths if isinstance(each, dict) and "value" in each}
     if len(values) == 2:
@@ -93,7 +93,7 @@ def _check_adapters(name: str, link: Any, inherited: dict[str, Any], like: str, 
 
 
 def _override(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return `table` with the values of `other`; a number's value, range and source are replaced together."""
+    """Return `table` updated with `other`, in which a number's value, range and source are replaced together."""
     found = dict(table)
     for key, value in other.items():
         mine = table.get(key)
@@ -103,11 +103,11 @@ def _override(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_system(data: dict[str, Any], *, name: str, file: str) -> System:
-    """Return the system of a file's tables.  `name` is the file name without `.toml`."""
+    """Return the system that the TOML tables of a system file describe; `name` is the file name without `.toml`."""
     if "name" in data:
         raise ConfigError("name", data["name"], says="must be omitted; the file names its system", file=file)
     tables = {**_complete(data, file), "name": name}
     tables.pop("aliases", None)
-    if isinstance(tables.get("links"), dict):  # report an unknown class before the keys of its table
+    if isinstance(tables.get("links"), dict):  # report unknown classes of links before their keys
         check_classes(tables["links"], file)
     return build_dataclass(System, tables, file=file)

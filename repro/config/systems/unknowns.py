@@ -1,6 +1,6 @@
-"""Uncertain numbers of a system ("unknowns"), and a system whose uncertain numbers vary over many cases.
+"""Uncertain numbers of a system ("unknowns"), and a system whose uncertain numbers vary over many sampled cases.
 
-A case gives every unknown a quantile: 0 at the low end of its range, 1/2 at the best value, 1 at the high end.  The
+A case gives every unknown a quantile: 0 at the low end of its range, 1/2 at the best value, 1 at the high end. The
 quantiles of a key are equal for all systems and runs, so that two predictions can be compared case by case.
 """
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Lanes: TypeAlias = "npt.NDArray[Any]"
-"""Values of one number in every case, [cases]."""
+"""Array [cases] with the value of one uncertain number in every sampled case."""
 PACE = "device.time.pace"
-"""Key of the ratio of kernel times in a run to those of the device on which the time model is calibrated."""
+"""Key of the ratio of kernel times in a run to kernel times on the device for which the time model is calibrated."""
 SPREAD = "device.time.spread"
 """Key of the relative standard deviation of kernel times between the devices of a run."""
 PER_RANGE = 4
-"""Number of search steps from one end of a range to the other."""
+"""Number of steps from end to end of an uncertain number's range in cases that vary this number alone."""
 DRAWS = 64
-"""Number of joint random draws of all unknowns."""
+"""Number of sampled cases in which all uncertain numbers vary jointly at random."""
 MAX_CASES = 32
-"""Maximum number of cached sets of unknowns with their cases."""
+"""Maximum number of cached results of `quantiles_in_cases`, one for each set of uncertain numbers."""
 COUNTED_KEYS = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
-"""Last part of keys whose values are counts."""
+"""Last part of the dotted keys of numbers that are counts."""
 FRACTION_KEYS = (
     *("efficiency", "matmul_efficiency", "unthrottled_efficiency", "memory_efficiency"),
     *("overlap_cost", "pair"),
 )
-"""Last part of keys whose values are at most 1."""
+"""Last part of the dotted keys of numbers that are fractions of at most 1."""
 LOW, BEST, HIGH = 0.0, 0.5, 1.0
-"""Quantiles of the low end of a range, the best value and the high end."""
+"""Quantiles that represent the low end of an uncertain number's range, its best value and the high end."""
 REACH = 4.0
-"""Factor for quantiles outside the range: quantile -1 is low / REACH, and quantile 2 is high * REACH."""
+"""Factor between a range's end and the value at quantile -1 (low / REACH) or 2 (high * REACH), outside the range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +50,15 @@ class Unknown:
     """Uncertain number of a system: its best value and its range."""
 
     key: str
-    """Key in the system file, such as `links.inter-node.rings`."""
+    """Dotted key of the number in the system file, such as `links.inter-node.rings`."""
     low: float
     best: float
     high: float
     source: str
-    """Source of the best value, with the reasons for both ends of the range."""
+    """Source of the number's best value, with the reasons for both ends of its range."""
 
     def values_at(self, quantiles: float | Sequence[float] | Lanes) -> Lanes:
-        """Return the value at each of `quantiles`, linear between low end, best value (1/2) and high end.
+        """Return the number's value at each quantile, linear between low end, best value (1/2) and high end.
 
         Quantiles from -1 to 0 and from 1 to 2 give values outside the range, up to the factor `REACH`.
         """
@@ -76,21 +76,21 @@ class Unknown:
 
     @cached_property
     def around(self) -> dict[float, float]:
-        """Return the quantile of each value that the cases try, in and around the range; for counts, every integer."""
+        """Return the values that the cases try in and around the range, with their quantiles; counts: every integer."""
         quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
         if self._last_word in COUNTED_KEYS:
             for side, best in ((self.low, LOW), (self.high, HIGH)):
                 steps = round(abs(side - self.best))
                 quantiles += [BEST + (best - BEST) * step / steps for step in range(1, steps)]
         quantiles.sort()
-        # The values keep the type in the file (int or float), since records contain a digest of these values.
+        # These values keep their type in the system file (int or float), since records contain a digest of the values.
         in_file = {LOW: self.low, BEST: self.best, HIGH: self.high}
         values = self.values_at(quantiles).tolist()
         return {in_file.get(one, value): one for one, value in zip(quantiles, values, strict=True)}
 
     @property
     def moves(self) -> list[float]:
-        """Return the quantiles of the cases in which only this unknown differs from its best value."""
+        """Return the number's quantiles in the cases in which all other uncertain numbers have their best values."""
         return sorted({LOW, HIGH, *self.around.values()})
 
     @property
@@ -99,24 +99,24 @@ class Unknown:
 
 
 def unknowns(system: System) -> tuple[Unknown, ...]:
-    """Return all uncertain numbers of `system`, including assumed numbers; none if `repro calibrate` measured it."""
+    """Return all uncertain numbers of `system`, including assumed numbers; none if the system is calibrated."""
     if system.device.operators:
         return ()
     return tuple(make_unknown(key, number) for key, number in _quantities(system) if number.ranges)
 
 
 def make_unknown(key: str, number: Quantity) -> Unknown:
-    """Return a known quantity with its range as an `Unknown` of the key `key`."""
+    """Return an uncertain number as an `Unknown` with the key `key`, its best value, its range and its source."""
     low, best, high = number.ends
     return Unknown(key=key, low=low, best=best, high=high, source=number.source)
 
 
 @lru_cache(maxsize=MAX_CASES)
 def quantiles_in_cases(found: tuple[Unknown, ...]) -> dict[str, Lanes]:
-    """Return the quantile of each unknown in every case, [cases], by key.
+    """Return the quantiles of the uncertain numbers in all sampled cases: an array [cases] for each key.
 
-    The first case has the best values. In the next cases, one unknown takes one of its `Unknown.moves`. The last
-    `DRAWS` cases are joint draws from a Latin hypercube, whose columns depend on the key alone.
+    The first case has the best values. In the next cases, one uncertain number takes one of its `Unknown.moves`. The
+    last `DRAWS` cases are joint draws from a Latin hypercube, whose columns depend on the key alone.
     """
     import numpy as np
 
@@ -130,15 +130,15 @@ def quantiles_in_cases(found: tuple[Unknown, ...]) -> dict[str, Lanes]:
 
 
 def drawn(system: System, quantiles: Mapping[str, Lanes]) -> System:
-    """Return `system` with the unknowns in `quantiles` replaced by arrays of their values at these quantiles."""
+    """Return `system` with the uncertain numbers in `quantiles` replaced by arrays of values at these quantiles."""
     found = (one for one in unknowns(system) if one.key in quantiles)
     return with_values(system, {one.key: one.values_at(quantiles[one.key]) for one in found})
 
 
 def with_values(system: System, values: Mapping[str, float | Lanes]) -> System:
-    """Return `system` with new values for the given keys, which then have no range.
+    """Return `system` with new values of the numbers with the given keys, which then have no range.
 
-    A value may be an array with one entry for each case. Values are not checked.
+    A value may be an array with one entry for each sampled case. Values are not checked.
     """
     for key, value in values.items():
         system = _replaced(system, key.split("."), value)
@@ -146,7 +146,7 @@ def with_values(system: System, values: Mapping[str, float | Lanes]) -> System:
 
 
 def _column(key: str) -> list[float]:
-    """Return the quantile of `key` in each joint draw: one random value in each of `DRAWS` equal strata, shuffled."""
+    """Return an uncertain number's quantile in each joint draw: a value in each of `DRAWS` equal strata, shuffled."""
     random = Random(key)
     strata = list(range(DRAWS))
     random.shuffle(strata)
@@ -154,7 +154,7 @@ def _column(key: str) -> list[float]:
 
 
 def _quantities(system: System) -> Iterator[tuple[str, Quantity]]:
-    """Yield every number of a system with its key, with assumed values for unknown ones."""
+    """Yield every number of a system with its dotted key; assumed values replace unknown numbers."""
     for name in _numbers(System):
         yield name, getattr(system, name)
     device = system.device
@@ -175,7 +175,7 @@ def _numbers(cls: type[object]) -> list[str]:
 
 
 def _replaced(owner: Any, path: Sequence[str], value: float | Lanes) -> Any:
-    """Return a copy of a dataclass or a dictionary with a new value of the number at the keys `path`."""
+    """Return a copy of a dataclass or dictionary in which the number at the nested keys `path` has a new value."""
     name, *inside = path
     changed = copy(owner)
     entries = changed if isinstance(owner, dict) else vars(changed)

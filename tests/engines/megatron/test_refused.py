@@ -24,7 +24,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "messages of two stages in one batch": (
         INTERLEAVED | {"overlap": False},
         {},
-        "layout.overlap = false: must be true if pp = 2 and schedule = interleaved",
+        "layout.overlap = false: must be true (overlapped communication) if pp = 2 and schedule = interleaved",
     ),
 }
 

@@ -18,17 +18,17 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "stage 1 and tp": (
         {"dp": 2, "tp": 2, "zero": 1},
         {},
-        "layout.zero = 1: must be 0, 2 or 3 with tp or pp",
+        "layout.zero = 1: must be ZeRO stage 0, 2 or 3 with tp or pp",
     ),
     "stage 1 and pp": (
         {"dp": 2, "pp": 2, "zero": 1, "global_batch": 4},
         {},
-        "layout.zero = 1: must be 0, 2 or 3 with tp or pp",
+        "layout.zero = 1: must be ZeRO stage 0, 2 or 3 with tp or pp",
     ),
     "copies without buckets": (
         {"dp": 2, "precision": "bf16", "gradient_as_bucket_view": False},
         {},
-        "layout.gradient_as_bucket_view = false: must be true in 16 bits and with tp or pp",
+        "layout.gradient_as_bucket_view = false: must be true in 16-bit training and with tp or pp",
     ),
     "fewer micro-batches than stages": (
         {"pp": 2},
