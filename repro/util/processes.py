@@ -252,6 +252,5 @@ def _prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
-    sys.stdout = (
-        sys.stderr
-    )  # Output of a worker must not mix with a JSON document on the command's standard output.
+    # Output of a worker must not mix with a JSON document on the command's standard output.
+    sys.stdout = sys.stderr
