@@ -153,7 +153,7 @@ def open_stream(training: Training, model: Model) -> TokenStream:
 
 
 def _open_corpus(data: str, vocab: int) -> Corpus:
-    """Return the tokens of `shakespeare` (packaged text, bytes), `shakespeare-gpt2` (BPE), or a `.txt` or `.bin` file."""
+    """Return the tokens of the packaged text (`shakespeare`: bytes, `shakespeare-gpt2`: BPE) or of a user's file."""
     if data == "shakespeare":
         return open_text(data, SHAKESPEARE, vocab)
     if data == "shakespeare-gpt2":
