@@ -110,16 +110,13 @@ class Trials:
         document = fit.fit_document(self.question, answer)
         del document["traces"], document["trace_seconds"]
         one = self.as_rank is not None
-        return (
-            document
-            | {
-                "evidence": f"measured (one rank of {self.question.layout.world})" if one else "measured",
-                "limit_bytes": self.question.allocatable,
-                "communicator_bytes": 0,  # A measured trial has its full memory limit, without an estimate for NCCL.
-                "allocator_limit_bytes": self.limit_bytes,
-                "seconds": round(seconds, 1),
-            }
-        )
+        return document | {
+            "evidence": f"measured (one rank of {self.question.layout.world})" if one else "measured",
+            "limit_bytes": self.question.allocatable,
+            "communicator_bytes": 0,  # no estimate: a measured trial may use its full memory limit
+            "allocator_limit_bytes": self.limit_bytes,
+            "seconds": round(seconds, 1),
+        }
 
     def record(self, answer: fit.FitAnswer, seconds: float) -> FitRecord:
         """Return the record of the search with its result, `answer`. `seconds`: duration of the search."""
