@@ -289,7 +289,10 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         ),
         (["--evidence", "simulated", "--system", "dgx22"], "system = 'dgx22': did you mean dgx2"),
         (["--evidence", "simulated", "--only", "torch"], "not simulated: needs engine native"),
-        (["--only", "full"], "needs 64 GPUs of system selene; `--evidence simulated` traces it here"),
+        (
+            ["--only", "full"],
+            "needs 64 GPUs of system selene; `--evidence simulated` simulates the experiment here",
+        ),
     ],
 )
 def test_bad_input_is_one_line(
