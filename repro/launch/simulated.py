@@ -94,13 +94,13 @@ def _simulate_suite(
 
 def missing_for_simulation(experiment: Experiment) -> str:
     """Return the requirement without which `experiment` cannot be simulated; empty if it can be simulated."""
-    return "" if experiment.engine == "native" else "engine native: only the suite's own step can be traced"
+    return "" if experiment.engine == "native" else "engine native: only native steps can be simulated"
 
 
 def simulated_system(experiment: Experiment) -> System:
     """Return the system on which an experiment is simulated, with the links of its emulated network.
 
-    Raises `ConfigError` if the system is not known.
+    Raises `ConfigError` if the system is not known, or if its file does not describe the emulated network's cores.
     """
     if experiment.system in systems.LOCAL_SYSTEMS:
         return _unlimited_machine()

@@ -33,7 +33,7 @@ class AllocationHistory:
         self.line = line
         self.events: list[dict[str, Any]] = []
         self.segments: Sequence[Sequence[tuple[int, int, int | None]]] = []
-        """Allocator segments at the end, as lists of blocks (address, size in bytes, number of the allocation).
+        """Allocator segments at the end of the history, each a list of blocks (address, bytes, allocation number).
 
         The number of a free block is None.
         """

@@ -90,7 +90,7 @@ def without_compiler() -> Iterator[None]:
     """Prevent operators on `meta` from importing torch's compiler inside the context.
 
     Most of torch's shape functions in Python import the compiler at their first call, which takes seconds and retains
-    tensors.  An empty module replaces the compiler, unless the compiler is imported already.
+    tensors.  A stub module replaces the compiler, unless the compiler is imported already.
     """
     if COMPILER in sys.modules:
         yield

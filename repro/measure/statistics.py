@@ -22,7 +22,7 @@ MINIMUM_ROUNDS = 3
 
 
 class Summary(NamedTuple):
-    """Median and 20 % / 80 % quantiles of a sample, in its unit."""
+    """Median and 20 % / 80 % quantiles of a sample, in the unit of its values."""
 
     median: float
     p20: float

@@ -43,7 +43,7 @@ class BatchPosition:
 
     step: int
     first_sample: int
-    """Index of the first sample in the step's global batch."""
+    """Index of the micro-batch's first sample in the global batch of its step."""
     keys: Tensor | None = None
     """Random number keys of all dropouts, int64 [layers + 1, DROPOUT_SITES, 2], in device memory for CUDA graphs.
 
@@ -270,7 +270,7 @@ class Attention(nn.Module):
     def _heads(self, products: Sequence[Tensor]) -> tuple[Tensor, ...]:
         a, width, (b, s, _) = self.heads, self.setting.model.head_width, products[0].shape
         if self.has_own_keys:
-            qkv = self._turned(products[0], 2 * a)  # [b, s, 3 a/t d]
+            qkv = self._turned(products[0], 2 * a)  # queries, keys and values: [b, s, 3 a/t d]
             parts: tuple[Tensor, ...] = _Split.apply(qkv.view(b, s, 3, a, width), 2)
             return tuple(x.transpose(1, 2) for x in parts)
         q = self._turned(products[0], a).view(b, s, a, width)

@@ -72,7 +72,7 @@ class WeightDropout:
     p: float
     key: int
     first_sample: int
-    """Index of the first sample in the global batch."""
+    """Index of the micro-batch's first sample in the global batch."""
     heads: int
     """Number of attention heads of the model."""
     first_head: int
@@ -187,7 +187,7 @@ def _softmax(
 def _softmax_apart(scores: Tensor, scale: float) -> Tensor:
     """Return the softmax of masked attention scores, computed by five operators.
 
-    Megatron-LM uses them for sizes that its fused softmax does not support.
+    Megatron-LM uses separate operators for sizes that its fused softmax does not support.
     """
     s = scores.shape[-1]
     future = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu_(1)

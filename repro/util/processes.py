@@ -75,7 +75,7 @@ class CoreAssignment:
     """Core on which this process computes, and cores on which its threads send and receive network messages."""
 
     def __init__(self, index: int):
-        """Choose the cores of this process. `index`: its number among the processes that share the usable cores."""
+        """Choose the cores of a process. `index`: number of the process among those that share the usable cores."""
         cores = sorted(os.sched_getaffinity(0))
         compute = cores[: count_compute_cores(len(cores))]
         self.compute = {compute[index % len(compute)]}
@@ -93,7 +93,7 @@ class CoreAssignment:
             thread = int(name)
             try:
                 os.sched_setaffinity(thread, self.compute if thread == this_thread else self.messages)
-            except ProcessLookupError:  # A thread may end between `listdir` and this call.
+            except ProcessLookupError:  # A thread may end before its core affinity is set.
                 continue
 
 
@@ -146,7 +146,7 @@ WORKER_BYTES = 2 * 2**30
 
 
 class WorkerDied(Exception):
-    """A worker process ended without a result, for example because the kernel killed it for lack of memory."""
+    """Exception for a worker process that ended without a result, for example because host memory was exhausted."""
 
     def __init__(self) -> None:
         super().__init__("a worker process was killed, perhaps because the host memory was full")

@@ -78,7 +78,7 @@ def test_all_that_is_foreseen_of_each(tmp_path: Path) -> None:
     assert seen("measured") == [a, known, far, torch]
     assert seen("measured", rerun=True)[1] == ("known", "to run", *known[2:])
     of = "2 ranks of local, simulated here"
-    native = "needs engine native: only the suite's own step can be traced"
+    native = "needs engine native: only native steps can be simulated"
     assert seen("simulated") == [
         ("a", "to run", of, 1, None, 0.0),
         ("known", "to run", of, 1, 4.0, 0.0),  # that record is of no system of today

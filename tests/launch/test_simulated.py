@@ -69,7 +69,7 @@ def test_every_scale_is_simulated_here_once(tmp_path: Path, capsys: pytest.Captu
         "limit": ("oom", True, False),
     }
     reasons = {row["name"]: row["reason"] for row in summary["experiments"]}
-    assert reasons["torch"] == "needs engine native: only the suite's own step can be traced"
+    assert reasons["torch"] == "needs engine native: only native steps can be simulated"
     assert "out of memory" in reasons["limit"]
 
     code, again = run(suite, tmp_path / "results", capsys)

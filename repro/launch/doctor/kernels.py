@@ -66,12 +66,13 @@ def check_kernels(torch: Any, compile_for: str = "") -> list[Check]:
     try:
         from repro.kernels.cuda.compile import COMPILER_PACKAGES
         from repro.kernels.cuda.program import Unavailable
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # raised by an incompatible torch
+    # An incompatible torch raises one of these exceptions while the kernels are imported.
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return [Check("kernels", NO, reason, "no training", fatal=True)]
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("repro::")]
     text = f"{len(names)} operators, each with a reference implementation in PyTorch"
-    checks = [Check("kernels", YES, text, "the same training step on CPU, CUDA and meta devices")]
+    checks = [Check("kernels", YES, text, "training steps on CPU, CUDA and meta devices")]
     try:
         checks += _check_compiler(torch)
         checks += _check_families(torch, compile_for)
@@ -108,7 +109,7 @@ def _check_families(torch: Any, compile_for: str) -> list[Check]:
         targets = sorted({compiler.compile_target((device.major, device.minor)) for device in devices})
     else:
         found = f"{len(families.FAMILIES)} kernel families, but no GPU to run them"
-        meaning = "`repro doctor --kernels sm_80` compiles them for an A100 without a GPU"
+        meaning = "`repro doctor --kernels sm_80` compiles the kernels for an A100 without a GPU"
         return [Check("CUDA kernels", LIMITED, found, meaning)]
     return [
         _check_family(name, family, target, compile=bool(compile_for))
@@ -247,7 +248,7 @@ def occupancy_of(program: Program, used: KernelResources, gpu: GpuLimits) -> Occ
 
     blocks = resident_blocks(used, program.threads, gpu)
     if program.source == "layernorm" and dict(program.definitions)["BACKWARD"]:
-        # The backward pass of a norm is launched with at most this number of threads per multiprocessor.
+        # The backward kernel of a norm is launched with at most `MAX_BACKWARD_THREADS` threads per multiprocessor.
         blocks = min(blocks, max(1, MAX_BACKWARD_THREADS // program.threads))
     in_flight = blocks * program.threads * requested_bytes(program)
     needed = gpu.bandwidth * LATENCY_CYCLES / gpu.clock / gpu.processors

@@ -252,7 +252,7 @@ def _missing_kernels_reason(torch: Any, capability: tuple[int, int]) -> str:
     """Return a message if this torch was built without kernels for a GPU's compute capability; empty otherwise."""
     if has_kernels_for(capability, torch.cuda.get_arch_list()):
         return ""
-    older = "; torch builds for CUDA 12.6 have them" if capability[0] < 8 else ""
+    older = "; torch builds for CUDA 12.6 support this GPU" if capability[0] < 8 else ""
     return f"this torch has no kernels for sm_{capability[0]}{capability[1]}{older}"
 
 

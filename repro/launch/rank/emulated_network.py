@@ -34,9 +34,9 @@ MAX_RATE_ATTEMPTS = 15
 MAX_RATE_SPREAD = 0.25
 """Maximum difference between the compute rates of two ranks, relative to the mean of all ranks."""
 MAX_CATCH_UP_S = 0.02
-"""Maximum delay that a rank may catch up by computing without sleep, in seconds."""
+"""Maximum lag behind its share of a core that a rank may make up by computing without sleep, in seconds."""
 TIMER_INTERVAL_S = 4e-3
-"""Processor time after which a computing rank checks whether it must sleep, in seconds."""
+"""Processor time after which a rank checks whether it has exceeded its share of a core, in seconds."""
 
 
 class EmulatedNetworkRank:
