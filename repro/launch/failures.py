@@ -48,11 +48,10 @@ _DEVICE = re.compile(r"(?:CUDA error|Cuda failure)[^\n]*", re.IGNORECASE)
 
 
 def failure_class(outcome: str, reason: str, state: str = "") -> str:
-    """Return the class of an experiment's failure, one of `FAILURE_CLASSES`.
+    """Return one of `FAILURE_CLASSES` for an experiment; empty for the outcomes `ok` and `diverged` and while it runs.
 
-    Return `""` for the outcomes `ok` and `diverged` and for a running experiment. `outcome` and `reason` are those of
-    the record, empty without a record. `state` is SLURM's state of the job, for example `CANCELLED by 0`. The state
-    counts if there is no record, or if the record's outcome is `interrupted`.
+    `outcome` and `reason` are those of the record, empty without a record. `state` is SLURM's state of the job, for
+    example `CANCELLED by 0`. The state counts if there is no record, or if the record's outcome is `interrupted`.
     """
     if outcome in ("ok", "diverged"):
         return ""

@@ -64,10 +64,7 @@ def plan_trials(
 
 
 def _local_system(system: str, limit: int | None) -> System:
-    """Return this machine as a system.
-
-    Raises `ConfigError` if its devices are processor cores and no `limit`, in bytes per process, is given.
-    """
+    """Return this machine as a system. Raises `ConfigError` on processor cores without a `limit` in bytes."""
     if local_launch.DEVICES[system] != "cpu":
         return discover()
     if limit is None:
@@ -103,10 +100,7 @@ class Trials:
         return fit.search_largest(values, lambda value: self._attempt(value, interrupt), limit, start)
 
     def document(self, answer: fit.FitAnswer, seconds: float) -> dict[str, Any]:
-        """Return the search result as the document of `repro fit --measure --json`.
-
-        `seconds`: duration of the search.
-        """
+        """Return the search result as the JSON document of `repro fit --measure`. `seconds`: duration of the search."""
         document = fit.fit_document(self.question, answer)
         del document["traces"], document["trace_seconds"]
         one = self.as_rank is not None

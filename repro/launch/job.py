@@ -78,10 +78,7 @@ class Stopped(Exception):
 
 
 class Interrupt:
-    """Context in which SIGINT, SIGTERM and SIGHUP only set the attribute `signal`.
-
-    A signal that the process ignores outside the context remains ignored.
-    """
+    """Context in which SIGINT, SIGTERM and SIGHUP only set `signal`; a signal that was ignored remains ignored."""
 
     def __init__(self) -> None:
         self.signal = 0

@@ -59,10 +59,7 @@ class LocalLaunch:
         self._network: RunningNetwork | None = None
 
     def start(self) -> None:
-        """Start all ranks, on an emulated network if the job has one.
-
-        Raises `NoNetwork` if the emulated network cannot be created.
-        """
+        """Start all ranks and the job's emulated network, if any.  Raises `NoNetwork` if no network can be created."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         if self.job.network is not None:
@@ -132,10 +129,7 @@ class LocalLaunch:
                 process.wait(REAP_TIMEOUT_S)
 
     def close(self, *, keep_logs: Path | None) -> None:
-        """Kill the ranks and remove the files of the launch.
-
-        `keep_logs`: folder to which the logs are moved; None removes the logs.
-        """
+        """Kill the ranks, remove their files, and move the logs to the folder `keep_logs` (None: remove the logs)."""
         self.kill()
         if self._network is not None:
             self._network.close()
@@ -149,11 +143,10 @@ class LocalLaunch:
 
 
 def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[str, str]:
-    """Return the environment variables of one rank.
+    """Return the environment of one rank: variables of this process and of `torchrun`, and its number of threads.
 
-    They are the variables of this process, those of `torchrun`, and the number of threads for the rank's share of the
-    cores. With a memory limit (`limited`), glibc returns freed tensors to the kernel at once. Otherwise freed blocks
-    of up to 32 MB would remain in the heap and count against the limit.
+    With a memory limit (`limited`), glibc returns freed tensors to the kernel at once. Otherwise freed blocks of up to
+    32 MB would remain in the heap and count against the limit.
     """
     cores = len(os.sched_getaffinity(0))
     defaults = {

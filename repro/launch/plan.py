@@ -55,10 +55,7 @@ def select_entries(suite: Suite, only: list[str]) -> list[Entry]:
 
 
 def plan_tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool) -> list[Task]:
-    """Return the tasks that run those `entries` of a suite that have no conclusive record, in the order of the suite.
-
-    `rerun`: whether to run entries with a conclusive record, too.
-    """
+    """Return the tasks for entries without a conclusive record (`rerun`: for all entries), in the suite's order."""
     todo: list[Task] = []
     compared: set[str] = set()
     experiments = {entry.experiment.name: entry.experiment for entry in entries}

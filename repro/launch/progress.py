@@ -99,8 +99,7 @@ class Progress:
             place=place,
             rate=_rate(steps.rate),
         )
-        # In a comparison, a step of one experiment also changes the remaining time of the other experiments.
-        for at, line in self._lines.items():
+        for at, line in self._lines.items():  # A step changes the remaining time of all compared experiments.
             self._bars.update(line, left=_time_left(self.running.left_s(counters[at])))
 
     def _clear(self) -> None:
@@ -177,10 +176,7 @@ class StepCounter:
     """Counter of one experiment's steps, with their rate. The first observed step is not timed."""
 
     total: int
-    """Number of training steps of the experiment.
-
-    If each turn of a comparison initialises the experiment, its untimed steps count in each turn.
-    """
+    """Number of training steps. Untimed steps count in each turn of a comparison that initialises the experiment."""
     done: int = 0
     _at: int | None = None
     """Training step at the last update; None before the first update."""
@@ -190,16 +186,13 @@ class StepCounter:
     """Seconds for which the experiment has run since timing began, without the turns of other experiments."""
 
     def update(self, step: int, seconds: float) -> None:
-        """Record that the experiment is at `step`.
-
-        `seconds`: time for which the ranks have run the experiment since the last update.
-        """
+        """Record the experiment's `step`, after the ranks have run it for `seconds` since the last update."""
         if self._from is not None:
             self._spent += seconds
         if self._at is None:
             self.done = step  # a resumed training begins at the step of its checkpoint
         elif step != self._at:
-            # A turn of a comparison that initialises its experiment begins at step 0.
+            # An experiment that a turn of a comparison initialises begins at step 0.
             self.done += step - self._at if step > self._at else step
             self._from = self.done if self._from is None else self._from
         self._at = step

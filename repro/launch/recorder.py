@@ -57,7 +57,7 @@ class Recorder:
         """Reasons for replacing CUDA kernels that a warning has already named."""
 
     def begin(self) -> None:
-        """Collect the provenance of the next records, before ranks start, so that it does not disturb their timing."""
+        """Collect provenance for the next records; call this before ranks start, because it disturbs their timing."""
         from repro.measure.provenance import provenance
 
         self._source = {**provenance(), **self._place}
@@ -113,10 +113,7 @@ class Recorder:
         )
 
     def _write(self, written: ExperimentRecord, failed: Callable[[str], ExperimentRecord]) -> None:
-        """Append a record to the store and display its outcome.
-
-        On a full disk, append the small record that `failed` returns, and raise `DiskFull`.
-        """
+        """Append a record and display its outcome; on a full disk, append the smaller record that `failed` returns."""
         full = ""
         try:
             self._append(written, f"disk full while writing the result to {self.store.folder}")
@@ -124,19 +121,14 @@ class Recorder:
             # The store has freed its reserved disk space, which is large enough for the record of a failure.
             full = str(error)
             written = failed(full)
-            self._append(
-                written, f"{written.reason}, and the record of {written.name} did not fit on the disk"
-            )
+            self._append(written, f"{written.reason}, and the record of {written.name} did not fit on disk")
         expected = self.suite.entry(written.name).expect in ("", written.outcome)
         self.progress.ended(written.name, written.outcome, written.reason, written.wall_s, expected=expected)
         if full:
             raise DiskFull(full)
 
     def ratios(self, job: Job, finished: dict[int, Results]) -> None:
-        """Write the ratio of each finished experiment of a comparison to the baseline, the job's first experiment.
-
-        Raises `DiskFull`.
-        """
+        """Write the ratio of each finished experiment of a comparison to the baseline (index 0).  Raises `DiskFull`."""
         from repro.results.measured import comparison_record
 
         ranks = {index: [RankResult.read(result) for result in found] for index, found in finished.items()}
@@ -231,11 +223,7 @@ class RunEnd:
 
 
 def run_end(summary: dict[str, Any], *, failure: str, signal: int) -> RunEnd:
-    """Return summary and exit code of a run.
-
-    `failure`: reason of an early end; empty without a failure. `signal`: number of the signal that ended the run; 0
-    without a signal.
-    """
+    """Return summary and exit code of a run that `failure` (empty: none) or a `signal` (0: none) may have stopped."""
     summary["stopped"] = failure or (f"by signal {signal}" if signal else "")
     wrong = failure or any(row["expected"] is False for row in summary["experiments"])
     return RunEnd(summary, 128 + signal if signal else int(bool(wrong)))

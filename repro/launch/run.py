@@ -36,16 +36,13 @@ def run_suites(
     system: str = "",
     profile: bool = False,
 ) -> Iterator[RunEnd]:
-    """Run the experiments of `suites` that have no record, and yield summary and exit code of each suite.
+    """Run the experiments without a record, and yield summary and exit code of each suite, until an interruption.
 
-    An interruption ends the run. Experiments that need another machine are listed and not started, unless `evidence` is
-    `simulated`. `profile`: run all experiments again, and write a profile of each rank.  Raises `ConfigError` before
-    the first start.
+    Experiments that need another machine are listed and not started, unless `evidence` is `simulated`. `profile`: run
+    all experiments again, and write a profile of each rank.  Raises `ConfigError` before the first start.
     """
     if profile and evidence == SIMULATED:
-        right = (
-            "needs measured runs; `repro simulate --timeline --snapshot` writes profiles of a predicted step"
-        )
+        right = "needs measured runs; `repro simulate --timeline --snapshot` profiles a predicted step"
         raise ConfigError("--profile", evidence, says=right)
     selected = [(suite, plan.select_entries(suite, only)) for suite in load_suites(suites, evidence, system)]
     _require_writable(results)
@@ -61,10 +58,7 @@ def run_suites(
 
 
 def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite]:
-    """Load the suites in `files`.
-
-    Raises `ConfigError` if two suites have one name, or if a `system` is given for measured runs.
-    """
+    """Load suites from `files`.  Raises `ConfigError` for two suites of one name, or a `system` for measured runs."""
     require(evidence in (MEASURED, SIMULATED), "--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     if system and evidence == MEASURED:
         right = f"needs --evidence {SIMULATED}; measured runs use this machine"
@@ -110,10 +104,7 @@ def _run_measured(
 
 
 def _missing_requirements(suite: Suite, entries: list[Entry]) -> dict[str, str]:
-    """Return the missing requirement of each experiment on this machine, by name; empty for one that can run.
-
-    Raises `ConfigError` if this machine can run no experiment.
-    """
+    """Return the missing requirement of each experiment, by name.  Raises `ConfigError` if no experiment can run."""
     needs = {entry.experiment.name: missing_for_measurement(entry) for entry in entries}
     if all(needs.values()):
         first = entries[0].experiment.name
@@ -123,10 +114,9 @@ def _missing_requirements(suite: Suite, entries: list[Entry]) -> dict[str, str]:
 
 
 def missing_for_measurement(entry: Entry) -> str:
-    """Return the requirement of a measurement that this machine does not meet, with a hint to simulate the experiment.
+    """Return the missing requirement of a measurement here, with a hint to simulate; empty if nothing is missing.
 
-    Return an empty text if the machine meets all requirements. Too little memory does not count for an experiment that
-    is expected to run out of memory.
+    Too little memory does not count for an experiment that is expected to run out of memory.
     """
     experiment = entry.experiment
     needs = local_launch.missing_resource(experiment)
@@ -215,10 +205,7 @@ def _describe_ranks(experiment: Experiment, simulates: bool) -> str:
 
 
 def _describe_memory(experiment: Experiment, traced: dict[str, ExperimentRecord]) -> str:
-    """Describe the simulated peak memory of a device, and whether it fits.
-
-    Without a simulated record, describe the bytes of model states, which are a lower bound.
-    """
+    """Describe a device's simulated peak memory; without a record, the bytes of model states (a lower bound)."""
     if experiment.system in LOCAL_SYSTEMS:
         return ""
     system = load_system(experiment.system)

@@ -22,10 +22,7 @@ from repro.results.store import DISK_FULL
 
 
 class StopRequest(Protocol):
-    """Interface of a request to stop a run, which is true after the request.
-
-    `stop_s`: seconds in which ranks must end the current step and write a checkpoint.
-    """
+    """Interface of a request to stop a run, true once requested. `stop_s`: seconds for the step and a checkpoint."""
 
     @property
     def stop_s(self) -> float: ...
@@ -149,10 +146,7 @@ class Runner:
         has_announced_stop = False
 
         def harvest(spent_s: list[float]) -> None:
-            """Record new results in the order of the job's experiments.
-
-            Compared experiments have results only at the end of the launch.
-            """
+            """Record new results in the job's order; compared experiments have results only at the launch's end."""
             while len(finished) < len(job.experiments):
                 index = len(finished)
                 results = launch.results(index)
@@ -192,10 +186,7 @@ class Runner:
 def _watch_launch(
     launch: RecordedLaunch, interrupt: StopRequest, tick: Callable[[Position, list[float]], None]
 ) -> supervise.Ending:
-    """Start a launch and wait for its end.
-
-    A full disk or an emulated network that cannot be created gives the outcome `error`.
-    """
+    """Start a launch and wait for its end. A full disk or a failed network emulation gives the outcome `error`."""
     try:
         launch.start()
     except NoNetwork as error:

@@ -98,10 +98,7 @@ def missing_for_simulation(experiment: Experiment) -> str:
 
 
 def simulated_system(experiment: Experiment) -> System:
-    """Return the system on which an experiment is simulated, with the links of its emulated network.
-
-    Raises `ConfigError` if the system is not known, or if its file does not describe the emulated network's cores.
-    """
+    """Return the system on which an experiment is simulated, with its emulated network.  Raises `ConfigError`."""
     if experiment.system in systems.LOCAL_SYSTEMS:
         return _unlimited_machine()
     system = systems.load_system_file(experiment.system)
@@ -162,10 +159,7 @@ def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
 
 
 def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
-    """Return the entries that have no conclusive simulated record.
-
-    `on`: system of each experiment, by name; a record of another system does not count. `rerun`: return all entries.
-    """
+    """Return the entries without a conclusive simulated record on their system in `on` (`rerun`: all entries)."""
     latest = by_key(store.records(), SIMULATED)
     facts: dict[tuple[int, OperatorSet], SimulatedOn] = {}
 
@@ -182,10 +176,7 @@ def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], r
 
 @contextmanager
 def _hold_simulation_lock(store: Store, progress: Progress, interrupt: Interrupt) -> Iterator[None]:
-    """Hold the store's lock on simulations inside the context, after waiting for another process that holds it.
-
-    Raises `DiskFull`.
-    """
+    """Wait for the store's lock on simulations, and hold the lock inside the context.  Raises `DiskFull`."""
     locks = ExperimentLocks(store.root)
     with disk_full_errors(store.root):
         store.prepare()

@@ -22,10 +22,9 @@ def load_system(name: str | Path) -> System:
 
 
 def discover() -> System:
-    """Return this machine as the system `local`.
+    """Return this machine as a system. Its devices are its GPUs or, without GPUs, the processor as one device.
 
-    Its devices are the machine's GPUs or, without GPUs, the processor as one device.  If the GPUs are of different
-    types, the system describes the first GPU, and its note lists all types.
+    If the GPUs are of different types, the system describes the first GPU, and its note lists all types.
     """
     state = host_memory()
     host = Quantity(
@@ -41,11 +40,9 @@ def discover() -> System:
             value=first["memory_bytes"],
             source="NVML, this machine" if first["memory_bytes"] else NOT_MEASURED,
         )
-        source = "unknown: a CUDA context exists only while a process uses CUDA and NCCL, and its size grows"
-        context = Quantity(value=None, source=source)
+        context = Quantity(value=None, source="unknown: only a process that uses CUDA has a CUDA context")
         links = ("nvlink", "pcie") if has_nvlink() else ("pcie",)
-        mixed = f"this machine has different GPUs ({', '.join(kinds)}); the system describes the first GPU"
-        note = mixed if len(kinds) > 1 else ""
+        note = f"different GPUs: {', '.join(kinds)}; the system describes the first" if len(kinds) > 1 else ""
         count = Quantity(value=len(found), source="NVML, this machine")
     else:
         name, capability, size = cpu()["model"], "", host

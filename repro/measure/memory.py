@@ -33,10 +33,7 @@ class AllocationHistory:
         self.line = line
         self.events: list[dict[str, Any]] = []
         self.segments: Sequence[Sequence[tuple[int, int, int | None]]] = []
-        """Allocator segments at the end of the history, each a list of blocks (address, bytes, allocation number).
-
-        The number of a free block is None.
-        """
+        """Allocator segments at the end, as lists of blocks (address, bytes, allocation number or None if free)."""
         self._live: dict[int, dict[str, Any]] = {}
         self._end = 0
 
@@ -50,10 +47,7 @@ class AllocationHistory:
     def alloc(
         self, number: int, address: int, size: int, category: str, operator: str, line: str, phase: str
     ) -> None:
-        """Add an allocation to the history.
-
-        The stack trace of its event is the operator with its source line, then the phase of the step.
-        """
+        """Add an allocation, whose stack trace is the operator with its source line, then the phase of the step."""
         file, _, at = line.rpartition(":")
         frames = [
             {"name": operator, "filename": file or "?", "line": int(at) if file else 0},
@@ -82,10 +76,7 @@ class AllocationHistory:
             self._end += size
 
     def final_segments(self, device: int) -> Iterator[dict[str, Any]]:
-        """Yield the allocator's segments at the end of the history.
-
-        Without an allocator's `segments`, each live allocation has one segment.
-        """
+        """Yield allocator segments at the end: those in `segments`, or else one segment for each live allocation."""
         single = [[(event["addr"], event["size"], number)] for number, event in self._live.items()]
         for stretch in self.segments or single:
             blocks = []
@@ -104,8 +95,7 @@ def write_memory_snapshot(path: Path, devices: Sequence[AllocationHistory]) -> N
     """Write the allocation histories of several devices as one snapshot file for PyTorch's memory viewer."""
     segments = [segment for number, one in enumerate(devices) for segment in one.final_segments(number)]
     document = {"segments": segments, "device_traces": [history.events for history in devices]}
-    # PyTorch's memory viewer reads no newer pickle protocol than 4.
-    path.write_bytes(pickle.dumps(document, protocol=4))
+    path.write_bytes(pickle.dumps(document, protocol=4))  # PyTorch's viewer reads no newer pickle protocol.
 
 
 class _TrackedStorage:
@@ -128,10 +118,7 @@ class MemoryTracker(UncompiledMode):
         super().__init__()
         self.history, self._operator = history, "empty"
         self.phase = Phase.INIT
-        """Current phase of the step.
-
-        A storage without a category is an activation if an operator of the forward pass created it, else `other`.
-        """
+        """Phase of the step. A new storage without a category is an activation in the forward phase, else `other`."""
         self._live: dict[int, _TrackedStorage] = {}
         self._counted = self._nothing()
         """Live bytes by memory category, updated by every allocation, release and change of a category."""
@@ -156,10 +143,7 @@ class MemoryTracker(UncompiledMode):
 
     @property
     def most(self) -> dict[str, int]:
-        """Return the peak of the live bytes of each memory category, and the peak of the device's total.
-
-        Categories may peak at different times.
-        """
+        """Return the peak live bytes of each memory category and of the device's total, each at its own time."""
         self._update_peaks()
         return dict(self._most)
 

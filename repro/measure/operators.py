@@ -1,8 +1,7 @@
-"""Counts of the collectives (with their bytes) and of the kernels that a training engine runs in one process.
+"""Counts of the collectives (with bytes) and of the kernels that a training engine runs in one process.
 
-A dispatch mode intercepts the collectives of `torch.distributed` as operators, for any caller (Python, DDP's C++
-reducer, DTensor).  Payloads and sent bytes are defined as in `repro.parallel.ledger`; barriers and receives are not
-counted.
+A dispatch mode sees the collectives of `torch.distributed` as operators, for any caller (Python, DDP's C++ reducer,
+DTensor).  Payloads and sent bytes are defined as in `repro.parallel.ledger`; barriers and receives are not counted.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ _MESSAGES: dict[str, tuple[str, str]] = {
     "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
     "_c10d_functional::isend": (SEND, "tensor"),
 }
-"""Collective that each communication operator of torch runs, and the operator's argument with the full message.
-
-`result` stands for the operator's return value.
-"""
+"""Collective of each communication operator of torch, and the argument (or `result`) that holds the full message."""
 _WITHOUT_PAYLOAD = {
     *("c10d::barrier", "c10d::monitored_barrier_"),
     *("c10d::recv_", "c10d::recv_any_source_", "_c10d_functional::irecv"),
@@ -77,10 +73,9 @@ class UncompiledMode(TorchDispatchMode):
 
 
 def has_wrapper_type(types: Iterable[type]) -> bool:
-    """Return whether an operator's argument types `types` include a wrapper type such as DTensor.
+    """Return whether an operator's argument types include a wrapper type such as DTensor.
 
-    In this case a dispatch mode returns `NotImplemented`, and torch calls the mode again for the operators on the
-    rank's local tensors.
+    If so, a dispatch mode returns `NotImplemented`, and torch calls the mode again for the operators on local tensors.
     """
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
@@ -141,10 +136,7 @@ class CollectiveCounter(UncompiledMode):
 
 
 def group_names(mesh: Mesh) -> dict[frozenset[int], str]:
-    """Return the names of the mesh's process groups, by their sets of ranks.
-
-    Groups with equal ranks have one name, the first of dp, tp, pp, embedding and world.
-    """
+    """Return group names by ranks; groups with equal ranks get the first name of dp, tp, pp, embedding and world."""
     groups = (mesh.world, mesh.embedding, mesh.pp, mesh.tp, mesh.dp)
     return {frozenset(group.ranks): group.name for group in groups if group.size > 1}
 

@@ -120,10 +120,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes that represent a file in a hash: its contents, or its size if the file is large.
-
-    An unreadable file gives no bytes.
-    """
+    """Return a small file's contents, or the size of a large file, as input of a hash; empty if unreadable."""
     with contextlib.suppress(OSError):
         size = path.stat().st_size
         return path.read_bytes() if size <= _LARGEST_HASHED_BYTES and path.is_file() else str(size).encode()
@@ -146,10 +143,7 @@ def major_minor(version: str) -> tuple[int, ...]:
 
 
 def torch_build() -> dict[str, str | None]:
-    """Return the CUDA and HIP versions and the git commit of the torch build, from `torch/version.py`.
-
-    Return an empty dictionary if they are unknown.
-    """
+    """Return CUDA and HIP version and git commit of the torch build, from `torch/version.py`; empty if unknown."""
     build: dict[str, str | None] = {}
     with contextlib.suppress(ImportError, OSError, ValueError):
         spec = importlib.util.find_spec("torch")
@@ -245,10 +239,7 @@ def nvml() -> Iterator[Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the properties of every NVIDIA GPU of this machine.
-
-    A value that the driver does not report (MIG, old cards) is `None`.
-    """
+    """Return the properties of every NVIDIA GPU; a value that the driver does not report (MIG, old cards) is `None`."""
     with nvml() as n:
         return [_gpu(n, n.nvmlDeviceGetHandleByIndex(i)) for i in range(n.nvmlDeviceGetCount())] if n else []
 

@@ -30,10 +30,7 @@ class Summary(NamedTuple):
 
 
 class RatioInterval(NamedTuple):
-    """Median ratio subject/baseline and the ends of its confidence interval.
-
-    With too few rounds for an interval, `low` and `high` are None.
-    """
+    """Median ratio subject/baseline and its confidence interval, whose ends are None with too few rounds."""
 
     ratio: float
     low: float | None
@@ -91,8 +88,7 @@ def _bootstrap(ratios: list[float], method: str, seed: int) -> tuple[float, floa
     from scipy import stats
 
     with warnings.catch_warnings():
-        # For degenerate samples scipy warns and returns nan, which the caller of this function handles.
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # scipy warns about degenerate samples, for which it returns nan.
         result = stats.bootstrap(
             (np.asarray(ratios),),
             np.median,

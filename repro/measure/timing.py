@@ -41,10 +41,7 @@ class StepClock:
         return event
 
     def read(self) -> list[dict[str, float]]:
-        """Return the times in seconds of every step since the last call.
-
-        Keys: each phase, `step` for the full step, and `CORE_TIME` for the thread's CPU time.
-        """
+        """Return for every step since the last call the seconds of each phase, of the `step`, and of `CORE_TIME`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         found = []

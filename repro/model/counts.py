@@ -78,10 +78,7 @@ def count_layer_norms(model: Model) -> int:
 
 
 def count_row_biases(model: Model) -> int:
-    """Return the number of biases of a transformer layer's two row-parallel matrices.
-
-    These matrices are the attention output and the second matrix of the MLP.
-    """
+    """Return the number of biases of a layer's row-parallel matrices: attention output and second MLP matrix."""
     return 2 * model.hidden if model.biases == "all" else 0
 
 
@@ -156,10 +153,7 @@ def layers_forward(model: Model, seq: int, samples: int) -> int:
     Raises `ConfigError` for an architecture other than gpt.
     """
     require(
-        model.architecture == "gpt",
-        "model",
-        model.name,
-        "of architecture gpt, because FLOP of other architectures are not counted",
+        model.architecture == "gpt", "model", model.name, "a gpt; FLOP of other architectures are not counted"
     )
     inner = model.heads * model.head_width
     keys = model.key_heads * model.head_width
@@ -188,10 +182,7 @@ def causal_flops(model: Model, seq: int, samples: int) -> float:
 
 
 def hardware_flops(model: Model, seq: int, samples: int, recompute: bool | str) -> int:
-    """Return the FLOP that devices execute in forward and backward pass, including recomputation.
-
-    `recompute`: setting of the layout, which recomputes all layers, only the attention scores, or nothing.
-    """
+    """Return the FLOP that devices execute in a step, including the layers or scores that `recompute` repeats."""
     repeated = layers_forward(model, seq, samples) if recompute else 0
     if recompute == SELECTIVE:
         repeated = model.layers * samples * seq * _scores_per_token(model, seq)

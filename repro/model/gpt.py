@@ -35,11 +35,7 @@ STANDARD_DEVIATION = 0.02
 
 
 class Embedding(nn.Module):
-    """Input module, which maps tokens [b, s] to activations [b, s, h].
-
-    It consists of a token embedding (split by vocabulary), position embedding and norm if the model has them, and
-    dropout.
-    """
+    """Token embedding (split by vocabulary), optional positions and norm, then dropout: tokens [b, s] to [b, s, h]."""
 
     def __init__(self, setting: Setting):
         super().__init__()
@@ -65,10 +61,7 @@ class Embedding(nn.Module):
 
 
 class LossHead(nn.Module):
-    """Output module: final norm, logits and loss.
-
-    It maps x [b, s, h] and targets [b, s] to the fp32 losses of all tokens, [b * s].
-    """
+    """Final norm, logits and loss: activations x [b, s, h] and targets [b, s] to fp32 losses per token [b * s]."""
 
     def __init__(self, setting: Setting, tokens: nn.Parameter | None):
         """`tokens`: the token embedding if this pipeline stage has it; with None, a tied head creates a copy of it."""
@@ -197,10 +190,7 @@ class GPT(nn.Module):
         return y
 
     def matrix_shapes(self) -> set[tuple[int, int]]:
-        """Return the sizes (rows, columns) of this rank's weight matrices.
-
-        The projections to queries, keys and values, which have a common input, count as one matrix.
-        """
+        """Return sizes (rows, columns) of this rank's weight matrices; those with a common input count as one."""
         found: list[list[Tensor]] = []
         if self.part.last:
             found.append([self.head.tokens if self.setting.model.tied else self.head.output])
@@ -211,10 +201,7 @@ class GPT(nn.Module):
         return {(sum(w.numel() // w.shape[-1] for w in one), one[0].shape[-1]) for one in found}
 
     def zero_units(self) -> list[GatherUnit]:
-        """Return the units of modules whose parameters ZeRO gathers together.
-
-        Each block is a unit.  Embedding and head are one unit if they share a weight (tied), otherwise two.
-        """
+        """Return the units that ZeRO gathers: one per block, and one (tied) or two (untied) for embedding and head."""
         # The embedding's backward pass reads parameters only if the embedding has a norm.
         ends = (
             [ModuleUse("embed", is_read_in_backward=self.setting.model.embedding_norm)]

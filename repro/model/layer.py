@@ -24,17 +24,12 @@ from repro.parallel.context import Positions
 from repro.parallel.zero_r.activation_checkpointing import recompute_attention
 
 KEYS_AND_VALUES = (".kv", ".kv_bias")
-"""Name endings of the key and value parameters.
-
-Every tp rank holds these parameters in full if there are more tp ranks than key heads.
-"""
+"""Name endings of the key and value parameters, which tp ranks hold in full if they outnumber the key heads."""
 
 
 Masks = tuple[Tensor, ...]
-"""Tensors that attention applies to its scores: the causal mask of the operator set `unfused`, ALiBi's biases, or none.
-
-A rank has one bias per chunk of a sample: two under context parallelism, otherwise one.
-"""
+"""Tensors that attention applies to its scores: the causal mask of the operator set `unfused`, ALiBi's biases (one per
+chunk of a sample on this rank: two under context parallelism), or none."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +40,12 @@ class BatchPosition:
     first_sample: int
     """Index of the micro-batch's first sample in the global batch of its step."""
     keys: Tensor | None = None
-    """Random number keys of all dropouts, int64 [layers + 1, DROPOUT_SITES, 2], in device memory for CUDA graphs.
-
-    With None, kernels get their keys as arguments.
-    """
+    """Random number keys of all dropouts, int64 [layers + 1, DROPOUT_SITES, 2], in device memory for CUDA graphs; with
+    None, kernels get their keys as arguments."""
 
 
 DROPOUT_SITES = 3
-"""Number of dropout operations per layer: of the attention weights, the attention output and the MLP output.
-
-Layer 0 stands for the embedding, whose dropout is the first.
-"""
+"""Number of dropouts in a layer: attention weights, attention output and MLP output; layer 0 is the embedding."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +75,11 @@ class Setting:
         return context.positions(self.cp, count, *((self.tp.rank, self.tp.size) if self.sp else ()))
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Return the random number key of one dropout operation at the training step of `place`.
-
-        `layer`: 0 is the embedding.  `site`: number of the dropout operation in the layer.
-        """
+        """Return the random number key of dropout `site` in a layer (0: embedding) at the training step of `place`."""
         return kernels.derive_key(self.seed, place.step, layer, site)
 
     def dropout_keys(self, place: BatchPosition) -> Tensor:
-        """Return the random number keys of all dropout operations of a micro-batch.
-
-        The result is int64 [layers + 1, DROPOUT_SITES, 2] on the CPU.
-        """
+        """Return a micro-batch's random number keys of dropout, int64 [layers + 1, DROPOUT_SITES, 2] on the CPU."""
         return torch.tensor(
             [
                 [
@@ -155,10 +139,7 @@ def flat(bias: Tensor | None) -> Tensor | None:
 
 
 def duplicate(size: int, init: str, tp: Group, sp: bool) -> nn.Parameter:
-    """Return a parameter vector of `size` elements that every tp rank holds in full.
-
-    Under sequence parallelism (`sp`), each rank computes a partial sum of its gradient.
-    """
+    """Return a parameter [size] that every tp rank holds in full; under `sp`, each rank has a partial gradient."""
     parameter = tensor.split_parameter((size,), None, tp, init)
     parameter.partial = sp  # type: ignore[attr-defined]
     return parameter
@@ -180,10 +161,7 @@ def normalised(x: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting)
 
 
 class _Split(torch.autograd.Function):
-    """Autograd function that splits x into views along a dimension.
-
-    Backward writes the gradients of all views once, to one tensor with x's layout.
-    """
+    """Autograd function that splits x into views; backward writes their gradients once, to one tensor like x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, ...]:
@@ -240,20 +218,14 @@ class Attention(nn.Module):
         return [(self.q, self.q_bias), (self._used(self.kv), flat(self._used(self.kv_bias)))]
 
     def _used(self, kv: Tensor | None) -> Any:
-        """Return the part of `kv` [key heads, 2, d, ...] that this tp rank's queries use.
-
-        The part is one key head if every tp rank holds all key heads, otherwise `kv`.
-        """
+        """Return the key head in `kv` that this tp rank's queries use, or all of `kv` if no key head is replicated."""
         if kv is None or not self.replicated:
             return kv
         tp = self.setting.tp
         return kv.narrow(0, tp.rank * kv.shape[0] // tp.size, 1)
 
     def attended(self, products: Sequence[Tensor], place: BatchPosition, masks: Masks) -> Tensor:
-        """Return the attention output of this tp rank's heads, [b, a/t, s, d].
-
-        `products`: queries, keys and values, the results of the projections in `columns`.
-        """
+        """Return the attention of this tp rank's heads, [b, a/t, s, d]. `products`: projections to q, k and v."""
         q, k, v = self._heads(products)  # shapes [b, a/t, s, d]; k and v may have fewer heads than q
         operators, cp, dropout = self.setting.operators, self.setting.cp, self._weight_dropout(place)
 
@@ -278,15 +250,11 @@ class Attention(nn.Module):
         if self.setting.model.positions == "rotary":
             k = self._turned(k.reshape(b, s, -1), self.key_heads).view(v.shape)
         if self.setting.operators is OperatorSet.MEGATRON_2025:
-            # Transformer Engine copies values whose strides differ from those of the keys.
-            v = v.contiguous()
+            v = v.contiguous()  # Transformer Engine copies values whose strides differ from the keys'.
         return tuple(x.transpose(1, 2) for x in (q, k, v))
 
     def _turned(self, x: Tensor, heads: int) -> Tensor:
-        """Rotate the first `heads` of the n heads in x [b, s, n d] by rotary position embedding.
-
-        Return x unchanged if the model has no rotary positions.
-        """
+        """Rotate the first `heads` of n heads in x [b, s, n d] by rotary position embedding, if the model uses it."""
         m = self.setting.model
         if m.positions != "rotary":
             return x
@@ -343,10 +311,7 @@ class Mlp(nn.Module):
         return [(self.up, None if self.setting.model.mlp == "gelu" else flat(self.up_bias))]
 
     def activated(self, y: Tensor) -> Tensor:
-        """Return the activation function (GELU or SwiGLU) of the MLP's first linear layer, [b, s, f/t] on this tp rank.
-
-        `y`: output of the first linear layer, without its bias if the GELU operator adds the bias.
-        """
+        """Return GELU or SwiGLU of `y`, the output of the MLP's first linear layer: [b, s, f/t] on this tp rank."""
         kind, plain = self.setting.model.mlp, self.setting.plain
         if kind == "swiglu":
             return kernels.swiglu(y, plain=plain)
@@ -380,10 +345,7 @@ class Block(nn.Module):
         return self._parallel(x, place, masks)
 
     def _parallel(self, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
-        """Return x + dropout(attention(norm(x)) + mlp(norm(x))), with a single all-reduce over the tp ranks.
-
-        The two sublayers share one norm or have one each.
-        """
+        """Return x + dropout(attention(norm(x)) + mlp(norm(x))), with one norm or two, and one all-reduce over tp."""
         setting, attention, mlp = self.setting, self.attention, self.mlp
         tp, sp = setting.tp, setting.sp
         y = normalised(x, attention.norm, attention.norm_bias, setting)

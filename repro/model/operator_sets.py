@@ -31,18 +31,13 @@ MASK_PENALTY = 10000.0
 
 
 def causal_mask(s: int, like: Tensor) -> Tensor:
-    """Return the causal mask [1, 1, s, s]: element [i, j] is 1 if key j is not after query i, else 0.
-
-    Dtype and device are those of `like`.
-    """
+    """Return the causal mask [1, 1, s, s] in the dtype of `like`: 1 if key j is not after query i, else 0."""
     return torch.ones(1, 1, s, s, dtype=like.dtype, device=like.device).tril_()
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return ALiBi's slopes of all attention heads (2108.12409 sec. 3).
-
-    For the largest power of two n <= heads, the slopes are n powers of 2^(-8/n), then every other slope of 2n heads.
-    """
+    """Return ALiBi's slopes of all attention heads (2108.12409 sec. 3): for the largest power of two n <= heads, n
+    powers of 2^(-8/n), then every other slope of 2n heads."""
 
     def powers(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
@@ -78,16 +73,10 @@ class WeightDropout:
     first_head: int
     """Index of the first head of this tp rank."""
     device_key: Tensor | None = None
-    """Random number key and first sample in device memory, int64 [2], for CUDA graphs.
-
-    With None, the attributes `key` and `first_sample` are kernel arguments.
-    """
+    """`key` and `first_sample` in device memory, int64 [2], for CUDA graphs; with None, they are kernel arguments."""
 
     def __call__(self, weights: Tensor, plain: bool = False) -> Tensor:
-        """Return the attention weights `weights` after dropout by one operator.
-
-        `plain`: whether torch's operators replace the CUDA kernel.
-        """
+        """Return attention weights after dropout, by one CUDA kernel or, if `plain`, by torch's operators."""
         b, a, s, _ = weights.shape
         # The random numbers count rows of the weights: s rows per head, and all heads of a sample in sequence.
         rows, first = self.heads * s, self.first_head * s
@@ -99,10 +88,7 @@ class WeightDropout:
         return dropped.view(b, a, s, s)
 
     def keep(self, weights: Tensor, s: int) -> Tensor:
-        """Return the mask of the attention weights [b, a/t, c, k] that dropout retains.
-
-        The c queries are tokens k - c to k - 1 of a sample with `s` tokens.
-        """
+        """Return which attention weights [b, a/t, c, k] dropout retains, for queries k - c to k - 1 of s tokens."""
         b, a, c, k = weights.shape
         samples = self.first_sample + torch.arange(b, device=weights.device)
         heads = self.first_head + torch.arange(a, device=weights.device)
@@ -137,10 +123,7 @@ def attend(
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Tensor | None, s: int) -> Tensor:
-    """Return attention with dropout for chunks of samples, computed by torch's operators with an fp32 softmax.
-
-    `s`: number of tokens of a full sample.
-    """
+    """Return attention with dropout for chunks of samples of `s` tokens, by torch's operators with an fp32 softmax."""
     queries, keys, d = q.shape[-2], *k.shape[-2:]
     future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
     scores = _by_keys(q, k.transpose(-1, -2)) / math.sqrt(d)
@@ -154,10 +137,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Ten
 
 
 def _by_keys(x: Tensor, y: Tensor) -> Tensor:
-    """Return the batched product x @ y, where x has a heads [b, a, ...] and y has a/g heads [b, a/g, ...].
-
-    Groups of g consecutive heads of x share one matrix of y, in one product.
-    """
+    """Return x @ y for heads x [b, a, ...] and y [b, a/g, ...], where g consecutive heads of x share one y."""
     b, a, s, _ = x.shape
     if y.shape[1] == a:
         return x @ y
@@ -172,10 +152,7 @@ def _softmax(
     mask: Tensor | None,
     operators: OperatorSet,
 ) -> Tensor:
-    """Return attention, computed by batched products and a softmax operator on the stored scores.
-
-    The operators read or write the scores 4 times in forward and 7 times in backward.
-    """
+    """Return attention by operators that read or write the stored scores 4 times in forward and 7 in backward."""
     scores, scale = _scores(q, k, mask), 1 / math.sqrt(q.shape[-1])
     if operators is OperatorSet.SOFTMAX and not has_fused_softmax(*scores.shape[:3]):
         weights = _softmax_apart(scores, scale)
@@ -185,10 +162,7 @@ def _softmax(
 
 
 def _softmax_apart(scores: Tensor, scale: float) -> Tensor:
-    """Return the softmax of masked attention scores, computed by five operators.
-
-    Megatron-LM uses separate operators for sizes that its fused softmax does not support.
-    """
+    """Return the softmax of masked scores by five operators, as Megatron-LM does for sizes without a fused softmax."""
     s = scores.shape[-1]
     future = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu_(1)
     return (scores.float() * scale).masked_fill_(future, -MASK_PENALTY).softmax(-1).to(scores.dtype)

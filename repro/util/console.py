@@ -20,10 +20,7 @@ MIN_COLUMNS = 20
 PAGE_COLUMNS = 100
 """Width, in columns, of output to a pipe or a file if the environment variable `COLUMNS` is not set."""
 MIN_TABLE_COLUMNS = 80
-"""Minimum width, in columns, of a terminal in which the cells of a table may wrap.
-
-In a narrower terminal, each row of a wide table becomes a block of lines.
-"""
+"""Minimum terminal width, in columns, for tables with wrapped cells; below it, each row becomes a block of lines."""
 
 
 def stdout(least: int = 0) -> Console:
@@ -155,10 +152,7 @@ def _whole_words(**settings: Any) -> Table:
             return super().__rich_console__(console, options)
 
         def _blocks(self, console: Any, columns: int, is_headed: bool) -> Iterator[Text]:
-            """Yield the table as blocks of lines `heading: value`, one block per row.
-
-            A row whose first cell is empty continues the preceding block.
-            """
+            """Yield each row as lines `heading: value`; a row with an empty first cell continues the previous row."""
             rows: list[tuple[Any, ...]] = list(zip(*(column.cells for column in self.columns), strict=True))
             has_names = any(row[0] for row in rows)
             for number, row in enumerate(rows):
@@ -183,8 +177,7 @@ def _whole_words(**settings: Any) -> Table:
 def sparkline(console: Console, values: Sequence[float | None], columns: int = 10) -> str:
     """Return a curve of `values` as text of at most `columns` characters.
 
-    Each character shows the mean of consecutive values, by a height relative to the range of all means.  A blank
-    stands for values that are None.
+    Each character shows a mean of consecutive values, by its height in the range of all means; a blank stands for None.
     """
     levels = "▁▂▃▄▅▆▇█" if console.encoding.startswith("utf") else "_.-~=+*#"
     count = min(columns, len(values))

@@ -15,8 +15,7 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
     """Write `content` to `path` atomically: a reader sees either the old file or the complete new file.
 
     The temporary file has a unique name in the folder of `path`, so that writers on several nodes do not collide.
-    `durable`: whether to wait until the file's content and name are on disk.  Raises `OSError` with `path` as its file
-    name.
+    `durable`: wait until the file's content and name are on disk.  Raises `OSError` with `path` as its file name.
     """
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")

@@ -22,10 +22,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Identifiers of the two parameters of glibc's `mallopt` that `keep_freed_memory` sets, from malloc.h."""
 _NEVER_TRIM = 2**31 - 1
 HEAP_PEAKS = 3
-"""Heap that `reserve_heap` allocates before training, in multiples of a step's peak memory.
-
-The first five steps use up to 2.4 times the peak memory.
-"""
+"""Heap that `reserve_heap` allocates, in multiples of a step's peak memory; the first five steps use up to 2.4."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -112,8 +109,7 @@ def keep_freed_memory() -> None:
 def reserve_heap(peak: int, processes: int) -> None:
     """Allocate, touch and free `HEAP_PEAKS` times `peak` bytes, so that training steps need no new pages.
 
-    `processes`: number of processes that call this function at the same time.  Together, they allocate at most half
-    of the available host memory.
+    `processes`: number of concurrent callers, which together allocate at most half of the available host memory.
     """
     import torch
 
@@ -124,8 +120,7 @@ def reserve_heap(peak: int, processes: int) -> None:
 def pause_garbage_collection() -> Iterator[None]:
     """Disable Python's garbage collector inside the context.
 
-    The time of a garbage collection grows with the number of live objects.  The trace of a training step creates
-    millions of objects without reference cycles.
+    The time of a collection grows with the live objects; a traced step creates millions without reference cycles.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -156,11 +151,7 @@ class Workers:
     """Context manager of a pool of worker processes, which start with the first tasks and end with the context."""
 
     def __init__(self, maximum: int = 0):
-        """Limit the number of worker processes.
-
-        `maximum`: with 0, only the usable cores and the host memory limit the number; with 1, all tasks run in the
-        calling process.
-        """
+        """Limit the number of processes. `maximum`: 0 for a limit by cores and memory; 1 runs tasks in this process."""
         limit = max(1, min(usable_cores(), available_bytes() // WORKER_BYTES))
         self.count = min(maximum or limit, limit)
         self._pool: ProcessPoolExecutor | None = None
@@ -193,10 +184,7 @@ class Workers:
             forkserver.ensure_running()
 
     def map(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[T]:
-        """Return `function(*task)` for each task, in the order of `tasks`, computed by the worker pool.
-
-        Raises the exceptions of `function`, and `WorkerDied`.
-        """
+        """Return `function(*task)` for each task, in order.  Raises the exceptions of `function`, and `WorkerDied`."""
         return self.begin(function, tasks)()
 
     def begin(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> Callable[[], list[T]]:
@@ -233,10 +221,7 @@ def _result(future: Future[T]) -> T:
 
 
 def _outlive_nobody() -> None:
-    """Wait for the end of the process that owns the worker pool, then end this worker process.
-
-    The fork server, which is the parent of the worker, would let the worker run on.
-    """
+    """End this worker process after the process that owns the pool has ended, which the fork server does not do."""
     from multiprocessing import parent_process
 
     user = parent_process()
@@ -252,5 +237,4 @@ def _prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Output of a worker must not mix with a JSON document on the command's standard output.
-    sys.stdout = sys.stderr
+    sys.stdout = sys.stderr  # Worker output must not mix with a JSON document on standard output.

@@ -17,10 +17,7 @@ _LONG = re.compile(r"\b\d{4,}\b( bytes)?")
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return `value` as text with `digits` significant digits and without an exponent: `1.53`, `12,345`.
-
-    Zeros at the end are omitted if the shorter text is exact: `15` for 15.0.
-    """
+    """Return `value` as text with `digits` significant digits, no exponent: `1.53`, `12,345`; `15` for exactly 15."""
     if value is None:
         return NO_VALUE
     if value == 0 or not math.isfinite(value):

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from repro.kernels.cuda.program import Program
 
 ALL_ARCHITECTURES = (70, 80, 90, 100)
-"""GPU architectures that `repro doctor --kernels all` selects, as compute capability times ten.
-
-They are those of V100, A100, H100 and B200.
-"""
+"""GPU architectures (10 x compute capability) that `repro doctor --kernels all` selects: V100, A100, H100, B200."""
 _FALLBACK_NOTE = "GPUs run torch's operators instead, and every record names the replaced kernels"
 
 _RESOURCES = re.compile(
@@ -121,8 +118,7 @@ def _check_families(torch: Any, compile_for: str) -> list[Check]:
 def parse_architectures(compile_for: str, known: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return the compute capabilities (major, minor) of the GPU architectures that `compile_for` names.
 
-    `all` stands for the architectures in `ALL_ARCHITECTURES` that the compiler supports (`known`).  Raises
-    `ConfigError` for a text that names no architecture.
+    `all` stands for those of `ALL_ARCHITECTURES` that the compiler supports (`known`).  Raises `ConfigError` otherwise.
     """
     if compile_for == "all":
         return [divmod(architecture, 10) for architecture in ALL_ARCHITECTURES if architecture in known]
@@ -137,10 +133,7 @@ def parse_architectures(compile_for: str, known: tuple[int, ...]) -> list[tuple[
 
 
 def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Check:
-    """Check one kernel family for one GPU architecture.
-
-    `compile`: whether to compile the programs of the family; otherwise the check only reads cached programs.
-    """
+    """Check a kernel family on a GPU architecture. `compile`: compile its programs, or else read cached programs."""
     from repro.kernels.cuda import compile as compiler
     from repro.kernels.cuda.program import Unavailable
 
@@ -189,10 +182,7 @@ class GpuLimits(NamedTuple):
 
 
 LATENCY_CYCLES = 400.0
-"""Latency of device memory without other load, in clock cycles.
-
-Source for V100, A100 and H100: PMC10448217 Table 3.  The value is assumed for B200.
-"""
+"""Latency of device memory without load, in clock cycles (V100, A100, H100: PMC10448217 Table 3; B200: assumed)."""
 GPUS = {
     # Source of the V100's, A100's and H100's limits: PMC10448217 Table 3. V100 and H100 have 80 and 132 enabled
     # multiprocessors.
@@ -217,10 +207,7 @@ class Occupancy(NamedTuple):
 
 
 def resident_blocks(used: KernelResources, threads: int, gpu: GpuLimits) -> int:
-    """Return the number of a kernel's thread blocks that run on one multiprocessor of `gpu` at the same time.
-
-    `used`: registers and memory of the kernel.  `threads`: number of threads per block.
-    """
+    """Return how many blocks of a kernel, with `threads` threads each, run on one multiprocessor at the same time."""
     warps = -(-threads // 32)
     of_warp = -(-used.registers * 32 // 256) * 256
     # Each quarter of a multiprocessor has its own register file, so a warp cannot use registers of two quarters.
@@ -240,10 +227,7 @@ def requested_bytes(program: Program) -> int:
 
 
 def occupancy_of(program: Program, used: KernelResources, gpu: GpuLimits) -> Occupancy:
-    """Return a multiprocessor's occupancy by a kernel, and the share of bandwidth that the kernel requests.
-
-    The share is the mean over all waves of thread blocks.
-    """
+    """Return a kernel's occupancy of a multiprocessor, and its requested share of bandwidth as a mean of all waves."""
     from repro.kernels.layernorm import MAX_BACKWARD_THREADS
 
     blocks = resident_blocks(used, program.threads, gpu)

@@ -1,7 +1,6 @@
 """Checks of this machine and its GPUs for `repro doctor`.
 
-As a program (`python -m`), the module prints the reason if torch cannot use this machine's GPUs; `make test-gpu` runs
-the program first.
+As a program (`python -m`), the module prints why torch cannot use this machine's GPUs; `make test-gpu` runs it first.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ MIN_FREE_DISK_BYTES = 10**9
 NO_GPU_REASON = "no NVIDIA GPU or driver found"
 _OTHER_TORCH_HINT = "`make KEEP_TORCH=1 PYTHON=/path/to/python` uses the torch of another Python installation"
 _BINDING_OPTIONS = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
-"""Options of sbatch and srun that bind GPUs to tasks.
-
-A task reads these options from environment variables such as `SLURM_GPU_BIND`.
-"""
+"""Options of sbatch and srun that bind GPUs to tasks; a task gets them in variables such as `SLURM_GPU_BIND`."""
 _BINDING_MEANING = (
     "NCCL may copy through host memory inside a node, because CUDA IPC needs access to all GPUs of the node: "
     "request gpus-per-node and gpu-bind=none, so that each rank selects its own GPU"
@@ -43,10 +39,7 @@ _BINDING_MEANING = (
 
 
 def examine_machine(results: Path, compile_for: str = "") -> list[Check]:
-    """Return all checks of this machine and of the folder `results`.
-
-    `compile_for`: GPU architectures for which all CUDA kernels are compiled; empty: none.
-    """
+    """Return all checks of this machine and the folder `results`. `compile_for`: GPU architectures to compile for."""
     checks = [_python(), _processor(), _memory(), _disk(results)]
     try:
         import torch
@@ -96,8 +89,7 @@ def _disk(results: Path) -> Check:
     free = shutil.disk_usage(place).free
     text = f"{units.size(free)} free in the results folder {results}"
     if free < MIN_FREE_DISK_BYTES:
-        needed = "the records of a suite need a few MB, and a virtual environment needs 2 GB"
-        return Check("disk", LIMITED, text, needed)
+        return Check("disk", LIMITED, text, "records need a few MB, and a virtual environment needs 2 GB")
     return Check("disk", YES, text, "records are stored")
 
 
@@ -148,9 +140,8 @@ def _lab() -> Check:
     """Check whether this machine can emulate networks, by the creation of a small emulated network."""
     lacking = lab.missing_requirement()
     if lacking:
-        meaning = "experiments with the key `network` (an emulated network) cannot run"
-        return Check("lab", LIMITED, f"missing: {lacking}", meaning)
-    meaning = "experiments with the key `network`: local ranks with emulated links of any rate"
+        return Check("lab", LIMITED, f"missing: {lacking}", "experiments on an emulated network cannot run")
+    meaning = "experiments on an emulated network: local ranks with links of any rate (key `network`)"
     return Check("lab", YES, "network namespaces and token buckets work", meaning)
 
 
@@ -296,10 +287,7 @@ def _check_binding(options: Mapping[str, str]) -> list[Check]:
 
 
 def check_task_binding(environment: Mapping[str, str], visible: int) -> list[Check]:
-    """Return a warning if this SLURM task sees only one of several GPUs that its job has on the node.
-
-    `visible`: number of GPUs that the task sees.
-    """
+    """Return a warning if this SLURM task sees only one (`visible`) of several GPUs that its job has on the node."""
     if visible != 1:
         return []
     on_node = environment.get("SLURM_GPUS_ON_NODE", "")

@@ -201,9 +201,8 @@ class CheckpointManager:
 def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | None:
     """Return the newest complete checkpoint from which `experiment` may resume; None without one.
 
-    Of two checkpoints at an equal step, the one that the experiment itself wrote is preferred. Checkpoints at or after
-    the experiment's last step do not count. Raises `ConfigError` if `continues` names an experiment without a
-    checkpoint.
+    Of two checkpoints at an equal step, the experiment's own one is preferred. Checkpoints at or after its last step do
+    not count. Raises `ConfigError` if `continues` names an experiment without a checkpoint.
     """
     names = {experiment.name, experiment.training.continues} - {""}
     found: list[tuple[int, bool, Path]] = []

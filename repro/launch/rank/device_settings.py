@@ -28,23 +28,14 @@ A rank with pipeline parallelism has more than 8 streams, and a waiting stream d
 Megatron-LM requires 1 queue if tp > 1, so that a matrix product starts after the collective with which it overlaps.
 """
 AVOID_RECORD_STREAMS_VARIABLE = "TORCH_NCCL_AVOID_RECORD_STREAMS"
-"""Environment variable of torch up to 2.7.
-
-With `1`, a collective references its tensors until the caller waits for the collective, as in torch 2.8. Otherwise the
-allocator reuses freed memory only after it has polled events of all streams that used the memory.
-"""
+"""Environment variable of torch up to 2.7. With `1`, a collective references its tensors until the caller waits for it,
+as in torch 2.8. Otherwise the allocator reuses freed memory only after polling events of all streams that used it."""
 HIGH_PRIORITY_VARIABLE = "TORCH_NCCL_HIGH_PRIORITY"
-"""Environment variable of torch that sets the priority of NCCL's CUDA streams.
-
-With `1`, a free multiprocessor runs a waiting collective before matrix products that overlap with it. DeepSpeed and
-Megatron-core set priorities themselves.
-"""
+"""Environment variable of torch for the priority of NCCL's streams. With `1`, a free multiprocessor runs a collective
+before matrix products that overlap with it. DeepSpeed and Megatron-core set priorities themselves."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
-"""Environment variables for bitwise reproducible runs.
-
-The workspace, by which cuBLAS selects algorithms, has a fixed size. Sums in NVLink switches (NVLS) are disabled, as in
-Megatron-LM's deterministic mode.
-"""
+"""Environment variables for bitwise reproducible runs. cuBLAS, which selects algorithms by its workspace, gets a fixed
+workspace. Sums in NVLink switches (NVLS) are disabled, as in Megatron-LM's deterministic mode."""
 GLOO_THREADS_PER_GROUP = 3
 """Number of threads that gloo starts for each process group."""
 
@@ -68,10 +59,7 @@ def cuda_device_index(local_rank: int, visible: int) -> int:
 
 
 def choose_gpu_environment(experiments: Sequence[Experiment], torch_version: str) -> dict[str, str]:
-    """Return the CUDA and NCCL environment variables of a rank that runs `experiments`.
-
-    `torch_version`: version of torch, for example `2.6.0+cu126`.
-    """
+    """Return CUDA and NCCL variables of a rank that runs `experiments` with a torch version, such as `2.6.0+cu126`."""
     in_order = any(e.engine == "megatron" and e.layout.tp > 1 for e in experiments)
     found = {MAX_CONNECTIONS_VARIABLE: "1" if in_order else "32"}
     if (2, 6) <= major_minor(torch_version) < (2, 8):

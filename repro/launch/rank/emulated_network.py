@@ -43,11 +43,7 @@ class EmulatedNetworkRank:
     """State of one rank on an emulated network: its compute rate, the throttle of its core, and its byte counters."""
 
     def __init__(self, network: EmulatedNetwork, facts: Path, rank: int):
-        """Throttle this rank and measure the compute rate of every rank.
-
-        `facts`: path of the file that describes the emulated network.  Raises `RuntimeError` if the compute rates
-        differ by more than `MAX_RATE_SPREAD`.
-        """
+        """Throttle this rank and measure all ranks' compute rates.  Raises `RuntimeError` if the rates differ much."""
         self._world = network.world
         found = json.loads(facts.read_text(encoding="utf-8"))
         self._facts = found if rank == 0 else None
@@ -80,27 +76,18 @@ class EmulatedNetworkRank:
             seen.throttle.stop()
 
     def begin_timed_steps(self, peak_bytes: int) -> None:
-        """Reserve heap for training steps that allocate at most `peak_bytes`, and bind threads to their cores.
-
-        Threads that send and receive messages run on other cores than the computation.
-        """
+        """Reserve heap for steps with a peak of `peak_bytes`, and bind message threads to separate cores."""
         self._cores.apply()
         processes.reserve_heap(peak_bytes, self._world)
         self.throttle.settle()
 
     def counters(self) -> list[int]:
-        """Return the bytes that this rank has sent and received.
-
-        On the first rank of a node, the bytes that the node has sent and received follow.
-        """
+        """Return the bytes that this rank has sent and received; on a node's first rank, append those of the node."""
         own = _interface_counters("/proc/self/net/dev", "eth0")
         return own + (_interface_counters(self._node, "uplink") if self._node else [])
 
     def report(self, grown: list[int], steps: int) -> RankOnNetwork:
-        """Return the compute rate, and the sent and received bytes per step, of this rank.
-
-        `grown`: increase of `counters` in `steps` steps.
-        """
+        """Return compute rate and bytes per step of this rank. `grown`: increase of `counters` in `steps` steps."""
         sent, received, *node = (count / max(1, steps) for count in grown)
         return RankOnNetwork(
             compute_flops_per_s=self._rate,
@@ -123,10 +110,7 @@ def _interface_counters(file: str, interface: str) -> list[int]:
 
 
 def _equal_rates(world: int, throttle: CoreThrottle) -> list[float]:
-    """Return the compute rates of all ranks in FLOP/s.
-
-    Raises `RuntimeError` if the rates differ by more than `MAX_RATE_SPREAD`.
-    """
+    """Return the compute rates (FLOP/s) of all ranks.  Raises `RuntimeError` if they differ too much."""
     for _ in range(MAX_RATE_ATTEMPTS):  # Other processes may disturb one measurement of the compute rates.
         rates = _compute_rates(world, throttle)
         apart = (max(rates) - min(rates)) * len(rates) / sum(rates)

@@ -54,9 +54,8 @@ class ExperimentRun:
     ):
         """Initialise the engine, and resume from the newest checkpoint if the experiment writes checkpoints.
 
-        `watched`: whether untimed steps measure memory and count collectives, which slows these steps down. `network`:
-        state of the rank on an emulated network; None for a real network. `profiles`: folder for profiles of this
-        experiment; None writes no profiles.
+        `watched`: whether untimed steps measure memory and count collectives, which slows the steps. `network`: rank
+        on an emulated network; None for a real network. `profiles`: folder for profiles; None writes no profiles.
         """
         self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report
         self.index = 0
@@ -115,10 +114,7 @@ class ExperimentRun:
         self.resumed = [*history["resumed"], {"step": found.step, **found.written_by}]
 
     def prelude(self) -> None:
-        """Run the untimed steps. The first step measures memory.
-
-        If the engine is a library such as DeepSpeed, the last untimed step counts its collectives.
-        """
+        """Run the untimed steps: the first measures memory, and the last counts the collectives of a library engine."""
         if self.tracker is None:
             self._step(lambda phase: None)
         else:
@@ -169,10 +165,7 @@ class ExperimentRun:
 
     @property
     def _has_known_waits(self) -> bool:
-        """Return whether the idle time of a pipeline stage can be measured.
-
-        This requires the native engine, or a layout without other parallelism.
-        """
+        """Return whether a stage's idle time can be measured: with the native engine, or without other parallelism."""
         layout = self.experiment.layout
         return layout.pp > 1 and (self.experiment.engine == NATIVE or layout.tp == layout.dp == 1)
 
@@ -186,10 +179,7 @@ class ExperimentRun:
         return found
 
     def _write_due_checkpoint(self) -> bool:
-        """Write a checkpoint if one is due, and return whether a checkpoint was due.
-
-        Raises `Stopped` if the launcher has requested a stop.
-        """
+        """Write a checkpoint if one is due, and return whether it was due.  Raises `Stopped` after a stop request."""
         checkpoints = self.checkpoints
         if checkpoints is None:
             return False
@@ -296,10 +286,7 @@ class ExperimentRun:
         self.series.read(self.experiment.layout.precision == "fp16")
 
     def result(self, diverged: str = "") -> RankResult:
-        """Return all measurements of this rank; run and profile another step if profiles are requested.
-
-        `diverged`: reason why training diverged, or an empty text.
-        """
+        """Return all measurements; profile another step if requested. `diverged`: reason of a divergence, or empty."""
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
@@ -342,10 +329,7 @@ class ExperimentRun:
         )
 
     def _pipeline(self) -> StageReport | None:
-        """Return the report on this rank's pipeline stage; None without pipeline parallelism.
-
-        The report has idle, compute and processor time of each timed step, if idle times can be measured.
-        """
+        """Return a report on the pipeline stage (None without pipeline), with idle times if they can be measured."""
         if self.experiment.layout.pp == 1:
             return None
         rows = self.phase_rows if self._has_known_waits else []

@@ -59,10 +59,7 @@ def joined_process_group(rank: int, world: int, device: torch.device, rendezvous
 
 
 def make_mesh(experiment: Experiment, device: torch.device) -> Mesh:
-    """Return the process groups of this rank for an experiment.
-
-    For the native engine on CUDA, the communicators of the groups are connected.
-    """
+    """Return this rank's process groups for an experiment; the native engine's CUDA communicators are connected."""
     layout = experiment.layout
     mesh = meshes.single_rank_mesh() if layout.world == 1 else meshes.distributed_mesh(layout, device.type)
     if device.type != "cuda" or experiment.engine != NATIVE:
@@ -159,8 +156,7 @@ class RankSession:
     def run_compared_apart(self) -> dict[str, dict[str, Any]]:
         """Run compared experiments in turns that each initialise and free one experiment; return the results by key.
 
-        Experiments need not fit into device memory at the same time. The results contain losses and memory of the last
-        turn, and times of all turns.
+        Experiments need not fit the device together. Losses and memory are those of the last turn, times those of all.
         """
         job = self.job
         meshes = [self._mesh(i) for i in range(len(job.experiments))]
@@ -186,10 +182,7 @@ class RankSession:
 
 
 def _advance(run: ExperimentRun, steps: int | None) -> str:
-    """Run timed steps of an experiment, and return the reason of a divergence, or an empty text.
-
-    `steps`: number of timed steps; None runs the untimed steps.
-    """
+    """Run `steps` timed steps (None: the untimed steps), and return the reason of a divergence, or an empty text."""
     try:
         run.prelude() if steps is None else run.steps(steps)
     except Diverged as error:

@@ -112,10 +112,7 @@ class StepHistory:
     skipped: list[int] = field(default_factory=list)
 
     def read(self, fp16: bool) -> None:
-        """Copy losses, gradient norms and loss scales of new steps from the device to the host.
-
-        `fp16`: whether a step may overflow and be skipped.  Raises `Diverged`.
-        """
+        """Copy values of new steps to the host.  Raises `Diverged`. `fp16`: a step may overflow and is then skipped."""
         if self.norms:
             shape = [torch.stack((n.loss, n.gradient, n.overflow)) for n in self.norms]
             for loss, gradient, overflow in torch.stack(shape).tolist():

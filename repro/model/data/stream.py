@@ -20,10 +20,8 @@ SHAKESPEARE = Path(__file__).parent / "files" / "shakespeare.txt"
 """Path of the packaged training text: plays by William Shakespeare (public domain), 1.5 MB of ASCII."""
 U64 = npt.NDArray[np.uint64]
 ROUNDS = 10
-"""Number of rounds of the Feistel network that shuffles samples.
-
-With 6 rounds the frequencies of the 24 orders of four items differ by 6 %, with 10 rounds by 0.4 % (enumerated).
-"""
+"""Number of rounds of the Feistel network that shuffles samples.  With 6 rounds the frequencies of the 24 orders of
+four items differ by 6 %, with 10 rounds by 0.4 % (enumerated)."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -35,10 +33,7 @@ def mix_bits(x: U64) -> U64:
 
 
 def hash_words(*words: int | U64) -> U64:
-    """Return a hash of several 64-bit words, which depends on their order.
-
-    Arrays of words are broadcast together; the result is an array of one dimension or more.
-    """
+    """Return a hash of several 64-bit words (broadcast together, at least 1-D), which depends on their order."""
     state = np.zeros(1, dtype=np.uint64)
     for word in words:
         if isinstance(word, int):
