@@ -1,4 +1,4 @@
-"""Classification of failures by a record's outcome and reason, by SLURM's state of the job, and by a rank's SIGABRT.
+"""Classification of failed experiments by outcome and reason of the record, by SLURM's job state, and by SIGABRT.
 
 NCCL's watchdog, a thread of every rank, ends the process with SIGABRT if a peer is lost or the rank's own device fails.
 """
@@ -12,12 +12,12 @@ FAILURE_CLASSES = (
     *("node-failure", "out-of-memory", "time-limit", "time-out", "hang", "nccl"),
     *("wrong-hardware", "lost-node", "cancelled", "preempted", "rank-killed", "error"),
 )
-"""Names of the classes of failures that `failure_class` returns."""
+"""Names of the classes of failed experiments that `failure_class` returns."""
 
 WRONG_HARDWARE = "wrong hardware: "
 LOST_NODE = "lost node "
 PREEMPTED, TIME_LIMIT, CANCELLED, NODE_FAILURE = "preempted", "time limit", "cancelled", "node failure"
-"""Phrases that name the cause in the reason of a record, if SLURM interrupted the experiment."""
+"""Phrases that name SLURM's cause of an interruption in the reason of a record."""
 
 JOB_ENDS = {
     "CANCELLED": ("cancelled", "cancelled (scancel)"),
@@ -26,8 +26,8 @@ JOB_ENDS = {
     "NODE_FAIL": ("node-failure", "node failure"),
     "BOOT_FAIL": ("node-failure", "node failure: a node did not boot"),
     "OUT_OF_MEMORY": ("out-of-memory", "the job ran out of host memory"),
-    "PREEMPTED": ("preempted", "preempted and not requeued"),
-    "REVOKED": ("cancelled", "cancelled by the scheduler"),
+    "PREEMPTED": ("preempted", "the job was preempted and not requeued"),
+    "REVOKED": ("cancelled", "the job was cancelled by the scheduler"),
 }
 """Failure class and reason of an experiment without a record, by SLURM's state of its ended job."""
 _OUTCOMES = {"oom": "out-of-memory", "timeout": "time-out", "hang": "hang"}
@@ -48,10 +48,10 @@ _DEVICE = re.compile(r"(?:CUDA error|Cuda failure)[^\n]*", re.IGNORECASE)
 
 
 def failure_class(outcome: str, reason: str, state: str = "") -> str:
-    """Return one of `FAILURE_CLASSES`, or `""` for the outcomes `ok` and `diverged` and for a running experiment.
+    """Return one of `FAILURE_CLASSES` for an experiment; empty for the outcomes `ok` and `diverged` and while it runs.
 
     `outcome` and `reason` are those of the record, empty without a record. `state` is SLURM's state of the job, for
-    example `CANCELLED by 0`. It counts if there is no record, or if the record's outcome is `interrupted`.
+    example `CANCELLED by 0`. The state counts if there is no record, or if the record's outcome is `interrupted`.
     """
     if outcome in ("ok", "diverged"):
         return ""
@@ -80,7 +80,7 @@ class AbortCause(NamedTuple):
     """Cause of the SIGABRT that ended a rank."""
 
     severity: str
-    """`oom`, `error` (the rank's GPU failed), `echo` (NCCL ended the rank after the loss of a peer) or `killed`."""
+    """Kind of the failure: `oom`, `error` (the rank's GPU failed), `echo` (NCCL lost a peer rank) or `killed`."""
     why: str
     """Error message of the rank in one line; empty if the cause is unknown."""
 

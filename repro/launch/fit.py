@@ -1,6 +1,6 @@
 """Search for the largest model that this machine can train, by trials on its devices (`repro fit --measure`).
 
-Every trial is a separate launch, so that allocator or driver state of one trial cannot affect the next.
+Every trial is a separate launch, so that allocator or driver state of one trial cannot affect the next trial.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from repro.simulate.plan.closed_form import FRAGMENTATION
 ALLOCATION_FAILURE, HOST_MEMORY_FAILURE = "allocation", "host memory"
 TRIAL_TARGET = "repro.launch.rank.session:run_memory_trial"
 RECORD_SUITE = "fit"
-"""Name that the record of a search has as its suite."""
+"""Name of the suite in the record of a search for the largest model."""
 TRIAL_LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 
 
 def plan_trials(
     query: LayoutQuery, model: Model | None, sizes: dict[str, int], search: str, as_rank: int | None, of: int
 ) -> Trials:
-    """Return the trials that search the largest model that `query` describes.  Raises `ConfigError`.
+    """Return a search by trials for the largest model that fits `query`.  Raises `ConfigError`.
 
-    `as_rank`: a single process allocates the memory of this rank of `of` ranks; None: all ranks run.
+    `as_rank`: rank, of `of` ranks, whose memory a single process allocates; None: all ranks run.
     """
     system, gpus = query.system, query.gpus
     if system not in local_launch.DEVICES:
@@ -64,7 +64,7 @@ def plan_trials(
 
 
 def _local_system(system: str, limit: int | None) -> System:
-    """Return the system of this machine. On processor cores, each process needs a memory `limit` in bytes."""
+    """Return this machine as a system. Raises `ConfigError` on processor cores without a `limit` in bytes."""
     if local_launch.DEVICES[system] != "cpu":
         return discover()
     if limit is None:
@@ -78,14 +78,14 @@ def _local_system(system: str, limit: int | None) -> System:
 
 @dataclass
 class Trials:
-    """Search by trials for the largest model that one `FitQuestion` describes."""
+    """Search for the largest model that this machine can train, by trial runs of models of different size."""
 
     question: fit.FitQuestion
     system: str
     limit: int | None
     """Memory limit of a device in bytes, including the CUDA context; None for all of the device's memory."""
     as_rank: int | None
-    """Rank that a single process stands for; None if all ranks run."""
+    """Rank whose memory a single process allocates; None if all ranks run."""
 
     @property
     def limit_bytes(self) -> int:
@@ -93,27 +93,27 @@ class Trials:
         return 0 if self.limit is None else self.question.allocatable
 
     def run(self, interrupt: Interrupt) -> fit.FitAnswer:
-        """Run trials, beginning at the largest model that the simulation predicts, and return the answer."""
+        """Run trials, beginning at the largest model that the simulation predicts, and return the largest that fits."""
         guess = fit.fit_by_simulation(self.question)
         start = [trial.value for trial in (guess.largest, guess.first_failing) if trial is not None]
         values, limit = self.question.values(), self.question.allocatable
         return fit.search_largest(values, lambda value: self._attempt(value, interrupt), limit, start)
 
     def document(self, answer: fit.FitAnswer, seconds: float) -> dict[str, Any]:
-        """Return the output of `repro fit --measure --json`; `seconds` is the duration of the search."""
+        """Return the search result as the JSON document of `repro fit --measure`. `seconds`: duration of the search."""
         document = fit.fit_document(self.question, answer)
         del document["traces"], document["trace_seconds"]
         one = self.as_rank is not None
         return document | {
             "evidence": f"measured (one rank of {self.question.layout.world})" if one else "measured",
             "limit_bytes": self.question.allocatable,
-            "communicator_bytes": 0,  # the trials allocate their communicators themselves
+            "communicator_bytes": 0,  # no estimate: a measured trial may use its full memory limit
             "allocator_limit_bytes": self.limit_bytes,
             "seconds": round(seconds, 1),
         }
 
     def record(self, answer: fit.FitAnswer, seconds: float) -> FitRecord:
-        """Return the record of the search with its `answer`; `seconds` is the duration of the search."""
+        """Return the record of the search with its result, `answer`. `seconds`: duration of the search."""
         question, one = self.question, self.as_rank is not None
         end = answer.largest or answer.first_failing
         value = question.values()[0] if end is None else end.value
@@ -175,7 +175,7 @@ class Trials:
 
 
 def _largest_values(memories: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the maximum over the ranks of each number in their `RankMemory` dictionaries."""
+    """Return the maximum over all ranks of each memory size that the ranks report."""
     if not memories:
         return {}
     found: dict[str, Any] = {"rss_peak_bytes": max(memory["rss_peak_bytes"] for memory in memories)}

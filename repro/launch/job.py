@@ -1,4 +1,4 @@
-"""A job, the input of one launch of `world` processes that run experiments, and the requests to stop a launch."""
+"""The job, which is the input of a launch of processes that run experiments, and the requests to stop a launch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from repro.config import EmulatedNetwork, Experiment, from_dict
 from repro.util.files import write_json
 
 STOP_FILE = "stop"
-"""File in rank 0's launch folder that requests a checkpoint after the current step, and then the end of all ranks."""
+"""Name of a file in rank 0's launch folder that requests a checkpoint after the current step, and then the end."""
 STOP_TIMEOUT_S = 300.0
 """Time in which ranks must end the current step and write a checkpoint after a stop request, in seconds."""
 NETWORK_FILE = "network.json"
-"""File in the launch folder that describes the emulated network (`repro.emulate.network.NetworkFacts`)."""
+"""Name of the file in the launch folder that describes the emulated network between the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,13 @@ class Job:
     """Input of every rank of a launch, which the launcher writes as one JSON file."""
 
     experiments: list[Experiment]
-    """Experiments with equal number of ranks, system, emulated network and memory limit."""
+    """Experiments that the launch runs; number of ranks, system, emulated network and memory limit are equal."""
     rounds: int = 1
-    """Number of rounds into which compared experiments divide their timed steps, to run in turns: A B A B ..."""
+    """Number of rounds of a comparison. In each round, every experiment runs a part of its timed steps: A B A B ..."""
     compare: bool = False
-    """Whether the experiments run in turns for a comparison. Otherwise they run one after another."""
+    """Whether experiments run in turns for a comparison. If False, the experiments run one after another."""
     apart: bool = False
-    """Whether each turn of a comparison initialises its experiment and then frees its memory."""
+    """Whether each turn of a comparison initialises an experiment and frees its memory at the end of the turn."""
     checkpoints: str = ""
     """Parent folder of the checkpoints of all experiments; empty if no checkpoints are written."""
     profiles: str = ""
@@ -39,7 +39,7 @@ class Job:
     folder: str = ""
     """Folder with the short-lived files of the launch on this machine, for example a stop request."""
     task: dict[str, Any] = field(default_factory=dict)
-    """Parameters of a rank function other than `run_rank`."""
+    """Parameters of the function that each rank calls, if the function is not `run_rank`."""
     as_rank: int = -1
     """Rank that a single process represents, with collectives that carry no data; -1 if all ranks run."""
 
@@ -74,11 +74,11 @@ class Job:
 
 
 class Stopped(Exception):
-    """Exception of a rank that ends between two steps because its launcher requested it. It names the last step."""
+    """Exception that ends a rank between two training steps at the launcher's request; it names the last step."""
 
 
 class Interrupt:
-    """Context in which SIGINT, SIGTERM and SIGHUP only set `signal`. A signal that was ignored remains ignored."""
+    """Context in which SIGINT, SIGTERM and SIGHUP only set `signal`; a signal that was ignored remains ignored."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -91,7 +91,7 @@ class Interrupt:
 
     @property
     def reason(self) -> str:
-        """Return the reason of the stop for records; empty before a signal."""
+        """Return the reason of the interruption for records; empty if no signal has arrived."""
         return "stopped by the user" if self else ""
 
     @property
@@ -102,7 +102,7 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             previous = signal.getsignal(number)
-            if previous != signal.SIG_IGN:  # `nohup` ignores SIGHUP
+            if previous != signal.SIG_IGN:  # A process under `nohup` ignores SIGHUP.
                 self._previous[number] = previous
                 signal.signal(number, self._note)
         return self

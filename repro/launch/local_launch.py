@@ -36,13 +36,13 @@ STACKS_POLL_INTERVAL_S = 0.05
 
 
 def scratch_parent() -> Path:
-    """Return the parent folder of short-lived files: shared memory, so that no heartbeat waits for a disk."""
+    """Return the parent folder of short-lived files, in shared memory, so that heartbeats do not wait for a disk."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 class LocalLaunch:
-    """A running job whose ranks are processes of this machine.
+    """Launch of a job whose ranks are processes of this machine.
 
     Call `start` in the main thread, because the kernel kills a rank when the thread that started the rank ends.
     """
@@ -59,7 +59,7 @@ class LocalLaunch:
         self._network: RunningNetwork | None = None
 
     def start(self) -> None:
-        """Start all ranks, on an emulated network if the job has one.  Raises `NoNetwork` if that cannot be created."""
+        """Start all ranks and the job's emulated network, if any.  Raises `NoNetwork` if no network can be created."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         if self.job.network is not None:
@@ -81,11 +81,11 @@ class LocalLaunch:
             self._ranks.append(rank_process.start_rank(command, self.logs, rank, own))
 
     def poll(self, rank: int) -> int | None:
-        """Return the exit code of `rank`, negative for a signal; None while it runs."""
+        """Return the exit code of `rank`, negative if a signal ended the rank; None while the rank runs."""
         return self._ranks[rank].poll()
 
     def position(self, rank: int) -> Position:
-        """Return the position that the heartbeat of `rank` last reported."""
+        """Return the position (experiment, step, phase, collective) that `rank` last reported."""
         return self._heartbeats.position(rank)
 
     def stopped(self, rank: int) -> bool:
@@ -106,7 +106,7 @@ class LocalLaunch:
         return rank_process.read_error_log(self.logs, rank)
 
     def dump_stacks(self) -> None:
-        """Have every running rank write its Python stacks to its log, and wait until the logs have them."""
+        """Request the Python stacks of every running rank, and wait until its error log contains the stacks."""
         logs = {rank: rank_process.error_log_path(self.logs, rank) for rank in range(self.world)}
         before = {rank: rank_process.count_stacks(log) for rank, log in logs.items()}
         self._signal(rank_process.STACKS_SIGNAL)
@@ -118,7 +118,7 @@ class LocalLaunch:
             waiting = [rank for rank in can_write if rank_process.count_stacks(logs[rank]) == before[rank]]
 
     def ask_to_stop(self) -> None:
-        """Request that the ranks write a checkpoint after the current step and end."""
+        """Request that all ranks write a checkpoint after the current step and then end."""
         (self.folder / STOP_FILE).touch()
 
     def kill(self) -> None:
@@ -129,7 +129,7 @@ class LocalLaunch:
                 process.wait(REAP_TIMEOUT_S)
 
     def close(self, *, keep_logs: Path | None) -> None:
-        """Kill the ranks and remove their files. Move the logs to `keep_logs`, or remove them if it is None."""
+        """Kill the ranks, remove their files, and move the logs to the folder `keep_logs` (None: remove the logs)."""
         self.kill()
         if self._network is not None:
             self._network.close()
@@ -143,10 +143,10 @@ class LocalLaunch:
 
 
 def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[str, str]:
-    """Return the environment of one rank: that of this process, `torchrun`'s variables, and its share of the cores.
+    """Return the environment of one rank: variables of this process and of `torchrun`, and its number of threads.
 
     With a memory limit (`limited`), glibc returns freed tensors to the kernel at once. Otherwise freed blocks of up to
-    32 MB would remain in its heap and count against the limit.
+    32 MB would remain in the heap and count against the limit.
     """
     cores = len(os.sched_getaffinity(0))
     defaults = {
@@ -162,15 +162,15 @@ def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[st
 
 
 def _on_node(ranks: int, rank: int) -> dict[str, str]:
-    """Return variables of a rank in an emulated node with `ranks` ranks, which replace those of the user."""
+    """Return environment variables of a rank in an emulated node with `ranks` ranks; they replace the user's."""
     place = {"LOCAL_RANK": str(rank % ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **place}
 
 
 def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[supervise.Ending, list[dict[str, Any]]]:
-    """Run `job`, remove its files, and return its end and its first experiment's result on each rank.
+    """Run a job, and return the outcome of the launch and the first experiment's result on each rank.
 
-    The results are empty if a rank has none. `target`: function of a rank, `module:function`.
+    The list of results is empty if a rank has no result. `target`: function that each rank calls, `module:function`.
     """
     logs = Path(tempfile.mkdtemp(prefix="repro-once-"))
     launch = LocalLaunch(job, logs / "logs", target=target)
@@ -184,11 +184,11 @@ def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[supervise.
 
 
 DEVICES = {"local": "cpu", "local-gpu": "cuda"}
-"""Device type of each system on which the local launcher can start ranks."""
+"""Device type (`cpu` or `cuda`) of each system on which the local launcher can start ranks."""
 
 
 def missing_resource(experiment: Experiment) -> str:
-    """Return the devices or software that `experiment` needs and this machine lacks; empty if it can run here."""
+    """Return the devices or software that an experiment needs and this machine lacks; empty if nothing is missing."""
     world = experiment.layout.world
     if experiment.system not in DEVICES:
         return f"{world} GPUs of system {experiment.system}"
@@ -203,13 +203,13 @@ def missing_resource(experiment: Experiment) -> str:
 
 
 def max_ranks() -> SizeLimit:
-    """Return the maximum number of ranks on this machine's processor cores."""
+    """Return the maximum number of ranks that may run on this machine's processor cores."""
     cores = usable_cores()
     return SizeLimit(RANKS_PER_CORE.value * cores, f"{RANKS_PER_CORE.value} a core: {RANKS_PER_CORE.why}")
 
 
 def count_cuda_devices() -> int:
-    """Return the number of CUDA devices that a rank can use, without importing torch: NVML and CUDA_VISIBLE_DEVICES."""
+    """Return the number of CUDA devices that a rank can use, by CUDA_VISIBLE_DEVICES or NVML, without torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
@@ -218,7 +218,7 @@ def count_cuda_devices() -> int:
 
 
 def memory_shortage(experiment: Experiment) -> str:
-    """Describe why `experiment` exceeds this machine's memory and which size fits; empty if memory may suffice.
+    """Return a message if an experiment exceeds this machine's memory, with a size that fits; empty if it may fit.
 
     The estimate is a lower bound, so every rejected experiment would run out of memory.
     """
@@ -226,7 +226,7 @@ def memory_shortage(experiment: Experiment) -> str:
     limit = experiment.limits.memory_bytes * layout.world or math.inf
     free, parameters = memory_and_swap(), total_parameters(model)
     states = min(layout.copies * sum(state_bytes(parameters, layout).values()), limit)
-    # Even with recomputation, the inputs of all blocks are stored.
+    # Even with recomputation, the inputs of all transformer layers are stored until the backward pass.
     tokens = layout.dp * layout.micro_batch * experiment.seq
     inputs = min(model.layers * tokens * model.hidden * ELEMENT_BYTES[layout.precision], limit)
     if states > free:

@@ -1,4 +1,4 @@
-"""Tasks of a run: the experiments and comparisons of a suite without a record, and locks between concurrent runs."""
+"""Tasks of a run (experiments and comparisons of a suite that have no record), and locks between concurrent runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Task:
 
     @property
     def keys(self) -> list[str]:
-        """Return the keys of the task's experiments."""
+        """Return the keys of the task's experiments, which are hashes of their settings."""
         return [experiment.key for experiment in self.experiments]
 
 
@@ -55,7 +55,7 @@ def select_entries(suite: Suite, only: list[str]) -> list[Entry]:
 
 
 def plan_tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool) -> list[Task]:
-    """Return the tasks for `entries` without a conclusive record (with `rerun`, for all), in the order of the suite."""
+    """Return the tasks for entries without a conclusive record (`rerun`: for all entries), in the suite's order."""
     todo: list[Task] = []
     compared: set[str] = set()
     experiments = {entry.experiment.name: entry.experiment for entry in entries}
@@ -81,7 +81,7 @@ def plan_tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool)
 
 
 def missing_tasks(task: Task, store: Store) -> list[Task]:
-    """Return the part of `task` without conclusive records, as a list of no or one task.
+    """Return a task with those experiments of `task` that have no conclusive record, as a list; empty if all have one.
 
     A comparison repeats its baseline with the remaining subjects, even if the baseline has a record. If the baseline
     ran out of memory or diverged, its subjects run without a comparison.
@@ -108,7 +108,7 @@ def missing_tasks(task: Task, store: Store) -> list[Task]:
 def retry_until_done(
     attempt: Callable[[], bool], cancelled: Callable[[], bool], announce: Callable[[], None]
 ) -> None:
-    """Call `attempt` until it or `cancelled` returns True; call `announce` before the first wait between attempts."""
+    """Call `attempt` until `attempt` or `cancelled` returns True; call `announce` before the first wait."""
     announced = False
     while not attempt() and not cancelled():
         if not announced:
@@ -121,7 +121,7 @@ class ExperimentLocks:
     """Locks on experiment keys, so that two `repro run` on one store do not run the same experiment.
 
     A lock is an `flock` on `root/locks/<key>`, which the kernel releases when the locking process dies. The lock file
-    names the folder with that process's short-lived files, which the next process removes.
+    names the folder with that process's short-lived files, which the next process with the lock removes.
     """
 
     def __init__(self, root: Path):
@@ -145,10 +145,10 @@ class ExperimentLocks:
         return True
 
     def remember(self, folder: Path) -> None:
-        """Write the path of this process's short-lived files into the lock files, for removal if it is killed."""
+        """Write the path of this process's short-lived files into the lock files, for their removal after a kill."""
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "folder": str(folder)})
         for descriptor in self._held:
-            with contextlib.suppress(OSError):  # without the path, files of a killed process remain
+            with contextlib.suppress(OSError):  # If the write fails, files of a killed process remain.
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, note.encode(), 0)
 
@@ -161,7 +161,7 @@ class ExperimentLocks:
 
 
 def _remove_leftovers(descriptor: int) -> None:
-    """Remove the short-lived files of a killed process, whose folder the lock file names, if it ran on this host."""
+    """Remove the short-lived files of a killed process if it ran on this host. The lock file names their folder."""
     text = os.pread(descriptor, 4096, 0)
     if not text:
         return

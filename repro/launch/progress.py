@@ -24,9 +24,9 @@ REPORT_INTERVAL_S = 10.0
 BAR_COLUMNS = 12
 """Width of a progress bar, in columns."""
 FIXED_COLUMNS = BAR_COLUMNS + 46
-"""Width of a display line except for the experiment's name, in columns."""
+"""Width of a progress line without the experiment's name, in columns."""
 REFRESHES_PER_S = 2
-"""Refresh rate of the display; low, because the display takes processor time from the ranks."""
+"""Refresh rate of the progress display, per second; low, because the display takes processor time from the ranks."""
 
 
 class Progress:
@@ -39,7 +39,7 @@ class Progress:
         self._began = time.monotonic()
         self._printed_s = self._began
         self._lines: dict[int, TaskID] = {}
-        """Display line of each experiment, by the experiment's index in the job."""
+        """Progress line of each experiment, by the experiment's index in the job."""
         self._bars = _bars() if sys.stderr.isatty() else None
         if self._bars is not None:
             self._all = self._bars.add_task("all", total=total, place="experiments", rate="", left="")
@@ -56,7 +56,7 @@ class Progress:
             self._bars.stop()
 
     def launch(self, job: Job) -> None:
-        """Display a line for each compared experiment of a new launch, or for the first experiment of a sequence."""
+        """Display progress of a new launch: a line for each compared experiment, or for the first of a sequence."""
         self.running = JobStepCounters(job)
         self._printed_s = time.monotonic()
         if self._bars is not None:
@@ -69,7 +69,7 @@ class Progress:
         if not position.begun or self.running is None:
             return
         steps = self.running.update(position)
-        if position.phase == Phase.DONE:  # the display drops the lines of ended experiments
+        if position.phase == Phase.DONE:  # An ended experiment has no progress line.
             return
         if self._bars is not None:
             self._line(position.experiment, str(position.phase))
@@ -80,7 +80,7 @@ class Progress:
             self.say(f"  {name}: {', '.join(parts)} ({self._left()})")
 
     def _line(self, experiment: int, place: str) -> None:
-        """Update the display line of an experiment. Unless experiments are compared, there is only one such line."""
+        """Update the progress line of an experiment. Only a comparison has several progress lines at the same time."""
         assert self._bars is not None
         assert self.running is not None
         job, counters = self.running.job, self.running.steps
@@ -99,18 +99,18 @@ class Progress:
             place=place,
             rate=_rate(steps.rate),
         )
-        for at, line in self._lines.items():  # a step of one experiment also changes the time left of others
+        for at, line in self._lines.items():  # A step changes the remaining time of all compared experiments.
             self._bars.update(line, left=_time_left(self.running.left_s(counters[at])))
 
     def _clear(self) -> None:
-        """Remove the experiments' lines from the display."""
+        """Remove the progress lines of all experiments from the display."""
         assert self._bars is not None
         for line in self._lines.values():
             self._bars.remove_task(line)
         self._lines.clear()
 
     def ended(self, name: str, outcome: str, reason: str, seconds: float, *, expected: bool) -> None:
-        """Count one ended experiment, and print its outcome if it is not `expected`."""
+        """Count one ended experiment, and print its outcome if the suite does not expect the outcome."""
         self.done += 1
         if not expected:
             why = f": {reason}" if reason else ""
@@ -131,7 +131,7 @@ class Progress:
             self._bars.update(self._all, completed=self.done)
 
     def say(self, text: str) -> None:
-        """Print one line, above the display if there is one."""
+        """Print one line to standard error, above the progress display if there is one."""
         self._printed_s = time.monotonic()
         if self._bars is not None:
             self._bars.console.print(text, markup=False, soft_wrap=True)
@@ -176,29 +176,30 @@ class StepCounter:
     """Counter of one experiment's steps, with their rate. The first observed step is not timed."""
 
     total: int
-    """Number of steps of the experiment. If each turn builds it again, the untimed steps count in each turn."""
+    """Number of training steps. Untimed steps count in each turn of a comparison that initialises the experiment."""
     done: int = 0
     _at: int | None = None
-    """Step of the last update; None before the first update."""
+    """Training step at the last update; None before the first update."""
     _from: int | None = None
-    """Value of `done` when timing began; None before."""
+    """Number of completed steps when timing began; None before timing."""
     _spent: float = 0.0
-    """Seconds since timing began, without the turns of other experiments."""
+    """Seconds for which the experiment has run since timing began, without the turns of other experiments."""
 
     def update(self, step: int, seconds: float) -> None:
-        """Record that the experiment is at `step`, after the ranks have run it for `seconds` since the last update."""
+        """Record the experiment's `step`, after the ranks have run it for `seconds` since the last update."""
         if self._from is not None:
             self._spent += seconds
         if self._at is None:
             self.done = step  # a resumed training begins at the step of its checkpoint
         elif step != self._at:
-            self.done += step - self._at if step > self._at else step  # a new turn begins at step 0
+            # An experiment that a turn of a comparison initialises begins at step 0.
+            self.done += step - self._at if step > self._at else step
             self._from = self.done if self._from is None else self._from
         self._at = step
 
     @property
     def rate(self) -> float | None:
-        """Return the steps per second while the experiment runs; None before a step has been timed."""
+        """Return the number of steps per second while the experiment runs; None if no step is timed."""
         timed = self.done - self._from if self._from is not None else 0
         return timed / self._spent if timed > 0 and self._spent > 0 else None
 
@@ -226,7 +227,7 @@ class JobStepCounters:
         return current
 
     def left_s(self, steps: StepCounter) -> float | None:
-        """Return the seconds until the experiment of `steps` ends; for a comparison, until all experiments end."""
+        """Return the remaining seconds of the experiment that `steps` counts; in a comparison, of all experiments."""
         together: Sequence[StepCounter] = self.steps if self.job.compare else [steps]
         each = [one.left_s for one in together]
         return sum(one for one in each if one is not None) if None not in each else None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from repro.config.enums import Phase
 
 MAX_ERROR_LOG_BYTES = 16_000
-"""Maximum bytes that are read from the end of an error log, enough for the stacks that follow an error message."""
+"""Maximum number of bytes that are read from the end of an error log, enough for the stacks after an error message."""
 STACKS_SIGNAL = signal.SIGUSR1
 """Signal upon which `faulthandler` writes the Python stacks of a rank, even while the rank waits in a collective."""
 STACKS_TIMEOUT_S = 5.0
@@ -31,14 +31,14 @@ _STACK_HEADER = b"(most recent call first)"
 _PHASES = tuple(Phase)
 _PHASE_NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
 _PHASE = struct.Struct("=iiqd")
-"""Layout of experiment index, phase number, step, and time in seconds."""
+"""Binary layout of a phase in the heartbeat file: experiment index, phase number, step, and time in seconds."""
 _COLLECTIVE = struct.Struct("=qd24s24s")
-"""Layout of a collective's sequence number, time in seconds, operation and group."""
+"""Binary layout of a collective in the heartbeat file: sequence number, time in seconds, operation and group."""
 _SLOT_BYTES = 128
 
 
 def rank_command(folder: Path, rank: int, *, device: str, rendezvous: str, target: str) -> list[str]:
-    """Return the command that starts `rank` of the job in `folder/job.json`. The rank dies with this process."""
+    """Return the command that starts `rank` of the job in `folder/job.json`. The rank dies if this process dies."""
     return [
         *(sys.executable, "-m", "repro.launch.rank.program", str(folder / "job.json")),
         *("--rank", str(rank), "--device", device, "--folder", str(folder)),
@@ -63,7 +63,7 @@ def is_stopped(pid: int) -> bool:
 def start_rank(
     command: list[str], logs: Path, rank: int, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a rank in a session of its own, so that Ctrl-C in the terminal does not reach it."""
+    """Start the process of a rank in a new session, so that Ctrl-C in the terminal does not reach the rank."""
     with open(logs / f"rank-{rank}.out", "wb") as out, open(error_log_path(logs, rank), "wb") as err:
         return subprocess.Popen(
             command,
@@ -83,7 +83,7 @@ def signal_rank(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def move_logs(logs: Path, target: Path | None) -> None:
-    """Move the logs of an ended launch to `target`, or remove them if it is None."""
+    """Move the logs of an ended launch to `target`; if `target` is None, remove the logs."""
     if target != logs and logs.exists():
         shutil.rmtree(target or logs, ignore_errors=True)
         if target is not None:
@@ -120,11 +120,11 @@ class Position(NamedTuple):
     step: int
     phase: Phase
     sequence: int
-    """Number of collectives that the rank has issued."""
+    """Sequence number of the rank's last collective, which is the number of collectives that the rank has issued."""
     op: str
     group: str
     seconds: float
-    """`time.monotonic()` of the report; 0.0 before the first report."""
+    """Time at which the rank reported the position (`time.monotonic()`), in seconds; 0.0 before the first report."""
 
     @property
     def begun(self) -> bool:
@@ -153,7 +153,7 @@ class HeartbeatWriter:
         _PHASE.pack_into(self._map, self._phase_at, experiment_index, number, step, time.monotonic())
 
     def collective(self, sequence: int, op: str, group: str, purpose: str = "") -> None:
-        """Report that the rank issues its collective number `sequence`, the operation `op` over `group`."""
+        """Report that the rank issues a collective: its number `sequence`, operation `op` and process group `group`."""
         _COLLECTIVE.pack_into(
             self._map, self._collective_at, sequence, time.monotonic(), op.encode(), group.encode()
         )
@@ -165,7 +165,7 @@ class HeartbeatWriter:
 
 
 class HeartbeatReader:
-    """Reader of the heartbeat file of one launch, which it creates."""
+    """Reader of the heartbeat file of one launch. The constructor creates the file."""
 
     def __init__(self, path: Path, world: int):
         with open(path, "wb") as file:

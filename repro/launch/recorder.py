@@ -20,7 +20,7 @@ from repro.results.select import by_key, by_keys
 from repro.results.store import DISK_FULL, Store
 
 Results: TypeAlias = Sequence[Mapping[str, Any]]
-"""Results of one experiment, as the JSON object of a `RankResult` per rank."""
+"""Results of one experiment: for each rank, a `RankResult` as a JSON object."""
 
 
 class DiskFull(Exception):
@@ -57,7 +57,7 @@ class Recorder:
         """Reasons for replacing CUDA kernels that a warning has already named."""
 
     def begin(self) -> None:
-        """Collect the provenance of the next records. Call this before ranks start, as it disturbs their timing."""
+        """Collect provenance for the next records; call this before ranks start, because it disturbs their timing."""
         from repro.measure.provenance import provenance
 
         self._source = {**provenance(), **self._place}
@@ -102,7 +102,7 @@ class Recorder:
                 )
 
     def simulated(self, experiment: Experiment, record: ExperimentRecord) -> None:
-        """Write the record of a simulated experiment, with provenance if it is conclusive.  Raises `DiskFull`."""
+        """Write the record of a simulated experiment; a conclusive record gets provenance.  Raises `DiskFull`."""
         from repro.simulate.record import failed_record
 
         if record.conclusive:
@@ -113,7 +113,7 @@ class Recorder:
         )
 
     def _write(self, written: ExperimentRecord, failed: Callable[[str], ExperimentRecord]) -> None:
-        """Append a record and display its outcome. On a full disk, append the small record that `failed` returns."""
+        """Append a record and display its outcome; on a full disk, append the smaller record that `failed` returns."""
         full = ""
         try:
             self._append(written, f"disk full while writing the result to {self.store.folder}")
@@ -121,14 +121,14 @@ class Recorder:
             # The store has freed its reserved disk space, which is large enough for the record of a failure.
             full = str(error)
             written = failed(full)
-            self._append(written, f"{written.reason}, and the outcome of {written.name} did not fit")
+            self._append(written, f"{written.reason}, and the record of {written.name} did not fit on disk")
         expected = self.suite.entry(written.name).expect in ("", written.outcome)
         self.progress.ended(written.name, written.outcome, written.reason, written.wall_s, expected=expected)
         if full:
             raise DiskFull(full)
 
     def ratios(self, job: Job, finished: dict[int, Results]) -> None:
-        """Write the ratio of each finished experiment of a comparison to its baseline, index 0.  Raises `DiskFull`."""
+        """Write the ratio of each finished experiment of a comparison to the baseline (index 0).  Raises `DiskFull`."""
         from repro.results.measured import comparison_record
 
         ranks = {index: [RankResult.read(result) for result in found] for index, found in finished.items()}
@@ -146,7 +146,7 @@ class Recorder:
                 self._append(record)
 
     def adopt(self, entries: list[Entry]) -> None:
-        """Copy records of equal experiments in other suites to this suite, under the names of `entries`."""
+        """Copy records of other suites to this suite if their experiments equal those in `entries`, under new names."""
         latest = by_key(self.store.records(), self.evidence)
         for entry in entries:
             name, record = entry.experiment.name, latest.get(entry.experiment.key)
@@ -217,13 +217,13 @@ class RunEnd:
     """Summary and exit code of `repro run` for one suite."""
 
     summary: dict[str, Any]
-    """Result of `summarise_run`, and the reason of an early end under the key `stopped`."""
+    """Summary of the run as JSON data; its key `stopped` has the reason of an early end, or an empty text."""
     code: int
     """Exit code of `repro run`: 128 plus the number of a signal, 1 after an unexpected outcome, else 0."""
 
 
 def run_end(summary: dict[str, Any], *, failure: str, signal: int) -> RunEnd:
-    """Return summary and exit code of a run. `failure` or the number `signal` tells why it ended early, if it did."""
+    """Return summary and exit code of a run that `failure` (empty: none) or a `signal` (0: none) may have stopped."""
     summary["stopped"] = failure or (f"by signal {signal}" if signal else "")
     wrong = failure or any(row["expected"] is False for row in summary["experiments"])
     return RunEnd(summary, 128 + signal if signal else int(bool(wrong)))

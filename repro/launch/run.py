@@ -24,7 +24,7 @@ from repro.simulate.plan.closed_form import stage_parameters, state_bytes
 from repro.util import units
 
 TO_RUN, KNOWN, ELSEWHERE = "to run", "in the store", "not here"
-"""States of an experiment in a preview; `ELSEWHERE` needs another machine."""
+"""States of an experiment in the preview of a run; an experiment in the state `ELSEWHERE` needs another machine."""
 
 
 def run_suites(
@@ -36,13 +36,13 @@ def run_suites(
     system: str = "",
     profile: bool = False,
 ) -> Iterator[RunEnd]:
-    """Run the experiments of `suites` without a record, and yield the end of each suite, until one is interrupted.
+    """Run the experiments without a record, and yield summary and exit code of each suite, until an interruption.
 
     Experiments that need another machine are listed and not started, unless `evidence` is `simulated`. `profile`: run
-    all again, and write a profile of each rank.  Raises `ConfigError` before the first start.
+    all experiments again, and write a profile of each rank.  Raises `ConfigError` before the first start.
     """
     if profile and evidence == SIMULATED:
-        right = "needs measured runs; `repro simulate --timeline --snapshot` writes a predicted step"
+        right = "needs measured runs; `repro simulate --timeline --snapshot` profiles a predicted step"
         raise ConfigError("--profile", evidence, says=right)
     selected = [(suite, plan.select_entries(suite, only)) for suite in load_suites(suites, evidence, system)]
     _require_writable(results)
@@ -58,7 +58,7 @@ def run_suites(
 
 
 def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite]:
-    """Load the suites in `files`.  Raises `ConfigError` for suites of equal name, or a `system` for measured runs."""
+    """Load suites from `files`.  Raises `ConfigError` for two suites of one name, or a `system` for measured runs."""
     require(evidence in (MEASURED, SIMULATED), "--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     if system and evidence == MEASURED:
         right = f"needs --evidence {SIMULATED}; measured runs use this machine"
@@ -66,7 +66,7 @@ def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite
     found: dict[str, Suite] = {}
     for suite in map(load_suite, files):
         if suite.name in found:
-            right = f"a name that no other suite of this run has; {found[suite.name].file} has it too"
+            right = f"a name that no other suite of this run has; {found[suite.name].file} has this name too"
             raise ConfigError("suite.name", suite.name, right, file=suite.file)
         found[suite.name] = suite
     return list(found.values())
@@ -104,7 +104,7 @@ def _run_measured(
 
 
 def _missing_requirements(suite: Suite, entries: list[Entry]) -> dict[str, str]:
-    """Return what this machine lacks for each entry, by name.  Raises `ConfigError` if this machine can run none."""
+    """Return the missing requirement of each experiment, by name.  Raises `ConfigError` if no experiment can run."""
     needs = {entry.experiment.name: missing_for_measurement(entry) for entry in entries}
     if all(needs.values()):
         first = entries[0].experiment.name
@@ -114,7 +114,7 @@ def _missing_requirements(suite: Suite, entries: list[Entry]) -> dict[str, str]:
 
 
 def missing_for_measurement(entry: Entry) -> str:
-    """Return what this machine lacks to measure an experiment, with a hint to simulate it; empty if it lacks nothing.
+    """Return the missing requirement of a measurement here, with a hint to simulate; empty if nothing is missing.
 
     Too little memory does not count for an experiment that is expected to run out of memory.
     """
@@ -123,7 +123,7 @@ def missing_for_measurement(entry: Entry) -> str:
     if not needs and local_launch.DEVICES[experiment.system] == "cpu" and entry.expect != "oom":
         needs = local_launch.memory_shortage(experiment)
     if needs and not simulated.missing_for_simulation(experiment):
-        return f"{needs}; `--evidence {SIMULATED}` traces it here"
+        return f"{needs}; `--evidence {SIMULATED}` simulates the experiment here"
     return needs
 
 
@@ -134,15 +134,15 @@ class ExperimentPreview:
     suite: str
     name: str
     state: str
-    """`TO_RUN`, `KNOWN` or `ELSEWHERE`."""
+    """State of the experiment: `TO_RUN`, `KNOWN` or `ELSEWHERE`."""
     where: str
-    """Number and place of the experiment's ranks, or the requirement that this machine lacks."""
+    """Number and device of the experiment's ranks, or the requirement that this machine does not meet."""
     steps: int
-    """Number of training steps."""
+    """Number of training steps of the experiment."""
     last_s: float | None
-    """Duration that the experiment's newest record reports, in seconds; None without a record."""
+    """Duration of the experiment in its newest record, in seconds; None without a record."""
     limit_s: float
-    """Timeout of the launch, in seconds; 0 disables it."""
+    """Timeout of the experiment, in seconds; 0 disables the timeout."""
     memory: str = ""
     """Memory that each device of a remote system needs, and whether it fits; empty for the local machine."""
 
@@ -198,14 +198,14 @@ def preview_run(
 
 def _describe_ranks(experiment: Experiment, simulates: bool) -> str:
     if simulates:
-        return f"{words.count_noun(experiment.layout.world, 'rank')} of {experiment.system}, traced here"
+        return f"{words.count_noun(experiment.layout.world, 'rank')} of {experiment.system}, simulated here"
     what = "rank" if DEVICES[experiment.system] == "cpu" else "GPU"
     ranks = words.count_noun(experiment.layout.world, what)
     return f"{ranks} here, {experiment.network}" if experiment.network is not None else f"{ranks} here"
 
 
 def _describe_memory(experiment: Experiment, traced: dict[str, ExperimentRecord]) -> str:
-    """Describe the simulated peak memory of a device; without a record, the bytes of model states as a lower bound."""
+    """Describe a device's simulated peak memory; without a record, the bytes of model states (a lower bound)."""
     if experiment.system in LOCAL_SYSTEMS:
         return ""
     system = load_system(experiment.system)
@@ -216,7 +216,7 @@ def _describe_memory(experiment: Experiment, traced: dict[str, ExperimentRecord]
     if record is not None and "memory.peak_bytes" in record.metrics:
         reserved = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
         fits = "" if limit is None else ": fits" if record.outcome == "ok" else ": does not fit"
-        return f"{units.size(reserved)} {of}, traced{fits}"
+        return f"{units.size(reserved)} {of}, simulated{fits}"
     fullest = max(stage_parameters(experiment.model, experiment.layout).values())
     states = sum(state_bytes(fullest, experiment.layout).values())
     fits = "" if limit is None or states <= limit else ": does not fit"

@@ -22,7 +22,7 @@ from repro.results.store import DISK_FULL
 
 
 class StopRequest(Protocol):
-    """Interface of a request to stop a run, true once requested. `stop_s`: seconds for a last step and checkpoint."""
+    """Interface of a request to stop a run, true once requested. `stop_s`: seconds for the step and a checkpoint."""
 
     @property
     def stop_s(self) -> float: ...
@@ -43,23 +43,23 @@ class RecordedLaunch(supervise.WatchedLaunch, Protocol):
 
 @dataclass(frozen=True)
 class Launcher:
-    """Function that creates launches, with the log folder and the locks for them."""
+    """Function that creates launches of jobs, with the parent folder of their logs and the locks on experiments."""
 
     logs: Path
     """Folder with a subfolder of logs for the key of each failed experiment."""
     launch: Callable[[Job, Path], RecordedLaunch]
-    """Function that returns a launch of a job with a log folder, without starting the launch."""
+    """Function that takes a job and a log folder, and returns a launch that is not started."""
     locks: ExperimentLocks | None = None
     """Locks on the keys of experiments; None if no other process can run the same experiments."""
 
 
 def local_launcher(root: Path) -> Launcher:
-    """Return a launcher that runs jobs as processes of this machine, for the store at `root`."""
+    """Return a launcher that runs jobs as processes of this machine, for the results store at `root`."""
     locks = ExperimentLocks(root)
 
     def launch(job: Job, logs: Path) -> LocalLaunch:
         started = LocalLaunch(job, logs, target=rank_target())
-        locks.remember(started.folder)  # if this process is killed, the next one removes the folder
+        locks.remember(started.folder)  # If this process is killed, the next run removes the launch folder.
         return started
 
     return Launcher(root / "logs", launch, locks)
@@ -89,7 +89,7 @@ class Runner:
         self.profile = profile
 
     def run(self, tasks: list[Task]) -> None:
-        """Run all tasks, last those whose experiments another process has locked.  Raises `DiskFull`."""
+        """Run all tasks; tasks whose experiments another process has locked run last.  Raises `DiskFull`."""
         waiting = list(tasks)
 
         def run_unlocked() -> bool:
@@ -103,7 +103,7 @@ class Runner:
         plan.retry_until_done(run_unlocked, lambda: bool(self.interrupt), announce)
 
     def _claim(self, task: Task) -> bool:
-        """Run `task` while holding the locks of its experiments; return False if another process holds one of them."""
+        """Lock the experiments of `task` and run it; return False if another process has locked one of them."""
         locks = self.launcher.locks
         with disk_full_errors(self.store.root):
             self.store.prepare()
@@ -122,7 +122,7 @@ class Runner:
         return True
 
     def _run(self, task: Task) -> None:
-        """Launch the experiments of a task. After a failure, launch those without an outcome again."""
+        """Launch the experiments of a task. After a failure, launch the experiments without an outcome again."""
         comparison, root = task.comparison, self.store.root.absolute()
         remaining = list(task.experiments)
         while remaining and not self.interrupt:
@@ -146,7 +146,7 @@ class Runner:
         has_announced_stop = False
 
         def harvest(spent_s: list[float]) -> None:
-            """Record new results in the order of the job. Compared experiments have results only at the end."""
+            """Record new results in the job's order; compared experiments have results only at the launch's end."""
             while len(finished) < len(job.experiments):
                 index = len(finished)
                 results = launch.results(index)
@@ -161,7 +161,8 @@ class Runner:
             harvest(spent_s)
             if self.interrupt and not has_announced_stop:
                 has_announced_stop = True
-                self.progress.say("waiting for the step and its checkpoint; a second signal ends it at once")
+                text = "waiting for the current step and its checkpoint; a second signal ends the run at once"
+                self.progress.say(text)
 
         try:
             ending = _watch_launch(launch, self.interrupt, tick)
@@ -185,7 +186,7 @@ class Runner:
 def _watch_launch(
     launch: RecordedLaunch, interrupt: StopRequest, tick: Callable[[Position, list[float]], None]
 ) -> supervise.Ending:
-    """Start a launch and wait for its end. A full disk or an unavailable emulated network is an end with `error`."""
+    """Start a launch and wait for its end. A full disk or a failed network emulation gives the outcome `error`."""
     try:
         launch.start()
     except NoNetwork as error:
@@ -201,7 +202,7 @@ def _watch_launch(
 
 
 def _blamed_experiments(job: Job, ending: supervise.Ending, finished: Container[int]) -> list[int]:
-    """Return the indices of the unfinished experiments of `job` that get the outcome in which the launch ended."""
+    """Return the indices of the unfinished experiments of `job` that get the outcome of the launch."""
     open_ones = [index for index in range(len(job.experiments)) if index not in finished]
     if not open_ones:
         return []
@@ -210,8 +211,7 @@ def _blamed_experiments(job: Job, ending: supervise.Ending, finished: Container[
     if ending.outcome == "interrupted":
         running = [index for index in open_ones if index >= ending.experiment] or open_ones
         return open_ones if job.compare else running[:1]
-    if (
-        ending.experiment < 0
-    ):  # ranks failed before their first experiment, so each experiment would fail again
+    # If ranks failed before their first experiment, each experiment would fail again.
+    if ending.experiment < 0:
         return open_ones
     return [ending.experiment] if ending.experiment in open_ones else open_ones[:1]

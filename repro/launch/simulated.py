@@ -34,9 +34,9 @@ from repro.util.processes import WorkerDied, Workers, pause_garbage_collection
 def simulate_suites(
     selected: Sequence[tuple[Suite, list[Entry]]], results: Path, system: str, rerun: bool
 ) -> Iterator[RunEnd]:
-    """Simulate the entries of each suite that have no record, and yield the end of each suite.
+    """Simulate the experiments of each suite that have no record, and yield summary and exit code of each suite.
 
-    `system`: simulate all entries on this system.  Raises `ConfigError` before the first simulation.
+    `system`: simulate all experiments on this system.  Raises `ConfigError` before the first simulation.
     """
     if system:
         moves = [(suite, move_to_system(entries, system)) for suite, entries in selected]
@@ -51,7 +51,7 @@ def simulate_suites(
 
 
 def _prepare_systems(suite: Suite, entries: list[Entry]) -> tuple[dict[str, System], dict[str, str]]:
-    """Return by name the system of each experiment, and the reason why it cannot be simulated; empty if it can.
+    """Return, by name, the system of each experiment, and the missing requirement of its simulation (empty: none).
 
     Raises `ConfigError` if no experiment can be simulated.
     """
@@ -94,11 +94,11 @@ def _simulate_suite(
 
 def missing_for_simulation(experiment: Experiment) -> str:
     """Return the requirement without which `experiment` cannot be simulated; empty if it can be simulated."""
-    return "" if experiment.engine == "native" else "engine native: only the suite's own step can be traced"
+    return "" if experiment.engine == "native" else "engine native: only native steps can be simulated"
 
 
 def simulated_system(experiment: Experiment) -> System:
-    """Return the system on which `experiment` is simulated, with its emulated network.  Raises `ConfigError`."""
+    """Return the system on which an experiment is simulated, with its emulated network.  Raises `ConfigError`."""
     if experiment.system in systems.LOCAL_SYSTEMS:
         return _unlimited_machine()
     system = systems.load_system_file(experiment.system)
@@ -109,7 +109,7 @@ def simulated_system(experiment: Experiment) -> System:
     return emulated_system(system, experiment.network)
 
 
-@pause_garbage_collection()  # a collection would be slow, because a trace has many live objects
+@pause_garbage_collection()  # Garbage collections would be slow, because a trace has many live objects.
 def simulate_experiment(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
     """Simulate one experiment and return its record. An exception gives a record of the outcome `error`."""
     from repro.simulate.step import simulate
@@ -117,9 +117,9 @@ def simulate_experiment(experiment: Experiment, system: System, suite: str) -> E
     began = time.perf_counter()
     try:
         limit = experiment.limits.memory_bytes or None
-        gloo = DEVICES.get(experiment.system) == "cpu"  # gloo allocates host buffers, which count as memory
+        gloo = DEVICES.get(experiment.system) == "cpu"  # Host buffers of gloo count as memory of a CPU rank.
         simulation = simulate(experiment, system, memory_limit=limit, gloo=gloo, time=True, interval=True)
-    except Exception as error:  # a failed experiment must not end the suite
+    except Exception as error:  # A failed simulation must not end the run of the suite.
         spent_s = time.perf_counter() - began
         return failed_record(experiment, describe_error(error), suite=suite, wall_s=spent_s)
     spent_s = time.perf_counter() - began
@@ -127,7 +127,7 @@ def simulate_experiment(experiment: Experiment, system: System, suite: str) -> E
 
 
 def _unlimited_machine() -> System:
-    """Return a system without memory limit and times, for simulations of experiments of the local machine."""
+    """Return a system of unknown memory size and rates, to simulate experiments of the local machine."""
     unknown = Quantity(value=None, source="left out, so that the record does not depend on the machine")
     return System(
         name="local",
@@ -141,9 +141,9 @@ def _unlimited_machine() -> System:
 
 
 def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
-    """Return copies of `entries` that run on `system`, with names of the form `experiment@system`.
+    """Return copies of suite entries that run on `system`, with names of the form `experiment@system`.
 
-    Emulated networks remain only on a system of processor cores that `repro calibrate` measured.
+    The copies have an emulated network only on a system of processor cores that `repro calibrate` measured.
     """
     from repro.simulate.time.emulated import PROCESS_LINK
 
@@ -159,7 +159,7 @@ def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
 
 
 def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
-    """Return the entries without a conclusive record of their system in `on`; all entries with `rerun`."""
+    """Return the entries without a conclusive simulated record on their system in `on` (`rerun`: all entries)."""
     latest = by_key(store.records(), SIMULATED)
     facts: dict[tuple[int, OperatorSet], SimulatedOn] = {}
 
@@ -176,7 +176,7 @@ def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], r
 
 @contextmanager
 def _hold_simulation_lock(store: Store, progress: Progress, interrupt: Interrupt) -> Iterator[None]:
-    """Hold the store's lock on simulations inside the context; wait for it if needed.  Raises `DiskFull`."""
+    """Wait for the store's lock on simulations, and hold the lock inside the context.  Raises `DiskFull`."""
     locks = ExperimentLocks(store.root)
     with disk_full_errors(store.root):
         store.prepare()
@@ -194,7 +194,7 @@ def _hold_simulation_lock(store: Store, progress: Progress, interrupt: Interrupt
 def _simulate_entries(
     entries: list[Entry], on: dict[str, System], recorder: Recorder, interrupt: Interrupt, workers: Workers
 ) -> None:
-    """Simulate `entries` on the systems `on` and write their records, until an interrupt."""
+    """Simulate suite entries and write their records, until an interrupt. `on`: system of each experiment, by name."""
     if not entries or interrupt:
         return
     recorder.begin()

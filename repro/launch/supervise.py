@@ -1,7 +1,7 @@
 """Supervision of the ranks of one launch until the launch ends, and search for the first cause of a failure.
 
 When one rank dies, its peers fail in their collectives, or NCCL's watchdog ends them.  After a first failure, the
-supervisor therefore waits for other reports and selects the most severe: out of memory first, a lost peer last.
+supervisor therefore waits for other reports and selects the most severe failure: out of memory first, a lost peer last.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ POLL_INTERVAL_S = 0.05
 FAILURE_GRACE_S = 2.0
 """Time for which the supervisor waits for reports of other ranks after the first failure, in seconds."""
 ECHO_GRACE_S = 10.0
-"""Replacement of `FAILURE_GRACE_S` while ranks only report the loss of a peer, in seconds."""
+"""Time for which the supervisor waits for other reports if ranks only report the loss of a peer, in seconds."""
 START_TIMEOUT_S = 120.0
-"""Minimum time without progress that counts as a hang while ranks start, in seconds: imports of torch may be slow."""
+"""Minimum time without progress that counts as a hang while ranks start, in seconds; imports of torch may be slow."""
 _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|remote process exited|socket closed"
     r"|nccl.*(remote|aborted)|read error.*closed|connectfullmesh|wait timeout",
@@ -38,7 +38,7 @@ _SEVERITY = ("oom", "killed", "diverged", "error", "interrupted", "echo")
 
 
 class WatchedLaunch(Protocol):
-    """Interface of a launch whose ranks `watch` can supervise."""
+    """Interface of a launch whose ranks a supervisor (`watch`) can monitor and kill."""
 
     world: int
     job: Job
@@ -55,7 +55,7 @@ class WatchedLaunch(Protocol):
 
 @dataclass
 class Ending:
-    """Outcome of a launch and its reason."""
+    """End of a launch: its outcome, and the reason of the outcome."""
 
     outcome: str
     reason: str
@@ -106,12 +106,12 @@ class _Watcher:
         self.failures: list[_Failure] = []
         self.kernel_kills = count_kernel_oom_kills()
         self.last_reports = [0.0] * launch.world
-        """Time of each rank's last position."""
+        """Time at which each rank last reported its position, in seconds."""
         self.last_progress = time.monotonic()
         self.stop_requested: float | None = None
-        """Time at which the ranks were requested to end; None before, `-inf` if they write no checkpoints."""
+        """Time at which the ranks were requested to end; None without request, `-inf` if they write no checkpoints."""
         self.why = ""
-        """Reason of the interruption; empty without one."""
+        """Reason why the launch is interrupted; empty without an interruption."""
 
     def run(self, interrupted: Callable[[], str], tick: Callable[[Position, list[float]], None]) -> Ending:
         before = time.monotonic()
@@ -135,7 +135,7 @@ class _Watcher:
             time.sleep(POLL_INTERVAL_S)
 
     def _stops(self, now: float, current: int) -> bool:
-        """Request once that ranks write a checkpoint and end; return whether to wait for them."""
+        """Request once that the ranks write a checkpoint and end; return whether to wait longer for the ranks."""
         if self.stop_requested is None:
             writes = current >= 0 and self.job.experiments[current].training.checkpoint_every
             self.stop_requested = now if writes else -math.inf
@@ -174,8 +174,9 @@ class _Watcher:
         if -code == signal.SIGKILL and count_kernel_oom_kills() > self.kernel_kills:
             return _Failure("oom", rank, now, f"{reason}: the kernel ran out of memory")
         if -code == signal.SIGSEGV and self.job.memory_bytes and self.job.experiments[0].system == LOCAL:
-            refused = f"memory that the limit of {units.size(self.job.memory_bytes)} refused"
-            return _Failure("oom", rank, now, f"{reason}: probably a library used {refused}")
+            limit = units.size(self.job.memory_bytes)
+            why = f"{reason}: probably a library used memory that the limit of {limit} refused"
+            return _Failure("oom", rank, now, why)
         if -code == signal.SIGABRT:
             severity, why = classify_abort(self.launch.error_text(rank))
             return _Failure(severity, rank, now, f"{reason}: {why[:300]}" if why else reason)
@@ -186,7 +187,7 @@ class _Watcher:
         return self.failures[0].seen + (ECHO_GRACE_S if only_echoes else FAILURE_GRACE_S)
 
     def _judge(self) -> Ending:
-        # `watch` kills the ranks that still run. They are not among the failures.
+        # Ranks that still run are not among the failures; `watch` kills these ranks.
         first = min(self.failures, key=lambda failure: (_SEVERITY.index(failure.severity), failure.seen))
         position = self.launch.position(first.rank)
         experiment = position.experiment if position.begun else -1
@@ -229,7 +230,7 @@ class _Watcher:
         return f"({self._where(list(self.ranks), 'was')})"
 
     def _where(self, ranks: list[int], verb: str) -> str:
-        """Describe the positions of `ranks`, and group ranks with equal positions."""
+        """Describe the positions of `ranks` in one text that groups ranks with equal positions."""
         places: dict[str, list[str]] = {}
         for rank in ranks:
             places.setdefault(str(self.launch.position(rank)), []).append(str(rank))
@@ -252,8 +253,8 @@ class _Watcher:
 def lagging_ranks(positions: list[Position], job: Job) -> list[int]:
     """Return the ranks for which the other ranks wait in a hang; all ranks if their positions are equal.
 
-    These ranks are in the earliest step and have issued the fewest collectives of their pipeline stage. Only the
-    ranks of one stage are compared, because they issue the same collectives.
+    Lagging ranks are in the earliest step and have issued the fewest collectives of their pipeline stage. Only ranks
+    of one stage are compared, because all of them issue equal collectives.
     """
     earliest = min((p.experiment, p.step) for p in positions)
     slow = [rank for rank, p in enumerate(positions) if (p.experiment, p.step) == earliest]
@@ -278,7 +279,7 @@ def signal_name(number: int) -> str:
 
 
 def count_kernel_oom_kills() -> int:
-    """Return how many processes the kernel's OOM killer has ended in this cgroup, or else on this machine."""
+    """Return how many processes the kernel's OOM killer has killed in this cgroup, or else on this machine."""
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()
         group = next((line[3:] for line in groups if line.startswith("0::")), None)

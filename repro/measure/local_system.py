@@ -9,11 +9,11 @@ from repro.config.system import Device, Link, Quantity, System
 from repro.config.systems import LOCAL
 from repro.measure.provenance import count_nvlinks, cpu, gpus, host_memory, nvml
 
-NOT_MEASURED = "the machine does not report it; measure it or take it from a data sheet"
+NOT_MEASURED = "the machine does not report this value; measure it or take it from a data sheet"
 
 
 def load_system(name: str | Path) -> System:
-    """Return the system `name`: the local machine for `local`, otherwise that of a packaged or a user's file.
+    """Return a hardware system: this machine for `name = local`, else the system of a packaged or a user's file.
 
     Raises:
         ConfigError: No system has this name, or the file is missing or has a wrong key or value.
@@ -22,9 +22,9 @@ def load_system(name: str | Path) -> System:
 
 
 def discover() -> System:
-    """Return the system `local`. Its devices are the machine's GPUs or, without GPUs, the processor as one device.
+    """Return this machine as a system. Its devices are its GPUs or, without GPUs, the processor as one device.
 
-    If the GPUs differ, the system describes the first GPU and has a note.
+    If the GPUs are of different types, the system describes the first GPU, and its note lists all types.
     """
     state = host_memory()
     host = Quantity(
@@ -40,15 +40,15 @@ def discover() -> System:
             value=first["memory_bytes"],
             source="NVML, this machine" if first["memory_bytes"] else NOT_MEASURED,
         )
-        context = Quantity(value=None, source="it exists only while a process uses CUDA and NCCL, and grows")
+        context = Quantity(value=None, source="unknown: only a process that uses CUDA has a CUDA context")
         links = ("nvlink", "pcie") if has_nvlink() else ("pcie",)
-        note = f"different GPUs: {', '.join(kinds)}; the first is described" if len(kinds) > 1 else ""
+        note = f"different GPUs: {', '.join(kinds)}; the system describes the first" if len(kinds) > 1 else ""
         count = Quantity(value=len(found), source="NVML, this machine")
     else:
         name, capability, size = cpu()["model"], "", host
         context = Quantity(value=0, source="a processor has no CUDA context")
         links = ("memory",)
-        note = "no GPU: the processor is the device, its ranks are processes that share its memory"
+        note = "no GPU: the processor is the only device, and the ranks are processes that share its memory"
         count = Quantity(value=1, source="one processor, no GPU")
     unknown = Quantity(value=None, source=NOT_MEASURED)
     return System(
@@ -64,6 +64,6 @@ def discover() -> System:
 
 
 def has_nvlink() -> bool:
-    """Return whether the first GPU has an active NVLink; False if the driver does not report it."""
+    """Return whether this machine's first GPU has an active NVLink; False if the driver does not report NVLinks."""
     with nvml() as n:
         return n is not None and count_nvlinks(n, n.nvmlDeviceGetHandleByIndex(0)) > 0

@@ -1,4 +1,4 @@
-"""Live bytes by memory category, from the storages of all tensors that operators return, and files of allocations.
+"""Measurement of live bytes by memory category, from the storages of all tensors that operators return.
 
 `repro.parallel.storage` sets the category of parameters, gradients, optimizer states, checkpoints and communication;
 other allocations of the forward pass are activations.  An allocator's rounding and temporaries inside an operator are
@@ -25,21 +25,21 @@ from repro.parallel import storage
 class AllocationHistory:
     """Measured or simulated allocations of one device, in the format of `torch.cuda.memory._snapshot`.
 
-    The caller identifies allocations by numbers.
+    Each allocation has a number, which the caller chooses.
     """
 
     def __init__(self, line: Callable[[], str] = str) -> None:
-        """`line`: function that returns the source line being executed, as `file:line`."""
+        """Create an empty history. `line`: function that returns the source line being executed, as `file:line`."""
         self.line = line
         self.events: list[dict[str, Any]] = []
         self.segments: Sequence[Sequence[tuple[int, int, int | None]]] = []
-        """Allocator segments at the end: (address, size, number of the allocation; None: free) of each block."""
+        """Allocator segments at the end, as lists of blocks (address, bytes, allocation number or None if free)."""
         self._live: dict[int, dict[str, Any]] = {}
         self._end = 0
 
     def add(self, action: str, address: int, size: int, **more: Any) -> dict[str, Any]:
-        """Add an event of type `action`, for example `segment_alloc`, and return the event."""
-        # PyTorch's viewer fails if no event has the category `unknown`.
+        """Add an allocator event of type `action`, for example `segment_alloc`, to the history and return the event."""
+        # PyTorch's memory viewer fails if no event has the category `unknown`.
         found = {"action": action, "addr": address, "size": size, "stream": 0}
         self.events.append({**found, "frames": [], "category": "unknown", **more})
         return self.events[-1]
@@ -47,7 +47,7 @@ class AllocationHistory:
     def alloc(
         self, number: int, address: int, size: int, category: str, operator: str, line: str, phase: str
     ) -> None:
-        """Add an allocation. Its stack trace is the operator with its source line, then the phase of the step."""
+        """Add an allocation, whose stack trace is the operator with its source line, then the phase of the step."""
         file, _, at = line.rpartition(":")
         frames = [
             {"name": operator, "filename": file or "?", "line": int(at) if file else 0},
@@ -56,13 +56,13 @@ class AllocationHistory:
         self._live[number] = self.add("alloc", address, size, frames=frames, category=str(category))
 
     def free(self, number: int) -> None:
-        """Add the release of allocation `number`, if it is in the history."""
+        """Add the events that free allocation `number`; do nothing if the history has no such live allocation."""
         if event := self._live.pop(number, None):
             for action in ("free_requested", "free_completed"):
                 self.add(action, event["addr"], event["size"], frames=event["frames"])
 
     def resize(self, number: int, size: int, category: str, operator: str, phase: str) -> None:
-        """Set an allocation's size, in a separate segment; 0 frees the allocation."""
+        """Set the size of an allocation by moving it to a new allocator segment; size 0 frees the allocation."""
         event = self._live.get(number)
         if event is not None and event["size"] == size:
             event["category"] = str(category)
@@ -76,7 +76,7 @@ class AllocationHistory:
             self._end += size
 
     def final_segments(self, device: int) -> Iterator[dict[str, Any]]:
-        """Yield allocator segments at the end, from `segments` or else one segment for each live allocation."""
+        """Yield allocator segments at the end: those in `segments`, or else one segment for each live allocation."""
         single = [[(event["addr"], event["size"], number)] for number, event in self._live.items()]
         for stretch in self.segments or single:
             blocks = []
@@ -92,21 +92,21 @@ class AllocationHistory:
 
 
 def write_memory_snapshot(path: Path, devices: Sequence[AllocationHistory]) -> None:
-    """Write the histories of `devices` as a file for PyTorch's memory viewer."""
+    """Write the allocation histories of several devices as one snapshot file for PyTorch's memory viewer."""
     segments = [segment for number, one in enumerate(devices) for segment in one.final_segments(number)]
     document = {"segments": segments, "device_traces": [history.events for history in devices]}
-    path.write_bytes(pickle.dumps(document, protocol=4))  # The viewer reads no newer protocol.
+    path.write_bytes(pickle.dumps(document, protocol=4))  # PyTorch's viewer reads no newer pickle protocol.
 
 
 class _TrackedStorage:
-    """A live storage, and the category and bytes under which the tracker counts it."""
+    """A live tensor storage, with the memory category and the bytes under which the tracker counts the storage."""
 
     __slots__ = ("born", "category", "reference", "size")
 
     def __init__(self, reference: weakref.ref[torch.UntypedStorage], born: Category):
         self.reference = reference
         self.born = born
-        """Category that counts until `repro.parallel.storage.mark` sets another."""
+        """Memory category of the storage until `repro.parallel.storage.mark` sets another category."""
         self.category, self.size = born, 0
 
 
@@ -114,41 +114,41 @@ class MemoryTracker(UncompiledMode):
     """Context manager that tracks live bytes by category during initialisation and steps; the caller sets `phase`."""
 
     def __init__(self, history: AllocationHistory | None = None) -> None:
-        """`history`: records every allocation of the device."""
+        """Create a tracker without storages. `history`: receives every allocation on the device; None: no history."""
         super().__init__()
         self.history, self._operator = history, "empty"
         self.phase = Phase.INIT
-        """Phase of the step. Storages without a category are activations if created in `forward`, else `other`."""
+        """Phase of the step. A new storage without a category is an activation in the forward phase, else `other`."""
         self._live: dict[int, _TrackedStorage] = {}
         self._counted = self._nothing()
-        """Live bytes by category at present."""
+        """Live bytes by memory category, updated by every allocation, release and change of a category."""
         self._now = self._nothing()
-        """Live bytes by category after the last operator."""
+        """Live bytes by memory category after the last operator."""
         self._newborn: list[tuple[_TrackedStorage, Category, int]] = []
-        """Storages that the last operator created, with their category and bytes in `_now`."""
+        """Storages that the last operator created, with the memory category and bytes that `_now` counts for each."""
         self._now_phase = self.phase
         self._peak, self._most, self._peak_phase = self._nothing(), self._nothing(), ""
 
     @property
     def peak(self) -> dict[str, int]:
-        """Return the bytes by category at the peak of the device's total."""
+        """Return the live bytes by memory category at the time when the device's total live bytes peaked."""
         self._update_peaks()
         return dict(self._peak)
 
     @property
     def peak_phase(self) -> str:
-        """Return the phase of the step in which the device's total peaked."""
+        """Return the phase of the step in which the device's total live bytes peaked."""
         self._update_peaks()
         return self._peak_phase
 
     @property
     def most(self) -> dict[str, int]:
-        """Return the peak bytes of each category, and of the device's total."""
+        """Return the peak live bytes of each memory category and of the device's total, each at its own time."""
         self._update_peaks()
         return dict(self._most)
 
     def __enter__(self) -> MemoryTracker:
-        # ZeRO 3 and FSDP2 resize storages of parameters without an operator.
+        # A dispatch mode does not see that ZeRO 3 and FSDP2 resize storages of parameters, so `resize_` is replaced.
         self._resize = torch.UntypedStorage.resize_
         tracker, resize = self, self._resize
 
@@ -170,17 +170,17 @@ class MemoryTracker(UncompiledMode):
             live.watcher = None  # type: ignore[attr-defined]
 
     def _storages(self) -> Iterator[tuple[torch.UntypedStorage, _TrackedStorage]]:
-        """Yield the live storages with their records."""
+        """Yield each live tensor storage with the tracker's record of the storage."""
         for seen in list(self._live.values()):
             if (live := seen.reference()) is not None:
                 yield live, seen
 
     def marked(self, data: torch.UntypedStorage, category: Category) -> None:
-        """Count a storage under its new category."""
+        """Update the live bytes after `repro.parallel.storage.mark` has set the category of a storage."""
         self.resized(data, data.nbytes())
 
     def resized(self, data: torch.UntypedStorage, size: int) -> None:
-        """Count a storage with its new size."""
+        """Update the live bytes after a tensor storage has been resized to `size` bytes."""
         seen = self._live.get(data._cdata)
         if seen is not None:
             self._count(seen, storage.category_of(data) or seen.born, size)
@@ -200,7 +200,7 @@ class MemoryTracker(UncompiledMode):
         return out
 
     def live(self) -> dict[str, int]:
-        """Return the live bytes by category, and their `total` on the device."""
+        """Return the bytes of all live storages by memory category, and their `total` on the device."""
         found = self._nothing()
         for live, seen in self._storages():
             category = storage.category_of(live) or seen.born
@@ -213,7 +213,7 @@ class MemoryTracker(UncompiledMode):
         return dict.fromkeys(("total", *ACCOUNTED), 0)
 
     def _update_peaks(self) -> None:
-        """Update the peaks by the bytes after the last operator.
+        """Update the peak memory by the live bytes after the last operator.
 
         This runs before the next operator, because a new storage gets its category after the operator that creates it.
         """
@@ -242,7 +242,7 @@ class MemoryTracker(UncompiledMode):
             return
         born = Category.ACTIVATIONS if self.phase == Phase.FORWARD else Category.OTHER
         if data.device.type == "meta":
-            # These are a model that is not sharded yet, and the fake tensors of DTensor.
+            # Storages on `meta` belong to a model that is not sharded yet, or to fake tensors of DTensor.
             born = Category.SHAPE
 
         def forget(_: object) -> None:
@@ -253,12 +253,12 @@ class MemoryTracker(UncompiledMode):
         self._newborn.append((seen, seen.category, seen.size))
 
     def _follow(self, data: torch.UntypedStorage, seen: _TrackedStorage) -> None:
-        """Count a storage, and become the observer of its changes of category and size."""
+        """Count a storage, and register the tracker as observer of the storage's category and size."""
         self._count(seen, storage.category_of(data) or seen.born, data.nbytes())
         data.watcher = self  # type: ignore[attr-defined]
 
     def _count(self, seen: _TrackedStorage, category: Category, size: int) -> None:
-        """Count a storage under `category` with `size` bytes."""
+        """Count a storage with `size` bytes under `category`, in place of its previous size and category."""
         if self.history is not None:
             on_device = 0 if category in (Category.HOST, Category.SHAPE) else size
             self.history.resize(id(seen), on_device, category, self._operator, self.phase)
@@ -270,7 +270,7 @@ class MemoryTracker(UncompiledMode):
 
 
 def _with_total(found: dict[str, int]) -> dict[str, int]:
-    """Set `total` to the sum of the device's categories, and return `found`."""
+    """Set the key `total` of `found` to the sum of all memory categories except host memory, and return `found`."""
     found["total"] = 0
     found["total"] = sum(found.values()) - found[Category.HOST]
     return found

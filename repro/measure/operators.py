@@ -1,4 +1,4 @@
-"""Counts of the collectives (with bytes) and of the kernels that any engine runs in a process.
+"""Counts of the collectives (with bytes) and of the kernels that a training engine runs in one process.
 
 A dispatch mode sees the collectives of `torch.distributed` as operators, for any caller (Python, DDP's C++ reducer,
 DTensor).  Payloads and sent bytes are defined as in `repro.parallel.ledger`; barriers and receives are not counted.
@@ -55,13 +55,13 @@ _MESSAGES: dict[str, tuple[str, str]] = {
     "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
     "_c10d_functional::isend": (SEND, "tensor"),
 }
-"""Collective and name of the argument (or `result`) with the full message, by operator of torch."""
+"""Collective of each communication operator of torch, and the argument (or `result`) that holds the full message."""
 _WITHOUT_PAYLOAD = {
     *("c10d::barrier", "c10d::monitored_barrier_"),
     *("c10d::recv_", "c10d::recv_any_source_", "_c10d_functional::irecv"),
 }
 ALL_OPERATORS = "every operator"
-"""Key for all operators together if none can use a CUDA kernel: on a CPU, or under `kernels = "reference"`."""
+"""Key that stands for all operators if none can run a CUDA kernel: on a CPU, or with `kernels = "reference"`."""
 
 
 class UncompiledMode(TorchDispatchMode):
@@ -73,9 +73,9 @@ class UncompiledMode(TorchDispatchMode):
 
 
 def has_wrapper_type(types: Iterable[type]) -> bool:
-    """Return whether `types`, of an operator's arguments, include a wrapper type such as DTensor.
+    """Return whether an operator's argument types include a wrapper type such as DTensor.
 
-    A dispatch mode that then returns `NotImplemented` is called again for the operators on the rank's local tensors.
+    If so, a dispatch mode returns `NotImplemented`, and torch calls the mode again for the operators on local tensors.
     """
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
@@ -84,8 +84,8 @@ def has_wrapper_type(types: Iterable[type]) -> bool:
 def without_compiler() -> Iterator[None]:
     """Prevent operators on `meta` from importing torch's compiler inside the context.
 
-    Most Python shape functions import the compiler at their first call, which takes seconds and retains tensors.  A
-    stand-in module replaces the compiler, unless the compiler is imported already.
+    Most of torch's shape functions in Python import the compiler at their first call, which takes seconds and retains
+    tensors.  A stub module replaces the compiler, unless the compiler is imported already.
     """
     if COMPILER in sys.modules:
         yield
@@ -102,7 +102,7 @@ def without_compiler() -> Iterator[None]:
 class CollectiveCounter(UncompiledMode):
     """Context manager that counts the collectives of a step in a `CommLedger`.
 
-    Process groups with the ranks of a mesh group have its name; the names of others are their ranks.
+    The ledger names a process group by the mesh group with equal ranks, or else by the list of its ranks.
     """
 
     def __init__(self, mesh: Mesh):
@@ -136,13 +136,13 @@ class CollectiveCounter(UncompiledMode):
 
 
 def group_names(mesh: Mesh) -> dict[frozenset[int], str]:
-    """Return group names by ranks.  Of groups with equal ranks, the first of dp, tp, pp, embedding and world counts."""
+    """Return group names by ranks; groups with equal ranks get the first name of dp, tp, pp, embedding and world."""
     groups = (mesh.world, mesh.embedding, mesh.pp, mesh.tp, mesh.dp)
     return {frozenset(group.ranks): group.name for group in groups if group.size > 1}
 
 
 def _ranks(given: Mapping[str, Any]) -> list[int]:
-    """Return the ranks of the collective's process group."""
+    """Return the ranks of a collective's process group. `given`: arguments of the collective's operator."""
     group = given.get("process_group")
     if group is None:
         group = dist.distributed_c10d._resolve_process_group(given["group_name"])
@@ -152,16 +152,16 @@ def _ranks(given: Mapping[str, Any]) -> list[int]:
 
 
 class KernelCounter:
-    """Counter of the kernel calls of one experiment, in a process that several experiments share."""
+    """Counter of the kernels that one experiment calls, in a process that runs several experiments in turns."""
 
     def __init__(self, device_type: str, *, plain: bool):
-        """`plain`: whether the layout requests torch's operators."""
+        """Create an empty counter. `plain`: whether the layout requests torch's operators in place of CUDA kernels."""
         self._otherwise = "torch: kernels = reference" if plain else f"torch: on {device_type}"
         self._calls: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the calls inside the context for this experiment."""
+        """Count the kernel calls inside the context as calls of this counter's experiment."""
         before = ran()
         try:
             yield
@@ -169,7 +169,7 @@ class KernelCounter:
             self._calls += ran() - before
 
     def as_dict(self) -> dict[str, list[str]]:
-        """Return for each operator its implementations that ran: `cuda`, `torch: REASON`, or both."""
+        """Return, for each operator, the implementations that ran: `cuda`, `torch: REASON`, or both."""
         found: dict[str, list[str]] = {}
         for name, how in sorted(self._calls):
             found.setdefault(name, []).append(how)

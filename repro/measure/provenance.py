@@ -1,4 +1,4 @@
-"""Provenance of a record: version of the source, packages, machine and environment, without importing torch.
+"""Provenance of a measurement: version of the source, packages, machine and environment, without importing torch.
 
 Unavailable values are `None` or absent.  Names of users, hosts and directories are omitted; a hash of the host's name
 shows whether two records come from one machine.
@@ -39,17 +39,17 @@ PACKAGES = (
     *("triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc-cu12", "cuda-bindings"),
     *("deepspeed", "megatron-core", "transformers"),
 )
-"""Distributions whose versions are recorded if installed."""
+"""Names of the Python distributions whose versions a record contains if they are installed."""
 ENVIRONMENT = re.compile(
     r"^(OMP|KMP|MKL|OPENBLAS|NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|NVIDIA|SLURM|UCX|TP)_|^PYTHONHASHSEED$"
 )
-"""Names of environment variables that may change measurements."""
+"""Pattern for the names of environment variables that may change measurements."""
 _PRIVATE = re.compile(
     r"TOKEN|SECRET|PASSW|JWT|_KEY|KEY_|CREDENTIAL|USER|UID|GID|ACCOUNT|HOST|NODELIST|NODENAME|ADDR|_DIR|HOME|PATH|_FILE|COMMENT"
 )
 _GIT_TIMEOUT_S = 10.0
 KIT_FILE = "kit.json"
-"""File of an offline kit (`make gpu-kit`) that describes its Python, packages and git state."""
+"""Name of the file that describes Python, packages and git state of an offline installation kit (`make gpu-kit`)."""
 _LARGEST_HASHED_BYTES = 1_000_000
 
 
@@ -82,16 +82,16 @@ def program_version() -> str:
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Return commit, `dirty` (whether files differ from it) and a hash of the difference, with untracked files.
+    """Return the git state of a checkout: the commit, whether files differ (`dirty`), and a hash of the changes.
 
-    An offline kit, which is no checkout, has this state in `kit.json`. Return `None` for an installed package, or
-    without git.
+    Untracked files count as changes.  An offline installation kit, which is no checkout, has this state in `kit.json`.
+    Return `None` for an installed package, or without git.
     """
     with contextlib.suppress(OSError, ValueError, KeyError):
         return dict(json.loads((root / KIT_FILE).read_text(encoding="utf-8"))["git"])
 
     def git(*arguments: str) -> bytes | None:
-        # The query must not start a daemon (fsmonitor) or disturb a commit (optional locks).
+        # A query of the git state must not start a daemon (fsmonitor) or disturb a commit (optional locks).
         command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(root), *arguments]
         try:
             done = subprocess.run(
@@ -120,7 +120,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
 
 
 def _content(path: Path) -> bytes:
-    """Return the contents of a small file or the size of a large one, for a hash; empty if it is unreadable."""
+    """Return a small file's contents, or the size of a large file, as input of a hash; empty if unreadable."""
     with contextlib.suppress(OSError):
         size = path.stat().st_size
         return path.read_bytes() if size <= _LARGEST_HASHED_BYTES and path.is_file() else str(size).encode()
@@ -137,13 +137,13 @@ def versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def major_minor(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, (2, 6) for `2.6.0+cu126`; empty for a version without numbers."""
+    """Return the major and minor number of a version, (2, 6) for `2.6.0+cu126`; empty for a version without numbers."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) if numbers else ()
 
 
 def torch_build() -> dict[str, str | None]:
-    """Return the versions `cuda`, `hip` and `git` with which torch was built, from its files; empty if unknown."""
+    """Return CUDA and HIP version and git commit of the torch build, from `torch/version.py`; empty if unknown."""
     build: dict[str, str | None] = {}
     with contextlib.suppress(ImportError, OSError, ValueError):
         spec = importlib.util.find_spec("torch")
@@ -189,7 +189,7 @@ def cpu() -> dict[str, Any]:
 
 
 def _cpuinfo(path: Path) -> dict[str, str]:
-    """Return the fields of the first processor in /proc/cpuinfo."""
+    """Return the fields that `/proc/cpuinfo` reports for the first processor."""
     fields: dict[str, str] = {}
     for line in (_read(path) or "").splitlines():
         key, colon, value = line.partition(":")
@@ -229,7 +229,7 @@ def nvml() -> Iterator[Any]:
         return
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # The library, the driver or a permission is missing.
+    except pynvml.NVMLError:  # NVML fails if its library, the driver or a permission is missing.
         yield None
         return
     try:
@@ -239,13 +239,13 @@ def nvml() -> Iterator[Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return properties of every NVIDIA GPU; a value that the driver does not report (MIG, old cards) is `None`."""
+    """Return the properties of every NVIDIA GPU; a value that the driver does not report (MIG, old cards) is `None`."""
     with nvml() as n:
         return [_gpu(n, n.nvmlDeviceGetHandleByIndex(i)) for i in range(n.nvmlDeviceGetCount())] if n else []
 
 
 def count_nvlinks(n: Any, handle: Any) -> int:
-    """Return the number of a GPU's active NVLinks. The driver refuses the query of a link that the card lacks."""
+    """Return the number of a GPU's active NVLinks. A query of a link that the GPU lacks raises an error."""
     count = 0
     for link in range(n.NVML_NVLINK_MAX_LINKS):
         try:

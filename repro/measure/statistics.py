@@ -16,13 +16,13 @@ from typing import NamedTuple
 CONFIDENCE = 0.95
 """Nominal coverage of the intervals, as a fraction."""
 RESAMPLES = 9999
-"""Number of bootstrap resamples, for which the 2.5 % and 97.5 % quantiles are resampled values."""
+"""Number of bootstrap resamples. With 9999, the 2.5 % and 97.5 % quantiles need no interpolation."""
 MINIMUM_ROUNDS = 3
-"""Minimum number of rounds for an interval; fewer rounds have too few different resamples."""
+"""Minimum number of rounds for a confidence interval; fewer rounds have too few different bootstrap resamples."""
 
 
 class Summary(NamedTuple):
-    """Median and 20 % / 80 % quantiles of a sample, in its unit."""
+    """Median and 20 % / 80 % quantiles of a sample, in the unit of its values."""
 
     median: float
     p20: float
@@ -30,7 +30,7 @@ class Summary(NamedTuple):
 
 
 class RatioInterval(NamedTuple):
-    """Median ratio subject/baseline and its confidence interval; `low` and `high` are None without an interval."""
+    """Median ratio subject/baseline and its confidence interval, whose ends are None with too few rounds."""
 
     ratio: float
     low: float | None
@@ -49,7 +49,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def summarize(seconds: Sequence[float]) -> Summary:
-    """Return median and 20 % / 80 % quantiles, all equal for a single value.  Raises `ValueError` without values."""
+    """Return the median and the 20 % / 80 % quantiles of a sample.  Raises `ValueError` for an empty sample."""
     return Summary(quantile(seconds, 0.5), quantile(seconds, 0.2), quantile(seconds, 0.8))
 
 
@@ -68,8 +68,8 @@ def ratio_interval(pairs: Sequence[Sequence[float]], seed: int = 0) -> RatioInte
 
     `pairs`: one `(baseline, subject)` per round, e.g. samples/s.  `seed` determines the resamples.  With fewer than
     three rounds, `low` and `high` are `None`.  If BCa is undefined (its jackknife or its bias term degenerates), the
-    percentile bootstrap replaces it.  An interval inside the range of n rounds misses the median with a probability of
-    at least 2^(1-n).
+    percentile bootstrap replaces it.  An interval inside the range of n ratios misses the true median with a
+    probability of at least 2^(1-n).
     """
     ratios = round_ratios(pairs)
     median = statistics.median(ratios)
@@ -88,7 +88,7 @@ def _bootstrap(ratios: list[float], method: str, seed: int) -> tuple[float, floa
     from scipy import stats
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Degenerate samples warn and give nan, which the caller handles.
+        warnings.simplefilter("ignore")  # scipy warns about degenerate samples, for which it returns nan.
         result = stats.bootstrap(
             (np.asarray(ratios),),
             np.median,

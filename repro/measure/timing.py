@@ -15,22 +15,22 @@ from repro.config.enums import STEP_PHASES, Phase
 
 COMPUTE_PHASES = (Phase.FORWARD, Phase.BACKWARD)
 CORE_TIME = "core"
-"""Key of the thread's CPU time in forward and backward, which excludes time in which the thread waits for a core."""
+"""Key of the thread's CPU time in forward and backward passes, in seconds, without time spent waiting for a core."""
 
 
 @dataclass
 class StepClock:
-    """Clock that records when the phases of consecutive steps begin.  On CUDA only `read` waits for the device."""
+    """Clock that records when the phases of consecutive steps begin.  On CUDA, only `read` waits for the device."""
 
     device: torch.device
     _marks: list[list[tuple[str, float | torch.cuda.Event, float]]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Begin the record of a step."""
+        """Begin to record the phases of a new training step."""
         self._marks.append([])
 
     def mark(self, phase: str) -> None:
-        """Begin a phase (one of `STEP_PHASES`), or end the step (`end`)."""
+        """Record the time at which a phase of the step (one of `STEP_PHASES`) begins, or the step ends (`end`)."""
         self._marks[-1].append((phase, self._now(), time.thread_time()))
 
     def _now(self) -> float | torch.cuda.Event:
@@ -41,7 +41,7 @@ class StepClock:
         return event
 
     def read(self) -> list[dict[str, float]]:
-        """Return the seconds of phases, of the full `step` and of `CORE_TIME`, for every step since the last call."""
+        """Return for every step since the last call the seconds of each phase, of the `step`, and of `CORE_TIME`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         found = []
@@ -69,14 +69,14 @@ class StageWaits:
 
     The object is a context manager around a step and the step's observer.  It passes the engine's phases to `mark`, but
     begins `idle` itself at every `torch.distributed.Work.wait`, where engines wait for messages.  The idle time is
-    correct only if the pipeline is the only parallelism, because then each wait is for another stage.
+    correct only for pure pipeline parallelism, where every wait is for a message of another stage.
     """
 
     def __init__(self, mark: Callable[[Phase], None]):
         self._mark, self._phase = mark, Phase.FORWARD
 
     def __call__(self, phase: Phase) -> None:
-        """Record the beginning of a phase, as reported by the engine."""
+        """Record the beginning of a phase of the step, which the engine reports."""
         if phase != Phase.IDLE:
             self._phase = phase
             self._mark(phase)
@@ -92,7 +92,7 @@ class StageWaits:
                 self._mark(self._phase)
 
         dist.Work.wait = wait  # type: ignore[method-assign, assignment]
-        self(Phase.FORWARD)  # Time before the first pass or wait counts as forward.
+        self(Phase.FORWARD)  # The time before the first pass or wait of a step counts as forward time.
         return self
 
     def __exit__(self, *_: object) -> None:

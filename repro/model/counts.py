@@ -31,12 +31,12 @@ K = 12
 GPT2_FLOPS_FORMULA = (
     "2104.04473 eq. 3: 72 B s l h^2 (1 + s/6h + V/12lh); recomputing layers 96 B s l h^2 (1 + s/6h + V/16lh)"
 )
-"""Formula of `model_flops` and `hardware_flops` for GPT-2's layer, as text for records."""
+"""FLOP of a training step with GPT-2's layers, without and with recomputation, as a formula for records."""
 GENERAL_FLOPS_FORMULA = (
-    "matrix by matrix as in 2104.04473: 3 l (4 B s h (a + k) + 4 B s^2 a + 2 m B s h f) + 6 B s h V, "
-    "keys of width k, m matrices of the MLP; recomputing layers 4 l"
+    "matrix by matrix as in 2104.04473: 3 l (4 B s h (a + k) + 4 B s^2 a + 2 m B s h f) + 6 B s h V "
+    "with keys of width k and m matrices per MLP; 4 l in place of 3 l if layers are recomputed"
 )
-"""Formula of `model_flops` and `hardware_flops` for other layers, as text for records."""
+"""FLOP of a training step with grouped-query attention or SwiGLU, as a formula for records."""
 
 
 def parameters_by_part(model: Model) -> dict[str, int]:
@@ -50,7 +50,7 @@ def parameters_by_part(model: Model) -> dict[str, int]:
 
 
 def total_parameters(model: Model) -> int:
-    """Return the number of parameters, each counted once."""
+    """Return the number of parameters of a model; parameters that two modules share count once."""
     return sum(parameters_by_part(model).values())
 
 
@@ -68,27 +68,27 @@ def _gpt(model: Model) -> dict[str, int]:
 
 
 def count_norm(model: Model) -> int:
-    """Return the number of parameters of one norm: weight and bias, or the weight alone for an RMS norm."""
+    """Return the number of parameters of one normalisation layer: weight and bias, or only the weight for RMS norm."""
     return model.hidden if model.norm == "rms" else 2 * model.hidden
 
 
 def count_layer_norms(model: Model) -> int:
-    """Return the number of parameters of a layer's one or two norms."""
+    """Return the number of parameters of the one or two norms in a transformer layer."""
     return count_norm(model) if model.blocks == "parallel-one-norm" else 2 * count_norm(model)
 
 
 def count_row_biases(model: Model) -> int:
-    """Return the number of bias elements of a layer's two row-split matrices, whose outputs are summed over tp."""
+    """Return the number of biases of a layer's row-parallel matrices: attention output and second MLP matrix."""
     return 2 * model.hidden if model.biases == "all" else 0
 
 
 def count_keys_and_values(model: Model) -> int:
-    """Return the number of parameters, matrices and biases, of a layer's keys and values."""
+    """Return the number of parameters of the key and value projections in a transformer layer, including biases."""
     return (model.hidden + (model.biases != "none")) * 2 * model.key_heads * model.head_width
 
 
 def _attention(model: Model) -> int:
-    """Return the number of parameters of a layer's query, key, value and output matrices and biases."""
+    """Return the number of parameters of a layer's query, key, value and output projections, including biases."""
     inner, h = model.heads * model.head_width, model.hidden
     return (
         (h + (model.biases != "none")) * inner
@@ -134,8 +134,8 @@ def _t5(model: Model) -> dict[str, int]:
 def states_bytes(psi: int, nd: int, stage: int, k: int = K) -> float:
     """Return the bytes per device of `psi` fp16 parameters, their fp16 gradients and Adam's states (1910.02054 sec. 5).
 
-    Stage 0: (4 + K) Psi;  1, P_os: 4 Psi + K Psi / Nd;  2, P_os+g: 2 Psi + (2 + K) Psi / Nd;
-    3, P_os+g+p: (4 + K) Psi / Nd.  Shards are not padded here, as in the paper.
+    ZeRO stage 0: (4 + K) Psi;  1, P_os: 4 Psi + K Psi / Nd;  2, P_os+g: 2 Psi + (2 + K) Psi / Nd;
+    3, P_os+g+p: (4 + K) Psi / Nd.  `nd`: number of devices Nd.  Shards are not padded here, as in the paper.
     """
     assert nd >= 1
     replicated = {0: 4 + k, 1: 4, 2: 2, 3: 0}[stage]
@@ -143,12 +143,12 @@ def states_bytes(psi: int, nd: int, stage: int, k: int = K) -> float:
 
 
 def flops_formula(model: Model) -> str:
-    """Return the text of the formula that `model_flops` and `hardware_flops` use for `model`."""
+    """Return the formula for the FLOP of a training step of `model`, as text for records."""
     return GENERAL_FLOPS_FORMULA if model.kv_heads or model.mlp_matrices != 2 else GPT2_FLOPS_FORMULA
 
 
 def layers_forward(model: Model, seq: int, samples: int) -> int:
-    """Return the FLOP of all layers' forward pass over `samples` of `seq` tokens.
+    """Return the FLOP of all transformer layers in the forward pass over `samples` samples of `seq` tokens.
 
     Raises `ConfigError` for an architecture other than gpt.
     """
@@ -163,26 +163,26 @@ def layers_forward(model: Model, seq: int, samples: int) -> int:
 
 
 def logits_forward(model: Model, seq: int, samples: int) -> int:
-    """Return the FLOP of the logits in the forward pass over `samples` of `seq` tokens."""
+    """Return the FLOP of the logits in the forward pass over `samples` samples of `seq` tokens."""
     return 2 * samples * seq * model.hidden * model.vocab
 
 
 def model_flops(model: Model, seq: int, samples: int) -> int:
-    """Return the FLOP of forward and backward over `samples` of `seq` tokens, without recomputation."""
+    """Return the FLOP of forward and backward pass over `samples` samples of `seq` tokens, without recomputation."""
     return 3 * (layers_forward(model, seq, samples) + logits_forward(model, seq, samples))
 
 
 def causal_flops(model: Model, seq: int, samples: int) -> float:
-    """Return `model_flops` with half of the FLOP of attention scores, since a token attends only to preceding ones.
+    """Return the FLOP of forward and backward pass with half of the attention scores, because attention is causal.
 
-    Megatron-LM of 2025 and MaxText count in this way; 2104.04473 counts all scores.
+    Megatron-LM of 2025 and MaxText count half of the scores; 2104.04473 counts all scores.
     """
     square = 3 * model.layers * samples * seq * _scores_per_token(model, seq)
     return model_flops(model, seq, samples) - square / 2
 
 
 def hardware_flops(model: Model, seq: int, samples: int, recompute: bool | str) -> int:
-    """Return the FLOP that devices execute, with the layers or scores that a layout's `recompute` computes twice."""
+    """Return the FLOP that devices execute in a step, including the layers or scores that `recompute` repeats."""
     repeated = layers_forward(model, seq, samples) if recompute else 0
     if recompute == SELECTIVE:
         repeated = model.layers * samples * seq * _scores_per_token(model, seq)
@@ -190,14 +190,14 @@ def hardware_flops(model: Model, seq: int, samples: int, recompute: bool | str) 
 
 
 def _scores_per_token(model: Model, seq: int) -> int:
-    """Return the FLOP of a layer's scores and their use in the forward pass, per token."""
+    """Return the forward FLOP per token of a layer's attention scores and of their product with the values."""
     return 4 * seq * model.heads * model.head_width
 
 
 def utilisation(model_flops_per_s: float, devices: int, system: System, precision: str) -> float | None:
-    """Return the MFU: FLOP/s of the model without recomputation over the peak of `devices` (2204.02311 sec. 4.1).
+    """Return the MFU: model FLOP/s without recomputation over the peak FLOP/s of all devices (2204.02311 sec. 4.1).
 
-    None means that the device's peak at `precision` is unknown.
+    Return None if the device's peak at `precision` is unknown.
     """
     peak = system.device.peak_flops.get(precision)
     return None if peak is None or not peak.value else model_flops_per_s / devices / peak.value

@@ -1,4 +1,4 @@
-"""The model of the suite: a decoder-only transformer, GPT-2 or a variant (Llama, GPT-NeoX, BLOOM; `config.model`).
+"""The model that experiments train: a decoder-only transformer, GPT-2 or a variant (Llama, GPT-NeoX, BLOOM).
 
 Modules are built on `meta`, and the code that shards them creates the values.  Tensor parallelism splits matrices as
 in 1909.08053 sec. 3.  Symbols: b samples, s tokens, h hidden, a heads, t tensor-parallel ranks, V vocabulary.
@@ -35,7 +35,7 @@ STANDARD_DEVIATION = 0.02
 
 
 class Embedding(nn.Module):
-    """Token embedding (split by vocabulary) and, by model, positions and a norm; then dropout: [b, s] to [b, s, h]."""
+    """Token embedding (split by vocabulary), optional positions and norm, then dropout: tokens [b, s] to [b, s, h]."""
 
     def __init__(self, setting: Setting):
         super().__init__()
@@ -61,10 +61,10 @@ class Embedding(nn.Module):
 
 
 class LossHead(nn.Module):
-    """Final norm, logits and loss per token: x [b, s, h] and targets [b, s] to fp32 [b * s]."""
+    """Final norm, logits and loss: activations x [b, s, h] and targets [b, s] to fp32 losses per token [b * s]."""
 
     def __init__(self, setting: Setting, tokens: nn.Parameter | None):
-        """`tokens`: the embedding on this rank; with None, a tied head of another stage has a copy of the embedding."""
+        """`tokens`: the token embedding if this pipeline stage has it; with None, a tied head creates a copy of it."""
         super().__init__()
         m = setting.model
         self.setting = setting
@@ -80,7 +80,7 @@ class LossHead(nn.Module):
             plain=setting.plain,
             copies_to_fp32=setting.operators is OperatorSet.TORCHTITAN_2024,
         )
-        """Loss as a function of logits [b * s, V/t] and targets [b * s]; evaluation replaces the function."""
+        """Function that computes the loss from logits [b * s, V/t] and targets [b * s]; an evaluation replaces it."""
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
@@ -91,7 +91,7 @@ class LossHead(nn.Module):
 
 
 def token_parameter(setting: Setting) -> nn.Parameter:
-    """Return this tp rank's part [V/t, h] of the token embedding, on `meta`."""
+    """Return this tp rank's part [V/t, h] of the token embedding as a parameter on the device `meta`."""
     m = setting.model
     tokens = tensor.split_parameter((m.vocab, m.hidden), 0, setting.tp, "normal")
     tokens.name_in_model = "embed.tokens"  # type: ignore[attr-defined]
@@ -100,21 +100,21 @@ def token_parameter(setting: Setting) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Part:
-    """Layers of a `GPT` module: those of the full model, or of one chunk of a pipeline stage."""
+    """Range of transformer layers in one part of the model, such as a pipeline chunk; by default the full model."""
 
     layers: range
     first: bool = True
-    """Whether the part has the embedding."""
+    """Whether this part of the model contains the embedding."""
     last: bool = True
-    """Whether the part has the final norm, the logits and the loss."""
+    """Whether this part of the model contains the final norm, the logits and the loss."""
 
 
 class GPT(nn.Module):
-    """A part of the model, by default the full model.
+    """Module with one part of the GPT, such as a pipeline chunk; by default the full model.
 
-    The first part takes tokens [b, s] (int64), other parts [b, s, h].  The last part returns the mean loss (0-dim
-    fp32) of targets [b, s], other parts [b, s, h] (s/t under sp).  `checkpoints` saves the inputs of blocks for
-    recomputation; None: no recomputation.  Submodules have the same names in every part.
+    The first part takes tokens [b, s] (int64), other parts activations [b, s, h].  The last part returns the mean loss
+    (0-dim fp32) of targets [b, s], other parts return activations [b, s, h] (s/t under sp).  `checkpoints` saves the
+    inputs of blocks for recomputation; None: no recomputation.  Submodules have the same names in every part.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class GPT(nn.Module):
         part: Part | None = None,
         cp: Group | None = None,
     ):
-        """`cp`: context-parallel group; without it, the part processes full samples."""
+        """Create the modules on `meta`. `cp`: context-parallel group; with None, the rank processes full samples."""
         super().__init__()
         cp = cp or meshes.single_rank_mesh().cp
         dropouts = (training.dropout, training.attention_dropout)
@@ -135,7 +135,7 @@ class GPT(nn.Module):
         setting = Setting(model, tp, cp, layout.sp, *dropouts, training.seed, layout.kernels, *again)
         self.setting = setting
         self._alibi: Masks = ()
-        """ALiBi's biases of this rank's heads, which the first forward pass creates."""
+        """ALiBi's biases for the attention heads of this rank; empty until the first forward pass creates them."""
         self.checkpoints = checkpoints
         self.part = part or Part(range(model.layers))
         if self.part.first:
@@ -152,9 +152,9 @@ class GPT(nn.Module):
         return self.head(x, targets).mean() if self.part.last else x
 
     def hidden(self, x: Tensor, s: int, place: BatchPosition) -> Tensor:
-        """Return the output of the part's last block, [b, s, h] (s/t under sp).
+        """Return the output of the last transformer layer in this part of the model, [b, s, h] (s/t under sp).
 
-        `s`: tokens of each sample on this rank.
+        `s`: number of tokens of each sample on this rank.
         """
         if self.part.first:
             x = self.embed(x, place)
@@ -167,7 +167,7 @@ class GPT(nn.Module):
         """Return the masks or biases that all layers apply to their attention scores."""
         setting, cp = self.setting, self.setting.cp
         if setting.operators is OperatorSet.UNFUSED:
-            # Megatron-LM's data loader of 2019 created the mask for every micro-batch.
+            # The causal mask is not cached, because Megatron-LM's data loader of 2019 created it for every micro-batch.
             return (operator_sets.causal_mask(s, like),)
         if setting.model.positions != "alibi":
             return ()
@@ -183,14 +183,14 @@ class GPT(nn.Module):
         return self._alibi
 
     def run_block(self, block: nn.Module, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
-        """Return `block(x, place, masks)`; backward runs the block again if there are `checkpoints`."""
+        """Return the output of one transformer layer; with activation checkpoints, backward runs the layer again."""
         if self.checkpoints is not None:
             return recompute(partial(block, place=place, masks=masks), x, self.checkpoints)
         y: Tensor = block(x, place, masks)
         return y
 
     def matrix_shapes(self) -> set[tuple[int, int]]:
-        """Return (rows, columns) of this rank's weight matrices; weights of the same input count as one matrix."""
+        """Return sizes (rows, columns) of this rank's weight matrices; those with a common input count as one."""
         found: list[list[Tensor]] = []
         if self.part.last:
             found.append([self.head.tokens if self.setting.model.tied else self.head.output])
@@ -201,8 +201,8 @@ class GPT(nn.Module):
         return {(sum(w.numel() // w.shape[-1] for w in one), one[0].shape[-1]) for one in found}
 
     def zero_units(self) -> list[GatherUnit]:
-        """Return the gather units: one per block, and one for a tied embedding with the head, two if untied."""
-        # The embedding's backward pass reads parameters only if it has a norm.
+        """Return the units that ZeRO gathers: one per block, and one (tied) or two (untied) for embedding and head."""
+        # The embedding's backward pass reads parameters only if the embedding has a norm.
         ends = (
             [ModuleUse("embed", is_read_in_backward=self.setting.model.embedding_norm)]
             if self.part.first
@@ -220,7 +220,7 @@ class GPT(nn.Module):
 def _full_index(
     start: int, stop: int, shape: Sequence[int], split: int | None, tp: Group, device: torch.device
 ) -> Tensor:
-    """Return where elements start..stop of a tp rank's part (`shape`) are in the full parameter, as flat indices."""
+    """Return flat indices in a full parameter for elements start..stop of a tp rank's part, which has size `shape`."""
     local = torch.arange(start, stop, dtype=torch.int64, device=device)
     if split is None or tp.size == 1:
         return local
@@ -241,14 +241,14 @@ def initial_values(
 
     A value depends only on the seed, the parameter and the element, so that every layout has the same initial weights.
     The standard deviation is 0.02, divided by sqrt(2 layers) before residual additions (1909.08053 sec. 4.1).
-    `parameters` are from `tensor.split_parameter`.
+    `parameters`: results of `tensor.split_parameter`.
     """
     shapes = [tuple(p.shape) for p in parameters]
     kinds = [p.init for p in parameters]  # type: ignore[attr-defined]
     splits: list[int | None] = [vars(p)["split"] for p in parameters]
 
     def values(i: int, start: int, stop: int) -> Tensor:
-        if device.type == "meta":  # A simulation needs no values.
+        if device.type == "meta":  # Simulations run on `meta`, where parameters have no values.
             return torch.empty(stop - start, device=device)
         if kinds[i] in ("zeros", "ones"):
             return torch.full((stop - start,), float(kinds[i] == "ones"), device=device)

@@ -1,4 +1,4 @@
-"""One transformer layer of the GPT: attention, MLP, and their norms and dropout, which embedding and head use too.
+"""One transformer layer of the GPT: attention, MLP, and the norms and dropout that embedding and head also use.
 
 Symbols: b samples, s tokens, h hidden, a heads, d head width, f MLP width, t tensor-parallel ranks.
 """
@@ -24,33 +24,33 @@ from repro.parallel.context import Positions
 from repro.parallel.zero_r.activation_checkpointing import recompute_attention
 
 KEYS_AND_VALUES = (".kv", ".kv_bias")
-"""Name endings of parameters that every tp rank holds in full if there are more tp ranks than key heads."""
+"""Name endings of the key and value parameters, which tp ranks hold in full if they outnumber the key heads."""
 
 
 Masks = tuple[Tensor, ...]
-"""Tensors that attention applies to its scores: the causal mask of `unfused`, ALiBi's biases (one per chunk of a sample
-on this rank, two under context parallelism), or none."""
+"""Tensors that attention applies to its scores: the causal mask of the operator set `unfused`, ALiBi's biases (one per
+chunk of a sample on this rank: two under context parallelism), or none."""
 
 
 @dataclass(frozen=True)
 class BatchPosition:
-    """Position of a micro-batch in the training, which determines the random numbers of dropout."""
+    """Position of a micro-batch in the training run, which determines the random numbers of dropout."""
 
     step: int
     first_sample: int
-    """Index of the first sample in the step's global batch."""
+    """Index of the micro-batch's first sample in the global batch of its step."""
     keys: Tensor | None = None
-    """Result of `Setting.dropout_keys` in device memory, int64 [layers + 1, DROPOUT_SITES, 2], for CUDA graphs; None:
-    kernel arguments have the keys."""
+    """Random number keys of all dropouts, int64 [layers + 1, DROPOUT_SITES, 2], in device memory for CUDA graphs; with
+    None, kernels get their keys as arguments."""
 
 
 DROPOUT_SITES = 3
-"""Number of dropouts in a layer: attention weights (in layer 0: embedding), and the outputs of attention and MLP."""
+"""Number of dropouts in a layer: attention weights, attention output and MLP output; layer 0 is the embedding."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Model, groups, dropout and operators that all modules of a `GPT` share."""
+    """Settings that all modules of a `GPT` share: model, process groups, dropout, operators and recomputation."""
 
     model: Model
     tp: Group
@@ -61,25 +61,25 @@ class Setting:
     seed: int
     operators: OperatorSet
     recomputed: bool
-    """Whether backward recomputes each block."""
+    """Whether the backward pass recomputes each transformer layer."""
     selective: bool
-    """Whether backward recomputes only the core of attention (scores and their use)."""
+    """Whether the backward pass recomputes only the core of attention: scores, softmax, and product with the values."""
 
     @property
     def plain(self) -> bool:
-        """Return whether torch's operators run in place of CUDA kernels."""
+        """Return whether torch's operators run in place of this package's CUDA kernels."""
         return self.operators.plain
 
     def positions(self, count: int) -> Positions:
-        """Return the positions in the sample of this rank's `count` tokens of activations between layers."""
+        """Return the positions in a sample of the `count` tokens whose activations this rank holds between layers."""
         return context.positions(self.cp, count, *((self.tp.rank, self.tp.size) if self.sp else ()))
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Return the random number key of dropout `site` in a layer (0: the embedding) at the step of `place`."""
+        """Return the random number key of dropout `site` in a layer (0: embedding) at the training step of `place`."""
         return kernels.derive_key(self.seed, place.step, layer, site)
 
     def dropout_keys(self, place: BatchPosition) -> Tensor:
-        """Return the keys of all dropouts of a micro-batch, int64 [layers + 1, DROPOUT_SITES, 2] on the CPU."""
+        """Return a micro-batch's random number keys of dropout, int64 [layers + 1, DROPOUT_SITES, 2] on the CPU."""
         return torch.tensor(
             [
                 [
@@ -100,7 +100,7 @@ def dropout_add(
     layer: int,
     site: int,
 ) -> Tensor:
-    """Return residual + dropout(x + bias) for x [b, s, h], of which s is this rank's part under cp and sp."""
+    """Return residual + dropout(x + bias) for x [b, s, h]; under cp and sp, s counts only this rank's tokens."""
     at = setting.positions(x.shape[1])
     seq = x.shape[1] * setting.cp.size * (setting.tp.size if setting.sp else 1)
     key = setting.key(place, layer, site) if setting.dropout and place.keys is None else 0
@@ -128,25 +128,25 @@ def dropout_add(
 
 
 def side_by_side(heads: Tensor) -> Tensor:
-    """Return heads [b, a/t, s, d] as [b, s, a/t d]."""
+    """Concatenate the outputs of attention heads: return [b, a/t, s, d] as [b, s, a/t d]."""
     b, _, s, _ = heads.shape
     return heads.transpose(1, 2).reshape(b, s, -1)
 
 
 def flat(bias: Tensor | None) -> Tensor | None:
-    """Return the biases [..., n] of several matrices as one vector, or None."""
+    """Return the biases [..., n] of several matrices as one vector; None for a layer without biases."""
     return None if bias is None else bias.flatten()
 
 
 def duplicate(size: int, init: str, tp: Group, sp: bool) -> nn.Parameter:
-    """Return a parameter [size] that every tp rank holds; under `sp` each rank has a part of its gradient."""
+    """Return a parameter [size] that every tp rank holds in full; under `sp`, each rank has a partial gradient."""
     parameter = tensor.split_parameter((size,), None, tp, init)
     parameter.partial = sp  # type: ignore[attr-defined]
     return parameter
 
 
 def norm_parameters(setting: Setting) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Return weight and bias of a norm; an RMS norm has no bias (None)."""
+    """Return weight and bias of a normalisation layer; the bias of an RMS norm is None."""
     m, tp, sp = setting.model, setting.tp, setting.sp
     weight = duplicate(m.hidden, "ones", tp, sp)
     return weight, duplicate(m.hidden, "zeros", tp, sp) if m.norm == "layer" else None
@@ -161,7 +161,7 @@ def normalised(x: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting)
 
 
 class _Split(torch.autograd.Function):
-    """Split x into views along a dimension; backward writes their gradients once, to one tensor with x's layout."""
+    """Autograd function that splits x into views; backward writes their gradients once, to one tensor like x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, ...]:
@@ -175,10 +175,10 @@ class _Split(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """x + dropout(attention(norm(x))), causal; each rank has a/t of the heads.
+    """Attention sublayer with a causal mask, x + dropout(attention(norm(x))); each tp rank has a/t of the heads.
 
-    With fewer key heads than heads, keys and values are a separate parameter.  With fewer key heads than tp ranks,
-    every rank holds all key heads, uses the key head of its queries, and has a part of the gradient.
+    With grouped-query attention (fewer key heads than query heads), keys and values are a separate parameter.  With
+    fewer key heads than tp ranks, every rank holds all key heads, uses one of them, and computes a partial gradient.
     """
 
     def __init__(self, setting: Setting, layer: int):
@@ -200,7 +200,7 @@ class Attention(nn.Module):
             return weight, bias
 
         self.has_own_keys = m.key_heads == m.heads
-        """Whether one parameter has the query, key and value matrices, because their numbers of heads are equal."""
+        """Whether each query head has its own key head, so that one parameter contains all three projections."""
         self.replicated = tp.size > m.key_heads
         if self.has_own_keys:
             self.qkv, self.qkv_bias = parameters((3, inner), 1)
@@ -212,21 +212,21 @@ class Attention(nn.Module):
         self.out_bias = duplicate(m.hidden, "zeros", tp, setting.sp) if m.biases == "all" else None
 
     def columns(self) -> list[tensor.Column]:
-        """Return weights and biases of the queries, keys and values of this tp rank."""
+        """Return this tp rank's weights and biases of the projections to queries, keys and values."""
         if self.has_own_keys:
             return [(self.qkv, flat(self.qkv_bias))]
         return [(self.q, self.q_bias), (self._used(self.kv), flat(self._used(self.kv_bias)))]
 
     def _used(self, kv: Tensor | None) -> Any:
-        """Return the key head that this rank's queries use, from the heads [heads, 2, d, ...] in `kv`."""
+        """Return the key head in `kv` that this tp rank's queries use, or all of `kv` if no key head is replicated."""
         if kv is None or not self.replicated:
             return kv
         tp = self.setting.tp
         return kv.narrow(0, tp.rank * kv.shape[0] // tp.size, 1)
 
     def attended(self, products: Sequence[Tensor], place: BatchPosition, masks: Masks) -> Tensor:
-        """Return the attention of this rank's heads [b, a/t, s, d]; `products`: normalised input times `columns`."""
-        q, k, v = self._heads(products)  # [b, a/t, s, d]; k and v may have fewer heads
+        """Return the attention of this tp rank's heads, [b, a/t, s, d]. `products`: projections to q, k and v."""
+        q, k, v = self._heads(products)  # shapes [b, a/t, s, d]; k and v may have fewer heads than q
         operators, cp, dropout = self.setting.operators, self.setting.cp, self._weight_dropout(place)
 
         def of_chunk(q: Tensor, k: Tensor, v: Tensor, chunk: int = 0) -> Tensor:
@@ -242,7 +242,7 @@ class Attention(nn.Module):
     def _heads(self, products: Sequence[Tensor]) -> tuple[Tensor, ...]:
         a, width, (b, s, _) = self.heads, self.setting.model.head_width, products[0].shape
         if self.has_own_keys:
-            qkv = self._turned(products[0], 2 * a)  # [b, s, 3 a/t d]
+            qkv = self._turned(products[0], 2 * a)  # queries, keys and values: [b, s, 3 a/t d]
             parts: tuple[Tensor, ...] = _Split.apply(qkv.view(b, s, 3, a, width), 2)
             return tuple(x.transpose(1, 2) for x in parts)
         q = self._turned(products[0], a).view(b, s, a, width)
@@ -254,7 +254,7 @@ class Attention(nn.Module):
         return tuple(x.transpose(1, 2) for x in (q, k, v))
 
     def _turned(self, x: Tensor, heads: int) -> Tensor:
-        """Return x [b, s, n d], its first `heads` of n heads rotated by position if positions are rotary."""
+        """Rotate the first `heads` of n heads in x [b, s, n d] by rotary position embedding, if the model uses it."""
         m = self.setting.model
         if m.positions != "rotary":
             return x
@@ -263,7 +263,7 @@ class Attention(nn.Module):
         return kernels.rotary(x, *how, plain=self.setting.plain)
 
     def forward(self, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
-        """Return x + dropout(attention(norm(x))), [b, s, h]."""
+        """Return x + dropout(attention(norm(x))) for x [b, s, h]."""
         tp, sp = self.setting.tp, self.setting.sp
         y = normalised(x, self.norm, self.norm_bias, self.setting)
         columns = self.columns()
@@ -290,7 +290,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """x + dropout(mlp(norm(x))); each rank has f/t of the hidden units."""
+    """MLP sublayer, x + dropout(mlp(norm(x))); each tp rank has f/t of the MLP's f hidden units."""
 
     def __init__(self, setting: Setting, layer: int):
         super().__init__()
@@ -298,7 +298,7 @@ class Mlp(nn.Module):
         self.setting, self.layer = setting, layer
         if m.blocks != "parallel-one-norm":
             self.norm, self.norm_bias = norm_parameters(setting)
-        # SwiGLU's gate is the first of two matrices, which are split by hidden units.
+        # For SwiGLU, the parameter holds two matrices, the gate first; tp ranks split both by hidden units.
         shape, split = ((2, m.ffn_width), 1) if m.mlp == "swiglu" else ((m.ffn_width,), 0)
         biased = m.biases == "all"
         self.up = tensor.split_parameter((*shape, m.hidden), split, tp, "normal", used_once=True)
@@ -307,11 +307,11 @@ class Mlp(nn.Module):
         self.down_bias = duplicate(m.hidden, "zeros", tp, setting.sp) if biased else None
 
     def columns(self) -> list[tensor.Column]:
-        """Return the first matrix with its bias, but without the bias if the operator of GELU adds it."""
+        """Return the first matrix of the MLP with its bias, or without the bias if the GELU operator adds the bias."""
         return [(self.up, None if self.setting.model.mlp == "gelu" else flat(self.up_bias))]
 
     def activated(self, y: Tensor) -> Tensor:
-        """Return this rank's hidden units [b, s, f/t]; y: normalised input times `columns`."""
+        """Return GELU or SwiGLU of `y`, the output of the MLP's first linear layer: [b, s, f/t] on this tp rank."""
         kind, plain = self.setting.model.mlp, self.setting.plain
         if kind == "swiglu":
             return kernels.swiglu(y, plain=plain)

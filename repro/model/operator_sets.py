@@ -1,4 +1,4 @@
-"""Attention and other parts of a layer in the operators that software of several years used.
+"""Attention and other operations of a transformer layer, with the operators that software of several years used.
 
 `fused`    fused attention, which does not write the scores [b, a/t, s, s]; the rest as in `softmax`.  With dropout of
            attention weights it equals `softmax`, because fused attention would drop other weights under another layout
@@ -27,17 +27,17 @@ from repro.config import OperatorSet
 from repro.config.engines import has_fused_softmax
 
 MASK_PENALTY = 10000.0
-"""Amount by which masking lowers the score of a key after the query."""
+"""Amount by which a causal mask lowers the attention score of a masked key, one after the query."""
 
 
 def causal_mask(s: int, like: Tensor) -> Tensor:
-    """Return the causal mask, 1 if key j is not after query i, else 0: [1, 1, s, s] in the dtype of `like`."""
+    """Return the causal mask [1, 1, s, s] in the dtype of `like`: 1 if key j is not after query i, else 0."""
     return torch.ones(1, 1, s, s, dtype=like.dtype, device=like.device).tril_()
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return ALiBi's slopes of all heads (2108.12409 sec. 3): for the largest power of two n <= heads, n powers of
-    2^(-8/n), then every other slope of 2n heads."""
+    """Return ALiBi's slopes of all attention heads (2108.12409 sec. 3): for the largest power of two n <= heads, n
+    powers of 2^(-8/n), then every other slope of 2n heads."""
 
     def powers(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
@@ -47,7 +47,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def alibi_bias(heads: int, own: range, queries: range, like: Tensor) -> Tensor:
-    """Return ALiBi's bias for the scores of the heads `own`: slope * (key - query), -inf for future keys.
+    """Return ALiBi's bias for the scores of the heads with indices `own`: slope * (key - query), -inf for future keys.
 
     The shape is [1, len(own), len(queries), k] for the k keys up to the last query, in the dtype of `like`.
     """
@@ -62,23 +62,23 @@ def alibi_bias(heads: int, own: range, queries: range, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class WeightDropout:
-    """Dropout of attention weights [b, a/t, s, s], the same elements under every layout and operator set."""
+    """Dropout of attention weights [b, a/t, s, s], which drops equal elements under every layout and operator set."""
 
     p: float
     key: int
     first_sample: int
-    """Index of the first sample in the global batch."""
+    """Index of the micro-batch's first sample in the global batch."""
     heads: int
     """Number of attention heads of the model."""
     first_head: int
     """Index of the first head of this tp rank."""
     device_key: Tensor | None = None
-    """`key` and `first_sample` in device memory, int64 [2], for CUDA graphs; None: the attributes are used."""
+    """`key` and `first_sample` in device memory, int64 [2], for CUDA graphs; with None, they are kernel arguments."""
 
     def __call__(self, weights: Tensor, plain: bool = False) -> Tensor:
-        """Return `weights` after dropout, in one operator; `plain`: use torch's operators instead of a CUDA kernel."""
+        """Return attention weights after dropout, by one CUDA kernel or, if `plain`, by torch's operators."""
         b, a, s, _ = weights.shape
-        # The heads of a sample follow each other, with s rows each.
+        # The random numbers count rows of the weights: s rows per head, and all heads of a sample in sequence.
         rows, first = self.heads * s, self.first_head * s
         flat = weights.view(b, a * s, s)
         place = (self.first_sample, rows, first, True)
@@ -88,7 +88,7 @@ class WeightDropout:
         return dropped.view(b, a, s, s)
 
     def keep(self, weights: Tensor, s: int) -> Tensor:
-        """Return which `weights` [b, a/t, c, k] are retained; their queries are tokens k - c to k - 1 of s."""
+        """Return which attention weights [b, a/t, c, k] dropout retains, for queries k - c to k - 1 of s tokens."""
         b, a, c, k = weights.shape
         samples = self.first_sample + torch.arange(b, device=weights.device)
         heads = self.first_head + torch.arange(a, device=weights.device)
@@ -106,9 +106,9 @@ def attend(
     mask: Tensor | None,
     cp: int = 1,
 ) -> Tensor:
-    """Return causal attention softmax(q k^T / sqrt(d)) v of q [b, a/t, s, d]; a divisor of a/t heads may share k, v.
+    """Return causal attention softmax(q k^T / sqrt(d)) v of q [b, a/t, s, d]; k and v may have fewer heads than q.
 
-    With `cp` > 1, q has one of the 2 cp chunks of a sample's tokens, and k and v all tokens up to the chunk's end.
+    With `cp` > 1, q has one of the 2 cp chunks of a sample's tokens, and k and v have all tokens up to the chunk's end.
     `mask`: result of `causal_mask` for `unfused`, otherwise of `alibi_bias`, or None.
     """
     if not operators.writes_scores and dropout is None:
@@ -123,7 +123,7 @@ def attend(
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Tensor | None, s: int) -> Tensor:
-    """Compute attention with dropout of chunks of samples of s tokens, by torch's operators with an fp32 softmax."""
+    """Return attention with dropout for chunks of samples of `s` tokens, by torch's operators with an fp32 softmax."""
     queries, keys, d = q.shape[-2], *k.shape[-2:]
     future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
     scores = _by_keys(q, k.transpose(-1, -2)) / math.sqrt(d)
@@ -137,7 +137,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Ten
 
 
 def _by_keys(x: Tensor, y: Tensor) -> Tensor:
-    """Return x @ y on [b, a, ...] and [b, a/g, ...]; g consecutive heads share one y and one product."""
+    """Return x @ y for heads x [b, a, ...] and y [b, a/g, ...], where g consecutive heads of x share one y."""
     b, a, s, _ = x.shape
     if y.shape[1] == a:
         return x @ y
@@ -152,7 +152,7 @@ def _softmax(
     mask: Tensor | None,
     operators: OperatorSet,
 ) -> Tensor:
-    """Compute attention by operators that read or write the scores 4 times in forward and 7 times in backward."""
+    """Return attention by operators that read or write the stored scores 4 times in forward and 7 in backward."""
     scores, scale = _scores(q, k, mask), 1 / math.sqrt(q.shape[-1])
     if operators is OperatorSet.SOFTMAX and not has_fused_softmax(*scores.shape[:3]):
         weights = _softmax_apart(scores, scale)
@@ -162,20 +162,20 @@ def _softmax(
 
 
 def _softmax_apart(scores: Tensor, scale: float) -> Tensor:
-    """Return the softmax of masked scores in five operators, as Megatron-LM for sizes without its fused operator."""
+    """Return the softmax of masked scores by five operators, as Megatron-LM does for sizes without a fused softmax."""
     s = scores.shape[-1]
     future = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu_(1)
     return (scores.float() * scale).masked_fill_(future, -MASK_PENALTY).softmax(-1).to(scores.dtype)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the scores q k^T, plus `mask` times sqrt(d), which the later scaling cancels."""
+    """Return the attention scores q k^T plus `mask` times sqrt(d), a factor that the scaling by 1/sqrt(d) cancels."""
     products = _by_keys(q, k.transpose(-1, -2))
     return products if mask is None else torch.add(products, mask, alpha=math.sqrt(q.shape[-1]))
 
 
 def _unfused(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor) -> Tensor:
-    """Compute attention by unfused operators, which read or write the scores 10 times in forward and 11 in backward."""
+    """Return attention by unfused operators, which read or write the scores 10 times in forward and 11 in backward."""
     scores = q @ k.transpose(-1, -2)
     scores = scores / math.sqrt(q.shape[-1])
     scores = torch.mul(scores, mask) - MASK_PENALTY * (1.0 - mask)
@@ -184,7 +184,7 @@ def _unfused(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mas
 
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
-    """Return y + bias in place, as torch's linear did on inputs [b, s, h] before 2021."""
+    """Add `bias` to `y` in place, as torch's linear layer did for inputs [b, s, h] until 2020; return `y`."""
     return y.add_(bias)
 
 
@@ -196,6 +196,6 @@ def unfused_gelu(y: Tensor, bias: Tensor) -> Tensor:
 def unfused_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, drop: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return residual + drop(x + bias) by separate operators; None omits a summand."""
+    """Return residual + drop(x + bias), computed by separate operators; a summand that is None is omitted."""
     y = drop(x if bias is None else x + bias)
     return y if residual is None else residual + y

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 MIN_COLUMNS = 20
 """Minimum width of the output in columns, even if the environment variable `COLUMNS` is smaller."""
 PAGE_COLUMNS = 100
-"""Width in columns of output to a pipe or a file without the environment variable `COLUMNS`."""
+"""Width, in columns, of output to a pipe or a file if the environment variable `COLUMNS` is not set."""
 MIN_TABLE_COLUMNS = 80
-"""Minimum width in columns of a terminal in which cells may wrap; below it, rows of wide tables become blocks."""
+"""Minimum terminal width, in columns, for tables with wrapped cells; below it, each row becomes a block of lines."""
 
 
 def stdout(least: int = 0) -> Console:
@@ -64,9 +64,9 @@ def print_json(document: Any) -> None:
 
 
 def print_page(*parts: str | Table, command: str = "", console: Console | None = None) -> None:
-    """Print paragraphs, wrapped between words, and tables, each after an empty line; skip empty parts.
+    """Print paragraphs and tables, with empty lines around each table; skip empty paragraphs and tables.
 
-    `command`: command that the user may enter next, printed after `Next:`.
+    Lines of a paragraph break between words.  `command`: command that the user may enter next, printed after `Next:`.
     """
     console = console or stdout(PAGE_COLUMNS)
     after_table = False
@@ -110,7 +110,7 @@ def new_table(
 
 
 def new_facts_table() -> Table:
-    """Return an empty table without headings for pairs of a name and its description."""
+    """Return an empty table of two columns without headings: a name and its description."""
     made = new_table("", "", left=2, wrap=("",))
     made.show_header, made.columns[0].style, made.columns[0].no_wrap = False, "dim", True
     return made
@@ -127,7 +127,7 @@ def _whole_words(**settings: Any) -> Table:
             super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **named)
 
         def _widths(self, console: Any, options: Any) -> tuple[list[int], list[int]]:
-            """Return the widths of the columns if every word, and if every line, is unbroken."""
+            """Return two lists of column widths of a table: without breaks inside words, and without line breaks."""
             ranges = [self._measure_column(console, options.update_width(10**6), c) for c in self.columns]
             least = [r.maximum if c.no_wrap else r.minimum for r, c in zip(ranges, self.columns, strict=True)]
             return least, [r.maximum for r in ranges]
@@ -152,7 +152,7 @@ def _whole_words(**settings: Any) -> Table:
             return super().__rich_console__(console, options)
 
         def _blocks(self, console: Any, columns: int, is_headed: bool) -> Iterator[Text]:
-            """Yield lines `heading: value` for each row; a row with an empty first cell continues the block above."""
+            """Yield each row as lines `heading: value`; a row with an empty first cell continues the previous row."""
             rows: list[tuple[Any, ...]] = list(zip(*(column.cells for column in self.columns), strict=True))
             has_names = any(row[0] for row in rows)
             for number, row in enumerate(rows):
@@ -175,9 +175,9 @@ def _whole_words(**settings: Any) -> Table:
 
 
 def sparkline(console: Console, values: Sequence[float | None], columns: int = 10) -> str:
-    """Return a curve of `values` as text of at most `columns` characters, which show means of consecutive values.
+    """Return a curve of `values` as text of at most `columns` characters.
 
-    The height of a character is relative to the range of the means; a blank stands for None.
+    Each character shows a mean of consecutive values, by its height in the range of all means; a blank stands for None.
     """
     levels = "▁▂▃▄▅▆▇█" if console.encoding.startswith("utf") else "_.-~=+*#"
     count = min(columns, len(values))

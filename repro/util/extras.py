@@ -1,4 +1,4 @@
-"""Optional packages: the extra of this distribution that requires each package, and the command that installs it."""
+"""Optional Python packages: the pip extra of this project that contains a package, and its installation command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXTRAS = {
     "ipykernel": "notebooks",
     "ipywidgets": "notebooks",
 }
-"""Extra of `pyproject.toml` that requires a package, by the name under which Python imports the package."""
+"""Pip extra (a key of `optional-dependencies` in `pyproject.toml`) of each optional package, by its import name."""
 
 
 def is_installed(package: str) -> bool:
@@ -46,21 +46,21 @@ def is_installed(package: str) -> bool:
 
 
 def require_extras(*extras: str) -> None:
-    """Raise `ModuleNotFoundError` if a package of one of the `extras` is not installed."""
+    """Raise `ModuleNotFoundError` if a package of one of the pip extras `extras` is not installed."""
     for package, extra in EXTRAS.items():
         if extra in extras and not is_installed(package):
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def missing_package_hint(package: str) -> str:
-    """Return one line that names the extra of a missing package and its installation; empty if no extra requires it."""
+    """Return a message with the pip extra and the installation command of a missing package; empty without an extra."""
     name = package.partition(".")[0]
     extra = EXTRAS.get(name)
     return f"{name} is not installed. Install the extra {extra}: {installation(extra)}" if extra else ""
 
 
 def installation(extra: str) -> str:
-    """Return the shell command that installs all packages of `extra` for the running Python."""
+    """Return the shell command that installs all packages of the pip extra `extra` for the running Python."""
     return install_command(*requirements(extra))
 
 
@@ -72,7 +72,7 @@ def install_command(*packages: str) -> str:
 
 
 def requirements(extra: str) -> list[str]:
-    """Return the requirements of an extra, from the installed metadata or else from `pyproject.toml`.
+    """Return the requirements of a pip extra, from the installed metadata or else from `pyproject.toml`.
 
     `pip install 'repro[EXTRA]'` is not possible, because another project has the name `repro` in the package index.
     """

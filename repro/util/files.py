@@ -15,7 +15,7 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
     """Write `content` to `path` atomically: a reader sees either the old file or the complete new file.
 
     The temporary file has a unique name in the folder of `path`, so that writers on several nodes do not collide.
-    `durable`: whether to wait until content and name are on disk.  Raises `OSError` with `path` as its file name.
+    `durable`: wait until the file's content and name are on disk.  Raises `OSError` with `path` as its file name.
     """
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
@@ -37,7 +37,7 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path`, which may be a device.  Raises `OSError` with `path` as its file name."""
+    """Write `content` to `path`, which may be a device file.  Raises `OSError` with `path` as its file name."""
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
@@ -49,7 +49,7 @@ def _about(path: Path, error: OSError) -> OSError:
 
 
 def write_json(path: Path, document: Any, *, durable: bool = False) -> None:
-    """Write `document` as JSON to `path` with `replace_file`."""
+    """Write `document` as JSON to the file `path`, atomically (`replace_file`)."""
     replace_file(path, json.dumps(document), durable=durable)
 
 

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Numbers of the parameters of glibc's `mallopt`, from malloc.h."""
+"""Identifiers of the two parameters of glibc's `mallopt` that `keep_freed_memory` sets, from malloc.h."""
 _NEVER_TRIM = 2**31 - 1
 HEAP_PEAKS = 3
-"""Heap that `reserve_heap` touches, in multiples of a step's peak memory; the first five steps touch up to 2.4."""
+"""Heap that `reserve_heap` allocates, in multiples of a step's peak memory; the first five steps use up to 2.4."""
 
 
 def die_with_parent(parent: int) -> None:
     """Let Linux kill this process when its parent process dies for any reason; do nothing on other systems.
 
-    `parent`: process id of the parent; 0 does nothing.  Raises `OSError` if the kernel refuses.
+    `parent`: process id of the parent; with 0, the function does nothing.  Raises `OSError` if the kernel refuses.
     """
     if not parent or not sys.platform.startswith("linux"):
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # The parent died before `prctl`, so no signal comes.
+    if os.getppid() != parent:  # If the parent died before `prctl`, the kernel sends no signal.
         os._exit(1)
 
 
@@ -60,25 +60,25 @@ def memory_and_swap() -> int:
 
 
 def count_compute_cores(cores: int) -> int:
-    """Return the number of a machine's `cores` on which the ranks of an emulated network compute: one half of them.
+    """Return how many of a machine's `cores` the ranks of an emulated network use for computation: one half.
 
-    The other half sends and receives messages, which would interrupt the computation of a rank on the same core.  A
-    single core does both.
+    The other cores send and receive messages, which would interrupt the computation of a rank on the same core.  On a
+    machine with a single core, this core does both.
     """
     return max(1, cores // 2)
 
 
 class CoreAssignment:
-    """One core for the computation of this process, and the cores for its network messages."""
+    """Core on which this process computes, and cores on which its threads send and receive network messages."""
 
     def __init__(self, index: int):
-        """Choose the cores of the process with this `index` among the processes that share the usable cores."""
+        """Choose the cores of a process. `index`: number of the process among those that share the usable cores."""
         cores = sorted(os.sched_getaffinity(0))
         compute = cores[: count_compute_cores(len(cores))]
         self.compute = {compute[index % len(compute)]}
-        """Id of the core on which the process computes, as a set."""
+        """Set with the id of the single core on which the process computes."""
         self.messages = set(cores[len(compute) :]) or set(cores)
-        """Ids of the cores for the threads that send and receive messages."""
+        """Ids of the cores for the threads that send and receive network messages."""
 
     def apply(self) -> None:
         """Bind the calling thread to the compute core, and all other threads of the process to the cores for messages.
@@ -90,12 +90,12 @@ class CoreAssignment:
             thread = int(name)
             try:
                 os.sched_setaffinity(thread, self.compute if thread == this_thread else self.messages)
-            except ProcessLookupError:  # The thread ended after `listdir`.
+            except ProcessLookupError:  # A thread may end before its core affinity is set.
                 continue
 
 
 def keep_freed_memory() -> None:
-    """Configure glibc to keep freed memory for later allocations; do nothing with another C library.
+    """Configure glibc to reuse freed memory for later allocations; do nothing with another C library.
 
     By default glibc returns large blocks to the kernel and requests them again at the next step.  The kernel then
     zeroes each page of 4 kB in 2 to 20 us, which takes up to half of the compute time of a small step.
@@ -109,7 +109,7 @@ def keep_freed_memory() -> None:
 def reserve_heap(peak: int, processes: int) -> None:
     """Allocate, touch and free `HEAP_PEAKS` times `peak` bytes, so that training steps need no new pages.
 
-    `processes`: number of processes that reserve heap at the same time, in half of the available memory together.
+    `processes`: number of concurrent callers, which together allocate at most half of the available host memory.
     """
     import torch
 
@@ -120,7 +120,7 @@ def reserve_heap(peak: int, processes: int) -> None:
 def pause_garbage_collection() -> Iterator[None]:
     """Disable Python's garbage collector inside the context.
 
-    The time of a collection grows with the number of live objects, and a trace creates millions without cycles.
+    The time of a collection grows with the live objects; a traced step creates millions without reference cycles.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -133,25 +133,25 @@ def pause_garbage_collection() -> Iterator[None]:
 
 T = TypeVar("T")
 PRELOADED = ["torch", "torch.fx.experimental.symbolic_shapes"]
-"""Modules that multiprocessing's fork server imports once for all worker processes, because all traces need them."""
+"""Modules that multiprocessing's fork server imports once, so that every worker process starts with them loaded."""
 MIN_PARALLEL_TASKS = 6
-"""Minimum number of tasks for which `Workers` starts processes, since a process needs seconds to import torch."""
+"""Minimum number of tasks for which `Workers` starts a pool, because a worker process needs seconds to import torch."""
 WORKER_BYTES = 2 * 2**30
 """Assumed maximum host memory of one worker process, in bytes."""
 
 
 class WorkerDied(Exception):
-    """A worker process ended without a result, for example because the kernel killed it for lack of memory."""
+    """Exception for a worker process that ended without a result, for example because host memory was exhausted."""
 
     def __init__(self) -> None:
         super().__init__("a worker process was killed, perhaps because the host memory was full")
 
 
 class Workers:
-    """Context manager of a pool of worker processes that start at the first call and end with the context."""
+    """Context manager of a pool of worker processes, which start with the first tasks and end with the context."""
 
     def __init__(self, maximum: int = 0):
-        """Limit the number of processes to `maximum`; 0: by cores and memory only, 1: run all tasks in this process."""
+        """Limit the number of processes. `maximum`: 0 for a limit by cores and memory; 1 runs tasks in this process."""
         limit = max(1, min(usable_cores(), available_bytes() // WORKER_BYTES))
         self.count = min(maximum or limit, limit)
         self._pool: ProcessPoolExecutor | None = None
@@ -163,17 +163,17 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pool is not None:
-            if kind is not None:  # Otherwise Python would wait at its exit for the running tasks.
+            if kind is not None:  # After an exception, Python would wait at its exit for the running tasks.
                 for process in self._processes():
                     process.kill()
             self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
     def _processes(self) -> list[Any]:
-        """Return the worker processes; `ProcessPoolExecutor` has a method that kills them only since Python 3.14."""
+        """Return the worker processes, to kill them: `ProcessPoolExecutor.kill_workers` requires Python 3.14."""
         return list((getattr(self._pool, "_processes", None) or {}).values())
 
     def start(self) -> None:
-        """Start the pool and the imports of its fork server; `begin` and `map` then use it even for a single task."""
+        """Start the worker pool and its fork server; `begin` and `map` then use the pool even for a single task."""
         if self.count > 1 and self._pool is None:
             from concurrent.futures import ProcessPoolExecutor
             from multiprocessing import forkserver, get_context
@@ -188,14 +188,14 @@ class Workers:
         return self.begin(function, tasks)()
 
     def begin(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> Callable[[], list[T]]:
-        """Submit the tasks to the pool, and return a function that waits for them and returns the results of `map`."""
+        """Submit tasks to the worker pool; return a function that waits for all results and returns them in order."""
         if self.count == 1 or (self._pool is None and len(tasks) < MIN_PARALLEL_TASKS):
             return lambda: [function(*task) for task in tasks]
         futures = self._submit(function, tasks)
         return lambda: [_result(future) for future in futures]
 
     def completed(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> Iterator[T]:
-        """Yield `function(*task)` for each task in order of completion; a single task runs in this process."""
+        """Yield `function(*task)` for each task as soon as the task ends; a single task runs in the calling process."""
         if min(self.count, len(tasks)) <= 1:
             for task in tasks:
                 yield function(*task)
@@ -221,7 +221,7 @@ def _result(future: Future[T]) -> T:
 
 
 def _outlive_nobody() -> None:
-    """End this worker process when the process that uses the pool ends; the fork server alone would not end it."""
+    """End this worker process after the process that owns the pool has ended, which the fork server does not do."""
     from multiprocessing import parent_process
 
     user = parent_process()
@@ -231,10 +231,10 @@ def _outlive_nobody() -> None:
 
 
 def _prepare() -> None:
-    """Initialise a worker process: it ends with the pool's user, ignores Ctrl-C, and uses one thread for operators."""
+    """Initialise a worker process, which ends with the pool's owner, ignores Ctrl-C and runs torch on one thread."""
     threading.Thread(target=_outlive_nobody, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr  # The standard output of a command may be one JSON document.
+    sys.stdout = sys.stderr  # Worker output must not mix with a JSON document on standard output.

@@ -17,7 +17,7 @@ _LONG = re.compile(r"\b\d{4,}\b( bytes)?")
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits, without an exponent: `1.53`, `12,345`; `15` for exactly 15."""
+    """Return `value` as text with `digits` significant digits, no exponent: `1.53`, `12,345`; `15` for exactly 15."""
     if value is None:
         return NO_VALUE
     if value == 0 or not math.isfinite(value):
@@ -35,12 +35,12 @@ def size(count: float | None, digits: int = 3) -> str:
 
 
 def gb(count: float | None) -> str:
-    """Return a number of bytes in GB with two decimals and no unit, for a column of a table."""
+    """Return a number of bytes as text in GB, with two decimals and without the unit, for a column of a table."""
     return NO_VALUE if count is None else f"{count / GB:,.2f}"
 
 
 def seconds(value: float | None, digits: int = 3) -> str:
-    """Return seconds as text: `1.53 s`, `12.3 ms`, `2 min 5 s`."""
+    """Return a duration in seconds as text: `1.53 s`, `12.3 ms`, `2 min 5 s`."""
     if value is not None and value >= 100:
         minutes, rest = divmod(round(value), 60)
         return f"{minutes} min {rest} s"
@@ -53,7 +53,7 @@ def parameter_count(count: float) -> str:
 
 
 def flop(count: float) -> str:
-    """Return FLOP as text: `1.53 PFLOP`."""
+    """Return a number of floating-point operations as text: `1.53 PFLOP`."""
     return _scaled(count, _FLOP)
 
 
@@ -79,14 +79,14 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def readable(message: str) -> str:
-    """Return an allocator's message with its numbers of bytes in the format of `size`, such as `1.53 GB`."""
+    """Return an allocator's error message with every number of bytes converted to a readable unit: `1.53 GB`."""
     return _LONG.sub(lambda found: size(int(found[0].split()[0])), message)
 
 
 def common_unit(values: Iterable[float | None], unit: str) -> tuple[str, float]:
-    """Return the name of the largest unit in which the largest of `values` is 1 or more, and its size in the base unit.
+    """Return the name of a common unit for `values`, and the size of this unit in base units.
 
-    `unit`: the base unit of `values`, one of `B`, `s` and `FLOP/s`.
+    In the common unit, the largest of `values` is 1 or more.  `unit`: base unit of `values`: `B`, `s` or `FLOP/s`.
     """
     known = {
         "B": _BYTES,
@@ -100,7 +100,7 @@ def common_unit(values: Iterable[float | None], unit: str) -> tuple[str, float]:
 def _scaled(
     value: float | None, units: tuple[tuple[str, float], ...], digits: int = 3, space: str = " "
 ) -> str:
-    """Return `value` as text in the first of `units`, in descending order, in which it rounds to 1 or more."""
+    """Return `value` as text in the largest of `units` (in descending order) in which `value` rounds to 1 or more."""
     if value is None:
         return NO_VALUE
     least = 1 - 0.5 * 10.0**-digits

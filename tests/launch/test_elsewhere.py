@@ -11,7 +11,7 @@ from tests.launch.runs import experiments, run, write_suite
 from tests.records import lines, made_up
 
 FULL = '[[experiment]]\nname = "full"\nsystem = "selene"\nlayout.dp = 3072\n'
-NEEDS = "needs 3072 GPUs of system selene; `--evidence simulated` traces it here"
+NEEDS = "needs 3072 GPUs of system selene; `--evidence simulated` simulates the experiment here"
 
 
 def test_what_needs_a_cluster_is_listed_and_not_started(tmp_path: Path) -> None:

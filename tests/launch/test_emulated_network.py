@@ -139,7 +139,9 @@ def test_ranks_have_some_attempts_to_be_equal(monkeypatch: pytest.MonkeyPatch) -
 def test_ranks_of_unequal_rates_are_refused(facts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest and the slowest are three apart, the mean is two and a half."""
     monkeypatch.setattr(emulated_network, "MAX_RATE_SPREAD", 1.19)
-    with pytest.raises(RuntimeError, match=r"1 to 4 GFLOP/s, are 120% of their mean apart, above 119%"):
+    with pytest.raises(
+        RuntimeError, match=r"1 to 4 GFLOP/s, differ by 120% of their mean, above the limit of 119%"
+    ):
         EmulatedNetworkRank(NETWORK, facts, 0)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0), "the timer would kill the process at its end"
 

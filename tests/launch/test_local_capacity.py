@@ -60,7 +60,8 @@ def test_a_dry_run_says_it_of_each(suite: str, capsys: pytest.CaptureFixture[str
     most = int(1_557_611_200 * FREE / STATES)
     assert where["states"] == (
         "needs 37.4 GB of memory for model states alone, and 10 GB are free here; model = 'gpt2-1.5b' has "
-        f"1,557,611,200 parameters, and at most {most:,} fit in this layout; `--evidence simulated` traces it here"
+        f"1,557,611,200 parameters, and at most {most:,} fit in this layout; "
+        "`--evidence simulated` simulates the experiment here"
     )
     fits = int(where["batch"].split("at most ")[1].split(" ")[0])
     states = 16 * 7_248_640

@@ -49,7 +49,7 @@ def test_what_would_run_where_and_how_long(tmp_path: Path, capsys: pytest.Captur
         capsys, "smoke", str(tmp_path / "o.toml"), "--evidence", "simulated", "--results", str(results)
     )
     assert {row["suite"] for row in both} == {"smoke", "o"}
-    assert both[-1]["where"] == "16 ranks of dgx2, traced here"
+    assert both[-1]["where"] == "16 ranks of dgx2, simulated here"
     assert sorted(results.rglob("*")) == before
 
 
@@ -68,7 +68,7 @@ def test_all_that_is_foreseen_of_each(tmp_path: Path) -> None:
             for row in preview_run([suite], [], tmp_path / "results", rerun, evidence, system)
         ]
 
-    hint = "needs 16 GPUs of system dgx2; `--evidence simulated` traces it here"
+    hint = "needs 16 GPUs of system dgx2; `--evidence simulated` simulates the experiment here"
     far = ("far", "not here", hint, 6, None, 7.0)
     a, known = (
         ("a", "to run", "2 ranks here", 6, None, 7.0),
@@ -77,16 +77,16 @@ def test_all_that_is_foreseen_of_each(tmp_path: Path) -> None:
     torch = ("torch", "to run", "2 ranks here", 6, None, 7.0)
     assert seen("measured") == [a, known, far, torch]
     assert seen("measured", rerun=True)[1] == ("known", "to run", *known[2:])
-    of = "2 ranks of local, traced here"
-    native = "needs engine native: only the suite's own step can be traced"
+    of = "2 ranks of local, simulated here"
+    native = "needs engine native: only native steps can be simulated"
     assert seen("simulated") == [
         ("a", "to run", of, 1, None, 0.0),
         ("known", "to run", of, 1, 4.0, 0.0),  # that record is of no system of today
-        ("far", "to run", "16 ranks of dgx2, traced here", 1, None, 0.0),
+        ("far", "to run", "16 ranks of dgx2, simulated here", 1, None, 0.0),
         ("torch", "not here", native, 1, None, 0.0),
     ]
     moved = seen("simulated", "selene")
-    assert moved[0] == ("a@selene", "to run", "2 ranks of selene, traced here", 1, None, 0.0)
+    assert moved[0] == ("a@selene", "to run", "2 ranks of selene, simulated here", 1, None, 0.0)
 
 
 def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,7 @@ def test_an_experiment_without_a_run_has_steps_and_no_time(
     steps = load_suite(Path("smoke")).entry("states-z0-dp2").experiment.training.steps
     for evidence, row in (
         ("measured", f"states-z0-dp2 to run 2 ranks here {steps} – 300"),
-        ("simulated", "states-z0-dp2 to run 2 ranks of local, traced here 1 – –"),
+        ("simulated", "states-z0-dp2 to run 2 ranks of local, simulated here 1 – –"),
     ):
         arguments = ["run", "smoke", "--only", "states-z0-dp2", "--results", str(tmp_path), "--dry-run"]
         assert cli.main([*arguments, "--details", "--evidence", evidence]) == 0

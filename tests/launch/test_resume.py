@@ -56,7 +56,7 @@ def test_a_second_signal_does_not_wait_for_the_checkpoint(tmp_path: Path) -> Non
     with no_orphans(process):
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        wait_for(lambda: "a second signal ends it at once" in process.stderr.readline())
+        wait_for(lambda: "a second signal ends the run at once" in process.stderr.readline())
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         code, out, _ = finish(process)

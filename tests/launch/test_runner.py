@@ -118,7 +118,7 @@ def test_only_who_interrupts_is_told_and_once_that_a_checkpoint_is_waited_for(
     launcher: Any = SimpleNamespace(logs=tmp_path / "logs", launch=lambda job, logs: launched)
     anyone: Any = told
     left = Runner(anyone, anyone, interrupt, launcher, rerun=False)._launch(Job(experiments=[A, B]))
-    text = "waiting for the step and its checkpoint; a second signal ends it at once"
+    text = "waiting for the current step and its checkpoint; a second signal ends the run at once"
     assert before == [[], [], [text], [text]]
     assert told.outcomes == [("a", 1.5, {"results": [{"of": 0}]}), ("b", 0.0, {"results": [{"of": 1}]})]
     assert (left, launched.kept) == ([], [None])

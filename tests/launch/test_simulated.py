@@ -69,7 +69,7 @@ def test_every_scale_is_simulated_here_once(tmp_path: Path, capsys: pytest.Captu
         "limit": ("oom", True, False),
     }
     reasons = {row["name"]: row["reason"] for row in summary["experiments"]}
-    assert reasons["torch"] == "needs engine native: only the suite's own step can be traced"
+    assert reasons["torch"] == "needs engine native: only native steps can be simulated"
     assert "out of memory" in reasons["limit"]
 
     code, again = run(suite, tmp_path / "results", capsys)
@@ -289,7 +289,10 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         ),
         (["--evidence", "simulated", "--system", "dgx22"], "system = 'dgx22': did you mean dgx2"),
         (["--evidence", "simulated", "--only", "torch"], "not simulated: needs engine native"),
-        (["--only", "full"], "needs 64 GPUs of system selene; `--evidence simulated` traces it here"),
+        (
+            ["--only", "full"],
+            "needs 64 GPUs of system selene; `--evidence simulated` simulates the experiment here",
+        ),
     ],
 )
 def test_bad_input_is_one_line(

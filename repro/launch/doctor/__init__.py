@@ -16,10 +16,10 @@ class Check:
 
     name: str
     state: str
-    """`yes`, `limited` or `no`."""
+    """State of the checked item: `yes`, `limited` or `no`."""
     found: str
-    """Detected version or device, or the missing requirement and its installation."""
+    """Detected version or device; for a failed check, the missing requirement and how to install it."""
     enables: str
-    """Features that the checked item enables, or that are disabled without it."""
+    """Features that the checked item enables, or features that do not work without the item."""
     fatal: bool = False
-    """Whether no run is possible in this state."""
+    """Whether the failure of this check prevents every run of experiments."""

@@ -1,7 +1,7 @@
 """Checks of the CUDA kernels: compiler, cache, compilation, and the resources and occupancy of every compiled kernel.
 
 By Little's law, a memory of bandwidth B and latency L is busy only while B x L bytes are in flight. The estimate
-assumes the smallest request of each resident thread, so it is a lower bound of the requested share of bandwidth.
+assumes that each resident thread makes its smallest request, so it is a lower bound of the requested bandwidth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from repro.kernels.cuda.program import Program
 
 ALL_ARCHITECTURES = (70, 80, 90, 100)
-"""Compute capabilities times ten that `--kernels all` selects: V100, A100, H100 and B200."""
+"""GPU architectures (10 x compute capability) that `repro doctor --kernels all` selects: V100, A100, H100, B200."""
 _FALLBACK_NOTE = "GPUs run torch's operators instead, and every record names the replaced kernels"
 
 _RESOURCES = re.compile(
@@ -37,16 +37,16 @@ class KernelResources(NamedTuple):
     """Registers and memory of one compiled CUDA kernel."""
 
     registers: int
-    """32-bit registers per thread."""
+    """Number of 32-bit registers per thread."""
     stack_bytes: int
     spilled_bytes: int
-    """Bytes per thread that spilled registers store to and load from local memory."""
+    """Bytes per thread that are stored to and loaded from local memory because registers spill."""
     shared_bytes: int
     """Static shared memory of a thread block, in bytes."""
 
 
 def parse_resources(log: str) -> dict[str, KernelResources]:
-    """Return the resources of each kernel from the compiler log that `--ptxas-options=-v` writes."""
+    """Return the registers and memory of each CUDA kernel in a compiler log of `--ptxas-options=-v`."""
     found: dict[str, KernelResources] = {}
     for name, *counts in _RESOURCES.findall(log):
         stack, stores, loads, registers, shared = (int(count or 0) for count in counts)
@@ -57,23 +57,19 @@ def parse_resources(log: str) -> dict[str, KernelResources]:
 def check_kernels(torch: Any, compile_for: str = "") -> list[Check]:
     """Check the operators, the CUDA compiler, the kernel cache, and every kernel family for the GPUs of this machine.
 
-    `compile_for` (`sm_80`, a list with commas, or `all`) compiles every family for these architectures instead, which
-    needs no GPU.  Raises `ConfigError` for an unknown architecture.
+    `compile_for`: architectures (`sm_80`, a list with commas, or `all`) for which every family is compiled in place of
+    the GPUs of this machine, which needs no GPU; empty: none.  Raises `ConfigError` for an unknown architecture.
     """
     try:
         from repro.kernels.cuda.compile import COMPILER_PACKAGES
         from repro.kernels.cuda.program import Unavailable
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        AttributeError,
-    ) as error:  # an incompatible torch raises any of these
+    # An incompatible torch raises one of these exceptions while the kernels are imported.
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return [Check("kernels", NO, reason, "no training", fatal=True)]
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("repro::")]
-    text = f"{len(names)} operators, each with a PyTorch reference"
-    checks = [Check("kernels", YES, text, "the same training step on CPU, CUDA and meta devices")]
+    text = f"{len(names)} operators, each with a reference implementation in PyTorch"
+    checks = [Check("kernels", YES, text, "training steps on CPU, CUDA and meta devices")]
     try:
         checks += _check_compiler(torch)
         checks += _check_families(torch, compile_for)
@@ -94,7 +90,7 @@ def _check_compiler(torch: Any) -> list[Check]:
     compiles = Check("NVRTC", YES, found, f"compiles the CUDA kernels {here}, without a CUDA toolkit")
     count, size = compiler.cache_contents()
     contents = f"{compiler.cache_folder()}: {count} programs, {units.size(size)}"
-    moves = f"kernels are compiled once for all ranks; ${compiler.CACHE_VARIABLE} sets another folder"
+    moves = f"kernels are compiled once for all ranks; ${compiler.CACHE_VARIABLE} sets another cache folder"
     return [compiles, Check("kernel cache", YES, contents, moves)]
 
 
@@ -110,7 +106,7 @@ def _check_families(torch: Any, compile_for: str) -> list[Check]:
         targets = sorted({compiler.compile_target((device.major, device.minor)) for device in devices})
     else:
         found = f"{len(families.FAMILIES)} kernel families, but no GPU to run them"
-        meaning = "`repro doctor --kernels sm_80` compiles them for an A100 without a GPU"
+        meaning = "`repro doctor --kernels sm_80` compiles the kernels for an A100 without a GPU"
         return [Check("CUDA kernels", LIMITED, found, meaning)]
     return [
         _check_family(name, family, target, compile=bool(compile_for))
@@ -120,9 +116,9 @@ def _check_families(torch: Any, compile_for: str) -> list[Check]:
 
 
 def parse_architectures(compile_for: str, known: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the compute capabilities (major, minor) that `compile_for` names.  Raises `ConfigError` for other text.
+    """Return the compute capabilities (major, minor) of the GPU architectures that `compile_for` names.
 
-    `all` stands for the architectures in `ALL_ARCHITECTURES` that the compiler supports (`known`).
+    `all` stands for those of `ALL_ARCHITECTURES` that the compiler supports (`known`).  Raises `ConfigError` otherwise.
     """
     if compile_for == "all":
         return [divmod(architecture, 10) for architecture in ALL_ARCHITECTURES if architecture in known]
@@ -137,7 +133,7 @@ def parse_architectures(compile_for: str, known: tuple[int, ...]) -> list[tuple[
 
 
 def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Check:
-    """Check one kernel family for one GPU architecture: compile it with `compile`, else read its cached programs."""
+    """Check a kernel family on a GPU architecture. `compile`: compile its programs, or else read cached programs."""
     from repro.kernels.cuda import compile as compiler
     from repro.kernels.cuda.program import Unavailable
 
@@ -150,12 +146,11 @@ def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Chec
     except Unavailable as error:
         return Check(title, NO, f"failed: {error}", _FALLBACK_NOTE)
     if not compiled:
-        return Check(title, YES, "not compiled yet", "the first call compiles it, in a second or less")
+        return Check(title, YES, "not compiled yet", "the first call compiles the kernel in a second or less")
     used = [kernel for made in compiled for kernel in parse_resources(made.log).values()]
-    if not used:  # the log of PTX lists no registers, because the driver assigns them
-        return Check(
-            title, YES, "compiled to PTX, which the driver compiles", "runs on GPUs of this architecture"
-        )
+    if not used:  # The log of a compilation to PTX lists no registers, because the driver assigns registers.
+        found = "compiled to PTX, which the driver translates to machine code"
+        return Check(title, YES, found, "runs on GPUs of this architecture")
     registers = max(kernel.registers for kernel in used)
     spilled = sum(kernel.spilled_bytes for kernel in used)
     spills = f"{spilled} bytes spilled" if spilled else "no registers spilled"
@@ -164,11 +159,11 @@ def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Chec
 
 
 MICRO_BATCH_ROWS = 8192
-"""Rows (tokens) of the micro-batch for which occupancy is computed: 8 samples of 1024 tokens."""
+"""Number of rows (tokens) of the micro-batch for which kernel occupancy is computed: 8 samples of 1024 tokens."""
 
 
 class GpuLimits(NamedTuple):
-    """Limits of a GPU of one compute capability.
+    """Hardware limits of a GPU of one compute capability.
 
     Source of `shared_bytes`, `MAX_REGISTERS`, `MAX_WARPS` and `MAX_BLOCKS`: CUDA C++ Programming Guide, "Technical
     Specifications per Compute Capability".
@@ -187,31 +182,32 @@ class GpuLimits(NamedTuple):
 
 
 LATENCY_CYCLES = 400.0
-"""Latency of idle device memory in clock cycles: V100, A100 and H100 by PMC10448217 Table 3, assumed for B200."""
+"""Latency of device memory without load, in clock cycles (V100, A100, H100: PMC10448217 Table 3; B200: assumed)."""
 GPUS = {
-    # Source for V100, A100 and H100: PMC10448217 Table 3. V100 has 80 enabled multiprocessors, and H100 has 132.
+    # Source of the V100's, A100's and H100's limits: PMC10448217 Table 3. V100 and H100 have 80 and 132 enabled
+    # multiprocessors.
     70: GpuLimits(96 * 1024, 0, 80, 900e9, 1.53e9),
     # Source of the bandwidth of the A100 with 80 GB: NVIDIA's data sheet.
     80: GpuLimits(164 * 1024, 1024, 108, 2039e9, 1.41e9),
     90: GpuLimits(228 * 1024, 1024, 132, 3352e9, 1.755e9),
-    # Source for B200: NVIDIA's DGX B200 data sheet. Its clock is assumed to be that of the H100.
+    # Source of the B200's limits: NVIDIA's DGX B200 data sheet. The clock is assumed to be that of the H100.
     100: GpuLimits(228 * 1024, 1024, 148, 8000e9, 1.755e9),
 }
-"""Limits of each GPU by its compute capability times ten."""
+"""Hardware limits of GPUs, by compute capability times ten."""
 MAX_REGISTERS, MAX_WARPS, MAX_BLOCKS = 65536, 64, 32
 
 
 class Occupancy(NamedTuple):
-    """Occupancy of a multiprocessor by one kernel."""
+    """Occupancy of a GPU's multiprocessor by one kernel, and the memory bandwidth that its threads request."""
 
     occupancy: float
-    """Resident warps over the maximum of a multiprocessor, 0 to 1."""
+    """Number of resident warps divided by the maximum of a multiprocessor, 0 to 1."""
     bandwidth: float
-    """Lower bound of the share of memory bandwidth that the resident threads request, 0 to 1."""
+    """Lower bound of the share of memory bandwidth that the resident threads of a kernel request, 0 to 1."""
 
 
 def resident_blocks(used: KernelResources, threads: int, gpu: GpuLimits) -> int:
-    """Return how many blocks of `threads` threads of a kernel are resident on one multiprocessor of `gpu`."""
+    """Return how many blocks of a kernel, with `threads` threads each, run on one multiprocessor at the same time."""
     warps = -(-threads // 32)
     of_warp = -(-used.registers * 32 // 256) * 256
     # Each quarter of a multiprocessor has its own register file, so a warp cannot use registers of two quarters.
@@ -221,7 +217,7 @@ def resident_blocks(used: KernelResources, threads: int, gpu: GpuLimits) -> int:
 
 
 def requested_bytes(program: Program) -> int:
-    """Return the minimum bytes that a thread of `program` requests from memory before it waits for them."""
+    """Return the minimum number of bytes that a thread of a CUDA program requests from memory before it waits."""
     from repro.kernels.cuda.program import TYPE_BYTES
 
     known = dict(program.definitions)
@@ -231,14 +227,13 @@ def requested_bytes(program: Program) -> int:
 
 
 def occupancy_of(program: Program, used: KernelResources, gpu: GpuLimits) -> Occupancy:
-    """Return a multiprocessor's occupancy by a kernel and its requested share of bandwidth, averaged over all waves."""
+    """Return a kernel's occupancy of a multiprocessor, and its requested share of bandwidth as a mean of all waves."""
     from repro.kernels.layernorm import MAX_BACKWARD_THREADS
 
     blocks = resident_blocks(used, program.threads, gpu)
     if program.source == "layernorm" and dict(program.definitions)["BACKWARD"]:
-        blocks = min(
-            blocks, max(1, MAX_BACKWARD_THREADS // program.threads)
-        )  # the launcher starts no more threads
+        # The backward kernel of a norm is launched with at most `MAX_BACKWARD_THREADS` threads per multiprocessor.
+        blocks = min(blocks, max(1, MAX_BACKWARD_THREADS // program.threads))
     in_flight = blocks * program.threads * requested_bytes(program)
     needed = gpu.bandwidth * LATENCY_CYCLES / gpu.clock / gpu.processors
     waves = 1.0
@@ -250,28 +245,28 @@ def occupancy_of(program: Program, used: KernelResources, gpu: GpuLimits) -> Occ
 
 @dataclass(frozen=True)
 class KernelRow:
-    """Resources of one kernel on one architecture."""
+    """Registers, memory and occupancy of one CUDA kernel on one GPU architecture."""
 
     kernel: str
     program: str
-    """Name of the CUDA source with its macro definitions."""
+    """Name of the CUDA source with the macro definitions of the compiled program."""
     sizes: tuple[int, ...]
-    """Row lengths for which the program is compiled; empty for any length."""
+    """Row lengths (elements) for which the CUDA program is compiled; empty for a program for any length."""
     architecture: str
     threads: int
     registers: int
     shared_bytes: int
     spilled_bytes: int
     occupancy: float | None
-    """Resident warps over the maximum of a multiprocessor, 0 to 1; None for a GPU that is not in `GPUS`."""
+    """Number of resident warps divided by the maximum of a multiprocessor, 0 to 1; None for a GPU not in `GPUS`."""
     bandwidth: float | None
-    """Lower bound of the requested share of memory bandwidth, 0 to 1; None for a GPU that is not in `GPUS`."""
+    """Lower bound of the share of memory bandwidth that the kernel requests, 0 to 1; None for a GPU not in `GPUS`."""
 
 
 def compile_kernel_rows(compile_for: str) -> list[KernelRow]:
-    """Compile the kernels for all row lengths of the packaged suites and models; return the resources of each kernel.
+    """Compile the CUDA kernels for all row lengths of the packaged suites and models; return one row per kernel.
 
-    Programs that do not compile are left out.  Raises `ConfigError` for an unknown architecture.
+    Programs that do not compile are omitted.  Raises `ConfigError` for an unknown architecture.
     """
     from repro.kernels.cuda import compile as compiler
     from repro.kernels.cuda.program import Unavailable
@@ -309,5 +304,6 @@ def compile_kernel_rows(compile_for: str) -> list[KernelRow]:
             )
         return found
 
-    with ThreadPoolExecutor(usable_cores()) as pool:  # the compiler releases Python's global lock
+    # Threads suffice, because the CUDA compiler releases Python's global interpreter lock.
+    with ThreadPoolExecutor(usable_cores()) as pool:
         return [row for found in pool.map(rows, todo) for row in found]

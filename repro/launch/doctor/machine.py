@@ -1,6 +1,6 @@
 """Checks of this machine and its GPUs for `repro doctor`.
 
-Run with `python -m`, the module prints why torch cannot use the GPUs; `make test-gpu` runs it first.
+As a program (`python -m`), the module prints why torch cannot use this machine's GPUs; `make test-gpu` runs it first.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from repro.util.extras import installation
 
 MIN_TORCH_VERSION = (2, 6)
 LIBRARY_ENGINES = (("deepspeed", "DeepSpeed", "deepspeed"), ("megatron", "Megatron-core", "megatron-core"))
-"""For each engine that runs a library: engine name, project name, and name of the Python distribution."""
+"""Engines that train with another library: engine name, library name, and name of the Python distribution."""
 MIN_FREE_DISK_BYTES = 10**9
 NO_GPU_REASON = "no NVIDIA GPU or driver found"
-_OTHER_TORCH_HINT = "`make KEEP_TORCH=1 PYTHON=/path/to/python` uses the torch of that Python"
+_OTHER_TORCH_HINT = "`make KEEP_TORCH=1 PYTHON=/path/to/python` uses the torch of another Python installation"
 _BINDING_OPTIONS = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
-"""Options of sbatch and srun that bind GPUs to tasks. A task reads them from variables such as `SLURM_GPU_BIND`."""
+"""Options of sbatch and srun that bind GPUs to tasks; a task gets them in variables such as `SLURM_GPU_BIND`."""
 _BINDING_MEANING = (
-    "NCCL may lose CUDA IPC inside a node and copy through host memory: request gpus-per-node and gpu-bind=none, "
-    "and each rank selects its own GPU"
+    "NCCL may copy through host memory inside a node, because CUDA IPC needs access to all GPUs of the node: "
+    "request gpus-per-node and gpu-bind=none, so that each rank selects its own GPU"
 )
 
 
 def examine_machine(results: Path, compile_for: str = "") -> list[Check]:
-    """Return all checks of this machine and of the folder `results`. `compile_for`: see `check_kernels`."""
+    """Return all checks of this machine and the folder `results`. `compile_for`: GPU architectures to compile for."""
     checks = [_python(), _processor(), _memory(), _disk(results)]
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a broken installation cannot load a shared library
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch cannot be loaded
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        needed = "no training and no tracing; install torch >= 2.6"
+        needed = "neither training nor tracing is possible; install torch >= 2.6"
         checks.append(Check("torch", NO, reason, needed, fatal=True))
     else:
         checks += [_torch(torch), _gloo(torch), *check_gpus(torch), _nccl(torch)]
@@ -64,9 +64,9 @@ def _processor() -> Check:
     quota = state["quota_cores"]
     text = f"{state['model']}, {cores} usable core{'s' if cores != 1 else ''}"
     if quota is not None and quota < cores:
-        text += f", with a quota of {quota:g} cores of processor time"
+        text += f", limited by a container quota to the processor time of {quota:g} cores"
         cores = max(1, int(quota))
-    more = "with more ranks, memory, traffic and losses are valid, but times are not"
+    more = "with more ranks than cores, measured memory, traffic and losses are valid, but times are not"
     meaning = f"up to {cores} ranks with a core each; {more}"
     return Check("processor", YES if cores >= 2 else LIMITED, text, meaning)
 
@@ -76,8 +76,8 @@ def _memory() -> Check:
     total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
     free = min(state["available_bytes"], total)
     text = f"{units.size(free)} of {units.size(total)} free"
-    most = f"{units.parameter_count(free / 16)} parameters over all ranks, at 16 bytes each"
-    psi = f"mixed-precision model states of at most {most}"
+    most = units.parameter_count(free / 16)
+    psi = f"mixed-precision model states of at most {most} parameters over all ranks (16 bytes per parameter)"
     return Check("memory", YES if free >= 2**32 else LIMITED, text, psi)
 
 
@@ -85,11 +85,11 @@ def _disk(results: Path) -> Check:
     folder = results.absolute()
     place = next(each for each in (folder, *folder.parents) if each.exists())
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
-        return Check("disk", NO, f"{place} cannot be written", "no record can be stored", fatal=True)
+        return Check("disk", NO, f"the folder {place} is not writable", "no record can be stored", fatal=True)
     free = shutil.disk_usage(place).free
     text = f"{units.size(free)} free in the results folder {results}"
     if free < MIN_FREE_DISK_BYTES:
-        return Check("disk", LIMITED, text, "a suite needs a few MB, a virtual environment 2 GB")
+        return Check("disk", LIMITED, text, "records need a few MB, and a virtual environment needs 2 GB")
     return Check("disk", YES, text, "records are stored")
 
 
@@ -105,19 +105,19 @@ def _torch(torch: Any) -> Check:
     if not torch.distributed.is_available():
         text += ", without torch.distributed"
         return Check("torch", NO, text, "ranks cannot communicate", fatal=True)
-    return Check("torch", YES, text, "the training step, on real devices and on meta tensors")
+    return Check("torch", YES, text, "training steps on real devices and on meta tensors")
 
 
 def _gloo(torch: Any) -> Check:
     if torch.distributed.is_available() and torch.distributed.is_gloo_available():
         meaning = "data, tensor and ZeRO parallelism on this machine's CPUs"
-        return Check("gloo", YES, "in this torch", meaning)
-    return Check("gloo", NO, "not in this torch", "no parallel runs on CPUs")
+        return Check("gloo", YES, "included in this torch", meaning)
+    return Check("gloo", NO, "not included in this torch", "several ranks cannot run on CPUs")
 
 
 def _nccl(torch: Any) -> Check:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
-        return Check("NCCL", NO, "not in this torch", "no collectives between GPUs")
+        return Check("NCCL", NO, "not included in this torch", "no collectives between GPUs")
     if not torch.cuda.is_available():
         return Check(
             "NCCL", LIMITED, "this torch has NCCL, but there is no GPU", "no collectives between GPUs"
@@ -129,19 +129,19 @@ def _nccl(torch: Any) -> Check:
 def _slurm() -> Check:
     sbatch, srun = shutil.which("sbatch"), shutil.which("srun")
     if not sbatch or not srun:
-        meaning = "no `repro submit` on this machine; `make slurm-lab` starts a SLURM for tests"
-        return Check("SLURM", NO, "no sbatch and srun on the path", meaning)
+        meaning = "`repro submit` does not work on this machine; `make slurm-lab` starts a SLURM for tests"
+        return Check("SLURM", NO, "the commands sbatch and srun are not found", meaning)
     inside = f", inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
     meaning = "`repro submit` works; `repro doctor --profile FILE` examines the cluster"
     return Check("SLURM", YES, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)
 
 
 def _lab() -> Check:
-    """Check whether this machine can emulate networks, by creating a small one."""
+    """Check whether this machine can emulate networks, by the creation of a small emulated network."""
     lacking = lab.missing_requirement()
     if lacking:
-        return Check("lab", LIMITED, f"missing: {lacking}", "experiments with a `network` cannot run")
-    meaning = "experiments with a `network`: local ranks with links of any rate between them"
+        return Check("lab", LIMITED, f"missing: {lacking}", "experiments on an emulated network cannot run")
+    meaning = "experiments on an emulated network: local ranks with links of any rate (key `network`)"
     return Check("lab", YES, "network namespaces and token buckets work", meaning)
 
 
@@ -150,10 +150,10 @@ def _engines() -> list[Check]:
     found = []
     for engine, name, distribution in LIBRARY_ENGINES:
         version = versions((distribution,)).get(distribution)
-        meaning = f'`engine = "{engine}"`: {name} trains the experiments of a suite, also on CPUs'
+        meaning = f'experiments with `engine = "{engine}"`, which {name} trains, also on CPUs'
         if version is None:
             lacking = f"not installed: {missing_library(engine).partition(': ')[2]}"
-            found.append(Check(name, LIMITED, lacking, f'no `engine = "{engine}"`'))
+            found.append(Check(name, LIMITED, lacking, f'experiments with `engine = "{engine}"` cannot run'))
         else:
             found.append(Check(name, YES, version, meaning))
     return found
@@ -165,7 +165,7 @@ def _tokenizer() -> Check:
         text = ", ".join(f"{name} {version}" for name, version in found.items())
         return Check("tokenizer", YES, text, "GPT-2 byte-pair encoding of real text")
     text = f"not installed: {installation('text')}"
-    return Check("tokenizer", LIMITED, text, "byte-level text and synthetic tokens only")
+    return Check("tokenizer", LIMITED, text, "only byte-level text and synthetic tokens as training data")
 
 
 def _git() -> Check:
@@ -181,7 +181,7 @@ def _first_line(arguments: list[str]) -> str:
 
 
 def command_output(command: Sequence[str], timeout_s: float = 5.0) -> str:
-    """Return the standard output of a command; empty if the command is missing, fails or exceeds `timeout_s`."""
+    """Return the standard output of a command; empty if it is missing, fails or exceeds a timeout of `timeout_s`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
@@ -192,7 +192,7 @@ def command_output(command: Sequence[str], timeout_s: float = 5.0) -> str:
 def check_gpus(torch: Any) -> list[Check]:
     """Return a check of CUDA and a check of each GPU that torch can use."""
     if reason := _missing_cuda_reason(torch):
-        without = "claims that need a GPU stay `not run`"
+        without = "claims whose experiments need a GPU stay `not run`"
         hint = "" if reason == NO_GPU_REASON else f"; {_OTHER_TORCH_HINT}"
         return [Check("CUDA", NO, reason, f"{without}{hint}")]
     in_machine = gpus()
@@ -214,7 +214,7 @@ def check_gpus(torch: Any) -> list[Check]:
 
 
 def unusable_reason(torch: Any) -> str:
-    """Return one line that explains why this torch cannot use a GPU of this machine; empty if it can use all GPUs."""
+    """Return one line that explains why torch cannot use a GPU of this machine; empty if torch can use all GPUs."""
     if reason := _missing_cuda_reason(torch):
         return reason if reason == NO_GPU_REASON else f"{reason}; {_OTHER_TORCH_HINT}"
     for index in range(torch.cuda.device_count()):
@@ -226,7 +226,7 @@ def unusable_reason(torch: Any) -> str:
 
 
 def _missing_cuda_reason(torch: Any) -> str:
-    """Return the reason why torch can use no GPU; empty if it can use one."""
+    """Return the reason why torch can use no GPU of this machine; empty if torch can use a GPU."""
     if torch.cuda.is_available():
         return ""
     if not (in_machine := gpus()):
@@ -240,10 +240,10 @@ def _missing_cuda_reason(torch: Any) -> str:
 
 
 def _missing_kernels_reason(torch: Any, capability: tuple[int, int]) -> str:
-    """Return that this torch has no kernels for a GPU of this compute capability; empty if it has them."""
+    """Return a message if this torch was built without kernels for a GPU's compute capability; empty otherwise."""
     if has_kernels_for(capability, torch.cuda.get_arch_list()):
         return ""
-    older = "; torch builds for CUDA 12.6 have them" if capability[0] < 8 else ""
+    older = "; torch builds for CUDA 12.6 support this GPU" if capability[0] < 8 else ""
     return f"this torch has no kernels for sm_{capability[0]}{capability[1]}{older}"
 
 
@@ -280,14 +280,14 @@ def check_profile_binding(options: Mapping[str, str], gpus: int) -> list[Check]:
 def _check_binding(options: Mapping[str, str]) -> list[Check]:
     for name in _BINDING_OPTIONS:
         value = options.get(name, "none")
-        if value.rpartition(",")[2] != "none":  # `verbose,none` binds nothing
+        if value.rpartition(",")[2] != "none":  # The value `verbose,none` of `gpu-bind` binds no GPU.
             found = f"{name} = {value}: a task may see only some of its node's GPUs"
             return [Check("GPU binding", LIMITED, found, _BINDING_MEANING)]
     return []
 
 
 def check_task_binding(environment: Mapping[str, str], visible: int) -> list[Check]:
-    """Return a warning if SLURM shows this task one GPU (`visible`) of several that its job has on the node."""
+    """Return a warning if this SLURM task sees only one (`visible`) of several GPUs that its job has on the node."""
     if visible != 1:
         return []
     on_node = environment.get("SLURM_GPUS_ON_NODE", "")
@@ -295,7 +295,7 @@ def check_task_binding(environment: Mapping[str, str], visible: int) -> list[Che
         found = f"1 of the job's {on_node} GPUs on this node is visible"
         return [Check("GPU binding", LIMITED, found, _BINDING_MEANING)]
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
-    if re.fullmatch(r"1(\(x\d+\))?", tasks):  # `1(x2)` means two nodes with one task each
+    if re.fullmatch(r"1(\(x\d+\))?", tasks):  # SLURM writes `1(x2)` for two nodes with one task each.
         return []
     variables = {name: f"SLURM_{name.upper().replace('-', '_')}" for name in _BINDING_OPTIONS}
     return _check_binding({name: environment[key] for name, key in variables.items() if key in environment})

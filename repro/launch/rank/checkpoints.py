@@ -1,6 +1,6 @@
-"""Checkpoints of an experiment: writes them while the ranks train, and finds the one from which training resumes.
+"""Writing of an experiment's checkpoints during training, and choice of the checkpoint from which training resumes.
 
-The store's folder `checkpoints/<key>/` has `training.json`, which describes the training, and a subfolder for each
+The results folder `checkpoints/<key>/` has `training.json`, which describes the training, and a subfolder for each
 checkpoint. An experiment resumes from the newest checkpoint with its name and training settings, in any layout.
 """
 
@@ -40,13 +40,13 @@ class CheckpointPlace:
     """Paths that checkpointing uses: the folder of all checkpoints, and the file that requests a stop."""
 
     root: Path
-    """Folder with a subfolder of checkpoints for the key of each experiment."""
+    """Folder of all checkpoints, with a subfolder for the key of each experiment."""
     stop: Path
-    """File whose existence requests a checkpoint after the current step, and then the end."""
+    """File whose existence requests a checkpoint after the current step, and then the end of the ranks."""
 
     @staticmethod
     def for_experiment(job: Job, experiment: Experiment) -> CheckpointPlace | None:
-        """Return the paths that the launcher assigned; None for an experiment that writes no checkpoints."""
+        """Return the paths that the launcher assigned to an experiment; None if it writes no checkpoints."""
         every = experiment.training.checkpoint_every
         if not every:
             return None
@@ -68,16 +68,16 @@ class CheckpointManager:
         place: CheckpointPlace,
         progress: Callable[[], None],
     ):
-        """`progress` is called during reads and writes, so that the launcher does not report a hang."""
+        """`progress`: function that is called while checkpoints are read and written, so that no hang is reported."""
         self.experiment, self.mesh, self.engine, self.device = experiment, mesh, engine, device
         self.place, self.progress = place, progress
         self.root = place.root / experiment.key
         self.written: list[int] = []
-        """Steps after which a checkpoint was written."""
+        """Training steps after which a checkpoint was written."""
         self.seconds: list[float] = []
         """Seconds for which training waited for each written checkpoint."""
         self.failures: list[dict[str, Any]] = []
-        """Step and reason of each failed write on this rank."""
+        """Training step and reason of each checkpoint that this rank failed to write."""
 
     def resume(self) -> Index | None:
         """Load the newest checkpoint into the engine and return its index; None if there is no checkpoint.
@@ -116,7 +116,7 @@ class CheckpointManager:
         return FoundCheckpoint(step, index.folder_of(self.place.root / f"{high << 32 | low:016x}", step))
 
     def asked_to_stop(self) -> bool:
-        """Return on all ranks whether the launcher has requested a stop in rank 0's folder."""
+        """Return on all ranks whether the launcher has requested a stop, by a file in rank 0's launch folder."""
         return self._any(self.mesh.rank == 0 and self.place.stop.exists())
 
     def write(self, step: int, history: Mapping[str, Any]) -> bool:
@@ -176,11 +176,11 @@ class CheckpointManager:
                 pieces=pieces,
             ),
         )
-        # After the last step only the final checkpoint is useful: another experiment may continue from it.
+        # After the last step only the final checkpoint is useful, because another experiment may continue from it.
         index.prune(self.root, 1 if step == e.training.steps else index.RETAINED_CHECKPOINTS)
 
     def _all_could(self, action: Callable[[], None], step: int) -> bool:
-        """Run `action` and return whether no rank had an `OSError`, for example of a full disk."""
+        """Run a write operation, and return on all ranks whether no rank had an `OSError`, for example a full disk."""
         failed = False
         try:
             action()
@@ -192,7 +192,7 @@ class CheckpointManager:
         return not self._any(failed)
 
     def _any(self, mine: bool) -> bool:
-        """Return whether `mine` is true on any rank."""
+        """Return on all ranks whether the flag `mine` is true on any rank."""
         flag = torch.tensor([int(mine)], dtype=torch.int64, device=self.device)
         self.mesh.world.all_reduce(flag, MAX, purpose="checkpoint").wait()
         return bool(flag.item())
@@ -201,8 +201,8 @@ class CheckpointManager:
 def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | None:
     """Return the newest complete checkpoint from which `experiment` may resume; None without one.
 
-    Of two checkpoints at the same step, its own is preferred. Checkpoints at or after its last step do not count.
-    Raises `ConfigError` if the experiment that it continues has no checkpoint.
+    Of two checkpoints at an equal step, the experiment's own one is preferred. Checkpoints at or after its last step do
+    not count. Raises `ConfigError` if `continues` names an experiment without a checkpoint.
     """
     names = {experiment.name, experiment.training.continues} - {""}
     found: list[tuple[int, bool, Path]] = []
@@ -227,7 +227,7 @@ def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | N
 
 def _require_same_training(wanted: Mapping[str, Any], written: Mapping[str, Any], file: str) -> None:
     """Raise `ConfigError` for the first setting of a checkpoint's training (`written`) that differs from `wanted`."""
-    right = "as in the experiment that resumes from it"
+    right = "as in the experiment that resumes from this checkpoint"
     for key in wanted:
         mine, theirs = wanted[key], written.get(key)
         if isinstance(mine, dict) and isinstance(theirs, dict):

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 MAX_CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable with the number of hardware queues that the CUDA streams of a process share; the default is 8.
 
-A pipeline rank has more streams than that, and a waiting stream delays the other streams of its queue. Megatron-LM
-requires 1 queue if tp > 1, so that a matrix product starts after the collective with which it overlaps.
+A rank with pipeline parallelism has more than 8 streams, and a waiting stream delays the other streams of its queue.
+Megatron-LM requires 1 queue if tp > 1, so that a matrix product starts after the collective with which it overlaps.
 """
 AVOID_RECORD_STREAMS_VARIABLE = "TORCH_NCCL_AVOID_RECORD_STREAMS"
-"""Environment variable of torch up to 2.7. With `1`, a collective references its tensors until it is waited for, as in
-torch 2.8. Otherwise the allocator reuses freed memory only after it has polled events of all streams that used it."""
+"""Environment variable of torch up to 2.7. With `1`, a collective references its tensors until the caller waits for it,
+as in torch 2.8. Otherwise the allocator reuses freed memory only after polling events of all streams that used it."""
 HIGH_PRIORITY_VARIABLE = "TORCH_NCCL_HIGH_PRIORITY"
-"""Environment variable. With `1`, a free multiprocessor runs a waiting collective before matrix products that overlap
-with it. DeepSpeed and Megatron-core set priorities themselves."""
+"""Environment variable of torch for the priority of NCCL's streams. With `1`, a free multiprocessor runs a collective
+before matrix products that overlap with it. DeepSpeed and Megatron-core set priorities themselves."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
-"""Environment variables for bitwise reproducible runs. The workspace, by which cuBLAS selects algorithms, is fixed.
-Sums in NVLink switches (NVLS) are disabled, as in Megatron-LM's deterministic mode."""
+"""Environment variables for bitwise reproducible runs. cuBLAS, which selects algorithms by its workspace, gets a fixed
+workspace. Sums in NVLink switches (NVLS) are disabled, as in Megatron-LM's deterministic mode."""
 GLOO_THREADS_PER_GROUP = 3
 """Number of threads that gloo starts for each process group."""
 
@@ -50,8 +50,8 @@ def rank_device(kind: str) -> torch.device:
 
 
 def cuda_device_index(local_rank: int, visible: int) -> int:
-    """Return the CUDA index of the GPU of rank `local_rank` of this node, for `visible` GPUs."""
-    if visible == 1:  # the scheduler shows each task only its own GPU
+    """Return the CUDA device index of the node's rank `local_rank`. `visible`: number of GPUs that the rank sees."""
+    if visible == 1:  # The scheduler may show each task only one GPU, whose index is 0.
         return 0
     if local_rank >= visible:
         raise RuntimeError(f"no GPU for local rank {local_rank}: this process sees {visible} GPUs")
@@ -59,7 +59,7 @@ def cuda_device_index(local_rank: int, visible: int) -> int:
 
 
 def choose_gpu_environment(experiments: Sequence[Experiment], torch_version: str) -> dict[str, str]:
-    """Return the environment variables of a rank that runs `experiments` with a torch version, `2.6.0+cu126`."""
+    """Return CUDA and NCCL variables of a rank that runs `experiments` with a torch version, such as `2.6.0+cu126`."""
     in_order = any(e.engine == "megatron" and e.layout.tp > 1 for e in experiments)
     found = {MAX_CONNECTIONS_VARIABLE: "1" if in_order else "32"}
     if (2, 6) <= major_minor(torch_version) < (2, 8):
@@ -72,13 +72,13 @@ def choose_gpu_environment(experiments: Sequence[Experiment], torch_version: str
 
 
 def apply_gpu_environment(experiments: Sequence[Experiment]) -> None:
-    """Set the variables of `choose_gpu_environment` in this process, except those that the user has set."""
+    """Set the CUDA and NCCL environment variables for `experiments`, except variables that the user has set."""
     for name, value in choose_gpu_environment(experiments, versions(["torch"]).get("torch", "")).items():
         os.environ.setdefault(name, value)
 
 
 def current_gpu_environment() -> dict[str, str]:
-    """Return the CUDA and NCCL variables of this process that `choose_gpu_environment` may set."""
+    """Return those CUDA and NCCL environment variables of this process that `choose_gpu_environment` may set."""
     names = (MAX_CONNECTIONS_VARIABLE, AVOID_RECORD_STREAMS_VARIABLE, HIGH_PRIORITY_VARIABLE)
     return {name: os.environ[name] for name in (*names, *DETERMINISTIC_ENVIRONMENT) if name in os.environ}
 
@@ -99,7 +99,7 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     was_enabled = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
-    # Otherwise torch would fill every new buffer, although the step reads no memory that it has not written.
+    # By default, torch would fill every new buffer, although a training step reads no uninitialised memory.
     settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     try:
@@ -130,7 +130,7 @@ def limit_memory(limit_bytes: int, device: str) -> None:
 
 
 def _check_memory_before_groups() -> None:
-    """Have torch raise `MemoryError` if the memory limit does not allow the thread stacks of a new process group.
+    """Let torch raise `MemoryError` if the memory limit does not allow the thread stacks of a new process group.
 
     Without this check, gloo aborts the process, raises `Resource temporarily unavailable` or hangs.
     """
@@ -159,7 +159,7 @@ def lift_memory_limit() -> None:
 
 
 def data_segment_bytes() -> int:
-    """Return the bytes of this process that `RLIMIT_DATA` limits."""
+    """Return the bytes of heap, private mappings and thread stacks of this process, which `RLIMIT_DATA` limits."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024

@@ -34,16 +34,16 @@ MAX_RATE_ATTEMPTS = 15
 MAX_RATE_SPREAD = 0.25
 """Maximum difference between the compute rates of two ranks, relative to the mean of all ranks."""
 MAX_CATCH_UP_S = 0.02
-"""Maximum delay that a rank may catch up by computing without sleep, in seconds."""
+"""Maximum lag behind its share of a core that a rank may make up by computing without sleep, in seconds."""
 TIMER_INTERVAL_S = 4e-3
-"""Processor time after which a computing rank checks whether it must sleep, in seconds."""
+"""Processor time after which a rank checks whether it has exceeded its share of a core, in seconds."""
 
 
 class EmulatedNetworkRank:
     """State of one rank on an emulated network: its compute rate, the throttle of its core, and its byte counters."""
 
     def __init__(self, network: EmulatedNetwork, facts: Path, rank: int):
-        """Throttle this rank and measure the compute rate of every rank.  Raises `RuntimeError` if they differ much."""
+        """Throttle this rank and measure all ranks' compute rates.  Raises `RuntimeError` if the rates differ much."""
         self._world = network.world
         found = json.loads(facts.read_text(encoding="utf-8"))
         self._facts = found if rank == 0 else None
@@ -58,13 +58,14 @@ class EmulatedNetworkRank:
         try:
             self._rate = _equal_rates(network.world, self.throttle)[rank]
         except BaseException:
-            self.throttle.stop()  # otherwise the timer's signal could kill the rank before it reports the error
+            # Without `stop`, the timer's signal could kill the rank before it reports the error.
+            self.throttle.stop()
             raise
 
     @staticmethod
     @contextmanager
     def throttled(job: Job, rank: int) -> Iterator[EmulatedNetworkRank | None]:
-        """Throttle this rank inside the context and yield its state; yield None without an emulated network."""
+        """Throttle this rank inside the context and yield its state; yield None if the job has no emulated network."""
         if job.network is None:
             yield None
             return
@@ -75,13 +76,13 @@ class EmulatedNetworkRank:
             seen.throttle.stop()
 
     def begin_timed_steps(self, peak_bytes: int) -> None:
-        """Reserve heap for steps that allocate at most `peak_bytes`, and move message threads to their own cores."""
+        """Reserve heap for steps with a peak of `peak_bytes`, and bind message threads to separate cores."""
         self._cores.apply()
         processes.reserve_heap(peak_bytes, self._world)
         self.throttle.settle()
 
     def counters(self) -> list[int]:
-        """Return the bytes that this rank has sent and received, then those of its node if it is the node's first."""
+        """Return the bytes that this rank has sent and received; on a node's first rank, append those of the node."""
         own = _interface_counters("/proc/self/net/dev", "eth0")
         return own + (_interface_counters(self._node, "uplink") if self._node else [])
 
@@ -109,20 +110,20 @@ def _interface_counters(file: str, interface: str) -> list[int]:
 
 
 def _equal_rates(world: int, throttle: CoreThrottle) -> list[float]:
-    """Return the compute rates of all ranks in FLOP/s.  Raises `RuntimeError` beyond `MAX_RATE_SPREAD`."""
-    for _ in range(MAX_RATE_ATTEMPTS):  # other processes may disturb one measurement
+    """Return the compute rates (FLOP/s) of all ranks.  Raises `RuntimeError` if they differ too much."""
+    for _ in range(MAX_RATE_ATTEMPTS):  # Other processes may disturb one measurement of the compute rates.
         rates = _compute_rates(world, throttle)
         apart = (max(rates) - min(rates)) * len(rates) / sum(rates)
         if apart <= MAX_RATE_SPREAD:
             return rates
     raise RuntimeError(
-        f"the ranks' compute rates, {min(rates) / 1e9:.3g} to {max(rates) / 1e9:.3g} GFLOP/s, are "
-        f"{apart:.0%} of their mean apart, above {MAX_RATE_SPREAD:.0%}: end other programs on this machine"
+        f"the ranks' compute rates, {min(rates) / 1e9:.3g} to {max(rates) / 1e9:.3g} GFLOP/s, differ by "
+        f"{apart:.0%} of their mean, above the limit of {MAX_RATE_SPREAD:.0%}: end other programs on this machine"
     )
 
 
 def _compute_rates(world: int, throttle: CoreThrottle) -> list[float]:
-    """Return the rate of matrix products on each rank in FLOP/s, measured while all ranks compute."""
+    """Return the rate of matrix products on each rank in FLOP/s, measured while all ranks compute at the same time."""
     dist.barrier()
     began = time.perf_counter()
     done = compute_rate.count_flop(RATE_PROBE_S, time.perf_counter)
@@ -134,7 +135,7 @@ def _compute_rates(world: int, throttle: CoreThrottle) -> list[float]:
 
 
 class CoreThrottle:
-    """Limits the share of a processor core that the calling thread uses, by sleeps between `start` and `stop`."""
+    """Limiter of the share of a processor core that a thread uses, by sleeps between `start` and `stop`."""
 
     def __init__(self, share: float):
         """`share`: fraction of each second in which the thread may compute, 0 to 1."""
@@ -147,7 +148,7 @@ class CoreThrottle:
         self._read_clocks()
 
     def start(self) -> None:
-        """Begin to call `settle` at a timer of processor time and before each wait for a collective."""
+        """Start the throttle: the thread may sleep at ticks of a processor-time timer and before collective waits."""
         for kind, wait in self._waits:
             kind.wait = self._settled(wait)  # type: ignore[method-assign]
         signal.signal(signal.SIGVTALRM, self._tick)
@@ -155,14 +156,14 @@ class CoreThrottle:
         self._read_clocks()
 
     def stop(self) -> None:
-        """Stop the timer and restore the `wait` methods."""
+        """Stop the throttle's timer and restore the `wait` methods of collectives."""
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
         for kind, wait in self._waits:
             kind.wait = wait  # type: ignore[method-assign]
 
     def settle(self) -> None:
-        """Sleep as long as this thread has computed more than its share of the time that has passed."""
+        """Sleep while the computing time of this thread exceeds its share of the elapsed time."""
         if self._settling:
             return
         self._settling = True
@@ -194,9 +195,8 @@ class CoreThrottle:
 
     def _read_clocks(self) -> None:
         self._delayed = self._delay()
-        self._computed = (
-            time.thread_time()
-        )  # read last, so that the other reading does not count as computation
+        # Processor time is read last, so that reading the delay does not count as computation.
+        self._computed = time.thread_time()
 
     def _delay(self) -> float:
         """Return the total seconds in which this thread was runnable but had no core."""

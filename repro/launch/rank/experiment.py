@@ -34,11 +34,11 @@ from repro.results.record_parts import CheckpointReport, RankMemory, RankResult,
 from repro.simulate.trace.recorder import line_of_step
 
 Report = Callable[[int, Phase], None]
-"""Callback that gets the step and its phase at every change of phase."""
+"""Callback that receives the training step and the new phase at every change of phase."""
 
 
 class ExperimentRun:
-    """A running experiment on one rank. Call `prelude` once, then `steps` once or more, then `result`."""
+    """Experiment that runs on one rank. Call `prelude` once, then `steps` once or more, then `result`."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class ExperimentRun:
     ):
         """Initialise the engine, and resume from the newest checkpoint if the experiment writes checkpoints.
 
-        `watched`: whether untimed steps measure memory and count collectives, which slows them down. `network`: None
-        for a real network. `profiles`: folder for profiles of this experiment; None writes none.
+        `watched`: whether untimed steps measure memory and count collectives, which slows the steps. `network`: rank
+        on an emulated network; None for a real network. `profiles`: folder for profiles; None writes no profiles.
         """
         self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report
         self.index = 0
         """Number of completed steps, which is the index of the next step."""
         self.series = StepHistory()
         self.rounds: list[list[float]] = []
-        """Seconds of each timed step, by round."""
+        """Seconds of each timed step, as one list per round."""
         self.phase_rows: list[dict[str, float]] = []
         """Seconds of each phase, for every timed step."""
         self.clock = StepClock(device)
@@ -73,7 +73,7 @@ class ExperimentRun:
         self.comm: list[TrafficRow] = []
         self.network = network
         self.link_bytes: list[int] = []
-        """Increase of the network's byte counters in the timed steps."""
+        """Increase of the emulated network's byte counters in the timed steps; empty on a real network."""
         report(0, Phase.INIT)
         self.watched, self.profiles = watched, profiles
         if profiles is not None:
@@ -114,7 +114,7 @@ class ExperimentRun:
         self.resumed = [*history["resumed"], {"step": found.step, **found.written_by}]
 
     def prelude(self) -> None:
-        """Run the untimed steps. The first one measures memory; the last one counts the collectives of a library."""
+        """Run the untimed steps: the first measures memory, and the last counts the collectives of a library engine."""
         if self.tracker is None:
             self._step(lambda phase: None)
         else:
@@ -132,7 +132,7 @@ class ExperimentRun:
             self.network.begin_timed_steps((self.memory.peak or {}).get("total", 0))
 
     def steps(self, count: int) -> None:
-        """Run `count` timed steps as one round. The ledger of the native engine counts the last one's collectives."""
+        """Run `count` timed steps as one round. The native engine's ledger counts the collectives of the last step."""
         rows: list[dict[str, float]] = []
         before = self._count_link_bytes()
         for i in range(count):
@@ -147,7 +147,7 @@ class ExperimentRun:
                     self.comm = [TrafficRow.read(row) for row in self.mesh.ledger.rows()]
             self.clock.mark("end")
             if self._write_due_checkpoint():
-                rows += self.clock.read()  # a long run must not accumulate CUDA events
+                rows += self.clock.read()  # A long run must not accumulate the CUDA events of its steps.
         rows += self.clock.read()
         grown = [b - a for a, b in zip(before, self._count_link_bytes(), strict=True)]
         self.link_bytes = [sum(pair) for pair in zip_longest(self.link_bytes, grown, fillvalue=0)]
@@ -165,12 +165,12 @@ class ExperimentRun:
 
     @property
     def _has_known_waits(self) -> bool:
-        """Return whether waits for other stages can be measured: native engine, or pipeline parallelism only."""
+        """Return whether a stage's idle time can be measured: with the native engine, or without other parallelism."""
         layout = self.experiment.layout
         return layout.pp > 1 and (self.experiment.engine == NATIVE or layout.tp == layout.dp == 1)
 
     def _count_link_bytes(self) -> list[int]:
-        """Return the emulated network's byte counters, read while no rank sends; empty on a real network."""
+        """Return the emulated network's byte counters, which are read while no rank sends; empty on a real network."""
         if self.network is None:
             return []
         self.mesh.world.barrier()
@@ -179,7 +179,7 @@ class ExperimentRun:
         return found
 
     def _write_due_checkpoint(self) -> bool:
-        """Write a checkpoint if one is due, and return whether one was.  Raises `Stopped` at the launcher's request."""
+        """Write a checkpoint if one is due, and return whether it was due.  Raises `Stopped` after a stop request."""
         checkpoints = self.checkpoints
         if checkpoints is None:
             return False
@@ -202,7 +202,7 @@ class ExperimentRun:
         return True
 
     def _watched_step(self, tracker: MemoryTracker) -> None:
-        """Run one step and measure its memory with `tracker`, which has already measured the initialisation."""
+        """Run one step and measure its memory with `tracker`, which has also measured the engine's initialisation."""
         init_peak = tracker.peak["total"]
 
         def observe(phase: Phase) -> None:
@@ -230,7 +230,7 @@ class ExperimentRun:
         )
 
     def _write_memory_profile(self, path: Path, tracker: MemoryTracker) -> None:
-        """Write all allocations since the start as a snapshot for PyTorch's memory viewer."""
+        """Write all allocations of this rank since its start as a snapshot for PyTorch's memory viewer."""
         if tracker.history is not None:
             write_memory_snapshot(path, [tracker.history])
             tracker.history = None
@@ -252,7 +252,7 @@ class ExperimentRun:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count the collectives inside the context, if the engine is a library, which has no ledger."""
+        """Count the collectives inside the context, if the engine is a library, which does not count them itself."""
         if self.experiment.engine == NATIVE or not self.watched:
             yield
             return
@@ -286,7 +286,7 @@ class ExperimentRun:
         self.series.read(self.experiment.layout.precision == "fp16")
 
     def result(self, diverged: str = "") -> RankResult:
-        """Return all measurements, and the reason if training `diverged`; profile a further step if requested."""
+        """Return all measurements; profile another step if requested. `diverged`: reason of a divergence, or empty."""
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
@@ -317,7 +317,7 @@ class ExperimentRun:
         return found
 
     def _checkpoints(self) -> CheckpointReport | None:
-        """Return the report on read and written checkpoints; None if the experiment writes none."""
+        """Return the report on read and written checkpoints; None if the experiment writes no checkpoints."""
         checkpoints = self.checkpoints
         if checkpoints is None:
             return None
@@ -329,7 +329,7 @@ class ExperimentRun:
         )
 
     def _pipeline(self) -> StageReport | None:
-        """Return the pipeline stage, and its idle, compute and processor time per timed step if they are known."""
+        """Return a report on the pipeline stage (None without pipeline), with idle times if they can be measured."""
         if self.experiment.layout.pp == 1:
             return None
         rows = self.phase_rows if self._has_known_waits else []
@@ -342,7 +342,7 @@ class ExperimentRun:
 
 
 def process_memory(categories: RankMemory, device: torch.device, mesh: Mesh) -> RankMemory:
-    """Return a copy of `categories` with the peak resident set, and on CUDA the peaks of allocator and driver."""
+    """Return the memory report `categories` with the peak resident set; on CUDA, add peaks of allocator and driver."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resident = replace(categories, rss_peak_bytes=peak_bytes)
     if device.type != "cuda":

@@ -30,19 +30,18 @@ DEFAULT_TARGET = "repro.launch.rank.session:run_rank"
 EXIT_CODES = {"ok": 0, "error": 1, "oom": 3, "diverged": 4, "interrupted": 5}
 _NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc"
-    r"|could not create a primitive$",  # oneDNN, after it has found an implementation for the operator
+    r"|could not create a primitive$",  # oneDNN's error if memory is missing for an operator that it supports
     re.IGNORECASE,
 )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one rank of a job to its end and return the exit code (`EXIT_CODES`)."""
+    """Run one rank of a job to its end and return the exit code of the process (`EXIT_CODES`)."""
     options = _parse(arguments)
     die_with_parent(options.parent)
     faulthandler.enable()
-    faulthandler.register(
-        rank_process.STACKS_SIGNAL, all_threads=True
-    )  # the launcher signals a rank that hangs
+    # The launcher sends this signal to a rank that hangs, to get the rank's Python stacks.
+    faulthandler.register(rank_process.STACKS_SIGNAL, all_threads=True)
     job = replace(Job.load(options.job), folder=str(options.folder))
     folder = options.folder
 
@@ -76,8 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
         lift_memory_limit()
         outcome = classify_error(error)
         reason = str(error) if outcome == "interrupted" else describe_error(error)
-        # The report is written first, because the process may not survive the next lines: freeing tensors may wait
-        # for peers, and NCCL's watchdog may end the process.
+        # The report is written before the stack trace, because the process may not live long: freeing tensors may
+        # wait for peers, and NCCL's watchdog may end the process.
         _write_report(folder, options.rank, outcome, reason)
         if outcome != "interrupted":
             traceback.print_exc()
@@ -124,7 +123,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rendezvous", required=True, help="URL for torch.distributed, e.g. file:///path")
     parser.add_argument("--folder", type=Path, required=True, help="folder of the heartbeat and result files")
     parser.add_argument(
-        "--parent", type=int, default=0, help="id of the process whose death kills this one; 0: none"
+        "--parent", type=int, default=0, help="id of the process whose death kills this rank; 0: no process"
     )
     parser.add_argument("--target", default=DEFAULT_TARGET, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -134,5 +133,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip destructors: that of a process group with a dead peer can block for minutes.
+    # Skip destructors, because the destructor of a process group with a dead peer can block for minutes.
     os._exit(code)

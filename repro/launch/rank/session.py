@@ -1,4 +1,4 @@
-"""The functions that a rank of a job calls: join the process group, run the experiments, and return the results."""
+"""Functions with which a rank joins the process group, runs the experiments of its job, and returns the results."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from repro.results.record_parts import RankMemory
 from repro.simulate.trace.roles import shortened
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""Timeout of collectives, so long that the launcher always detects a hang first."""
+"""Timeout of collectives, which is so long that the launcher always detects a hang before a collective fails."""
 TRIAL_STEPS = 2
-"""Number of training steps in a memory trial. The second step has every allocation of a later step."""
+"""Number of training steps in a memory trial. The second step makes every allocation that later steps make."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def joined_process_group(rank: int, world: int, device: torch.device, rendezvous
 
 
 def make_mesh(experiment: Experiment, device: torch.device) -> Mesh:
-    """Return the process groups of this rank for an experiment, with connected communicators for the native engine."""
+    """Return this rank's process groups for an experiment; the native engine's CUDA communicators are connected."""
     layout = experiment.layout
     mesh = meshes.single_rank_mesh() if layout.world == 1 else meshes.distributed_mesh(layout, device.type)
     if device.type != "cuda" or experiment.engine != NATIVE:
@@ -112,7 +112,7 @@ class RankSession:
 
         experiment, mesh = self.job.experiments[index], mesh or self._mesh(index)
         if self.device.type == "cuda":
-            # The caching allocator still holds memory of the previous experiment.
+            # The allocator's cache is emptied, because it still holds memory of the previous experiment.
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -136,7 +136,7 @@ class RankSession:
         return self._finish(index, run.result(diverged).as_dict())
 
     def run_compared(self) -> dict[str, dict[str, Any]]:
-        """Run compared experiments in turns, with all of them in device memory; return the results by key."""
+        """Run compared experiments in turns, with all experiments in device memory; return results by their keys."""
         runs = [self._start(i) for i in range(len(self.job.experiments))]
         diverged = [_advance(run, None) for run in runs]
         for turn in range(self.job.rounds):
@@ -156,7 +156,7 @@ class RankSession:
     def run_compared_apart(self) -> dict[str, dict[str, Any]]:
         """Run compared experiments in turns that each initialise and free one experiment; return the results by key.
 
-        Experiments need not fit the device together. Losses and memory are those of the last turn, times of all turns.
+        Experiments need not fit the device together. Losses and memory are those of the last turn, times those of all.
         """
         job = self.job
         meshes = [self._mesh(i) for i in range(len(job.experiments))]
@@ -165,7 +165,7 @@ class RankSession:
         results: dict[str, dict[str, Any]] = {}
         for experiment in job.experiments:
             import_libraries(experiment.engine, self.device.type)
-        gc.freeze()  # later collections skip the imported modules, which makes them faster
+        gc.freeze()  # Garbage collections are faster if they skip the objects of imported modules.
         for turn in range(job.rounds):
             for i, experiment in enumerate(job.experiments):
                 if experiment.key in results:
@@ -182,7 +182,7 @@ class RankSession:
 
 
 def _advance(run: ExperimentRun, steps: int | None) -> str:
-    """Run `steps` timed steps, or the untimed steps for None; return the reason of a divergence, or an empty text."""
+    """Run `steps` timed steps (None: the untimed steps), and return the reason of a divergence, or an empty text."""
     try:
         run.prelude() if steps is None else run.steps(steps)
     except Diverged as error:
@@ -196,7 +196,7 @@ def run_memory_trial(
     """Run a memory trial for `repro fit --measure` on this rank: initialisation and two steps of one experiment.
 
     Return by experiment key the `memory` in bytes, with model states after the first step, and the number of
-    `parameters`. With `job.as_rank`, a single process allocates that rank's memory, and collectives carry no data.
+    `parameters`. With `job.as_rank`, a single process allocates the memory of this rank, and collectives carry no data.
     """
     place, [experiment] = rank_device(device), job.experiments
     with joined_process_group(rank, world, place, rendezvous):
@@ -212,7 +212,7 @@ def _run_trial(
 ) -> dict[str, Any]:
     inputs = 2, experiment.layout.replica_batch, experiment.seq
     if as_rank >= 0:
-        # As in a simulation, a few micro-batches have the peak memory of all micro-batches.
+        # A trial of one rank runs only a few micro-batches, because their peak memory is that of all micro-batches.
         stage = experiment.layout.index_of("pp", as_rank)
         experiment = replace(experiment, layout=shortened(experiment.layout, stage))
         mesh = meshes.shape_only_mesh(experiment.layout, as_rank)
@@ -223,7 +223,7 @@ def _run_trial(
     layout, vocab = experiment.layout, experiment.model.vocab
     with tracker:
         engine = NativeEngine(experiment, mesh, device)
-        # As in a training, a GPU holds the tokens and targets of this step and of the next one (`step_data`).
+        # As in training, a GPU holds the tokens and targets of the current step and of the next step (`step_data`).
         steps = [torch.randint(vocab, inputs, device=device) for _ in range(1 if device.type == "cpu" else 2)]
     tokens, targets = steps[0][:, : layout.micro_batch]
     for step in range(TRIAL_STEPS):

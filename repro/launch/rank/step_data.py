@@ -29,7 +29,7 @@ class _Prefetched(NamedTuple):
     step: int
     batch: Tensor
     copied: torch.cuda.Event
-    """Event at the end of the copy."""
+    """CUDA event at the end of the copy to the device."""
 
 
 class BatchLoader:
@@ -43,22 +43,22 @@ class BatchLoader:
         self._buffers: tuple[Tensor, ...] = ()
         """Two device buffers, for even and odd steps, of shape [2 (tokens, targets), replica_batch, seq]."""
         self._step_began: torch.cuda.Event | None = None
-        """Event at the start of the newest step. After it, the previous step's buffer is free."""
+        """CUDA event at the start of the newest step. After this event, the buffer of the previous step is free."""
         self._prefetched: _Prefetched | None = None
 
     @property
     def can_prefetch(self) -> bool:
-        """Return whether `prefetch` can copy a batch during the preceding step, which needs CUDA."""
+        """Return whether a batch can be copied to the device during the preceding step, which needs CUDA."""
         return self._copies is not None
 
     def prefetch(self, step: int) -> None:
-        """Begin to copy the batch of a step; call this after `micro_batches` of the previous step."""
+        """Begin to copy the batch of a step to the device. Call `micro_batches` of the previous step first."""
         if self._copies is None or (self._prefetched is not None and self._prefetched.step == step):
             return
         samples = self._host_batch(step).pin_memory()
         if not self._buffers:
             self._buffers = tuple(torch.empty_like(samples, device=self._device) for _ in range(2))
-            # The allocator may reuse memory that kernels of the current stream still read.
+            # Copies wait for this event, because kernels of the current stream may still read the buffers' memory.
             self._step_began = torch.cuda.current_stream(self._device).record_event()
         assert self._step_began is not None
         self._copies.wait_event(self._step_began)
@@ -68,7 +68,7 @@ class BatchLoader:
         self._prefetched = _Prefetched(step, batch, self._copies.record_event())
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step. Their memory is valid until `prefetch(step + 2)`."""
+        """Return the micro-batches of a training step. Their memory is valid until the call `prefetch(step + 2)`."""
         self.prefetch(step)
         if self._prefetched is None:
             batch = self._host_batch(step).to(self._device)
@@ -90,12 +90,12 @@ class BatchLoader:
         return torch.stack((samples[:, :-1], samples[:, 1:]))
 
     def _copy_stream(self) -> torch.cuda.Stream | None:
-        """Return a CUDA stream for the copies; None on the CPU."""
+        """Return a CUDA stream for copies of batches to the device; None on the CPU."""
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
 
 class Diverged(FloatingPointError):
-    """Exception for a loss or gradient norm that is not finite, and for too many skipped steps."""
+    """Exception of a training that diverges: a loss or gradient norm is not finite, or too many steps are skipped."""
 
 
 @dataclass
@@ -103,16 +103,16 @@ class StepHistory:
     """Losses, gradient norms and loss scales of all steps. `read` copies new values from the device to the host."""
 
     norms: list[Norms] = field(default_factory=list)
-    """Device tensors of the steps since the last `read`."""
+    """Device tensors with loss, gradient norm and overflow flag of each step since the last `read`."""
     scales: list[Tensor] = field(default_factory=list)
-    """Loss scales on the device of the steps since the last `read`."""
+    """Device tensors with the loss scale of each step since the last `read`."""
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)
     loss_scale: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
 
     def read(self, fp16: bool) -> None:
-        """Copy new values to the host. With `fp16`, a step may overflow and be skipped.  Raises `Diverged`."""
+        """Copy values of new steps to the host.  Raises `Diverged`. `fp16`: a step may overflow and is then skipped."""
         if self.norms:
             shape = [torch.stack((n.loss, n.gradient, n.overflow)) for n in self.norms]
             for loss, gradient, overflow in torch.stack(shape).tolist():

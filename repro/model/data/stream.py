@@ -17,12 +17,11 @@ from repro.config import ConfigError, Model, Training
 from repro.config.token_files import Corpus, count_windows, open_text, open_tokens
 
 SHAKESPEARE = Path(__file__).parent / "files" / "shakespeare.txt"
-"""Plays by William Shakespeare (public domain), 1.5 MB of ASCII."""
+"""Path of the packaged training text: plays by William Shakespeare (public domain), 1.5 MB of ASCII."""
 U64 = npt.NDArray[np.uint64]
 ROUNDS = 10
-"""Rounds of the Feistel network in `permute`.  With 6 rounds the 24 orders of four items differ by 6 % in frequency,
-with 10 by 0.4 % (enumerated).
-"""
+"""Number of rounds of the Feistel network that shuffles samples.  With 6 rounds the frequencies of the 24 orders of
+four items differ by 6 %, with 10 rounds by 0.4 % (enumerated)."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -34,7 +33,7 @@ def mix_bits(x: U64) -> U64:
 
 
 def hash_words(*words: int | U64) -> U64:
-    """Return a hash of several 64-bit words, at least 1-D and broadcast together; the order of the words matters."""
+    """Return a hash of several 64-bit words (broadcast together, at least 1-D), which depends on their order."""
     state = np.zeros(1, dtype=np.uint64)
     for word in words:
         if isinstance(word, int):
@@ -46,7 +45,7 @@ def hash_words(*words: int | U64) -> U64:
 def permute(position: U64, n: int, keys: U64) -> U64:
     """Return the image of each `position` (uint64, less than `n`) under a pseudo-random permutation of 0 .. n - 1.
 
-    Each element of `keys`, in the shape of `position`, selects a permutation.  A Feistel network permutes
+    Each element of `keys`, which has the shape of `position`, selects a permutation.  A Feistel network permutes
     0 .. 4**b - 1, and an image outside 0 .. n - 1 is permuted again (cycle walking; Black and Rogaway, "Ciphers with
     Arbitrary Finite Domains", 2002).  Since 4**b < 4n, the mean number of applications is less than 4.
     """
@@ -66,7 +65,7 @@ def permute(position: U64, n: int, keys: U64) -> U64:
 
 
 class TokenStream(ABC):
-    """An endless sequence of samples of `seq + 1` tokens: inputs and, shifted by one, targets."""
+    """Endless sequence of training samples of `seq + 1` tokens: inputs and, shifted by one token, targets."""
 
     def __init__(self, seq: int, vocab: int, seed: int):
         self.seq, self.vocab, self.seed = seq, vocab, seed
@@ -74,12 +73,12 @@ class TokenStream(ABC):
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """Return the number of samples after which the data repeats in another order; 0 if it never repeats."""
+        """Return the number of samples per epoch, after which samples repeat in another order; 0 if none repeats."""
 
     def samples(self, first: int, count: int) -> torch.Tensor:
         """Return samples `first .. first + count - 1` as int64 `[count, seq + 1]` on the CPU.
 
-        Raises `ConfigError` if a file holds an id outside the model's vocabulary.
+        Raises `ConfigError` if the data contains a token id outside the model's vocabulary.
         """
         assert min(first, count) >= 0, (first, count)
         numbers = np.arange(first, first + count, dtype=np.uint64)
@@ -87,11 +86,11 @@ class TokenStream(ABC):
 
     @abstractmethod
     def _tokens(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Return the tokens of numbered samples as int64 `[len(numbers), seq + 1]`."""
+        """Return the tokens of the samples with these `numbers`, as int64 `[len(numbers), seq + 1]`."""
 
 
 class SyntheticStream(TokenStream):
-    """Uniform random tokens, a hash of (seed, sample, position), for measurements of speed."""
+    """Stream of uniform random tokens, each a hash of (seed, sample, position), for measurements of speed."""
 
     @property
     def epoch(self) -> int:
@@ -105,7 +104,7 @@ class SyntheticStream(TokenStream):
 
 
 class WindowStream(TokenStream):
-    """Windows of a finite corpus; each epoch visits every window once, in a new order.
+    """Stream of the windows of a finite corpus; each epoch visits every window once, in a new order.
 
     Window w holds tokens `w * seq .. w * seq + seq`.  Its last token is the first of the next window, so every token
     except the first of the corpus is a target once per epoch.  The tokens after the last full window are unused.
@@ -136,10 +135,10 @@ class WindowStream(TokenStream):
 
 
 def open_stream(training: Training, model: Model) -> TokenStream:
-    """Return the stream that `training.data` names, in samples of `training.seq or model.seq` tokens.
+    """Return the token stream that `training.data` names, in samples of `training.seq or model.seq` tokens.
 
-    Raises `ConfigError` with key `data` if a file is missing, is too short for one sample or has a partial token. Ids
-    outside `model.vocab` raise it too, in `.bin` files when such an id is read.
+    Raises `ConfigError` with key `data` if a file is missing, is too short for one sample, has a partial token, or
+    contains an id outside `model.vocab`.  Ids of a `.bin` file are checked when they are read.
     """
     seq = training.seq or model.seq
     if training.data == "synthetic":
@@ -149,7 +148,7 @@ def open_stream(training: Training, model: Model) -> TokenStream:
 
 
 def _open_corpus(data: str, vocab: int) -> Corpus:
-    """Return the tokens of `shakespeare` (bytes), `shakespeare-gpt2` (BPE), or a `.txt` or `.bin` file."""
+    """Return the tokens of the packaged text (`shakespeare`: bytes, `shakespeare-gpt2`: BPE) or of a user's file."""
     if data == "shakespeare":
         return open_text(data, SHAKESPEARE, vocab)
     if data == "shakespeare-gpt2":
@@ -159,7 +158,7 @@ def _open_corpus(data: str, vocab: int) -> Corpus:
             raise ConfigError(
                 "data",
                 data,
-                says=f"needs a model with GPT-2's vocabulary of {VOCABULARY}; this one has {vocab}",
+                says=f"needs a model with GPT-2's vocabulary of {VOCABULARY} tokens; this model has {vocab} tokens",
             )
         return Corpus(data, encode(SHAKESPEARE.read_text(encoding="utf-8")), VOCABULARY - 1)
     return open_tokens(data, vocab)

@@ -128,7 +128,7 @@ def test_a_dry_run_says_what_does_not_fit_and_what_was_traced(tmp_path: Path) ->
     with Store(tmp_path) as store:
         store.append(changed(record, metrics={"memory.peak_bytes": 20e9, "memory.reserved_bytes": 21e9}))
     (row,) = preview_run(*asked)
-    assert row.memory == "21 GB of 32.7 GB, traced: fits"
+    assert row.memory == "21 GB of 32.7 GB, simulated: fits"
 
 
 def test_published_quality_is_not_comparable_or_says_what_it_needs() -> None:

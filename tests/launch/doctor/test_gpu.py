@@ -55,7 +55,7 @@ def test_v100_has_no_bf16_whatever_torch_says() -> None:
 def test_v100_with_a_torch_that_dropped_it() -> None:
     _, device = check_gpus(fake_torch((7, 0), ["sm_80", "sm_90"]))
     assert device.state == "no"
-    assert "no kernels for sm_70; torch builds for CUDA 12.6 have them" in device.enables
+    assert "no kernels for sm_70; torch builds for CUDA 12.6 support this GPU" in device.enables
 
 
 def test_one_gpu_of_several_that_a_task_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_precisions_by_compute_capability() -> None:
         (
             fake_torch((7, 0), ["sm_75", "sm_80"], 2),
             ["Tesla V100"],
-            "GPU: this torch has no kernels for sm_70; torch builds for CUDA 12.6 have them; "
+            "GPU: this torch has no kernels for sm_70; torch builds for CUDA 12.6 support this GPU; "
             "torch 2.9.0 is built for sm_75, sm_80",
         ),
     ],

@@ -251,12 +251,12 @@ def test_a_checkpoint_of_another_model_is_refused(folder: Path) -> None:
     change(folder, training={**course, "model": {**course["model"], "hidden": 64}})
     assert (
         message(folder)
-        == "index.json: model.hidden = 64: must be 32, as in the experiment that resumes from it"
+        == "index.json: model.hidden = 64: must be 32, as in the experiment that resumes from this checkpoint"
     )
     change(folder, training={**course, "global_batch": 8})
     assert (
         message(folder)
-        == "index.json: global_batch = 8: must be 4, as in the experiment that resumes from it"
+        == "index.json: global_batch = 8: must be 4, as in the experiment that resumes from this checkpoint"
     )
 
 
