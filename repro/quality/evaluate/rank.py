@@ -216,7 +216,9 @@ class Scorer:
         [n]."""
         tp = self.mesh.tp
         first = tp.rank * rows.shape[1]
-        rows[:, max(0, self._vocab - first) :] = float("-inf")  # rows that only pad the vocabulary are no tokens
+        rows[:, max(0, self._vocab - first) :] = float(
+            "-inf"
+        )  # rows that only pad the vocabulary are no tokens
         predicted = allowed = _argmax_token(rows, first, tp)
         if self._forbidden.numel():
             local = self._forbidden - first
