@@ -26,7 +26,7 @@ from repro.claims.verdicts import (
 from repro.config import PROTOCOL, ConfigError, Experiment, Layout, Model
 from repro.results.reference_records import ReferenceFile
 from repro.results.schema import Record
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.records import changed
 
 HEAD = """

@@ -13,7 +13,7 @@ from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Model
 from repro.results.reference_records import ReferenceFile
 from repro.results.schema import ComparisonRecord, Record, Side
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.claims.test_judge import PUBLISHED, judged, row
 from tests.records import changed
 

@@ -14,7 +14,7 @@ from repro.claims.reader import load_ledger
 from repro.claims.table import totals
 from repro.claims.tolerance import AcceptedRange
 from repro.claims.verdicts import NOT_REPRODUCED, REPRODUCED, RowResult
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.claims.test_judge import HEAD
 from tests.records import made_up
 

@@ -17,7 +17,7 @@ from repro.config import Experiment, Layout, Model, Training, models
 from repro.results.reference_records import ReferenceFile
 from repro.results.schema import ComparisonRecord, Record, Side
 from tests import committed
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.claims.test_judge import HEAD
 from tests.records import fit_record, made_up
 

@@ -22,7 +22,7 @@ from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.time.calibration import PUBLISHED_POINT, UNCALIBRATED
 from tests import committed
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 
 LEDGER = committed.ledger()
 QUESTIONS = load_questions(LEDGER)

@@ -26,7 +26,7 @@ from repro.report.text.claims import print_claim_details
 from repro.report.views import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.claims.test_judge import HEAD
 
 RINGS, LAUNCH = "links.inter-node.rings", "device.time.launch_s"

@@ -12,7 +12,7 @@ from repro.claims.records import Records
 from repro.claims.verdicts import NOT_REPRODUCED, REPRODUCED
 from repro.results.schema import ExperimentRecord
 from tests import committed
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 
 
 @pytest.fixture(scope="module")

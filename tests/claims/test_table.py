@@ -8,7 +8,7 @@ from repro.claims.ledger import KINDS
 from repro.claims.table import count_text, totals
 from repro.claims.verdicts import NOT_COMPARABLE
 from repro.results.schema import MEASURED
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.claims.test_judge import PUBLISHED, TWIN, judged, row
 
 

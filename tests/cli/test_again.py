@@ -12,7 +12,7 @@ from repro.config import ConfigError, Experiment, Layout, Model
 from repro.report.text.claims import print_claims_on_system
 from repro.results.schema import SIMULATED
 from repro.results.store import Store
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 
 
 @pytest.fixture
