@@ -35,7 +35,7 @@ def results(ledger: Ledger) -> dict[str, ClaimResult]:
     return {result.claim.id: result for result in judge(ledger, [])}
 
 
-ROWS = {
+ROW_COUNTS = {
     "zero-table1-per-device-memory": 9 * 6,
     "zero-table2-max-model-size": 5 * 6 + 2 + 2,
     "zero-table5-fig2-configs": 18 + 4,
@@ -74,9 +74,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("claim_id", ROWS)
+@pytest.mark.parametrize("claim_id", ROW_COUNTS)
 def test_ledger_contains_all_values_of_a_table(ledger: Ledger, claim_id: str) -> None:
-    assert len(ledger.claim(claim_id).rows) == ROWS[claim_id]
+    assert len(ledger.claim(claim_id).rows) == ROW_COUNTS[claim_id]
 
 
 def test_rows_have_evidence_or_a_reason_for_its_absence(ledger: Ledger) -> None:
@@ -168,7 +168,7 @@ def test_all_other_closed_forms_agree(results: dict[str, ClaimResult]) -> None:
     }
 
 
-CIRCULAR = {
+ROWS_THAT_ARE_INPUTS = {
     "zero-comm-pa-dp-tradeoff": ("checkpoints per sample, none over P_a",),
     "zero-table2-max-model-size": ("MP 1: theory P_os", "MP 16: theory P_os"),
     "tnlg-mp16-to-4": ("training time",),
@@ -177,10 +177,10 @@ CIRCULAR = {
 }
 
 
-@pytest.mark.parametrize("claim_id", CIRCULAR)
+@pytest.mark.parametrize("claim_id", ROWS_THAT_ARE_INPUTS)
 def test_row_whose_value_is_an_input_has_no_test(ledger: Ledger, claim_id: str) -> None:
     rows = {row.label: row for row in ledger.claim(claim_id).rows}
-    for label in CIRCULAR[claim_id]:
+    for label in ROWS_THAT_ARE_INPUTS[claim_id]:
         assert {evidence.origin for evidence in rows[label].evidence} <= {CLOSED_FORM, ITSELF}, label
 
 
@@ -191,9 +191,7 @@ def test_yuan_design_rules_need_simulations(results: dict[str, ClaimResult]) -> 
 @pytest.mark.parametrize(
     "claim_id", ["tnlg-wikitext103-ppl", "tnlg-lambada", "tnlg-rouge", "meg1-quality", "yuan-quality"]
 )
-def test_quality_is_not_comparable_without_released_weights(
-    results: dict[str, ClaimResult], claim_id: str
-) -> None:
+def test_quality_is_not_comparable_without_weights(results: dict[str, ClaimResult], claim_id: str) -> None:
     assert results[claim_id].verdict == NOT_COMPARABLE
     assert results[claim_id].reason
 

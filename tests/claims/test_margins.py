@@ -63,7 +63,7 @@ def test_margin_of_a_limit_ends_at_the_next_size(tmp_path: Path) -> None:
     )
 
 
-def test_margin_of_a_scaled_twin_is_relative_to_the_formula(tmp_path: Path) -> None:
+def test_margin_of_scaled_twin_is_relative_to_the_formula(tmp_path: Path) -> None:
     twin = 'value = \'metric("s/full", "speed")\', expect = "3", scale = "scaled twin", metric = "parity"'
     found = row_result(tmp_path, 'published = "2.0"', 3.0, twin)
     assert found.margin == pytest.approx((1e-5, 1e-5))
@@ -77,7 +77,7 @@ def test_row_that_is_not_reproduced_has_no_margin(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [8.0, 9.3, 11.4])
 @pytest.mark.parametrize("bound", ["", "over", "at least", "under", "at most", "up to"])
 def test_verdict_changes_just_beyond_the_margin(tmp_path: Path, bound: str, value: float) -> None:
-    """The definition itself, by the verdict of changed values."""
+    """A change 1e-6 smaller than the margin keeps the verdict; a change 1e-6 larger than the margin changes it."""
     row = f'published = "10", bound = "{bound}", unit = "s", metric = "time"'
     found = row_result(tmp_path, row, value)
     if found.margin is None:
@@ -126,8 +126,6 @@ def test_simulated_value_that_no_mutation_changes_is_weak(
     assert f"1 agree ({bool(weakness):d} weak)" in totals([result])
 
 
-def test_measured_value_is_not_weak_without_a_mutation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_value_needs_no_mutation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("repro.claims.judge.load_mutations", lambda: {"a-claim": {"x": []}})
     assert row_result(tmp_path, 'published = "2.0"', 2.0).weakness == ""

@@ -11,7 +11,7 @@ import pytest
 
 from repro import cli
 from repro.results.store import Store
-from tests.claims.test_own_ledger import OWN
+from tests.claims.test_user_ledger import USER_LEDGER
 from tests.records import made_up
 
 SUITE = '[suite]\nname = "s"\n'
@@ -215,7 +215,7 @@ def test_what_cannot_be_computed_is_refused(
     expression: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(OWN.replace("model_state_bytes(1e9, 8, 3)", expression))
+    path.write_text(USER_LEDGER.replace("model_state_bytes(1e9, 8, 3)", expression))
     assert cli.main(["claims", "mine-states", "--json", "--ledger", str(path)]) == 2
     assert "no number of the row changes the value of this expression" in capsys.readouterr().err
 
