@@ -173,10 +173,8 @@ def test_every_published_experiment_is_checked() -> None:
         *(name for name in MEGATRON if name.startswith("fig17-keep-")),
     )
     for name, experiment in ALL_EXPERIMENTS.items():
-        assert (experiment.layout.precision, experiment.layout.recompute) == (
-            "fp16",
-            name not in no_recompute,
-        )
+        has_recompute = name not in no_recompute
+        assert (experiment.layout.precision, experiment.layout.recompute) == ("fp16", has_recompute)
 
 
 def test_zero_layouts_have_the_bucket_size_of_the_release() -> None:
