@@ -22,7 +22,7 @@ from repro.config.engines import unfused_attention_note
         (16, {"kernels": "unfused"}, "7.0", False),
     ],
 )
-def test_v100_note_for_head_width_100(
+def test_note_for_heads_of_width_100(
     heads: int, keys: dict[str, str], capability: str, message: bool
 ) -> None:
     layout = Layout(**{"precision": "fp16", **keys})

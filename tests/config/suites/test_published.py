@@ -60,7 +60,7 @@ PRINTED = {
         for batch in (12, 24, 36, 48, 60)
     },
     **{f"fig16-mb{mb}-b{batch}": (64, batch) for mb in (1, 2, 4, 8) for batch in (128, 512)},
-    # MEG2 Fig. 7 (the batch is ours), 11, 13, 14, 17 (MEG-SC21).
+    # MEG2 Fig. 7 (this project chose the batch), 11, 13, 14, 17 (MEG-SC21).
     **{f"fig7-mb{mb}": (1, 128) for mb in (1, 2, 4, 8, 16)},
     **{f"fig11-pp{p}-b{batch}": (8 * p, batch) for p in (1, 2, 4, 8) for batch in (8, 128)},
     **{f"fig13-pp{p}-b{batch}": (64, batch) for p in (2, 4, 8, 16, 32) for batch in (32, 128)},
