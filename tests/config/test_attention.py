@@ -22,9 +22,7 @@ from repro.config.engines import unfused_attention_note
         (16, {"kernels": "unfused"}, "7.0", False),
     ],
 )
-def test_note_for_heads_of_width_100(
-    heads: int, keys: dict[str, str], capability: str, message: bool
-) -> None:
+def test_note_on_heads_of_width_100(heads: int, keys: dict[str, str], capability: str, message: bool) -> None:
     layout = Layout(**{"precision": "fp16", **keys})
     model = replace(models.load_model("gpt2-1.5b"), heads=heads)
     assert bool(unfused_attention_note(model, layout, capability)) is message
