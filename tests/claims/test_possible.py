@@ -167,9 +167,7 @@ def test_possible_ranks_between_reproduced_and_not_reproduced() -> None:
     assert _judge_verdicts(POSSIBLE, POSSIBLE) == SAME == _judge_verdicts(NOT_COMPARABLE, POSSIBLE)
 
 
-def test_tornado_shows_the_unknowns_with_the_largest_effects(
-    tmp_path: Path,
-) -> None:
+def test_tornado_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) -> None:
     """Rings give 10 to 20 samples/s and launch 10.1 to 9.09, so the axis extends from 9.09 to 20."""
     result = judged(tmp_path, "15.0", simulated("s/a", 10.0, WIDE_INTERVAL), value=rate())
     (finding,) = only(result).findings

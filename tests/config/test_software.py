@@ -86,9 +86,7 @@ def test_plan_has_only_options_of_its_software() -> None:
     assert not any(layout.sp or layout.recompute == "selective" for layout in found)
 
 
-def test_claim_command_finds_the_size_of_its_experiments(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_claim_command_finds_the_size_of_its_experiments(capsys: pytest.CaptureFixture[str]) -> None:
     """Sizes are compared with two digits, as published."""
     suites, commands = SuiteCatalogue().suites, 0
     for claim in load_ledger().claims:
