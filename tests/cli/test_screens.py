@@ -28,7 +28,7 @@ from repro.util.units import NO_VALUE
 from tests.accuracy.twins.conftest import tables
 from tests.claims.test_scores import scored
 from tests.cli.samples import SAMPLES, cases
-from tests.cli.test_widths import leaves
+from tests.cli.test_widths import leaf_commands
 from tests.launch.slurm.submitted import ThreeCases
 
 SCREEN_LINES, SCREEN_COLUMNS, SENTENCE_WORDS = 24, 100, 30
@@ -209,7 +209,7 @@ def test_every_command_has_a_screen() -> None:
     tested = "\n".join(
         inspect.getsource(each) for name, each in globals().items() if name.startswith("test_answer")
     )
-    for command in leaves(typer.main.get_command(cli.app)):
+    for command in leaf_commands(typer.main.get_command(cli.app)):
         printed = command in SAMPLES or re.search(rf'screen\(f?"{command}\b', tested)
         assert printed or command in OTHER_PROGRAMS, command
 
