@@ -245,7 +245,7 @@ def test_models_have_the_printed_shapes_and_tensor_parallel_degrees(name: str) -
 
 
 @pytest.mark.parametrize("name", [name for name in model_names() if name not in SMALL and "l-tp" not in name])
-def test_model_whose_count_differs_from_its_size_has_a_note(name: str) -> None:
+def test_model_count_that_differs_from_its_size_has_note(name: str) -> None:
     model = load_model(name)
     assert model.source
     digits, unit = model.published_name[:-1], {"M": 1e6, "B": 1e9, "T": 1e12}[model.published_name[-1]]
