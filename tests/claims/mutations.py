@@ -1,8 +1,8 @@
-"""`make mutation-table`: the published experiments under known faults of a simulator, and the verdicts that change.
+"""Compute which verdicts change under known faults of a simulator, for `make mutation-table`.
 
 A mutation changes the layout, the system, the traced events or one function of the time model. The tool simulates each
-experiment that an agreeing value reads, again under every mutation, and judges the ledger on these records. The records
-stay in memory. The tool writes `repro/claims/data/mutations.json` and the tables of `docs/mutations.md`.
+experiment that a reproduced value reads under every mutation, and judges the ledger on these records. The records stay
+in memory. The tool writes `repro/claims/data/mutations.json` and the tables of `docs/mutations.md`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ ROOT = Path(__file__).parents[2]
 DATA = ROOT / "repro/claims/data/mutations.json"
 PAGE = ROOT / "docs/mutations.md"
 MARKER = "<!-- Tables that `make mutation-table` writes. -->"
-SLOWER = 1.25
-"""Factor of the time of all kernels under "slower kernels"."""
+KERNEL_TIME_FACTOR = 1.25
+"""Factor of the time of all kernels under the mutation "slower kernels"."""
 Row = tuple[str, str]
 """Claim and label of a row."""
 EventChange = Callable[[Event, Layout, str], Sequence[Event]]
-"""A function of an event, the layout and the phase, which returns the events in its place; none drops the event."""
+"""Function of an event, the layout and the phase that returns the replacement events; no event drops the event."""
 MEMORY, FIT, TRAFFIC, TIME = "memory", "fit", "traffic", "time"
 """Quantities of a simulation."""
 
@@ -67,7 +67,7 @@ class Mutation:
     """`memory`, `communication`, `time` or `schedule`."""
     fault: str
     """The fault, as a sentence about a simulator."""
-    moves: tuple[str, ...]
+    quantities: tuple[str, ...]
     """Quantities that the mutation changes."""
     applies: Callable[[Layout], object] = lambda layout: True
     """Whether a layout has the feature that the mutation changes."""
@@ -76,12 +76,12 @@ class Mutation:
     system: Callable[[System], System] | None = None
     events: EventChange | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `repro.simulate.step.simulate`."""
+    """Additional arguments of `repro.simulate.step.simulate`."""
     function: tuple[str, Callable[..., Any]] | None = None
     """Name of a function of `repro.simulate.time.predict`, and its replacement."""
 
 
-def _slower_link(system: System, links: Collection[str]) -> System:
+def _halve_bandwidth(system: System, links: Collection[str]) -> System:
     """Return `system` with half the bandwidth of `links`."""
     half = {
         name: replace(link, bandwidth=Quantity(value=link.bandwidth.value / 2, source="mutation"))
@@ -91,7 +91,7 @@ def _slower_link(system: System, links: Collection[str]) -> System:
     return replace(system, links={**system.links, **half}) if half else system
 
 
-def _resized(categories: Collection[Category], factor: Callable[[Layout], float]) -> EventChange:
+def _resize(categories: Collection[Category], factor: Callable[[Layout], float]) -> EventChange:
     """Return a change of the size of all allocations of `categories`, to at least one byte."""
 
     def change(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
@@ -102,12 +102,12 @@ def _resized(categories: Collection[Category], factor: Callable[[Layout], float]
     return change
 
 
-def _dropped(group: str, purpose: str = "", only_in: str = "") -> EventChange:
-    """Return a change that drops the collectives of a group, of one purpose or in one phase."""
+def _drop_collectives(group: str, purpose: str = "", only_in: str = "") -> EventChange:
+    """Return a change that drops the collectives of a group, of one purpose or in one phase if given."""
 
     def change(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
-        is_meant = type(event) is Message and event.group == group and purpose in ("", event.purpose)
-        return () if is_meant and only_in in ("", phase) else (event,)
+        is_selected = type(event) is Message and event.group == group and purpose in ("", event.purpose)
+        return () if is_selected and only_in in ("", phase) else (event,)
 
     return change
 
@@ -115,22 +115,22 @@ def _dropped(group: str, purpose: str = "", only_in: str = "") -> EventChange:
 def _fp32_gradients(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
     if type(event) is Message and event.purpose == "gradients" and event.group == "dp":
         return (event._replace(payload=2 * event.payload, sent=2 * event.sent),)
-    return _resized((Category.GRADIENTS,), lambda _: 2)(event, layout, phase)
+    return _resize((Category.GRADIENTS,), lambda _: 2)(event, layout, phase)
 
 
-def _waited_for(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
+def _wait_for_collective(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
     if type(event) is Message and event.peer < 0:
         return event, Wait(event.work)
     return (event,)
 
 
-def _kernels_slower(generation: Any) -> Kernels:
+def _slow_kernels(generation: Any) -> Kernels:
     kernels = CALIBRATED(generation)
     return kernels._replace(
-        products=kernels.products * SLOWER,
-        others=kernels.others * SLOWER,
-        passes=kernels.passes * SLOWER,
-        attention=kernels.attention / SLOWER,
+        products=kernels.products * KERNEL_TIME_FACTOR,
+        others=kernels.others * KERNEL_TIME_FACTOR,
+        passes=kernels.passes * KERNEL_TIME_FACTOR,
+        attention=kernels.attention / KERNEL_TIME_FACTOR,
     )
 
 
@@ -163,21 +163,21 @@ MUTATIONS = (
         "Optimizer states have 8 bytes a parameter, because the fp32 parameters are missing.",
         (MEMORY, FIT),
         lambda layout: layout.precision != "fp32",
-        events=_resized((Category.OPTIMIZER,), lambda layout: 2 / 3),
+        events=_resize((Category.OPTIMIZER,), lambda layout: 2 / 3),
     ),
     Mutation(
         "no optimizer states",
         "memory",
         "Only parameters and gradients are model states.",
         (MEMORY, FIT),
-        events=_resized((Category.OPTIMIZER,), lambda layout: 0),
+        events=_resize((Category.OPTIMIZER,), lambda layout: 0),
     ),
     Mutation(
         "no activations",
         "memory",
         "Activations, checkpoints and temporary tensors need no memory.",
         (MEMORY, FIT),
-        events=_resized((Category.ACTIVATIONS, Category.CHECKPOINTS, Category.OTHER), lambda layout: 0),
+        events=_resize((Category.ACTIVATIONS, Category.CHECKPOINTS, Category.OTHER), lambda layout: 0),
     ),
     Mutation(
         "optimizer states not partitioned",
@@ -185,7 +185,7 @@ MUTATIONS = (
         "Every rank has all optimizer states under ZeRO.",
         (MEMORY, FIT),
         lambda layout: layout.zero,
-        events=_resized((Category.OPTIMIZER,), lambda layout: layout.copies),
+        events=_resize((Category.OPTIMIZER,), lambda layout: layout.copies),
     ),
     Mutation(
         "gradients not partitioned",
@@ -231,7 +231,7 @@ MUTATIONS = (
         "The collective that sums gradients over replicas is missing.",
         (TRAFFIC, TIME),
         lambda layout: layout.copies > 1,
-        events=_dropped("dp", "gradients"),
+        events=_drop_collectives("dp", "gradients"),
     ),
     Mutation(
         "parameters not gathered",
@@ -239,7 +239,7 @@ MUTATIONS = (
         "The all-gather of parameters under ZeRO is missing.",
         (TRAFFIC, TIME),
         lambda layout: layout.zero,
-        events=_dropped("dp", "parameters"),
+        events=_drop_collectives("dp", "parameters"),
     ),
     Mutation(
         "no tensor-parallel collective in backward",
@@ -247,35 +247,35 @@ MUTATIONS = (
         "The collectives of tensor parallelism run in the forward pass only.",
         (TRAFFIC, TIME),
         lambda layout: layout.tp > 1,
-        events=_dropped("tp", only_in=Phase.BACKWARD),
+        events=_drop_collectives("tp", only_in=Phase.BACKWARD),
     ),
     Mutation(
         "half the bandwidth between nodes",
         "communication",
         "Links between nodes have half of their bandwidth.",
         (TIME,),
-        system=lambda system: _slower_link(system, ("inter-node",)),
+        system=lambda system: _halve_bandwidth(system, ("inter-node",)),
     ),
     Mutation(
         "half the bandwidth inside a node",
         "communication",
         "Links inside a node have half of their bandwidth.",
         (TIME,),
-        system=lambda system: _slower_link(system, ("nvlink", "pcie", "memory")),
+        system=lambda system: _halve_bandwidth(system, ("nvlink", "pcie", "memory")),
     ),
     Mutation(
         "no overlap",
         "communication",
         "The computation waits for every collective.",
         (TIME,),
-        events=_waited_for,
+        events=_wait_for_collective,
     ),
     Mutation(
         "slower kernels",
         "time",
-        f"Every kernel takes {SLOWER} times its calibrated time.",
+        f"Every kernel takes {KERNEL_TIME_FACTOR} times its calibrated time.",
         (TIME,),
-        function=("calibrated_kernels", _kernels_slower),
+        function=("calibrated_kernels", _slow_kernels),
     ),
     Mutation(
         "ideal kernels",
@@ -313,7 +313,7 @@ BY_NAME = {one.name: one for one in (NONE, *MUTATIONS)}
 
 
 def changed_trace(traced: Trace, change: EventChange) -> Trace:
-    """Return a trace with changed events; a dropped collective takes its waits with it."""
+    """Return a trace with changed events; the waits for a dropped collective are dropped as well."""
     events: list[Event] = []
     dropped: set[int] = set()
     phase, ends = "", {}
@@ -333,36 +333,36 @@ def changed_trace(traced: Trace, change: EventChange) -> Trace:
 
 
 class MutatedSimulation:
-    """One experiment under several mutations, which share its traces.
+    """Simulations of one experiment under several mutations, which share its traces.
 
-    `reads`: the quantities that the ledger reads from the experiment. Mutations of other quantities are left out, and
-    memory that nobody reads is that without a mutation.
+    `reads`: the quantities that the ledger reads from the experiment. Mutations of other quantities are skipped.
+    Memory that the ledger does not read is taken from the simulation without a mutation.
     """
 
-    def __init__(self, experiment: Experiment, suite: str, reads: Collection[str] = NONE.moves):
+    def __init__(self, experiment: Experiment, suite: str, reads: Collection[str] = NONE.quantities):
         self.experiment, self.suite, self.reads = experiment, suite, reads
         self.traces: dict[PipelineRole, Trace] = {}
         self.memory: dict[tuple[Any, ...], Any] = {}
         self.base: dict[str, float] = {}
-        """Metrics without a mutation, which is the first one."""
+        """Metrics of the first simulation, which has no mutation."""
 
     def record(self, mutation: Mutation) -> ExperimentRecord | None:
-        """Return the record under `mutation`; None if the mutation changes nothing that is read."""
+        """Return the record under `mutation`; None if the mutation changes no quantity in `reads`."""
         run = self.experiment
         system = simulated_system(run)
-        if not (mutation.applies(run.layout) and set(mutation.moves) & set(self.reads)):
+        if not (mutation.applies(run.layout) and set(mutation.quantities) & set(self.reads)):
             return None
         machine = mutation.system(system) if mutation.system is not None else system
         if mutation.system is not None and machine == system:
             return None
         if mutation.layout is not None:
             run = replace(run, layout=replace(run.layout, **mutation.layout(run.layout)))
-        moved = {*mutation.moves} & {*self.reads} if self.base else {MEMORY, FIT, *self.reads}
+        changed = {*mutation.quantities} & {*self.reads} if self.base else {MEMORY, FIT, *self.reads}
         with ExitStack() as stack:
             stack.enter_context(patch.object(step, "trace", partial(self._trace, mutation)))
             stack.enter_context(patch.object(step_record, "_series", lambda *_: StepSeries()))
             for name, quantities in (("measure_live_bytes", {MEMORY}), ("replay", {FIT})):
-                if not self.base or not quantities & moved:
+                if not self.base or not quantities & changed:
                     known = partial(self._known_memory, getattr(step, name), Counter())
                     stack.enter_context(patch.object(step, name, known))
             if mutation.function is not None:
@@ -371,7 +371,7 @@ class MutatedSimulation:
                 run,
                 machine,
                 memory_limit=run.limits.memory_bytes or None,
-                time=TIME in moved,
+                time=TIME in changed,
                 **mutation.settings,
             )
             record = step_record.simulated_record(run, found, machine, suite=self.suite, wall_s=0.0)
@@ -395,7 +395,7 @@ class MutatedSimulation:
         *rest: Any,
         **settings: Any,
     ) -> Any:
-        """Return the result for the role of this call without a mutation; that of no events if nobody reads it."""
+        """Return the memory of this call's role without a mutation, or of no events if no evidence reads memory."""
         key = function.__name__, calls["role"]
         calls["role"] += 1
         if key not in self.memory:
@@ -407,7 +407,7 @@ class MutatedSimulation:
 def simulate_mutations(
     experiment: Experiment, suite: str, reads: Collection[str], mutations: Sequence[str]
 ) -> dict[str, ExperimentRecord]:
-    """Return the record of `experiment` under each of `mutations` that changes what is read; "" is no mutation."""
+    """Return the records under `mutations` that change a quantity in `reads`, by mutation; "" is no mutation."""
     simulation = MutatedSimulation(experiment, suite, reads)
     simulation.record(NONE)
     found = {name: simulation.record(BY_NAME[name]) for name in mutations}
@@ -416,12 +416,12 @@ def simulate_mutations(
 
 @dataclass(frozen=True)
 class MutationTable:
-    """Agreeing values that a simulation decides, and the mutations that change each verdict."""
+    """Reproduced values that a simulation decides, with the mutations that change each verdict."""
 
     changed_by: Mapping[Row, list[str]]
-    """Mutations by row, with the mutation that changes the fewest rows first."""
+    """Mutations by row; the mutation that changes the fewest rows is first."""
     agreeing: int
-    """All agreeing values that are tests, with measured and counted ones."""
+    """Number of all reproduced values: simulated, measured and counted."""
 
 
 def quantities_read(rows: Iterable[RowResult]) -> dict[str, set[str]]:
@@ -474,7 +474,7 @@ def verdict_changes(
 ) -> MutationTable:
     """Judge `ledger` without a mutation and under each of `mutations`, by default all.
 
-    `store`: simulations without a mutation, which are read and not written; missing ones are made.
+    `store` contains simulations without a mutation and is only read. Missing simulations are run.
     """
     references = load_reference()
     base = {} if store is None else {one.label: one for one in select(read_records(store)).simulated}

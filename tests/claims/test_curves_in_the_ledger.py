@@ -1,4 +1,4 @@
-"""What the ledger says of loss curves: of made-up ones that stray, end apart or have not been run."""
+"""Tests of the judge with constructed loss curves: distances from a reference curve, final losses, missing losses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from repro.claims.independence import QuantityCounts, count_independent
 from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.results.record_parts import StepSeries
 from repro.results.schema import ExperimentRecord
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.claims.test_judge import judged
 
-STRAYED = (
+STRAYED_ROW = (
     '{ label = "x", published = "3", bound = "at most", unit = "x", '
     'measured = { value = \'strayed("s/a", "s/one", "s/order")\' } },\n'
 )
-APART = (
+APART_ROW = (
     '{ label = "y", published = "1", bound = "at most", unit = "%", metric = "ratio", '
     'measured = { value = \'apart("s/a", "s/one")\', scale = "scaled twin" } },\n'
 )
@@ -28,29 +28,29 @@ def curve(name: str, relative: float, steps: int = 100, outcome: str = "ok") -> 
 
 
 def verdicts(tmp_path: Path, *records: ExperimentRecord) -> list[str]:
-    return [row.verdict for row in judged(tmp_path, STRAYED + APART, *records).rows]
+    return [row.verdict for row in judged(tmp_path, STRAYED_ROW + APART_ROW, *records).rows]
 
 
-def test_a_curve_that_strays_no_further_than_so_many_controls(tmp_path: Path) -> None:
+def test_loss_curve_strays_at_most_three_times_the_controls(tmp_path: Path) -> None:
     known = curve("one", 0), curve("order", 1e-6)
     assert verdicts(tmp_path, *known, curve("a", 2.9e-6)) == [REPRODUCED, REPRODUCED]
     assert verdicts(tmp_path, *known, curve("a", 3.1e-6)) == [NOT_REPRODUCED, REPRODUCED]
     assert verdicts(tmp_path, *known, curve("a", -0.02)) == [NOT_REPRODUCED, NOT_REPRODUCED]
 
 
-def test_what_cannot_be_compared_is_not_run_and_says_why(tmp_path: Path) -> None:
+def test_curves_without_comparable_losses_are_not_run(tmp_path: Path) -> None:
     known = curve("one", 0), curve("order", 1e-6)
-    for wrong, why in (
+    for wrong, reason in (
         (curve("a", 0, steps=99), "the losses of all steps"),
         (record("a"), "the experiment's record has no losses"),
         (curve("a", 0, outcome="diverged"), "ended diverged"),
     ):
-        first = judged(tmp_path, STRAYED + APART, *known, wrong).rows[0]
+        first = judged(tmp_path, STRAYED_ROW + APART_ROW, *known, wrong).rows[0]
         assert first.verdict == NOT_RUN
-        assert why in first.reason
+        assert reason in first.reason
     assert verdicts(tmp_path, *known, curve("a", 0, steps=49))[1] == NOT_RUN
 
 
-def test_a_curve_is_one_thing_however_it_is_held_against_others(tmp_path: Path) -> None:
-    found = judged(tmp_path, STRAYED + APART, curve("one", 0), curve("order", 1e-6), curve("a", 0))
+def test_two_comparisons_of_one_curve_are_one_quantity(tmp_path: Path) -> None:
+    found = judged(tmp_path, STRAYED_ROW + APART_ROW, curve("one", 0), curve("order", 1e-6), curve("a", 0))
     assert count_independent([found])["measured"] == QuantityCounts(1, 1)

@@ -1,4 +1,4 @@
-"""Expressions compute and can do nothing else."""
+"""Tests of ledger expressions: arithmetic, rejected syntax, error messages, and intervals of uncertain inputs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from repro.claims.expression import ExpressionError, Uncertain, check_expression, evaluate_expression, parse
 from repro.claims.formulas import FORMULAS
-
-NOTHING: dict[str, float] = {}
 
 
 def value(text: str, **variables: float) -> object:
@@ -33,7 +31,7 @@ def test_arithmetic(text: str, expected: float) -> None:
     assert value(text) == expected
 
 
-def test_whole_numbers_stay_exact() -> None:
+def test_products_of_integers_are_exact() -> None:
     assert value("16 * 123456789012345678") == 16 * 123456789012345678
 
 
@@ -76,7 +74,7 @@ def test_whole_numbers_stay_exact() -> None:
         "1 + " * 1000 + "1",
     ],
 )
-def test_what_is_not_arithmetic_is_refused(text: str) -> None:
+def test_only_arithmetic_is_accepted(text: str) -> None:
     with pytest.raises(ExpressionError) as error:
         parse(text)
     assert "\n" not in str(error.value)
@@ -88,14 +86,14 @@ def test_builtins_are_unknown(text: str) -> None:
         check_expression(parse(text), FORMULAS, frozenset())
 
 
-def test_unknown_names_get_a_hint() -> None:
+def test_error_for_an_unknown_name_suggests_a_known_one() -> None:
     with pytest.raises(ExpressionError, match="did you mean max_params"):
         check_expression(parse("max_param(1)"), FORMULAS, frozenset())
     with pytest.raises(ExpressionError, match="unknown name hiden"):
         check_expression(parse("12 * hiden"), FORMULAS, frozenset({"hidden"}))
 
 
-def test_wrong_arguments_are_refused_before_anything_is_computed() -> None:
+def test_function_arguments_are_checked_before_evaluation() -> None:
     with pytest.raises(ExpressionError, match="stge"):
         check_expression(parse("model_state_bytes(1, stge=2)"), FORMULAS, frozenset())
     with pytest.raises(ExpressionError, match="missing"):
@@ -103,7 +101,7 @@ def test_wrong_arguments_are_refused_before_anything_is_computed() -> None:
 
 
 @pytest.mark.parametrize("text", ["1 / 0", "10.0 ** 64 ** 1.5 ** 9", "2 ** 65", "(-1) ** 0.5", "'a' * 2.0"])
-def test_failing_arithmetic_is_one_line(text: str) -> None:
+def test_arithmetic_error_is_one_line(text: str) -> None:
     with pytest.raises(ExpressionError) as error:
         value(text)
     assert "\n" not in str(error.value)
@@ -116,7 +114,7 @@ def test_uncertain_inputs_give_an_interval() -> None:
 
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=12), st.floats(0, 0.5))
-def test_the_mean_of_digitised_points_is_as_exact_as_the_points(points: list[float], error: float) -> None:
+def test_mean_of_digitised_points_has_error_of_one_point(points: list[float], error: float) -> None:
     names = {f"p{i}": Uncertain(point, point - error, point + error) for i, point in enumerate(points)}
     result = evaluate_expression(parse(f"mean({', '.join(names)})"), FORMULAS, names)
     middle = sum(points) / len(points)
@@ -133,7 +131,7 @@ SUMS = st.recursive(
 
 
 @given(SUMS)
-def test_any_arithmetic_has_the_value_that_python_gives_it(text: str) -> None:
+def test_arithmetic_has_the_value_of_python(text: str) -> None:
     try:
         expected = eval(text)
     except ZeroDivisionError:
@@ -144,12 +142,12 @@ def test_any_arithmetic_has_the_value_that_python_gives_it(text: str) -> None:
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_refused_in_one_line_or_names_what_is_in_it(text: str) -> None:
+def test_text_is_rejected_or_contains_its_names(text: str) -> None:
     try:
         found = parse(text)
     except ExpressionError as error:
         message = str(error)
         assert message.count("\n") == 0
     else:
-        same = unicodedata.normalize("NFKC", text)  # as Python reads names
+        same = unicodedata.normalize("NFKC", text)  # Python normalizes identifiers to NFKC
         assert all(name in same for name in (*found.names, *found.calls))

@@ -1,4 +1,4 @@
-"""Closed forms against the papers' printed examples and against sums done by hand."""
+"""Tests of the closed forms: the papers' printed examples, and sums calculated by hand."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from repro.claims import formulas as f
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.40625), (2, 16.640625), (3, 1.875)])
-def test_figure_1(stage: int, gigabytes: float) -> None:
+def test_model_states_of_7b5_are_those_of_figure_1(stage: int, gigabytes: float) -> None:
     assert f.model_state_bytes(7.5e9, 64, stage) == pytest.approx(gigabytes * 1e9)
 
 
 @given(st.integers(1, 10**12), st.integers(1, 4096), st.sampled_from([0, 1, 2, 3]))
-def test_a_stage_never_holds_more_than_the_one_before(psi: int, nd: int, stage: int) -> None:
+def test_model_states_do_not_grow_with_the_zero_stage(psi: int, nd: int, stage: int) -> None:
     here = f.model_state_bytes(psi, nd, stage)
     assert f.model_state_bytes(psi, 1, stage) == 16 * psi
     assert here <= f.model_state_bytes(psi, nd, max(stage - 1, 0))
@@ -23,35 +23,35 @@ def test_a_stage_never_holds_more_than_the_one_before(psi: int, nd: int, stage: 
     assert f.model_state_bytes(f.max_params(32e9, nd, stage), nd, stage) == pytest.approx(32e9)
 
 
-def test_limits_of_the_reductions() -> None:
+def test_memory_reduction_approaches_four_and_eight() -> None:
     assert [f.memory_reduction(f.inf, stage) for stage in (0, 1, 2)] == [1, 4, 8]
     assert f.memory_reduction(64, 3) == 64
 
 
-def test_activations_of_a_layer_by_hand() -> None:
-    """2205.05198 eq. 1, 2, 4 and the two without scores, for 1T: s b h is 2048 x 25600, and 5 a s / h is 64."""
-    one = 2048 * 25600
-    assert f.layer_activation_bytes(1, 2048, 25600, 160) == one * (34 + 64)
-    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8) == one * (10 + 3 + 8)
-    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8, sp=1) == one * (34 + 64) / 8
-    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8, selective=1) == one * (10 + 3)
-    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8, sp=1, selective=1) == one * 34 / 8
+def test_layer_activations_of_the_1t_model() -> None:
+    """arXiv 2205.05198, eq. 1, 2 and 4, and two with selective recomputation; 5 a s / h = 64."""
+    sbh = 2048 * 25600
+    assert f.layer_activation_bytes(1, 2048, 25600, 160) == sbh * (34 + 64)
+    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8) == sbh * (10 + 3 + 8)
+    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8, sp=1) == sbh * (34 + 64) / 8
+    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8, selective=1) == sbh * (10 + 3)
+    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8, sp=1, selective=1) == sbh * 34 / 8
 
 
-def test_an_unknown_stage_is_refused() -> None:
+def test_unknown_stage_or_collective_is_an_error() -> None:
     with pytest.raises(ArithmeticError, match="stage 4"):
         f.model_state_bytes(1, 1, 4)
     with pytest.raises(ArithmeticError, match="variant"):
         f.dp_elements(1, 1, "ring")
 
 
-def test_a_root_is_real() -> None:
+def test_root_of_a_negative_number_is_an_error() -> None:
     assert [f.FORMULAS["sqrt"](x) for x in (0.0, 0.25)] == [0.0, 0.5]
     with pytest.raises(ArithmeticError, match="no real root"):
         f.FORMULAS["sqrt"](-0.25)
 
 
-def test_communication_volumes() -> None:
+def test_communication_volume_by_kind_of_parallelism() -> None:
     assert [f.dp_elements(10, stage) for stage in (0, 1, 2, 3)] == [20, 20, 20, 30]
     assert f.dp_elements(10, 1, "all-reduce") == 30
     assert f.megatron_block_elements(1024, 8192) == 12 * 1024 * 8192
@@ -59,21 +59,21 @@ def test_communication_volumes() -> None:
     assert f.pipeline_elements(2, 3, 8, scatter=4) == 2 * 3 * 8 / 4
 
 
-def test_parameters_are_the_sum_of_the_parts() -> None:
-    """Two layers of width 4, counted matrix by matrix; vocabulary 10, 6 positions; no final norm in eq. 2."""
+def test_gpt_params_is_the_sum_of_its_matrices() -> None:
+    """Two layers of width 4, a vocabulary of 10 and 6 positions; eq. 2 has no final layer norm."""
     h = 4
     attention = 3 * (h * h + h) + h * h + h
     mlp = h * 4 * h + 4 * h + 4 * h * h + h
     norms = 2 * 2 * h
     assert f.gpt_params(2, h, 10, 6) == pytest.approx(2 * (attention + mlp + norms) + 10 * h + 6 * h)
-    usual = 2 * (attention + mlp + norms) + 51200 * h + 1024 * h
-    assert f.gpt_params(2, h) == pytest.approx(usual, abs=0.5), (
-        "GPT-2's vocabulary, padded, and its positions"
+    default = 2 * (attention + mlp + norms) + 51200 * h + 1024 * h
+    assert f.gpt_params(2, h) == pytest.approx(default, abs=0.5), (
+        "defaults: the padded vocabulary and the positions of GPT-2"
     )
 
 
-def test_flops_are_the_sum_of_the_matrix_products() -> None:
-    """Forward per token and layer: 2 x 12 h^2 for the weights, 4 s h for scores and values; logits 2 h V."""
+def test_gpt_flops_is_the_sum_of_matrix_products() -> None:
+    """Forward FLOPs per token: 24 h^2 + 4 s h in each layer (weights, attention) and 2 h V for the logits."""
     layers, h, s, vocab, batch = 3, 8, 5, 16, 2
     layer = batch * s * (24 * h * h + 4 * s * h)
     logits = batch * s * 2 * h * vocab
@@ -82,24 +82,24 @@ def test_flops_are_the_sum_of_the_matrix_products() -> None:
     assert once == pytest.approx(3 * layers * layer + 3 * logits)
 
 
-def test_bubble_by_counting_slots() -> None:
-    """Four stages, eight micro-batches: each stage computes in 8 slots and waits in 3."""
+def test_bubble_fraction_of_four_stages() -> None:
+    """With eight micro-batches, each stage computes in 8 slots and waits in 3."""
     assert f.bubble_fraction(4, 8) == 3 / 8
     assert f.bubble_fraction(4, 8, 2) == 3 / 16
 
 
-def test_training_time() -> None:
-    """MEG2 sec. 5.1: 300B tokens, 175B parameters, 1024 GPUs at 140 TF are 34 days."""
+def test_training_time_and_steps() -> None:
+    """MEG2 sec. 5.1: 300B tokens with 175B parameters take 34 days on 1024 GPUs at 140 TFLOP/s."""
     assert round(f.train_seconds(300e9, 175e9, 1024, 140e12) / f.DAY) == 34
     assert f.training_steps(3 * 5 * 7, 3, 5) == 7
 
 
-def test_every_formula_says_where_it_comes_from() -> None:
+def test_every_formula_has_a_docstring() -> None:
     assert all(function.__doc__ for name, function in f.FORMULAS.items() if name != "sqrt")
 
 
-def test_the_bubble_counted_on_the_schedule_is_the_papers() -> None:
-    """MEG2 sec. 2.2: (p-1)/m, and (p-1)/(v m) interleaved; Yuan's p = 38, m = 480."""
+def test_schedule_bubble_equals_the_bubble_of_the_papers() -> None:
+    """MEG2 sec. 2.2: (p-1)/m, and (p-1)/(v m) with interleaving. Yuan 1.0 has p = 38 and m = 480."""
     assert f.schedule_bubble(38, 480) == 37 / 480
     assert f.schedule_bubble(8, 64, 4) == f.bubble_fraction(8, 64, 4) == 7 / 256
     assert f.schedule_bubble(2, 13) == pytest.approx(1 / 13)
@@ -109,13 +109,13 @@ def test_the_bubble_counted_on_the_schedule_is_the_papers() -> None:
     ("counts", "message"),
     [((2, 5, 2), "a multiple of stages = 2"), ((2, 2.5, 1), "must be integers"), ((0, 1, 1), "at least 1")],
 )
-def test_no_bubble_of_a_schedule_that_does_not_exist(counts: tuple[float, ...], message: str) -> None:
+def test_schedule_bubble_rejects_impossible_schedules(counts: tuple[float, ...], message: str) -> None:
     with pytest.raises(ArithmeticError, match=message):
         f.schedule_bubble(*counts)
 
 
-def test_messages_of_a_pipeline_by_hand() -> None:
-    """4 stages have 3 boundaries; 2 stages with 2 chunks have 3 as well; each way once a micro-batch."""
+def test_pipeline_messages_cross_each_stage_boundary_twice() -> None:
+    """4 stages have 3 boundaries, as do 2 stages with 2 chunks. Each micro-batch crosses them forward and backward."""
     assert f.pipeline_messages(4, 8) == 2 * 3 * 8
     assert f.pipeline_messages(2, 4, 2) == 2 * 3 * 4
     assert f.pipeline_messages(1, 8) == 0

@@ -1,4 +1,4 @@
-"""Cells are no quantities: one formula in a hundred cells is one, and a ratio of two known rates is none."""
+"""Tests of the count of independent quantities, and of the sentence that explains a verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from repro.claims.reader import load_ledger
 from repro.claims.table import why
 from repro.results.schema import Record
 from tests import committed
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.claims.test_judge import HEAD
 
 RATE = '{ value = \'metric("s/%s", "hardware_flops_per_s.device") / 1e12\', scale = "scaled twin", expect = "%s" }'
@@ -27,17 +27,17 @@ def count_quantities(tmp_path: Path, *rows: str, of: list[Record]) -> dict[str, 
     return count_independent(judge(load_ledger(tmp_path), of))
 
 
-def test_a_formula_is_no_test(tmp_path: Path) -> None:
-    """Before, a closed form at the paper's own inputs counted with the tests."""
-    cells = [
+def test_closed_forms_are_counted_as_consistency_not_as_tests(tmp_path: Path) -> None:
+    """Two of three closed forms hold; none of the three is a test of the kind `analytic`."""
+    formulas = [
         f'analytic = "{text}"' for text in ("dp_elements(1.5)", "dp_elements(3) / 2", "dp_elements(2.5)")
     ]
-    found = count_quantities(tmp_path, *cells, of=[])
+    found = count_quantities(tmp_path, *formulas, of=[])
     assert found["analytic"] == QuantityCounts(0, 0)
     assert found[ITSELF] == QuantityCounts(tested=3, hold=2)
 
 
-def test_rates_of_two_runs_and_their_ratio_are_two_quantities(tmp_path: Path) -> None:
+def test_ratio_of_two_tested_rates_adds_no_quantity(tmp_path: Path) -> None:
     runs: list[Record] = [
         record(name, **{"hardware_flops_per_s.device": rate * 1e12, "samples_per_s": rate})
         for name, rate in (("a", 6), ("b", 2), ("c", 1))
@@ -50,7 +50,7 @@ def test_rates_of_two_runs_and_their_ratio_are_two_quantities(tmp_path: Path) ->
     assert count_quantities(tmp_path, *rates, ratio, other, of=runs)["measured"] == QuantityCounts(3, 3)
 
 
-def test_every_verdict_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_every_verdict_has_an_explanation_in_one_line(tmp_path: Path) -> None:
     count_quantities(tmp_path, 'analytic = "dp_elements(1.5)"', of=[])
     (result,) = judge(load_ledger(tmp_path), [])
     assert why(result).startswith("The only value agrees with the formula of the source. ")

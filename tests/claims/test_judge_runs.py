@@ -1,4 +1,4 @@
-"""The judge on runs: which kind of evidence goes before which, and ratios of members that took turns."""
+"""Tests of the judge with runs: the order of the kinds of evidence, and ratios of interleaved experiments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Model
 from repro.results.reference_records import ReferenceFile
 from repro.results.schema import ComparisonRecord, Record, Side
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.claims.test_judge import PUBLISHED, judged, row
 from tests.records import changed
 
@@ -28,7 +28,7 @@ def comparison(subject: str, baseline: str, ratio: float, low: float, high: floa
     )
 
 
-def test_noise_does_not_help_a_measured_ratio(tmp_path: Path) -> None:
+def test_interval_of_a_measured_ratio_does_not_widen_tolerance(tmp_path: Path) -> None:
     rows = row('{ value = \'compared("s/a", "s/b")\' }', analytic="")
     assert judged(tmp_path, rows, comparison("a", "b", 2.1, 2.05, 2.15)).verdict == REPRODUCED
     wide = judged(tmp_path, rows, comparison("a", "b", 1.5, 0.5, 4.0))
@@ -46,51 +46,51 @@ def simulated_row() -> str:
     return f'{{ label = "x", published = "2.0", {SIMULATED} }},\n'
 
 
-def at(kind: str, speed: float, outcome: str = "ok") -> dict[str, Any]:
+def full_run(kind: str, speed: float, outcome: str = "ok") -> dict[str, Any]:
     return changed(record("full", outcome=outcome, speed=speed), evidence=kind)
 
 
-def test_who_runs_a_simulated_experiment_measures_its_claim(tmp_path: Path) -> None:
-    """The run at published scale speaks, and the simulation that disagrees stays in sight."""
-    result = judged(tmp_path, simulated_row(), at("simulated", 2.0), at("measured", 1.0))
+def test_run_of_a_simulated_experiment_is_a_measurement(tmp_path: Path) -> None:
+    """The run at published scale decides, and the disagreement of the simulation is reported."""
+    result = judged(tmp_path, simulated_row(), full_run("simulated", 2.0), full_run("measured", 1.0))
     assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 0/1")
     assert len(result.disagreements) == 1
-    result = judged(tmp_path, simulated_row(), at("simulated", 1.0), at("measured", 2.0))
+    result = judged(tmp_path, simulated_row(), full_run("simulated", 1.0), full_run("measured", 2.0))
     assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
 
 
-def test_a_simulated_experiment_that_nobody_ran_or_that_failed_is_no_measurement(tmp_path: Path) -> None:
-    result = judged(tmp_path, simulated_row(), at("simulated", 2.0))
+def test_missing_or_failed_run_leaves_the_simulation_to_decide(tmp_path: Path) -> None:
+    result = judged(tmp_path, simulated_row(), full_run("simulated", 2.0))
     assert result.basis == "simulated 1/1"
     assert result.kind("measured") is None
-    result = judged(tmp_path, simulated_row(), at("simulated", 2.0), at("measured", 2.0, "oom"))
+    result = judged(tmp_path, simulated_row(), full_run("simulated", 2.0), full_run("measured", 2.0, "oom"))
     assert result.basis == "simulated 1/1"
     (finding,) = (f for f in result.rows[0].findings if f.kind == "measured")
     assert (finding.verdict, finding.scale) == (NOT_RUN, "published scale")
     assert "ended oom" in finding.reason
 
 
-def test_evidence_of_its_own_goes_before(tmp_path: Path) -> None:
-    """A row that says how its measurement is read is not read another way as well."""
+def test_measured_expression_of_a_row_replaces_the_simulated_one(tmp_path: Path) -> None:
+    """A row with a measured expression does not evaluate its simulated expression on measured records."""
     rows = f'{{ label = "x", published = "2.0", {SIMULATED}, measured = [{PUBLISHED}] }},\n'
-    result = judged(tmp_path, rows, at("simulated", 2.0), at("measured", 2.0))
+    result = judged(tmp_path, rows, full_run("simulated", 2.0), full_run("measured", 2.0))
     assert [f.kind for f in result.rows[0].findings] == ["measured", "simulated"]
 
 
-def test_a_ratio_of_two_that_took_turns_is_that_of_their_turns(tmp_path: Path) -> None:
-    """Before, it was one record over another, of any two days, without an interval."""
+def test_ratio_of_interleaved_experiments_comes_from_their_comparison(tmp_path: Path) -> None:
+    """Two separate records decide only without a comparison record, which has an interval."""
     value = 'metric("s/a", "samples_per_s") / metric("s/b", "samples_per_s")'
     rows = f'{{ label = "x", published = "2.0", simulated = {{ value = \'{value}\' }} }},\n'
-    apart = [record("a", samples_per_s=9.0), record("b", samples_per_s=1.0)]
-    assert judged(tmp_path, rows, *apart).verdict == NOT_REPRODUCED
-    result = judged(tmp_path, rows, *apart, comparison("a", "b", 2.1, 2.05, 2.15))
+    separate = [record("a", samples_per_s=9.0), record("b", samples_per_s=1.0)]
+    assert judged(tmp_path, rows, *separate).verdict == NOT_REPRODUCED
+    result = judged(tmp_path, rows, *separate, comparison("a", "b", 2.1, 2.05, 2.15))
     finding = result.rows[0].findings[0]
     assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
     assert (finding.low, finding.high, finding.experiments) == (2.05, 2.15, ("s/a", "s/b"))
 
 
-def test_an_interval_of_the_evidence_widens_a_bound_and_nothing_else_does(tmp_path: Path) -> None:
-    """Before, the measured point alone decided at a bound as well."""
+def test_only_an_interval_of_the_evidence_widens_a_bound(tmp_path: Path) -> None:
+    """Both the interval of a measured ratio and the error of a digitised number count; a tolerance does not."""
     over = '"2.0", bound = "over"'
     ratio = row('{ value = \'compared("s/a", "s/b")\' }', analytic="").replace('"2.0"', over)
     assert judged(tmp_path, ratio, comparison("a", "b", 1.98, 1.95, 1.99)).verdict == NOT_REPRODUCED
@@ -112,23 +112,21 @@ def on_a_network(name: str, network: EmulatedNetwork | None = NETWORK) -> Record
     return changed(found, experiment={**found.conditions, "network": network and asdict(network)})
 
 
-def test_what_ran_on_an_emulated_network_goes_before_a_simulation_and_after_a_measurement(
-    tmp_path: Path,
-) -> None:
+def test_emulation_decides_over_simulation_and_measurement_over_emulation(tmp_path: Path) -> None:
     twins = [on_a_network("a"), on_a_network("b"), comparison("a", "b", 2.1, 2.05, 2.15)]
     rows = f'{{ label = "x", published = "2.0", {EMULATED}, {SIMULATED} }},\n'
-    result = judged(tmp_path, rows, *twins, at("simulated", 1.0))
+    result = judged(tmp_path, rows, *twins, full_run("simulated", 1.0))
     assert (result.verdict, result.basis) == (REPRODUCED, "emulated 1/1")
     assert len(result.disagreements) == 1
     found = result.kind("emulated")
     assert found is not None
     assert (found.scale, found.reproduced) == ("scaled twin, emulated network", 1)
     assert result.kind("measured") is None
-    result = judged(tmp_path, rows, *twins, at("measured", 1.0))
+    result = judged(tmp_path, rows, *twins, full_run("measured", 1.0))
     assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 0/1")
 
 
-def test_twins_of_another_machine_decide_until_own_twins_ran(tmp_path: Path) -> None:
+def test_reference_twins_decide_until_local_twins_have_run(tmp_path: Path) -> None:
     rows = f'{{ label = "x", published = "2.0", {EMULATED} }},\n'
     twins = (on_a_network("a"), on_a_network("b"), comparison("a", "b", 2.1, 2.05, 2.15))
     file = ReferenceFile("f", "AMD EPYC", "2026-11-28", twins)
@@ -142,7 +140,7 @@ def test_twins_of_another_machine_decide_until_own_twins_ran(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "network", "words"), [("measured", NETWORK, "emulated network"), ("emulated", None, "own links")]
 )
-def test_an_emulated_network_is_never_taken_for_another_kind_of_evidence(
+def test_emulated_network_belongs_to_emulated_evidence_only(
     tmp_path: Path, kind: str, network: EmulatedNetwork | None, words: str
 ) -> None:
     for value in (
@@ -167,23 +165,23 @@ def test_an_emulated_network_is_never_taken_for_another_kind_of_evidence(
         'metric = "throughput", emulated = { value = \'metric("s/a", "x")\' }',
     ],
 )
-def test_only_ratios_come_from_an_emulated_network(tmp_path: Path, line: str) -> None:
+def test_emulated_evidence_must_be_a_ratio(tmp_path: Path, line: str) -> None:
     with pytest.raises(ConfigError, match="only ratios"):
         judged(tmp_path, f'{{ label = "x", published = "2.0", {line} }},\n')
 
 
-def test_whose_software_measured_is_said_where_it_is_not_this_suites() -> None:
+def test_records_name_the_training_libraries_of_other_engines() -> None:
     def ran(name: str, engine: str) -> Record:
         model = Model(name="m", layers=4, hidden=16, heads=4, vocab=64, seq=16)
         experiment = Experiment(name=name, model=model, layout=Layout(dp=2, zero=1), engine=engine)
-        by = changed(record(name), experiment=experiment.as_dict())
-        return changed(by, software={"name": f"{engine} 1", "calls": {}, "kernels": ""})
+        base = changed(record(name), experiment=experiment.as_dict())
+        return changed(base, software={"name": f"{engine} 1", "calls": {}, "kernels": ""})
 
-    seen = Records([ran("ours", "native"), ran("theirs", "deepspeed")])
-    assert seen.libraries(["s/ours", "s/theirs", "s/nobody"]) == ["deepspeed 1"]
+    records = Records([ran("ours", "native"), ran("theirs", "deepspeed")])
+    assert records.libraries(["s/ours", "s/theirs", "s/nobody"]) == ["deepspeed 1"]
 
 
-def test_a_ratio_of_which_one_side_was_run_is_not_measured(tmp_path: Path) -> None:
+def test_ratio_is_measured_only_if_both_sides_ran(tmp_path: Path) -> None:
     value = 'metric("s/a", "speed") / metric("s/b", "speed")'
     rows = f'{{ label = "x", published = "2.0", simulated = {{ value = \'{value}\' }} }},\n'
     one = judged(tmp_path, rows, record("a", speed=2.0))

@@ -1,4 +1,4 @@
-"""The ledger is complete, and says what the papers' arithmetic says and no more."""
+"""Tests of the packaged ledger: complete tables, and the verdicts of all claims with an empty store."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def ledger() -> Ledger:
 
 @pytest.fixture(scope="module")
 def results(ledger: Ledger) -> dict[str, ClaimResult]:
-    """Verdicts with an empty store."""
+    """Return the verdicts with an empty store, by claim."""
     return {result.claim.id: result for result in judge(ledger, [])}
 
 
-ROWS = {
+ROW_COUNTS = {
     "zero-table1-per-device-memory": 9 * 6,
     "zero-table2-max-model-size": 5 * 6 + 2 + 2,
     "zero-table5-fig2-configs": 18 + 4,
@@ -74,28 +74,28 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("claim_id", ROWS)
-def test_tables_have_all_their_values(ledger: Ledger, claim_id: str) -> None:
-    assert len(ledger.claim(claim_id).rows) == ROWS[claim_id]
+@pytest.mark.parametrize("claim_id", ROW_COUNTS)
+def test_ledger_contains_all_values_of_a_table(ledger: Ledger, claim_id: str) -> None:
+    assert len(ledger.claim(claim_id).rows) == ROW_COUNTS[claim_id]
 
 
-def test_every_row_has_a_test_or_a_reason_and_digitised_rows_have_an_error(ledger: Ledger) -> None:
+def test_rows_have_evidence_or_a_reason_for_its_absence(ledger: Ledger) -> None:
     for claim in ledger.claims:
         for row in claim.rows:
             assert row.evidence or row.needs or row.not_comparable, f"{claim.id}: {row.label}"
             assert (row.certainty == "digitised") == bool(row.error), f"{claim.id}: {row.label}"
 
 
-def test_sources_are_all_used(ledger: Ledger) -> None:
+def test_claims_cite_every_source_of_the_ledger(ledger: Ledger) -> None:
     cited = {source.partition(" ")[0] for claim in ledger.claims for source in claim.source}
     assert cited <= set(ledger.sources)
-    assert set(ledger.sources) - cited <= {"DSE-JUN20"}, "a source nothing cites"
+    assert set(ledger.sources) - cited <= {"DSE-JUN20"}, "sources that no claim cites"
 
 
 def counted(results: dict[str, ClaimResult], claim_id: str, kind: str) -> tuple[int, int]:
-    """Values that agree, of all that this kind of evidence can test."""
-    found = [seen for row in results[claim_id].rows if (seen := row.under(kind))]
-    return sum(all(f.verdict in GOOD for f in seen) for seen in found), len(found)
+    """Return the numbers of agreeing values and of values that this kind of evidence can test."""
+    found = [tests for row in results[claim_id].rows if (tests := row.under(kind))]
+    return sum(all(f.verdict in GOOD for f in tests) for tests in found), len(found)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def counted(results: dict[str, ClaimResult], claim_id: str, kind: str) -> tuple[
         ("zero-1t-time", 1),
     ],
 )
-def test_values_follow_from_the_papers_formulas_or_from_their_own_source(
+def test_values_follow_from_formulas_and_numbers_of_the_paper(
     results: dict[str, ClaimResult], claim_id: str, count: int
 ) -> None:
-    """Closed forms and arithmetic are no tests: no analytic value makes a claim of a paper reproduced."""
+    """Closed forms and arithmetic show consistency alone, so no value counts as an analytic test."""
     assert counted(results, claim_id, ITSELF) == (count, count)
     assert counted(results, claim_id, "analytic") == (0, 0)
 
@@ -140,17 +140,17 @@ def test_values_follow_from_the_papers_formulas_or_from_their_own_source(
         ("ds-3to5x-20to80b", "40B: three to five times", INCONSISTENT),
     ],
 )
-def test_where_a_source_contradicts_itself_the_row_says_so(
+def test_row_that_contradicts_its_source_has_a_note(
     results: dict[str, ClaimResult], claim_id: str, label: str, verdict: str
 ) -> None:
     result = results[claim_id]
     row = next(row for row in result.rows if row.row.label == label)
     assert row.verdict == verdict
-    assert row.row.note or row.row.erratum, "the reason"
+    assert row.row.note or row.row.erratum, "missing reason"
     assert result.verdict in BAD or not row.row.main
 
 
-def test_no_other_closed_form_fails(results: dict[str, ClaimResult]) -> None:
+def test_all_other_closed_forms_agree(results: dict[str, ClaimResult]) -> None:
     bad = {verdict: set[str]() for verdict in BAD}
     for result in results.values():
         for finding in (finding for row in result.rows for finding in row.findings):
@@ -168,7 +168,7 @@ def test_no_other_closed_form_fails(results: dict[str, ClaimResult]) -> None:
     }
 
 
-CIRCULAR = {
+ROWS_THAT_ARE_INPUTS = {
     "zero-comm-pa-dp-tradeoff": ("checkpoints per sample, none over P_a",),
     "zero-table2-max-model-size": ("MP 1: theory P_os", "MP 16: theory P_os"),
     "tnlg-mp16-to-4": ("training time",),
@@ -177,21 +177,21 @@ CIRCULAR = {
 }
 
 
-@pytest.mark.parametrize("claim_id", CIRCULAR)
-def test_an_answer_that_is_an_input_reproduces_nothing(ledger: Ledger, claim_id: str) -> None:
+@pytest.mark.parametrize("claim_id", ROWS_THAT_ARE_INPUTS)
+def test_row_whose_value_is_an_input_has_no_test(ledger: Ledger, claim_id: str) -> None:
     rows = {row.label: row for row in ledger.claim(claim_id).rows}
-    for label in CIRCULAR[claim_id]:
+    for label in ROWS_THAT_ARE_INPUTS[claim_id]:
         assert {evidence.origin for evidence in rows[label].evidence} <= {CLOSED_FORM, ITSELF}, label
 
 
-def test_rules_are_not_reproduced_by_a_count_beside_them(results: dict[str, ClaimResult]) -> None:
+def test_yuan_design_rules_need_simulations(results: dict[str, ClaimResult]) -> None:
     assert results["yuan-design-rules"].verdict == NOT_RUN
 
 
 @pytest.mark.parametrize(
     "claim_id", ["tnlg-wikitext103-ppl", "tnlg-lambada", "tnlg-rouge", "meg1-quality", "yuan-quality"]
 )
-def test_quality_needs_weights_that_nobody_released(results: dict[str, ClaimResult], claim_id: str) -> None:
+def test_quality_is_not_comparable_without_weights(results: dict[str, ClaimResult], claim_id: str) -> None:
     assert results[claim_id].verdict == NOT_COMPARABLE
     assert results[claim_id].reason
 
@@ -199,14 +199,14 @@ def test_quality_needs_weights_that_nobody_released(results: dict[str, ClaimResu
 @pytest.mark.parametrize(
     "claim_id", ["ds-3p75x-lowbw", "zero-fragmentation", "tnlg-throughput", "ds-64gpu-table"]
 )
-def test_claims_about_hardware_are_not_run_and_say_what_would_run_them(
+def test_claims_about_hardware_name_the_hardware_they_need(
     results: dict[str, ClaimResult], claim_id: str
 ) -> None:
     assert results[claim_id].verdict == NOT_RUN
     assert results[claim_id].claim.needs
 
 
-def test_an_empty_store_measures_nothing(results: dict[str, ClaimResult]) -> None:
+def test_empty_store_has_no_measured_verdict(results: dict[str, ClaimResult]) -> None:
     for result in results.values():
         measured = result.kind("measured")
         assert measured is None or (measured.verdict, measured.decided) == (NOT_RUN, 0)
@@ -214,18 +214,17 @@ def test_an_empty_store_measures_nothing(results: dict[str, ClaimResult]) -> Non
         assert not any(f.reason.startswith("cannot") for row in result.rows for f in row.findings)
 
 
-def test_only_classes_of_the_rule_are_used(ledger: Ledger) -> None:
+def test_every_metric_class_has_a_tolerance(ledger: Ledger) -> None:
     assert {row.metric for claim in ledger.claims for row in claim.rows} <= set(RELATIVE_TOLERANCE)
 
 
-def test_an_unknown_id_names_its_neighbours(ledger: Ledger) -> None:
+def test_error_for_an_unknown_claim_suggests_a_known_claim(ledger: Ledger) -> None:
     with pytest.raises(ConfigError, match="did you mean zero-fig1-7p5b"):
         ledger.claim("zero-fig1-7p5")
 
 
-def test_pipelines_and_checkpoints_are_measured(ledger: Ledger) -> None:
-    """Rows with measured evidence, of claims that a pipeline or P_a is about."""
-    expected = {
+def test_claims_about_pipelines_and_checkpoints_have_measured_evidence(ledger: Ledger) -> None:
+    measured_rows = {
         "meg1-allreduce-count": 2,
         "meg2-comm-tp-pp": 8,
         "meg2-bubble": 8,
@@ -234,12 +233,12 @@ def test_pipelines_and_checkpoints_are_measured(ledger: Ledger) -> None:
         "zero-comm-megatron-block": 5,
         "zero-comm-pa-dp-tradeoff": 1,
     }
-    for claim_id, count in expected.items():
+    for claim_id, count in measured_rows.items():
         rows = ledger.claim(claim_id).rows
         assert sum(any(e.kind == "measured" for e in row.evidence) for row in rows) == count, claim_id
 
 
-def test_evidence_reads_experiments_that_a_suite_has(ledger: Ledger) -> None:
+def test_evidence_reads_only_experiments_of_the_suites(ledger: Ledger) -> None:
     folder = Path(__file__).parents[2] / "suites"
     known = {
         f"{suite.name}/{entry.experiment.name}"

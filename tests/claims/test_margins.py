@@ -1,4 +1,4 @@
-"""How far a value may move before its verdict changes, and which tests are weak because of their margin."""
+"""Tests of margins: the change of a value that changes its verdict, and tests that are weak."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from repro.claims.reader import load_ledger
 from repro.claims.table import totals
 from repro.claims.tolerance import AcceptedRange
 from repro.claims.verdicts import NOT_REPRODUCED, REPRODUCED, RowResult
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.claims.test_judge import HEAD
 from tests.records import made_up
 
 
 def row_result(tmp_path: Path, row: str, value: float, evidence: str = "", steps: str = "") -> RowResult:
-    """The row of keys `row`, judged on a measured `value`."""
+    """Return the result of a row with the TOML keys `row` for a measured `value`."""
     evidence = evidence or 'value = \'metric("s/full", "speed")\''
     head = HEAD.replace("rows = [", f"{steps}rows = [")
     (tmp_path / "test.toml").write_text(f'{head}{{ label = "x", {row}, measured = {{ {evidence} }} }},\n]\n')
@@ -31,16 +31,16 @@ def row_result(tmp_path: Path, row: str, value: float, evidence: str = "", steps
 @pytest.mark.parametrize(
     ("row", "value", "margin", "is_weak", "shown"),
     [
-        # 12 % of 2.0 on both sides of it; the value lies 0.1 above it.
+        # 12 % on both sides of 2.0; the value is 0.1 above 2.0.
         ('published = "2.0"', 2.1, ((2.1 - 1.76) / 2, (2.24 - 2.1) / 2), False, "-17 +7"),
-        # 15 % to both sides: a value at one end may move by 30 % towards the other end.
+        # 15 % on both sides: a value at one end may change by 30 % towards the other end.
         ('published = "2.0", metric = "time", unit = "s"', 1.71, (0.005, 0.295), True, "-0.5 +29.5"),
-        # A bound has one end, and the value may be far from it.
+        # A bound has one end; the value may be far from the bound.
         ('published = "2", bound = "over"', 3.0, (0.5, inf), True, "-50"),
         ('published = "2", bound = "under"', 1.6, (inf, 0.2), False, "+20"),
-        # Equal is equal.
+        # An exact value has no tolerance.
         ('published = "2", metric = "exact"', 2.0, (0.0, 0.0), False, "0"),
-        # Every value from half a printed digit below the number is relative to the number 0.
+        # A margin relative to the published number 0 is infinite.
         ('published = "0", metric = "share", unit = "%"', 0.01, (inf, inf), True, "–"),
     ],
 )
@@ -53,8 +53,8 @@ def test_margin_by_kind_of_statement(
     assert (bool(found.weakness), describe_margin(found)) == (is_weak, shown)
 
 
-def test_a_limit_reaches_from_its_digits_to_the_next_size(tmp_path: Path) -> None:
-    """13B is 5 % or half a digit below at most, and everything below the tried size of 20B."""
+def test_margin_of_a_limit_ends_at_the_next_size(tmp_path: Path) -> None:
+    """Accepted limits are 12.5B, half a digit below 13B, to 20B, the next size that the source tried."""
     row = 'published = "13B", unit = "parameters", metric = "limit"'
     found = row_result(tmp_path, row, 13e9, steps='steps = ["13B", "20B"]\n')
     assert found.margin == pytest.approx((0.5 / 13, 7 / 13))
@@ -63,33 +63,33 @@ def test_a_limit_reaches_from_its_digits_to_the_next_size(tmp_path: Path) -> Non
     )
 
 
-def test_a_twin_has_the_margin_of_the_formula_at_its_scale(tmp_path: Path) -> None:
+def test_margin_of_scaled_twin_is_relative_to_the_formula(tmp_path: Path) -> None:
     twin = 'value = \'metric("s/full", "speed")\', expect = "3", scale = "scaled twin", metric = "parity"'
     found = row_result(tmp_path, 'published = "2.0"', 3.0, twin)
     assert found.margin == pytest.approx((1e-5, 1e-5))
 
 
-def test_a_miss_has_no_margin(tmp_path: Path) -> None:
+def test_row_that_is_not_reproduced_has_no_margin(tmp_path: Path) -> None:
     found = row_result(tmp_path, 'published = "2.0"', 2.3)
     assert (found.verdict, found.margin, found.weakness) == (NOT_REPRODUCED, None, "")
 
 
 @pytest.mark.parametrize("value", [8.0, 9.3, 11.4])
 @pytest.mark.parametrize("bound", ["", "over", "at least", "under", "at most", "up to"])
-def test_the_verdict_changes_just_beyond_the_margin(tmp_path: Path, bound: str, value: float) -> None:
-    """The definition itself, by the verdict of moved values."""
+def test_verdict_changes_just_beyond_the_margin(tmp_path: Path, bound: str, value: float) -> None:
+    """A change 1e-6 smaller than the margin keeps the verdict; a change 1e-6 larger than the margin changes it."""
     row = f'published = "10", bound = "{bound}", unit = "s", metric = "time"'
     found = row_result(tmp_path, row, value)
     if found.margin is None:
         assert found.verdict == NOT_REPRODUCED
         return
     for end, side in zip(found.margin, (-1, 1), strict=True):
-        moved = [value + side * 10 * (end + more) for more in (-1e-6, 1e-6)] if end < inf else [1000 * side]
-        verdicts = [row_result(tmp_path, row, one).verdict for one in moved]
+        changed = [value + side * 10 * (end + more) for more in (-1e-6, 1e-6)] if end < inf else [1000 * side]
+        verdicts = [row_result(tmp_path, row, one).verdict for one in changed]
         assert verdicts == ([REPRODUCED, NOT_REPRODUCED] if end < inf else [REPRODUCED])
 
 
-def test_an_interval_may_move_until_all_of_it_has_left() -> None:
+def test_margin_of_an_interval_extends_to_its_far_end() -> None:
     accepted = AcceptedRange(10, 20, False, False, "")
     assert accepted.margin(9, 12, 10) == pytest.approx((0.2, 1.1))
 
@@ -110,7 +110,7 @@ def test_an_interval_may_move_until_all_of_it_has_left() -> None:
         ({}, "", "Margin -12 +12 %."),
     ],
 )
-def test_a_simulated_value_that_no_mutation_changes_is_weak(
+def test_simulated_value_that_no_mutation_changes_is_weak(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     mutations: dict[str, dict[str, list[str]]],
@@ -126,6 +126,6 @@ def test_a_simulated_value_that_no_mutation_changes_is_weak(
     assert f"1 agree ({bool(weakness):d} weak)" in totals([result])
 
 
-def test_a_measured_value_needs_no_mutation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_value_needs_no_mutation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("repro.claims.judge.load_mutations", lambda: {"a-claim": {"x": []}})
     assert row_result(tmp_path, 'published = "2.0"', 2.0).weakness == ""

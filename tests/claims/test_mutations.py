@@ -1,4 +1,4 @@
-"""Mutations of the simulated system: what each of them changes, and the committed table of verdicts."""
+"""Tests of the mutations of the simulator: their changed quantities, and the committed table of verdicts."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ DOCUMENT = json.loads(DATA.read_text(encoding="utf-8"))
 ROWS = {(claim, label): names for claim, rows in load_mutations().items() for label, names in rows.items()}
 PSI, ND = 7.5e9, 64
 MIN_CHANGED_SHARE = 0.8
-"""Minimum share of agreeing tests that a mutation of the list changes."""
+"""Minimum share of reproduced values whose verdict at least one mutation changes."""
 PINNED = ("zero-fig1-7p5b", "zero-comm-posgp-3psi")
-"""Claims of the pinned part of the table."""
+"""Claims whose verdicts the slow test computes."""
 
 
-def test_the_list_covers_the_areas_of_a_step() -> None:
+def test_mutations_cover_memory_communication_time_and_schedule() -> None:
     assert len(MUTATIONS) >= 12
     assert {one.area for one in MUTATIONS} == {"memory", "communication", "time", "schedule"}
 
 
-def test_the_table_has_the_current_mutations_and_rows() -> None:
+def test_table_has_the_current_mutations_and_rows() -> None:
     assert DOCUMENT["mutations"] == [one.name for one in MUTATIONS]
     simulated = {
         (claim.id, row.label)
@@ -49,14 +49,14 @@ def test_the_table_has_the_current_mutations_and_rows() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(DOCUMENT)
 
 
-def test_every_mutation_changes_a_verdict_and_most_verdicts_can_change() -> None:
+def test_all_mutations_change_verdicts_and_most_verdicts_change() -> None:
     assert {name for names in ROWS.values() for name in names} == set(DOCUMENT["mutations"])
     assert sum(map(bool, ROWS.values())) >= MIN_CHANGED_SHARE * DOCUMENT["agreeing"]
 
 
 @pytest.fixture(scope="module")
 def stage_2() -> MutatedSimulation:
-    """7.5B parameters on 64 devices under stage 2, the example of the ZeRO paper's Figure 1."""
+    """Return the simulation of 7.5B parameters on 64 devices with ZeRO 2 (ZeRO paper, Figure 1)."""
     suite = "zero_memory"
     simulation = MutatedSimulation(load_suite_of(suite).entry("7.5b-z2-n64").experiment, suite)
     simulation.record(NONE)
@@ -66,7 +66,7 @@ def stage_2() -> MutatedSimulation:
 @pytest.mark.parametrize(
     ("name", "metric", "expected"),
     [
-        # 2 bytes of parameters, and 2 + 12 bytes of gradients and optimizer states over the devices.
+        # 2 bytes a parameter; 2 + 12 bytes of gradients and optimizer states, partitioned over the devices.
         ("", "memory.states_bytes", 2 * PSI + 14 * PSI / ND),
         ("fp32 gradients", "memory.states_bytes", 2 * PSI + 16 * PSI / ND),
         ("no master copy", "memory.states_bytes", 2 * PSI + 10 * PSI / ND),
@@ -80,7 +80,7 @@ def stage_2() -> MutatedSimulation:
         ("parameters not gathered", "comm.sent_bytes", 2 * PSI * (1 - 1 / ND)),
     ],
 )
-def test_a_mutation_changes_its_term(
+def test_mutation_changes_the_model_states_or_the_traffic(
     stage_2: MutatedSimulation, name: str, metric: str, expected: float
 ) -> None:
     record = stage_2.record(BY_NAME[name])
@@ -89,20 +89,20 @@ def test_a_mutation_changes_its_term(
 
 
 @pytest.mark.parametrize("name", ["half the bandwidth between nodes", "no overlap", "slower kernels"])
-def test_a_mutation_of_time_makes_the_step_slower(stage_2: MutatedSimulation, name: str) -> None:
+def test_mutation_of_time_makes_the_step_slower(stage_2: MutatedSimulation, name: str) -> None:
     record = stage_2.record(BY_NAME[name])
     assert record is not None
     assert record.metrics["step_seconds.median"] > 1.01 * stage_2.base["step_seconds.median"]
 
 
-def test_a_mutation_that_changes_nothing_makes_no_record(stage_2: MutatedSimulation) -> None:
-    """One stage, without tensor parallelism: neither a bubble nor collectives of a layer."""
+def test_mutation_of_an_unused_feature_has_no_record(stage_2: MutatedSimulation) -> None:
+    """The experiment has one pipeline stage and no tensor parallelism."""
     assert stage_2.record(BY_NAME["double bubble"]) is None
     assert stage_2.record(BY_NAME["no tensor-parallel collective in backward"]) is None
 
 
 @pytest.mark.slow
-def test_the_pinned_part_of_the_table_is_that_of_this_tree() -> None:
+def test_table_has_the_verdicts_of_the_current_simulator() -> None:
     ledger = committed.ledger()
     ledger = replace(ledger, claims=tuple(one for one in ledger.claims if one.id in PINNED))
     with Workers(1) as workers:

@@ -1,4 +1,4 @@
-"""Claims judged by one device: a search as one rank of N, kernels compared, and reference records of other machines."""
+"""Tests of claims that one device tests: limits of one rank of N, kernels, and records of reference machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from repro.config import Experiment, Layout, Model, Training, models
 from repro.results.reference_records import ReferenceFile
 from repro.results.schema import ComparisonRecord, Record, Side
 from tests import committed
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.claims.test_judge import HEAD
 from tests.records import fit_record, made_up
 
@@ -38,7 +38,7 @@ def measured(claim: str, label: str, *records: Record, files: tuple[ReferenceFil
     return finding
 
 
-def test_a_limit_is_judged_by_one_rank_and_says_so() -> None:
+def test_search_of_one_rank_decides_a_limit() -> None:
     found = measured(LIMIT, "text", fit_record())
     assert (found.verdict, found.text) == (REPRODUCED, "1.498B")
     assert found.scale_label == "one rank of 64, on NVIDIA V100"
@@ -67,7 +67,7 @@ def test_a_limit_is_judged_by_one_rank_and_says_so() -> None:
         {"system": "local"},
     ],
 )
-def test_another_search_does_not_answer(change: dict[str, Any]) -> None:
+def test_search_with_another_condition_is_ignored(change: dict[str, Any]) -> None:
     found = measured(LIMIT, "text", fit_record(**change))
     assert found.verdict == NOT_RUN
     assert (
@@ -77,22 +77,22 @@ def test_another_search_does_not_answer(change: dict[str, Any]) -> None:
     assert "--hidden 1600 --micro-batch 1 --memory-limit 32GB`" in found.reason
 
 
-def test_a_process_for_every_rank_is_the_published_scale() -> None:
+def test_search_with_all_ranks_has_the_published_scale() -> None:
     found = measured(LIMIT, "text", replace(fit_record(), one_rank=False, rank=None, collectives="data"))
     assert found.scale_label == "published scale, on NVIDIA V100"
 
 
-def test_a_card_of_32_gib_is_a_card_of_32_gb() -> None:
+def test_memory_limit_of_32_gib_matches_32_gb() -> None:
     assert measured(LIMIT, "text", fit_record(limit_bytes=32 * 2**30)).verdict == REPRODUCED
 
 
-def test_a_much_larger_or_smaller_limit_is_not_reproduced() -> None:
+def test_limit_far_from_the_published_one_is_not_reproduced() -> None:
     assert measured(LIMIT, "measured (Table 2)", fit_record(layers=49)).verdict == NOT_REPRODUCED
     assert measured(LIMIT, "text", fit_record(layers=30)).verdict == NOT_REPRODUCED
 
 
 @pytest.mark.parametrize(("zero", "size"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_model_states_are_those_of_one_rank(zero: int, size: float) -> None:
+def test_model_states_of_one_rank_are_measured(zero: int, size: float) -> None:
     states = {"parameters": int(size * 5e8), "gradients": 0, "optimizer": int(size * 5e8)}
     fit = fit_record(zero=zero, cb=True, states=states, model=models.load_model("table1-7.5b"))
     label = ("baseline DP", "P_os", "P_os+g", "P_os+g+p")[zero]
@@ -107,15 +107,15 @@ def run(
 ) -> Record:
     model = Model(name="m", layers=48, hidden=1600, heads=25, vocab=50304, seq=1024)
     layout = Layout(micro_batch=8, global_batch=16, precision="bf16", kernels=kernels)
-    made = Experiment(name=kernels, model=model, layout=layout, training=Training(), system=system)
-    conditions, metrics = made.as_dict(), {"samples_per_s": speed}
+    experiment = Experiment(name=kernels, model=model, layout=layout, training=Training(), system=system)
+    conditions, metrics = experiment.as_dict(), {"samples_per_s": speed}
     return made_up(kernels, suite=suite, experiment=conditions, metrics=metrics, **keys)
 
 
 KERNELS = ("repro-kernels", "vocabulary padded to 50,304")
 
 
-def test_kernels_are_compared_by_runs_that_differ_in_nothing_else() -> None:
+def test_compared_kernel_runs_differ_only_in_their_kernels() -> None:
     pair = [run("fused", 47.0), run("reference", 40.0)]
     found = measured(*KERNELS, *pair)
     assert (found.verdict, found.value) == (REPRODUCED, 1.175)
@@ -129,9 +129,9 @@ def test_kernels_are_compared_by_runs_that_differ_in_nothing_else() -> None:
         assert measured(*KERNELS, pair[0], other).verdict == NOT_RUN
 
 
-def test_kernels_that_took_turns_have_an_interval() -> None:
+def test_interleaved_kernels_have_an_interval() -> None:
     sides = [Side(name=name, key=name) for name in ("reference", "fused")]
-    turns = ComparisonRecord(
+    interleaved = ComparisonRecord(
         suite="one_gpu",
         name="x",
         baseline=sides[0],
@@ -142,11 +142,11 @@ def test_kernels_that_took_turns_have_an_interval() -> None:
         high=1.3,
         rounds=3,
     )
-    found = measured(*KERNELS, run("fused", 47.0), run("reference", 40.0), turns)
+    found = measured(*KERNELS, run("fused", 47.0), run("reference", 40.0), interleaved)
     assert (found.value, found.low, found.high) == (1.2, 1.1, 1.3)
 
 
-def test_reference_records_count_until_the_own_machine_has_a_result() -> None:
+def test_reference_records_decide_until_this_machine_has_a_result() -> None:
     files = (reference(fit_record(device="NVIDIA H200")),)
     found = measured(LIMIT, "text", files=files)
     assert (found.verdict, found.is_reference) == (REPRODUCED, True)
@@ -162,8 +162,8 @@ SPEEDS = 'metric("s/a", "speed") / metric("s/b", "speed")'
 RATIO = f"""{{ label = "r", published = "2.0", simulated = {{ value = '{SPEEDS}' }} }}]"""
 
 
-def test_one_value_never_mixes_two_machines(tmp_path: Path) -> None:
-    """The own run of one side and the reference run of the other side are no ratio."""
+def test_value_reads_records_of_one_machine_only(tmp_path: Path) -> None:
+    """A local run of one side and a reference run of the other side give no ratio."""
     (tmp_path / "test.toml").write_text(HEAD + RATIO)
     ledger = load_ledger(tmp_path)
     half = reference(record("b", speed=1.0))
@@ -174,7 +174,7 @@ def test_one_value_never_mixes_two_machines(tmp_path: Path) -> None:
     assert result.basis == "measured, published scale, as measured on NVIDIA A100, 2026-11-26 1/1"
 
 
-def test_the_commands_of_a_claim_create_the_missing_records() -> None:
+def test_device_commands_create_the_missing_records() -> None:
     (fit,) = device_commands(committed.ledger().claim(LIMIT))
     assert fit.text.startswith(
         "repro fit --measure --system local-gpu --gpus 1 --as-rank 0 --of 64 --zero 0 --no-cb"

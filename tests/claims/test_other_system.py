@@ -1,4 +1,4 @@
-"""Claims asked again of a machine of today: the questions are whole, and answers say what records say."""
+"""Tests of the questions whether claims hold on another system, and of their answers from simulations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.time.calibration import PUBLISHED_POINT, UNCALIBRATED
 from tests import committed
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 
 LEDGER = committed.ledger()
 QUESTIONS = load_questions(LEDGER)
@@ -30,24 +30,24 @@ ROW = 'claim = "ds-3p75x-lowbw"\nrow = "throughput over Megatron"\nasks = "?"\n'
 RATIO = """value = 'metric("again/a", "samples_per_s") / metric("again/b", "samples_per_s")'\n"""
 
 
-def test_every_claim_of_speed_and_memory_is_asked_again_or_said_why_not() -> None:
+def test_claims_have_a_question_or_a_reason_against_it() -> None:
     asked = {question.claim for question in QUESTIONS.asked}
     assert asked | QUESTIONS.left_out.keys() == {c.id for c in LEDGER.claims if c.family in QUESTION_FAMILIES}
 
 
-def test_questions_read_the_suite_and_all_of_it() -> None:
+def test_questions_read_all_experiments_of_their_suite() -> None:
     suite = committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml")
-    there = {f"{suite.name}/{entry.experiment.name}" for entry in suite.entries}
+    experiments = {f"{suite.name}/{entry.experiment.name}" for entry in suite.entries}
     read = {
         text
         for question in QUESTIONS.asked
         for text in texts(question.value, question.row.variables)
         if "/" in text
     }
-    assert read == there
+    assert read == experiments
 
 
-def test_what_was_published_is_neither_less_nor_more_than_then() -> None:
+def test_words_do_not_call_the_published_value_different() -> None:
     for question in QUESTIONS.asked:
         if question.words and question.row.printed is not None:
             word = question.word(question.row.printed.value)
@@ -56,7 +56,7 @@ def test_what_was_published_is_neither_less_nor_more_than_then() -> None:
             )
 
 
-def test_a_suite_s_llamas_have_the_sizes_that_they_are_called() -> None:
+def test_llama_models_of_the_suite_have_their_published_sizes() -> None:
     from repro.model.counts import total_parameters
 
     for entry in committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml").entries:
@@ -64,7 +64,7 @@ def test_a_suite_s_llamas_have_the_sizes_that_they_are_called() -> None:
         assert total_parameters(model) == pytest.approx(model.published_params, rel=0.05), model.name
 
 
-def asked(folder: Path, text: str) -> QuestionSet:
+def questions(folder: Path, text: str) -> QuestionSet:
     path = folder / "questions.toml"
     path.write_text(f"[[question]]\n{ROW}{text}")
     return load_questions(LEDGER, path)
@@ -81,37 +81,37 @@ def asked(folder: Path, text: str) -> QuestionSet:
         ('value = \'1\'\n[[left_out]]\nbecause = ""\nclaims = ["ds-3p75x"]', "did you mean ds-3p75x-lowbw"),
     ],
 )
-def test_a_wrong_question_is_one_line(tmp_path: Path, text: str, wrong: str) -> None:
+def test_error_in_a_question_is_one_line(tmp_path: Path, text: str, wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong) as found:
-        asked(tmp_path, text)
+        questions(tmp_path, text)
     assert "questions.toml" in str(found.value)
     assert "\n" not in str(found.value)
 
 
-def test_a_row_that_the_claim_has_not_is_named(tmp_path: Path) -> None:
+def test_error_for_an_unknown_row_lists_the_rows(tmp_path: Path) -> None:
     path = tmp_path / "questions.toml"
     path.write_text('[[question]]\nclaim = "tnlg-throughput"\nrow = "a GPU"\nasks = ""\nvalue = "1"\n')
     with pytest.raises(ConfigError, match=r"row = 'a GPU': must be a row of the claim: per GPU, of 125 TF"):
         load_questions(LEDGER, path)
 
 
-def simulated(name: str, step_s: float = 1.0, outcome: str = "ok", moved: float = 1.0) -> ExperimentRecord:
-    """A step of 100 samples on a system; an unknown makes it `moved` times as long at its high end and in all draws."""
-    moves = [Sensitivity(key="links.nvlink.x", low=1, best=1, high=2, low_s=step_s, high_s=moved * step_s)]
+def simulated(name: str, step_s: float = 1.0, outcome: str = "ok", factor: float = 1.0) -> ExperimentRecord:
+    """Return a step of 100 samples; the high end of an unknown input and all draws multiply its time by `factor`."""
+    moves = [Sensitivity(key="links.nvlink.x", low=1, best=1, high=2, low_s=step_s, high_s=factor * step_s)]
     metrics = {"step_seconds.median": step_s, "samples_per_s": 100 / step_s, "memory.states_bytes": 8e9}
-    made = record(f"again/{name}", outcome=outcome, **metrics)
-    interval = StepInterval(draws=[moved * step_s] * 4, moves=moves)
-    return replace(made, evidence=SIMULATED, interval=interval)
+    simulation = record(f"again/{name}", outcome=outcome, **metrics)
+    interval = StepInterval(draws=[factor * step_s] * 4, moves=moves)
+    return replace(simulation, evidence=SIMULATED, interval=interval)
 
 
 def answer(folder: Path, text: str, *records: ExperimentRecord, system: str = "dgx-h100") -> Answer:
-    (found,) = answer_questions(asked(folder, text).asked, records, systems.load_system_file(system))
+    (found,) = answer_questions(questions(folder, text).asked, records, systems.load_system_file(system))
     return found
 
 
-def test_an_answer_is_of_its_system_with_what_unknowns_leave(tmp_path: Path) -> None:
+def test_answer_has_the_value_and_interval_of_its_system(tmp_path: Path) -> None:
     records = [
-        simulated("a@dgx-h100", 0.5, moved=0.25),
+        simulated("a@dgx-h100", 0.5, factor=0.25),
         simulated("b@dgx-h100"),
         simulated("a@dgx-h200", 9.0),
     ]
@@ -123,22 +123,22 @@ def test_an_answer_is_of_its_system_with_what_unknowns_leave(tmp_path: Path) -> 
     assert simulated_systems(records) == ["dgx-h100", "dgx-h200"]
 
 
-def test_a_value_at_a_threshold_has_the_word_behind_it(tmp_path: Path) -> None:
-    (question,) = asked(tmp_path, 'value = \'1\'\nwords = ["under", 2, "from 2 on"]').asked
+def test_value_at_a_threshold_has_the_following_word(tmp_path: Path) -> None:
+    (question,) = questions(tmp_path, 'value = \'1\'\nwords = ["under", 2, "from 2 on"]').asked
     assert [question.word(value) for value in (1.99, 2.0, 2.01)] == ["under", "from 2 on", "from 2 on"]
 
 
-def test_what_is_not_simulated_or_does_not_fit_has_no_value(tmp_path: Path) -> None:
+def test_answer_has_no_value_without_a_step_that_fits(tmp_path: Path) -> None:
     missing = answer(tmp_path, RATIO, simulated("a@dgx-h100"))
     assert (missing.value, missing.unrecorded, missing.lacks) == (None, True, "b: no record")
     records = simulated("a@dgx-h100"), simulated("b@dgx-h100", outcome="oom")
-    full = answer(tmp_path, RATIO, *records)
-    assert (full.value, full.unrecorded, full.lacks) == (None, False, "b: the step does not fit in memory")
+    oom = answer(tmp_path, RATIO, *records)
+    assert (oom.value, oom.unrecorded, oom.lacks) == (None, False, "b: the step does not fit in memory")
     memory = """value = 'metric("again/b", "memory.states_bytes") / 8e9'"""
-    assert answer(tmp_path, memory, *records).value == 1.0  # what it needs is known
+    assert answer(tmp_path, memory, *records).value == 1.0  # known although the step does not fit
 
 
-def test_the_fastest_of_what_fits(tmp_path: Path) -> None:
+def test_fastest_returns_the_maximum_of_the_steps_that_fit(tmp_path: Path) -> None:
     text = """value = 'fastest("samples_per_s", "again/a", "again/b", "again/c")'"""
     a, c = simulated("a@dgx-h100", 2.0), simulated("c@dgx-h100", 1.0)
     assert answer(tmp_path, text, a, c, simulated("b@dgx-h100", 0.1, outcome="oom")).value == 100.0
@@ -148,7 +148,7 @@ def test_the_fastest_of_what_fits(tmp_path: Path) -> None:
     assert answer(tmp_path, text, a, c).unrecorded
 
 
-def test_the_peak_is_the_system_s(tmp_path: Path) -> None:
+def test_peak_is_the_bf16_peak_of_the_system(tmp_path: Path) -> None:
     text = """value = 'metric("again/a", "samples_per_s") * 989.4e12 / PEAK'"""
     assert answer(tmp_path, text, simulated("a@dgx-h100")).value == pytest.approx(100.0)
     assert answer(tmp_path, text, simulated("a@dgx2"), system="dgx2").lacks.startswith(
@@ -156,8 +156,8 @@ def test_the_peak_is_the_system_s(tmp_path: Path) -> None:
     )
 
 
-def test_it_says_what_the_times_rest_on(tmp_path: Path) -> None:
-    """Of a ratio the weaker of its runs'; of bytes nothing."""
+def test_answer_names_the_weakest_calibration_of_its_steps(tmp_path: Path) -> None:
+    """A value in bytes needs no calibration of time."""
 
     def on_h100(name: str, kernels: str) -> ExperimentRecord:
         model = Model(name="m", layers=2, hidden=16, heads=2, vocab=64, seq=16)

@@ -1,4 +1,4 @@
-"""A predicted time that misses: what unknown numbers leave of it, which of them decides, and how it is counted."""
+"""Tests of the verdict `possible`: ranges of unknown inputs, the deciding input, counts and displays."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from repro.report.text.claims import print_claim_details
 from repro.report.views import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 from tests.claims.test_judge import HEAD
 
 RINGS, LAUNCH = "links.inter-node.rings", "device.time.launch_s"
 
 
 def simulated(name: str, step_s: float, interval: StepInterval | None = None) -> ExperimentRecord:
-    """A step of 100 samples."""
+    """Return a simulated step of 100 samples."""
     metrics = {"step_seconds.median": step_s, "samples_per_s": 100 / step_s}
     return replace(record(name, **metrics), evidence=SIMULATED, interval=interval)
 
 
-def moved(rings: tuple[float, float], launch: tuple[float, float], draws: list[float]) -> StepInterval:
-    """What a step of 10 s takes at the ends of two unknowns."""
-    made = [
+def step_range(rings: tuple[float, float], launch: tuple[float, float], draws: list[float]) -> StepInterval:
+    """Return the interval of a step, with its times at both ends of two unknown inputs."""
+    moves = [
         Sensitivity(key=key, low=1, best=2, high=3, low_s=low, high_s=high)
         for key, (low, high) in ((RINGS, rings), (LAUNCH, launch))
     ]
-    return StepInterval(draws=draws, moves=made)
+    return StepInterval(draws=draws, moves=moves)
 
 
 def judged(
@@ -64,18 +64,18 @@ def only(result: ClaimResult) -> RowResult:
     return row
 
 
-DOUBT = moved((10.0, 5.0), (9.9, 11.0), [5.0, 8.0, 10.0, 12.0])
-"""A rate of 10/s that may be 20/s with more rings, or 8.3/s in some joint draw."""
+WIDE_INTERVAL = step_range((10.0, 5.0), (9.9, 11.0), [5.0, 8.0, 10.0, 12.0])
+"""Interval of a step of 10 s, or 10 samples/s: 20 samples/s with more rings, 8.3 samples/s in one joint draw."""
 
 
 @pytest.mark.parametrize(
     ("published", "bound", "verdict"),
     [
-        ("10.0", "", REPRODUCED),  # the best value
-        ("11.4", "", REPRODUCED),  # in the tolerance of 15 % around what was published
+        ("10.0", "", REPRODUCED),  # the value at the best inputs
+        ("11.4", "", REPRODUCED),  # within 15 % of the published value
         ("15.0", "", POSSIBLE),
         ("20.0", "", POSSIBLE),
-        ("20.1", "", NOT_REPRODUCED),  # no tolerance around what is allowed
+        ("20.1", "", NOT_REPRODUCED),  # the tolerance does not widen the range of the unknown inputs
         ("8.8", "", REPRODUCED),
         ("8.0", "", NOT_REPRODUCED),
         ("19", "over", POSSIBLE),
@@ -83,10 +83,10 @@ DOUBT = moved((10.0, 5.0), (9.9, 11.0), [5.0, 8.0, 10.0, 12.0])
         ("9", "over", REPRODUCED),
     ],
 )
-def test_a_published_value_is_possible_where_some_allowed_value_gives_it(
+def test_published_value_in_the_range_of_unknowns_is_possible(
     tmp_path: Path, published: str, bound: str, verdict: str
 ) -> None:
-    row = only(judged(tmp_path, published, simulated("s/a", 10.0, DOUBT), value=rate(), bound=bound))
+    row = only(judged(tmp_path, published, simulated("s/a", 10.0, WIDE_INTERVAL), value=rate(), bound=bound))
     assert row.verdict == verdict, row.reason
     (finding,) = row.findings
     ends = 100 / 12 + 0.15 * (10 - 100 / 12), 20 - 0.15 * (20 - 12.5)  # 5 and 95 % of four draws
@@ -101,54 +101,52 @@ def test_a_published_value_is_possible_where_some_allowed_value_gives_it(
 
 
 @pytest.mark.parametrize(("published", "bound"), [("15.0", ""), ("20", "over")])
-def test_a_miss_says_its_rule_in_words_and_the_page_says_it_once(
-    tmp_path: Path, published: str, bound: str
-) -> None:
-    result = judged(tmp_path, published, simulated("s/a", 10.0, DOUBT), value=rate(), bound=bound)
-    rule, _, rest = only(result).reason.partition("; ")
-    assert rule == ("printed bound" if bound else "15% (throughput)")
+def test_page_shows_the_tolerance_of_a_miss_once(tmp_path: Path, published: str, bound: str) -> None:
+    result = judged(tmp_path, published, simulated("s/a", 10.0, WIDE_INTERVAL), value=rate(), bound=bound)
+    tolerance, _, rest = only(result).reason.partition("; ")
+    assert tolerance == ("printed bound" if bound else "15% (throughput)")
     assert rest.startswith("the ranges of all unknown inputs give ")
     (shown,) = row_view(only(result), result.claim)["findings"]
-    assert shown["tolerance"].endswith(f": {rule}")
+    assert shown["tolerance"].endswith(f": {tolerance}")
     assert shown["reason"] == rest
 
 
-def test_without_an_interval_a_miss_stays_a_miss_and_has_no_tornado(tmp_path: Path) -> None:
+def test_miss_without_an_interval_is_not_reproduced(tmp_path: Path) -> None:
     result = judged(tmp_path, "15.0", simulated("s/a", 10.0), value=rate())
     row = only(result)
     assert (row.verdict, row.findings[0].low) == (NOT_REPRODUCED, 10.0)
     assert row_view(row, result.claim)["findings"][0]["tornado"] == []
 
 
-def test_where_no_unknown_is_enough_the_two_that_do_most_are_named(tmp_path: Path) -> None:
-    uncertainty = moved((10.0, 8.0), (9.0, 10.0), [7.0] * 4)
+def test_reason_names_two_unknowns_if_none_decides_alone(tmp_path: Path) -> None:
+    uncertainty = step_range((10.0, 8.0), (9.0, 10.0), [7.0] * 4)
     row = only(judged(tmp_path, "14.0", simulated("s/a", 10.0, uncertainty), value=rate()))
     assert row.verdict == POSSIBLE
     assert f"{RINGS} and {LAUNCH} decide" in row.reason
 
 
-def test_both_sides_of_a_ratio_are_taken_in_the_same_case(tmp_path: Path) -> None:
-    """Twice as fast in every draw, however far the rates move; and only an unknown of one side moves the ratio."""
-    both_read = 'metric("s/a", "samples_per_s") / metric("s/b", "samples_per_s")'
-    value = f"simulated = {{ value = '{both_read}', metric = \"ratio\" }}"
-    both = [5.0, 8.0, 10.0, 12.0]
-    ours = simulated("s/a", 10.0, moved((5.0, 12.0), (10.0, 10.0), both))
-    other = simulated("s/b", 20.0, moved((10.0, 24.0), (20.0, 20.0), [2 * step for step in both]))
+def test_ratio_uses_the_same_draw_on_both_sides(tmp_path: Path) -> None:
+    """The ratio is 2 in every draw of both rates. An unknown that affects one side alone changes the ratio."""
+    ratio = 'metric("s/a", "samples_per_s") / metric("s/b", "samples_per_s")'
+    value = f"simulated = {{ value = '{ratio}', metric = \"ratio\" }}"
+    draws = [5.0, 8.0, 10.0, 12.0]
+    ours = simulated("s/a", 10.0, step_range((5.0, 12.0), (10.0, 10.0), draws))
+    other = simulated("s/b", 20.0, step_range((10.0, 24.0), (20.0, 20.0), [2 * step for step in draws]))
     row = only(judged(tmp_path, "3.0", ours, other, value=value))
     assert (row.verdict, row.findings[0].low, row.findings[0].high) == (NOT_REPRODUCED, 2.0, 2.0)
-    alone = simulated("s/b", 20.0, moved((10.0, 24.0), (20.0, 30.0), [2 * step for step in both]))
-    row = only(judged(tmp_path, "3.0", ours, alone, value=value))
+    one_sided = simulated("s/b", 20.0, step_range((10.0, 24.0), (20.0, 30.0), [2 * step for step in draws]))
+    row = only(judged(tmp_path, "3.0", ours, one_sided, value=value))
     assert row.verdict == POSSIBLE
     assert f"{LAUNCH} decides" in row.reason
 
 
-def test_possible_is_a_verdict_of_its_own_in_every_count(tmp_path: Path) -> None:
+def test_possible_values_have_a_separate_count(tmp_path: Path) -> None:
     rows = ",\n".join(
         f'{{ label = "{name}", published = "{value}", {rate(f"s/{name}")} }}'
         for name, value in (("a", "10.0"), ("b", "15.0"))
     )
     (tmp_path / "claims.toml").write_text(HEAD + rows + "]\n")
-    records = [simulated(f"s/{name}", 10.0, DOUBT) for name in "ab"]
+    records = [simulated(f"s/{name}", 10.0, WIDE_INTERVAL) for name in "ab"]
     (result,) = judge(load_ledger(tmp_path), records)
     assert (result.verdict, result.basis) == (POSSIBLE, "simulated 1/2")
     assert result.disagreements == ()
@@ -163,26 +161,24 @@ def test_possible_is_a_verdict_of_its_own_in_every_count(tmp_path: Path) -> None
     assert why(result).startswith("1 of 2 values agree; unknown inputs explain 1 more")
 
 
-def test_to_become_possible_is_better_than_a_miss_and_worse_than_a_success() -> None:
+def test_possible_ranks_between_reproduced_and_not_reproduced() -> None:
     assert _judge_verdicts(REPRODUCED, POSSIBLE) == WORSE == _judge_verdicts(POSSIBLE, NOT_REPRODUCED)
     assert _judge_verdicts(NOT_REPRODUCED, POSSIBLE) == BETTER == _judge_verdicts(POSSIBLE, REPRODUCED)
     assert _judge_verdicts(POSSIBLE, POSSIBLE) == SAME == _judge_verdicts(NOT_COMPARABLE, POSSIBLE)
 
 
-def test_a_tornado_has_the_unknowns_that_move_a_value_most_as_parts_of_the_widest_span(
-    tmp_path: Path,
-) -> None:
-    """Rings: 10 to 20/s; launch: 10.1 to 9.09/s; so all bars lie between 9.09 and 20."""
-    result = judged(tmp_path, "15.0", simulated("s/a", 10.0, DOUBT), value=rate())
+def test_tornado_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) -> None:
+    """Rings give 10 to 20 samples/s and launch 10.1 to 9.09, so the axis extends from 9.09 to 20."""
+    result = judged(tmp_path, "15.0", simulated("s/a", 10.0, WIDE_INTERVAL), value=rate())
     (finding,) = only(result).findings
     (shown,) = row_view(only(result), result.claim)["findings"]
     rings, launch = shown["tornado"]
     assert (rings["key"], launch["key"]) == (RINGS, LAUNCH)
-    full = 20 - 100 / 11
-    assert rings["left"] == rings["best"] == pytest.approx(100 * (10 - 100 / 11) / full, abs=0.1)
+    axis = 20 - 100 / 11
+    assert rings["left"] == rings["best"] == pytest.approx(100 * (10 - 100 / 11) / axis, abs=0.1)
     assert rings["left"] + rings["width"] == pytest.approx(100)
     assert launch["left"] == 0
-    assert launch["width"] == pytest.approx(100 * (100 / 9.9 - 100 / 11) / full, abs=0.1)
+    assert launch["width"] == pytest.approx(100 * (100 / 9.9 - 100 / 11) / axis, abs=0.1)
     spans = 10, 100 / 9.9 - 100 / 11
     assert rings["share"] == f"{100 * spans[0] / sum(spans):.1f} %"
     assert (rings["least"], rings["most"], launch["least"]) == ("10", "20", "9.09")
@@ -195,23 +191,23 @@ def test_a_tornado_has_the_unknowns_that_move_a_value_most_as_parts_of_the_wides
     assert finding.deciding == (RINGS,)
 
 
-def test_a_tornado_leaves_out_what_decides_nothing() -> None:
-    """Less than a fiftieth of what all of them move together."""
+def test_tornado_omits_unknowns_with_a_small_effect() -> None:
+    """The effect of `launch` is less than 2 % of the sum of all effects."""
     uncertainty = InputUncertainty(
         1.0, 3.0, 1.0, 3.0, 2.0, {"rings": (1.0, 3.0), "pcie": (2.0, 2.06), "launch": (2.0, 2.02)}
     )
     assert [bar["key"] for bar in tornado(uncertainty)] == ["rings", "pcie"]
 
 
-def test_a_claim_on_a_terminal_says_what_moves_its_values_most(tmp_path: Path) -> None:
-    """Only where something does."""
-    message = {}
-    for name, interval in (("open", DOUBT), ("certain", None)):
+def test_terminal_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) -> None:
+    """A value without an interval has no such line."""
+    output = {}
+    for name, interval in (("wide", WIDE_INTERVAL), ("exact", None)):
         console = Console(file=io.StringIO(), width=140, highlight=False)
         result = judged(tmp_path, "15.0", simulated("s/a", 10.0, interval), value=rate())
         print_claim_details(result, load_ledger(tmp_path), console)
         assert isinstance(console.file, io.StringIO)
-        message[name] = [line.split() for line in console.file.getvalue().splitlines()]
-    assert ["x", RINGS, "10", "20", "90.8", "%"] in message["open"]
-    assert [LAUNCH, "10.1", "9.09", "9.2", "%"] in message["open"]
-    assert not any("moves" in line for line in message["certain"])
+        output[name] = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["x", RINGS, "10", "20", "90.8", "%"] in output["wide"]
+    assert [LAUNCH, "10.1", "9.09", "9.2", "%"] in output["wide"]
+    assert not any("moves" in line for line in output["exact"])

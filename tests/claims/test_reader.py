@@ -1,4 +1,4 @@
-"""Ledger files with mistakes: one line that names file, claim, key, value and what would be right."""
+"""Tests of reading ledger files: errors name file, claim, key, value and the accepted values in one line."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def read(folder: Path, text: str) -> Ledger:
     return load_ledger(folder)
 
 
-def test_a_sound_file_is_read(tmp_path: Path) -> None:
-    read(tmp_path, SOUND)
+def test_valid_file_is_read(tmp_path: Path) -> None:
+    read(tmp_path, VALID)
 
 
-SOUND = HEAD + CLAIM + ROW
+VALID = HEAD + CLAIM + ROW
 TABLE = """[[claim.table]]
 keys = ["a"]
 columns = ["a", "b"]
@@ -54,7 +54,7 @@ MEASURED = (
 )
 
 MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
-    # what a person changed in the sound file: (before, after), and what the line must say
+    # Change of the valid file (before, after), and the parts that the error must contain.
     "unknown key in a file": (('title = "Test"', 'titel = "Test"'), ["titel", "did you mean title?"]),
     "no title": (('title = "Test"', ""), ["title", "is missing"]),
     "no claims": ((CLAIM + ROW, ""), ["ledger files"]),
@@ -84,11 +84,11 @@ MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
         ("label", 'calibrates = "a name", label'),
         ["rows[x]", "calibrates = 'a name'", "simulated"],
     ),
-    "a blind prediction without its day": (
+    "a blind prediction without its date": (
         ("label", """blind = "2.1", simulated = { value = 'metric("s/e", "m")' }, label"""),
         ["predicted_blind = ''", "2026-11-22 at 1c75963"],
     ),
-    "a day without a blind prediction": (
+    "a date without a blind prediction": (
         ('unit = "GB"', 'unit = "GB"\npredicted_blind = "2026-11-22 at 1c75963"'),
         ["predicted_blind", "empty without them"],
     ),
@@ -99,8 +99,8 @@ MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
     "unknown formula": (("2 * GB", "max_parms(1)"), ["rows[x].analytic", "did you mean max_params?"]),
     "not arithmetic": (("2 * GB", "().__class__"), ["rows[x].analytic", "is not arithmetic"]),
     "record in a closed form": (("2 * GB", "metric('a/b', 'c')"), ["unknown function metric"]),
-    "words with a value": (('published = "2",', 'published = "two",'), ["published = 'two'", "a number"]),
-    "points of gigabytes": (
+    "text for a number": (('published = "2",', 'published = "two",'), ["published = 'two'", "a number"]),
+    "share in gigabytes": (
         ("label", 'metric = "share", label'),
         ["rows[x].unit = 'GB'", "% with metric share, whose tolerance is in percentage points"],
     ),
@@ -114,10 +114,10 @@ MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(tmp_path: Path, mistake: str) -> None:
+def test_error_of_a_mistake_is_one_line(tmp_path: Path, mistake: str) -> None:
     edit, parts = MISTAKES[mistake]
-    text = SOUND.replace(*edit)
-    assert text != SOUND
+    text = VALID.replace(*edit)
+    assert text != VALID
     with pytest.raises(ConfigError) as error:
         read(tmp_path, text)
     line = str(error.value)
@@ -127,13 +127,13 @@ def test_a_mistake_is_one_line(tmp_path: Path, mistake: str) -> None:
         assert part in line
 
 
-def test_a_whole_number_is_taken_where_a_decimal_is_meant(tmp_path: Path) -> None:
-    ledger = read(tmp_path, SOUND.replace("label", "error = 1, label"))
+def test_integer_is_accepted_for_a_float(tmp_path: Path) -> None:
+    ledger = read(tmp_path, VALID.replace("label", "error = 1, label"))
     assert [row.error for row in ledger.claims[0].rows] == [1.0]
 
 
-def test_how_far_blind_predictions_were_off_is_the_median_of_the_rows_that_have_one(tmp_path: Path) -> None:
-    """By hand: 10 % too low, 20 % and 30 % too high."""
+def test_claim_shows_the_median_error_of_its_blind_predictions(tmp_path: Path) -> None:
+    """The errors are -10 %, +20 % and +30 %."""
     blind = """{{ label = "{0}", published = "2", blind = "{0}", simulated = {{ value = 'metric("s/e", "m")' }} }}, """
     rows = "".join(map(blind.format, ("1.8", "2.4", "2.6"))) + "{ label"
     claim = CLAIM + 'predicted_blind = "2026-11-22 at 1c75963"\n'
@@ -141,10 +141,10 @@ def test_how_far_blind_predictions_were_off_is_the_median_of_the_rows_that_have_
     assert ledger.claims[0].prediction == (
         "predicted blind on 2026-11-22 at 1c75963: 3 values, median error 20.0%"
     )
-    assert not read(tmp_path, SOUND).claims[0].prediction
+    assert not read(tmp_path, VALID).claims[0].prediction
 
 
-def test_notes_of_a_table_belong_to_a_line_or_to_one_of_its_values(tmp_path: Path) -> None:
+def test_table_notes_apply_to_a_line_or_one_value(tmp_path: Path) -> None:
     table = TABLE.replace('"b"]', '"b", "c", "note", "c note"]').replace('"b" }]', '"b" }, { column = "c" }]')
     (tmp_path / "test.toml").write_text(HEAD + CLAIM + table.replace('"1"]', '"1", "2", "both", "only c"]'))
     notes = {row.label: row.note for row in load_ledger(tmp_path).claim("a-claim").rows}
@@ -152,15 +152,13 @@ def test_notes_of_a_table_belong_to_a_line_or_to_one_of_its_values(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("key", "unit"), [("", "GB"), ('unit = "", ', ""), ('unit = "s", ', "s")])
-def test_a_row_without_a_unit_is_not_a_row_that_says_nothing_of_it(
-    tmp_path: Path, key: str, unit: str
-) -> None:
-    (tmp_path / "test.toml").write_text(SOUND.replace("label", f"{key}label"))
+def test_row_unit_replaces_the_unit_of_its_claim(tmp_path: Path, key: str, unit: str) -> None:
+    (tmp_path / "test.toml").write_text(VALID.replace("label", f"{key}label"))
     assert load_ledger(tmp_path).claim("a-claim").rows[0].unit == unit
 
 
-def test_a_row_shares_no_document_with_a_number_of_a_system() -> None:
-    """Before, the context of the DGX-2 came from the picture whose numbers a claim tested."""
+def test_tested_row_and_system_must_not_share_a_document() -> None:
+    """A system constant from the document of a claim would make the test of this claim circular."""
     row = next(
         row for row in committed.ledger().claim("ds-zero1-doc-1p5b-8gpu").rows if "reserved" in row.label
     )

@@ -1,4 +1,4 @@
-"""What the ledger reads of evaluations: the newest of these weights' sizes, by this way to score, and no other."""
+"""Tests of claims about quality: the newest evaluation of the same model size, task and scoring protocol decides."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ GPT2 = asdict(models.load_model("gpt2-1.5b"))
 
 
 def scored(
-    way: str, task: str = "lambada", model: dict[str, Any] = GPT2, **metrics: float
+    protocol: str, task: str = "lambada", model: dict[str, Any] = GPT2, **metrics: float
 ) -> EvaluationRecord:
     return EvaluationRecord(
         suite="evaluate",
-        name=f"somebody's-{task}-{way}",
+        name=f"somebody's-{task}-{protocol}",
         model=model,
         weights={"kind": "Hugging Face GPT-2", "files": {}},
         task=task,
-        way={"name": way},
+        way={"name": protocol},
         data={},
         tokenizer={},
         layout={},
@@ -49,7 +49,7 @@ def lambada(*records: Record) -> RowResult:
     return row("tnlg-lambada", "GPT-2 1.5B", *records)
 
 
-def test_without_a_record_the_command_is_reported() -> None:
+def test_reason_of_a_missing_record_names_the_command() -> None:
     found = lambada()
     assert found.verdict == NOT_RUN
     assert (
@@ -60,20 +60,20 @@ def test_without_a_record_the_command_is_reported() -> None:
     assert [command.text.split()[7] for command in evaluation_commands(claim)] == ["megatron", "gpt2"]
 
 
-def test_weights_that_nobody_has_stay_not_comparable_until_they_are_scored() -> None:
+def test_unreleased_weights_are_not_comparable_without_a_record() -> None:
     assert row("tnlg-lambada", "Turing-NLG 17B").verdict == NOT_COMPARABLE
-    theirs = scored("megatron", model=asdict(models.load_model("turing-nlg-17b")), accuracy=0.6798)
-    assert row("tnlg-lambada", "Turing-NLG 17B", theirs).verdict == REPRODUCED
+    evaluation = scored("megatron", model=asdict(models.load_model("turing-nlg-17b")), accuracy=0.6798)
+    assert row("tnlg-lambada", "Turing-NLG 17B", evaluation).verdict == REPRODUCED
 
 
 @pytest.mark.parametrize(("accuracy", "verdict"), [(0.6324, REPRODUCED), (0.5266, NOT_REPRODUCED)])
-def test_the_filtered_share_is_held_against_the_published_one(accuracy: float, verdict: str) -> None:
+def test_filtered_accuracy_is_compared_with_the_published_one(accuracy: float, verdict: str) -> None:
     found = lambada(scored("gpt2", accuracy=0.1, accuracy_filtered=accuracy))
     assert found.verdict == verdict
     assert found.basis == "measured, published scale"
 
 
-def test_the_newest_counts_and_padding_does_not() -> None:
+def test_newest_record_decides_for_padded_and_unpadded_vocabularies() -> None:
     old = replace(scored("gpt2", accuracy_filtered=0.1), written="2026-01-01T00:00:00Z")
     new = replace(
         scored("gpt2", model={**GPT2, "vocab": 50304, "ffn": 6400}, accuracy_filtered=0.6324),
@@ -94,17 +94,17 @@ def test_the_newest_counts_and_padding_does_not() -> None:
         scored("gpt2", model={**GPT2, "experts": 8}, accuracy_filtered=0.6324),
     ],
 )
-def test_another_way_task_model_or_outcome_does_not_count(other: EvaluationRecord) -> None:
+def test_evaluation_of_another_protocol_task_or_model_is_ignored(other: EvaluationRecord) -> None:
     assert lambada(other).verdict == NOT_RUN
 
 
-def test_a_metric_that_is_missing_or_no_number_is_named() -> None:
-    worded = replace(scored("gpt2"), metrics={"accuracy.filtered": "63.24"})  # type: ignore[dict-item]
-    assert "no metric accuracy.filtered" in lambada(worded).findings[0].reason
+def test_reason_names_a_metric_that_is_missing_or_text() -> None:
+    text = replace(scored("gpt2"), metrics={"accuracy.filtered": "63.24"})  # type: ignore[dict-item]
+    assert "no metric accuracy.filtered" in lambada(text).findings[0].reason
     assert "no metric accuracy.filtered" in lambada(scored("gpt2", accuracy=0.5)).findings[0].reason
 
 
-def test_the_texts_own_counts_are_exact() -> None:
+def test_token_and_word_counts_must_be_equal() -> None:
     right = scored("megatron", "wikitext103", tokens=270_329, words=245_566)
     for label in ("tokens T of the test set", "original tokens To"):
         assert row("meg1-quality", label, right).verdict == REPRODUCED
@@ -112,7 +112,7 @@ def test_the_texts_own_counts_are_exact() -> None:
     assert row("meg1-quality", "tokens T of the test set", wrong).verdict == NOT_REPRODUCED
 
 
-def test_a_record_comes_back_from_a_store(tmp_path: Path) -> None:
+def test_evaluation_record_is_equal_after_a_store(tmp_path: Path) -> None:
     record = scored("gpt2", accuracy=0.5)
     with Store(tmp_path) as store:
         store.append(record)

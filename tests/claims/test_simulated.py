@@ -1,4 +1,4 @@
-"""Simulated evidence: what its records may say, limits found among experiments, and the paper's own digits."""
+"""Tests of simulated evidence: functions on records, limits among experiments, and the digits of the papers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from repro.config import Experiment, Layout, Model
 from repro.launch.simulated import simulate_experiment, simulated_system
 from repro.results.schema import ExperimentRecord
 from tests import committed
-from tests.claims import made_up
+from tests.claims.constructed_records import record as constructed
 from tests.records import changed
 
 LEDGER = committed.ledger()
@@ -32,7 +32,7 @@ def record(
     model = Model(name="m", layers=2, hidden=16, heads=16, vocab=64, seq=16, published_params=size)
     layout = Layout(tp={"a": 2, "b": 4, "c": 8}.get(name, 1) if differ == "tp" else 1)
     conditions = Experiment(name=name, model=model, layout=layout).as_dict()
-    return changed(made_up.record(name, outcome=outcome, **metrics), evidence=evidence, experiment=conditions)
+    return changed(constructed(name, outcome=outcome, **metrics), evidence=evidence, experiment=conditions)
 
 
 def call(name: str, *arguments: str, of: list[ExperimentRecord], kind: str = "simulated") -> Any:
@@ -43,7 +43,7 @@ def limit(*outcomes: str, differ: str = "size") -> list[ExperimentRecord]:
     return [record(name, outcome, differ=differ) for name, outcome in zip("abc", outcomes, strict=True)]
 
 
-def test_needs_are_known_where_it_does_not_fit() -> None:
+def test_simulated_peak_memory_of_an_oom_step_is_readable() -> None:
     records = [record("a", "oom", **{"memory.peak_bytes": 7}), record("b", "oom", "measured", x=1)]
     assert call("metric", "s/a", "memory.peak_bytes", of=records) == 7
     with pytest.raises(
@@ -54,7 +54,7 @@ def test_needs_are_known_where_it_does_not_fit() -> None:
         call("metric", "s/b", "x", of=records, kind="measured")
 
 
-def test_a_failure_says_where_and_at_what() -> None:
+def test_failure_reports_phase_and_memory() -> None:
     (failed,) = simulated("zero_memory", "fig4-dp-1.5b-batch1")
     names = ("phase", "allocated_bytes", "reserved_bytes")
     found = [call("failure", failed.label, name, of=[failed]) for name in names]
@@ -67,18 +67,18 @@ def test_a_failure_says_where_and_at_what() -> None:
         call("failure", failed.label, "place", of=[failed])
 
 
-def test_ddps_copies_decide_whether_1p5b_fits() -> None:
-    """1.4B fits a V100 beside them and 1.5B does not, which it would without (ZERO3 p.2, DS-FEB20 README)."""
+def test_ddp_bucket_copies_decide_whether_1p5b_fits() -> None:
+    """On a V100, 1.4B fits with the copies; 1.5B fits only without the copies (ZERO3 p.2, DS-FEB20 README)."""
     suite = committed.suite(Path(__file__).parents[2] / "suites/zero_memory.toml")
-    ended = {}
+    outcomes = {}
     for name in ("dp-mp1-1.4b", "dp-mp1-1.5b"):
         for view in (False, True):
             experiment = suite.entry(name).experiment
             assert not experiment.layout.gradient_as_bucket_view
             layout = dataclasses.replace(experiment.layout, gradient_as_bucket_view=view)
             experiment = dataclasses.replace(experiment, layout=layout)
-            ended[name, view] = simulate_experiment(experiment, simulated_system(experiment), "s").outcome
-    assert ended == {
+            outcomes[name, view] = simulate_experiment(experiment, simulated_system(experiment), "s").outcome
+    assert outcomes == {
         ("dp-mp1-1.4b", False): "ok",
         ("dp-mp1-1.4b", True): "ok",
         ("dp-mp1-1.5b", False): "oom",
@@ -86,7 +86,7 @@ def test_ddps_copies_decide_whether_1p5b_fits() -> None:
     }
 
 
-def test_one_kind_of_evidence_does_not_stand_for_the_other() -> None:
+def test_simulated_and_measured_records_are_separate() -> None:
     both = [record("a", memory=1.0), record("a", "oom", "measured")]
     assert call("outcome", "s/a", of=both) == "ok"
     assert call("outcome", "s/a", of=both, kind="measured") == "oom"
@@ -104,7 +104,7 @@ def test_one_kind_of_evidence_does_not_stand_for_the_other() -> None:
         (("ok", "ok", "ok"), None, None),
     ],
 )
-def test_limits_lie_between_what_fits_and_what_does_not(
+def test_limit_needs_an_experiment_that_does_not_fit(
     outcomes: tuple[str, ...], largest: float | None, smallest: float | None
 ) -> None:
     names = ("s/c", "s/a", "s/b")
@@ -122,8 +122,8 @@ def test_limits_lie_between_what_fits_and_what_does_not(
             call(function, setting, *names, of=of)
 
 
-def test_what_differs_in_something_else_as_well_is_no_search() -> None:
-    """Before, a largest model was found among runs of other batches and other shapes."""
+def test_search_needs_experiments_that_differ_in_one_setting() -> None:
+    """Experiments of a search for the largest model must have equal batches."""
     small, large = record("a"), record("c", "oom")
     conditions = dataclasses.replace(large.experiment, layout=Layout(micro_batch=2)).as_dict()
     assert call("largest", "model.published_params", "s/a", "s/c", of=[small, large]) == 1e9
@@ -134,8 +134,8 @@ def test_what_differs_in_something_else_as_well_is_no_search() -> None:
         call("largest", "model.published_params", "s/a", "s/c", of=[small, other])
 
 
-def test_a_degree_of_one_is_the_smallest_that_there_is() -> None:
-    """Where it fits, nothing below it could have been tried."""
+def test_smallest_degree_may_be_one() -> None:
+    """Degree 1 needs no experiment with a smaller degree that does not fit."""
     one = [record(name, "ok", differ="tp") for name in ("one", "a")]
     assert call("setting", "s/one", "layout.tp", of=one) == 1
     assert call("smallest", "layout.tp", "s/one", "s/a", of=one) == 1
@@ -143,8 +143,8 @@ def test_a_degree_of_one_is_the_smallest_that_there_is() -> None:
         call("largest", "layout.tp", "s/one", of=one[:1])
 
 
-def test_a_model_of_longer_sequences_is_no_search_for_the_largest() -> None:
-    """Before, the sequence of a model counted as a part of it, and that of the training was zero in both."""
+def test_search_for_the_largest_model_needs_equal_sequence_lengths() -> None:
+    """The sequence length of a model counts as a condition of the training, not as the size of the model."""
     small, large = record("a"), record("c", "oom")
     longer = dataclasses.replace(large.experiment.model, seq=32)
     conditions = dataclasses.replace(large.experiment, model=longer).as_dict()
@@ -158,19 +158,19 @@ def test_a_model_of_longer_sequences_is_no_search_for_the_largest() -> None:
         )
 
 
-def test_what_was_not_simulated_is_missing_not_unfit() -> None:
+def test_missing_simulation_does_not_count_as_out_of_memory() -> None:
     with pytest.raises(Missing, match="s/c: no record"):
         call("largest", "model.published_params", "s/a", "s/c", of=limit("ok", "ok", "oom")[:1])
 
 
-def test_names_put_together_lead_to_their_experiments() -> None:
+def test_experiment_names_are_formatted_from_table_columns() -> None:
     claim = LEDGER.claim("zero-table1-per-device-memory")
     row = next(row for row in claim.rows if row.label == "DP 64: 1T P_os+g")
     (evidence,) = (e for e in row.evidence if e.kind == "simulated")
     assert experiments_read(evidence.value, row.variables) == ["zero_memory/1t-z2-n64"]
 
 
-def test_what_is_missing_says_how_to_simulate_it() -> None:
+def test_reason_of_a_missing_simulation_names_its_command() -> None:
     result = judge_claim(LEDGER.claim("zero-fig1-7p5b"), Records([]))
     finding = next(f for f in result.rows[0].findings if f.kind == "simulated")
     assert finding.verdict == NOT_RUN
@@ -183,15 +183,15 @@ def simulated(suite: str, *names: str) -> list[ExperimentRecord]:
     return [simulate_experiment(experiment, simulated_system(experiment), suite) for experiment in found]
 
 
-def test_table_1_comes_out_with_the_papers_own_digits() -> None:
-    """A cell of every stage and size, rounded or truncated as the paper does it; `make smoke` has all 54."""
+def test_simulated_table_1_has_the_digits_of_the_paper() -> None:
+    """The test has one cell of every stage and size, rounded or truncated as in the paper; `make smoke` has all 54."""
     names = (
         *("7.5b-z1-n4", "7.5b-z2-n4", "7.5b-z3-n1024", "128b-z1-n1024", "128b-z2-n1024", "128b-z3-n64"),
         *("1t-z1-n64", "1t-z2-n256", "1t-z3-n256"),
     )
     records = simulated("zero_memory", *names)
     result = judge_claim(LEDGER.claim("zero-table1-per-device-memory"), Records(records))
-    seen = 0
+    compared = 0
     for row in result.rows:
         for finding in row.findings:
             if finding.kind == "simulated" and finding.decided:
@@ -200,21 +200,21 @@ def test_table_1_comes_out_with_the_papers_own_digits() -> None:
                 rule = accepted_range(row.row.printed, "exact", closed_form=True)
                 assert finding.verdict == REPRODUCED
                 assert rule.meets(value, value), (row.row.label, value)
-                seen += 1
-    assert seen == len(names)
+                compared += 1
+    assert compared == len(names)
 
 
-KNOWN = {
+PACKAGED = {
     f"{suite.name}/{entry.experiment.name}": entry.experiment
     for suite in (committed.suite(path) for path in (Path(__file__).parents[2] / "suites").glob("*.toml"))
     for entry in suite.entries
 }
 
 
-def made(fit: Collection[str], names: Collection[str]) -> list[ExperimentRecord]:
-    """Records of experiments that suites have, of which these fit."""
+def records_of(fit: Collection[str], names: Collection[str]) -> list[ExperimentRecord]:
+    """Return the records of packaged experiments; those in `fit` fit, and the others end out of memory."""
     return [
-        changed(record(name, "ok" if name in fit else "oom"), experiment=KNOWN[name].as_dict())
+        changed(record(name, "ok" if name in fit else "oom"), experiment=PACKAGED[name].as_dict())
         for name in names
     ]
 
@@ -232,26 +232,26 @@ SEARCHES = sorted(
 
 
 @pytest.mark.parametrize("search", SEARCHES, ids=" ".join)
-def test_every_search_of_the_ledger_could_have_come_out_otherwise(search: tuple[str, ...]) -> None:
-    """Its experiments differ in the setting alone, and what the limit is depends on which of them fit."""
+def test_result_of_a_ledger_search_depends_on_its_experiments(search: tuple[str, ...]) -> None:
+    """The experiments differ in the setting alone, and each of them gives another limit if it alone fits."""
     function, setting, *names = search
-    of = made((), names)
+    of = records_of((), names)
     by_setting = sorted({call("setting", name, setting, of=of): name for name in names}.items())
     if function == "smallest":
         by_setting.reverse()
     assert len(by_setting) > 1
     least, end = by_setting[-1]
-    if (function, least) == ("smallest", 1):  # nothing is below it
-        assert call(function, setting, *names, of=made(names, names)) == 1
+    if (function, least) == ("smallest", 1):  # no degree is below 1
+        assert call(function, setting, *names, of=records_of(names, names)) == 1
     else:
         with pytest.raises(Missing, match="the step fits, so the"):
-            call(function, setting, *names, of=made(names, names))
-    limits = [call(function, setting, *names, of=made((fits,), names)) for _, fits in by_setting[:-1]]
+            call(function, setting, *names, of=records_of(names, names))
+    limits = [call(function, setting, *names, of=records_of((fits,), names)) for _, fits in by_setting[:-1]]
     assert limits == [value for value, name in by_setting if name != end]
 
 
 SHAPE = {"model.name", "model.layers", "model.hidden"}
-RULES = {
+RULE_SETTINGS = {
     "efficiency with the sequence": {"training.seq"},
     "efficiency with fewer layers and more width, 40B": SHAPE,
     "efficiency with fewer layers and more width, 60B": SHAPE,
@@ -262,27 +262,27 @@ RULES = {
         *("training.seq", "layout.micro_batch", "layout.global_batch"),
     },
 }
-"""What differs within the sweep that tests a rule of Yuan."""
+"""Settings that differ within the sweep for each design rule of Yuan 1.0."""
 
 
-def test_each_of_yuans_rules_is_tested_by_what_it_is_about() -> None:
-    """Before, the 60B of fewer layers had twice the heads as well."""
+def test_sweep_of_a_yuan_rule_changes_only_its_setting() -> None:
+    """For example, the wider 60B model has the same number of heads."""
     rows = {
         row.label: row
         for row in LEDGER.claim("yuan-design-rules").rows
         if row.label != "all-reduces per layer"
     }
-    assert rows.keys() == RULES.keys()
+    assert rows.keys() == RULE_SETTINGS.keys()
     for label, row in rows.items():
         (evidence,) = row.evidence
         names = experiments_read(evidence.value, row.variables)
-        flat = [_flat(KNOWN[name]) for name in names]
+        flat = [_flat(PACKAGED[name]) for name in names]
         differ = {key for key in flat[0] if len({str(one[key]) for one in flat}) > 1}
-        assert differ - {"name", "model.note", "model.source"} == RULES[label], label
+        assert differ - {"name", "model.note", "model.source"} == RULE_SETTINGS[label], label
 
 
 def _flat(experiment: Experiment) -> dict[str, Any]:
-    """Every condition under its name: `layout.tp`."""
+    """Return the conditions of an experiment by name, such as `layout.tp`."""
     parts = {"name": experiment.name}
     for part in ("model", "layout", "training"):
         fields = dataclasses.asdict(getattr(experiment, part))
@@ -290,20 +290,20 @@ def _flat(experiment: Experiment) -> dict[str, Any]:
     return parts
 
 
-def test_t_nlg_needs_what_the_searches_find() -> None:
+def test_turing_nlg_limits_depend_on_the_layouts_that_fit() -> None:
     claims = ("tnlg-mp16-to-4", "tnlg-256-vs-1024")
     fit = [f"turing_nlg/{name}" for name in ("megatron-mp16", "zero1-mp16", "zero1-mp8", "zero1-mp4")]
-    names = [name for name in KNOWN if name.startswith("turing_nlg/")]
+    names = [name for name in PACKAGED if name.startswith("turing_nlg/")]
 
     def verdicts(*more: str) -> dict[str, str]:
-        records = made((*fit, *more), names)
+        records = records_of((*fit, *more), names)
         results = [result for result in judge(LEDGER, records) if result.claim.id in claims]
         rows = [row for result in results for row in result.rows if row.row.label != "training time"]
         return {row.row.label: f.verdict for row in rows for f in row.findings if f.kind == "simulated"}
 
-    right = verdicts()
-    assert set(right.values()) == {REPRODUCED}
-    assert len(right) == 7
+    expected = verdicts()
+    assert set(expected.values()) == {REPRODUCED}
+    assert len(expected) == 7
     wrong = verdicts("turing_nlg/megatron-mp8")
     assert {label for label, verdict in wrong.items() if verdict != REPRODUCED} == {
         *("smallest MP that fits without ZeRO", "largest batch of a 16-GPU node"),
@@ -315,11 +315,11 @@ def test_t_nlg_needs_what_the_searches_find() -> None:
     assert wrong["fewest GPUs with ZeRO 1"] != REPRODUCED
 
 
-def test_a_calibrated_value_is_shown_and_judged_by_nothing_simulated() -> None:
+def test_simulation_does_not_test_a_value_that_calibrates_it() -> None:
     claim = LEDGER.claim("meg1-baseline-39tf")
     rate = {"hardware_flops_per_s.device": 39e12}
-    made = changed(record("meg1-1.2b-mp1", "ok"), suite="megatron_2019", metrics=rate)
-    result = judge_claim(claim, Records([made]))
+    simulation = changed(record("meg1-1.2b-mp1", "ok"), suite="megatron_2019", metrics=rate)
+    result = judge_claim(claim, Records([simulation]))
     row = next(row for row in result.rows if row.row.calibrates)
     (finding,) = row.findings
     assert (finding.verdict, finding.text) == (NOT_COMPARABLE, "39")
@@ -332,14 +332,14 @@ def test_a_calibrated_value_is_shown_and_judged_by_nothing_simulated() -> None:
     ]
 
 
-def test_every_generation_is_calibrated_by_rows_that_say_so() -> None:
+def test_calibration_points_are_the_rows_marked_calibrates() -> None:
     from repro.simulate.time.calibration import calibration_points
 
     marked = {(row.calibrates, claim.id) for claim in LEDGER.claims for row in claim.rows if row.calibrates}
     assert marked == {(known.name, known.claim) for known in calibration_points()}
 
 
-def test_an_order_is_rising_or_not() -> None:
+def test_rising_order_needs_every_value_to_increase() -> None:
     for rates, verdict in (((1, 2, 3, 4), REPRODUCED), ((1, 3, 3, 4), NOT_REPRODUCED)):
         records = [
             changed(

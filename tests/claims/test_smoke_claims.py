@@ -1,4 +1,4 @@
-"""The claims that the smoke suite serves, judged on made-up records of a right and of a wrong implementation."""
+"""Tests of the claims of the smoke suite with constructed records of correct and incorrect implementations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from repro.claims.records import Records
 from repro.claims.verdicts import NOT_REPRODUCED, REPRODUCED
 from repro.results.schema import ExperimentRecord
 from tests import committed
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ PSI = 1_000_003
 
 
 def states(nd: int, stage: int) -> float:
-    """Bytes of a rank that pads Psi to a multiple of nd, part by part."""
+    """Return the model-state bytes of a rank; each partitioned state is padded to a multiple of `nd` elements."""
     shard = -(-PSI // nd)
     weights, gradients, optimizer = 2 * PSI, 2 * PSI, 12 * PSI
     if stage >= 1:
@@ -37,10 +37,10 @@ def states(nd: int, stage: int) -> float:
 
 
 def smoke(**wrong: float) -> list[ExperimentRecord]:
-    """Records of a suite in which everything holds, but for the metrics in `wrong`."""
+    """Return the smoke records of a correct implementation, with the model-state bytes in `wrong` by experiment."""
     records = []
     for nd in (1, 2, 4):
-        ring = 2 * (nd - 1) / nd  # elements sent per element reduced, 2 bytes each
+        ring = 2 * (nd - 1) / nd  # sent elements per reduced element, 2 bytes each
         for stage in (0, 1, 2, 3):
             metrics = {
                 "parameters": PSI,
@@ -66,7 +66,7 @@ MEMORY = [
 
 
 @pytest.mark.parametrize("claim_id", MEMORY)
-def test_the_smoke_records_of_a_right_implementation_reproduce(ledger: Ledger, claim_id: str) -> None:
+def test_smoke_records_of_a_correct_implementation_reproduce(ledger: Ledger, claim_id: str) -> None:
     result = judge_claim(ledger.claim(claim_id), Records(smoke()))
     assert (result.verdict, result.disagreements) == (REPRODUCED, ())
     assert result.basis.startswith("measured, scaled twin")
@@ -75,17 +75,17 @@ def test_the_smoke_records_of_a_right_implementation_reproduce(ledger: Ledger, c
 @pytest.mark.parametrize(
     ("name", "bytes_wrong"),
     [
-        ("states-z1-dp4", states(4, 1) + PSI),  # one byte a parameter too much
+        ("states-z1-dp4", states(4, 1) + PSI),  # one additional byte per parameter
         ("states-z2-dp2", states(2, 1)),  # gradients not partitioned
         ("states-z3-dp4", states(4, 3) * 1.01),
-        ("states-z0-dp1", states(1, 0) + 1),  # one byte: nothing is padded on one rank
+        ("states-z0-dp1", states(1, 0) + 1),  # one additional byte; one rank has no padding
     ],
 )
-def test_a_wrong_implementation_does_not(ledger: Ledger, name: str, bytes_wrong: float) -> None:
+def test_incorrect_model_states_are_not_reproduced(ledger: Ledger, name: str, bytes_wrong: float) -> None:
     records = smoke(**{name: bytes_wrong})
     result = judge_claim(ledger.claim("zero-mem-formula-stages"), Records(records))
     assert result.verdict == NOT_REPRODUCED
-    assert result.disagreements, "the formula alone says reproduced"
+    assert result.disagreements, "the closed form agrees with the paper"
 
 
 def test_parity_compares_every_layout_with_one_process(ledger: Ledger) -> None:
@@ -99,7 +99,7 @@ def test_parity_compares_every_layout_with_one_process(ledger: Ledger) -> None:
     assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 16/17")
 
 
-def test_what_stage_3_gathers_must_not_grow_with_the_depth(ledger: Ledger) -> None:
+def test_zero_3_gathered_bytes_do_not_grow_with_depth(ledger: Ledger) -> None:
     claim = ledger.claim("zero-dynamic-schedule")
     claim = replace(claim, rows=claim.rows[:1])
     for at_32, verdict in ((2, REPRODUCED), (3, NOT_REPRODUCED)):
@@ -108,13 +108,13 @@ def test_what_stage_3_gathers_must_not_grow_with_the_depth(ledger: Ledger) -> No
         assert judge_claim(claim, Records(records)).verdict == verdict
 
 
-def test_all_reduces_are_counted_exactly(ledger: Ledger) -> None:
+def test_all_reduces_per_layer_are_compared_exactly(ledger: Ledger) -> None:
     calls = "comm.per_layer.tp.all_reduce.calls"
-    for claim_id, name, right in (
+    for claim_id, name, expected in (
         ("meg1-allreduce-count", "parity-tp2", 4),
         ("zero-comm-megatron-block", "recompute-tp2", 6),
     ):
-        for value, verdict in ((right, REPRODUCED), (right + 0.5, NOT_REPRODUCED)):
+        for value, verdict in ((expected, REPRODUCED), (expected + 0.5, NOT_REPRODUCED)):
             records = [record(f"smoke/{name}", **{calls: value})]
             result = judge_claim(ledger.claim(claim_id), Records(records))
             finding = next(f for f in result.rows[0].findings if f.kind == "measured")

@@ -1,4 +1,4 @@
-"""The one rule: printed digits, digitisation error, class of metric, bounds."""
+"""Tests of the accepted values: printed digits, digitisation errors, tolerances by metric class, and bounds."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def agrees(
         ("6.0", 6, 6, 0.1),
     ],
 )
-def test_printed_numbers_keep_their_digits(text: str, low: float, high: float, step: float) -> None:
+def test_printed_number_has_a_range_and_a_last_digit(text: str, low: float, high: float, step: float) -> None:
     number = parse_printed_number(text)
     assert (number.low, number.high) == pytest.approx((low, high))
     assert number.step == pytest.approx(step)
 
 
-def test_a_unit_is_so_many_bytes_seconds_or_flop() -> None:
+def test_units_are_multiples_of_bytes_seconds_and_flop() -> None:
     assert [UNITS[unit] for unit in ("MB", "GB", "TB")] == [1000**2, 1000**3, 1000**4]
     assert [UNITS[unit] for unit in ("MiB", "GiB")] == [1024**2, 1024**3]
     assert [UNITS[unit] for unit in ("GB/s", "TB/s")] == [UNITS["GB"], UNITS["TB"]]
@@ -64,9 +64,7 @@ def test_a_unit_is_so_many_bytes_seconds_or_flop() -> None:
         ("14B", 13.5e9, 14e9, 14.5e9),
     ],
 )
-def test_a_printed_number_as_an_input_is_good_to_half_a_digit(
-    text: str, low: float, value: float, high: float
-) -> None:
+def test_printed_input_is_uncertain_by_half_a_digit(text: str, low: float, value: float, high: float) -> None:
     found = printed(text)
     assert (found.low, found.value, found.high) == pytest.approx((low, value, high), rel=1e-12)
     error = digitised(10.0, 0.25)
@@ -88,36 +86,36 @@ def test_a_printed_number_as_an_input_is_good_to_half_a_digit(
         (float("inf"), "14.4B", "inf"),
     ],
 )
-def test_numbers_for_people(value: float, like: str | None, text: str) -> None:
+def test_displayed_numbers_have_few_digits(value: float, like: str | None, text: str) -> None:
     assert format_value(value, parse_printed_number(like) if like else None) == text
 
 
 @pytest.mark.parametrize("text", ["", "oom", "1.5e-4", "4 x", "1-2-3", "5-3", "1.2.3", "B"])
-def test_words_are_not_numbers(text: str) -> None:
+def test_text_without_a_number_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"range|not a number"):
         parse_printed_number(text)
 
 
 @given(st.floats(0, 1e6), st.integers(0, 3))
-def test_a_rounded_value_agrees(value: float, digits: int) -> None:
+def test_value_agrees_with_its_rounded_digits(value: float, digits: int) -> None:
     assert agrees(f"{value:.{digits}f}", value)
 
 
 @given(st.floats(100, 1e6), st.integers(0, 3))
-def test_a_truncated_value_agrees(value: float, digits: int) -> None:
+def test_value_agrees_with_its_truncated_digits(value: float, digits: int) -> None:
     truncated = Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), ROUND_DOWN)
     assert agrees(f"{truncated:f}", value)
 
 
 @given(st.integers(1, 10**6), st.integers(0, 3), st.floats(-100, 100))
-def test_a_value_that_prints_otherwise_does_not_agree(number: int, digits: int, offset: float) -> None:
-    """Half a digit below, or a digit above, prints as another number however it is rounded."""
+def test_value_with_other_printed_digits_does_not_agree(number: int, digits: int, offset: float) -> None:
+    """A value half a digit below or one digit above prints as another number, rounded or truncated."""
     assume(not -0.501 < offset < 1.001)
     step = 10.0**-digits
     assert not agrees(f"{number * step:.{digits}f}", (number + offset) * step)
 
 
-def test_measured_counts_get_no_room_from_printed_digits() -> None:
+def test_measured_exact_value_has_no_tolerance() -> None:
     assert agrees("4", 4.4)
     assert not agrees("4", 4.4, closed_form=False)
     assert agrees("4", 4, closed_form=False)
@@ -126,7 +124,7 @@ def test_measured_counts_get_no_room_from_printed_digits() -> None:
 CLASSES = [("memory", 5), ("throughput", 15), ("time", 15), ("ratio", 12)]
 
 
-def test_a_measured_value_may_be_rounded_but_not_truncated() -> None:
+def test_published_measurement_is_rounded_and_not_truncated() -> None:
     assert agrees("2", 1.6, "ratio", closed_form=False)
     assert agrees("2", 2.4, "ratio", closed_form=False)
     assert not agrees("2", 2.9, "ratio", closed_form=False)
@@ -135,13 +133,13 @@ def test_a_measured_value_may_be_rounded_but_not_truncated() -> None:
 
 
 @pytest.mark.parametrize(("metric", "percent"), CLASSES)
-def test_measured_values_agree_within_their_class(metric: str, percent: int) -> None:
-    """The issue's rule: memory 5 %, throughput 15 %, ratios 12 %, time as throughput."""
+def test_measured_value_agrees_within_its_class_tolerance(metric: str, percent: int) -> None:
+    """The tolerances are 5 % (memory), 15 % (throughput, time) and 12 % (ratio)."""
     for sign in (-1, 1):
         inside, outside = 1000 * (1 + sign * (percent - 0.2) / 100), 1000 * (1 + sign * (percent + 0.2) / 100)
         assert agrees("1000", inside, metric, closed_form=False)
         assert not agrees("1000", outside, metric, closed_form=False)
-        assert not agrees("1000", inside, metric, closed_form=True), "a closed form has no noise"
+        assert not agrees("1000", inside, metric, closed_form=True), "a closed form has no tolerance"
 
 
 STEPS = {
@@ -157,7 +155,7 @@ STEPS = {
         ("1.3B", 1.4e9, False),  # "fails beyond 1.3B", and 1.4B fits
         ("1.3B", 1.39e9, True),
         ("1.3B", 1.3e9, True),
-        ("1.3B", 1.16e9, False),  # it ran in the source
+        ("1.3B", 1.16e9, False),  # the source ran 1.16B
         ("1B", 1.4e9, False),
         ("1B", 0.6e9, False),  # half of the last digit of 1B is 0.5B
         ("6B", 8e9, False),
@@ -166,10 +164,10 @@ STEPS = {
         ("13B", 13.6e9, False),
     ],
 )
-def test_a_threshold_lies_between_the_sizes_that_the_source_tried(
+def test_limit_lies_between_the_sizes_that_the_source_tried(
     published: str, limit: float, agree: bool
 ) -> None:
-    """One size more or less agreed before, so that "fails beyond 1.3B" held where 1.4B fits."""
+    """The published limit "fails beyond 1.3B" is wrong for a system on which 1.4B fits."""
     assert agrees(published, limit, **STEPS) == agree  # type: ignore[arg-type]
 
 
@@ -183,9 +181,7 @@ def test_a_threshold_lies_between_the_sizes_that_the_source_tried(
         ("4187", 4187.9, True),
     ],
 )
-def test_a_closed_form_is_truncated_to_three_digits_or_more(
-    published: str, value: float, agree: bool
-) -> None:
+def test_closed_form_is_truncated_to_at_least_three_digits(published: str, value: float, agree: bool) -> None:
     how = {"bound": "up to"} if "B" in published else {}
     metric = "limit" if "B" in published else "memory"
     assert agrees(published, value, metric, steps=(14e9, 20e9), **how) == agree
@@ -204,14 +200,14 @@ def test_a_closed_form_is_truncated_to_three_digits_or_more(
         ("1.3B", "", "limit", "largest_fit", "threshold"),
     ],
 )
-def test_the_kind_of_a_statement_follows_from_its_text(
+def test_kind_of_a_statement_follows_from_its_text(
     published: str, bound: str, metric: str, calls: str, kind: str
 ) -> None:
     number = parse_printed_number(published) if published[0].isdigit() else None
     assert statement_of(number, published, bound, metric, {calls}) == kind
 
 
-def test_bounds_hold_on_their_side() -> None:
+def test_bound_accepts_the_values_on_its_side() -> None:
     assert agrees("40", 40.1, bound="over")
     assert not agrees("40", 40, bound="over")
     assert agrees("24", 24, bound="at least")
@@ -222,8 +218,8 @@ def test_bounds_hold_on_their_side() -> None:
 
 @pytest.mark.parametrize("metric", sorted(RELATIVE_TOLERANCE))
 @pytest.mark.parametrize("closed_form", [True, False])
-def test_no_tolerance_widens_a_bound(metric: str, closed_form: bool) -> None:
-    """Before, "over 38" was met by 32.4, "more than doubles" by 1.77, "under 1.5B" by 2.4B."""
+def test_tolerance_does_not_widen_a_bound(metric: str, closed_form: bool) -> None:
+    """For example, 37.99 does not agree with "over 38" in any class of metric."""
     how = {"closed_form": closed_form, "steps": (1e9, 1.5e9, 2.5e9)}
     assert agrees("38", 38.01, metric, bound="over", **how)
     assert not agrees("38", 37.99, metric, bound="over", **how)
@@ -234,13 +230,13 @@ def test_no_tolerance_widens_a_bound(metric: str, closed_form: bool) -> None:
     assert not agrees("24", 23.99, metric, bound="at least", **how)
 
 
-def test_the_sources_own_error_widens_a_bound() -> None:
+def test_digitisation_error_widens_a_bound() -> None:
     assert agrees("38", 37.8, "throughput", closed_form=False, bound="over", error=0.3)
     assert not agrees("38", 37.6, "throughput", closed_form=False, bound="over", error=0.3)
 
 
-def test_up_to_asks_for_a_largest_case_that_is_near() -> None:
-    """Before, "up to 6B" was met from 4B upwards, and "up to 10x" by anything above 8.8x."""
+def test_up_to_requires_a_value_near_the_bound() -> None:
+    """For example, 4B does not agree with "up to 6B", although 4B is below the bound."""
     steps = {"steps": (4e9, 6e9, 8e9, 13e9), "bound": "up to"}
     for closed_form in (True, False):
         for value, near in (
@@ -260,25 +256,25 @@ def test_up_to_asks_for_a_largest_case_that_is_near() -> None:
 
 
 @pytest.mark.parametrize("closed_form", [True, False])
-def test_counts_are_equal_whatever_gives_them(closed_form: bool) -> None:
-    """Before, a closed form that gave 2.9 printed as 2 Psi, and 4.99 as 4 all-reduces."""
+def test_counts_must_be_equal(closed_form: bool) -> None:
+    """A count is neither rounded nor truncated: 2.9 Psi is not 2 Psi, and 4.99 all-reduces are not 4."""
     for number, others in (("4", (3.5, 3.99, 4.01, 4.99)), ("2", (1.5, 2.4, 2.9)), ("1.5", (1.45, 1.55))):
         assert agrees(number, float(number), closed_form=closed_form, count=True)
         assert not any(agrees(number, other, closed_form=closed_form, count=True) for other in others)
 
 
-def test_a_digitised_value_agrees_within_its_error() -> None:
+def test_digitised_value_agrees_within_its_error() -> None:
     assert agrees("10.23", 10.19, error=0.05)
     assert not agrees("10.23", 10.17, error=0.05)
 
 
-def test_the_ends_of_a_range_are_only_rounded() -> None:
+def test_ends_of_a_range_are_rounded_and_not_truncated() -> None:
     assert agrees("3-5", 4.1)
     assert agrees("3-5", 2.92)
     assert not agrees("3-5", 5.78)
 
 
-def test_an_interval_agrees_where_it_overlaps() -> None:
+def test_interval_agrees_if_it_overlaps_the_accepted_values() -> None:
     rule = accepted_range(parse_printed_number("40"), "exact", closed_form=True, bound="over")
     assert rule.meets(38.7, 40.2)
     assert not rule.meets(38.7, 39.3)
@@ -290,8 +286,8 @@ def agrees_at_scale(value: float, expected: float | tuple[float, float], metric:
 
 
 @given(st.integers(1, 10**12), st.integers(2, 1024))
-def test_padding_is_accepted_and_a_missing_term_is_not(psi: int, nd: int) -> None:
-    """One byte per parameter too much or too little is at least 1/16 of the model states."""
+def test_error_of_one_byte_per_parameter_does_not_agree(psi: int, nd: int) -> None:
+    """One byte per parameter is at least 1/16 of the model states, more than the tolerance for padding."""
     states = 16 * psi
     assert agrees_at_scale(states, states, "exact")
     assert not agrees_at_scale(states + psi, states, "exact-padding")
@@ -299,14 +295,14 @@ def test_padding_is_accepted_and_a_missing_term_is_not(psi: int, nd: int) -> Non
     assert not agrees_at_scale(4 * psi, 4 * psi + 12 * psi / nd, "exact-padding")
 
 
-def test_parity_is_one_in_a_hundred_thousand() -> None:
+def test_parity_tolerance_is_one_in_a_hundred_thousand() -> None:
     assert RELATIVE_TOLERANCE["parity"] == 1e-5
     assert agrees_at_scale(4.00003, 4, "parity")
     assert not agrees_at_scale(4.00005, 4, "parity")
 
 
-def test_a_share_of_time_has_three_points() -> None:
-    """Yuan's 7.7 % is told from no bubble and from twice the stages; a quarter from an eighth."""
+def test_share_has_a_tolerance_of_three_percentage_points() -> None:
+    """Yuan 1.0 has 7.7 % of idle time. No bubble, half of the share and twice the share do not agree."""
     for expected in (100 / 13, 12.5, 25.0):
         for value in (expected - 2.9, expected + 2.9):
             assert agrees_at_scale(value, expected, "share")
@@ -319,8 +315,8 @@ def test_a_share_of_time_has_three_points() -> None:
     assert described == ["within 3 points", "exactly", "within 0.12 relative"]
 
 
-def test_room_at_scale_is_that_of_the_larger_end() -> None:
-    """Within 10 % of an interval from -10 to 1: up to 1 beyond either end."""
+def test_tolerance_at_scale_is_relative_to_the_larger_end() -> None:
+    """With 10 %, the interval from -10 to 1 accepts values up to 1 beyond either end."""
     metric, part = next(
         (name, part)
         for name, part in RELATIVE_TOLERANCE.items()

@@ -1,4 +1,4 @@
-"""What the tests of the command line share."""
+"""Provide the fixtures of the command-line tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.launch.slurm.conftest import site, slurm, submitted  # noqa: F401
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No worker is started: there is one core."""
+    """Report one core, so that commands start no worker processes."""
     from repro.util import processes
 
     monkeypatch.setattr(processes, "usable_cores", lambda: 1)
@@ -26,7 +26,7 @@ def tiny_model(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def samples_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the samples of the commands run."""
+    """Return the folder in which the samples of the commands run."""
     from tests.cli.samples import prepare
 
     folder = tmp_path_factory.mktemp("samples")

@@ -1,4 +1,4 @@
-"""What the tests of `repro simulate`, `fit` and `plan` share."""
+"""Provide the arguments and the runner for tests of `repro simulate`, `fit` and `plan`."""
 
 from __future__ import annotations
 

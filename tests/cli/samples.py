@@ -1,4 +1,4 @@
-"""A sample of each command, and the folder in which the samples run."""
+"""Provide sample arguments of every command, and the folder in which the samples run."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ SAMPLES = {
     "lab status": ["lab status"],
     "lab down": ["lab down"],
 }
-"""Arguments by command; `{width}` is a number that differs from one run to the next."""
+"""Sample arguments by command; `{width}` is replaced by a text that differs between runs."""
 SLOW = ("claims", "twin", "plan", "simulate", "fit", "compare", "validate", "run")
 """Commands whose samples take seconds: they trace steps or judge the ledger."""
 EXEMPT = {
     **dict.fromkeys(("status", "logs", "cancel", "collect"), "needs a submission to SLURM"),
-    **dict.fromkeys(("lab up", "lab exec"), "makes or needs an emulated network"),
+    **dict.fromkeys(("lab up", "lab exec"), "creates or needs an emulated network"),
     **dict.fromkeys(("report", "export", "artifact", "export-weights"), "writes files"),
     "evaluate": "needs weights",
     "calibrate": "measures this machine for minutes",
@@ -67,7 +67,7 @@ EXEMPT = {
 
 
 def cases(*, all_samples: bool) -> list[Any]:
-    """Return the samples as parameters of a test, the slow ones with the mark `slow`; all or one of each command."""
+    """Return all samples or one of each command as test parameters, with the mark `slow` for slow commands."""
     return [
         pytest.param(sample, marks=[pytest.mark.slow] if command in SLOW else [])
         for command, samples in SAMPLES.items()
@@ -76,12 +76,12 @@ def cases(*, all_samples: bool) -> list[Any]:
 
 
 def prepare(folder: Path) -> None:
-    """Write the small store, the model and the machine that the samples name."""
+    """Write the small store, the model file and the system file that the samples name."""
     (folder / "tiny.toml").write_text("layers = 4\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
     (folder / "here.toml").write_text(toml(tables()))
     entries = suites.load_suite(SUITES / "zero_throughput.toml").entries
-    asked = next(entry.experiment for entry in entries if entry.experiment.name == "fig2-40b-zero")
-    simulated = simulate_experiment(asked, systems.load_system_file(asked.system), "zero_throughput")
+    case = next(entry.experiment for entry in entries if entry.experiment.name == "fig2-40b-zero")
+    simulated = simulate_experiment(case, systems.load_system_file(case.system), "zero_throughput")
     with Store(folder / "store") as store:
         for record in (*synthetic.records(), simulated):
             store.append(record)

@@ -1,4 +1,4 @@
-"""`repro claims --system S`: a table, JSON, and one line where nothing is simulated."""
+"""Tests of `repro claims --system S`: the table, the JSON document, and errors for missing simulations."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from repro.config import ConfigError, Experiment, Layout, Model
 from repro.report.text.claims import print_claims_on_system
 from repro.results.schema import SIMULATED
 from repro.results.store import Store
-from tests.claims.made_up import record
+from tests.claims.constructed_records import record
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """A store with two sides of one question on dgx-h100."""
+    """Return a store with the two simulations of one question on dgx-h100."""
     model = Model(name="m", layers=2, hidden=16, heads=2, vocab=64, seq=16)
     with Store(tmp_path / "results") as store:
         store.prepare()
         for name, rate in (("1.5b-zero1", 300.0), ("1.5b-mp4", 200.0)):
-            made = record(f"again/{name}@dgx-h100", samples_per_s=rate, **{"step_seconds.median": 1.0})
-            experiment = Experiment(name=made.name, model=model, layout=Layout(), system="dgx-h100")
+            plain = record(f"again/{name}@dgx-h100", samples_per_s=rate, **{"step_seconds.median": 1.0})
+            experiment = Experiment(name=plain.name, model=model, layout=Layout(), system="dgx-h100")
             conditions = experiment.as_dict()
-            store.append(replace(made, id=name, evidence=SIMULATED, conditions=conditions))
+            store.append(replace(plain, id=name, evidence=SIMULATED, conditions=conditions))
     return tmp_path / "results"
 
 
-def test_answers_stand_beside_what_was_published(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_published_and_predicted_values(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert print_claims_on_system("ds-3p75x-lowbw", "dgx-h100", False, results, True) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "3.75x 1.5x a smaller gain" in text
@@ -38,7 +38,7 @@ def test_answers_stand_beside_what_was_published(results: Path, capsys: pytest.C
     assert "1 answers need a simulation: `repro run again --evidence simulated --system dgx-h100`" in text
 
 
-def test_a_store_without_predictions_names_the_command_that_makes_them(
+def test_store_without_predictions_names_the_command(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert print_claims_on_system("", "dgx-h200", False, results, True) == 1
@@ -48,7 +48,7 @@ def test_a_store_without_predictions_names_the_command_that_makes_them(
     assert print_claims_on_system("", "dgx-h200", True, results, False) == 1
 
 
-def test_json_has_every_answer(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_the_answers(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert print_claims_on_system("", "dgx-h100", True, results, False) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["system"] == "dgx-h100"
@@ -63,7 +63,7 @@ def test_json_has_every_answer(results: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("claim", "system", "right"),
+    ("claim", "system", "message"),
     [
         ("", "dgx-h10", "did you mean dgx-h100"),
         ("ds-3p75", "dgx-h100", "did you mean ds-3p75x-lowbw"),
@@ -75,6 +75,6 @@ def test_json_has_every_answer(results: Path, capsys: pytest.CaptureFixture[str]
         ("yuan-bubble", "dgx-h100", "cannot be predicted for another system: sizes or a schedule decide it"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line(results: Path, claim: str, system: str, right: str) -> None:
-    with pytest.raises(ConfigError, match=right):
+def test_error_for_a_claim_without_a_question(results: Path, claim: str, system: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         print_claims_on_system(claim, system, False, results, True)

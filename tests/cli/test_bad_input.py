@@ -1,4 +1,4 @@
-"""Bad input is one clear line that names file, experiment, key, value and what would be right; exit code 2."""
+"""Tests of invalid suite files: exit code 2 and one line with file, experiment, key, value and accepted values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load(folder: Path, text: str) -> suites.Suite:
 
 
 KEYS = [
-    # keys of the experiment, the line after the file's name and the experiment's
+    # Keys of the experiment, and the error after the names of the file and the experiment.
     ("layout.tp = 3", "layout.tp = 3: must be a divisor of heads = 4 (tiny)"),
     ("layout = { dp = 2, tp = 2, world = 8 }", "layout.world = 8: must be tp x pp x dp = 2 x 1 x 2 = 4"),
     (
@@ -114,8 +114,8 @@ KEYS = [
     ),
 ]
 CASES = {
-    # what is wrong: (the suite's text, the line after the file's name)
-    "heads by tp, inherited": (
+    # Mistake: (text of the suite, error after the name of the file).
+    "heads not divisible by tp of the defaults": (
         "[defaults.layout]\ntp = 3\n" + EXPERIMENT,
         'experiment "a": defaults.layout.tp = 3: must be a divisor of heads = 4 (tiny)',
     ),
@@ -140,15 +140,15 @@ CASES = {
         '[experiment]\nname = "a"',
         "experiment: must be [[experiment]] tables, in double brackets",
     ),
-    "worlds in a comparison": (
+    "different world sizes in a comparison": (
         EXPERIMENT + OTHER + 'layout.dp = 2\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
         'compare with baseline "a": experiment "b": layout.world = 2: must be 1 as in "a", with which it shares',
     ),
-    "worlds in a launch": (
+    "different world sizes in a launch": (
         EXPERIMENT + 'launch = "x"\n' + OTHER + 'launch = "x"\nlayout.tp = 2',
         'launch "x": experiment "b": layout.world = 2: must be 1 as in "a", with which it shares a launch',
     ),
-    "networks in a comparison": (
+    "different networks in a comparison": (
         EXPERIMENT
         + "layout.dp = 2\nnetwork = { nodes = 2, ranks_per_node = 1, between = 8e6 }\n"
         + OTHER
@@ -160,15 +160,15 @@ CASES = {
         "[networks.slow]\nnodes = 2\n" + EXPERIMENT + 'network = "slwo"',
         "experiment \"a\": network.use = 'slwo': unknown network; did you mean slow?",
     ),
-    "key of a named network": (
+    "unknown key of a named network": (
         "[networks.slow]\nnods = 2\n" + EXPERIMENT,
         "networks.slow.nods = 2: unknown key; did you mean nodes?",
     ),
-    "unknown in a comparison": (
+    "unknown experiment in a comparison": (
         EXPERIMENT + '[[compare]]\nbaseline = "a"\nsubjects = ["aa"]',
         "compare.subjects = 'aa': unknown experiment; did you mean a?",
     ),
-    "twice in a comparison": (
+    "experiment twice in a comparison": (
         EXPERIMENT + '[[compare]]\nbaseline = "a"\nsubjects = ["a"]',
         "compare.baseline = 'a': must name each experiment once",
     ),
@@ -200,7 +200,7 @@ CASES = {
         "[layouts.C1]\nzerro = 1\n" + EXPERIMENT,
         "layouts.C1.zerro = 1: unknown key; did you mean zero?",
     ),
-    "a layout that is no table": (
+    "a layout that is not a table": (
         "[layouts]\nC1 = 1\n" + EXPERIMENT,
         "layouts.C1 = 1: must be a table with keys of a layout",
     ),
@@ -208,15 +208,15 @@ CASES = {
         EXPERIMENT + OTHER + 'training.checkpoint_every = 5\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]\n',
         'experiment "b": training.checkpoint_every = 5: must be 0 for experiments of [[compare]]',
     ),
-    "continues what is not there": (
+    "continues an unknown experiment": (
         EXPERIMENT + 'training = { checkpoint_every = 5, continues = "c" }\n' + OTHER,
         "experiment \"a\": training.continues = 'c': unknown experiment; known are b",
     ),
-    "continues without writing": (
+    "continues without writing checkpoints": (
         EXPERIMENT + 'training.continues = "b"\n' + OTHER,
         "experiment \"a\": training.continues = 'b': needs checkpoint_every of 1 or more",
     ),
-    "continues what writes nothing": (
+    "continues an experiment without checkpoints": (
         EXPERIMENT + 'training = { checkpoint_every = 5, continues = "b" }\n' + OTHER,
         "experiment \"a\": training.continues = 'b': must be an experiment with checkpoint_every of 1 or more",
     ),
@@ -228,7 +228,7 @@ CASES = {
         "experiment \"a\": training.continues = 'b': must be an experiment with the same training; "
         "training.seed is 2 in that experiment and its default in this one",
     ),
-    "continues to where it is already": (
+    "continues without further steps": (
         EXPERIMENT
         + 'training = { checkpoint_every = 5, continues = "b" }\n'
         + OTHER
@@ -247,7 +247,7 @@ CASES = {
     ],
     ids=[*(keys for keys, _ in KEYS), *CASES],
 )
-def test_suite(tmp_path: Path, text: str, expected: str) -> None:
+def test_error_in_a_suite_names_file_experiment_and_key(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     line = str(caught.value)
@@ -256,13 +256,13 @@ def test_suite(tmp_path: Path, text: str, expected: str) -> None:
     assert str(tmp_path / "s.toml") in line
 
 
-def test_a_wrong_model_file_is_named_itself(tmp_path: Path) -> None:
+def test_error_in_a_model_file_names_this_file(tmp_path: Path) -> None:
     (tmp_path / "wrong.toml").write_text(MODEL.replace("heads = 4", "heads = 5"))
     with pytest.raises(ConfigError, match=r"wrong\.toml.*heads = 5: must be a divisor of hidden = 16"):
         load(tmp_path, '[[experiment]]\nname = "a"\nmodel = "wrong.toml"')
 
 
-def test_suite_without_a_head(tmp_path: Path) -> None:
+def test_suite_needs_a_suite_table(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"s\.toml: suite: is missing"):
         suites.parse_suite({"experiment": []}, file="s.toml")
 
@@ -286,7 +286,7 @@ def test_suite_without_a_head(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_commands_say_it_on_one_line_and_start_nothing(
+def test_run_with_an_invalid_suite_starts_nothing(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     text: str | None,
@@ -307,7 +307,7 @@ def test_commands_say_it_on_one_line_and_start_nothing(
     assert not results.exists()
 
 
-def test_gpus_that_are_not_there(
+def test_run_needs_as_many_visible_gpus_as_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -1,4 +1,4 @@
-"""`repro claims`: a table, one claim in full, JSON; fast and without torch."""
+"""Tests of `repro claims`: headlines, the table, one claim, JSON, imports and reference records."""
 
 from __future__ import annotations
 
@@ -36,53 +36,53 @@ MAX_SCREEN_LINES = 24
 
 
 @lru_cache(maxsize=1)
-def everything() -> tuple[Ledger, list[ClaimResult]]:
-    """The ledger and its verdicts with an empty store."""
+def judged_ledger() -> tuple[Ledger, list[ClaimResult]]:
+    """Return the ledger and its verdicts with an empty store."""
     ledger = load_ledger()
     return ledger, judge(ledger, [])
 
 
-def shown(show: Callable[..., None], *arguments: object, width: int = 100) -> str:
+def printed(function: Callable[..., None], *arguments: object, width: int = 100) -> str:
     """Return what a function prints on a console of `width` columns."""
     file = io.StringIO()
-    show(*arguments, Console(file=file, width=width, highlight=False))
+    function(*arguments, Console(file=file, width=width, highlight=False))
     return file.getvalue()
 
 
 @pytest.mark.parametrize("width", [100, 140])
-def test_the_table_fits_and_names_every_claim(width: int) -> None:
-    ledger, results = everything()
-    text = shown(print_all_claims, results, ledger, width=width)
+def test_table_fits_the_width_and_names_every_claim(width: int) -> None:
+    ledger, results = judged_ledger()
+    text = printed(print_all_claims, results, ledger, width=width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert all(claim.id in text for claim in ledger.claims)
     assert f"{len(ledger.claims)} claims" in text
 
 
-def test_one_claim_shows_everything() -> None:
-    ledger, results = everything()
+def test_details_show_values_sources_and_needs_of_a_claim() -> None:
+    ledger, results = judged_ledger()
     (result,) = (each for each in results if each.claim.id == "zero-r-pa-memory")
-    text = " ".join(shown(print_claim_details, result, ledger, width=140).split())
+    text = " ".join(printed(print_claim_details, result, ledger, width=140).split())
     for part in ("33 GB", "67.11", "inconsistent", "sec. 6.1 p.12", "16 V100", "contradiction", "MP 16"):
         assert part in text
 
 
-def test_the_headlines_and_each_claim_fit_one_screen() -> None:
-    ledger, results = everything()
-    screens = [shown(print_claim, result) for result in results]
-    for text in (shown(print_headlines, results, ledger), *screens):
+def test_headlines_and_each_claim_fit_one_screen() -> None:
+    ledger, results = judged_ledger()
+    screens = [printed(print_claim, result) for result in results]
+    for text in (printed(print_headlines, results, ledger), *screens):
         assert len(text.splitlines()) <= MAX_SCREEN_LINES, text
         assert max(map(len, text.splitlines())) <= 100, text
     for result in results:
-        assert result.claim.id in shown(print_claim_details, result, ledger)
+        assert result.claim.id in printed(print_claim_details, result, ledger)
 
 
-def test_three_causes_of_misses_fit_the_screen_of_the_headlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger, results = everything()
+def test_headlines_with_three_misses_fit_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, results = judged_ledger()
     miss = f"simulated 512, accepted 1024 GPUs (exactly). {'The batch fits on fewer GPUs. ' * 5}"
     lines = headline_lines(ledger, results)
     changed = [replace(line, miss=miss if line.number in (5, 9, 10) else "") for line in lines]
     monkeypatch.setattr("repro.report.text.claims.headline_lines", lambda *_: changed)
-    screen = shown(print_headlines, results, ledger).splitlines()
+    screen = printed(print_headlines, results, ledger).splitlines()
     assert len(screen) <= MAX_SCREEN_LINES
     assert max(map(len, screen)) <= 100
     for number in (5, 9, 10):
@@ -90,12 +90,12 @@ def test_three_causes_of_misses_fit_the_screen_of_the_headlines(monkeypatch: pyt
         assert any(line.startswith(start) for line in screen)
 
 
-def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_every_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert print_claims("", True, tmp_path / "none") == 0
     out = capsys.readouterr()
     document = json.loads(out.out)
     assert out.err == ""
-    count = len(everything()[0].claims)
+    count = len(judged_ledger()[0].claims)
     assert len(document["claims"]) == document["summary"]["claims"] == count
     assert sum(document["summary"]["verdicts"].values()) == count
     cell = next(c for c in document["claims"] if c["id"] == "zero-table1-per-device-memory")["rows"][0]
@@ -106,7 +106,7 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert evidence["simulated"]["verdict"] == "not run"
 
 
-def test_json_of_one_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_of_one_claim_has_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert print_claims("yuan-bubble", True, tmp_path) == 0
     (claim,) = json.loads(capsys.readouterr().out)["claims"]
     assert claim["source"][0]["key"] == "PRESS"
@@ -115,47 +115,47 @@ def test_json_of_one_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert evidence["measured"]["verdict"] == "not run"
 
 
-def test_an_unknown_id_is_an_error(tmp_path: Path) -> None:
+def test_error_for_an_unknown_claim_suggests_a_claim(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean yuan-bubble"):
         print_claims("yuan-bubbles", False, tmp_path)
 
 
-def test_counts_are_those_of_the_lines() -> None:
-    results = everything()[1]
+def test_summary_counts_the_verdicts_of_the_claims() -> None:
+    results = judged_ledger()[1]
     counts = summary(results)
     for verdict in VERDICTS:
         assert counts["verdicts"][verdict] == sum(result.verdict == verdict for result in results)
     itself = counts["against_itself"]
-    assert itself["rows"] >= itself["rows_reproduced"] > 100, "a formula is counted apart from tests"
+    assert itself["rows"] >= itself["rows_reproduced"] > 100, "formulas have a separate count"
 
 
-LEAN = """
+PROGRAM = """
 import sys
 from pathlib import Path
 from repro.report.text.claims import print_claims
 print_claims("", True, Path(sys.argv[1]))
-heavy = {"torch", "pandas", "numpy", "pydantic", "scipy"} & set(sys.modules)
-assert not heavy, heavy
+large = {"torch", "pandas", "numpy", "pydantic", "scipy"} & set(sys.modules)
+assert not large, large
 """
 
 
-def test_the_ledger_starts_fast_and_needs_nothing_heavy(tmp_path: Path) -> None:
-    """The promise is half a second; processor time, eight times of it, for other tests may keep a slow machine busy."""
+def test_claims_start_fast_without_large_packages(tmp_path: Path) -> None:
+    """The documented time is 0.5 s. The test allows 4 s of CPU time, because other tests may run on a slow machine."""
     seconds = float("inf")
     for _ in range(3):
         if seconds < 4.0:
             break
         before = os.times()
-        subprocess.run([sys.executable, "-c", LEAN, str(tmp_path)], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=True, capture_output=True)
         after = os.times()
         seconds = after.children_user + after.children_system - before.children_user - before.children_system
     assert seconds < 4.0
 
 
-def test_a_fresh_store_shows_what_one_gpu_measured(
+def test_empty_store_shows_reference_records_of_one_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """13B without model parallelism has a measured value and a verdict at once, with the machine."""
+    """The headline "13B without model parallelism" has a measured value, a verdict and the machine."""
     print_claims(None, False, tmp_path)
     text = capsys.readouterr().out
     (row,) = (line for line in text.splitlines() if "13B without model parallelism" in line)
@@ -165,7 +165,7 @@ def test_a_fresh_store_shows_what_one_gpu_measured(
     assert "Measured: one rank of 64, NVIDIA H200" in capsys.readouterr().out
 
 
-def test_own_results_replace_reference_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_results_replace_reference_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Store(tmp_path) as store:
         store.append(fit_record(device="NVIDIA V100", layers=44))
     print_claims("zero-ddp-oom-limit", False, tmp_path, details=True)

@@ -1,4 +1,4 @@
-"""A closed pipe ends the printing of a command, neither its work nor its exit code."""
+"""Tests of commands on a closed pipe: printing ends, but the work continues and the exit code is unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REPRO = f'"{sys.executable}" -c "import sys; from repro.cli import main; sys.exi
         ("simulated", "2>&1 | head -1"),
     ],
 )
-def test_all_experiments_run_after_the_reader_has_gone(tmp_path: Path, evidence: str, pipe: str) -> None:
+def test_all_experiments_run_after_the_pipe_is_closed(tmp_path: Path, evidence: str, pipe: str) -> None:
     suite, results = write_suite(tmp_path, experiments("a", "b", "c")), tmp_path / "results"
     command = (
         f'{REPRO} run {suite} --evidence {evidence} --results {results} {pipe}; echo "${{PIPESTATUS[0]}}"'
@@ -44,7 +44,7 @@ def test_all_experiments_run_after_the_reader_has_gone(tmp_path: Path, evidence:
     assert sorted(record.name for record in read_records(results)) == ["a", "b", "c"]
 
 
-def test_unbuffered_streams(tmp_path: Path) -> None:
+def test_closed_pipe_with_unbuffered_streams_has_no_error(tmp_path: Path) -> None:
     line = f'{REPRO} claims --json --results {tmp_path} | head -c 1; echo " ${{PIPESTATUS[0]}}"'
     done = subprocess.run(
         ["bash", "-c", line],
@@ -57,14 +57,14 @@ def test_unbuffered_streams(tmp_path: Path) -> None:
 
 
 def stream_without_reader() -> io.TextIOWrapper:
-    """Return a text stream on a pipe whose reader has gone."""
+    """Return a text stream on a pipe whose reading end is closed."""
     reader, writer = os.pipe()
     os.close(reader)
     return os.fdopen(writer, "w", encoding="utf-8")
 
 
 @pytest.mark.parametrize("command", [*cases(all_samples=False), *HELP, "models no-such-model"])
-def test_the_exit_code_of_every_command_stays(
+def test_closed_pipe_keeps_the_exit_code_of_every_command(
     command: str, samples_folder: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(samples_folder)

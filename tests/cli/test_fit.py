@@ -1,4 +1,4 @@
-"""`repro fit` from the command line, and context parallelism of it and of `plan`."""
+"""Tests of `repro fit`, and of context parallelism in `repro fit` and `repro plan`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ pytestmark = pytest.mark.usefixtures("in_process")
 
 
 @pytest.mark.slow
-def test_fit_json_and_page(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [*FIT, "--zero", "1", "--memory-limit", "1.76GB"]
-    code, out = run(capsys, *asked, "--json")
+def test_fit_prints_the_largest_model_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*FIT, "--zero", "1", "--memory-limit", "1.76GB"]
+    code, out = run(capsys, *command, "--json")
     assert code == 0
     found = json.loads(out)
     assert found["largest"]["params"] > 0
     assert found["first_failing"]["layers"] == found["largest"]["layers"] + 1
     assert found["binding"]
     assert found["traces"] == len(found["trials"])
-    code, out = run(capsys, *asked, "--details")
+    code, out = run(capsys, *command, "--details")
     assert code == 0
     size = units.parameter_count(found["largest"]["params"])
     for words in (f"{size} parameters.", found["binding"], "Failure: ", "traces"):
@@ -38,42 +38,42 @@ def test_fit_json_and_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_fit_compares_the_zero_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --zero, one row for each stage has the answer that --zero with this stage has."""
-    asked = [*FIT, "--memory-limit", "1.4GB"]
-    code, out = run(capsys, *asked)
+    """Without --zero, the table has one row per stage, equal to the result with --zero of this stage."""
+    command = [*FIT, "--memory-limit", "1.4GB"]
+    code, out = run(capsys, *command)
     assert code == 0
     rows = {line.split()[0]: line.split() for line in out.splitlines() if re.match(r" +\d ", line)}
     assert list(rows) == ["0", "1", "2", "3"]
     largest = {}
     for stage, row in rows.items():
-        found = json.loads(run(capsys, *asked, "--zero", stage, "--json")[1])["largest"]
+        found = json.loads(run(capsys, *command, "--zero", stage, "--json")[1])["largest"]
         assert row[1:3] == [units.parameter_count(found["params"]), str(found["layers"])]
         largest[stage] = found["params"]
     assert f"parameters with ZeRO {max(largest, key=largest.__getitem__)}." in out
 
 
-def test_context_parallelism_of_fit_and_plan(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
-    """Two ranks that share a sample's tokens hold more layers than two that have a sample each."""
-    asked = [*FIT[:-1], "2048", "--memory-limit", "1.5GB", "--json"]
-    found = [json.loads(run(capsys, *asked, "--cp", str(cp))[1]) for cp in (1, 2)]
+def test_context_parallel_ranks_fit_more_layers(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    """Two ranks that split the tokens of a sample fit more layers than two ranks with one sample each."""
+    command = [*FIT[:-1], "2048", "--memory-limit", "1.5GB", "--json"]
+    found = [json.loads(run(capsys, *command, "--cp", str(cp))[1]) for cp in (1, 2)]
     assert [(fit["layout"]["cp"], fit["layout"]["dp"]) for fit in found] == [(1, 2), (2, 1)]
-    alone, shared = (fit["largest"]["layers"] for fit in found)
-    assert alone < shared <= 2 * alone + 1
-    asked = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]
+    data_parallel, context_parallel = (fit["largest"]["layers"] for fit in found)
+    assert data_parallel < context_parallel <= 2 * data_parallel + 1
+    command = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]
     few = ["--zero", "1", "--micro-batch", "1", "--no-sp", "--no-recompute"]
-    code, out = run(capsys, *asked, *few, "--cp", "2", "--json")
+    code, out = run(capsys, *command, *few, "--cp", "2", "--json")
     assert code == 0
     assert {row["layout"]["cp"] for row in json.loads(out)} == {2}
-    assert cli.main([*asked, "--cp", "3"]) == 2
+    assert cli.main([*command, "--cp", "3"]) == 2
     assert "tp x cp x pp = 1 x 3 x 1" in capsys.readouterr().err
 
 
-def test_the_layout_names_the_stages_of_the_software(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_names_the_zero_stages_of_the_software(capsys: pytest.CaptureFixture[str]) -> None:
     document = dict.fromkeys(("largest", "first_failing", "binding"))
     document |= {"sizes": {"vocab": 1, "seq": 1, "hidden": 1}, "search": "layers", "gpus": 4}
     document |= {"limit_bytes": 1, "communicator_bytes": 0}
     model, system = models.load_model("gpt2-1.5b"), load_system_file("dgx2")
-    layouts = (Layout(dp=4, zero=stage) for stage in (0, 1, 3))  # those of DeepSpeed in 2021
+    layouts = (Layout(dp=4, zero=stage) for stage in (0, 1, 3))  # the stages of DeepSpeed in 2021
     fits: Any = [(SimpleNamespace(model=model, layout=one, system=system), document) for one in layouts]
     print_fits(fits, "")
     assert "ZeRO 0, 1 and 3" in capsys.readouterr().out

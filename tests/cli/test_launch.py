@@ -1,4 +1,4 @@
-"""`--launch` and `--from`: the files of other frameworks that commands write and read."""
+"""Tests of `--launch` and `--from`, which write and read launch files of other frameworks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from repro.cli import main
 
-ASKED = ["--system", "dgx-h100", "--gpus", "8"]
+SYSTEM_OPTIONS = ["--system", "dgx-h100", "--gpus", "8"]
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ("", "--model: is missing; name a model, or a file by --from"),
         ("--model gpt2-1.5b --launch megatron", "--launch = 'megatron': needs --output"),
@@ -23,24 +23,24 @@ ASKED = ["--system", "dgx-h100", "--gpus", "8"]
         ("--from none.txt", "must be a file that ends in .sh, .toml, .json"),
     ],
 )
-def test_wrong_options_get_one_line(
-    capsys: pytest.CaptureFixture[str], command: str, options: str, says: str
+def test_error_of_wrong_options_is_one_line(
+    capsys: pytest.CaptureFixture[str], command: str, options: str, message: str
 ) -> None:
-    assert main([command, *options.split(), *ASKED]) == 2
+    assert main([command, *options.split(), *SYSTEM_OPTIONS]) == 2
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     assert len(error.splitlines()) == 1
 
 
-def test_a_written_file_is_predicted_as_its_layout(
+def test_written_file_has_the_prediction_of_its_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--tp", "2", "--zero", "1", "--grad-dtype", "fp32", "--global-batch", "16"]
     written = ["--launch", "megatron", "--output", str(tmp_path)]
-    assert main(["simulate", "--model", "llama3-8b", *ASKED, *options, *written]) == 0
+    assert main(["simulate", "--model", "llama3-8b", *SYSTEM_OPTIONS, *options, *written]) == 0
     planned, note = capsys.readouterr()
     assert "with options for every key of the layout" in note
-    assert main(["simulate", "--from", str(tmp_path / "megatron.sh"), *ASKED]) == 0
+    assert main(["simulate", "--from", str(tmp_path / "megatron.sh"), *SYSTEM_OPTIONS]) == 0
     read, note = capsys.readouterr()
     assert note == ""
 

@@ -1,4 +1,4 @@
-"""The options of `repro simulate`, `fit` and `plan`: which there are, and what is said of bad ones."""
+"""Tests of the layout options of `repro simulate`, `fit` and `plan`, and of errors for invalid options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cli.predictions import GPT2
 
 GPT2_ON = " ".join(GPT2)
 MEASURED = "fit --measure --system local --gpus 1"
-BAD = [
+INVALID = [
     "simulate --model gpt2-1.5 --system dgx2 --gpus 4",
     "simulate --model gpt2-1.5b --system dgx9 --gpus 4",
     "simulate --model bert-large --system dgx2 --gpus 4",
@@ -61,8 +61,8 @@ BAD = [
 ]
 
 
-def test_every_key_of_a_layout_is_an_option_with_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
-    """But dp, which the GPUs give, lists, and what only a library does."""
+def test_every_layout_key_has_an_option_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys without an option: dp, which follows from the GPUs; lists; and keys of other engines."""
     without = {"dp", "stage_layers", "offload_optimizer"}
     assert set(LAYOUT) == {field.name for field in fields(Layout)} - without
     assert cli.main(["plan", "--help"]) == 0
@@ -76,22 +76,22 @@ def test_every_key_of_a_layout_is_an_option_with_its_own_words(capsys: pytest.Ca
         assert words in out
 
 
-def test_bad_input_is_one_line_before_torch_is_imported() -> None:
+def test_error_is_one_line_before_torch_is_imported() -> None:
     code = (
         "import sys, repro.cli\n"
-        f"for command in {BAD!r}:\n"
+        f"for command in {INVALID!r}:\n"
         "    code = repro.cli.main(command.split())\n"
         "    print(command, code, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [f"{command} 2 False" for command in BAD], done.stderr
+    assert done.stdout.splitlines() == [f"{command} 2 False" for command in INVALID], done.stderr
     lines = done.stderr.splitlines()
-    assert len(lines) == len(BAD), done.stderr
+    assert len(lines) == len(INVALID), done.stderr
     assert all(line.startswith("error: ") for line in lines)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (f"simulate {GPT2_ON} --gpus 8 --tp 2", "error: --tp = 2: must be a divisor of heads = 25"),
         (f"plan {GPT2_ON} --gpus 8 --zero1-reduce x", "error: --zero1-reduce = 'x': must be one of reduce-"),
@@ -100,16 +100,14 @@ def test_bad_input_is_one_line_before_torch_is_imported() -> None:
         ("simulate --model gpt2 --system dgx2 --gpus 1", "error: --model = 'gpt2': no such"),
     ],
 )
-def test_what_is_wrong_is_reported_of_the_option(
-    arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+def test_error_names_the_wrong_option(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments.split()) == 2
-    assert capsys.readouterr().err.startswith(says)
+    assert capsys.readouterr().err.startswith(message)
 
 
-def test_what_is_wrong_in_a_file_is_reported_of_its_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_in_a_file_names_the_file_and_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "odd.toml"
     path.write_text("layers = 4\nhidden = 128\nheads = 3\nvocab = 512\nseq = 64\n")
     assert cli.main(["fit", "--model", str(path), "--system", "dgx2", "--gpus", "1"]) == 2
@@ -128,17 +126,17 @@ def test_what_is_wrong_in_a_file_is_reported_of_its_key(
         ("", None),
     ],
 )
-def test_sizes(text: str, bytes_: float | None) -> None:
+def test_memory_size_is_parsed(text: str, bytes_: float | None) -> None:
     assert parse_memory_size(text) == bytes_
 
 
 @pytest.mark.parametrize("text", ["x", "-3", "0", "32 G", "1e99", "GB", "nan"])
-def test_wrong_sizes(text: str) -> None:
+def test_invalid_memory_size_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="memory_limit"):
         parse_memory_size(text)
 
 
 def test_selective_recomputation_has_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["simulate", *GPT2, "--gpus", "1", "--kernels", "softmax", "--recompute-selective", "--json"]
-    cli.main(asked)
+    command = ["simulate", *GPT2, "--gpus", "1", "--kernels", "softmax", "--recompute-selective", "--json"]
+    cli.main(command)
     assert json.loads(capsys.readouterr().out)["layout"]["recompute"] == "selective"

@@ -1,4 +1,4 @@
-"""The command line: help with examples, a quick start without torch, exit codes."""
+"""Tests of the command line: help with examples, a start without large packages, and exit codes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ COMMANDS = (
     *("evaluate", "export-weights"),
 )
 SCHEDULE = ["schedule", "--pp", "4", "--micro-batches", "8"]
-HEAVY = ("torch", "pandas", "scipy", "numpy", "matplotlib", "seaborn")
+LARGE = ("torch", "pandas", "scipy", "numpy", "matplotlib", "seaborn")
 
 
-def process(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
     )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_every_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "--help"]) == 0
     assert f"Example:  repro {command}" in capsys.readouterr().out
 
 
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands_and_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--help"]):
         assert cli.main(arguments) == 0
         out = capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 LIGHT = [["--help"], *([name, "--help"] for name in COMMANDS), ["models"], ["systems"], ["claims"], SCHEDULE]
 
 
-def test_the_package_is_the_command() -> None:
+def test_python_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "repro", "--version"], capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == (__version__, 0), done.stderr
     done = subprocess.run([sys.executable, "-m", "repro", "models", "nope"], capture_output=True, text=True)
@@ -55,27 +55,27 @@ def test_the_package_is_the_command() -> None:
     assert done.stderr.startswith("error: ")
 
 
-def test_nothing_heavy_is_imported() -> None:
-    """One after the other in one process: the first that imports too much is the one that is said."""
+def test_light_commands_import_no_large_package() -> None:
+    """One process runs all commands in order, so the first command that imports a large package fails."""
     code = (
         "import json, sys\n"
         "import repro.cli\n"
         "for arguments in json.loads(sys.argv[1]):\n"
         "    repro.cli.main(arguments)\n"
-        f"    print('imported', arguments, *(name for name in {HEAVY!r} if name in sys.modules), file=sys.stderr)"
+        f"    print('imported', arguments, *(name for name in {LARGE!r} if name in sys.modules), file=sys.stderr)"
     )
-    message = process(code, json.dumps(LIGHT)).stderr.splitlines()
+    message = python(code, json.dumps(LIGHT)).stderr.splitlines()
     found = [line for line in message if line.startswith("imported")]
     assert found == [f"imported {arguments}" for arguments in LIGHT]
 
 
-def test_planning_a_run_needs_no_torch() -> None:
+def test_planning_a_run_imports_no_large_package() -> None:
     code = (
         "import sys\n"
         "import repro.launch.run, repro.results.tables, repro.claims, repro.config, repro.config.suites\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+        f"print([name for name in {LARGE!r} if name in sys.modules])"
     )
-    done = process(code)
+    done = python(code)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -87,7 +87,7 @@ def raising(error: BaseException) -> Callable[..., int]:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "says"),
+    ("error", "code", "message"),
     [
         (
             ConfigError("layout.tp", 3, "a divisor of heads = 4", file="s.toml"),
@@ -102,12 +102,12 @@ def raising(error: BaseException) -> Callable[..., int]:
         ),
     ],
 )
-def test_exit_codes(
+def test_exit_code_of_an_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
     code: int,
-    says: str,
+    message: str,
 ) -> None:
     from repro.report.text import results
 
@@ -115,23 +115,23 @@ def test_exit_codes(
     assert cli.main(["run", "s.toml"]) == code
     out, err = capsys.readouterr()
     assert out == ""
-    assert says in err
-    assert len(err.splitlines()) == bool(says)
+    assert message in err
+    assert len(err.splitlines()) == bool(message)
 
 
-def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code_is_the_return_value_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     from repro.report.text import results
 
-    seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(results, "print_run", lambda *given, **how: seen.append((*given, how)) or 1)
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(results, "print_run", lambda *args, **keys: calls.append((*args, keys)) or 1)
     assert cli.main(["run", "s.toml", "t.toml", "--only", "a*", "--only", "b", "--rerun", "--json"]) == 1
     suites = [Path("s.toml"), Path("t.toml")]
-    how = {"evidence": "measured", "system": "", "profile": False}
-    assert seen == [(suites, ["a*", "b"], Path("results"), True, True, False, how)]
+    keys = {"evidence": "measured", "system": "", "profile": False}
+    assert calls == [(suites, ["a*", "b"], Path("results"), True, True, False, keys)]
 
 
 @pytest.mark.parametrize("arguments", [["runn"], ["run"], ["run", "s.toml", "--jsn"], ["models", "a", "b"]])
-def test_wrong_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_of_wrong_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -140,6 +140,6 @@ def test_wrong_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("arguments", [["claims", "--help"], SCHEDULE])
-def test_benchmark_of_the_start(benchmark: Any, arguments: list[str]) -> None:
+def test_benchmark_of_the_start_time(benchmark: Any, arguments: list[str]) -> None:
     code = f"import sys; from repro.cli import main; sys.exit(main({arguments!r}))"
-    benchmark.pedantic(lambda: process(code), rounds=5)
+    benchmark.pedantic(lambda: python(code), rounds=5)

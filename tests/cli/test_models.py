@@ -1,4 +1,4 @@
-"""What `repro models` prints."""
+"""Tests of the output of `repro models`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from repro.model.counts import total_parameters
 from repro.report.text.models_and_systems import print_models
 
 
-def test_the_list_names_every_model_uncut_in_80_columns(
+def test_list_shows_full_names_and_parameters_in_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -24,7 +24,7 @@ def test_the_list_names_every_model_uncut_in_80_columns(
         assert f"{total_parameters(load_model(name)):,}" in rows[name]
 
 
-def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.CaptureFixture[str]) -> None:
+def test_details_show_parameters_states_flops_and_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_models("zero-1.38b", False, details=True) == 0
     out = " ".join(capsys.readouterr().out.split())
     for message in (
@@ -38,7 +38,7 @@ def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.Captu
         assert message in out
 
 
-def test_groups_begin_with_the_models_of_the_reports(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_starts_with_the_models_of_the_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_models(None, False) == 0
     out = capsys.readouterr().out
     first = [line.split()[0] for line in out.split("\n\n")[1].splitlines()[1:]]
@@ -47,27 +47,27 @@ def test_groups_begin_with_the_models_of_the_reports(capsys: pytest.CaptureFixtu
     assert "gpt2-1.5b (gpt2-xl)" in out
 
 
-def test_an_alias_is_no_other_name() -> None:
+def test_alias_of_a_model_is_unique() -> None:
     aliases = model_aliases()
     assert {"turing-nlg", "llama-3-8b"} <= set(aliases)
     assert not set(aliases) & set(model_names())
     tables = [table for path in FILES.glob("*.toml") for table in read_toml(path).get("model", [])]
-    given = [alias for table in tables for alias in table.get("aliases", [])]
-    assert sorted(given) == sorted(set(given)) == sorted(aliases)
+    aliases_in_files = [alias for table in tables for alias in table.get("aliases", [])]
+    assert sorted(aliases_in_files) == sorted(set(aliases_in_files)) == sorted(aliases)
     assert all(load_model(alias) == load_model(name) for alias, name in aliases.items())
 
 
-def test_a_counted_model_has_no_flops(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_with_a_given_count_has_no_flops(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_models("t5-11b", False) == 0
     assert "FLOP" not in capsys.readouterr().out
 
 
-def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_models(None, True) == 0
-    everything = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in everything] == model_names()
+    documents = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in documents] == model_names()
     assert print_models("yuan-1.0-245b", True) == 0
     one = json.loads(capsys.readouterr().out)
-    assert one in everything
+    assert one in documents
     assert sum(one["parameters_by_part"].values()) == one["parameters"]
     assert one["states_bytes"]["zero3"]["1024"] == 16 * one["parameters"] / 1024

@@ -1,4 +1,4 @@
-"""`repro plan` from the command line."""
+"""Tests of `repro plan`: JSON and text, several systems, prices, the next command, and worker processes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if __name__ == "__main__":
 """
 
 
-def test_plan_json_and_page(
+def test_plan_prints_layouts_times_and_costs(
     capsys: pytest.CaptureFixture[str], tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]
-    asked += ["--micro-batch", "1", "--memory-limit", "1.764GB", "--zero", "1", "--no-sp", "--no-recompute"]
-    code, out = run(capsys, *asked, "--pp", "1", "--json")
+    plan = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]
+    plan += ["--micro-batch", "1", "--memory-limit", "1.764GB", "--zero", "1", "--no-sp", "--no-recompute"]
+    code, out = run(capsys, *plan, "--pp", "1", "--json")
     assert code == 0
     found = json.loads(out)
     keys = {"outcome", "params", "memory", "comm", "flops", "trace_seconds", "layout", "ruled_out_by"}
@@ -41,12 +41,12 @@ def test_plan_json_and_page(
     assert found[0]["outcome"] == "ok"
     assert found[0]["evidence"] == "full"
     assert {row["layout"]["zero"] for row in found} == {1}
-    two = json.loads(run(capsys, *asked, "--dp", "2", "--top", "1", "--json")[1])
+    two = json.loads(run(capsys, *plan, "--dp", "2", "--top", "1", "--json")[1])
     assert [row["layout"]["dp"] for row in two] == [2]
-    printed = run(capsys, *asked, "--top", "1")[1]
+    printed = run(capsys, *plan, "--top", "1")[1]
     assert [line.split()[0] for line in printed.splitlines() if re.match(r" +\d+ +\d+ ", line)] == ["1"]
     assert {"step_s", "samples_per_s", "flops_per_device", "exposed_s", "bubble_s"} <= set(found[0]["time"])
-    priced = [*asked, "--tp", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2.5"]
+    priced = [*plan, "--tp", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2.5"]
     code, out = run(capsys, *priced)
     assert code == 0
     trained = json.loads(run(capsys, *priced, "--json")[1])[0]["training"]
@@ -60,20 +60,20 @@ def test_plan_json_and_page(
     assert "samples/s" not in out
     for width in (80, 100):
         monkeypatch.setenv("COLUMNS", str(width))
-        code, out = run(capsys, *asked, "--tp", "2", "--details")
+        code, out = run(capsys, *plan, "--tp", "2", "--details")
         assert code == 0
         for words in ("(samples/s)", "bubble (%)", "2 layouts were simulated"):
             assert words in out
         assert max(map(len, out.splitlines())) <= width
 
 
-def test_systems_are_ranked_together(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
-    """A dear system is the last, whichever it is, and the table has the best layout of each."""
-    asked = ["plan", "--model", tiny_model, "--system", "dgx2,dgx-h100", "--gpus", "4", "--global-batch", "8"]
-    asked += ["--micro-batch", "1", "--no-sp", "--no-recompute", "--pp", "1", "--tokens", "1e9"]
-    asked += ["--rank-by", "cost", "--price-per-gpu-hour"]
+def test_plan_ranks_several_systems_by_cost(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    """The system with the higher price is last. The table has the best layout of each system."""
+    plan = ["plan", "--model", tiny_model, "--system", "dgx2,dgx-h100", "--gpus", "4", "--global-batch", "8"]
+    plan += ["--micro-batch", "1", "--no-sp", "--no-recompute", "--pp", "1", "--tokens", "1e9"]
+    plan += ["--rank-by", "cost", "--price-per-gpu-hour"]
     for prices, names in (("1,1000", ["dgx2", "dgx-h100"]), ("1000,1", ["dgx-h100", "dgx2"])):
-        code, out = run(capsys, *asked, prices, "--json")
+        code, out = run(capsys, *plan, prices, "--json")
         assert code == 0
         rows = json.loads(out)
         trained = [(row["system"], row["training"]["cost"]) for row in rows]
@@ -84,14 +84,14 @@ def test_systems_are_ranked_together(capsys: pytest.CaptureFixture[str], tiny_mo
             assert row["training"]["cost"] == pytest.approx(seconds / 3600 * 4 * price[row["system"]])
         costs = [row["rank_s"] * price[row["system"]] for row in rows if row["rank_s"] and not row["tight"]]
         assert costs == sorted(costs)
-        text = run(capsys, *asked, prices, "--top", "2")[1]
-        places = re.findall(r"(?m)^ +(\d+) +(dgx2|dgx-h100) ", text)
-        assert [name for _, name in places] == names
-        assert places[0][0] == "1"
-        assert int(places[1][0]) == 1 + [name for name, _ in trained].index(names[1])
+        text = run(capsys, *plan, prices, "--top", "2")[1]
+        ranks = re.findall(r"(?m)^ +(\d+) +(dgx2|dgx-h100) ", text)
+        assert [name for _, name in ranks] == names
+        assert ranks[0][0] == "1"
+        assert int(ranks[1][0]) == 1 + [name for name, _ in trained].index(names[1])
         assert f"on 4 x NVIDIA {'H100' if names[0] == 'dgx-h100' else 'V100'}" in text
-        following = " ".join(text.partition("Next: ")[2].replace("\\\n", "").split())
-        assert f"--system {names[0]} " in following
+        next_command = " ".join(text.partition("Next: ")[2].replace("\\\n", "").split())
+        assert f"--system {names[0]} " in next_command
 
 
 @pytest.mark.parametrize(
@@ -126,20 +126,20 @@ def test_systems_are_ranked_together(capsys: pytest.CaptureFixture[str], tiny_mo
         ),
     ],
 )
-def test_mistakes_about_systems_and_prices_are_one_line(
+def test_error_of_wrong_systems_or_prices_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: str, message: str
 ) -> None:
-    """No layout is tried before."""
+    """The error precedes the search of layouts."""
     monkeypatch.delattr("repro.simulate.plan.plan.search_layouts")
     assert cli.main(["plan", "--model", "gpt2-1.5b", "--gpus", "8", *options.split()]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {message}")
 
 
-def test_the_next_command_simulates_the_best_layout(
+def test_next_command_simulates_the_best_layout(
     capsys: pytest.CaptureFixture[str], tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has every option that the plan was given, so both commands show one memory."""
+    """The command has all options of the plan, so both commands show the same memory."""
     options = (
         "--system dgx2 --gpus 4 --global-batch 8 --tp 2 --sp --no-overlap --precision fp32 --top 1 --seq 32"
     )
@@ -152,21 +152,21 @@ def test_the_next_command_simulates_the_best_layout(
     assert "32 tokens" in step
 
 
-def test_a_plan_in_which_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", *GPT2, "--gpus", "4", "--memory-limit", "4GB"]
-    code, out = run(capsys, *asked)
+def test_plan_without_a_layout_that_fits_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", *GPT2, "--gpus", "4", "--memory-limit", "4GB"]
+    code, out = run(capsys, *plan)
     assert code == 1
     assert "No layout fits" in out
     assert "optimizer states (" in out
-    assert "closed form" in run(capsys, *asked, "--details")[1]
-    code, out = run(capsys, *asked, "--json")
+    assert "closed form" in run(capsys, *plan, "--details")[1]
+    code, out = run(capsys, *plan, "--json")
     assert code == 1
     assert all(row["outcome"] == "oom" and row["ruled_out_by"] for row in json.loads(out))
 
 
 @pytest.mark.slow
-def test_a_plan_leaves_torch_to_its_workers(tmp_path: Path) -> None:
-    """They have it from one process that imports it while the plan begins."""
+def test_only_worker_processes_of_a_plan_import_torch(tmp_path: Path) -> None:
+    """A fork server imports torch while the plan starts, and the workers are forked from the server."""
     script = tmp_path / "plans.py"
     script.write_text(PLANS)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)

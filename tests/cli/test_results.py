@@ -1,4 +1,4 @@
-"""`repro results`, and the tables with which `repro run` ends."""
+"""Tests of `repro results`, and of the tables at the end of `repro run`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What was measured, one of it emulated under another name, one simulated that fits and one that does not."""
+    """Return a store with measured records, one emulated record, and two simulated ones, one of which does not fit."""
     root = tmp_path_factory.mktemp("store")
     measured = synthetic.records()
     one = next(r for r in measured if isinstance(r, ExperimentRecord) and r.name == "parity-z1-dp2")
     emulated = changed(one, name="lowbw", experiment={**one.conditions, "network": asdict(NETWORK)})
-    asked = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16", kernels="reference")
-    fits = simulate_experiment(replace(asked, system="selene"), systems.load_system_file("selene"), "smoke")
+    case = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16", kernels="reference")
+    fits = simulate_experiment(replace(case, system="selene"), systems.load_system_file("selene"), "smoke")
     tight = changed(fits, name="tight", outcome="oom", reason="out of memory, 8599967744 bytes requested")
     with Store(root) as opened:
         for record in (*measured, emulated, fits, tight):
@@ -40,20 +40,20 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def show(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     code = cli.main(["results", *arguments])
     return code, *capsys.readouterr()
 
 
-def test_kinds_of_evidence_have_tables_of_their_own(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = shown(capsys, "smoke", "--results", str(store), "--details")
+def test_each_kind_of_evidence_has_a_separate_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = show(capsys, "smoke", "--results", str(store), "--details")
     assert code == 0
-    measured, rest = out.split("smoke, 1 experiment, emulated:")
-    emulated, simulated = rest.split("smoke, 2 experiments, simulated:")
+    measured, remainder = out.split("smoke, 1 experiment, emulated:")
+    emulated, simulated = remainder.split("smoke, 2 experiments, simulated:")
     assert "measured: real" in measured
-    for name, where in (("lowbw", emulated), ("tight", simulated), ("parity-tp2-sp", measured)):
+    for name, table in (("lowbw", emulated), ("tight", simulated), ("parity-tp2-sp", measured)):
         assert [name in part for part in (measured, emulated, simulated)] == [
-            part is where for part in (measured, emulated, simulated)
+            part is table for part in (measured, emulated, simulated)
         ]
     fits = next(line for line in simulated.splitlines() if line.startswith("states-z1-dp2"))
     assert "other devices" in fits
@@ -62,25 +62,23 @@ def test_kinds_of_evidence_have_tables_of_their_own(store: Path, capsys: pytest.
     assert "tight: oom: out of memory, 8.60 GB requested" in simulated
 
 
-def test_one_screen_has_the_fastest_and_every_failure(
+def test_default_output_has_fastest_experiments_and_all_failures(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, out, _ = shown(capsys, "smoke", "--results", str(store))
+    _, out, _ = show(capsys, "smoke", "--results", str(store))
     assert "tight: oom: out of memory, 8.60 GB requested" in out
     assert "1 hang. 1 oom." in out
     assert "curve" not in out
-    found = json.loads(shown(capsys, "smoke", "--results", str(store), "--json")[1])["experiments"]
+    found = json.loads(show(capsys, "smoke", "--results", str(store), "--json")[1])["experiments"]
     rows = [line for line in out.splitlines() if " x 1 x " in line]
     hidden = sum(int(words) for words in re.findall(r"--details lists (\d+) more", out))
     assert len(rows) + hidden == len(found) > len(rows)
 
 
-def test_what_is_compared_stands_side_by_side_with_units(
-    store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, out, _ = shown(capsys, "parity-z?-dp2", "--results", str(store), "--details")
+def test_details_show_all_columns_with_units(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = show(capsys, "parity-z?-dp2", "--results", str(store), "--details")
     names = ["parity-z0-dp2", "parity-z1-dp2", "parity-z2-dp2", "parity-z3-dp2"]
-    found = json.loads(shown(capsys, "parity-z?-dp2", "--results", str(store), "--json")[1])["experiments"]
+    found = json.loads(show(capsys, "parity-z?-dp2", "--results", str(store), "--json")[1])["experiments"]
     assert sorted(each["name"] for each in found) == names
     rates = [each["tokens_per_s"] for each in found]
     assert rates == sorted(rates, reverse=True)
@@ -98,21 +96,21 @@ def test_ratios_have_the_intervals_of_their_records(store: Path, capsys: pytest.
             for side in (record.baseline, record.subject):
                 known = next(r for r in synthetic.records() if isinstance(r, ExperimentRecord))
                 opened.append(changed(known, name=side.name, key=side.key, id=side.key))
-    _, out, _ = shown(capsys, "speed-*", "--results", str(store))
+    _, out, _ = show(capsys, "speed-*", "--results", str(store))
     first = speed[0]
     line = next(line for line in out.splitlines() if "samples/s" in line)
     assert line.split()[:2] == [first.subject.name, first.baseline.name]
     assert f"{first.ratio:.3f}  {first.low:.3f} to {first.high:.3f}" in line
-    (compared,) = json.loads(shown(capsys, "speed-*", "--results", str(store), "--json")[1])["comparisons"]
+    (compared,) = json.loads(show(capsys, "speed-*", "--results", str(store), "--json")[1])["comparisons"]
     assert (compared["low"], compared["evidence"]) == (first.low, "measured")
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_any_terminal_has_every_column(
+def test_narrow_terminal_shows_every_column(
     store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    _, out, _ = shown(capsys, "smoke", "--results", str(store), "--details")
+    _, out, _ = show(capsys, "smoke", "--results", str(store), "--details")
     assert max(len(line.rstrip()) for line in out.splitlines()) <= width
     assert "…" not in out
     for heading in ("curve", "tokens", "activations", "sent", "global"):
@@ -121,35 +119,33 @@ def test_any_terminal_has_every_column(
     assert tables == 3 if width == 200 else tables > 3
 
 
-def test_curves_of_losses_as_a_picture(
-    store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_plot_draws_the_loss_curves(store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib draws the curves; it is in the extra report")
     for name, head in (("losses.svg", b"<svg"), ("losses.png", b"\x89PNG")):
         picture = tmp_path / name
-        assert shown(capsys, "parity-*", "--results", str(store), "--plot", str(picture))[0] == 0
+        assert show(capsys, "parity-*", "--results", str(store), "--plot", str(picture))[0] == 0
         assert picture.read_bytes().startswith(head)
     assert b"parity-z3-dp2" in (tmp_path / "losses.svg").read_bytes()
-    code, _, err = shown(capsys, "tight", "--results", str(store), "--plot", str(picture))
+    code, _, err = show(capsys, "tight", "--results", str(store), "--plot", str(picture))
     assert (code, "no selected experiment trained for two steps" in err) == (2, True)
-    code, _, err = shown(capsys, "--results", str(store), "--plot", str(tmp_path / "x.pdf"))
+    code, _, err = show(capsys, "--results", str(store), "--plot", str(tmp_path / "x.pdf"))
     assert (code, ".svg or .png" in err) == (2, True)
 
 
-def test_nothing_known_is_reported(store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, err = shown(capsys, "smoek", "--results", str(store))
+def test_error_for_missing_results(store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = show(capsys, "smoek", "--results", str(store))
     assert (code, out) == (2, "")
     assert "a suite or a glob of experiments with results in" in err
     assert err.rstrip().endswith(": smoke")
-    code, _, err = shown(capsys, "--results", str(tmp_path / "nowhere"))
+    code, _, err = show(capsys, "--results", str(tmp_path / "nowhere"))
     assert code == 2
     assert err.rstrip().endswith("nowhere': no such folder")
-    code, _, err = shown(capsys, "--results", str(tmp_path))
+    code, _, err = show(capsys, "--results", str(tmp_path))
     assert code == 2
     assert "no records in" in err
 
 
-def test_a_run_ends_with_its_totals_and_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_ends_with_its_totals_and_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite, folder = write_suite(tmp_path, experiments("a", "b")), tmp_path / "results"
     code, out, err = run(suite, folder, "--only", "a")
     assert code == 0, err
@@ -158,13 +154,13 @@ def test_a_run_ends_with_its_totals_and_results(tmp_path: Path, capsys: pytest.C
     assert table.startswith("faults, 1 experiment, measured")
     assert "tokens" in table
     run(suite, folder)
-    code, out, _ = shown(capsys, str(suite), "--results", str(folder))
+    code, out, _ = show(capsys, str(suite), "--results", str(folder))
     assert code == 0
     assert out.startswith("faults, 2 experiments, measured")
 
 
 @pytest.mark.parametrize(
-    ("values", "drawn"),
+    ("values", "text"),
     [
         ([3.0, 2.0, 1.0], "█▅▁"),
         ([1.0, None, 8.0], "▁ █"),
@@ -173,5 +169,5 @@ def test_a_run_ends_with_its_totals_and_results(tmp_path: Path, capsys: pytest.C
         ([4.0, 4.0, 3.0, 3.0, 2.0, 2.0, 1.0, 1.0], "█▆▃▁"),
     ],
 )
-def test_a_sparkline(values: list[Any], drawn: str) -> None:
-    assert sparkline(Console(), values, columns=4) == drawn
+def test_sparkline_scales_and_averages_its_values(values: list[Any], text: str) -> None:
+    assert sparkline(Console(), values, columns=4) == text

@@ -1,4 +1,4 @@
-"""The default output of every command is one screen, and its text and help follow the style guide."""
+"""Tests that the default output of every command fits one screen and follows the style guide."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from repro.util.units import NO_VALUE
 from tests.accuracy.twins.conftest import tables
 from tests.claims.test_scores import scored
 from tests.cli.samples import SAMPLES, cases
-from tests.cli.test_widths import leaves
+from tests.cli.test_widths import leaf_commands
 from tests.launch.slurm.submitted import ThreeCases
 
 SCREEN_LINES, SCREEN_COLUMNS, SENTENCE_WORDS = 24, 100, 30
 PRIVATE_WORDS = "room storey house thing doubt circle beside look said told kept gone whole"
-"""Words that the style guide excludes; a user does not know their meaning in this project."""
-LINES_OF_ANOTHER = {"lab exec": "the output of a command", "logs": "the end of a log file"}
-"""Commands that print lines which this program does not write."""
+"""Words that the style guide excludes, because users do not know their meaning in this project."""
+OTHER_PROGRAMS = {"lab exec": "the output of a command", "logs": "the end of a log file"}
+"""Commands that print the output of other programs."""
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text without its tables, whose rows have two spaces between words, and its commands."""
+    """Return the sentences of a text without commands and tables, whose rows have two spaces between cells."""
     paragraphs = [""]
     for line in text.splitlines():
         if re.search(r"\S  +\S|^  |^Next: ", line) or not line.strip():
@@ -50,7 +50,7 @@ def sentences(text: str) -> list[str]:
 
 
 def faults(text: str) -> list[str]:
-    """The sentences that are too long or have a private word."""
+    """Return the sentences that are too long or contain an excluded word."""
     words = re.compile(rf"\b({'|'.join(PRIVATE_WORDS.split())})s?\b", re.IGNORECASE)
     return [one for one in sentences(text) if len(one.split()) > SENTENCE_WORDS or words.search(one)]
 
@@ -63,13 +63,13 @@ COUNT = re.compile(
     r"|records|parameters|decided rows|in 90 % interval|in wider interval|error below .*|tp|pp|dp|cp|ZeRO( stage)?"
     r"|micro-batch|hidden size|ratio|formula|simulated|emulated|measured|"
 )
-"""Headers of counts, degrees and ratios, which have no unit, and of evidence, which has that of `published`."""
+"""Headers without a unit: counts, degrees, ratios, and evidence, which has the unit of `published`."""
 
 
 def headers_without_unit(table: Table) -> list[str]:
-    """The headers of the columns that have only numbers, and neither a unit nor the name of a count."""
+    """Return the headers of columns of numbers that have neither a unit nor the name of a count."""
     found: list[str] = []
-    if UNIT.search(str(table.columns[0].header)):  # one unit of all columns
+    if UNIT.search(str(table.columns[0].header)):  # the first header has the unit of all columns
         return found
     for column in table.columns:
         header, cells = (
@@ -85,14 +85,14 @@ def headers_without_unit(table: Table) -> list[str]:
     return found
 
 
-def test_headers_without_a_unit_are_found() -> None:
+def test_check_finds_headers_without_a_unit() -> None:
     table = new_table(
         "name", "time", "rows", "size (GB)", rows=[("7", "1.5", "3", "2"), ("b", "2", "4", "3 to 4")]
     )
     assert headers_without_unit(table) == ["time"]
 
 
-def test_faults_are_found() -> None:
+def test_check_finds_long_sentences_and_excluded_words() -> None:
     assert faults("A table:\na  thing  of  doubt\n\nIt fits. What is kept beside it is whole.") == [
         "What is kept beside it is whole."
     ]
@@ -105,13 +105,13 @@ def screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     """Return a function that runs a command, checks that its output is one screen of plain text, and returns it."""
     monkeypatch.setenv("COLUMNS", str(SCREEN_COLUMNS))
     tables: list[Table] = []
-    show = Console.print
+    print_original = Console.print
 
-    def show_and_keep(console: Console, *shown: Any, **how: Any) -> None:
-        tables.extend(each for each in shown if isinstance(each, Table))
-        show(console, *shown, **how)
+    def record_and_print(console: Console, *values: Any, **options: Any) -> None:
+        tables.extend(each for each in values if isinstance(each, Table))
+        print_original(console, *values, **options)
 
-    monkeypatch.setattr(Console, "print", show_and_keep)
+    monkeypatch.setattr(Console, "print", record_and_print)
 
     def run(command: str) -> str:
         code = cli.main(shlex.split(command))
@@ -127,27 +127,27 @@ def screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("command", cases(all_samples=True))
-def test_the_answer_is_one_screen(
+def test_answer_is_one_screen(
     command: str, samples_folder: Path, screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(samples_folder)
     assert screen(command.format(width="screen"))
 
 
-def test_the_answers_of_submissions(
+def test_answers_of_submissions(
     submitted: ThreeCases, screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(submitted.results.parent)
     submitted.record("b", "ok")
     submitted.slurm.job("12_0", state="NODE_FAIL")
-    where = f"--results {submitted.results.name}"
-    assert "faults: 3 cases: " in screen(f"status {where}")
-    assert "1 of 3 cases done" in screen(f"collect {where}")
-    assert "Cancelled 1 job of 1 case" in screen(f"cancel c {where}")
+    options = f"--results {submitted.results.name}"
+    assert "faults: 3 cases: " in screen(f"status {options}")
+    assert "1 of 3 cases done" in screen(f"collect {options}")
+    assert "Cancelled 1 job of 1 case" in screen(f"cancel c {options}")
 
 
 @pytest.mark.slow
-def test_the_answers_about_written_files(
+def test_answers_about_written_files(
     samples_folder: Path, screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(samples_folder)
@@ -156,7 +156,7 @@ def test_the_answers_about_written_files(
     assert not screen("artifact --output artifact.md")
 
 
-def test_the_answer_about_a_measured_machine(
+def test_answer_about_a_measured_machine(
     screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = tables()
@@ -178,11 +178,11 @@ def test_the_answer_about_a_measured_machine(
     assert re.search(r"collective-4 +nvlink +1 kB +1,000 +10 MB +1\b", out)
 
 
-def test_the_answers_about_weights(
+def test_answers_about_weights(
     screen: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    way = asdict(find_protocol("lambada", "gpt2"))
-    record = replace(scored("gpt2", accuracy_words=0.5, perplexity=10.0), way=way)
+    protocol = asdict(find_protocol("lambada", "gpt2"))
+    record = replace(scored("gpt2", accuracy_words=0.5, perplexity=10.0), way=protocol)
     monkeypatch.setattr("repro.quality.evaluate.run.run_evaluation", lambda *_: (record, 0))
     out = screen("evaluate --weights w --task lambada --data d")
     assert out.startswith("somebody's-lambada-gpt2: ok.\n")
@@ -194,30 +194,30 @@ def test_the_answers_about_weights(
     assert "config.json" in screen(f"export-weights --weights w --output {tmp_path}")
 
 
-def test_the_answer_about_a_network(screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_about_a_network(screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     network = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6)
     rates = {"between nodes": [8e6] * 2, "within a node": [1e9] * 4}
-    kept = {"keeper": 12, "user_namespace": True, "ranks": [1] * 4, "nodes": [1] * 2, "cores": 2}
-    facts = NetworkFacts(**kept, mtu=9000, payload_share=1.0, rates=rates, round_trip_s={"between": 1e-4})
+    settings = {"keeper": 12, "user_namespace": True, "ranks": [1] * 4, "nodes": [1] * 2, "cores": 2}
+    facts = NetworkFacts(**settings, mtu=9000, payload_share=1.0, rates=rates, round_trip_s={"between": 1e-4})
     monkeypatch.setattr("repro.emulate.lab.missing_requirement", lambda: "")
     monkeypatch.setattr("repro.emulate.lab.start_network", lambda _: LabNetwork(network, facts))
     assert "8 to 8" in screen("lab up --between 8e6")
 
 
 def test_every_command_has_a_screen() -> None:
-    """A new command needs a sample, or a test above that prints its answer."""
+    """A new command needs a sample, or a test in this file that prints its answer."""
     tested = "\n".join(
-        inspect.getsource(each) for name, each in globals().items() if name.startswith("test_the_ans")
+        inspect.getsource(each) for name, each in globals().items() if name.startswith("test_answer")
     )
-    for command in leaves(typer.main.get_command(cli.app)):
+    for command in leaf_commands(typer.main.get_command(cli.app)):
         printed = command in SAMPLES or re.search(rf'screen\(f?"{command}\b', tested)
-        assert printed or command in LINES_OF_ANOTHER, command
+        assert printed or command in OTHER_PROGRAMS, command
 
 
-def test_the_answer_about_a_machine_without_optional_libraries(
+def test_answer_about_a_machine_without_optional_libraries(
     screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commands that install them are in the details."""
+    """The details contain the commands that install the libraries."""
     monkeypatch.setattr("repro.launch.doctor.machine.versions", lambda names: {})
     answer = screen("doctor")
     assert re.search("limited +DeepSpeed +not installed +no `engine", answer)

@@ -1,4 +1,4 @@
-"""What would be silently something else: a mistyped folder, a zero, a name that no file can have, an empty table."""
+"""Tests of mistakes that must not pass silently: missing folders, zeros, invalid file names, empty tables."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SUITE = '[suite]\nname = "s"\n[[experiment]]\nname = "a"\nmodel = "gpt2-tiny"\n'
 @pytest.mark.parametrize(
     "command", [["claims"], ["export"], ["validate"], ["report"], ["compare", "a", "b"]], ids=lambda c: c[0]
 )
-def test_a_folder_that_is_not_there(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_results_folder_is_an_error(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command, "--results", "nowhere"]) == 2
     assert capsys.readouterr().err == "error: --results = 'nowhere': no such folder\n"
     assert cli.main([*command, "--results", ""]) == 2
     assert capsys.readouterr().err == "error: --results = '': is empty\n"
 
 
-def test_before_the_first_run_there_is_none(
+def test_missing_default_results_folder_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -34,7 +34,7 @@ def test_before_the_first_run_there_is_none(
 
 
 @pytest.mark.parametrize("evidence", ["measured", "simulated"])
-def test_results_that_cannot_be_written_are_bad_input(
+def test_results_folder_that_is_a_file_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], evidence: str
 ) -> None:
     (tmp_path / "s.toml").write_text(SUITE)
@@ -53,37 +53,37 @@ def test_results_that_cannot_be_written_are_bad_input(
         (["twin", "ds-3p75x-lowbw", "--tp", "0"], "--tp"),
     ],
 )
-def test_a_zero_that_is_written_is_not_the_default(
+def test_option_zero_does_not_select_the_default(
     arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 2
     assert f"error: {option} = 0: must be an integer of at least 1" in capsys.readouterr().err
 
 
-def test_a_file_of_nobody_is_found_out_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:
-    """/proc takes no files, also of root, whom permissions do not stop."""
+def test_unwritable_output_is_an_error_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:
+    """No user can create a file in /proc, not even root."""
     assert cli.main(["calibrate", "--system", "local", "--quick", "--output", "/proc/here.toml"]) == 2
     assert "--output = '/proc/here.toml': must be a file that can be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["a/b", "../a", ".a", "a" * 5000, "a\\nb"], ids=lambda name: name[:4])
-@pytest.mark.parametrize("what", ['"a"', '"s"'], ids=["experiment", "suite"])
-def test_names_that_no_file_can_have(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, what: str
+@pytest.mark.parametrize("old", ['"a"', '"s"'], ids=["experiment", "suite"])
+def test_names_must_be_valid_file_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, old: str
 ) -> None:
-    (tmp_path / "s.toml").write_text(SUITE.replace(what, f'"{name}"'))
+    (tmp_path / "s.toml").write_text(SUITE.replace(old, f'"{name}"'))
     assert cli.main(["run", str(tmp_path / "s.toml")]) == 2
     err = capsys.readouterr().err
     assert "must be a name of at most 100 characters without /" in err
     assert len(err) < 500
 
 
-def test_a_mark_that_begins_a_file_is_none_of_its_keys(tmp_path: Path) -> None:
+def test_suite_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(SUITE, encoding="utf-8-sig")
     assert load_suite(tmp_path / "s.toml").name == "s"
 
 
-def test_blank_lines_in_a_store_are_nothing_to_tell(tmp_path: Path) -> None:
+def test_blank_lines_in_a_store_are_ignored(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.append(made_up("a"))
         assert store.path is not None
@@ -94,7 +94,7 @@ def test_blank_lines_in_a_store_are_nothing_to_tell(tmp_path: Path) -> None:
     assert store.skipped == []
 
 
-def test_an_empty_table_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_an_empty_table_prints_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pandas", reason="pandas makes the table; it is in the extra report")
     assert cli.main(["export", "--results", str(tmp_path), "--table", "records", "--format", "csv"]) == 0
     assert capsys.readouterr().err == f"note: the table is empty, because {tmp_path} has no records\n"
@@ -112,15 +112,15 @@ def test_an_empty_table_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
         ),
     ],
 )
-def test_a_run_names_suites_or_a_claim_with_such_evidence(
+def test_run_needs_suites_or_a_claim_with_this_evidence(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["run", *arguments]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_a_claim_selects_its_experiments_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Suites of other claims have experiments of the same names."""
+def test_run_of_a_claim_selects_its_experiments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Suites of other claims have experiments with the same names."""
     assert (
         cli.main(["run", "--claim", "ds-3p75x-lowbw", "--dry-run", "--json", "--results", str(tmp_path)]) == 0
     )

@@ -1,4 +1,4 @@
-"""`repro simulate` from the command line, and what a prediction says beside `plan`."""
+"""Tests of `repro simulate`: JSON, text, intervals, steps that do not fit, and two compared layouts."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ bandwidth = { value = 1e9, source = "here" }
 )
 
 
-def test_simulate_json(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+def test_json_has_memory_traffic_and_flops(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
     options = "--system dgx2 --gpus 8 --tp 2 --pp 2 --zero 1 --global-batch 16 --recompute --json"
     code, out = run(capsys, "simulate", "--model", tiny_model, *options.split())
     assert code == 0
     found = json.loads(out)
     assert found["outcome"] == "ok"
     assert found["layout"]["dp"] == 2
-    assert found["layout"]["precision"] == "fp16"  # a V100
+    assert found["layout"]["precision"] == "fp16"  # the precision of a V100
     assert found["params"] > 0
     assert {"peak_bytes", "reserved_bytes", "by_category", "by_role"} <= set(found["memory"])
     assert {"bytes_by_group", "bytes_by_link"} <= set(found["comm"])
@@ -55,12 +55,12 @@ def test_simulate_json(capsys: pytest.CaptureFixture[str], tiny_model: str) -> N
     assert set(found["memory"]["by_role"]) == {"first", "last"}
 
 
-def test_simulate_says_what_a_person_wants_to_know(
+def test_text_shows_memory_traffic_and_the_failure_cause(
     capsys: pytest.CaptureFixture[str], tiny_model: str
 ) -> None:
-    asked = ["simulate", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--tp", "2", "--zero", "1"]
-    found = json.loads(run(capsys, *asked, "--json")[1])
-    code, out = run(capsys, *asked)
+    query = ["simulate", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--tp", "2", "--zero", "1"]
+    found = json.loads(run(capsys, *query, "--json")[1])
+    code, out = run(capsys, *query)
     assert code == 0
     size, sent = (found["memory"]["by_category"]["optimizer"], found["comm"]["bytes_by_group"]["dp"])
     assert out.startswith("Fits: tiny")
@@ -69,9 +69,9 @@ def test_simulate_says_what_a_person_wants_to_know(
     assert "Memory peak: " not in out
     assert max(map(len, out.splitlines())) <= 100
     for words in ("Memory peak: ", "FLOP per step", "uncertain input", "hidden communication"):
-        assert words in run(capsys, *asked, "--details")[1]
+        assert words in run(capsys, *query, "--details")[1]
     code, out = run(
-        capsys, *asked, "--memory-limit", str(systems.load_system_file("dgx2").context() + 2_000_000)
+        capsys, *query, "--memory-limit", str(systems.load_system_file("dgx2").context() + 2_000_000)
     )
     assert code == 1
     assert out.startswith("Does not fit: tiny")
@@ -81,48 +81,48 @@ def test_simulate_says_what_a_person_wants_to_know(
     )
 
 
-def test_a_step_says_how_sure_it_is(
+def test_text_shows_the_interval_or_measured_inputs(
     capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path
 ) -> None:
-    """By an interval, or that what was measured is taken as exact."""
-    asked = ["simulate", "--model", tiny_model, "--gpus", "1", "--zero", "1"]
-    _, out = run(capsys, *asked, "--system", "dgx2")
+    """A calibrated system has no interval, because its measured inputs count as exact."""
+    query = ["simulate", "--model", tiny_model, "--gpus", "1", "--zero", "1"]
+    _, out = run(capsys, *query, "--system", "dgx2")
     assert "90 % interval" in out
     assert "No interval" not in out
     measured = tmp_path / "here.toml"
     measured.write_text(CALIBRATED)
-    code, out = run(capsys, *asked, "--system", str(measured))
+    code, out = run(capsys, *query, "--system", str(measured))
     assert code == 0
     assert "90 % interval" not in out
     assert "No interval, because all inputs are measured" in out
 
 
-def test_what_does_not_fit_takes_no_time_and_ends_alike(
+def test_step_that_does_not_fit_has_no_time(
     capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path
 ) -> None:
-    least = str(systems.load_system_file("dgx2").context() + 2_000_000)
-    asked = ["--model", tiny_model, "--system", "dgx2", "--gpus", "1", "--memory-limit", least]
+    limit = str(systems.load_system_file("dgx2").context() + 2_000_000)
+    query = ["--model", tiny_model, "--system", "dgx2", "--gpus", "1", "--memory-limit", limit]
     timeline = tmp_path / "step.json"
-    code, out = run(capsys, "simulate", *asked, "--timeline", str(timeline))
+    code, out = run(capsys, "simulate", *query, "--timeline", str(timeline))
     assert "Predicted step time" not in out
     assert "No step time is predicted: the step does not fit the device's memory" in out
     assert not timeline.exists()
-    found = [run(capsys, command, *asked, "--json") for command in ("simulate", "plan")]
+    found = [run(capsys, name, *query, "--json") for name in ("simulate", "plan")]
     step, rows = (json.loads(printed) for _, printed in found)
     assert step["time"] is None
     assert not any(row["time"] for row in rows)
-    fit = run(capsys, *FIT, "--memory-limit", least)
-    assert {code, fit[0], *(ended for ended, _ in found)} == {1}
-    for command in ("simulate", "fit", "plan"):
-        assert "Exit code 1" in run(capsys, command, "--help")[1]
+    fit = run(capsys, *FIT, "--memory-limit", limit)
+    assert {code, fit[0], *(exit_code for exit_code, _ in found)} == {1}
+    for name in ("simulate", "fit", "plan"):
+        assert "Exit code 1" in run(capsys, name, "--help")[1]
     assert "Exit codes: 0 success" in run(capsys, "--help")[1]
 
 
-def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+def test_default_precision_depends_on_the_device(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
     for system, precision in (("dgx2", "fp16"), ("selene", "bf16"), ("local", "fp32")):
-        asked = ["simulate", "--model", tiny_model, "--system", system, "--gpus", "1", "--json"]
-        assert json.loads(run(capsys, *asked)[1])["layout"]["precision"] == precision
-    found = json.loads(run(capsys, *asked, "--precision", "bf16")[1])
+        query = ["simulate", "--model", tiny_model, "--system", system, "--gpus", "1", "--json"]
+        assert json.loads(run(capsys, *query)[1])["layout"]["precision"] == precision
+    found = json.loads(run(capsys, *query, "--precision", "bf16")[1])
     assert found["layout"]["precision"] == "bf16"
 
 
@@ -134,18 +134,18 @@ def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_m
         ("dgx-h100", "fused", PUBLISHED_POINT),
     ],
 )
-def test_a_prediction_says_what_it_rests_on(
+def test_prediction_names_the_basis_of_its_times(
     capsys: pytest.CaptureFixture[str], tiny_model: str, system: str, kernels: str, basis: str
 ) -> None:
-    asked = ["--model", tiny_model, "--system", system, "--gpus", "4", "--kernels", kernels]
-    few = [*asked, "--zero", "1", "--tp", "2", "--pp", "1", "--no-sp", "--no-recompute", "--tokens", "1e9"]
-    step = json.loads(run(capsys, "simulate", *asked, "--json")[1])["time"]
+    query = ["--model", tiny_model, "--system", system, "--gpus", "4", "--kernels", kernels]
+    few = [*query, "--zero", "1", "--tp", "2", "--pp", "1", "--no-sp", "--no-recompute", "--tokens", "1e9"]
+    step = json.loads(run(capsys, "simulate", *query, "--json")[1])["time"]
     rows = json.loads(run(capsys, "plan", *few, "--json")[1])
     assert {row["time"]["rests_on"] for row in rows} == {step["rests_on"]} == {basis}
     assert 0 < step["mfu"] < 1
     peak = systems.load_system_file(system).peak("fp16" if system == "dgx2" else "bf16")
-    assert step["mfu"] == pytest.approx(step["flops_per_device"] / peak)  # nothing is recomputed
-    page, table = run(capsys, "simulate", *asked)[1], run(capsys, "plan", *few)[1]
+    assert step["mfu"] == pytest.approx(step["flops_per_device"] / peak)  # no recomputation
+    page, table = run(capsys, "simulate", *query)[1], run(capsys, "plan", *few)[1]
     for text in (page, table):
         assert "MFU" in text
         assert re.search(f"Basis of the times?: {basis}; ", text)
@@ -156,7 +156,7 @@ def test_a_prediction_says_what_it_rests_on(
 @pytest.mark.parametrize(
     ("gpus", "printed"), [("400", ""), ("800", "note: dgx2 has 400 GPUs (25 nodes of 16)")]
 )
-def test_more_than_anybody_had_is_reported(
+def test_more_gpus_than_the_system_has_print_a_note(
     gpus: str, printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cli.main(["simulate", *GPT2, "--gpus", gpus, "--json"])
@@ -167,27 +167,27 @@ def test_more_than_anybody_had_is_reported(
 STEP = ("--model", "gpt2-1.5b", "--system", "dgx2", "--gpus", "16", "--micro-batch", "2", "--recompute")
 
 
-def test_two_layouts_differ_as_their_own_simulations_do(capsys: pytest.CaptureFixture[str]) -> None:
-    alone = [
+def test_versus_has_the_results_of_two_simulations(capsys: pytest.CaptureFixture[str]) -> None:
+    separate = [
         json.loads(run(capsys, "simulate", *STEP, *options, "--json")[1])
         for options in (("--zero", "1"), ("--zero", "1", "--pp", "4", "--global-batch", "32"))
     ]
     code, out = run(capsys, "simulate", *STEP, "--zero", "1", "--versus", "--pp 4", "--json")
     both = json.loads(out)
     assert code == 0
-    for name, document in zip("AB", alone, strict=True):
+    for name, document in zip("AB", separate, strict=True):
         both[name].pop("trace_seconds")
         assert both[name].items() <= document.items()
     code, out = run(capsys, "simulate", *STEP, "--zero", "1", "--versus", "--pp 4")
     row = next(line for line in out.splitlines() if line.startswith("step time (s)")).split()
-    steps = [document["time"]["step_s"] for document in alone]
-    ratio = alone[1]["time"]["samples_per_s"] / alone[0]["time"]["samples_per_s"]
+    steps = [document["time"]["step_s"] for document in separate]
+    ratio = separate[1]["time"]["samples_per_s"] / separate[0]["time"]["samples_per_s"]
     assert row[-3:-1] == [f"{step:,.2f}" for step in steps]
     assert f"B trains {units.number(ratio)} times as many samples/s as A (90 % interval: " in out
     assert len(out.splitlines()) <= 24
 
 
-def test_a_layout_that_does_not_fit_has_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+def test_versus_layout_that_does_not_fit_has_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run(capsys, "simulate", *STEP, "--versus", "--model turing-nlg-17b")
     assert code == 1
     assert "B does not fit: " in out
@@ -209,7 +209,7 @@ def test_a_layout_that_does_not_fit_has_no_ratio(capsys: pytest.CaptureFixture[s
         ("--tp 2", ("--timeline", "t.json"), "--versus = '--tp 2': cannot be combined with --timeline"),
     ],
 )
-def test_invalid_alternatives_are_reported_before_any_simulation(
+def test_error_of_a_wrong_alternative_precedes_the_simulation(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     versus: str,

@@ -1,4 +1,4 @@
-"""What `repro systems` prints."""
+"""Tests of the output of `repro systems`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from repro.report.text.models_and_systems import print_systems
 from tests.config.system_texts import PRODUCTS, PROVENANCE
 
 SHOWN = ("latency_s", "efficiency")
-MINE = Path(__file__).parents[2] / "repro/config/systems/dgx2.toml"
+DGX2_FILE = Path(__file__).parents[2] / "repro/config/systems/dgx2.toml"
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_the_list_names_every_system_uncut_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_full_names_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_systems("", False) == 0
     assert set(system_names()) <= set(re.findall(r"[\w-]+", capsys.readouterr().out))
     assert print_systems("", False, details=True) == 0
@@ -39,20 +39,20 @@ def test_the_list_names_every_system_uncut_in_80_columns(capsys: pytest.CaptureF
     assert set(names[: len(REPORT_SYSTEMS)]) == set(REPORT_SYSTEMS)
 
 
-def test_an_alias_is_no_other_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_alias_of_a_system_is_unique(capsys: pytest.CaptureFixture[str]) -> None:
     aliases = system_aliases()
     assert aliases["dgx-a100"] == aliases["dgx-a100-80gb"] == "selene"
     assert {"dgx-1", "h100"} <= set(aliases)
     assert not set(aliases) & {*system_names(), "local-gpu"}
-    given = [alias for path in FILES.glob("*.toml") for alias in read_toml(path).get("aliases", [])]
-    assert sorted(given) == sorted(set(given)) == sorted(aliases)
+    in_files = [alias for path in FILES.glob("*.toml") for alias in read_toml(path).get("aliases", [])]
+    assert sorted(in_files) == sorted(set(in_files)) == sorted(aliases)
     assert all(load_system_file(alias) == load_system_file(name) for alias, name in aliases.items())
     assert cli.main(["systems"]) == 0
     assert set(aliases) <= set(re.split(r"[\s,]+", capsys.readouterr().out))
 
 
 @pytest.mark.parametrize("name", [name for name in system_names() if name != "local"])
-def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_details_show_the_source_of_every_number(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert print_systems(name, False, details=True) == 0
     out = capsys.readouterr().out
     message, system = " ".join(out.split()), load_system_file(name)
@@ -69,13 +69,13 @@ def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest
     assert ("Memory for tensors: " in message) == (device.memory_bytes.value is not None)
 
 
-def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_system(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_systems("", True) == 0
-    everything = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in everything] == system_names()
+    documents = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in documents] == system_names()
     assert print_systems("dgx-b200", True) == 0
     one = json.loads(capsys.readouterr().out)
-    assert one in everything
+    assert one in documents
     assert one["context_bytes"]["value"] is None
     assert (
         one["allocatable_bytes"]
@@ -85,14 +85,14 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["allocatable_bytes"] is None
 
 
-def test_ones_own_file_by_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_file_is_read_by_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ours.toml"
-    path.write_text(MINE.read_text().replace("[links.nvlink]", "[links.wire]"))
+    path.write_text(DGX2_FILE.read_text().replace("[links.nvlink]", "[links.wire]"))
     assert cli.main(["systems", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}: links = 'wire': must be one of memory, nvlink")
     assert error.count("\n") == 1
-    path.write_text(MINE.read_text())
+    path.write_text(DGX2_FILE.read_text())
     assert cli.main(["systems", str(path)]) == 0
     assert capsys.readouterr().out.startswith("ours: NVIDIA V100 SXM3 32 GB")
 
@@ -104,11 +104,11 @@ points = [[1024, 1e-4], [1048576, 1e-3]]
 CALIBRATED = PRODUCTS + MEASURED_LINK + PROVENANCE
 
 
-def test_a_calibrated_file_shows_what_was_measured(
+def test_details_of_a_calibrated_system_show_its_measurements(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ours.toml"
-    path.write_text(MINE.read_text() + CALIBRATED)
+    path.write_text(DGX2_FILE.read_text() + CALIBRATED)
     assert cli.main(["systems", str(path), "--details"]) == 0
     message = " ".join(capsys.readouterr().out.split())
     assert "measured on 2026-01-01 with torch 2.6.0, 4 ranks, 5 repeats; cores 4; processor X" in message

@@ -1,4 +1,4 @@
-"""Whatever streams and environment a command is given, it says what it has to, and no traceback."""
+"""Tests of commands with unusual streams and environments, which must not end in a traceback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLI = "import sys; from repro.cli import main; sys.exit(main())"
         ("{repro} models > /dev/full", 1),
     ],
 )
-def test_any_terminal_will_do(shell: str, code: int, tmp_path: Path) -> None:
+def test_unusual_streams_cause_no_traceback(shell: str, code: int, tmp_path: Path) -> None:
     command = shlex.join([sys.executable, "-c", CLI])
     done = subprocess.run(
         ["sh", "-c", shell.format(repro=command)],
@@ -37,7 +37,7 @@ def test_any_terminal_will_do(shell: str, code: int, tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == (code == 1)
 
 
-def test_a_warning_is_a_note_of_one_line() -> None:
+def test_warning_is_printed_as_a_note_in_one_line() -> None:
     program = (
         "import warnings; from repro import cli; cli.main(['--version']); warnings.warn('slow', stacklevel=1)"
     )

@@ -1,4 +1,4 @@
-"""Every command at 40, 80 and 100 columns: no word is cut, and nothing that a wide page shows is lost."""
+"""Tests of every command at 40, 80 and 100 columns: narrow output has all words of wide output, uncut."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from repro.util.console import stdout
 from tests.cli.samples import EXEMPT, SAMPLES, cases
 
 WIDTHS = (40, 80, 100)
-WIDEST = 1000
-LONG = {"schedule": "the drawing is broken into lines of time, so its words depend on the width"}
+WIDE_COLUMNS = 1000
+WIDTH_DEPENDENT = {"schedule": "the drawing is split into time intervals, so its words depend on the width"}
 TWO_WIDTHS = ("twin", "plan", "simulate", "fit", "compare")
-"""Commands that are tried at 40 and 100 columns only, because each run of them takes seconds."""
-CHANGES = re.compile(
+"""Commands that run at 40 and 100 columns only, because each run takes seconds."""
+VARIABLE_TEXT = re.compile(
     r"(\d+ traces|Traced)( in \S+ \w+)?|\S+ GB (of \S+ GB )?free|at most \S+ parameters|mine-\d+"
 )
-"""What differs from one run of a command to the next: durations, free memory, names of files."""
+"""Text that differs between runs of a command: durations, free memory, file names."""
 
 
-def leaves(command: Any, path: tuple[str, ...] = ()) -> list[str]:
+def leaf_commands(command: Any, path: tuple[str, ...] = ()) -> list[str]:
     if not hasattr(command, "commands"):
         return [" ".join(path)]
-    return [leaf for name, each in command.commands.items() for leaf in leaves(each, (*path, name))]
+    return [leaf for name, each in command.commands.items() for leaf in leaf_commands(each, (*path, name))]
 
 
 def words(text: str) -> Counter[str]:
-    """Runs of letters and digits, and whole bars."""
+    """Return the number of occurrences of each word, number and bar."""
     return Counter(re.findall(r"[\w.]+|[█░▁-▇…]+", text))
 
 
-def lost(wide: str, narrow: str, width: int) -> Counter[str]:
-    """The words of the wide page that the narrow one lacks; what is longer than half a line may be folded there."""
-    full, parts = (CHANGES.sub("", " ".join(page.split())) for page in (wide, narrow))
-    joined = parts.replace(" ", "")
-    here = [token for token in full.split() if len(token) < width // 2 or token not in joined]
-    return words(" ".join(here)) - words(parts)
+def missing_words(wide: str, narrow: str, width: int) -> Counter[str]:
+    """Return the words of `wide` that `narrow` lacks; text longer than half a line may be folded in `narrow`."""
+    full, short = (VARIABLE_TEXT.sub("", " ".join(page.split())) for page in (wide, narrow))
+    joined = short.replace(" ", "")
+    tokens = [token for token in full.split() if len(token) < width // 2 or token not in joined]
+    return words(" ".join(tokens)) - words(short)
 
 
 @pytest.fixture(autouse=True)
@@ -63,40 +63,40 @@ def printed(
     return out
 
 
-def test_every_command_is_tried() -> None:
-    assert sorted(leaves(typer.main.get_command(cli.app))) == sorted([*SAMPLES, *EXEMPT])
+def test_every_command_has_a_sample_or_an_exemption() -> None:
+    assert sorted(leaf_commands(typer.main.get_command(cli.app))) == sorted([*SAMPLES, *EXEMPT])
 
 
 @pytest.mark.parametrize("command", cases(all_samples=True))
-def test_no_word_is_cut(
+def test_narrow_output_has_all_words(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide = printed(capsys, monkeypatch, command, WIDEST)
+    wide = printed(capsys, monkeypatch, command, WIDE_COLUMNS)
     for width in WIDTHS if command.split()[0] not in TWO_WIDTHS else (40, 100):
         narrow = printed(capsys, monkeypatch, command, width)
         assert narrow.count("…") <= wide.count("…"), width
-        if command.split()[0] in LONG:
+        if command.split()[0] in WIDTH_DEPENDENT:
             assert max(map(len, narrow.splitlines())) <= width
         else:
-            assert not lost(wide, narrow, width), width
+            assert not missing_words(wide, narrow, width), width
 
 
-def test_no_word_of_a_status_is_cut(
+def test_narrow_status_has_all_words(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {"submission": "x", "suite": "faults", "key": "k", "bundle": 0}
     case = CaseState(**names, name="fig8-c4-60b", job="12_3", state="failed", nodes="n[1-16]", outcome="hang")
     cases = [case, replace(case, name="fig8-c4-100b", detail="no rank wrote for ten minutes")]
     pages = {}
-    for width in (*WIDTHS, WIDEST):
+    for width in (*WIDTHS, WIDE_COLUMNS):
         monkeypatch.setenv("COLUMNS", str(width))
         print_cases(cases, [], stdout(), None)
         pages[width] = capsys.readouterr().out
-    assert [width for width in WIDTHS if lost(pages[WIDEST], pages[width], width)] == []
+    assert [width for width in WIDTHS if missing_words(pages[WIDE_COLUMNS], pages[width], width)] == []
 
 
 @pytest.mark.parametrize("path", ["", "lab", *SAMPLES, *EXEMPT])
-def test_no_word_of_a_help_is_cut(
+def test_narrow_help_has_all_words(
     path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command: Any = typer.main.get_command(cli.app)
@@ -108,4 +108,4 @@ def test_no_word_of_a_help_is_cut(
     for width in WIDTHS:
         page = printed(capsys, monkeypatch, f"{path} --help", width).replace("│", " ")
         assert "…" not in page
-        assert not lost(" ".join(message), page, width), width
+        assert not missing_words(" ".join(message), page, width), width

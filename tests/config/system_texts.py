@@ -1,4 +1,4 @@
-"""Parts of system files, for tests to put together."""
+"""Sections of system files, from which tests write complete files."""
 
 NODES = """
 devices_per_node = { value = 4, source = "here" }

@@ -1,4 +1,4 @@
-"""The key of an experiment: what changes it, what does not, and that older records keep theirs."""
+"""Tests of the key of an experiment: settings that change it, settings that do not, and keys of older records."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MODEL = Model(name="tiny", layers=4, hidden=16, heads=4, vocab=64, seq=16)
 BASE = Experiment(name="a", model=MODEL, layout=Layout(dp=2, micro_batch=4), training=Training(steps=6))
 
 
-def test_names_time_limits_and_remarks_do_not_change_what_is_measured() -> None:
+def test_names_timeouts_and_notes_do_not_change_the_key() -> None:
     other = replace(
         BASE,
         name="b",
         limits=Limits(timeout_s=1, hang_s=1),
-        model=replace(MODEL, note="seen", source="a paper", published_name="1B", published_params=1e9),
+        model=replace(MODEL, note="a note", source="a paper", published_name="1B", published_params=1e9),
     )
     assert other.key == BASE.key
 
@@ -53,26 +53,26 @@ def test_names_time_limits_and_remarks_do_not_change_what_is_measured() -> None:
         {"network": EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)},
     ],
 )
-def test_conditions_change_it(change: dict[str, Any]) -> None:
+def test_conditions_change_the_key(change: dict[str, Any]) -> None:
     assert replace(BASE, **change).key != BASE.key
 
 
-def test_a_default_written_out_is_the_same_condition() -> None:
-    written = {f.name: getattr(Layout(), f.name) for f in fields(Layout)}
-    spelled = replace(BASE, layout=Layout(**{**written, "dp": 2, "micro_batch": 4, "global_batch": 8}))
-    assert spelled.key == BASE.key
+def test_explicit_default_has_the_key_of_the_default() -> None:
+    defaults = {f.name: getattr(Layout(), f.name) for f in fields(Layout)}
+    explicit = replace(BASE, layout=Layout(**{**defaults, "dp": 2, "micro_batch": 4, "global_batch": 8}))
+    assert explicit.key == BASE.key
 
 
-def test_an_option_added_later_keeps_the_keys_of_older_records() -> None:
+def test_default_of_a_new_option_keeps_the_key() -> None:
     @dataclass(frozen=True, kw_only=True)
-    class Later(Layout):
-        novelty: int = 0
+    class NewLayout(Layout):
+        option: int = 0
 
-    assert replace(BASE, layout=Later(dp=2, micro_batch=4)).key == BASE.key
-    assert replace(BASE, layout=Later(dp=2, micro_batch=4, novelty=1)).key != BASE.key
+    assert replace(BASE, layout=NewLayout(dp=2, micro_batch=4)).key == BASE.key
+    assert replace(BASE, layout=NewLayout(dp=2, micro_batch=4, option=1)).key != BASE.key
 
 
-def test_a_record_is_the_way_back_also_without_keys_that_it_could_not_know() -> None:
+def test_experiment_is_read_from_a_record_with_missing_options() -> None:
     pipeline = replace(BASE, layout=Layout(pp=2, tp=2, stage_layers=(1, 3), micro_batch=2, global_batch=8))
     data = json.loads(json.dumps(pipeline.as_dict()))
     assert from_dict(data) == pipeline
@@ -85,7 +85,7 @@ def test_a_record_is_the_way_back_also_without_keys_that_it_could_not_know() -> 
     assert from_dict(old).key == BASE.key
 
 
-def test_a_networks_rates_are_conditions_and_a_record_gives_it_back() -> None:
+def test_rates_of_an_emulated_network_change_the_key() -> None:
     network = EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)
     slow = replace(BASE, network=network)
     assert from_dict(json.loads(json.dumps(slow.as_dict()))) == slow
@@ -96,7 +96,7 @@ def test_a_networks_rates_are_conditions_and_a_record_gives_it_back() -> None:
     assert from_dict(older).key == BASE.key
 
 
-def test_buckets_beside_gradients_are_stage_0s_and_change_no_other_key() -> None:
+def test_separate_ddp_buckets_need_zero_0_and_several_replicas() -> None:
     assert "gradient_as_bucket_view" not in chosen_fields(BASE.layout)
     copies = replace(BASE.layout, gradient_as_bucket_view=False)
     assert chosen_fields(copies) == {**chosen_fields(BASE.layout), "gradient_as_bucket_view": False}
@@ -107,7 +107,7 @@ def test_buckets_beside_gradients_are_stage_0s_and_change_no_other_key() -> None
             Layout(**other, gradient_as_bucket_view=False)
 
 
-def test_fp32_gradients_are_of_16_bit_training_and_change_no_other_key() -> None:
+def test_fp32_gradients_need_16_bit_precision() -> None:
     narrow = replace(BASE.layout, precision="bf16")
     assert "grad_dtype" not in chosen_fields(narrow)
     wide = replace(narrow, grad_dtype="fp32")
@@ -122,26 +122,23 @@ def test_fp32_gradients_are_of_16_bit_training_and_change_no_other_key() -> None
 @pytest.mark.parametrize(
     ("kernels", "overlapped"), [("fused", True), ("reference", True), ("softmax", False), ("unfused", False)]
 )
-def test_records_from_before_tp_overlap_was_said_are_found_by_what_they_ran(
-    kernels: str, overlapped: bool
-) -> None:
-    ran = replace(BASE, layout=Layout(tp=2, micro_batch=4, kernels=kernels, tp_overlap=overlapped))
-    old = json.loads(json.dumps(ran.as_dict()))
+def test_records_without_tp_overlap_keep_their_key(kernels: str, overlapped: bool) -> None:
+    experiment = replace(BASE, layout=Layout(tp=2, micro_batch=4, kernels=kernels, tp_overlap=overlapped))
+    old = json.loads(json.dumps(experiment.as_dict()))
     del old["layout"]["tp_overlap"]
-    assert from_dict(old) == ran
-    other = replace(ran, layout=replace(ran.layout, tp_overlap=not overlapped))
-    assert other.key != ran.key
-    # Their keys were made of what differed from the defaults of the time.
+    assert from_dict(old) == experiment
+    other = replace(experiment, layout=replace(experiment.layout, tp_overlap=not overlapped))
+    assert other.key != experiment.key
+    # The key contains only options that differ from the defaults of its kernels.
     chosen = {"tp": 2, "micro_batch": 4, "global_batch": 4}
     chosen |= {"kernels": kernels} if kernels != "fused" else {}
-    assert chosen_fields(ran.layout) == chosen
-    alone = Layout(micro_batch=4, kernels=kernels)
-    assert chosen_fields(alone) == chosen_fields(replace(alone, tp_overlap=False))
+    assert chosen_fields(experiment.layout) == chosen
+    single = Layout(micro_batch=4, kernels=kernels)
+    assert chosen_fields(single) == chosen_fields(replace(single, tp_overlap=False))
 
 
 @pytest.mark.parametrize("engine", ["native", "torch", "megatron"])
-def test_only_deepspeed_offloads_its_optimizer(engine: str) -> None:
-    """In one line, and so for everything that traces our own step."""
+def test_optimizer_offload_needs_engine_deepspeed(engine: str) -> None:
     layout = Layout(dp=2, zero=1, offload_optimizer=True)
     training = {"dropout": 0.0, "attention_dropout": 0.0}
     tiny(layout, engine="deepspeed", **training)
@@ -152,32 +149,32 @@ def test_only_deepspeed_offloads_its_optimizer(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["torch", "deepspeed", "megatron"])
-def test_only_our_engine_captures_its_passes(engine: str) -> None:
+def test_cuda_graphs_need_the_native_engine(engine: str) -> None:
     layout = Layout(cuda_graphs=True)
     assert replace(BASE, layout=layout).layout.cuda_graphs
     with pytest.raises(ConfigError, match=f"cuda_graphs = true: must be false with engine {engine}"):
         replace(BASE, layout=layout, engine=engine)
 
 
-def test_graphs_are_captured_before_a_step_is_timed() -> None:
+def test_cuda_graphs_need_two_untimed_steps() -> None:
     with pytest.raises(ConfigError, match="untimed_steps = 1: must be at least 2 with cuda_graphs = true"):
         replace(BASE, layout=Layout(cuda_graphs=True), training=Training(steps=6, untimed_steps=1))
 
 
-def test_a_network_for_ranks_of_one_rate_is_as_much_faster_where_they_are() -> None:
+def test_scaled_network_has_rates_in_proportion_to_flops() -> None:
     network = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, within=20e6, flops_per_s=4e9)
-    here = network.scaled(6e9)
-    assert (here.between, here.within, here.flops_per_s) == (12e6, 30e6, 6e9)
-    assert here.world == network.world
+    scaled = network.scaled(6e9)
+    assert (scaled.between, scaled.within, scaled.flops_per_s) == (12e6, 30e6, 6e9)
+    assert scaled.world == network.world
     assert "4e+09" not in str(network)
 
 
-def test_what_a_twin_stands_for_is_carried_and_changes_nothing() -> None:
-    """It comes back from JSON, and a run keeps its key when a prediction of it changes."""
+def test_original_of_a_twin_does_not_change_the_key() -> None:
+    """A changed prediction of the original keeps the keys of runs."""
     plain = tiny(Layout())
-    stands = TwinOf(original="lowbw-megatron", part=0.2, between=4.8e9, numbers={"hW/F": (0.5, 0.6)})
-    twin = replace(plain, twin=stands)
+    original = TwinOf(original="lowbw-megatron", part=0.2, between=4.8e9, numbers={"hW/F": (0.5, 0.6)})
+    twin = replace(plain, twin=original)
     assert from_dict(json.loads(json.dumps(twin.as_dict()))) == twin
     assert (twin.key, hash(twin)) == (plain.key, hash(replace(twin)))
     with pytest.raises(ConfigError, match="part = 0"):
-        replace(stands, part=0)
+        replace(original, part=0)

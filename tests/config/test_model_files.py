@@ -1,4 +1,4 @@
-"""The model files: all load, say where they come from, and are the shapes that the sources print."""
+"""Tests of model files: packaged models have sources and the printed shapes, and errors of user files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = {
     "tiny-stages": 0.4,
     "tiny-deep": 1.6,
 }
-"""Millions of parameters of the models of smoke runs and tests."""
+"""Parameters of the models for smoke runs and tests, in millions."""
 TABLES = {
     # name: layers, hidden, heads, published MP degrees.  ZERO3 Table 5, Fig. 2.
     "zero-1.5b": (48, 1600, 16, (1, 2)),
@@ -65,7 +65,7 @@ TABLES = {
     "zero-13b": (62, 4096, 32, (1,)),
     "zero-1.16b": (24, 1920, 16, (1,)),
     "zero-1.38b": (40, 1536, 16, (1,)),
-    # Tables 1 and 2 name sizes only: these shapes are ours.
+    # Tables 1 and 2 print sizes only; this project chose the shapes.
     "table1-7.5b": (4, 12288, 96, (1,)),
     "table1-128b": (4, 50944, 398, (1,)),
     "table1-1t": (4, 144128, 1126, (1,)),
@@ -87,7 +87,7 @@ TABLES = {
     "deepspeed-100b": (125, 8192, 64, (16,)),
     "deepspeed-10b": (50, 4096, 32, (1,)),
     "deepspeed-200b": (250, 8192, 64, (16,)),
-    # MEG1 Tables 1, 2 and 7; images/tables.tex; MEG2 Table 1 (heads, width and depth in its order there).
+    # MEG1 Tables 1, 2 and 7; images/tables.tex; MEG2 Table 1, which prints heads, width and depth in this order.
     "megatron-355m": (24, 1024, 16, (1,)),
     "megatron-1.2b": (40, 1536, 16, (1,)),
     "megatron-2.5b": (54, 1920, 20, (2,)),
@@ -150,7 +150,7 @@ TABLES = {
 }
 
 OTHERS = {
-    # name: layers, hidden, heads, heads of keys, MLP, vocabulary.  2307.09288 Table 1 and config.json of the releases.
+    # name: layers, hidden, heads, key heads, MLP, vocabulary.  2307.09288 Table 1 and config.json of the releases.
     "llama2-7b": (32, 4096, 32, 32, 11008, 32000),
     "llama2-13b": (40, 5120, 40, 40, 13824, 32000),
     "llama2-70b": (80, 8192, 64, 8, 28672, 32000),
@@ -173,7 +173,7 @@ OTHERS = {
     "bloom-176b": (70, 14336, 112, 112, 57344, 250880),
     "falcon-7b": (32, 4544, 71, 1, 18176, 65024),
     "falcon-40b": (60, 8192, 128, 8, 32768, 65024),
-    # SimuMax 4dcaae52 run_pretrain_llama3.sh: parts of Llama 3 with a padded vocabulary.
+    # SimuMax 4dcaae52 run_pretrain_llama3.sh: some layers of Llama 3, with a padded vocabulary.
     **{
         f"llama3-{size}-{layers}l-tp{tp}": (layers, *shape, vocab)
         for size, layers, shape in (
@@ -182,7 +182,7 @@ OTHERS = {
         )
         for tp, vocab in ((1, 128384), (2, 128512), (8, 129024))
     },
-    # Sizes of the reports with Llama 2's layers: these shapes are ours.
+    # Sizes of the reports with the layers of Llama 2; this project chose the shapes.
     "llama-like-1.5b": (28, 2048, 16, 16, 5632, 32000),
     "llama-like-3b": (26, 3072, 24, 24, 8192, 32000),
     "llama-like-17b": (37, 6144, 48, 48, 16384, 32000),
@@ -195,22 +195,22 @@ OTHERS = {
     "llama-like-245b": (76, 16384, 128, 128, 43776, 32000),
     "llama-like-1t": (128, 25600, 200, 200, 68352, 32000),
 }
-"""Models whose layer is not GPT-2's."""
+"""Models whose layers differ from those of GPT-2."""
 
 
-def test_every_model_is_here_once() -> None:
+def test_tables_contain_every_packaged_model() -> None:
     assert sorted(model_names()) == sorted({*TABLES, *OTHERS, *SMALL, "bert-large", "t5-11b"})
     assert {name for name in model_names() if load_model(name).departures()} == set(OTHERS)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_shapes_of_other_layers_are_the_printed_ones(name: str) -> None:
+def test_models_of_other_families_have_the_printed_shapes(name: str) -> None:
     m = load_model(name)
     assert (m.layers, m.hidden, m.heads, m.key_heads, m.ffn_width, m.vocab) == OTHERS[name]
 
 
-def test_a_choice_that_does_not_go_with_another_is_refused() -> None:
-    good = {"name": "m", "layers": 1, "hidden": 24, "heads": 4, "vocab": 8, "seq": 8}
+def test_incompatible_model_options_are_rejected() -> None:
+    valid = {"name": "m", "layers": 1, "hidden": 24, "heads": 4, "vocab": 8, "seq": 8}
     for key, value, message in (
         ("norm", "batch", "norm = 'batch': must be one of layer, rms"),
         ("kv_heads", 3, "kv_heads = 3: must be a divisor of heads = 4"),
@@ -220,15 +220,15 @@ def test_a_choice_that_does_not_go_with_another_is_refused() -> None:
     ):
         more = {"norm": "rms"} if key == "architecture" else {}
         with pytest.raises(ConfigError) as caught:
-            Model(**{**good, **more, key: value})
+            Model(**{**valid, **more, key: value})
         assert str(caught.value).startswith(message)
     for fraction in (0.5, 0.1, 1.5):
         with pytest.raises(ConfigError, match="rotary_fraction"):
-            Model(**good, positions="rotary", rotary_fraction=fraction)
+            Model(**valid, positions="rotary", rotary_fraction=fraction)
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_the_quick_way_in_reads_what_pydantic_reads(name: str) -> None:
+def test_fast_reader_equals_the_pydantic_reader(name: str) -> None:
     table, path = _packaged()[name]
     keys = {key: value for key, value in table.items() if key != "aliases"}
     assert load_model(name) == build_dataclass(Model, keys, file=str(path))
@@ -236,7 +236,7 @@ def test_the_quick_way_in_reads_what_pydantic_reads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_shapes_are_the_printed_ones_and_split_as_published(name: str) -> None:
+def test_models_have_the_printed_shapes_and_tensor_parallel_degrees(name: str) -> None:
     model = load_model(name)
     layers, hidden, heads, degrees = TABLES[name]
     assert (model.layers, model.hidden, model.heads, model.ffn_width) == (layers, hidden, heads, 4 * hidden)
@@ -245,7 +245,7 @@ def test_shapes_are_the_printed_ones_and_split_as_published(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in model_names() if name not in SMALL and "l-tp" not in name])
-def test_a_published_size_that_is_not_the_rounded_count_has_a_note(name: str) -> None:
+def test_model_count_that_differs_from_its_size_has_note(name: str) -> None:
     model = load_model(name)
     assert model.source
     digits, unit = model.published_name[:-1], {"M": 1e6, "B": 1e9, "T": 1e12}[model.published_name[-1]]
@@ -255,17 +255,17 @@ def test_a_published_size_that_is_not_the_rounded_count_has_a_note(name: str) ->
         assert any(f"{psi:.{places}f}{model.published_name[-1]}" in model.note for places in (1, 2)), psi
 
 
-def test_small_models_are_small() -> None:
+def test_small_models_have_the_listed_sizes() -> None:
     assert {name: round(total_parameters(load_model(name)) / 1e6, 1) for name in SMALL} == SMALL
 
 
-GOOD = "layers = 2\nhidden = 8\nheads = 2\nvocab = 16\nseq = 4\n"
+VALID = "layers = 2\nhidden = 8\nheads = 2\nvocab = 16\nseq = 4\n"
 
 
 @pytest.mark.parametrize(
-    "text", [GOOD, "[[model]]\n" + GOOD, "[model]\n" + GOOD, "[defaults]\n" + GOOD + "[model]"]
+    "text", [VALID, "[[model]]\n" + VALID, "[model]\n" + VALID, "[defaults]\n" + VALID + "[model]"]
 )
-def test_a_persons_file_is_named_after_itself(tmp_path: Path, text: str) -> None:
+def test_user_file_without_a_name_names_its_model(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     expected = Model(name="mine", layers=2, hidden=8, heads=2, vocab=16, seq=4)
@@ -275,20 +275,20 @@ def test_a_persons_file_is_named_after_itself(tmp_path: Path, text: str) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (GOOD.replace("heads = 2", "heads = 3"), "heads = 3: must be a divisor of hidden = 8"),
-        (GOOD.replace("layers = 2", "layers = -2"), "layers = -2: must be an integer of at least 1"),
-        (GOOD.replace("vocab = 16", "vocab = 'many'"), "vocab = 'many'"),
-        (GOOD.replace("vocab = 16", "vocab = 16.5"), "vocab = 16.5"),
-        (GOOD.replace("seq = 4", ""), "seq: is missing"),
-        (GOOD + "head = 2", "head = 2: unknown key; did you mean heads?"),
-        (f"[[model]]\n{GOOD}[[model]]\n{GOOD}", "[[model]] tables with different names"),
-        ("[defaults]\n" + GOOD, "[[model]] tables with different names"),
-        ("[[models]]\n[defaults]\n" + GOOD, "only [defaults] and [[model]] tables"),
+        (VALID.replace("heads = 2", "heads = 3"), "heads = 3: must be a divisor of hidden = 8"),
+        (VALID.replace("layers = 2", "layers = -2"), "layers = -2: must be an integer of at least 1"),
+        (VALID.replace("vocab = 16", "vocab = 'many'"), "vocab = 'many'"),
+        (VALID.replace("vocab = 16", "vocab = 16.5"), "vocab = 16.5"),
+        (VALID.replace("seq = 4", ""), "seq: is missing"),
+        (VALID + "head = 2", "head = 2: unknown key; did you mean heads?"),
+        (f"[[model]]\n{VALID}[[model]]\n{VALID}", "[[model]] tables with different names"),
+        ("[defaults]\n" + VALID, "[[model]] tables with different names"),
+        ("[[models]]\n[defaults]\n" + VALID, "only [defaults] and [[model]] tables"),
         ("model = 3", "[[model]] tables"),
         ("layers: 2", "not TOML"),
     ],
 )
-def test_a_wrong_file_gets_one_line_with_its_name(tmp_path: Path, text: str, message: str) -> None:
+def test_error_in_a_user_file_names_the_file(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -299,10 +299,10 @@ def test_a_wrong_file_gets_one_line_with_its_name(tmp_path: Path, text: str, mes
     assert "\n" not in line
 
 
-def test_one_model_of_a_file_with_two_is_chosen_by_name(tmp_path: Path) -> None:
+def test_file_with_two_models_needs_a_model_name(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     tables = (f'[[model]]\nname = "{name}"\nlayers = {n}\n' for name, n in (("small", 2), ("large", 9)))
-    path.write_text("[defaults]\n" + GOOD.replace("layers = 2\n", "") + "".join(tables))
+    path.write_text("[defaults]\n" + VALID.replace("layers = 2\n", "") + "".join(tables))
     assert load_model(f"{path}:large").layers == 9
     assert load_model(f"{path}:small") == Model(name="small", layers=2, hidden=8, heads=2, vocab=16, seq=4)
     for wrong in (str(path), f"{path}:huge"):
@@ -310,7 +310,7 @@ def test_one_model_of_a_file_with_two_is_chosen_by_name(tmp_path: Path) -> None:
             load_model(wrong)
 
 
-def test_unknown_names_and_missing_files() -> None:
+def test_error_for_an_unknown_name_or_missing_file() -> None:
     with pytest.raises(ConfigError, match=r"did you mean .*zero-100b"):
         load_model("zero-100")
     with pytest.raises(ConfigError, match="repro models"):
@@ -319,11 +319,11 @@ def test_unknown_names_and_missing_files() -> None:
         load_model("nowhere.toml")
 
 
-def test_files_are_the_packages_data() -> None:
+def test_package_contains_the_model_files() -> None:
     assert len(list(FILES.glob("*.toml"))) >= 8
 
 
-def test_listing_the_models_needs_no_heavy_import() -> None:
+def test_listing_the_models_imports_no_large_package() -> None:
     code = (
         "import sys; from repro.report.text.models_and_systems import print_models; print_models(None, False);"
         "print([m for m in ('torch', 'numpy', 'pandas', 'pydantic') if m in sys.modules])"

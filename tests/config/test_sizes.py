@@ -1,4 +1,4 @@
-"""Sizes beyond what a question can mean are refused in one line with the reason, before anything is made of them."""
+"""Tests of size limits: the error has one line with the limit and its reason, and nothing is allocated or started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from repro import cli
 from repro.config import ConfigError, Experiment, Layout, Model, Training, sizes
 from repro.launch.local_launch import max_ranks
 
-MOST = [limit for limit in vars(sizes).values() if isinstance(limit, sizes.SizeLimit)]
+LIMITS = [limit for limit in vars(sizes).values() if isinstance(limit, sizes.SizeLimit)]
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "seq": 128}
 SIMULATE = ["simulate", "--model", "gpt2-1.5b", "--system", "dgx2"]
 
@@ -24,7 +24,7 @@ def experiment(layout: Layout, **keys: int) -> Experiment:
     return Experiment(name="e", model=model(**keys), layout=layout)
 
 
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+TOO_LARGE: dict[str, tuple[Callable[[], object], str]] = {
     "layers": (lambda: model(layers=10**9), "layers = 1000000000"),
     "decoder": (lambda: model(decoder_layers=10**9), "decoder_layers = 1000000000"),
     "width": (lambda: model(hidden=10**12), "hidden = 1000000000000"),
@@ -45,14 +45,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_nobody_means_is_refused(case: str) -> None:
-    make, message = REFUSED[case]
+@pytest.mark.parametrize("case", TOO_LARGE)
+def test_error_names_the_exceeded_limit_and_its_reason(case: str) -> None:
+    make, message = TOO_LARGE[case]
     with pytest.raises(ConfigError) as caught:
         make()
     line = str(caught.value)
     assert message in line
-    assert any(f"at most {limit.value:,} ({limit.why})" in line for limit in MOST)
+    assert any(f"at most {limit.value:,} ({limit.why})" in line for limit in LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_nobody_means_is_refused(case: str) -> None:
         [*SIMULATE, "--gpus", "8", "--global-batch", "8000000000000"],
     ],
 )
-def test_commands_refuse_it_on_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_reject_too_large_sizes(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -74,7 +74,7 @@ def test_commands_refuse_it_on_one_line(arguments: list[str], capsys: pytest.Cap
     assert "at most " in err
 
 
-def test_processes_are_refused_before_they_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_rejects_too_many_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite = tmp_path / "s.toml"
     layout = f"layout.dp = {max_ranks().value + 1}"
     suite.write_text(f'[suite]\nname = "s"\n[[experiment]]\nname = "a"\nmodel = "gpt2-tiny"\n{layout}\n')
@@ -92,7 +92,7 @@ def test_processes_are_refused_before_they_start(tmp_path: Path, capsys: pytest.
         ["lab", "up", "--between", "8e6", "--nodes"],
     ],
 )
-def test_ranks_by_hand_are_refused_too(
+def test_commands_reject_too_many_ranks(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Software of the reports by name, in suites, in searches and in commands of claims."""
+"""Tests of named software of the reports in suites, plans, searches and commands of claims."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CASES = [(name, int(stage)) for name, software in SOFTWARE.items() for stage in 
 
 
 @pytest.mark.parametrize(("name", "stage"), CASES)
-def test_each_stage_of_each_software_is_a_layout_that_options_repeat(name: str, stage: int) -> None:
+def test_options_repeat_the_layout_of_each_software_and_stage(name: str, stage: int) -> None:
     layout = Layout(**with_software({"precision": "bf16", "software": name, "dp": 64, "zero": stage}))
     assert set(layout_options(layout, "bf16", name).split()) <= {"--zero", str(stage), *BATCH}
     found = layout_options(Layout(dp=64, zero=stage, precision="bf16", bucket_bytes=3), "bf16", name).split()
     assert {f"--{key}".replace("_", "-") for key in ("kernels", "bucket_bytes")} <= set(found)
 
 
-def test_a_suite_names_software_and_its_own_keys_win(tmp_path: Path) -> None:
+def test_layout_keys_of_a_suite_override_its_software(tmp_path: Path) -> None:
     text = """
     [layouts.old]
     software = "megatron-2019"
@@ -51,7 +51,7 @@ def test_a_suite_names_software_and_its_own_keys_win(tmp_path: Path) -> None:
     assert layouts(tmp_path, text, head) == [
         Layout(**old, precision="fp16", dp=2, gradient_as_bucket_view=False),
         Layout(**old, precision="bf16"),
-        # Megatron-core: the larger of 40 million elements and 1 million for each replica, of 2 bytes.
+        # Megatron-core: the larger of 40 million elements and 1 million per replica, 2 bytes each.
         Layout(kernels=OperatorSet.FUSED_2024, precision="fp16", dp=64, bucket_bytes=2 * 64_000_000),
     ]
 
@@ -69,14 +69,14 @@ def test_a_suite_names_software_and_its_own_keys_win(tmp_path: Path) -> None:
         ('software = "today", zero = true', "layout.zero = true: must be an integer"),
     ],
 )
-def test_an_unknown_software_or_stage_is_one_line(tmp_path: Path, keys: str, message: str) -> None:
+def test_error_for_an_unknown_software_or_stage(tmp_path: Path, keys: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         layouts(tmp_path, f'[[experiment]]\nname = "x"\nlayout = {{ {keys} }}')
     assert message in str(caught.value)
     assert 's.toml: experiment "x"' in str(caught.value)
 
 
-def test_a_plan_has_only_what_the_software_had() -> None:
+def test_plan_has_only_options_of_its_software() -> None:
     system, model = systems.load_system_file("dgx2"), models.load_model("gpt2-1.5b")
     given = SOFTWARE["deepspeed-2020"].layout | {"software": "deepspeed-2020"}
     found = candidates(PlanRequest(model, system, 16, int(32e9), 1024, given))
@@ -86,10 +86,8 @@ def test_a_plan_has_only_what_the_software_had() -> None:
     assert not any(layout.sp or layout.recompute == "selective" for layout in found)
 
 
-def test_the_command_of_a_claim_finds_the_size_that_its_experiments_find(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The published sizes have two digits."""
+def test_claim_command_finds_the_size_of_its_experiments(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes are compared with two digits, as published."""
     suites, commands = SuiteCatalogue().suites, 0
     for claim in load_ledger().claims:
         if not claim.repeat:
@@ -112,9 +110,9 @@ def test_the_command_of_a_claim_finds_the_size_that_its_experiments_find(
     assert commands >= 2
 
 
-def test_another_frameworks_file_and_a_software_are_not_given_together(
+def test_software_cannot_be_combined_with_another_frameworks_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    asked = ["simulate", "--from", str(tmp_path / "x.sh"), "--system", "dgx2", "--gpus", "8"]
-    assert cli.main([*asked, "--software", "today"]) == 2
+    command = ["simulate", "--from", str(tmp_path / "x.sh"), "--system", "dgx2", "--gpus", "8"]
+    assert cli.main([*command, "--software", "today"]) == 2
     assert "--software = 'today': cannot be combined with --from" in capsys.readouterr().err

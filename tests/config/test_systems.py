@@ -1,4 +1,4 @@
-"""System files: every number has a source, unknown is said, mistakes are one line."""
+"""Tests of system files: sources of all numbers, published numbers, unknown numbers, and errors in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ fp16 = { value = 100e12, source = "here" }
 per = "node"
 bandwidth = { value = 10e9, source = "here" }
 """
-GOOD = NODES + DEVICE
+VALID = NODES + DEVICE
 NAME = 'name = "X"'
 NODE_COUNT = '{ value = 2, source = "here" }'
 
@@ -38,9 +38,9 @@ def quantities(system: System) -> list[Quantity]:
     links = [link.bandwidth for link in system.links.values()]
     links += [link.used(name, key) for name, link in system.links.items() for key in KEYS]
     links += [device.time.used(field.name) for field in dataclasses.fields(device.time)]
-    own = [device.memory_bytes, device.memory_bandwidth, system.devices_per_node, system.nodes]
-    own += [system.context_bytes, system.host_memory_bytes, device.power_w, device.price_per_hour]
-    return [*own, *device.peak_flops.values(), *links]
+    numbers = [device.memory_bytes, device.memory_bandwidth, system.devices_per_node, system.nodes]
+    numbers += [system.context_bytes, system.host_memory_bytes, device.power_w, device.price_per_hour]
+    return [*numbers, *device.peak_flops.values(), *links]
 
 
 @pytest.fixture
@@ -54,24 +54,24 @@ def write(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", system_names())
-def test_every_system_loads_and_every_number_has_a_source(name: str) -> None:
+def test_every_number_of_a_system_has_a_source(name: str) -> None:
     system = load_system(name)
     assert system.name == name
     assert all(quantity.source for quantity in quantities(system))
 
 
-def test_published_numbers() -> None:
+def test_packaged_systems_have_the_published_numbers() -> None:
     dgx = {"dgx1-v100-16gb", "dgx1-v100-32gb", "dgx2", "dgx2h", "dgx-a100-40gb", "dgx-h100", "dgx-h200"}
-    today = {"llama3-h100", "grand-teton", "a100-pcie", "dgx-b200", "gb200-nvl72", "mi300x"}
+    recent = {"llama3-h100", "grand-teton", "a100-pcie", "dgx-b200", "gb200-nvl72", "mi300x"}
     clusters = {"lowbw-v100", "jean-zay", "oneflow-v100", "selene", "vtrain-a100", "yuan"}
-    assert dgx | today | clusters | {"local"} == set(system_names())
+    assert dgx | recent | clusters | {"local"} == set(system_names())
     dgx2 = load_system_file("dgx2")
     assert (dgx2.devices_per_node.value, dgx2.nodes.value) == (16, 25)
     assert dgx2.peak("fp16") == 125e12
     assert dgx2.link_per_device("inter-node") == 6.25e9
     assert load_system_file("lowbw-v100").link_per_device("inter-node") == 1.25e9
     assert load_system_file("selene").link_per_device("inter-node") == 25e9
-    for name in ("dgx-b200", "gb200-nvl72", "mi300x"):  # 400 Gb/s for each device
+    for name in ("dgx-b200", "gb200-nvl72", "mi300x"):  # 400 Gb/s per device
         assert load_system_file(name).link_per_device("inter-node") == 50e9
     assert load_system_file("yuan").device.memory_bytes.value is None
     with pytest.raises(ConfigError, match=r"precision = 'bf16': must be a precision of NVIDIA V100"):
@@ -79,8 +79,8 @@ def test_published_numbers() -> None:
     assert "(assumed)" in load_system_file("yuan").links["nvlink"].bandwidth.source
 
 
-def test_power_and_price_of_published_nodes() -> None:
-    """Maximum power of a node in kW by its maker, and hourly price of a node of 8 on demand, by the cited lists."""
+def test_nodes_have_the_published_power_and_price() -> None:
+    """Maximum power of a node in kW by the manufacturer, and hourly on-demand price of a node of 8 devices."""
     kilowatts = {"selene": 6.5, "dgx-a100-40gb": 6.5, "dgx-h100": 10.2, "dgx-h200": 10.2, "dgx-b200": 14.3}
     kilowatts |= {"dgx1-v100-16gb": 3.5, "dgx1-v100-32gb": 3.5, "dgx2": 10, "dgx2h": 12, "gb200-nvl72": 120}
     dollars = {
@@ -90,7 +90,7 @@ def test_power_and_price_of_published_nodes() -> None:
         "dgx-h200": 63.296,
         "dgx-b200": 113.933,
     }
-    dollars |= {"llama3-h100": 55.04, "vtrain-a100": 27.447}  # the same devices, in nodes of unknown power
+    dollars |= {"llama3-h100": 55.04, "vtrain-a100": 27.447}  # equal devices in nodes of unknown power
     for name in system_names():
         system = load_system(name)
         per_node, device = system.devices_per_node.value, system.device
@@ -111,22 +111,22 @@ def test_price_and_power_do_not_change_records_of_simulations() -> None:
     assert numbers[0] == numbers[1]
 
 
-def test_a_system_is_like_another_but_for_what_it_says(write: Any) -> None:
+def test_like_copies_another_system_except_for_given_keys(write: Any) -> None:
     other = load_system_file("dgx2h")
     numbers = '[device.time]\nmatmul_efficiency = { value = 0.7, source = "here" }\n[links.nvlink]\nper = "device"\n'
-    mine = load_system_file(write(f'like = "dgx2h"\nnodes = {{ value = 3, source = "here" }}\n{numbers}'))
-    assert mine.name == "mine"
-    assert (mine.nodes.value, other.nodes.value) == (3, 32)
-    efficiency = mine.device.time.matmul_efficiency
+    derived = load_system_file(write(f'like = "dgx2h"\nnodes = {{ value = 3, source = "here" }}\n{numbers}'))
+    assert derived.name == "mine"
+    assert (derived.nodes.value, other.nodes.value) == (3, 32)
+    efficiency = derived.device.time.matmul_efficiency
     assert (efficiency.value, efficiency.low, efficiency.source) == (0.7, None, "here"), (
-        "with range and source"
+        "range and source of the file"
     )
-    time = dataclasses.replace(mine.device.time, matmul_efficiency=other.device.time.matmul_efficiency)
-    assert dataclasses.replace(mine.device, time=time) == other.device
-    assert (mine.links, mine.context_bytes) == (other.links, other.context_bytes)
+    time = dataclasses.replace(derived.device.time, matmul_efficiency=other.device.time.matmul_efficiency)
+    assert dataclasses.replace(derived.device, time=time) == other.device
+    assert (derived.links, derived.context_bytes) == (other.links, other.context_bytes)
 
 
-def test_like_what_is_not_known_is_one_line(write: Any) -> None:
+def test_error_for_an_unknown_system_after_like(write: Any) -> None:
     for name in ("dgx3", "local", "mine.toml"):
         with pytest.raises(
             ConfigError, match=rf"mine\.toml: like = '{name}': must be one of a100-pcie, .*, yuan"
@@ -138,9 +138,9 @@ def test_like_what_is_not_known_is_one_line(write: Any) -> None:
         load_system_file(write('like = "dgx2"\n[links.nvlink]\nbandwidth = 5'))
 
 
-def test_a_link_of_unknown_bandwidth_says_why(write: Any) -> None:
+def test_error_for_an_unknown_bandwidth_has_its_reason(write: Any) -> None:
     path = write(
-        GOOD.replace('{ value = 10e9, source = "here" }', '{ value = "unknown", source = "not published" }')
+        VALID.replace('{ value = 10e9, source = "here" }', '{ value = "unknown", source = "not published" }')
     )
     with pytest.raises(
         ConfigError, match=r"bandwidth = 'unknown': this command needs the number; not published"
@@ -149,7 +149,7 @@ def test_a_link_of_unknown_bandwidth_says_why(write: Any) -> None:
 
 
 @pytest.mark.parametrize("name", system_names())
-def test_memory_that_the_allocator_can_reserve(name: str) -> None:
+def test_allocatable_memory_is_device_memory_minus_the_context(name: str) -> None:
     system = load_system(name)
     memory, context = system.device.memory_bytes.value, system.context_used
     assert context.value == system.context()
@@ -164,17 +164,17 @@ def test_memory_that_the_allocator_can_reserve(name: str) -> None:
         assert system.allocatable_bytes() == int(memory) - system.context()
 
 
-def test_links_inside_a_node() -> None:
+def test_link_inside_a_node_is_pcie_or_nvlink() -> None:
     inside = {name: load_system_file(name).link_inside() for name in system_names() if name != "local"}
     assert {inside.pop("lowbw-v100"), inside.pop("a100-pcie")} == {"pcie"}
     assert set(inside.values()) == {"nvlink"}
 
 
-def test_own_file_by_path(write: Any) -> None:
-    system = load_system_file(write(GOOD))
+def test_system_file_is_read_by_path(write: Any) -> None:
+    system = load_system_file(write(VALID))
     assert system.name == "mine"
     assert system.link_per_device("inter-node") == 2.5e9
-    assert load_system_file(str(write(GOOD))) == system
+    assert load_system_file(str(write(VALID))) == system
 
 
 @pytest.mark.parametrize(
@@ -219,10 +219,10 @@ def test_own_file_by_path(write: Any) -> None:
         ("devices_per_node", 'name = "x"\ndevices_per_node', "the file names its system"),
     ],
 )
-def test_mistakes_are_one_line_with_file_key_and_remedy(
+def test_error_of_a_mistake_names_file_key_and_remedy(
     write: Any, old: str, new: str, message: str | None
 ) -> None:
-    path = write(GOOD.replace(old, new, 1))
+    path = write(VALID.replace(old, new, 1))
     if message is None:
         load_system_file(path)
         return
@@ -233,7 +233,7 @@ def test_mistakes_are_one_line_with_file_key_and_remedy(
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_and_missing_systems() -> None:
+def test_error_for_an_unknown_or_missing_system() -> None:
     with pytest.raises(ConfigError, match=r"system = 'dgx_2': did you mean dgx2\?"):
         load_system_file("dgx_2")
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):

@@ -1,4 +1,4 @@
-"""What the model of time needs of a system: optional keys, what is assumed for them, and mistakes in one line."""
+"""Tests of the time-model numbers of a system file: assumed values of optional keys, and errors in one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def system(path: Path, text: str) -> System:
     return load_system_file(file)
 
 
-def test_what_a_file_leaves_out_is_assumed_and_says_so(tmp_path: Path) -> None:
+def test_missing_numbers_are_assumed_with_their_source(tmp_path: Path) -> None:
     plain = system(tmp_path, LINK)
     assert plain.provenance is None
     for key, assumed in ASSUMED.items():
@@ -62,7 +62,7 @@ def test_what_a_file_leaves_out_is_assumed_and_says_so(tmp_path: Path) -> None:
         )
 
 
-def test_what_a_file_says_is_used(tmp_path: Path) -> None:
+def test_numbers_of_the_file_replace_assumed_numbers(tmp_path: Path) -> None:
     text = LINK + 'efficiency = { value = 0.5, source = "there" }\n'
     text += '[device.time]\nkernel_s = { value = 1e-6, source = "there" }\n'
     text += 'launch_s = { value = "unknown", source = "nobody says" }\n'
@@ -73,7 +73,7 @@ def test_what_a_file_says_is_used(tmp_path: Path) -> None:
     assert printed.device.time.used("launch_s").source.endswith("nobody says")
 
 
-def test_a_calibrated_file(tmp_path: Path) -> None:
+def test_calibrated_system_file_is_read(tmp_path: Path) -> None:
     found = system(tmp_path, CALIBRATED)
     assert found.provenance is not None
     assert (found.provenance.ranks, found.provenance.facts["cores"]) == (4, 4)
@@ -122,7 +122,7 @@ def test_a_calibrated_file(tmp_path: Path) -> None:
         ("[provenance]\ndate = '2026-01-01'", r"provenance\.torch: is missing"),
     ],
 )
-def test_mistakes_are_one_line(text: str, message: str, tmp_path: Path) -> None:
+def test_error_of_a_mistake_is_one_line(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         system(tmp_path, text)
     assert str(error.value).startswith(f"{tmp_path}/mine.toml: ")
@@ -130,7 +130,7 @@ def test_mistakes_are_one_line(text: str, message: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", system_names())
-def test_every_system_has_numbers_for_time(name: str) -> None:
+def test_every_system_has_time_model_numbers(name: str) -> None:
     found = load_system(name)
     assert 0 < found.timing.matmul_efficiency <= 1
     for link in found.links:

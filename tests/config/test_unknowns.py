@@ -1,4 +1,4 @@
-"""Numbers with a range: what a file may say, what is listed as unknown, and systems with other values of it."""
+"""Tests of uncertain numbers of a system: ranges in system files, the list of unknowns, and cases of a system."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ rings = { value = 2, low = 1, high = 4, source = "low: one; high: four" }
 """
 
 
-def written(path: Path, printed: str, more: str = "") -> Path:
+def write_system(path: Path, printed: str, more: str = "") -> Path:
     file = path / "mine.toml"
     file.write_text(NODES + DEVICE.replace("RANGE", printed) + more)
     return file
@@ -71,10 +71,8 @@ def written(path: Path, printed: str, more: str = "") -> Path:
         ('low = 0, source = "low: nothing"', "memory_bandwidth = 0.0: must be more than 0"),
     ],
 )
-def test_a_range_is_about_its_value_and_has_reasons(
-    tmp_path: Path, printed: str, message: str | None
-) -> None:
-    file = written(tmp_path, printed)
+def test_range_contains_its_value_and_has_reasons(tmp_path: Path, printed: str, message: str | None) -> None:
+    file = write_system(tmp_path, printed)
     if message is None:
         assert load_system_file(file).device.memory_bandwidth.ranges
         return
@@ -85,7 +83,7 @@ def test_a_range_is_about_its_value_and_has_reasons(
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_unknown_or_counted_has_ends_of_the_same_kind() -> None:
+def test_unknowns_have_a_best_value_between_two_ends() -> None:
     with pytest.raises(ConfigError, match="an unknown number has no range"):
         Quantity(value=None, low=1.0, source="low: x")
     for name in system_names():
@@ -94,18 +92,18 @@ def test_what_is_unknown_or_counted_has_ends_of_the_same_kind() -> None:
             assert one.low < one.high, f"{name}: {one.key}"
 
 
-def test_a_number_that_is_assumed_is_unknown_as_well_but_not_beside_a_measurement(tmp_path: Path) -> None:
-    file = written(tmp_path, 'source = "here"')
+def test_assumed_numbers_are_unknowns_only_without_a_calibration(tmp_path: Path) -> None:
+    file = write_system(tmp_path, 'source = "here"')
     found = {one.key: (one.low, one.best, one.high) for one in unknowns(load_system_file(file))}
     assert found["links.inter-node.rings"] == (1, 2, 4)
     assert found["device.time.launch_s"][1] == load_system_file(file).timing.launch_s
     assert "device.memory_bandwidth" not in found
-    calibrated = written(tmp_path, 'source = "here"', PRODUCTS + PROVENANCE)
+    calibrated = write_system(tmp_path, 'source = "here"', PRODUCTS + PROVENANCE)
     assert unknowns(load_system_file(calibrated)) == ()
 
 
 @pytest.mark.parametrize("name", ["dgx2", "yuan", "lowbw-v100"])
-def test_a_system_with_other_values_has_these_and_no_others(name: str) -> None:
+def test_drawn_system_differs_in_the_given_unknowns_only(name: str) -> None:
     system = load_system_file(name)
     found = {one.key: one for one in unknowns(system)}
     assert drawn(system, {}) is system
@@ -117,16 +115,16 @@ def test_a_system_with_other_values_has_these_and_no_others(name: str) -> None:
         assert {each.key: each for each in unknowns(other)} == {
             other_key: each for other_key, each in found.items() if other_key != key
         }
-    moved = with_values(system, {"device.time.kernel_s": 1.0, "links.inter-node.rings": 3, "nodes": 7})
-    assert (moved.timing.kernel_s, moved.links["inter-node"].rings.value, moved.nodes.value) == (1.0, 3, 7)
-    assert moved.nodes.source == system.nodes.source
+    other = with_values(system, {"device.time.kernel_s": 1.0, "links.inter-node.rings": 3, "nodes": 7})
+    assert (other.timing.kernel_s, other.links["inter-node"].rings.value, other.nodes.value) == (1.0, 3, 7)
+    assert other.nodes.source == system.nodes.source
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), st.floats(0, 1), st.floats(0, 1))
-def test_values_rise_with_the_quantile_between_the_ends(
-    low: float, more: float, yet: float, a: float, b: float
+def test_values_rise_with_the_quantile(
+    low: float, best_more: float, high_more: float, a: float, b: float
 ) -> None:
-    one = Unknown(key="device.x", low=low, best=low + more, high=low + more + yet, source="")
+    one = Unknown(key="device.x", low=low, best=low + best_more, high=low + best_more + high_more, source="")
     first, second = sorted((a, b))
     assert one.values_at([LOW, BEST, HIGH]).tolist() == [one.low, one.best, one.high]
     slack = 1e-9
@@ -134,7 +132,7 @@ def test_values_rise_with_the_quantile_between_the_ends(
     assert one.low - slack <= lower <= upper + slack <= one.high + 2 * slack
 
 
-def test_each_unknown_moves_alone_and_joint_draws_fill_every_part_of_a_range_alike() -> None:
+def test_cases_vary_one_unknown_or_draw_all_unknowns_uniformly() -> None:
     keys = ("links.inter-node.rings", "device.x")
     found = tuple(Unknown(key=key, low=1, best=1, high=8, source="") for key in keys)
     quantiles = quantiles_in_cases(found)

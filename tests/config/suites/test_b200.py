@@ -1,4 +1,4 @@
-"""Runs of SimuMax on eight B200 and A100: layouts from its scripts, and predictions within the promised errors."""
+"""Tests of the suites of SimuMax on eight B200 and A100: layouts of its scripts, and errors of the predictions."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def number(row: Row, key: str) -> int:
 
 
 @pytest.mark.parametrize("claim", ["simumax-b200-steps", "simumax-b200-long", "simumax-a100-steps"])
-def test_layouts_are_those_of_the_launcher(claim: str) -> None:
-    """run_llama3.sh: 8 ranks, dp from the other degrees; --sequence-parallel, which Megatron drops with tp 1."""
+def test_layouts_are_those_of_the_launcher_script(claim: str) -> None:
+    """run_llama3.sh has 8 ranks and derives dp; Megatron ignores its --sequence-parallel with tp 1."""
     rows = rows_of(claim)
     assert len(rows) == {"simumax-b200-steps": 24, "simumax-b200-long": 7, "simumax-a100-steps": 12}[claim]
     suite = experiments("a100_pcie") if "a100" in claim else EXPERIMENTS
@@ -51,11 +51,11 @@ def test_layouts_are_those_of_the_launcher(claim: str) -> None:
         assert layout.accumulation == (4 if cp > 1 else number(row, "batches"))
         assert experiment.seq == (number(row, "tokens") if cp > 1 else 4096)
         assert (model.layers, model.hidden, model.ffn, model.kv_heads) == SIZES[experiment.name.split("-")[0]]
-        # NullTokenizer adds the end of a document; Megatron-LM pads to a multiple of 128 tp.
+        # NullTokenizer adds the end-of-document token; Megatron-LM pads to a multiple of 128 tp.
         assert model.vocab == -(-(128256 + 1) // (128 * tp)) * 128 * tp
 
 
-def test_the_point_that_calibrates_is_the_row_of_the_suite() -> None:
+def test_calibration_point_is_an_experiment_of_the_suite() -> None:
     (point,) = (point for point in calibration_points() if point.claim == "simumax-b200-steps")
     (row,) = (row for row in rows_of(point.claim) if row.calibrates == point.name)
     experiment = EXPERIMENTS[str(row.variables["at"])]
@@ -66,7 +66,7 @@ def test_the_point_that_calibrates_is_the_row_of_the_suite() -> None:
 
 
 def errors(claim: str, metric: str, unit: float) -> dict[str, float]:
-    """Return the error of each predicted value by experiment, predicted over published minus 1."""
+    """Return the relative error of each predicted value by experiment: predicted / published - 1."""
     found = {}
     for row in rows_of(claim):
         if not row.calibrates and "cp" not in row.variables:
@@ -106,7 +106,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_the_page_has_the_errors_of_the_blind_predictions(group: str) -> None:
+def test_accuracy_page_has_the_errors_of_blind_predictions(group: str) -> None:
     page = (Path(__file__).parents[3] / "docs" / "accuracy.md").read_text()
     found = GROUPS[group]
     middle = f"{median(map(abs, found)):.1f} | {min(found):+.1f} to {max(found):+.1f}"
@@ -114,7 +114,7 @@ def test_the_page_has_the_errors_of_the_blind_predictions(group: str) -> None:
 
 
 @pytest.mark.slow
-def test_steps_are_within_the_promised_errors_but_those_that_the_host_limits() -> None:
+def test_only_steps_limited_by_the_host_exceed_15_percent() -> None:
     found = errors("simumax-b200-steps", "step_seconds.median", 1e-3)
     assert len(found) == 23
     assert median(map(abs, found.values())) <= 0.08

@@ -1,4 +1,4 @@
-"""The suite of loss curves: one training under every layout, and the bound that the ledger holds them to."""
+"""Tests of the suite of loss curves: equal training under every layout, controls, faults, and the accepted distance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLAIM = load_ledger().claim("repro-convergence")
 
 
 def rows(bound: str) -> dict[str, list[str]]:
-    """What each row of the claim is held against, by its experiment."""
+    """Return the reference and the controls of each row of the claim, by experiment."""
     found = {}
     for row in CLAIM.rows:
         if row.bound == bound:
@@ -31,7 +31,7 @@ def rows(bound: str) -> dict[str, list[str]]:
     return found
 
 
-def test_every_layout_trains_the_same_and_is_a_row() -> None:
+def test_every_layout_has_the_same_training_and_a_row() -> None:
     courses = {str({**e.course, "engine": "any"}) for e in (REFERENCE, *LAYOUTS.values())}
     assert len(courses) == 1
     assert rows("at most").keys() == LAYOUTS.keys()
@@ -39,38 +39,38 @@ def test_every_layout_trains_the_same_and_is_a_row() -> None:
     assert REFERENCE.training.data == "shakespeare"
 
 
-def test_controls_are_one_process_in_another_order_and_nothing_else() -> None:
+def test_controls_differ_from_the_reference_only_in_summation_order() -> None:
     for name in CONTROLS:
         control = EXPERIMENTS[name]
         assert control.course == REFERENCE.course
         assert control.layout.world == 1
         assert control.key != REFERENCE.key
-    for held in (rows("at most"), rows("over")):
-        assert all(others[0] == "fp32" and set(others[1:]) == CONTROLS for others in held.values())
+    for comparisons in (rows("at most"), rows("over")):
+        assert all(others[0] == "fp32" and set(others[1:]) == CONTROLS for others in comparisons.values())
 
 
-def test_faults_differ_in_one_setting_and_must_be_noticed() -> None:
+def test_every_fault_changes_one_setting_and_has_a_row() -> None:
     assert rows("over").keys() == FAULTS
     for name in FAULTS:
-        training, right = EXPERIMENTS[name].course["training"], REFERENCE.course["training"]
-        keys = {*training, *right}
-        assert sum(training.get(key) != right.get(key) for key in keys) == 1
+        training, reference = EXPERIMENTS[name].course["training"], REFERENCE.course["training"]
+        keys = {*training, *reference}
+        assert sum(training.get(key) != reference.get(key) for key in keys) == 1
         assert EXPERIMENTS[name].layout == REFERENCE.layout
 
 
-def test_the_bound_is_students_t_over_all_stretches_of_all_curves() -> None:
-    """Five in a hundred ledgers would hold a curve that strays further by chance, and more with a bound 0.1 lower."""
+def test_bound_follows_from_students_t_over_all_loss_stretches() -> None:
+    """A correct curve exceeds the bound in fewer than 5 % of ledgers, and in more with a bound that is 0.1 lower."""
     (printed,) = {row.printed.value for row in CLAIM.rows if row.printed is not None}
     stretches = len(LAYOUTS) * REFERENCE.training.steps // LOSS_STRETCH_STEPS
 
-    def by_chance(bound: float) -> float:
-        return stretches * beyond(bound, len(CONTROLS))
+    def false_alarms(bound: float) -> float:
+        return stretches * chance_beyond(bound, len(CONTROLS))
 
-    assert by_chance(printed) < 0.05 < by_chance(printed - 0.1)
+    assert false_alarms(printed) < 0.05 < false_alarms(printed - 0.1)
 
 
-def beyond(bound: float, degrees: int, steps: int = 20_000) -> float:
-    """Chance that |Student's t| exceeds `bound`: its density, with t = bound / u, by the midpoint rule."""
+def chance_beyond(bound: float, degrees: int, steps: int = 20_000) -> float:
+    """Return the chance that |Student's t| exceeds `bound`: the integral of its density over t = bound / u."""
     scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / math.sqrt(degrees * math.pi)
     total = 0.0
     for k in range(steps):
@@ -80,31 +80,31 @@ def beyond(bound: float, degrees: int, steps: int = 20_000) -> float:
     return 2 * scale * total
 
 
-def test_sixteen_bits_train_as_fp32_does_but_for_precision() -> None:
-    wanted = {**REFERENCE.course, "precision": ""}
-    held = load_ledger().claim("repro-precision").rows
-    names = {row.variables["experiment"] for row in held}
+def test_16_bit_trainings_differ_from_fp32_only_in_precision() -> None:
+    expected = {**REFERENCE.course, "precision": ""}
+    precision_rows = load_ledger().claim("repro-precision").rows
+    names = {row.variables["experiment"] for row in precision_rows}
     assert names <= {f"convergence/{name}" for name in EXPERIMENTS}
     for name in names:
         experiment = EXPERIMENTS[str(name).removeprefix("convergence/")]
-        assert {**experiment.course, "precision": ""} == wanted
+        assert {**experiment.course, "precision": ""} == expected
 
 
-def test_the_release_is_compared_under_its_stage_1() -> None:
-    """All-reduce and then all-gather in fp16, against the same layout without ZeRO (or one process)."""
-    read = [
+def test_claim_of_the_release_compares_zero_1_with_0() -> None:
+    """ZeRO 1 of the release in fp16 is compared with the same layout without ZeRO, or with one process."""
+    pairs = [
         sorted(experiments_read(row.evidence[0].value, row.variables))
         for row in load_ledger().claim("ds-same-loss").rows
         if row.evidence
     ]
-    for pair in read:
+    for pair in pairs:
         layouts = [EXPERIMENTS[name.removeprefix("convergence/")].layout for name in pair]
         assert {layout.zero for layout in layouts} == {0, 1}
         assert {layout.precision for layout in layouts} == {"fp16"}
         assert len({(layout.dp, layout.tp) for layout in layouts}) == 1
 
 
-def test_the_schedule_is_turing_nlgs_at_a_six_hundredth() -> None:
+def test_learning_rate_schedule_is_turing_nlg_scaled_by_600() -> None:
     printed = {
         row.label: row.printed.value
         for row in load_ledger().claim("tnlg-training-recipe").rows

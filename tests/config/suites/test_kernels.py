@@ -1,4 +1,4 @@
-"""The suite that compares operators compares nothing else."""
+"""Tests of the suite that compares operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests import committed
 FOLDER = Path(__file__).parents[3] / "suites"
 
 
-def test_compared_layouts_differ_by_their_operators_alone() -> None:
+def test_compared_layouts_differ_only_in_their_operators() -> None:
     suite = committed.suite(FOLDER / "kernels.toml")
     assert len(suite.comparisons) == 7
     for comparison in suite.comparisons:

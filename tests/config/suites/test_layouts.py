@@ -1,4 +1,4 @@
-"""Layouts that a suite names once."""
+"""Tests of named layouts of a suite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layouts(folder: Path, text: str, head: str = TEXT) -> list[Layout]:
     return [entry.experiment.layout for entry in suites.load_suite(folder / "s.toml").entries]
 
 
-def test_a_named_layout_wins_over_defaults_and_loses_to_own_keys(tmp_path: Path) -> None:
+def test_named_layout_overrides_defaults_and_keys_override_it(tmp_path: Path) -> None:
     found = layouts(
         tmp_path,
         """
@@ -54,7 +54,7 @@ def test_a_named_layout_wins_over_defaults_and_loses_to_own_keys(tmp_path: Path)
     ]
 
 
-def test_defaults_may_name_one(tmp_path: Path) -> None:
+def test_defaults_can_use_a_named_layout(tmp_path: Path) -> None:
     head = TEXT.replace("zero = 0", 'use = "C4"')
     found = layouts(
         tmp_path,
@@ -71,6 +71,6 @@ def test_defaults_may_name_one(tmp_path: Path) -> None:
     assert found[1] == Layout(precision="bf16", micro_batch=2, zero=1, tp=2)
 
 
-def test_a_world_that_is_written_down_is_checked_with_a_pipeline(tmp_path: Path) -> None:
+def test_given_world_size_is_checked_with_a_pipeline(tmp_path: Path) -> None:
     (layout,) = layouts(tmp_path, '[[experiment]]\nname = "a"\nlayout = { use = "C1", pp = 2, world = 4 }')
     assert layout.world == 4

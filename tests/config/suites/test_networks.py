@@ -1,4 +1,4 @@
-"""Emulated networks that a suite names once."""
+"""Tests of named emulated networks and of models in a suite file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ name = "none"
 """
 
 
-def test_a_named_network_loses_to_own_keys_and_who_names_none_has_none(tmp_path: Path) -> None:
+def test_keys_of_an_experiment_override_its_named_network(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(MODEL)
     (tmp_path / "s.toml").write_text(TEXT)
     suite = suites.load_suite(tmp_path / "s.toml")
@@ -48,8 +48,8 @@ def test_a_named_network_loses_to_own_keys_and_who_names_none_has_none(tmp_path:
     assert {network.node_of(3) for e in suite.entries if (network := e.experiment.network)} == {1, 3}
 
 
-def test_a_model_of_the_suite_alone(tmp_path: Path) -> None:
-    """`[models.NAME]` needs no file beside it, wins over a packaged name, and is checked."""
+def test_suite_file_can_define_a_model(tmp_path: Path) -> None:
+    """`[models.NAME]` needs no model file, overrides a packaged name, and is checked."""
     text = '[suite]\nname = "s"\n[models.own]\n{}[[experiment]]\nname = "one"\nmodel = "own"\n'
     sizes = "layers = 2\nhidden = 12\nheads = 3\nvocab = 30\nseq = 8\n"
     (tmp_path / "s.toml").write_text(text.format(sizes))

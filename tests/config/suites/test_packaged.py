@@ -1,4 +1,4 @@
-"""The suites that come with the harness."""
+"""Tests of the packaged suites: valid files and claims, and the smoke and engine suites."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILES = sorted((Path(__file__).parents[3] / "suites").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_suite_is_sound_and_serves_claims_that_exist(path: Path) -> None:
+def test_every_suite_is_valid_and_names_known_claims(path: Path) -> None:
     suite = committed.suite(path)
     assert suite.name == path.stem
     assert suite.description
@@ -23,7 +23,7 @@ def test_every_suite_is_sound_and_serves_claims_that_exist(path: Path) -> None:
     assert len(set(suite.claims)) == len(suite.claims)
 
 
-def test_smoke_shows_what_it_promises() -> None:
+def test_smoke_suite_has_its_experiments() -> None:
     suite = committed.suite(next(path for path in FILES if path.stem == "smoke"))
     names = {entry.experiment.name for entry in suite.entries}
     assert {f"states-z{z}-dp{dp}" for z in range(4) for dp in (1, 2, 4)} <= names
@@ -32,7 +32,7 @@ def test_smoke_shows_what_it_promises() -> None:
     assert suite.entry("limit-z0-dp2").expect == "oom"
 
 
-def test_every_engine_is_compared_with_ours_where_it_has_the_strategy() -> None:
+def test_every_engine_with_a_strategy_is_compared_with_native() -> None:
     suite = committed.suite(next(path for path in FILES if path.stem == "engines"))
     compared = {row.baseline: set(row.subjects) for row in suite.comparisons}
     libraries = {"tp2": {"torch", "megatron"}, "pp2": {"torch", "megatron"}}
@@ -43,8 +43,8 @@ def test_every_engine_is_compared_with_ours_where_it_has_the_strategy() -> None:
     }
 
 
-def test_the_limit_of_smoke_is_a_fortieth_of_a_v100() -> None:
-    """The allocator's share of one in a DGX-2, and the parameters of the sizes that sources ran on it."""
+def test_smoke_memory_limit_is_a_fortieth_of_a_v100() -> None:
+    """Both the memory of a V100 of a DGX-2 minus its context and the published model sizes are divided by 40."""
     suite = committed.suite(next(path for path in FILES if path.stem == "smoke"))
     v100 = systems.load_system_file("dgx2")
     for name, published in (

@@ -1,4 +1,4 @@
-"""The published layouts: as many GPUs and samples as the sources print, and the shapes that they name."""
+"""Tests of the published layouts: printed GPUs, batches, degrees, shapes and software, and their local twins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[3] / "suites"
 
 
 def published(name: str) -> dict[str, Experiment]:
-    """The experiments of a suite that are not for the machine at hand."""
+    """Return the experiments of a suite on published systems, which are not `local`."""
     entries = committed.suite(FOLDER / f"{name}.toml").entries
     return {e.experiment.name: e.experiment for e in entries if e.experiment.system != "local"}
 
@@ -24,7 +24,7 @@ MEGATRON = published("megatron_2019") | published("megatron_2021") | published("
 MEMORY = published("zero_memory")
 STATES = {name: e for name, e in MEMORY.items() if re.search(r"^((7\.5b|128b|1t|2t)-|any-).*-n\d+", name)}
 LIMITS = {name: e for name, e in MEMORY.items() if name not in STATES}
-EVERYTHING = {**YUAN, **MEGATRON, **ZERO_R, **MEMORY, **TURING}
+ALL_EXPERIMENTS = {**YUAN, **MEGATRON, **ZERO_R, **MEMORY, **TURING}
 
 PRINTED = {
     # GPUs and global batch, as printed.  PRESS 002; MEG1 Tables 1, 2, 7; MEG2 Table 2, Fig. 12, 16, 18.
@@ -60,7 +60,7 @@ PRINTED = {
         for batch in (12, 24, 36, 48, 60)
     },
     **{f"fig16-mb{mb}-b{batch}": (64, batch) for mb in (1, 2, 4, 8) for batch in (128, 512)},
-    # MEG2 Fig. 7 (the batch is ours), 11, 13, 14, 17 (MEG-SC21).
+    # MEG2 Fig. 7 (this project chose the batch), 11, 13, 14, 17 (MEG-SC21).
     **{f"fig7-mb{mb}": (1, 128) for mb in (1, 2, 4, 8, 16)},
     **{f"fig11-pp{p}-b{batch}": (8 * p, batch) for p in (1, 2, 4, 8) for batch in (8, 128)},
     **{f"fig13-pp{p}-b{batch}": (64, batch) for p in (2, 4, 8, 16, 32) for batch in (32, 128)},
@@ -86,8 +86,8 @@ PRINTED = {
     "zero2-mp4": (256, 512),
 }
 UNPUBLISHED = {
-    # What else is simulated: the next size or degree, which has to fail; what has no printed batch; the map around
-    # Yuan's layout; the volume of communication that a formula leaves recomputation out of.
+    # The next size or degree, which must not fit; experiments without a printed batch; the map around the layout of
+    # Yuan 1.0; the communication volume without recomputation, as in a formula.
     *(
         "fig6-c1-50b",
         "fig6-c2-80b",
@@ -120,7 +120,7 @@ UNPUBLISHED = {
 
 
 def table1() -> dict[str, dict[str, int]]:
-    """The lines of MEG2 Table 1 as the ledger has them, by the name of the experiment."""
+    """Return the lines of MEG2 Table 1 in the ledger, by experiment name."""
     lines = {}
     for row in committed.ledger().claim("meg2-table1-weak-scaling").rows:
         line = row.label.partition(":")[0].lower().replace("1008b", "1t")
@@ -130,13 +130,13 @@ def table1() -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_worlds_and_batches_are_the_printed_ones(name: str) -> None:
-    layout = EVERYTHING[name].layout
+def test_experiments_have_the_printed_gpus_and_batches(name: str) -> None:
+    layout = ALL_EXPERIMENTS[name].layout
     assert (layout.world, layout.global_batch) == PRINTED[name]
 
 
 @pytest.mark.parametrize("name", table1())
-def test_weak_scaling_to_a_trillion(name: str) -> None:
+def test_meg2_table_1_has_the_printed_shapes_and_degrees(name: str) -> None:
     line, experiment = table1()[name], MEGATRON[name]
     model, layout = experiment.model, experiment.layout
     assert (model.heads, model.hidden, model.layers) == (line["heads"], line["hidden"], line["layers"])
@@ -145,26 +145,26 @@ def test_weak_scaling_to_a_trillion(name: str) -> None:
 
 
 def table2() -> dict[str, int]:
-    """GPUs by the name of the experiment: ZERO3 Table 2 has Nd = 64 in every line."""
+    """Return the GPUs by experiment name; ZERO3 Table 2 has Nd = 64 in every line."""
     degrees = {name: re.match(r"(?:d?dp|posg?)-mp(\d+)-", name) for name in LIMITS}
     return {name: 64 * int(found[1]) for name, found in degrees.items() if found}
 
 
 def states() -> dict[str, int]:
-    """GPUs of the experiments for ZERO3 Table 1 and Fig. 1: their names end in them."""
+    """Return the GPUs of the experiments for ZERO3 Table 1 and Fig. 1, which their names contain."""
     return {name: int(name.partition("-n")[2].partition("-")[0]) for name in STATES}
 
 
-def test_sixty_four_replicas_in_every_line_of_table_2() -> None:
+def test_zero_tables_have_the_printed_gpus_and_stages() -> None:
     assert {name: LIMITS[name].layout.world for name in table2()} == table2()
     assert {name: STATES[name].layout.dp for name in states()} == states()
     stages = {name: int(found[1]) for name in STATES if (found := re.search(r"-z(\d)-", name))}
     assert {name: STATES[name].layout.zero for name in STATES} == stages
 
 
-def test_nothing_is_left_unchecked() -> None:
-    assert {*EVERYTHING} == {*PRINTED, *table1(), *table2(), *states(), *UNPUBLISHED}
-    plain = (
+def test_every_published_experiment_is_checked() -> None:
+    assert {*ALL_EXPERIMENTS} == {*PRINTED, *table1(), *table2(), *states(), *UNPUBLISHED}
+    no_recompute = (
         "volume-145.6b",
         "volume-145.6b-scatter",
         "activations-1.5b",
@@ -172,12 +172,13 @@ def test_nothing_is_left_unchecked() -> None:
         "tutorial-1.5b-zero1",
         *(name for name in MEGATRON if name.startswith("fig17-keep-")),
     )
-    for name, experiment in EVERYTHING.items():
-        assert (experiment.layout.precision, experiment.layout.recompute) == ("fp16", name not in plain)
+    for name, experiment in ALL_EXPERIMENTS.items():
+        has_recompute = name not in no_recompute
+        assert (experiment.layout.precision, experiment.layout.recompute) == ("fp16", has_recompute)
 
 
-def test_buckets_are_the_releases() -> None:
-    """500,000,000 elements of fp16 wherever a layout of ZeRO's with C_B is published; none of it for the baselines."""
+def test_zero_layouts_have_the_bucket_size_of_the_release() -> None:
+    """A layout with ZeRO and C_B has buckets of 500,000,000 fp16 elements; the baselines have no C_B."""
     for name, experiment in {**ZERO_R, **LIMITS, **TURING}.items():
         layout = experiment.layout
         if layout.zero:
@@ -186,22 +187,21 @@ def test_buckets_are_the_releases() -> None:
             assert not layout.cb, name
 
 
-def test_ddp_of_2020_is_where_the_source_says_ddp() -> None:
-    """ZERO3 sec. 10.1: torch's DDP without model parallelism; `ddp-mp*` asks what it would be with it."""
+def test_ddp_bucket_copies_are_only_in_ddp_layouts() -> None:
+    """ZERO3 sec. 10.1 uses torch's DDP without model parallelism; `ddp-mp*` combines both."""
     for name, experiment in {**LIMITS, **published("zero_throughput")}.items():
         layout = experiment.layout
         baseline = layout.zero == 0 and layout.dp >= 64 and layout.tp == 1
         assert layout.gradient_as_bucket_view is not (baseline or name.startswith("ddp-")), name
     for name, experiment in published("megatron_2019").items():
-        layout = (
-            experiment.layout
-        )  # of Megatron-LM's two of 2019, torch's is the one that overlaps (MEG-README a0368ddf)
+        # Megatron-LM of 2019 had two kinds of DDP; only torch's overlaps communication (MEG-README a0368ddf).
+        layout = experiment.layout
         if layout.dp > 1 and layout.kernels == "unfused":
             assert layout.gradient_as_bucket_view is not layout.overlap, name
 
 
 def lines(claim: str, column: str) -> list[tuple[dict[str, float], str, int]]:
-    """The lines of a claim's table: its numbers, its label, and the printed value of `column`."""
+    """Return the numbers, the label and the printed value of `column` for each line of a claim's table."""
     found = []
     for row in committed.ledger().claim(claim).rows:
         if row.label.endswith(f": {column}") and row.printed is not None:
@@ -210,8 +210,8 @@ def lines(claim: str, column: str) -> list[tuple[dict[str, float], str, int]]:
     return found
 
 
-def test_throughput_has_the_printed_batches_degrees_and_shapes() -> None:
-    """ZERO3 Tables 5, 6 and 10 and the release's 64-GPU table, line by line, against what is predicted."""
+def test_throughput_experiments_have_the_printed_layouts_and_shapes() -> None:
+    """The sources are ZERO3 Tables 5, 6 and 10 and the 64-GPU table of the DeepSpeed release."""
     zero = published("zero_throughput") | published("zero_superlinear")
     release = published("deepspeed_64gpu")
     words = {"ZeRO": "zero", "Baseline": "megatron", "DDP": "ddp", "Megatron": "megatron"}
@@ -238,7 +238,7 @@ def test_throughput_has_the_printed_batches_degrees_and_shapes() -> None:
     assert checked == 18 + 4 + 11 + 8
 
 
-def test_software_is_named_wherever_time_is_predicted() -> None:
+def test_predicted_experiments_have_the_kernels_of_their_software() -> None:
     for name in (
         *("zero_throughput", "zero_superlinear", "deepspeed_lowbw", "deepspeed_64gpu"),
         *("deepspeed_dgx2", "turing_nlg"),
@@ -255,7 +255,7 @@ def test_software_is_named_wherever_time_is_predicted() -> None:
             assert experiment.training.dropout == 0.1
 
 
-def test_yuans_pipeline() -> None:
+def test_yuan_has_the_published_pipeline() -> None:
     layout = YUAN["yuan-245b"].layout
     rows = {
         row.label: row.printed.value for row in committed.ledger().claim("yuan-config").rows if row.printed
@@ -265,9 +265,9 @@ def test_yuans_pipeline() -> None:
     assert {len(part) for part in layout.parts(76)} == {2} == {rows["layers per stage"]}
 
 
-def test_c1_to_c5_are_the_papers_table_3() -> None:
-    """ZERO3 Table 3: the stage, and C_B, M_D, P_a, P_a+cpu."""
-    switches = {
+def test_c1_to_c5_have_options_of_zero_table_3() -> None:
+    """The columns are the ZeRO stage, C_B, M_D, P_a and P_a+cpu."""
+    options = {
         "1": (1, True, True, False, False),
         "2": (1, True, True, True, False),
         "3": (2, True, True, False, False),
@@ -279,24 +279,24 @@ def test_c1_to_c5_are_the_papers_table_3() -> None:
         name, layout = entry.experiment.name, entry.experiment.layout
         if match := re.search(r"-c(\d)", name):
             found = (layout.zero, layout.cb, layout.md, layout.pa, layout.pa_cpu)
-            assert found == switches[match[1]], name
+            assert found == options[match[1]], name
             seen.add(match[1])
-    assert seen == set(switches)
+    assert seen == set(options)
 
 
 FAMILIES = sorted(
     path.stem
     for path in FOLDER.glob("*.toml")
-    # Twins on emulated networks have suites of their own, and so have those of `slow_links`.
+    # Twins of `slow_links` and twins on emulated networks are in separate suites.
     if path.stem not in ("smoke", "machine", "engines", "slow_links", "convergence", "again", "gpu_day")
     and not path.stem.startswith("windtunnel_")
 )
-"""Suites of published cases; the others are about the machine at hand, and `again` is simulated alone."""
+"""Suites of published experiments; the other suites run locally, and `again` is only simulated."""
 
 
 @pytest.mark.parametrize("suite", FAMILIES)
-def test_twins_rehearse_every_suite_on_one_machine(suite: str) -> None:
-    """Few processes and steps, ends that come soon, and a turn of every comparison that a cluster would make."""
+def test_every_published_suite_has_local_twins(suite: str) -> None:
+    """Twins have at most 8 ranks, a timeout of 10 minutes, and a comparison if the published experiments have one."""
     loaded = committed.suite(FOLDER / f"{suite}.toml")
     twins = {e.experiment.name: e.experiment for e in loaded.entries if e.experiment.system == "local"}
     assert twins
@@ -309,8 +309,8 @@ def test_twins_rehearse_every_suite_on_one_machine(suite: str) -> None:
     assert compared in (set(), {True, False})
 
 
-def test_published_sizes_are_compared_apart() -> None:
-    """Two of them do not fit a device together; each turn has its untimed steps and at least one that counts."""
+def test_published_comparisons_run_their_experiments_separately() -> None:
+    """Two published experiments do not fit on a device together, so each round runs them one after the other."""
     compared = {suite: committed.suite(FOLDER / f"{suite}.toml").comparisons for suite in FAMILIES}
     assert sum(map(bool, compared.values())) >= 5
     for suite, comparisons in compared.items():

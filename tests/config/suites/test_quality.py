@@ -1,4 +1,4 @@
-"""The suite of long trainings: the published recipes, and twins that are stopped and go on."""
+"""Tests of the suite of long trainings: published recipes, dry runs, and twins that continue from a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_experiment_writes_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("label", MEGATRON)
-def test_megatrons_sizes_and_gpus_are_those_of_table_2(label: str) -> None:
+def test_megatron_experiments_have_the_shapes_of_table_2(label: str) -> None:
     line = next(
         row.variables
         for row in committed.ledger().claim("meg1-table2-training").rows
@@ -61,7 +61,7 @@ RECIPES = [
 
 
 def printed(claim: str) -> dict[str, float]:
-    """The numbers of a recipe by their label in the ledger; those of a smaller sibling without its name."""
+    """Return the numbers of a recipe by their label in the ledger, without the prefix `13B: `."""
     return {
         row.label.removeprefix("13B: "): row.printed.value if row.printed else float(row.published)  # 1e-5
         for row in committed.ledger().claim(claim).rows
@@ -69,9 +69,9 @@ def printed(claim: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("name", "claim"), RECIPES)
-def test_every_number_of_a_recipe_is_the_sources(name: str, claim: str) -> None:
+def test_recipe_has_the_published_numbers(name: str, claim: str) -> None:
     experiment, numbers = EXPERIMENTS[name], printed(claim)
-    if name == TURING:  # the same but for what is said of it
+    if name == TURING:  # Turing-NLG uses the recipe of Megatron-LM except for its published numbers
         numbers = {**printed("meg1-training-recipe"), **numbers}
         del numbers["smallest learning rate"]
     samples = {label: numbers.pop(label) for label in tuple(numbers) if label.startswith("samples")}
@@ -79,31 +79,31 @@ def test_every_number_of_a_recipe_is_the_sources(name: str, claim: str) -> None:
     assert found == pytest.approx(numbers, rel=1e-12)
     if samples:
         parts = (experiment.training.warmup_steps, experiment.training.decay_steps)
-        of = experiment.training.steps / samples["samples"]
+        steps_per_sample = experiment.training.steps / samples["samples"]
         assert parts == (
-            round(of * samples["samples of warm-up"]),
-            round(of * samples["samples of the cosine"]),
+            round(steps_per_sample * samples["samples of warm-up"]),
+            round(steps_per_sample * samples["samples of the cosine"]),
         )
     assert experiment.training.schedule == "cosine"
     assert experiment.layout.precision == "fp16"
     assert experiment.training.attention_dropout == experiment.training.dropout
 
 
-def test_no_recipe_is_left_out() -> None:
+def test_every_quality_experiment_has_a_recipe() -> None:
     assert {name for name, _ in RECIPES} == {name for name in EXPERIMENTS if name.startswith("quality-")}
 
 
-def test_yuans_layout_is_the_one_that_its_rate_is_predicted_for() -> None:
+def test_yuan_layout_equals_that_of_its_predicted_throughput() -> None:
     yuan = committed.suite(SUITE_FOLDER / "yuan.toml").entry("yuan-245b").experiment
     assert EXPERIMENTS[YUAN].layout == yuan.layout
 
 
-def test_a_dry_run_says_what_recipes_hold_and_of_how_much(tmp_path: Path) -> None:
-    """Model states where nothing was traced: 16 bytes of a rank's parameters, and 4 + 12/64 under ZeRO 1 of 64."""
-    asked = ([SUITE_FOLDER / "quality.toml"], ["quality-*"], tmp_path, False, MEASURED, "")
-    found = {row.name: row.memory for row in preview_run(*asked)}
+def test_dry_run_shows_model_states_and_device_memory(tmp_path: Path) -> None:
+    """Model states have 16 bytes per parameter of a rank, or 4 + 12/64 with ZeRO 1 over 64 ranks."""
+    arguments = ([SUITE_FOLDER / "quality.toml"], ["quality-*"], tmp_path, False, MEASURED, "")
+    found = {row.name: row.memory for row in preview_run(*arguments)}
     width, stage = 16384, 2 * 12 * 16384**2
-    wanted = {
+    expected = {
         "quality-355m": 16 * gpt_params(24, 1024),
         "quality-2.5b": 16 * gpt_params(54, 1920) / 2,
         "quality-8.3b": 16 * gpt_params(72, 3072) / 8,
@@ -111,35 +111,35 @@ def test_a_dry_run_says_what_recipes_hold_and_of_how_much(tmp_path: Path) -> Non
         YUAN: 16 * ((stage + 53248 * width) / 8 + 2048 * width),
     }
     assert {name: float(message.split()[1]) for name, message in found.items()} == pytest.approx(
-        {name: size / 1e9 for name, size in wanted.items()}, rel=0.01
+        {name: size / 1e9 for name, size in expected.items()}, rel=0.01
     )
-    assert found["quality-8.3b"].endswith("of 32.3 GB")  # a V100's 32 GB less its context
+    assert found["quality-8.3b"].endswith("of 32.3 GB")  # 32 GB of a V100 minus its context
     assert found[YUAN].endswith("of a size that is not published")
 
 
-def test_a_dry_run_says_what_does_not_fit_and_what_was_traced(tmp_path: Path) -> None:
+def test_dry_run_shows_the_memory_of_a_simulation(tmp_path: Path) -> None:
     entry = committed.suite(SUITE_FOLDER / "turing_nlg.toml").entry("megatron-mp4")
-    asked = ([SUITE_FOLDER / "turing_nlg.toml"], ["megatron-mp4"], tmp_path, False, MEASURED, "")
-    (row,) = preview_run(*asked)
+    arguments = ([SUITE_FOLDER / "turing_nlg.toml"], ["megatron-mp4"], tmp_path, False, MEASURED, "")
+    (row,) = preview_run(*arguments)
     assert row.memory.endswith("GB of 32.7 GB: does not fit")
     record = changed(
         made_up("megatron-mp4", suite="turing_nlg"), key=entry.experiment.key, evidence=SIMULATED
     )
     with Store(tmp_path) as store:
         store.append(changed(record, metrics={"memory.peak_bytes": 20e9, "memory.reserved_bytes": 21e9}))
-    (row,) = preview_run(*asked)
+    (row,) = preview_run(*arguments)
     assert row.memory == "21 GB of 32.7 GB, simulated: fits"
 
 
-def test_published_quality_is_not_comparable_or_says_what_it_needs() -> None:
-    """GPT-2's numbers and the counts of the test set can be had by whoever has the files; no other weights exist."""
+def test_quality_rows_are_not_comparable_or_name_their_needs() -> None:
+    """Only the weights of GPT-2 and the test set are available, so other rows of quality are not comparable."""
     ledger = committed.ledger()
     rows = [row for name in SUITE.claims if name != "repro-resume" for row in ledger.claim(name).rows]
     assert all(bool(row.not_comparable) != bool(row.needs) for row in rows)
     assert all(row.not_comparable for row in rows if row.metric != "exact" and "GPT-2" not in row.label)
 
 
-def test_twins_train_the_same_and_go_on_under_three_layouts() -> None:
+def test_twins_continue_a_checkpoint_with_three_layouts() -> None:
     twins = {
         name: e
         for name, e in EXPERIMENTS.items()
@@ -147,9 +147,9 @@ def test_twins_train_the_same_and_go_on_under_three_layouts() -> None:
     }
     assert len({str(twin.course) for twin in twins.values()}) == 1
     half = twins["twin-half-zero2-dp2"]
-    then = [twin for twin in twins.values() if twin.training.continues]
-    assert {twin.training.continues for twin in then} == {half.name}
-    assert {(twin.layout.dp, twin.layout.tp, twin.layout.pp) for twin in then} == {
+    continued = [twin for twin in twins.values() if twin.training.continues]
+    assert {twin.training.continues for twin in continued} == {half.name}
+    assert {(twin.layout.dp, twin.layout.tp, twin.layout.pp) for twin in continued} == {
         (2, 1, 1),
         (1, 2, 1),
         (1, 1, 2),

@@ -1,7 +1,7 @@
-"""Every experiment of every suite can be simulated at its own size.
+"""Tests that every experiment of every suite can be simulated at its size.
 
-Tracing all of them takes minutes of processor time, so a small one of every kind is traced here, and of all
-others what a trace needs before it starts; `make smoke` and the suites themselves trace the rest.
+Tracing all experiments takes minutes, so these tests trace a small experiment of every kind and check the inputs of
+all other traces. `make smoke` and the suites trace the other experiments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from repro.simulate.trace.roles import roles, shortened
 from tests import committed
 
 FOLDER = Path(__file__).parents[3] / "suites"
-EVERYTHING = {
+ENTRIES = {
     f"{suite.name}/{entry.experiment.name}": entry
     for suite in (committed.suite(path) for path in sorted(FOLDER.glob("*.toml")))
     for entry in suite.entries
@@ -30,8 +30,8 @@ SMALL = (
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_one_of_every_kind_is_simulated(name: str) -> None:
-    entry = EVERYTHING[name]
+def test_small_experiment_of_every_kind_is_simulated(name: str) -> None:
+    entry = ENTRIES[name]
     record = simulate_experiment(entry.experiment, simulated_system(entry.experiment), "any")
     assert record.outcome == entry.expect, record.reason
     assert record.metrics["memory.peak_bytes"] > record.metrics["memory.states_bytes"] > 0
@@ -39,8 +39,8 @@ def test_a_small_one_of_every_kind_is_simulated(name: str) -> None:
         assert record.metrics["comm.sent_bytes"] > 0
 
 
-def test_all_others_have_all_that_a_trace_needs() -> None:
-    for name, entry in EVERYTHING.items():
+def test_all_experiments_have_the_inputs_of_a_trace() -> None:
+    for name, entry in ENTRIES.items():
         experiment = entry.experiment
         if missing_for_simulation(experiment):
             assert experiment.engine != "native", name
@@ -54,7 +54,7 @@ def test_all_others_have_all_that_a_trace_needs() -> None:
         assert all(placement.links(0).values()), name
 
 
-def test_a_simulated_twin_needs_no_machine_in_particular() -> None:
-    experiment: Experiment = EVERYTHING["zero_r/twin-c1"].experiment
+def test_system_of_a_simulated_twin_has_unlimited_memory() -> None:
+    experiment: Experiment = ENTRIES["zero_r/twin-c1"].experiment
     system = simulated_system(experiment)
     assert (system.device.memory_bytes.value, system.context(), system.link_inside()) == (None, 0, "memory")

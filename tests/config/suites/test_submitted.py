@@ -1,4 +1,4 @@
-"""Published cases on the ready profiles of clusters, twins on the lab's: what a submission would ask for."""
+"""Tests of the SLURM resources of suites: published experiments on cluster profiles, and twins on the lab profile."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ SUITES = {
     for path in sorted((ROOT / "suites").glob("*.toml"))
     if path.stem not in ("one_gpu", "gpu_day") and not path.stem.startswith("windtunnel_")
 }
-"""All but the suites for the GPU at hand, of which no profile can know what it is, and those of emulated networks,
-which are on one machine."""
-REHEARSED = [suite for name, suite in SUITES.items() if name not in ("slow_links", "again")]
-"""`slow_links` is rehearsed by the suites of its twins, on emulated networks; `again` is simulated alone."""
+"""Suites that run on clusters: all except those of one local GPU, which has no profile, and of emulated networks,
+which run on one machine."""
+LAB_SUITES = [suite for name, suite in SUITES.items() if name not in ("slow_links", "again")]
+"""Suites with twins for the lab. Twins of `slow_links` are separate suites, and `again` is only simulated."""
 LAB_RANKS = 8
-"""Four nodes of two."""
+"""Ranks of the lab: four nodes with two ranks each."""
 
 
-def ready(system: str) -> Profile:
-    """The profile for clusters of `system`."""
+def cluster_profile(system: str) -> Profile:
+    """Return the profile for clusters of `system`."""
     found = [site for name, site in PROFILES.items() if site.system == system and name != "generic"]
     assert len(found) == 1, f"{len(found)} profiles for {system}"
     return found[0]
 
 
 def names(suite: Suite) -> list[str]:
-    """Of all its experiments."""
+    """Return the names of all experiments of a suite."""
     return [entry.experiment.name for entry in suite.entries]
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
-def test_every_case_has_a_profile_with_room_and_time_for_it(suite: Suite, tmp_path: Path) -> None:
-    """A dry run with the ready profile of each system, which together are the whole suite."""
+def test_every_experiment_has_a_profile_with_enough_resources(suite: Suite, tmp_path: Path) -> None:
+    """The dry runs with the cluster profiles of all systems plan every experiment of the suite once."""
     planned: list[str] = []
     for system in {entry.experiment.system for entry in suite.entries}:
-        site = ready(system)
+        site = cluster_profile(system)
         intent = plan_submission(Path(suite.file), site, Store(tmp_path), only=[])
         document = submission_plan.dry_run_document(intent, tmp_path)
         planned += document["cases"]
@@ -57,10 +57,10 @@ def test_every_case_has_a_profile_with_room_and_time_for_it(suite: Suite, tmp_pa
             assert f"#SBATCH --nodes={array.shape.nodes}\n" in row["script"]
             assert array.shape.tasks_per_node <= site.ranks_per_node
             if site.slurm.gpus_per_node:
-                # Whole nodes wherever a case is larger than one.
+                # An experiment that needs several nodes uses all GPUs of each node.
                 assert array.shape.nodes == 1 or array.shape.tasks_per_node == site.slurm.gpus_per_node
             for experiment in (e for bundle in array.bundles for e in bundle.experiments):
-                # The harness gives a case up, and says why, before SLURM does; what has no limit has days and starts.
+                # The harness times out before SLURM; experiments without a timeout get at least a day and 10 requeues.
                 assert experiment.limits.timeout_s <= 60 * array.shape.time_min
                 if not experiment.limits.timeout_s:
                     assert array.shape.time_min >= 24 * 60
@@ -68,8 +68,8 @@ def test_every_case_has_a_profile_with_room_and_time_for_it(suite: Suite, tmp_pa
     assert sorted(planned) == sorted(names(suite))
 
 
-@pytest.mark.parametrize("suite", REHEARSED, ids=lambda suite: suite.name)
-def test_the_lab_can_rehearse_it(suite: Suite, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suite", LAB_SUITES, ids=lambda suite: suite.name)
+def test_suite_fits_the_lab(suite: Suite, tmp_path: Path) -> None:
     intent = plan_submission(Path(suite.file), PROFILES["lab"], Store(tmp_path), only=[])
     assert intent.cases
     assert max(experiment.layout.world for experiment in intent.cases) <= LAB_RANKS
@@ -77,7 +77,7 @@ def test_the_lab_can_rehearse_it(suite: Suite, tmp_path: Path) -> None:
 
 
 def strategy(experiment: Experiment) -> set[str]:
-    """What of an experiment's layout has code of its own, whatever the degrees."""
+    """Return the features of an experiment that have separate code, without the parallel degrees."""
     layout = experiment.layout
     found = {axis for axis in ("tp", "pp") if getattr(layout, axis) > 1}
     found |= {f"zero {layout.zero}"} if layout.dp > 1 else set()
@@ -90,14 +90,14 @@ def strategy(experiment: Experiment) -> set[str]:
     return found | {f"{layout.kernels} kernels", experiment.engine}
 
 
-@pytest.mark.parametrize("suite", REHEARSED, ids=lambda suite: suite.name)
-def test_twins_have_every_strategy_of_the_published_cases(suite: Suite) -> None:
+@pytest.mark.parametrize("suite", LAB_SUITES, ids=lambda suite: suite.name)
+def test_twins_have_every_strategy_of_the_published_experiments(suite: Suite) -> None:
     cases = [entry.experiment for entry in suite.entries]
     published = set().union(*(strategy(e) for e in cases if e.system != "local"))
     assert published <= set().union(*(strategy(e) for e in cases if e.system == "local"))
 
 
-def test_ready_profiles_are_of_systems_and_use_whole_nodes() -> None:
+def test_cluster_profiles_use_all_gpus_of_a_node() -> None:
     for name, site in PROFILES.items():
         if name not in ("generic", "lab"):
             assert site.slurm.gpus_per_node == load_system(site.system).devices_per_node.value, name

@@ -1,4 +1,4 @@
-"""`repro init` writes a suite that runs as it is, and overwrites nothing."""
+"""Tests of `repro init`: its templates are valid files, and existing files are not overwritten."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.records import latest
 
 
 @pytest.mark.slow
-def test_it_runs_as_it_is(
+def test_suite_template_runs_without_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -30,7 +30,7 @@ def test_it_runs_as_it_is(
     assert {record["outcome"] for record in records.values()} == {"ok"}
 
 
-def test_each_kind_of_file_is_read_by_the_reader_of_its_kind(
+def test_every_template_is_read_by_its_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -47,14 +47,14 @@ def test_each_kind_of_file_is_read_by_the_reader_of_its_kind(
 
 
 @pytest.mark.parametrize("key", ["per", "adapters", "rings"])
-def test_a_port_of_another_bandwidth_takes_nothing_of_the_other_machine(key: str, tmp_path: Path) -> None:
+def test_link_of_another_bandwidth_must_define_all_its_keys(key: str, tmp_path: Path) -> None:
     text = TEMPLATES["system"].read_text(encoding="utf-8")
     path = tmp_path / "mine.toml"
     path.write_text("".join(line for line in text.splitlines(True) if not line.startswith(f"{key} =")))
     with pytest.raises(ConfigError, match=f"inter-node.{key}: is missing.*dgx-h100") as caught:
         load_system_file(str(path))
     assert str(path) in str(caught.value)
-    path.write_text(path.read_text().replace("value = 25e9", "value = 400e9"))  # that of a DGX H100
+    path.write_text(path.read_text().replace("value = 25e9", "value = 400e9"))  # the bandwidth of a DGX H100
     assert load_system_file(str(path)).links["inter-node"].per == "node"
 
 
@@ -69,7 +69,7 @@ def test_a_port_of_another_bandwidth_takes_nothing_of_the_other_machine(key: str
         ),
     ],
 )
-def test_a_missing_title_or_class_is_named(left_out: str, message: str, tmp_path: Path) -> None:
+def test_error_names_a_missing_title_or_metric_class(left_out: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     text = TEMPLATES["claim"].read_text(encoding="utf-8")
     assert left_out in text
@@ -80,7 +80,7 @@ def test_a_missing_title_or_class_is_named(left_out: str, message: str, tmp_path
         load_ledger(own=[path])
 
 
-def test_the_class_beside_expect_is_honoured(tmp_path: Path) -> None:
+def test_metric_class_with_expect_is_used(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(TEMPLATES["claim"].read_text(encoding="utf-8").replace("exact-padding", "memory"))
     claim = load_ledger(own=[path]).claim("own-states")
@@ -95,7 +95,7 @@ def test_the_class_beside_expect_is_honoured(tmp_path: Path) -> None:
         ("no/a.toml", "folder"),
     ],
 )
-def test_what_it_does_not_write(
+def test_init_rejects_existing_files_and_other_paths(
     name: str,
     printed: str,
     tmp_path: Path,

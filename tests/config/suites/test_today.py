@@ -1,4 +1,4 @@
-"""The suite of today: shapes, degrees and batches as the sources print them."""
+"""Tests of the suite `today`: the printed shapes, parallel degrees and batches."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ PRINTED = {
     "mpt-30b-s8192": 30_019_254_272,
     "mpt-70b-512": 64_862_437_376,
 }
-"""NumParams of llm-foundry's table, positions of the sequence included."""
+"""Number of parameters in the table of llm-foundry, including the position embeddings."""
 
 
-def of(prefix: str) -> list[Experiment]:
-    """The experiments whose names begin so."""
+def experiments(prefix: str) -> list[Experiment]:
+    """Return the experiments whose names start with `prefix`."""
     return [experiment for name, experiment in EXPERIMENTS.items() if name.startswith(prefix)]
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_foundry_s_shapes_have_the_printed_parameters(name: str) -> None:
+def test_foundry_models_have_the_printed_parameters(name: str) -> None:
     assert total_parameters(EXPERIMENTS[name].model) == PRINTED[name]
 
 
-def test_foundry_s_layouts_are_the_table_s() -> None:
-    """FULL_SHARD or SHARD_GRAD_OP over all GPUs; activations are kept up to 7B at 2,048 tokens."""
-    for experiment in of("mpt-"):
+def test_foundry_experiments_have_the_printed_layouts() -> None:
+    """Runs use FULL_SHARD or SHARD_GRAD_OP over all GPUs. Up to 7B at 2,048 tokens, activations are not recomputed."""
+    for experiment in experiments("mpt-"):
         model, layout = experiment.model, experiment.layout
         assert layout.world == layout.dp
         small = model.hidden <= 2560
@@ -59,7 +59,7 @@ def test_foundry_s_layouts_are_the_table_s() -> None:
 
 
 @pytest.mark.parametrize("claim", ["foundry-h100-many", "foundry-h100-long"])
-def test_foundry_s_lines_are_the_suite_s(claim: str) -> None:
+def test_foundry_experiments_have_the_printed_batches(claim: str) -> None:
     for row in load_ledger().claim(claim).rows:
         line = row.variables
         experiment = EXPERIMENTS[f"mpt-{line['at']}"]
@@ -69,9 +69,9 @@ def test_foundry_s_lines_are_the_suite_s(claim: str) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(8192, 32), (16384, 16)])
-def test_llama_s_layouts_are_the_paper_s(gpus: int, batch: int) -> None:
-    """2407.21783 Table 4: TP 8, CP 1, PP 16, 16M tokens a step; 126 layers, one a chunk, both ends without (3.3.2)."""
-    for experiment in of(f"llama3-405b-{gpus}"):
+def test_llama_3_has_the_layouts_of_the_paper(gpus: int, batch: int) -> None:
+    """arXiv 2407.21783, Table 4 and sec. 3.3.2: 126 chunks have one layer; the first and last chunk have none."""
+    for experiment in experiments(f"llama3-405b-{gpus}"):
         layout = experiment.layout
         assert (layout.tp, layout.pp, layout.world) == (8, 16, gpus)
         assert (experiment.seq, layout.replica_batch) == (8192, batch)
@@ -79,8 +79,8 @@ def test_llama_s_layouts_are_the_paper_s(gpus: int, batch: int) -> None:
         assert layout.stage_layers == (0, *(1,) * 126, 0)
 
 
-def test_a_point_of_the_suite_is_the_run_that_it_calibrates_by() -> None:
-    """The published tokens a second are the FLOP/s of the point, under the conditions of the suite's experiment."""
+def test_calibration_point_is_an_experiment_of_the_suite() -> None:
+    """The calibration point has the conditions of the experiment and the FLOP/s of the published tokens/s."""
     found = [point for point in calibration_points() if point.claim == "fms-fsdp-7b"]
     assert {point.compute_capability for point in found} == {"8.0", "9.0"}
     for point in found:

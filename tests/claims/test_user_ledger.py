@@ -1,4 +1,4 @@
-"""A ledger file of one's own, outside the package, is judged beside the packaged ones."""
+"""Tests of a user's ledger file, which commands judge together with the packaged ledger."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from repro import cli
 from tests.report import synthetic
 
-OWN = """
+USER_LEDGER = """
 title = "Mine"
 
 [[source]]
@@ -35,52 +35,52 @@ rows = [{ label = "1B", published = "2.0", analytic = "model_state_bytes(1e9, 8,
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
+def ledger(tmp_path: Path) -> str:
     path = tmp_path / "mine.toml"
-    path.write_text(OWN)
+    path.write_text(USER_LEDGER)
     return str(path)
 
 
-def test_it_is_judged(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["claims", "mine-states", "--ledger", own, "--json", "--results", str(tmp_path)]) == 0
+def test_claims_judges_a_user_ledger(ledger: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["claims", "mine-states", "--ledger", ledger, "--json", "--results", str(tmp_path)]) == 0
     (claim,) = json.loads(capsys.readouterr().out)["claims"]
     assert claim["id"] == "mine-states"
     assert [row["verdict"] for row in claim["rows"]] == ["follows"]
-    assert cli.main(["claims", "--ledger", own, "--results", str(tmp_path)]) == 0
+    assert cli.main(["claims", "--ledger", ledger, "--results", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "mine-states" in out
     assert "zero-mem-formula-stages" not in out
-    assert cli.main(["claims", "--all", "--ledger", own, "--results", str(tmp_path)]) == 0
+    assert cli.main(["claims", "--all", "--ledger", ledger, "--results", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "mine-states" in out
     assert "zero-mem-formula-stages" in out
 
 
-def test_it_is_exported(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_reads_a_user_ledger(ledger: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pandas", reason="pandas makes the table; it is in the extra report")
     table = ["--table", "values", "--format", "csv"]
-    assert cli.main(["export", "--ledger", own, "--results", str(tmp_path), *table]) == 0
+    assert cli.main(["export", "--ledger", ledger, "--results", str(tmp_path), *table]) == 0
     assert "mine-states" in {row["claim"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
 
 
-def test_every_command_that_judges_has_it(
-    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_every_command_that_judges_reads_the_user_ledger(
+    ledger: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bad file of one's own stops each of them."""
-    assert cli.main(["artifact", "--ledger", own]) == 0
+    """A mistake in the user ledger stops each command."""
+    assert cli.main(["artifact", "--ledger", ledger]) == 0
     assert "### mine-states" in capsys.readouterr().out
-    Path(own).write_text(OWN.replace('unit = "GB"', 'unit = "pounds"'))
+    Path(ledger).write_text(USER_LEDGER.replace('unit = "GB"', 'unit = "pounds"'))
     results = str(synthetic.store(tmp_path / "results"))
     stored = ["--results", results]
     page = ["report", "--out", str(tmp_path / "out"), *stored]
     for command in (["artifact"], page, ["validate", *stored], ["compare", results, results]):
-        assert cli.main([*command, "--ledger", own]) == 2, command
-        assert capsys.readouterr().err.startswith(f"error: {own}: mine-states")
+        assert cli.main([*command, "--ledger", ledger]) == 2, command
+        assert capsys.readouterr().err.startswith(f"error: {ledger}: mine-states")
 
 
-def test_an_id_that_is_taken_is_refused(own: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path(own).write_text(OWN.replace("mine-states", "zero-mem-formula-stages"))
-    assert cli.main(["claims", "--ledger", own]) == 2
+def test_claim_id_of_the_packaged_ledger_is_rejected(ledger: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(ledger).write_text(USER_LEDGER.replace("mine-states", "zero-mem-formula-stages"))
+    assert cli.main(["claims", "--ledger", ledger]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"error: {own}: zero-mem-formula-stages.id = ")
+    assert err.startswith(f"error: {ledger}: zero-mem-formula-stages.id = ")
     assert "must be used once" in err
