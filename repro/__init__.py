@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from repro.wrap.parallelize import parallelize
 
 if not os.path.isdir(os.path.join(__path__[0], "kernels")):
-    # In a source checkout, this path makes the neighbouring folders `kernels` and `examples` importable from `repro`.
+    # In a source checkout, this path makes the folders `kernels/` and `examples/`, which lie outside `repro/`,
+    # importable as `repro.kernels` and `repro.examples`.
     __path__.append(os.path.dirname(__path__[0]))
 
 

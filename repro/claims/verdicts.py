@@ -178,9 +178,9 @@ class RowResult:
     """Kind and scale of the evidence that decides the verdict; empty if no evidence decides."""
     reason: str
     margin: tuple[float, float] | None = None
-    """Smallest relative decrease and increase of a reproduced value that would change its verdict.
+    """Relative decrease and relative increase of a `reproduced` number that would just change its verdict.
 
-    None for words, and for verdicts other than `reproduced`.
+    None for a text, and for verdicts other than `reproduced`.
     """
     mutations: tuple[str, ...] | None = None
     """Simulator faults that would change the verdict; None if data/mutations.json does not contain the row."""

@@ -192,7 +192,7 @@ def main() -> int:
     network = EmulatedNetwork(**json.loads(sys.stdin.readline()))
     try:
         answer = _make_network(network)
-    except Exception as error:  # The process that requested the network prints this error.
+    except Exception as error:  # The parent process, which requested the emulated network, prints the error.
         answer = {"error": " ".join(str(error).split()) or type(error).__name__}
     print(json.dumps(answer), flush=True)
     if "error" in answer:

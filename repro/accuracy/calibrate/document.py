@@ -218,7 +218,9 @@ def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
         spreads.append(max(0.0, own) ** 0.5 / mean)
     source = "measured in steps without messages:"
     return {
-        "spread": quantity(statistics.median(spreads), f"{source} step times of different ranks"),
+        "spread": quantity(
+            statistics.median(spreads), f"{source} differences between the step times of ranks"
+        ),
         "jitter_s": quantity(statistics.median(jitters), f"{source} times between two omitted messages"),
     }
 

@@ -194,7 +194,9 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         rate = (_stage_rate(real) if group == "pp" else real.bus_bandwidth(group)) * factors[group]
         if probe.link(group) == BETWEEN_NODES:
             unlimited = _stage_rate(probe) if group == "pp" else _across(member, group)
-            if group != "pp":  # rate of the link between nodes alone; `within` limits other hops
+            if (
+                group != "pp"
+            ):  # Rate of the links between nodes; `within` limits the links inside nodes separately.
                 rate = Network(_open_inside(member.system), before).bus_bandwidth(group) * factors[group]
             between = rate * probe.peak(BETWEEN_NODES) / unlimited
             if _ring_inside(member, group):

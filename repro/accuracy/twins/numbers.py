@@ -189,7 +189,7 @@ def _hops(degree: int) -> float:
     return (degree - 1) / degree
 
 
-_LINK_RATE = "W' = W (F'/F) (e'/e) / k"
+_LINK_RATE = "link rate W' = W (F'/F) (e'/e) / k"
 _SIMULATED = "rate of the links; predicted with latency, embedding and head"
 _MACHINES = "not preserved: a property of the two machines"
 _STAGES = "equal stages and micro-batches, unless options change them"

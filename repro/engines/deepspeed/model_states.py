@@ -120,7 +120,7 @@ class States:
                 yield bucket.buffer
 
     def _parameters(self) -> Iterable[Any]:
-        """Return the parameters of the model, with DeepSpeed's attributes."""
+        """Return the model's parameters, to which DeepSpeed adds attributes that the type `Parameter` lacks."""
         found: Iterable[Any] = self.engine.module.parameters()
         return found
 

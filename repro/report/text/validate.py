@@ -145,8 +145,10 @@ def print_points(found: Sequence[Point], details: bool) -> None:
     ratios = [p for p in found if p.kind == published.RATIO and not p.left_out]
     text = ""
     for rates in (family for family in families if family.name == published.ALL_RATES):
-        text = f"Predicted rates: median error {units.percent(rates.median)}. {rates.held} of {rates.points} published "
-        text += "rates are in the 90 % interval of the prediction. "
+        text = (
+            f"Predicted rates: median error {units.percent(rates.median)}. The 90 % intervals of the predictions "
+            f"contain {rates.held} of {rates.points} published rates. "
+        )
     if ratios:
         text += (
             f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the published side of 1. "

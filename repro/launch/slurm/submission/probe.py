@@ -83,7 +83,7 @@ def inspect_node(marker: Path) -> dict[str, Any]:
 def check_nodes(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
     """Yield the checks of cluster nodes for `repro doctor`; `seen` has the inspection result of each node."""
     hosts = ", ".join(node["host"] for node in seen)
-    yield Check("nodes", YES, hosts, f"python {seen[0]['python']} and repro start on nodes")
+    yield Check("nodes", YES, hosts, f"python {seen[0]['python']} and repro can be started on the nodes")
     blind = [f"{node['host']}: {node['folder']}" for node in seen if node["folder"]]
     if blind:
         yield Check("shared folder", NO, "; ".join(blind), "set storage.shared and --results", fatal=True)
