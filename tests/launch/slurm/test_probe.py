@@ -117,7 +117,7 @@ def test_nodes_that_have_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [answer("n1"), answer("n2", versions={"torch": "2.6", "nvidia-nccl-cu13": "2.27"})]
     has = "GPUs of the profile's system"
     assert judged(seen, **DGX2, environment={"interface": "ib0"}) == {
-        "nodes": ["yes", "n1, n2", "python 3.12.1 and repro start on nodes", False],
+        "nodes": ["yes", "n1, n2", "python 3.12.1 and repro can be started on the nodes", False],
         "shared folder": [
             "yes",
             "nodes read and write files of this host",
@@ -137,7 +137,7 @@ def test_nodes_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = answer("n2", folder="other contents", interfaces={"lo": "127.0.0.1"}, versions={}, gpus=[])
     seen = [answer("n1", versions={"torch": "2.6"}), bare]
     assert judged(seen, **DGX2, environment={"interface": "ib0"}) == {
-        "nodes": ["yes", "n1, n2", "python 3.12.1 and repro start on nodes", False],
+        "nodes": ["yes", "n1, n2", "python 3.12.1 and repro can be started on the nodes", False],
         "shared folder": ["no", "n2: other contents", "set storage.shared and --results", True],
         "interface": [
             *("no", "no interface ib0 with an address on n2; nodes have ib0 10.0.0.1, ib1"),
