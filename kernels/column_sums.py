@@ -71,7 +71,7 @@ def row_grid(
     `threads`: threads per block. `per_processor`: maximum number of threads per multiprocessor.
     """
     vectors = columns // width
-    needed, resident = rows * vectors, per_processor * on.processors  # Both are numbers of threads.
+    needed, resident = rows * vectors, per_processor * on.processors  # numbers of threads
     blocks = -(-(needed if needed < resident else vectors if vectors > resident else resident) // threads)
     at_once = blocks * threads // vectors
     return blocks, at_once if at_once < rows else rows

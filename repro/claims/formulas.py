@@ -161,7 +161,7 @@ def ring_all_reduce_factor(n: float) -> float:
     return 2 * (n - 1) / n
 
 
-# --- work and time ----------------------------------------------------------------------------------
+# --- parameters, FLOP and training time -------------------------------------------------------------
 
 
 def gpt_params(layers: float, hidden: float, vocab: float = 51200, seq: float = 1024) -> float:

@@ -133,8 +133,8 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
                 # A simulation or measurement is missing, so arithmetic on the source's numbers decides only by a
                 # contradiction.
                 equals = [f for f in equals if f.verdict in BAD]
-        # One expression that misses the published value suffices for a miss. An agreement needs all expressions of
-        # the kind of evidence.
+        # One expression that misses the published value suffices for the verdict `not reproduced`. An agreement needs
+        # all expressions of the kind of evidence (measured, emulated, simulated or analytic).
         failed = next((f for f in equals if f.verdict in BAD), None)
         if failed or (equals and all(f.decided for f in equals)):
             best = failed or next((f for f in equals if f.verdict == POSSIBLE), equals[0])

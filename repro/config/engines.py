@@ -142,7 +142,8 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         ),
     ),
     "deepspeed": (
-        # DeepSpeed's M_D is a buffer for partitioned activation checkpoints; its gradients always have such a buffer.
+        # M_D preallocates buffers. In DeepSpeed, `md` concerns activation checkpoints (P_a) alone, because gradients
+        # always have a preallocated buffer.
         Combination("md", lambda layout, _: layout.md and not layout.pa, "false unless pa = true,"),
         Combination(
             "offload_optimizer",

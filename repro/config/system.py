@@ -47,7 +47,8 @@ class Device:
     def __post_init__(self) -> None:
         for key in ("memory_bytes", "memory_bandwidth", "power_w", "price_per_hour"):
             check_positive(key, getattr(self, key))
-        for key in ("power_w", "price_per_hour"):  # their range would count as an uncertain input
+        # A range would make the key an unknown input of predicted times, which do not depend on power and price.
+        for key in ("power_w", "price_per_hour"):
             low, value, high = getattr(self, key).ends or (0, 0, 0)
             require(low == high, key, f"{value:g} ({low:g} to {high:g})", "one number without a range")
         for precision, peak in self.peak_flops.items():

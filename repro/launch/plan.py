@@ -148,7 +148,9 @@ class ExperimentLocks:
         """Write the path of this process's short-lived files into the lock files, for their removal after a kill."""
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "folder": str(folder)})
         for descriptor in self._held:
-            with contextlib.suppress(OSError):  # If the write fails, files of a killed process remain.
+            with contextlib.suppress(
+                OSError
+            ):  # Without the path, the files of a killed process are not removed.
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, note.encode(), 0)
 

@@ -192,7 +192,7 @@ class StepCounter:
         if self._at is None:
             self.done = step  # a resumed training begins at the step of its checkpoint
         elif step != self._at:
-            # An experiment that a turn of a comparison initialises begins at step 0.
+            # A smaller step number means that a new turn of the experiment has begun, at step 0.
             self.done += step - self._at if step > self._at else step
             self._from = self.done if self._from is None else self._from
         self._at = step

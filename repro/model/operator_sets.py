@@ -78,7 +78,8 @@ class WeightDropout:
     def __call__(self, weights: Tensor, plain: bool = False) -> Tensor:
         """Return attention weights after dropout, by one CUDA kernel or, if `plain`, by torch's operators."""
         b, a, s, _ = weights.shape
-        # The random numbers count rows of the weights: s rows per head, and all heads of a sample in sequence.
+        # A row of attention weights selects its random numbers by its index: s rows per head, head after head of a
+        # sample.
         rows, first = self.heads * s, self.first_head * s
         flat = weights.view(b, a * s, s)
         place = (self.first_sample, rows, first, True)

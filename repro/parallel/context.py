@@ -104,7 +104,8 @@ def _scatter(gradients: tuple[Tensor, Tensor], s: int, cp: Group) -> tuple[Tenso
     parts = storage.zeros(2 * b * s * n * d, gradients[0], Category.COMMUNICATION)
     early, late = parts.view(cp.size, 2, 2, b, c, n, d).unbind(1)
     for i, gradient in enumerate(gradients):
-        of_chunks = gradient.transpose(1, 2).unflatten(1, (-1, c)).transpose(0, 1)  # [k/c, b, c, n, d]
+        # [k/c, b, c, n, d]: k keys in chunks of c tokens, b samples, n heads of d elements
+        of_chunks = gradient.transpose(1, 2).unflatten(1, (-1, c)).transpose(0, 1)
         early[:, i].copy_(of_chunks[: cp.size])
         late[2 * cp.size - len(of_chunks) :, i].copy_(of_chunks[cp.size :].flip(0))
     own = storage.empty(parts.numel() // cp.size, parts, Category.COMMUNICATION)

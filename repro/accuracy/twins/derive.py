@@ -188,7 +188,8 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         "pp": scale.pp_link(before, after, layers),
     }
     within = between = 0.0
-    for group in ("dp", "pp", "tp"):  # tp is last, and so sets a shared link's rate, since it cannot overlap
+    # The last group decides the rate of a shared link: tp, whose communication cannot overlap with computation.
+    for group in ("dp", "pp", "tp"):
         if not factors[group]:
             continue
         rate = (_stage_rate(real) if group == "pp" else real.bus_bandwidth(group)) * factors[group]

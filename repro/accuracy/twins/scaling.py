@@ -62,7 +62,9 @@ def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> Twin
     devices = min(devices, layout.world)
     if layout.world <= ranks and tp in (0, layout.tp):
         return TwinShape(nodes, layout.world // nodes, layout.tp, layout.pp, layout.dp)
-    if tp and layout.tp == devices:  # a tp group fills a node of the original, and so of the twin
+    if (
+        tp and layout.tp == devices
+    ):  # A tp group fills a node of the published system, so also a node of the twin.
         nodes = ranks // tp
     require(ranks % nodes == 0, "--ranks", ranks, f"a multiple of the {nodes} nodes of {system.name}")
     per_node = ranks // nodes

@@ -125,7 +125,8 @@ class MegatronEngine:
         if self.mesh.world.size > 1:
             dist.all_reduce(mean)
         success, norm, _ = self.optimizer.step()
-        # Report the phase again, so that memory is categorised: fp32 copies of fp16 gradients exist only from here on.
+        # Report the optimizer phase again, so that the observer also categorises the fp32 copies of fp16 gradients,
+        # which `optimizer.step` allocates.
         observe(Phase.OPTIMIZER)
         self.taken += float(success)
         return Norms(

@@ -71,7 +71,7 @@ class CapturedMicroBatches:
         inputs.tokens.copy_(batch.tokens)
         inputs.targets.copy_(batch.targets)
         if inputs.place.keys is not None:
-            # `copy_` stages pageable host memory, so the keys may be freed when the call returns.
+            # CUDA stages pageable host memory, so the host may free the dropout keys when `copy_` returns.
             inputs.place.keys.copy_(self._part.model.setting.dropout_keys(batch.place), non_blocking=True)
         kind = (i == 0, i == self._count - 1)
         if kind not in self._passes:

@@ -166,6 +166,7 @@ def _with_tiny_sizes(text: str) -> str:
         if equals and key in tiny:
             line = f"{key} = {json.dumps(tiny[key])}"
         elif key == "vocab":
-            line = f"vocab = {int(value) % 1000}"  # Models of different vocabulary sizes must still differ.
+            # Reduced models have different vocabulary sizes where the original models have.
+            line = f"vocab = {int(value) % 1000}"
         lines.append(line)
     return "\n".join(lines) + "\n"

@@ -195,7 +195,7 @@ class CoreThrottle:
 
     def _read_clocks(self) -> None:
         self._delayed = self._delay()
-        # Processor time is read last, so that reading the delay does not count as computation.
+        # Read the processor time last, so that reading the scheduling delay does not count as computation.
         self._computed = time.thread_time()
 
     def _delay(self) -> float:

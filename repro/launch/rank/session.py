@@ -169,7 +169,7 @@ class RankSession:
         for turn in range(job.rounds):
             for i, experiment in enumerate(job.experiments):
                 if experiment.key in results:
-                    continue  # the experiment diverged in an earlier turn
+                    continue  # The loss of the experiment diverged in an earlier turn, so it does not run again.
                 run = self._start(i, meshes[i], watched=turn == job.rounds - 1)
                 diverged = _advance(run, None) or _advance(run, self._timed_steps(i, turn))
                 run.rounds, run.phase_rows = rounds[i] + run.rounds, rows[i] + run.phase_rows

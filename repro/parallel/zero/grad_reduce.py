@@ -192,7 +192,9 @@ class GradientReducer:
     def _collect(self, b: int, s: int, parameter: Parameter) -> None:
         """Move a gradient that autograd computed from `parameter.grad` to the parameter's bucket."""
         gradient = parameter.grad
-        if gradient is None:  # The gradient is in the bucket already (gradient sink), or zero.
+        if (
+            gradient is None
+        ):  # The gradient is zero, or the backward pass has written it to the bucket directly.
             return
         parameter.grad = None
         if gradient.layout != torch.strided:

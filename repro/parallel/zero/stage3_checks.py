@@ -136,7 +136,8 @@ class UnitAgreement:
 
     def end_forward(self, units: Sequence[int], has_gradients: bool) -> None:
         """Send a digest of the gather units that a forward pass used. `wait` compares the digests of all ranks."""
-        # Digests are negative, unlike unit indices and flags. Python's hash of integers is equal in every process.
+        # The digest of unit indices is negative, unlike other compared values (unit indices, flags). Python's hash of
+        # integers is equal in every process.
         self._last_pass = self.compare(-1 - abs(hash((has_gradients, *units))))
 
     def wait(self) -> None:

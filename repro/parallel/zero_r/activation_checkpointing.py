@@ -55,7 +55,7 @@ class ActivationCheckpoint:
         self.kept = self.piece = None
 
     def __del__(self) -> None:
-        self.drop()  # Without a backward pass, the checkpoint is still saved.
+        self.drop()  # Without a backward pass, nothing else frees the saved checkpoint.
 
 
 class ActivationCheckpoints:

@@ -55,7 +55,7 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
         return VALIDATION
     import pandas as pd
 
-    # The legend is common to both panels, because some families have only ratios.
+    # Both panels share one legend, because some families of published values (rows by source) have only ratios.
     seen = {point.family for point in [*rates, *ratios]}
     styles = {family: FAMILY_STYLES[family] for family in published.FAMILIES if family in seen}
     figure, (left, right) = style.make_axes(5.0, 1, 2)

@@ -162,7 +162,7 @@ class View:
         if finding.origin == ITSELF:
             return None
         is_simulated, runs = finding.kind == SIMULATED, finding.experiments
-        # A search for the largest or smallest layout that fits also reads runs that do not fit: no misfit of its value.
+        # A search for the largest or smallest layout that fits reads runs that do not fit, but its result fits.
         is_search = bool(parse(finding.expression).calls & _CHOOSE)
         return Ours(
             kind=finding.kind,

@@ -228,7 +228,8 @@ class PlacedGroups:
             rows[1:3] = self._adapter_shares(senders, across[across], counts._replace(switch=1))
             if counts.pod:
                 pods = pairs // self.devices // counts.pod
-                # A message uses the outgoing uplink of the sender's pod (even) and the incoming one of the receiver's.
+                # A message uses two uplinks: the outgoing one of the sender's pod (even index) and the incoming one of
+                # the receiver's pod (odd index).
                 ways = 2 * pods + (0, 1)
                 rows[3] = _uplink_users(ways, pods[:, 0] != pods[:, 1])
         return frozenset(

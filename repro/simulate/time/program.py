@@ -266,7 +266,8 @@ class ProgramCompiler:
                 seconds = times * self.cost.seconds(operator)
                 device += seconds
                 parts[kind] = parts.get(kind, 0.0) + first_lane(seconds)
-                # Views and copies with several calls are outside a layer's modules, so each call takes a launch time.
+                # One event stands for several views or copies only outside the modules of a layer, where the host needs
+                # one launch time per call.
                 calls = operator.calls
                 host += times * (self.host_s[phase] if calls == 1 else self.cost.launch_s * calls)
             found = _SequenceTime(device, host, tuple(parts.items()))

@@ -87,7 +87,7 @@ class PeriodSamples:
         """`lanes`: number of entries of each time (cases of the unknown numbers)."""
         first = order.is_backward.argmax(axis=1) - 1
         self.micro_batches, self.length = _period(layout)
-        # Forward passes of the last micro-batch may take another time, so their period is not compared.
+        # The last micro-batch's forward passes can differ in time from others, so the last period is not compared.
         turns = order.actions.shape[1] - 2 * int(first.max()) - self.length
         self.reach = _reach(layout)
         self.cycles = max(0, min((turns - self.reach) // self.length, layout.pp))
@@ -112,7 +112,7 @@ class PeriodSamples:
         for periods in range(1, self.cycles + 1):
             apart = periods * self.stride
             seconds = self.times[0, 0, 0] - self.times[0, apart, 0]
-            # The first stage alone disproves most candidates, so its times are compared first.
+            # The times of the first pipeline stage are compared first, because they disprove most assumed cycles.
             if all(self._grow(times, apart, seconds) for times in (self.times[:1], self.times)) and all(
                 self._further_grow(stage, apart, seconds) for stage in {stage for stage, _ in self.further}
             ):
