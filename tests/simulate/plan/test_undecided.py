@@ -20,7 +20,7 @@ from repro.simulate.plan.rows import FULL, OK, PlanRow, Tie, find_ties, plan_ent
 from repro.simulate.time.calibration import UNCALIBRATED
 from repro.util.processes import Workers
 from repro.util.units import gb
-from tests.simulate.exact import have_exact_kernels
+from tests.simulate.exact import use_exact_kernels
 
 MODEL = Model(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=512)
 RINGS = "links.inter-node.rings"
@@ -200,7 +200,7 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
     exact: System, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As said, at an end of the range a plan of exact numbers has them in the other order; of these nothing is said."""
-    have_exact_kernels(monkeypatch)
+    use_exact_kernels(monkeypatch)
     link = exact.links["inter-node"]
     known = link.used("inter-node", "rings")
     rings = replace(known, low=1, high=8, source="low: one; high: one for each adapter")
@@ -229,7 +229,7 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
 def test_of_exact_numbers_nothing_is_reported(
     exact: System, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    have_exact_kernels(monkeypatch)
+    use_exact_kernels(monkeypatch)
     found = planned(exact)
     assert [plan_entry(asked(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4
     show_plan(asked(exact), found, 4)

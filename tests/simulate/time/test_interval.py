@@ -51,7 +51,7 @@ from repro.simulate.time.predict import (
 from repro.simulate.time.schedule import schedule_traces
 from repro.simulate.trace.roles import Trace, trace_roles
 from tests.config.system_arrays import array_values, system_of_case
-from tests.simulate.exact import have_exact_kernels
+from tests.simulate.exact import use_exact_kernels
 
 SUITES = Path(__file__).parents[3] / "suites"
 MODEL = Model(name="small", layers=8, hidden=2048, heads=16, vocab=50304, seq=1024)
@@ -155,7 +155,7 @@ def test_an_interval_holds_the_best_value_and_lies_in_what_is_allowed(name: str)
 
 
 def test_with_exact_numbers_there_is_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    have_exact_kernels(monkeypatch)
+    use_exact_kernels(monkeypatch)
     experiment, traces = traced("tp")
     assert predict(experiment, exact(load_system_file("dgx2")), traces, interval=True).interval is None
     assert (
@@ -171,7 +171,7 @@ def test_what_is_known_of_a_device_is_known_where_its_kernels_were_measured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One number in doubt leaves the interval, though others are in doubt where the kernels were measured."""
-    have_exact_kernels(monkeypatch)
+    use_exact_kernels(monkeypatch)
     experiment, traces = traced(name)
     system = ranged(load_system_file("dgx2"), "kernel_s", 2.0e-6, 2.9e-6)
     found = predict(experiment, system, traces, interval=True)
