@@ -20,7 +20,7 @@ EXPERIMENT = Experiment(
 
 
 @pytest.fixture(scope="module")
-def unlimited_step() -> Simulation:
+def step() -> Simulation:
     return simulate(EXPERIMENT, systems.load_system_file("dgx2"))
 
 
@@ -33,15 +33,13 @@ def with_limit(step: Simulation, limit: int) -> Simulation:
     return replace(step, limit_bytes=limit, roles=roles)
 
 
-def test_cause_is_live_tensors_if_later_peak_exceeds_limit(unlimited_step: Simulation) -> None:
-    live = {role.role.name: role.memory.peak_bytes for role in unlimited_step.roles}
-    found = with_limit(unlimited_step, live["first"] - 1_500_000)
+def test_cause_is_live_tensors_if_later_peak_exceeds_limit(step: Simulation) -> None:
+    live = {role.role.name: role.memory.peak_bytes for role in step.roles}
+    found = with_limit(step, live["first"] - 1_500_000)
     first, last = found.roles
     for role in found.roles:
         assert role.replay.out_of_memory is not None
-        assert role.replay.out_of_memory.by_fragmentation, (
-            "the live bytes and the failing request sum to less than the limit"
-        )
+        assert role.replay.out_of_memory.by_fragmentation, "live bytes and request fit the limit"
     assert not first.by_fragmentation, "the live bytes of the backward pass exceed the limit"
     assert last.by_fragmentation
     assert found.fullest is first, "the first stage exceeds the limit with any allocator"
@@ -52,21 +50,17 @@ def test_cause_is_live_tensors_if_later_peak_exceeds_limit(unlimited_step: Simul
     assert record.reason.endswith(f"; {live['first']} live at the peak, in backward")
 
 
-def test_cause_is_fragmentation_if_peak_live_bytes_fit(unlimited_step: Simulation) -> None:
-    found = with_limit(
-        unlimited_step, max(role.memory.peak_bytes for role in unlimited_step.roles) + 1_000_000
-    )
+def test_cause_is_fragmentation_if_peak_live_bytes_fit(step: Simulation) -> None:
+    found = with_limit(step, max(role.memory.peak_bytes for role in step.roles) + 1_000_000)
     assert found.fullest.by_fragmentation
     assert found.limit_bytes is not None
-    assert found.required_bytes > found.limit_bytes, (
-        "the required bytes include the segment that exceeds the limit"
-    )
+    assert found.required_bytes > found.limit_bytes, "the failing segment is included"
     assert "out of memory by fragmentation: " in found.reason
     assert "live at the peak" not in found.reason
 
 
-def test_a_step_that_fits_has_no_failure_cause(unlimited_step: Simulation) -> None:
-    found = with_limit(unlimited_step, max(role.replay.peak_reserved for role in unlimited_step.roles))
+def test_a_step_that_fits_has_no_failure_cause(step: Simulation) -> None:
+    found = with_limit(step, max(role.replay.peak_reserved for role in step.roles))
     assert (found.outcome, found.reason) == ("ok", "")
     assert found.required_bytes == found.limit_bytes
     assert not any(role.by_fragmentation for role in found.roles)
