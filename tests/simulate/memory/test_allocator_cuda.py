@@ -40,9 +40,7 @@ def decided_by_address(allocator: CachingAllocator, size: int) -> bool:
     return bool(fitting) and fitting[min(fitting)] > 1
 
 
-def draw_actions(
-    allocator: CachingAllocator, expandable: bool, count: int
-) -> tuple[list[Action], list[list[int]]]:
+def draw(allocator: CachingAllocator, expandable: bool, count: int) -> tuple[list[Action], list[list[int]]]:
     """Draw actions; return them and the model's values after each: allocated, reserved, retries, out of memory."""
     generator = random.Random(17)
     actions: list[Action] = []
@@ -89,7 +87,7 @@ def test_model_and_device_agree_after_every_action(case: str) -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         fraction = limit / total
         limit = int(fraction * total)
-    actions, expected = draw_actions(CachingAllocator(limit, **options), "expandable" in options, 600)
+    actions, expected = draw(CachingAllocator(limit, **options), "expandable" in options, 600)
     ran = subprocess.run(
         [sys.executable, Path(__file__).with_name("on_cuda.py")],
         input=json.dumps({"fraction": fraction, "actions": actions}),
@@ -106,7 +104,7 @@ def test_random_actions_split_blocks_and_reach_the_limit(case: str) -> None:
     """The actions allocate and release, split blocks, and reach the limit if there is one."""
     options, limit = CASES[case]
     allocator = CachingAllocator(limit, **options)
-    actions, expected = draw_actions(allocator, "expandable" in options, 600)
+    actions, expected = draw(allocator, "expandable" in options, 600)
     assert {len(action) for action in actions} == {1, 2}
     assert any(row[1] > row[0] for row in expected)
     assert (allocator.retries > 0) == (limit is not None)

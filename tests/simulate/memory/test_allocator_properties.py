@@ -175,8 +175,8 @@ def test_a_limit_has_an_effect_only_below_the_peak(events: list[Event], options:
 
 @settings(max_examples=60)
 @given(requests=st.lists(SIZES, max_size=40))
-def test_expandable_segments_round_allocations_up_to_one_granule(requests: list[int]) -> None:
-    """Without releases, they exceed plain segments by less than one granule per pool."""
+def test_expandable_segments_waste_less_than_one_granule_per_pool(requests: list[int]) -> None:
+    """Without releases, expandable segments exceed plain segments by less than one granule per pool."""
     events = [Alloc(id, size, "parameters", "", "") for id, size in enumerate(requests)]
     small = sum(round_up(size) for size in requests if size <= SMALL_SIZE)
     large = sum(round_up(size) for size in requests if size > SMALL_SIZE)

@@ -128,13 +128,11 @@ def test_a_checkpointed_layer_retains_only_its_input() -> None:
 
 
 def test_an_unfused_softmax_retains_fp32_scores_and_a_mask() -> None:
-    """A rank has two heads of one sample. Two is no multiple of four, so the softmax runs in fp32 with a mask tensor."""
+    """Two heads of one sample per rank are no multiple of four, so the softmax runs in fp32 with a mask tensor."""
     b, s, h, a, tp = 1, 64, 64, 4, 2
     scores = a * s * s * b // tp
     difference = layer_bytes(b, s, h, a, tp=tp) - layer_activation_bytes(b, s, h, a, tp)
     fp32_excess, mask_of_future = (4 - 2) * scores, s * s
     assert difference == fp32_excess + mask_of_future - scores - 2 * s * b * h + 2 * 2 * 4 * s * b
-    selective_bytes = layer_activation_bytes(b, s, h, a, tp, selective=1)
-    assert (
-        layer_bytes(b, s, h, a, tp=tp, recompute="selective") - selective_bytes == -2 * s * b * h + 16 * s * b
-    )
+    paper = layer_activation_bytes(b, s, h, a, tp, selective=1)
+    assert layer_bytes(b, s, h, a, tp=tp, recompute="selective") - paper == -2 * s * b * h + 16 * s * b

@@ -97,12 +97,10 @@ def test_the_peak_equals_the_maximum_over_all_allocations(events: list[Event]) -
             live[event.id] = event.category, live[event.id][1]
         elif isinstance(event, Alloc):
             live[event.id] = event.category, event.bytes
-            sums = {
-                key: sum(size for category, size in live.values() if category == key) for key in ACCOUNTED
-            }
-            total = sum(sums.values()) - sums[Category.HOST]
+            now = {key: sum(size for category, size in live.values() if category == key) for key in ACCOUNTED}
+            total = sum(now.values()) - now[Category.HOST]
             if event.category != Category.HOST and total > peak:
-                peak, expected = total, (sums, phase, event.line, event.operator)
+                peak, expected = total, (now, phase, event.line, event.operator)
     found = measure_live_bytes(events)
     assert found.peak_bytes == peak
     assert (found.by_category, found.phase, found.line, found.operator) == expected
