@@ -13,7 +13,7 @@ from repro.simulate.step import simulate
 from repro.simulate.time.device import ATTENTION, MATMULS
 from repro.simulate.trace.roles import roles, trace
 from tests.parallel.test_architectures import FAMILIES
-from tests.simulate.trace.test_repeat import assert_same, both
+from tests.simulate.trace.test_repeat import assert_same, trace_twice
 
 BASE = Layout(micro_batch=2, global_batch=16, precision="bf16")
 LAYOUTS = {
@@ -30,7 +30,7 @@ LAYOUTS = {
 def test_a_trace_with_repeated_blocks_equals_the_full_trace(family: str, layout: Layout) -> None:
     experiment = Experiment(name="e", model=replace(FAMILIES[family], layers=8), layout=layout)
     for role in roles(experiment):
-        assert_same(*both(experiment, role)[:2])
+        assert_same(*trace_twice(experiment, role)[:2])
 
 
 def test_recorded_blocks_are_not_reused_for_another_architecture() -> None:
