@@ -245,7 +245,7 @@ def test_a_cpu_spends_host_time_on_messages() -> None:
     ],
 )
 def test_a_gloo_exchange_has_messages_with_every_other_rank(op: str, size: int, cpu_us: int) -> None:
-    """Exchanged messages take 20 us each. A collective of gloo takes 50 us, and so does each sent or received message."""
+    """Exchanged messages take 20 us each. A collective of gloo and each sent or received message take 50 us."""
 
     class CpuCost(ConstantCost):
         operator_s, backward_s, message_s, exchange_s = 0.0, 0.0, 50 * US, 20 * US
