@@ -40,7 +40,7 @@ def blocks(allocator: CachingAllocator) -> list[list[tuple[int, int | None]]]:
         (1000 * MIB + 512, 1000 * MIB + 512, 1002 * MIB),
     ],
 )
-def test_rounding_and_segment_sizes(size: int, allocated: int, reserved: int) -> None:
+def test_requests_and_segments_have_rounded_sizes(size: int, allocated: int, reserved: int) -> None:
     allocator = filled(size)
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
     assert size == 0 or segment_size(size) == reserved
@@ -106,7 +106,7 @@ def test_empty_segments_are_released_at_the_limit() -> None:
     assert allocator.peak_reserved == 80 * MIB
 
 
-def test_out_of_memory_by_the_live_tensors() -> None:
+def test_live_tensors_can_cause_out_of_memory() -> None:
     allocator = filled(40 * MIB, limit=64 * MIB)
     with pytest.raises(OutOfMemory, match="by the live tensors: 31457280 bytes requested") as caught:
         allocator.malloc(1, 30 * MIB)

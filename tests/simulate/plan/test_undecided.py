@@ -45,11 +45,11 @@ def ties_of(*rows: PlanRow) -> list[list[Tie]]:
 
 def test_step_times_are_compared_draw_by_draw() -> None:
     """Draws that slow both layouts alike do not change their order. One faster draw in 20 is no tie, and two are."""
-    alike = [1.0 + i for i in range(20)]
-    first = row(2.0, alike)
-    never = row(2.2, [1.1 * seconds for seconds in alike])
-    once = row(2.3, [0.9, *(1.2 * seconds for seconds in alike[1:])])
-    twice = row(2.4, [0.9, 1.9, *(1.3 * seconds for seconds in alike[2:])])
+    draws = [1.0 + i for i in range(20)]
+    first = row(2.0, draws)
+    never = row(2.2, [1.1 * seconds for seconds in draws])
+    once = row(2.3, [0.9, *(1.2 * seconds for seconds in draws[1:])])
+    twice = row(2.4, [0.9, 1.9, *(1.3 * seconds for seconds in draws[2:])])
     assert ties_of(first, never) == [[], []]
     assert ties_of(first, once, twice) == [[], [], [Tie(1, 0.1, ())]]
 
@@ -148,7 +148,7 @@ def test_a_tight_row_is_last_and_has_no_ties(exact: System) -> None:
 
 
 def test_less_than_3_percent_of_free_memory_is_tight(exact: System) -> None:
-    """The fastest layout, on a device that has 2.9 % and then 3.1 % of its memory left."""
+    """The device of the fastest layout has 2.9 % and then 3.1 % of free memory."""
     request = replace(query(exact), given={**query(exact).given, "tp": 1})
     with Workers(1) as workers:
         (found,) = search_layouts(request, workers, 1).rows

@@ -21,7 +21,7 @@ def ends(cores: SharedCores, *works: CoreWork) -> list[float | None]:
 @pytest.mark.parametrize(
     ("oversubscription", "expected"),
     [
-        # The first work runs alone for 1 s at twice the rate, then 2 s beside the second, which then has 2 s left.
+        # The first work runs alone for 1 s at twice the rate, then 2 s with the second, which then has 2 s left.
         (2.0, [3.0, 4.0]),
         # The first work does 1.5 of 4 s alone and ends at 3.5 s, when the second work has done 2.5 s.
         (1.5, [3.5, 4.5]),

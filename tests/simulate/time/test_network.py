@@ -301,7 +301,7 @@ def test_the_most_similar_measured_group_counts() -> None:
     assert network(system, tp=3, dp=1).seconds("all_reduce", "tp", 5000) == pytest.approx(4e-3 * 2 / 3)
 
 
-def test_measured_groups_within_and_between_nodes() -> None:
+def test_link_class_and_members_per_node_select_the_measurement() -> None:
     """Two nodes have two processes each. The link class and the members per node select the measurement."""
 
     system = replace(calibrated(flat(1)), devices_per_node=number(2))
