@@ -1,4 +1,4 @@
-"""Software whose kernels are known for certain."""
+"""Calibration points without unknown numbers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from repro.config.quantity import Quantity
 from repro.simulate.time import calibration
 
 
-def have_exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on which of a generation's kernels are slow is known, how slow passes over parameters are, and that its
-    host takes as long for an operator as any."""
+def use_exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the calibration points by points without ranges for products, passes over parameters and host time."""
     known = Quantity(value=1, source="measured")
     points = [
-        replace(one, products=known, passes=known, operator_s=None)
-        for one in calibration.calibration_points()
+        replace(point, products=known, passes=known, operator_s=None)
+        for point in calibration.calibration_points()
     ]
     monkeypatch.setattr(calibration, "calibration_points", lambda: points)

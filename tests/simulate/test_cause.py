@@ -1,4 +1,4 @@
-"""Why a step does not fit: by fragmentation only where all that is ever live would."""
+"""Tests of the out-of-memory cause of a step: fragmentation only if the peak of live bytes is below the limit."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ EXPERIMENT = Experiment(
 
 
 @pytest.fixture(scope="module")
-def roomy() -> Simulation:
+def step() -> Simulation:
     return simulate(EXPERIMENT, systems.load_system_file("dgx2"))
 
 
-def under(found: Simulation, limit: int) -> Simulation:
-    """The same step on devices whose allocator may have `limit` bytes."""
+def with_limit(step: Simulation, limit: int) -> Simulation:
+    """Return the step on devices whose allocator has a limit of `limit` bytes."""
     roles = [
         replace(role, replay=replay(trace.events, limit))
-        for role, trace in zip(found.roles, found.traces, strict=True)
+        for role, trace in zip(step.roles, step.traces, strict=True)
     ]
-    return replace(found, limit_bytes=limit, roles=roles)
+    return replace(step, limit_bytes=limit, roles=roles)
 
 
-def test_what_is_live_later_is_the_cause_where_it_is_too_much(roomy: Simulation) -> None:
-    live = {role.role.name: role.memory.peak_bytes for role in roomy.roles}
-    found = under(roomy, live["first"] - 1_500_000)
+def test_cause_is_live_tensors_if_later_peak_exceeds_limit(step: Simulation) -> None:
+    live = {role.role.name: role.memory.peak_bytes for role in step.roles}
+    found = with_limit(step, live["first"] - 1_500_000)
     first, last = found.roles
     for role in found.roles:
         assert role.replay.out_of_memory is not None
-        assert role.replay.out_of_memory.by_fragmentation, "the request that fails would find room"
-    assert not first.by_fragmentation, "but what is live in the backward pass would not"
+        assert role.replay.out_of_memory.by_fragmentation, "live bytes and request fit the limit"
+    assert not first.by_fragmentation, "the live bytes of the backward pass exceed the limit"
     assert last.by_fragmentation
-    assert found.fullest is first, "which no other allocator would help"
+    assert found.fullest is first, "the first stage exceeds the limit with any allocator"
     assert found.required_bytes == live["first"]
     record = simulated_record(EXPERIMENT, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0)
     assert record.outcome == "oom"
@@ -50,17 +50,17 @@ def test_what_is_live_later_is_the_cause_where_it_is_too_much(roomy: Simulation)
     assert record.reason.endswith(f"; the peak of live bytes is {live['first']}, in the phase backward")
 
 
-def test_fragmentation_is_the_cause_where_everything_live_would_fit(roomy: Simulation) -> None:
-    found = under(roomy, max(role.memory.peak_bytes for role in roomy.roles) + 1_000_000)
+def test_cause_is_fragmentation_if_peak_live_bytes_fit(step: Simulation) -> None:
+    found = with_limit(step, max(role.memory.peak_bytes for role in step.roles) + 1_000_000)
     assert found.fullest.by_fragmentation
     assert found.limit_bytes is not None
-    assert found.required_bytes > found.limit_bytes, "the segment that the device cannot give"
+    assert found.required_bytes > found.limit_bytes, "the failing segment is included"
     assert "out of memory by fragmentation: " in found.reason
     assert "peak of live bytes" not in found.reason
 
 
-def test_what_fits_has_no_cause(roomy: Simulation) -> None:
-    found = under(roomy, max(role.replay.peak_reserved for role in roomy.roles))
+def test_a_step_that_fits_has_no_failure_cause(step: Simulation) -> None:
+    found = with_limit(step, max(role.replay.peak_reserved for role in step.roles))
     assert (found.outcome, found.reason) == ("ok", "")
     assert found.required_bytes == found.limit_bytes
     assert not any(role.by_fragmentation for role in found.roles)

@@ -1,4 +1,4 @@
-"""What is said of a simulated step: in its document, its record, and of all trials of a fit."""
+"""Tests of the document and the record of a simulated step, and of the document of a fit."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ DGX2 = systems.load_system_file("dgx2")
 
 
 @pytest.fixture(scope="module")
-def found() -> Simulation:
+def simulation() -> Simulation:
     return replace(simulate(EXPERIMENT, DGX2), trace_seconds=1.23456)
 
 
-def sent(group: str, link: str, count: int) -> TrafficRow:
-    words = {"op": "all_reduce", "purpose": "x", "size": 2, "calls": 1, "payload_bytes": 7}
-    return TrafficRow(**words, group=group, link=link, sent_bytes=count)  # type: ignore[arg-type]
+def traffic_row(group: str, link: str, sent_bytes: int) -> TrafficRow:
+    common = {"op": "all_reduce", "purpose": "x", "size": 2, "calls": 1, "payload_bytes": 7}
+    return TrafficRow(**common, group=group, link=link, sent_bytes=sent_bytes)  # type: ignore[arg-type]
 
 
-def test_the_document_is_of_the_fullest_and_the_busiest_role(found: Simulation) -> None:
-    first, last = found.roles
-    rows = [sent("dp", "far", 10), sent("tp", "near", 30), sent("dp", "near", 2)]
-    first, last = replace(first, traffic=[sent("dp", "far", 41)]), replace(last, traffic=rows)
+def test_a_document_describes_the_fullest_and_the_busiest_role(simulation: Simulation) -> None:
+    first, last = simulation.roles
+    rows = [traffic_row("dp", "far", 10), traffic_row("tp", "near", 30), traffic_row("dp", "near", 2)]
+    first, last = replace(first, traffic=[traffic_row("dp", "far", 41)]), replace(last, traffic=rows)
     fullest = max((first, last), key=lambda role: role.replay.peak_reserved)
-    message = replace(found, roles=[first, last]).as_dict()
-    assert (message["gpus"], message["outcome"], message["reason"]) == (12, "ok", "")
-    assert message["trace_seconds"] == 1.235
-    assert message["comm"] == {
+    described = replace(simulation, roles=[first, last]).as_dict()
+    assert (described["gpus"], described["outcome"], described["reason"]) == (12, "ok", "")
+    assert described["trace_seconds"] == 1.235
+    assert described["comm"] == {
         "role": "last",
         "sent_bytes": 42,
         "bytes_by_group": {"dp": 12, "tp": 30},
         "bytes_by_link": {"far": 10, "near": 32},
         "rows": [row.as_dict() for row in rows],
     }
-    memory = message["memory"]
+    memory = described["memory"]
     assert memory["peak_bytes"] == fullest.memory.peak_bytes
     assert memory["reserved_bytes"] == fullest.replay.peak_reserved
     assert memory["limit_bytes"] + memory["context_bytes"] == DGX2.device.memory_bytes.value
@@ -56,30 +56,30 @@ def test_the_document_is_of_the_fullest_and_the_busiest_role(found: Simulation) 
         name: (role["stage"], role["stages"], role["sent_bytes"]) for name, role in memory["by_role"].items()
     }
     assert by_role == {"first": (0, 1, 41), "last": (1, 1, 42)}
-    assert message["flops"]["operators_of_busiest_rank"] == max(first.operator_flops, last.operator_flops)
-    assert (message["time"], message["no_time"]) == (None, ""), "nobody asked"
+    assert described["flops"]["operators_of_busiest_rank"] == max(first.operator_flops, last.operator_flops)
+    assert (described["time"], described["no_time"]) == (None, ""), "the step time was not requested"
 
 
-def test_of_what_does_not_fit_no_time_is_reported() -> None:
+def test_an_out_of_memory_step_has_no_step_time() -> None:
     timed = simulate(EXPERIMENT, DGX2, time=True)
     assert timed.as_dict()["time"]["step_s"] > 0
-    small = simulate(EXPERIMENT, DGX2, time=True, memory_limit=DGX2.context() + 1_000_000)
-    assert small.limit_bytes == 1_000_000
-    message = small.as_dict()
-    assert (message["outcome"], message["time"], message["no_time"]) == ("oom", None, NO_STEP_TIME)
-    assert simulate(EXPERIMENT, DGX2, memory_limit=1).limit_bytes == 0, "the context alone is more"
+    limited = simulate(EXPERIMENT, DGX2, time=True, memory_limit=DGX2.context() + 1_000_000)
+    assert limited.limit_bytes == 1_000_000
+    described = limited.as_dict()
+    assert (described["outcome"], described["time"], described["no_time"]) == ("oom", None, NO_STEP_TIME)
+    assert simulate(EXPERIMENT, DGX2, memory_limit=1).limit_bytes == 0, "the CUDA context exceeds the limit"
 
 
-def test_a_trace_is_timed_from_beginning_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_seconds_are_the_elapsed_time_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((5.0, 7.5))
     monkeypatch.setattr(step, "perf_counter", lambda: next(times))
     assert simulate(EXPERIMENT, DGX2).trace_seconds == 2.5
 
 
-def test_a_record_says_of_each_role_how_many_ranks_it_stands_for(found: Simulation) -> None:
-    first, last = found.roles
+def test_a_record_contains_the_rank_count_of_each_role(simulation: Simulation) -> None:
+    first, last = simulation.roles
     roles = [replace(role, replay=replace(role.replay, retries=n)) for role, n in ((first, 3), (last, 1))]
-    record = simulated_record(EXPERIMENT, replace(found, roles=roles), DGX2, suite="s", wall_s=9.87654)
+    record = simulated_record(EXPERIMENT, replace(simulation, roles=roles), DGX2, suite="s", wall_s=9.87654)
     metrics = record.metrics
     assert (record.wall_s, metrics["trace_seconds"]) == (9.877, 1.235)
     assert [(role.name, role.ranks) for role in record.roles] == [("first", 6), ("last", 6)]
@@ -88,8 +88,8 @@ def test_a_record_says_of_each_role_how_many_ranks_it_stands_for(found: Simulati
     assert record.comm == first.traffic
 
 
-def test_a_fit_counts_what_its_trials_took() -> None:
-    """One that was not traced took none of it."""
+def test_a_fit_document_sums_the_traces_of_all_trials() -> None:
+    """A trial without a trace adds neither a trace nor seconds."""
     model = Model(name="m", layers=1, hidden=64, heads=4, vocab=512, seq=32)
     question = fit.FitQuestion(
         model, Layout(), DGX2, 10**10, fit.LAYERS, 0, free_batch=True, expandable=False
@@ -99,14 +99,14 @@ def test_a_fit_counts_what_its_trials_took() -> None:
     fails = FitTrial(
         4, "oom", 110, "activations", "too much", {"traces": 1, "trace_seconds": 1.0, "largest_term": "x"}
     )
-    message = fit.fit_document(question, FitAnswer(fits, fails, [fits, fails, FitTrial(9, "hang", None)]))
-    assert (message["traces"], message["trace_seconds"]) == (3, 1.5)
-    assert message["trials"] == [
+    described = fit.fit_document(question, FitAnswer(fits, fails, [fits, fails, FitTrial(9, "hang", None)]))
+    assert (described["traces"], described["trace_seconds"]) == (3, 1.5)
+    assert described["trials"] == [
         {"value": 3, "outcome": "ok", "needed_bytes": 90},
         {"value": 4, "outcome": "oom", "needed_bytes": 110},
         {"value": 9, "outcome": "hang", "needed_bytes": None},
     ]
-    assert (message["binding"], message["limit_bytes"]) == ("activations", 10**10 - DGX2.context())
-    assert message["largest"]["needed_bytes"] == 70, "what it held"
-    assert message["first_failing"]["needed_bytes"] == 110
-    assert (message["largest"]["layers"], message["first_failing"]["largest_term"]) == (3, "x")
+    assert (described["binding"], described["limit_bytes"]) == ("activations", 10**10 - DGX2.context())
+    assert described["largest"]["needed_bytes"] == 70, "reserved bytes"
+    assert described["first_failing"]["needed_bytes"] == 110
+    assert (described["largest"]["layers"], described["first_failing"]["largest_term"]) == (3, "x")

@@ -1,4 +1,4 @@
-"""At the largest sizes that are taken a simulation ends, and keeps below 4 GiB of host memory."""
+"""Tests of the largest accepted sizes: a simulation ends and needs less than 4 GiB of host memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from repro.config import sizes
 
-MOST_BYTES = 4 * 2**30
+MAX_HOST_BYTES = 4 * 2**30
 CODE = "import sys; from repro.cli import main; sys.exit(main())"
-DEEP = f"layers = {sizes.LAYERS.value}\nhidden = 64\nheads = 4\nvocab = 512\nseq = 128\n"
+DEEP_MODEL = f"layers = {sizes.LAYERS.value}\nhidden = 64\nheads = 4\nvocab = 512\nseq = 128\n"
 
 
 @pytest.mark.slow
@@ -26,15 +26,15 @@ DEEP = f"layers = {sizes.LAYERS.value}\nhidden = 64\nheads = 4\nvocab = 512\nseq
     ],
     ids=["ranks", "layers", "micro-batches"],
 )
-def test_the_largest_fits_this_machine(arguments: str, tmp_path: Path) -> None:
-    (tmp_path / "deep.toml").write_text(DEEP)
-    done = subprocess.run(
+def test_a_simulation_of_the_largest_size_ends(arguments: str, tmp_path: Path) -> None:
+    (tmp_path / "deep.toml").write_text(DEEP_MODEL)
+    process = subprocess.run(
         [sys.executable, "-c", CODE, "simulate", "--system", "dgx2", "--json", *arguments.split()],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MAX_HOST_BYTES, MAX_HOST_BYTES)),
         check=False,
     )
-    assert done.returncode in (0, 1), done.stderr
-    assert '"outcome"' in done.stdout
+    assert process.returncode in (0, 1), process.stderr
+    assert '"outcome"' in process.stdout

@@ -1,4 +1,4 @@
-"""Traces, counts and times of layers that are not GPT-2's."""
+"""Tests of traces, parameter counts and step times of models whose layers differ from GPT-2's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repro.simulate.step import simulate
 from repro.simulate.time.device import ATTENTION, MATMULS
 from repro.simulate.trace.roles import roles, trace
 from tests.parallel.test_architectures import FAMILIES
-from tests.simulate.trace.test_repeat import assert_same, both
+from tests.simulate.trace.test_repeat import assert_same, trace_twice
 
 BASE = Layout(micro_batch=2, global_batch=16, precision="bf16")
 LAYOUTS = {
@@ -27,14 +27,14 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "bloom", "falcon"])
-def test_blocks_repeat_each_other(family: str, layout: Layout) -> None:
+def test_a_trace_with_repeated_blocks_equals_the_full_trace(family: str, layout: Layout) -> None:
     experiment = Experiment(name="e", model=replace(FAMILIES[family], layers=8), layout=layout)
     for role in roles(experiment):
-        assert_same(*both(experiment, role)[:2])
+        assert_same(*trace_twice(experiment, role)[:2])
 
 
-def test_recordings_of_one_layer_are_not_anothers() -> None:
-    """Two models of the same sizes, traced one after the other in a process."""
+def test_recorded_blocks_are_not_reused_for_another_architecture() -> None:
+    """Two models of equal sizes are traced in one process, of which only neox has rotary embeddings."""
     names = []
     for family in ("neox", "bloom"):
         experiment = Experiment(name="e", model=replace(FAMILIES[family], layers=4), layout=BASE)
@@ -44,7 +44,7 @@ def test_recordings_of_one_layer_are_not_anothers() -> None:
 
 @pytest.mark.parametrize("degrees", [(1, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("family", ["qwen", "bloom", "falcon", "biased"])
-def test_closed_form_is_what_is_traced(family: str, degrees: tuple[int, int]) -> None:
+def test_stage_parameters_equal_the_traced_parameters(family: str, degrees: tuple[int, int]) -> None:
     tp, pp = degrees
     model, layout = FAMILIES[family], replace(BASE, tp=tp, pp=pp)
     found = stage_parameters(model, layout)
@@ -53,8 +53,8 @@ def test_closed_form_is_what_is_traced(family: str, degrees: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_products_of_a_trace_are_the_counted_ones(family: str) -> None:
-    """And one more with the keys than the equation has: fused attention makes the scores again in backward."""
+def test_traced_product_flops_equal_the_counted_flops(family: str) -> None:
+    """Fused attention recomputes the scores in the backward pass, one product more than the equation counts."""
     model = FAMILIES[family]
     experiment = Experiment(name="e", model=model, layout=BASE)
     products = sum(
@@ -62,8 +62,8 @@ def test_products_of_a_trace_are_the_counted_ones(family: str) -> None:
         for times, operator in trace(experiment, roles(experiment)[0]).operators()
         if operator.name in MATMULS or operator.name.startswith(ATTENTION)
     )
-    again = 2 * model.layers * BASE.global_batch * model.seq**2 * model.heads * model.head_width
-    assert products == counts.model_flops(model, model.seq, BASE.global_batch) + again
+    recomputed_scores = 2 * model.layers * BASE.global_batch * model.seq**2 * model.heads * model.head_width
+    assert products == counts.model_flops(model, model.seq, BASE.global_batch) + recomputed_scores
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_products_of_a_trace_are_the_counted_ones(family: str) -> None:
         ("bloom-176b", {"tp": 8, "pp": 7, "dp": 1, "recompute": True}),
     ],
 )
-def test_full_scale(name: str, keys: dict[str, int]) -> None:
-    """It is traced, fits or not, and takes longer than its arithmetic at peak, by less than ten times."""
+def test_step_time_of_large_models_exceeds_peak_arithmetic(name: str, keys: dict[str, int]) -> None:
+    """The step time is less than ten times the arithmetic at peak, also for a step that does not fit."""
     model, system = models.load_model(name), systems.load_system_file("dgx-h100")
     layout = Layout(**keys, micro_batch=1, global_batch=keys["dp"] * 16, precision="bf16")
     found = simulate(Experiment(name=name, model=model, layout=layout, system="dgx-h100"), system, time=True)
     assert found.time is not None
     work = counts.hardware_flops(model, model.seq, layout.global_batch, layout.recompute) / layout.world
-    least = work / system.peak("bf16")
-    assert least < found.time.step_s < 10 * least
+    peak_rate_s = work / system.peak("bf16")
+    assert peak_rate_s < found.time.step_s < 10 * peak_rate_s

@@ -1,4 +1,4 @@
-"""Where ranks are, and which links their groups use, on the machines of the reports."""
+"""Tests of the node of each rank and the link class of each group, on the systems of the reports."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from repro.simulate.placement import GROUPS, Placement, group_members
 from repro.simulate.time.interconnect import GroupsOnNodes
 
 
-def on(system: str | System, **layout: Any) -> Placement:
+def placement_on(system: str | System, **layout: Any) -> Placement:
     return Placement(Layout(**layout), load_system_file(system) if isinstance(system, str) else system)
 
 
 @pytest.mark.parametrize(
     ("system", "layout", "links"),
     [
-        # ZeRO paper, Table 5: 400 GPUs, MP 16 inside a DGX-2, DP 25 between them; the 40B baseline's MP 32.
+        # ZeRO paper, Table 5: 400 GPUs, MP 16 inside a DGX-2, DP 25 between nodes. The 40B baseline has MP 32.
         ("dgx2", {"tp": 16, "dp": 25}, {"tp": "nvlink", "dp": "inter-node"}),
         ("dgx2", {"tp": 32, "dp": 12}, {"tp": "inter-node", "dp": "inter-node"}),
-        # Turing-NLG: MP 4, four replicas in a node; without ZeRO MP 16.
+        # Turing-NLG: MP 4 with four replicas per node.
         ("dgx2", {"tp": 4, "dp": 64}, {"tp": "nvlink", "dp": "inter-node"}),
-        # DeepSpeed's slow cluster: Megatron with MP 4 keeps its all-reduces on PCIe.
+        # DeepSpeed's slow cluster: Megatron with MP 4 runs its all-reduces over PCIe.
         ("lowbw-v100", {"tp": 4, "dp": 4}, {"tp": "pcie", "dp": "inter-node"}),
         ("lowbw-v100", {"dp": 16}, {"dp": "inter-node"}),
         ("lowbw-v100", {"dp": 4}, {"dp": "pcie"}),
         # Megatron-LM 2019: MP 8 x DP 64.
         ("dgx2h", {"tp": 8, "dp": 64}, {"tp": "nvlink", "dp": "inter-node"}),
-        # Megatron 2021, 1T on 3072, and Yuan 1.0 on 2128: tp in a node, the rest between nodes.
+        # Megatron 2021, 1T on 3072, and Yuan 1.0 on 2128: tp inside a node, pp and dp between nodes.
         ("selene", {"tp": 8, "pp": 64, "dp": 6}, {"tp": "nvlink", "dp": "inter-node", "pp": "inter-node"}),
         ("yuan", {"tp": 8, "pp": 38, "dp": 7}, {"tp": "nvlink", "dp": "inter-node", "pp": "inter-node"}),
-        # Llama 3 405B on 16,384 GPUs and 131,072 tokens (2407.21783 Table 4); a cp that a node has room for.
+        # Llama 3 405B on 16,384 GPUs and 131,072 tokens (2407.21783 Table 4), then cp inside a node.
         (
             "dgx-h100",
             {"tp": 8, "cp": 16, "pp": 16, "dp": 8, "order": "tp-pp-dp"},
@@ -50,8 +50,8 @@ def on(system: str | System, **layout: Any) -> Placement:
         ("dgx1-v100-16gb", {"tp": 2, "dp": 2, "pp": 2}, {"tp": "nvlink", "dp": "nvlink", "pp": "nvlink"}),
     ],
 )
-def test_published_layouts(system: str, layout: dict[str, Any], links: dict[str, str]) -> None:
-    placement = on(system, **layout)
+def test_links_of_published_layouts(system: str, layout: dict[str, Any], links: dict[str, str]) -> None:
+    placement = placement_on(system, **layout)
     for rank in {0, placement.layout.world // 2, placement.layout.world - 1}:
         found = placement.links(rank)
         assert {axis: found[axis] for axis in ("tp", "cp", "dp", "pp") if axis in found} == links
@@ -59,20 +59,20 @@ def test_published_layouts(system: str, layout: dict[str, Any], links: dict[str,
     assert (placement.links(0)["world"] == "inter-node") is not inside
 
 
-def test_the_order_decides_what_crosses_nodes() -> None:
+def test_rank_order_decides_which_groups_cross_nodes() -> None:
     shape = {"tp": 4, "dp": 2, "pp": 2}
-    replicas_near = on("selene", order="tp-dp-pp", **shape)
-    assert replicas_near.links(0)["dp"] == "nvlink"
-    assert replicas_near.links(0)["pp"] == replicas_near.link_of("pp", (0, 8)) == "inter-node"
-    stages_near = on("selene", order="tp-pp-dp", **shape)
-    assert stages_near.links(0)["pp"] == stages_near.link_of("pp", (0, 4)) == "nvlink"
-    assert stages_near.links(0)["dp"] == "inter-node"
-    assert on("selene", order="dp-pp-tp", **shape).links(0)["tp"] == "inter-node"
+    adjacent_replicas = placement_on("selene", order="tp-dp-pp", **shape)
+    assert adjacent_replicas.links(0)["dp"] == "nvlink"
+    assert adjacent_replicas.links(0)["pp"] == adjacent_replicas.link_of("pp", (0, 8)) == "inter-node"
+    adjacent_stages = placement_on("selene", order="tp-pp-dp", **shape)
+    assert adjacent_stages.links(0)["pp"] == adjacent_stages.link_of("pp", (0, 4)) == "nvlink"
+    assert adjacent_stages.links(0)["dp"] == "inter-node"
+    assert placement_on("selene", order="dp-pp-tp", **shape).links(0)["tp"] == "inter-node"
 
 
-def test_edges_of_one_pipeline_differ() -> None:
-    # Two stages a node: 0 and 1 are neighbours inside, 1 and 2 are not.
-    placement = on("selene", tp=4, pp=4, order="tp-pp-dp")
+def test_link_classes_differ_between_stages_of_one_pipeline() -> None:
+    # Two stages per node: stages 0 and 1 share a node, stages 1 and 2 do not.
+    placement = placement_on("selene", tp=4, pp=4, order="tp-pp-dp")
     assert placement.ranks_of("pp", 0) == (0, 4, 8, 12)
     links = [placement.link_of("pp", pair) for pair in ((0, 4), (4, 8), (8, 12), (12, 0), (4, 0))]
     assert links == ["nvlink", "inter-node", "nvlink", "inter-node", "nvlink"]
@@ -81,8 +81,8 @@ def test_edges_of_one_pipeline_differ() -> None:
     assert "embedding" not in placement.links(4)
 
 
-def test_members_that_share_a_node() -> None:
-    placement = on("dgx2", tp=4, dp=64)
+def test_groups_on_nodes_list_the_members_on_each_node() -> None:
+    placement = placement_on("dgx2", tp=4, dp=64)
     groups = group_members(placement.layout, "dp")
     on_nodes = GroupsOnNodes(groups, placement.nodes(groups))
     assert set(on_nodes.ranks) == {4}
@@ -91,9 +91,9 @@ def test_members_that_share_a_node() -> None:
     assert on_nodes.members_of(entry) == [17, 21, 25, 29]
 
 
-def test_nodes_that_are_not_filled_evenly() -> None:
-    # Groups of three on nodes of eight: the third group has its members on two nodes.
-    placement = on("selene", tp=3, dp=4)
+def test_a_group_of_three_crosses_nodes_of_eight() -> None:
+    # Ranks 6 to 8, the third group, are on two nodes.
+    placement = placement_on("selene", tp=3, dp=4)
     assert [placement.links(rank)["tp"] for rank in (0, 3, 6, 9)] == [
         "nvlink",
         "nvlink",
@@ -101,34 +101,34 @@ def test_nodes_that_are_not_filled_evenly() -> None:
         "nvlink",
     ]
     assert placement.node_of(11) == 1
-    # More nodes than the cluster of the paper had: a question, not a mistake.
-    assert on("dgx2", tp=16, dp=64).node_of(1023) == 63
+    # A layout may need more nodes than the paper's cluster had.
+    assert placement_on("dgx2", tp=16, dp=64).node_of(1023) == 63
 
 
-def test_processes_of_one_processor_share_its_memory() -> None:
+def test_ranks_on_one_cpu_use_its_memory_links() -> None:
     local = replace(load_system_file("selene"), links={"memory": load_system_file("selene").links["nvlink"]})
-    placement = on(local, tp=2, dp=16)
+    placement = placement_on(local, tp=2, dp=16)
     assert set(placement.links(0).values()) == {"memory"}
     assert placement.node_of(31) == 0
 
 
-def test_unknown_devices_per_node_is_one_line_where_it_matters() -> None:
+def test_unknown_devices_per_node_is_an_error_for_groups() -> None:
     system = replace(load_system_file("dgx2"), devices_per_node=Quantity(value=None, source="nobody says"))
-    assert on(system).node_of(0) == 0
-    assert on(system).links(0) == {}
+    assert placement_on(system).node_of(0) == 0
+    assert placement_on(system).links(0) == {}
     with pytest.raises(ConfigError) as caught:
-        on(system, tp=2).links(0)
+        placement_on(system, tp=2).links(0)
     assert (
         str(caught.value) == "dgx2: devices_per_node = 'unknown': this command needs the number; nobody says"
     )
 
 
-def test_a_system_without_links_inside_its_nodes_is_one_line() -> None:
+def test_a_group_inside_a_node_needs_intra_node_links() -> None:
     system = load_system_file("dgx2")
     bare = replace(system, links={"inter-node": system.links["inter-node"]})
-    assert on(bare, dp=32).links(0)["dp"] == "inter-node"
+    assert placement_on(bare, dp=32).links(0)["dp"] == "inter-node"
     with pytest.raises(ConfigError) as caught:
-        on(bare, tp=16).links(0)
+        placement_on(bare, tp=16).links(0)
     assert str(caught.value) == (
         "dgx2: links = ['inter-node']: must be one of memory, nvlink, pcie, "
         "because all ranks of the world group (0, 1, 2, ...) are on one node"
@@ -139,22 +139,22 @@ degrees = st.sampled_from((1, 2, 3, 4))
 
 
 @given(tp=degrees, dp=degrees, pp=degrees, cp=degrees, order=st.sampled_from(ORDERS), data=st.data())
-def test_groups_are_those_of_the_mesh(
+def test_placement_groups_equal_the_groups_of_the_mesh(
     tp: int, dp: int, pp: int, cp: int, order: str, data: st.DataObject
 ) -> None:
     layout = Layout(tp=tp, dp=dp, pp=pp, cp=cp, order=order)
     placement = Placement(layout, load_system_file("dgx1-v100-16gb"))
     rank = data.draw(st.integers(0, layout.world - 1))
-    real = mesh.shape_only_mesh(layout, rank)
+    rank_mesh = mesh.shape_only_mesh(layout, rank)
     for group in GROUPS:
-        everywhere = {placement.ranks_of(group, r) for r in range(layout.world)}
+        groups = {placement.ranks_of(group, r) for r in range(layout.world)}
         assert {tuple(ranks) for ranks in group_members(placement.layout, group).tolist()} == {
-            g for g in everywhere if len(g) > 1
+            g for g in groups if len(g) > 1
         }
-        ranks = getattr(real, group).ranks
+        ranks = getattr(rank_mesh, group).ranks
         assert placement.ranks_of(group, rank) == ranks
         nodes = {r // 8 for r in ranks}
         expected = "" if len(ranks) == 1 else "nvlink" if len(nodes) == 1 else "inter-node"
         assert placement.link_of(group, ranks) == expected
         assert placement.link_of(group, ranks[::-1]) == expected
-    assert layout.index_of("pp", rank) == real.pp.rank
+    assert layout.index_of("pp", rank) == rank_mesh.pp.rank

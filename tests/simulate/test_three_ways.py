@@ -1,4 +1,4 @@
-"""Closed form, simulation and real gloo runs agree: what makes simulated evidence worth having."""
+"""Tests that closed forms, simulated traces and gloo runs agree on memory and messages."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ LAYOUTS = {
 }
 
 
-def really(experiment: Experiment) -> dict[str, Any]:
-    """Initialisation and two steps, as `repro run` runs them: the first's memory, the second's messages."""
+def run_experiment(experiment: Experiment) -> dict[str, Any]:
+    """Run two steps as `repro run` does, and return the memory of the first and the messages of the second."""
     run = ExperimentRun(
         experiment,
         meshes.distributed_mesh(experiment.layout, "cpu"),
@@ -85,7 +85,7 @@ def really(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-OTHERS = {
+OTHER_ARCHITECTURES = {
     "llama-z3": ("llama", replace(BASE, dp=2, zero=3, recompute=True)),
     "llama-tp2-sp": ("llama", replace(BASE, tp=2, sp=True)),
     "falcon-tp2-z2": ("falcon", replace(BASE, tp=2, dp=2, zero=2, recompute=True)),
@@ -94,42 +94,42 @@ OTHERS = {
     "falcon-cp2": ("falcon", replace(BASE, cp=2, recompute=True)),
     "bloom-tp2": ("bloom", replace(BASE, tp=2)),
 }
-"""Layers that are not GPT-2's."""
+"""Model family and layout of models whose layers differ from GPT-2's."""
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_three_ways_equal(request: pytest.FixtureRequest, name: str) -> None:
-    agree(request, tiny(LAYOUTS[name], MODEL, steps=2, untimed_steps=1))
+def test_closed_form_trace_and_run_agree(request: pytest.FixtureRequest, name: str) -> None:
+    assert_agreement(request, tiny(LAYOUTS[name], MODEL, steps=2, untimed_steps=1))
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_three_ways_equal_of_other_layers(request: pytest.FixtureRequest, name: str) -> None:
-    family, layout = OTHERS[name]
+@pytest.mark.parametrize("name", OTHER_ARCHITECTURES)
+def test_trace_and_run_agree_for_other_architectures(request: pytest.FixtureRequest, name: str) -> None:
+    family, layout = OTHER_ARCHITECTURES[name]
     model = replace(FAMILIES[family], hidden=MODEL.hidden, layers=MODEL.layers, seq=MODEL.seq)
-    agree(request, tiny(layout, model, steps=2, untimed_steps=1))
+    assert_agreement(request, tiny(layout, model, steps=2, untimed_steps=1))
 
 
-ATTEMPTS = 6
+MAX_RUNS = 6
 
 
-def agree(request: pytest.FixtureRequest, experiment: Experiment) -> None:
-    """A real run's states, peak and messages are those of its trace, its states those of the paper.
+def assert_agreement(request: pytest.FixtureRequest, experiment: Experiment) -> None:
+    """Require that the states, peak and messages of a run equal those of its trace, in one of several runs.
 
-    gloo's threads may free the tensor of a message a moment after the message was awaited.  A rank that goes on before
-    has a higher peak by that tensor, so one of a few runs must agree.
+    gloo's threads may free the tensor of a message shortly after the wait for the message has returned. A rank that
+    continues earlier has a peak that is higher by the size of this tensor.
     """
-    for attempt in range(ATTEMPTS):
+    for attempt in range(MAX_RUNS):
         try:
-            agree_once(request, experiment)
+            assert_one_run_agrees(request, experiment)
             break
         except AssertionError:
-            if attempt == ATTEMPTS - 1:
+            if attempt == MAX_RUNS - 1:
                 raise
 
 
-def agree_once(request: pytest.FixtureRequest, experiment: Experiment) -> None:
+def assert_one_run_agrees(request: pytest.FixtureRequest, experiment: Experiment) -> None:
     layout = experiment.layout
-    found = pool_of(request, layout).run(really, experiment)
+    ranks = pool_of(request, layout).run(run_experiment, experiment)
     for role in roles(experiment):
         traced = trace(experiment, role, gloo=True)
         memory = measure_live_bytes(traced.events)
@@ -138,33 +138,33 @@ def agree_once(request: pytest.FixtureRequest, experiment: Experiment) -> None:
             row = messages.setdefault((message.op, message.group, message.purpose), [0, 0, 0])
             for i, amount in enumerate((1, message.payload, message.sent)):
                 row[i] += times * amount
-        same = sorted((one for one in found if one["stage"] == role.stage), key=lambda one: one["shard"])
-        assert same
-        for seen in same:
-            real: RankMemory = seen["memory"]
+        stage_ranks = sorted((r for r in ranks if r["stage"] == role.stage), key=lambda r: r["shard"])
+        assert stage_ranks
+        for rank in stage_ranks:
+            real: RankMemory = rank["memory"]
             assert memory.states == real.states
             assert memory.host_bytes == real.most[Category.HOST]
             assert memory.most[Category.PARAMETERS] == real.most[Category.PARAMETERS]
             if layout.cp == 1:
                 assert {"total": memory.peak_bytes, **memory.by_category} == real.peak
-            else:  # a chunk's attention on a CPU has its mask as a tensor, and copies queries that share keys
+            else:  # a chunk's attention on a CPU has a mask tensor, and copies queries that share keys
                 assert memory.peak_bytes == pytest.approx(real.peak["total"], rel=0.02)
-            rows = seen["messages"].items()
+            rows = rank["messages"].items()
             real_messages = {key: [row.calls, row.payload_bytes, row.sent_bytes] for key, row in rows}
-            if seen["shard"]:  # the trace is of shard 0; other shards hold other parameters of these sums
-                for one in (messages, real_messages):
-                    one.pop(("all_reduce", "tp", "sequence-parallel gradients"), None)
+            if rank["shard"]:  # the trace is of shard 0; other shards reduce other parameters
+                for counts in (messages, real_messages):
+                    counts.pop(("all_reduce", "tp", "sequence-parallel gradients"), None)
             assert messages == real_messages
-            # M_D sets gradient buffers aside, which then stay; the paper's formulas have no such term.
+            # M_D allocates gradient buffers once and retains them; the paper's formulas have no such term.
             if layout.precision != "fp32" and not layout.md:
-                closed = states_bytes(seen["parameters"], layout.copies, layout.zero)
+                closed = states_bytes(rank["parameters"], layout.copies, layout.zero)
                 if layout.grad_dtype == "fp32":
-                    closed += 2 * seen["parameters"] / (layout.copies if layout.zero >= 2 else 1)
+                    closed += 2 * rank["parameters"] / (layout.copies if layout.zero >= 2 else 1)
                 assert sum(memory.states.values()) == closed
 
 
-def test_copies_of_the_ordinary_micro_batch() -> None:
-    """What is not run is counted: a step of 8 micro-batches sends what 8 send, however few were traced."""
+def test_repeated_micro_batches_count_in_the_sent_bytes() -> None:
+    """The trace runs some of the micro-batches, and its sent bytes are those of all."""
     for layout in (
         replace(BASE, pp=2, micro_batch=1, global_batch=8, tp=2),
         replace(BASE, dp=2, zero=2, micro_batch=1, global_batch=16),
@@ -173,8 +173,8 @@ def test_copies_of_the_ordinary_micro_batch() -> None:
     ):
         experiment = tiny(layout, MODEL)
         for role in roles(experiment):
-            short = trace(experiment, role)
-            assert short.copies > 0
+            traced = trace(experiment, role)
+            assert traced.copies > 0
             mesh = meshes.shape_only_mesh(layout, meshes.groups(layout, "pp")[0][role.stage])
             engine = NativeEngine(experiment, mesh, torch.device("meta"))
             tokens = torch.zeros(1, MODEL.seq, dtype=torch.int64, device="meta")
@@ -183,4 +183,4 @@ def test_copies_of_the_ordinary_micro_batch() -> None:
             )
             engine.synchronize()
             sent = sum(row["sent_bytes"] for row in mesh.ledger.rows())
-            assert sum(times * message.sent for times, message in short.messages()) == sent
+            assert sum(times * message.sent for times, message in traced.messages()) == sent

@@ -1,7 +1,7 @@
-"""Do to torch's allocator what is asked on standard input; run in a process of its own by `test_allocator_cuda`.
+"""Run the actions on standard input with torch's allocator; `test_allocator_cuda` starts this program.
 
 Input: JSON `{"fraction": share of the device or null, "actions": [[id, bytes] or [id]]}`, an allocation or a
-release.  Output: JSON `[[allocated, reserved, num_alloc_retries, out of memory], ...]`, one row an action.
+release. Output: JSON `[[allocated, reserved, num_alloc_retries, out of memory], ...]`, one row per action.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import torch
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     torch.cuda.init()
-    if asked["fraction"] is not None:
-        torch.cuda.set_per_process_memory_fraction(asked["fraction"])
+    if request["fraction"] is not None:
+        torch.cuda.set_per_process_memory_fraction(request["fraction"])
     live: dict[int, torch.Tensor] = {}
     rows = []
-    for action in asked["actions"]:
-        full = False
+    for action in request["actions"]:
+        out_of_memory = False
         if len(action) == 1:
             live.pop(action[0], None)
         else:
             try:
                 live[action[0]] = torch.empty(action[1], dtype=torch.uint8, device="cuda")
             except torch.OutOfMemoryError:
-                full = True
+                out_of_memory = True
         stats = torch.cuda.memory_stats()
         rows.append(
             [
                 stats["allocated_bytes.all.current"],
                 stats["reserved_bytes.all.current"],
                 stats["num_alloc_retries"],
-                full,
+                out_of_memory,
             ]
         )
     json.dump(rows, sys.stdout)

@@ -1,4 +1,4 @@
-"""The allocator model: its rules by hand, and what a real device was seen to do."""
+"""Tests of the allocator model: its rules by hand, and a published measurement of torch's allocator."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from repro.simulate.memory.pools import LARGE_BUFFER, MIB, SMALL_BUFFER, SMALL_S
 
 
 def filled(*sizes: int, **options: int | bool | None) -> CachingAllocator:
-    """An allocator that holds `sizes` under the names 0, 1, ..."""
+    """Return an allocator with allocations of `sizes` bytes under the ids 0, 1, ..."""
     allocator = CachingAllocator(**options)  # type: ignore[arg-type]
     for id, size in enumerate(sizes):
         allocator.malloc(id, size)
     return allocator
 
 
-def sizes(allocator: CachingAllocator) -> list[list[tuple[int, int | None]]]:
+def blocks(allocator: CachingAllocator) -> list[list[tuple[int, int | None]]]:
     return [[(block.size, block.id) for block in segment] for segment in allocator.segments()]
 
 
@@ -36,57 +36,57 @@ def sizes(allocator: CachingAllocator) -> list[list[tuple[int, int | None]]]:
         (10 * MIB, 10 * MIB, 10 * MIB),
         (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
         (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
-        (11 * MIB, 12 * MIB, 12 * MIB),  # a rest of 1 MiB is not split off
+        (11 * MIB, 12 * MIB, 12 * MIB),  # a remainder of 1 MiB is not split off
         (1000 * MIB + 512, 1000 * MIB + 512, 1002 * MIB),
     ],
 )
-def test_rounding_and_segment_sizes(size: int, allocated: int, reserved: int) -> None:
+def test_requests_and_segments_have_rounded_sizes(size: int, allocated: int, reserved: int) -> None:
     allocator = filled(size)
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
     assert size == 0 or segment_size(size) == reserved
 
 
-def test_small_requests_share_a_segment_and_large_ones_split_twenty_mebibytes() -> None:
-    assert sizes(filled(1000, SMALL_SIZE, 2000)) == [
+def test_small_and_large_requests_share_segments_of_their_pool() -> None:
+    assert blocks(filled(1000, SMALL_SIZE, 2000)) == [
         [(1024, 0), (SMALL_SIZE, 1), (2048, 2), (2 * MIB - SMALL_SIZE - 3072, None)],
     ]
-    assert sizes(filled(6 * MIB, 6 * MIB, 6 * MIB)) == [
+    assert blocks(filled(6 * MIB, 6 * MIB, 6 * MIB)) == [
         [(6 * MIB, 0), (6 * MIB, 1), (6 * MIB, 2), (2 * MIB, None)],
     ]
 
 
-def test_a_rest_of_one_mebibyte_stays_with_the_large_block_and_of_512_bytes_leaves_the_small_one() -> None:
+def test_the_pool_decides_the_minimum_remainder_of_a_split() -> None:
     large = filled(20 * MIB)
     large.free(0)
     large.malloc(1, 19 * MIB)
-    assert sizes(large) == [[(20 * MIB, 1)]]
+    assert blocks(large) == [[(20 * MIB, 1)]]
     large.free(1)
     large.malloc(2, 19 * MIB - 512)
-    assert sizes(large) == [[(19 * MIB - 512, 2), (MIB + 512, None)]]
+    assert blocks(large) == [[(19 * MIB - 512, 2), (MIB + 512, None)]]
     small = filled(SMALL_SIZE, SMALL_SIZE - 512)
-    assert sizes(small) == [[(SMALL_SIZE, 0), (SMALL_SIZE - 512, 1), (512, None)]]
+    assert blocks(small) == [[(SMALL_SIZE, 0), (SMALL_SIZE - 512, 1), (512, None)]]
 
 
-def test_the_smallest_free_block_that_fits_is_taken_and_the_lower_of_two_equal_ones() -> None:
+def test_best_fit_prefers_the_lower_address_of_equal_blocks() -> None:
     allocator = filled(30 * MIB, 14 * MIB, 22 * MIB, 14 * MIB)
     for id in range(4):
         allocator.free(id)
     allocator.malloc(4, 14 * MIB)
     allocator.malloc(5, 18 * MIB)
-    assert [[id for _, id in segment] for segment in sizes(allocator)] == [[None], [4], [5, None], [None]]
+    assert [[id for _, id in segment] for segment in blocks(allocator)] == [[None], [4], [5, None], [None]]
     assert allocator.reserved == 80 * MIB
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
-def test_free_neighbours_become_one_block(order: tuple[int, ...]) -> None:
+def test_adjacent_free_blocks_merge(order: tuple[int, ...]) -> None:
     allocator = filled(4 * MIB, 4 * MIB, 4 * MIB)
     for id in order:
         allocator.free(id)
-    assert sizes(allocator) == [[(LARGE_BUFFER, None)]]
+    assert blocks(allocator) == [[(LARGE_BUFFER, None)]]
     assert (allocator.allocated, allocator.reserved) == (0, LARGE_BUFFER)
 
 
-def test_what_is_freed_is_used_again_before_the_driver_is_asked() -> None:
+def test_freed_blocks_are_reused_before_a_new_segment() -> None:
     allocator = CachingAllocator()
     for step in range(10):
         for id, size in enumerate((64 * MIB, 3 * MIB, 5000)):
@@ -97,7 +97,7 @@ def test_what_is_freed_is_used_again_before_the_driver_is_asked() -> None:
     assert allocator.peak_allocated == 67 * MIB + 5120
 
 
-def test_empty_segments_are_given_back_when_the_limit_is_met() -> None:
+def test_empty_segments_are_released_at_the_limit() -> None:
     allocator = filled(30 * MIB, 30 * MIB, 4 * MIB, limit=80 * MIB)
     allocator.free(0)
     allocator.free(1)
@@ -106,7 +106,7 @@ def test_empty_segments_are_given_back_when_the_limit_is_met() -> None:
     assert allocator.peak_reserved == 80 * MIB
 
 
-def test_out_of_memory_by_the_live_tensors() -> None:
+def test_live_tensors_can_cause_out_of_memory() -> None:
     allocator = filled(40 * MIB, limit=64 * MIB)
     with pytest.raises(OutOfMemory, match="by the live tensors: 31457280 bytes requested") as caught:
         allocator.malloc(1, 30 * MIB)
@@ -115,8 +115,8 @@ def test_out_of_memory_by_the_live_tensors() -> None:
     allocator.malloc(1, 24 * MIB)
 
 
-def test_out_of_memory_by_fragmentation_which_an_expandable_segment_avoids() -> None:
-    def use(allocator: CachingAllocator) -> None:
+def test_expandable_segments_avoid_out_of_memory_by_fragmentation() -> None:
+    def allocate(allocator: CachingAllocator) -> None:
         allocator.malloc(0, 30 * MIB)
         allocator.free(0)
         for id, size in ((1, 10 * MIB), (2, 2 * MIB), (3, 18 * MIB)):
@@ -126,53 +126,53 @@ def test_out_of_memory_by_fragmentation_which_an_expandable_segment_avoids() -> 
         allocator.malloc(4, 20 * MIB)
 
     with pytest.raises(OutOfMemory, match="by fragmentation") as caught:
-        use(CachingAllocator(40 * MIB))
+        allocate(CachingAllocator(40 * MIB))
     error = caught.value
     assert error.by_fragmentation
     assert (error.requested, error.allocated, error.reserved) == (20 * MIB, 2 * MIB, 30 * MIB)
     assert (error.free_in_blocks, error.largest_free, error.limit) == (28 * MIB, 18 * MIB, 40 * MIB)
-    again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.by_fragmentation) == (str(error), True)
-    use(CachingAllocator(40 * MIB, expandable=True))
+    restored = pickle.loads(pickle.dumps(error))
+    assert (str(restored), restored.by_fragmentation) == (str(error), True)
+    allocate(CachingAllocator(40 * MIB, expandable=True))
 
 
-def test_an_expandable_segment_grows_by_granules_where_the_request_then_fits() -> None:
+def test_an_expandable_segment_grows_by_granules() -> None:
     allocator = filled(6 * MIB, 16 * MIB, 100, expandable=True)
     assert allocator.reserved == (40 + 2) * MIB
-    assert sizes(allocator) == [
+    assert blocks(allocator) == [
         [(512, 2), (2 * MIB - 512, None)],
         [(6 * MIB, 0), (16 * MIB, 1), (18 * MIB, None)],
     ]
-    allocator.malloc(3, 30 * MIB)  # 18 MiB are there
+    allocator.malloc(3, 30 * MIB)  # 18 MiB are free at the end
     assert allocator.reserved == (60 + 2) * MIB
 
 
-def test_a_block_that_can_grow_is_taken_last() -> None:
-    """Four MiB before the unmapped end are the tightest by size, and can grow: the twelve in the middle are taken."""
+def test_the_growable_block_is_used_last() -> None:
+    """The block of 4 MiB at the end fits best but can grow, so the free block of 12 MiB is used."""
     allocator = filled(12 * MIB, 4 * MIB, expandable=True)
     allocator.free(0)
     allocator.malloc(2, 3 * MIB)
-    assert sizes(allocator) == [[(3 * MIB, 2), (9 * MIB, None), (4 * MIB, 1), (4 * MIB, None)]]
+    assert blocks(allocator) == [[(3 * MIB, 2), (9 * MIB, None), (4 * MIB, 1), (4 * MIB, None)]]
 
 
-def test_an_expandable_segment_gives_back_the_granules_inside_its_free_blocks() -> None:
+def test_an_expandable_segment_unmaps_granules_inside_free_blocks() -> None:
     allocator = filled(10 * MIB, 70 * MIB, 10 * MIB, 50 * MIB, limit=160 * MIB, expandable=True)
     allocator.free(1)
     assert allocator.reserved == 140 * MIB
-    allocator.malloc(4, 75 * MIB)  # more than is free: 60 of the 70 MiB are unmapped, 80 mapped at the end
+    allocator.malloc(4, 75 * MIB)  # 60 of the 70 free MiB are unmapped, and 80 MiB are mapped at the end
     assert (allocator.reserved, allocator.retries) == (160 * MIB, 1)
-    assert sizes(allocator) == [
+    assert blocks(allocator) == [
         [(10 * MIB, 0), (10 * MIB, None)],
         [(10 * MIB, 2), (50 * MIB, 3), (75 * MIB, 4), (5 * MIB, None)],
     ]
     allocator.free(4)
     allocator.empty_cache()
-    allocator.malloc(5, 12 * MIB)  # the lowest addresses first: 10 MiB are there, 20 are mapped behind them
-    assert sizes(allocator)[0] == [(10 * MIB, 0), (12 * MIB, 5), (18 * MIB, None)]
+    allocator.malloc(5, 12 * MIB)  # at the lowest address: 10 MiB are free, and 20 MiB are mapped after them
+    assert blocks(allocator)[0] == [(10 * MIB, 0), (12 * MIB, 5), (18 * MIB, None)]
     assert allocator.reserved == 100 * MIB
 
 
-def test_a_wrong_limit_is_named() -> None:
+def test_a_negative_limit_is_an_error() -> None:
     with pytest.raises(ConfigError, match="limit = -1: must be a number of bytes"):
         CachingAllocator(-1)
 
@@ -180,31 +180,31 @@ def test_a_wrong_limit_is_named() -> None:
 class TestPublishedMeasurement:
     """pytorch/pytorch issue 123548 and pull request 193400: torch 2.12 on a 16 GiB card.
 
-    64 MiB stay; each cycle allocates 91 and 45.5 MiB, then 2 MiB that stay, and frees the first two.
+    64 MiB remain allocated. Each cycle allocates 91, 45.5 and 2 MiB, and frees the first two.
     """
 
     def cycles(self, allocator: CachingAllocator, count: int) -> list[tuple[int, int]]:
-        """MiB allocated and reserved after each cycle."""
+        """Return the allocated and the reserved MiB after each cycle."""
         allocator.malloc(0, 64 * MIB)
-        seen = []
+        amounts = []
         for cycle in range(count):
             first = 3 * cycle + 1
             for id, size in enumerate((91 * MIB, 91 * MIB // 2, 2 * MIB), first):
                 allocator.malloc(id, size)
             allocator.free(first)
             allocator.free(first + 1)
-            seen.append((allocator.allocated // MIB, allocator.reserved // MIB))
-        return seen
+            amounts.append((allocator.allocated // MIB, allocator.reserved // MIB))
+        return amounts
 
     @pytest.mark.parametrize("options", [{}, {"expandable": True}])
-    def test_with_and_without_expandable_segments_stays_below_500(self, options: dict[str, int]) -> None:
+    def test_reserved_memory_stays_below_500_mib(self, options: dict[str, int]) -> None:
         assert max(reserved for _, reserved in self.cycles(CachingAllocator(**options), 121)) < 500
 
 
-def test_by_fragmentation_up_to_the_last_byte_of_the_limit() -> None:
-    """1000 bytes take 1024: with 3072 live they would fill 4096 exactly, and that would be room."""
-    just, over = (OutOfMemory(1000, allocated, 4096, 0, 0, 4096) for allocated in (3072, 3073))
-    assert just.by_fragmentation
-    assert str(just).startswith("out of memory by fragmentation: 1000 bytes requested")
-    assert not over.by_fragmentation
-    assert str(over).startswith("out of memory by the live tensors: 1000 bytes requested")
+def test_the_cause_is_fragmentation_up_to_the_exact_limit() -> None:
+    """1000 bytes are rounded up to 1024, which is exactly the difference of the limit, 4096, and 3072 live bytes."""
+    equal, above = (OutOfMemory(1000, allocated, 4096, 0, 0, 4096) for allocated in (3072, 3073))
+    assert equal.by_fragmentation
+    assert str(equal).startswith("out of memory by fragmentation: 1000 bytes requested")
+    assert not above.by_fragmentation
+    assert str(above).startswith("out of memory by the live tensors: 1000 bytes requested")

@@ -1,4 +1,4 @@
-"""The allocator model beside the allocator: the same allocations on a GPU give the same bytes, action by action."""
+"""Tests of the allocator model on a GPU: equal actions give equal allocated and reserved bytes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CASES = {
     "expandable": ({"expandable": True}, None),
     "limit": ({}, 1001 * MIB),
 }
-"""Options and limit.  Segments are multiples of 2 MiB, so an odd limit does not hang on how torch rounds it."""
+"""Options and limit. Segments are multiples of 2 MiB, so torch's rounding of an odd limit has no effect."""
 
 
 def decided_by_address(allocator: CachingAllocator, size: int) -> bool:
-    """Whether several free blocks of one size in different segments fit `size` best.
+    """Return whether several free blocks of one size in different segments fit `size` best.
 
-    The driver's addresses decide between them, and the model does not know those.
+    The driver's addresses decide between these blocks, and the model does not have these addresses.
     """
     fitting: Counter[int] = Counter()
     for blocks in allocator.segments():
@@ -41,46 +41,46 @@ def decided_by_address(allocator: CachingAllocator, size: int) -> bool:
 
 
 def draw(allocator: CachingAllocator, expandable: bool, count: int) -> tuple[list[Action], list[list[int]]]:
-    """Random actions, and what the model says after each: allocated, reserved, retries, out of memory."""
-    source = random.Random(17)
+    """Draw actions; return them and the model's values after each: allocated, reserved, retries, out of memory."""
+    generator = random.Random(17)
     actions: list[Action] = []
     expected: list[list[int]] = []
     live: list[int] = []
     while len(actions) < count:
-        full = False
-        if live and source.random() < (0.5 if allocator.allocated > 700 * MIB else 0.4):
-            id = live.pop(source.randrange(len(live)))
+        out_of_memory = False
+        if live and generator.random() < (0.5 if allocator.allocated > 700 * MIB else 0.4):
+            id = live.pop(generator.randrange(len(live)))
             allocator.free(id)
             actions.append((id,))
         else:
-            id, size = len(actions), int(2 ** source.uniform(4, 27.5))
+            id, size = len(actions), int(2 ** generator.uniform(4, 27.5))
             if not expandable and decided_by_address(allocator, size):
                 continue
             try:
                 allocator.malloc(id, size)
                 live.append(id)
             except OutOfMemory:
-                full = True
+                out_of_memory = True
             actions.append((id, size))
-        expected.append([allocator.allocated, allocator.reserved, allocator.retries, full])
+        expected.append([allocator.allocated, allocator.reserved, allocator.retries, out_of_memory])
     return actions, expected
 
 
 def environment(options: dict[str, int]) -> dict[str, str]:
-    """This process's environment with the options as torch reads them, and no others."""
+    """Return the environment of this process, with the given allocator options alone."""
     parts = []
     if "expandable" in options:
         parts.append("expandable_segments:True")
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    return kept | ({names[0]: ",".join(parts)} if parts else {})
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    return inherited | ({names[0]: ",".join(parts)} if parts else {})
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device: no allocator to compare the model with"
+    not torch.cuda.is_available(), reason="no CUDA device: the model is compared with the allocator of CUDA"
 )
 @pytest.mark.parametrize("case", CASES)
-def test_the_device_agrees_after_every_action(case: str) -> None:
+def test_model_and_device_agree_after_every_action(case: str) -> None:
     options, limit = CASES[case]
     fraction = None
     if limit is not None:
@@ -100,8 +100,8 @@ def test_the_device_agrees_after_every_action(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_random_actions_meet_what_they_are_for(case: str) -> None:
-    """On any machine: the sequences use both pools, split and join, and meet the limit where there is one."""
+def test_random_actions_split_blocks_and_reach_the_limit(case: str) -> None:
+    """The actions allocate and release, split blocks, and reach the limit if there is one."""
     options, limit = CASES[case]
     allocator = CachingAllocator(limit, **options)
     actions, expected = draw(allocator, "expandable" in options, 600)

@@ -1,4 +1,4 @@
-"""What holds for the allocator model whatever is allocated and freed, in any order, with any option."""
+"""Property tests of the allocator model: random allocations and releases, in any order and with any option."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OPTIONS = st.sampled_from([{}, {"expandable": True}])
 
 
 class Allocations(RuleBasedStateMachine):
-    """Requests of every size on a device that is sometimes too small for them."""
+    """Random requests and releases on devices without a limit and on devices that are too small."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,19 +104,19 @@ class Allocations(RuleBasedStateMachine):
         spans = sorted((blocks[0].address, blocks[-1].address + blocks[-1].size) for blocks in segments)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
         blocks = [block for blocks in segments for block in blocks]
-        held = {block.id: block.size for block in blocks if block.id is not None}
-        assert held.keys() == {id for id, size in self.live.items() if size}
-        for id, size in held.items():
-            beyond = size - round_up(self.live[id])
+        sizes = {block.id: block.size for block in blocks if block.id is not None}
+        assert sizes.keys() == {id for id, size in self.live.items() if size}
+        for id, size in sizes.items():
+            excess = size - round_up(self.live[id])
             if self.live[id] <= SMALL_SIZE or "expandable" in self.options:
-                assert beyond == 0
+                assert excess == 0
             else:
-                assert 0 <= beyond <= MIB
-        assert self.allocator.allocated == sum(held.values())
+                assert 0 <= excess <= MIB
+        assert self.allocator.allocated == sum(sizes.values())
         assert self.allocator.reserved == sum(block.size for block in blocks)
 
     @invariant()
-    def segments_have_the_drivers_sizes(self) -> None:
+    def segment_sizes_are_those_of_the_driver(self) -> None:
         for blocks in self.allocator.segments():
             span = sum(block.size for block in blocks)
             assert span % ROUND_LARGE == 0
@@ -127,11 +127,11 @@ class Allocations(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_within_bounds(self) -> None:
-        it = self.allocator
-        assert sum(map(round_up, self.live.values())) <= it.allocated <= it.reserved
-        assert it.allocated <= it.peak_allocated <= it.peak_reserved
-        assert it.reserved <= it.peak_reserved
-        assert self.limit is None or it.peak_reserved <= self.limit
+        allocator = self.allocator
+        assert sum(map(round_up, self.live.values())) <= allocator.allocated <= allocator.reserved
+        assert allocator.allocated <= allocator.peak_allocated <= allocator.peak_reserved
+        assert allocator.reserved <= allocator.peak_reserved
+        assert self.limit is None or allocator.peak_reserved <= self.limit
 
 
 Allocations.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
@@ -140,7 +140,7 @@ TestAllocations = Allocations.TestCase
 
 @st.composite
 def traces(draw: st.DrawFn) -> list[Event]:
-    """Allocations and frees, each free after its allocation."""
+    """Draw allocations and releases; each release follows its allocation."""
     events: list[Event] = []
     live: list[int] = []
     for id, size in enumerate(draw(st.lists(SIZES, min_size=1, max_size=40))):
@@ -153,10 +153,10 @@ def traces(draw: st.DrawFn) -> list[Event]:
 
 @settings(max_examples=100)
 @given(events=traces(), options=OPTIONS)
-def test_a_limit_matters_only_below_the_peak(events: list[Event], options: dict) -> None:
-    free = replay(events, **options)
-    assert free.retries == 0
-    assert replay(events, free.peak_reserved, **options) == free
+def test_a_limit_has_an_effect_only_below_the_peak(events: list[Event], options: dict) -> None:
+    unlimited = replay(events, **options)
+    assert unlimited.retries == 0
+    assert replay(events, unlimited.peak_reserved, **options) == unlimited
     needed = live = 0
     sizes = {}
     for event in events:
@@ -167,16 +167,16 @@ def test_a_limit_matters_only_below_the_peak(events: list[Event], options: dict)
             live -= sizes[event.id]
         needed = max(needed, live)
     if needed:
-        tight = replay(events, needed - 1, **options)
-        assert tight.out_of_memory is not None
-        assert tight.retries >= 1
-        assert tight.peak_reserved < needed
+        limited = replay(events, needed - 1, **options)
+        assert limited.out_of_memory is not None
+        assert limited.retries >= 1
+        assert limited.peak_reserved < needed
 
 
 @settings(max_examples=60)
 @given(requests=st.lists(SIZES, max_size=40))
-def test_growing_only_an_expandable_segment_wastes_less_than_its_last_granule(requests: list[int]) -> None:
-    """So it is never more than a granule of each pool above what plain segments take."""
+def test_expandable_segments_waste_less_than_one_granule_per_pool(requests: list[int]) -> None:
+    """Without releases, expandable segments exceed plain segments by less than one granule per pool."""
     events = [Alloc(id, size, "parameters", "", "") for id, size in enumerate(requests)]
     small = sum(round_up(size) for size in requests if size <= SMALL_SIZE)
     large = sum(round_up(size) for size in requests if size > SMALL_SIZE)

@@ -1,4 +1,4 @@
-"""Reserved memory of the initialisation: temporaries of the initial values leave no blocks for later buckets."""
+"""Tests of the reserved memory of the initialisation: buckets do not use freed blocks of temporaries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from repro.simulate.trace.recorder import TraceRecorder
 
 META = torch.device("meta")
 WIDTH = 3200
-"""Width of a layer whose parameters fill 20.5 MB in 16 bits, less than one temporary of 64-bit indices."""
+"""Width of a layer whose parameters fill 20.5 MB in 16 bits, fewer than one temporary of 64-bit indices."""
 
 
 def without_temporaries(index: int, start: int, stop: int) -> Tensor:
@@ -25,7 +25,7 @@ def without_temporaries(index: int, start: int, stop: int) -> Tensor:
 
 
 def with_temporaries(index: int, start: int, stop: int) -> Tensor:
-    """Return values like those of a GPT on a device, by way of two tensors of 64-bit integers."""
+    """Return values after two temporaries of 64-bit integers, as the initialisation of a GPT on a device does."""
     indices = torch.empty(stop - start, dtype=torch.int64, device=META)
     words = indices.clone()
     return (words >> 40).float()
@@ -42,11 +42,11 @@ def reserved_bytes(layers: int, stage: int, values: InitialValues) -> int:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_buckets_do_not_lie_in_blocks_of_the_temporaries(stage: int) -> None:
-    """The temporaries add their own bytes once, however many buckets there are."""
-    at_once = INITIALISED_ELEMENTS * (8 + 8 + 8 + 4)
+def test_buckets_do_not_reuse_blocks_of_temporaries(stage: int) -> None:
+    """The temporaries add their bytes once, for any number of buckets."""
+    temporary_bytes = INITIALISED_ELEMENTS * (8 + 8 + 8 + 4)
     for layers in (4, 16):
         added = reserved_bytes(layers, stage, with_temporaries) - reserved_bytes(
             layers, stage, without_temporaries
         )
-        assert 0 <= added <= round_up(at_once, 2 << 20)
+        assert 0 <= added <= round_up(temporary_bytes, 2 << 20)

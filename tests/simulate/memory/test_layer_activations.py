@@ -1,6 +1,6 @@
-"""Activations that one layer retains, traced, against the closed forms of 2205.05198, to the byte.
+"""Tests of the activations that one layer retains: a trace against the closed forms of 2205.05198, to the byte.
 
-Each difference is one saved tensor: a layer norm's statistics, or a mask of dropout that is computed again.
+Each difference is one saved tensor: the statistics of a layer norm, or a dropout mask that is recomputed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def retained(layers: int, b: int, s: int, h: int, a: int, keys: dict[str, Any]) -> int:
-    """Activations and checkpoints of all layers when the forward pass ends, with those of the ends of the model."""
+    """Return the peak of activations and checkpoints of all layers, the embedding and the head."""
     model = Model(name="m", layers=layers, hidden=h, heads=a, vocab=256, seq=s)
     layout = Layout(**{"precision": "fp16", "kernels": "softmax", "micro_batch": b, **keys})
     experiment = tiny(layout, model, dropout=0.1, attention_dropout=0.1)
@@ -34,26 +34,26 @@ def retained(layers: int, b: int, s: int, h: int, a: int, keys: dict[str, Any]) 
     return most["activations"] + most["checkpoints"]
 
 
-def of_one_layer(*sizes: int, **keys: Any) -> int:
+def layer_bytes(*sizes: int, **keys: Any) -> int:
     return retained(5, *sizes, keys) - retained(4, *sizes, keys)
 
 
 @pytest.mark.parametrize("kernels", ["softmax", "unfused"])
 @pytest.mark.parametrize(("b", "s", "h", "a"), [(1, 64, 64, 16), (2, 128, 96, 8)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_retains_the_papers_bytes_but_masks(
+def test_a_layer_retains_the_papers_bytes_without_masks(
     kind: str, b: int, s: int, h: int, a: int, kernels: str
 ) -> None:
     tp, keys = KINDS[kind]
     selective, sp = keys.get("recompute") == "selective", bool(keys.get("sp"))
     paper = layer_activation_bytes(b, s, h, a, tp, sp=sp, selective=selective)
     split = tp if sp else 1
-    # The paper counts one byte per element of each mask; dropouts here compute their masks from a key.
+    # The paper counts one byte per element of each mask; dropout here computes its mask from a key.
     masks_of_both_branches = 2 * s * b * h // split
     mask_of_scores = 0 if selective else a * s * s * b // tp
     # Both norms retain mean and inverse deviation of each token in fp32, which the paper neglects.
     statistics = 2 * 2 * 4 * s * b // split
-    found = of_one_layer(b, s, h, a, tp=tp, kernels=kernels, **keys)
+    found = layer_bytes(b, s, h, a, tp=tp, kernels=kernels, **keys)
     assert found - paper == statistics - masks_of_both_branches - mask_of_scores
 
 
@@ -73,7 +73,7 @@ LLAMA: dict[str, Any] = {
 
 
 def megatron_core(layers: int, tp: int, kernels: str = "megatron-2025") -> LiveBytes:
-    """Live bytes after a traced step of layers of Llama's kind, by the software of Megatron-core."""
+    """Return the live bytes of a traced step of Llama layers with the operators of Megatron-core."""
     model = Model(name="m", layers=layers, **LLAMA)
     keys: dict[str, Any] = {"precision": "bf16", "grad_dtype": "fp32", "zero": 1, "overlap": False}
     layout = Layout(kernels=kernels, tp=tp, sp=tp > 1, micro_batch=1, **keys)
@@ -82,7 +82,7 @@ def megatron_core(layers: int, tp: int, kernels: str = "megatron-2025") -> LiveB
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_layer_of_megatron_core_retains_the_tensors_of_its_software(tp: int) -> None:
+def test_megatron_core_layers_retain_the_tensors_of_transformer_engine(tp: int) -> None:
     """Transformer Engine 2.11 saves these tensors (module/layernorm_linear.py, attention, Megatron's fused SwiGLU)."""
     s, h, d, f = 128, 64, 8, 160
     inputs_and_normalised = 2 * 2 * s * h // tp
@@ -96,7 +96,7 @@ def test_a_layer_of_megatron_core_retains_the_tensors_of_its_software(tp: int) -
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_rank_of_megatron_core_retains_a_gradient_of_each_shape(tp: int) -> None:
+def test_megatron_core_retains_one_dummy_gradient_per_shape(tp: int) -> None:
     """`get_dummy_wgrad` stores one 16-bit tensor for each shape, whatever the number of layers."""
     h, inner, keys_and_values, f, vocab = 64, 64, 2 * 32, 160, 256
     shapes = {(inner + keys_and_values) * h, h * inner, 2 * f * h, h * f, vocab * h}
@@ -105,8 +105,8 @@ def test_a_rank_of_megatron_core_retains_a_gradient_of_each_shape(tp: int) -> No
 
 
 @pytest.mark.parametrize(("tp", "copies"), [(1, 3), (2, 4)])
-def test_the_loss_of_torchtitan_has_fp32_copies_of_all_logits(tp: int, copies: int) -> None:
-    """Three for log_softmax's backward: its result, the gradient of that, and the logits' gradient.
+def test_the_torchtitan_loss_has_fp32_copies_of_all_logits(tp: int, copies: int) -> None:
+    """log_softmax's backward has three: its result, the gradient of the result, and the gradient of the logits.
 
     torch's `loss_parallel` has four: the result, the gradient, exp(result), and their sum or product.
     """
@@ -120,19 +120,19 @@ def test_the_loss_of_torchtitan_has_fp32_copies_of_all_logits(tp: int, copies: i
     assert temporary[1] - temporary[0] == 4 * copies * LLAMA["seq"] * 16384 // tp
 
 
-def test_a_layer_with_a_checkpoint_retains_its_input_alone() -> None:
-    """The paper's 2 s b h, also under tensor parallelism; sequence parallelism splits it."""
+def test_a_checkpointed_layer_retains_only_its_input() -> None:
+    """The input has the paper's 2 s b h bytes, also under tensor parallelism. Sequence parallelism splits it."""
     b, s, h, _ = sizes = 2, 128, 96, 8
-    assert of_one_layer(*sizes, tp=2, recompute="block") == 2 * s * b * h
-    assert of_one_layer(*sizes, tp=2, sp=True, recompute="block") == 2 * s * b * h // 2
+    assert layer_bytes(*sizes, tp=2, recompute="block") == 2 * s * b * h
+    assert layer_bytes(*sizes, tp=2, sp=True, recompute="block") == 2 * s * b * h // 2
 
 
-def test_a_softmax_without_its_fused_operator_retains_fp32_and_a_mask() -> None:
-    """Two heads of one sample on a rank: no multiple of four, so that the softmax runs in fp32, masked apart."""
+def test_an_unfused_softmax_retains_fp32_scores_and_a_mask() -> None:
+    """Two heads of one sample per rank are no multiple of four, so the softmax runs in fp32 with a mask tensor."""
     b, s, h, a, tp = 1, 64, 64, 4, 2
     scores = a * s * s * b // tp
-    difference = of_one_layer(b, s, h, a, tp=tp) - layer_activation_bytes(b, s, h, a, tp)
-    twice_as_wide, mask_of_future = (4 - 2) * scores, s * s
-    assert difference == twice_as_wide + mask_of_future - scores - 2 * s * b * h + 2 * 2 * 4 * s * b
-    kept = layer_activation_bytes(b, s, h, a, tp, selective=1)
-    assert of_one_layer(b, s, h, a, tp=tp, recompute="selective") - kept == -2 * s * b * h + 16 * s * b
+    difference = layer_bytes(b, s, h, a, tp=tp) - layer_activation_bytes(b, s, h, a, tp)
+    fp32_excess, mask_of_future = (4 - 2) * scores, s * s
+    assert difference == fp32_excess + mask_of_future - scores - 2 * s * b * h + 2 * 2 * 4 * s * b
+    paper = layer_activation_bytes(b, s, h, a, tp, selective=1)
+    assert layer_bytes(b, s, h, a, tp=tp, recompute="selective") - paper == -2 * s * b * h + 16 * s * b

@@ -1,4 +1,4 @@
-"""What is live by category, of events written by hand."""
+"""Tests of live bytes by category, with events written by hand and with random events."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ EVENTS: list[Event] = [
 ]
 
 
-def test_what_lies_in_host_memory_is_no_part_of_the_device_s_total() -> None:
+def test_host_memory_is_excluded_from_the_device_total() -> None:
     live = LiveBytes(EVENTS)
     after_each_change = [0, 100, 0, 100, 100, 130, 150, 130, 150, 120, 120, 150, 120]
-    assert live.total.tolist() == after_each_change  # a new category is two changes
+    assert live.total.tolist() == after_each_change  # a change of category is two changes
     assert {name: size for name, size in live.after(-1).items() if size} == {
         "parameters": 100,
         "gradients": 20,
     }
 
 
-def test_the_peak_is_the_first_moment_that_holds_most() -> None:
+def test_the_peak_is_the_first_maximum_of_live_bytes() -> None:
     found = measure_live_bytes(EVENTS)
     assert (found.peak_bytes, found.init_peak_bytes, found.host_bytes) == (150, 100, 1000)
     assert (found.phase, found.line, found.operator) == ("backward", "model.py:4", "mul")
@@ -51,8 +51,8 @@ def test_the_peak_is_the_first_moment_that_holds_most() -> None:
     assert found.states == {"parameters": 100, "gradients": 20, "optimizer": 0}
     assert found.states_bytes == 120
     assert found.most[Category.GRADIENTS] == 20
-    nothing = measure_live_bytes([])
-    assert (nothing.peak_bytes, nothing.init_peak_bytes, nothing.states_bytes, nothing.host_bytes) == (
+    empty = measure_live_bytes([])
+    assert (empty.peak_bytes, empty.init_peak_bytes, empty.states_bytes, empty.host_bytes) == (
         0,
         0,
         0,
@@ -62,7 +62,7 @@ def test_the_peak_is_the_first_moment_that_holds_most() -> None:
 
 @st.composite
 def traces(draw: st.DrawFn) -> list[Event]:
-    """Allocations, releases and new categories in any order."""
+    """Draw allocations, releases and changes of category in any order."""
     events: list[Event] = []
     live: list[int] = []
     for number in range(draw(st.integers(0, 30))):
@@ -85,7 +85,7 @@ def traces(draw: st.DrawFn) -> list[Event]:
 
 
 @given(traces())
-def test_the_peak_is_that_of_a_walk_that_looks_after_every_allocation(events: list[Event]) -> None:
+def test_the_peak_equals_the_maximum_over_all_allocations(events: list[Event]) -> None:
     live, phase, peak = dict[int, tuple[Category, int]](), "", 0
     expected: tuple[object, ...] = (dict.fromkeys(ACCOUNTED, 0), "", "", "")
     for event in events:
@@ -106,8 +106,8 @@ def test_the_peak_is_that_of_a_walk_that_looks_after_every_allocation(events: li
     assert (found.by_category, found.phase, found.line, found.operator) == expected
 
 
-def test_page_locked_memory_is_rounded_to_powers_of_two_and_kept() -> None:
-    """A piece of 5 bytes takes 8; what is freed serves the next of its size, and no other."""
+def test_page_locked_memory_is_rounded_and_retained() -> None:
+    """An allocation of 5 bytes takes 8. A freed block serves only later allocations of its size."""
 
     def host(id: int, size: int) -> Alloc:
         return Alloc(id, size, Category.HOST, "", "")

@@ -1,4 +1,4 @@
-"""Replaying a trace's events: what counts, what passes by, and where it ends."""
+"""Tests of the replay of a trace's events by the allocator model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEP: list[Event] = [
 ]
 
 
-def test_peaks_with_their_phases() -> None:
+def test_a_replay_reports_peaks_and_the_peak_phase() -> None:
     result = replay(STEP)
     assert result.peak_allocated == 94 * MIB
     assert result.peak_reserved == (40 + 30 + 24 + 50) * MIB
@@ -43,13 +43,13 @@ def test_peaks_with_their_phases() -> None:
     assert result.fragmentation == 1 - 94 / 144
 
 
-def test_under_a_limit_empty_segments_make_room() -> None:
+def test_a_replay_releases_empty_segments_at_the_limit() -> None:
     result = replay(STEP, 100 * MIB)
     assert (result.retries, result.out_of_memory) == (1, None)
     assert (result.peak_reserved, result.phase) == (94 * MIB, "backward")
 
 
-def test_it_ends_at_the_first_request_that_does_not_fit() -> None:
+def test_a_replay_stops_at_the_first_out_of_memory() -> None:
     result = replay(STEP, 80 * MIB)
     assert result.phase == "backward"
     assert result.out_of_memory is not None
@@ -58,19 +58,19 @@ def test_it_ends_at_the_first_request_that_does_not_fit() -> None:
     assert result.peak_allocated == 70 * MIB
 
 
-def test_nothing_is_a_trace_too() -> None:
+def test_a_replay_of_no_events_reserves_nothing() -> None:
     result = replay([])
     assert (result.peak_reserved, result.phase, result.fragmentation) == (0, "", 0)
 
 
-def test_released_and_restored_storages_keep_their_number() -> None:
-    """ZeRO stage 3 frees a parameter between its uses."""
+def test_a_storage_can_be_freed_and_allocated_again() -> None:
+    """ZeRO stage 3 frees a parameter after each use, and its next allocation has the same id."""
     result = replay([alloc(0, 40), Free(0), alloc(0, 40), Free(0), alloc(1, 40)])
     assert (result.peak_allocated, result.peak_reserved) == (40 * MIB, 40 * MIB)
 
 
-def test_expandable_segments_keep_what_plain_ones_lose() -> None:
-    """Activations that grow a little each time: each plain segment is too short for the next."""
+def test_expandable_segments_reuse_memory_of_growing_activations() -> None:
+    """Each activation is larger than its predecessors, so every plain segment is too small for it."""
     events: list[Event] = []
     for step in range(8):
         events += [alloc(2 * step, 30 + 2 * step), alloc(2 * step + 1, 30 + 2 * step)]
@@ -81,9 +81,9 @@ def test_expandable_segments_keep_what_plain_ones_lose() -> None:
     assert expandable.peak_reserved == 100 * MIB
 
 
-def test_results_cross_processes_and_need_no_torch() -> None:
+def test_replay_results_can_be_pickled_and_need_no_torch() -> None:
     result = replay(STEP, 80 * MIB)
-    again = pickle.loads(pickle.dumps(result))
-    assert (again.phase, str(again.out_of_memory)) == (result.phase, str(result.out_of_memory))
+    restored = pickle.loads(pickle.dumps(result))
+    assert (restored.phase, str(restored.out_of_memory)) == (result.phase, str(result.out_of_memory))
     code = "import sys, repro.simulate.memory.allocator; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

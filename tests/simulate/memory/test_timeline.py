@@ -1,4 +1,4 @@
-"""What is live over a step, in a few numbers: its peak, its categories and its phases are the trace's own."""
+"""Tests of the timeline of live bytes: its peak, categories and phases equal those of the trace."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_peak_and_the_states_are_those_of_the_step(layout: Layout) -> None:
-    """The device's: what lies in host memory is a row of its own, and decides nothing."""
+def test_timeline_peak_and_states_equal_those_of_the_step(layout: Layout) -> None:
+    """Host memory is a separate row, which does not count in the peak."""
     e = Experiment(name="e", model=MODEL, layout=layout, system="dgx2")
     found = simulate(e, systems.load_system_file("dgx2"), time=True)
     memory = simulated_record(e, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0).series.memory
@@ -37,16 +37,16 @@ def test_the_peak_and_the_states_are_those_of_the_step(layout: Layout) -> None:
     assert {len(row) for row in rows.values()} == {TIMELINE_POINTS}
     assert (Category.HOST in rows) == layout.pa_cpu
     rows.pop(Category.HOST, None)
-    room = len(rows) * memory["unit"]
+    tolerance = len(rows) * memory["unit"]
     peak = max(map(sum, zip(*rows.values(), strict=True))) * memory["unit"]
-    assert abs(peak - found.roles[0].memory.peak_bytes) <= room
+    assert abs(peak - found.roles[0].memory.peak_bytes) <= tolerance
     for category, size in found.roles[0].memory.states.items():
         assert abs(rows[category][-1] * memory["unit"] - size) <= memory["unit"]
     assert [name for _, name, _ in memory["phases"]][:2] == ["forward", "backward"]
     assert memory["unit"] <= found.roles[0].memory.peak_bytes / TIMELINE_RESOLUTION
 
 
-def test_without_time_the_step_is_laid_out_by_the_bytes_that_it_moves() -> None:
+def test_a_timeline_without_step_time_uses_moved_bytes() -> None:
     e = Experiment(
         name="e", model=MODEL, layout=Layout(dp=2, pp=2, micro_batch=1, global_batch=8), system="dgx2"
     )
@@ -55,14 +55,14 @@ def test_without_time_the_step_is_laid_out_by_the_bytes_that_it_moves() -> None:
     assert set(series.as_dict()) == {"memory"}
     traced = found.traces[found.roles.index(found.fullest)]
     live = found.fullest.memory.live
-    moved = live_bytes_over_step(traced, live, lambda operator: operator.read + operator.written)
-    assert series.memory == moved
-    starts = [part for part, _, _ in series.memory["phases"]]
+    expected = live_bytes_over_step(traced, live, lambda operator: operator.read + operator.written)
+    assert series.memory == expected
+    starts = [start for start, _, _ in series.memory["phases"]]
     assert starts == sorted(set(starts))
 
 
-def test_of_the_moments_of_a_part_the_one_that_holds_most_on_the_device_is_kept() -> None:
-    """By hand, all in one part: 30 bytes on the device, then 20 beside 1000 of the host."""
+def test_each_point_is_the_maximum_of_device_bytes() -> None:
+    """All events are in one point: 30 bytes on the device, then 20 bytes and 1000 bytes on the host."""
     step: list[Event] = [
         PhaseStart("forward", 0),
         Alloc(1, 20, Category.PARAMETERS, "empty", "model.py:1"),

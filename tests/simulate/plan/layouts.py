@@ -1,4 +1,4 @@
-"""Random layouts of small models, for tests of what holds for every layout."""
+"""Random layouts of small models, for property tests of plans and lower bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SYSTEMS = ("dgx2", "selene", "dgx-h100", "lowbw-v100")
 
 
 def random_layout(seed: int) -> tuple[PlanRequest, Layout]:
-    """Return a layout that exists, and the request of which it is a candidate; equal seeds give equal layouts."""
+    """Return a valid layout, and the request of which it is a candidate. Equal seeds give equal layouts."""
     choose = random.Random(seed)
     has_fp32_gradients = random.Random(f"gradients of {seed}").random() < 0.4
     while True:

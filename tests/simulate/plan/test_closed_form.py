@@ -1,4 +1,4 @@
-"""Closed forms of parameters, model states and widths agree with traces and papers."""
+"""Tests of the closed forms of parameters, model states and hidden widths, against traces and papers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = Model(name="small", layers=12, hidden=128, heads=4, vocab=512, seq=64)
 BASE = Layout(dp=8, micro_batch=2, global_batch=192, precision="fp16", bucket_bytes=200_000)
 
 
-def test_closed_form_is_what_is_traced() -> None:
+def test_closed_form_states_equal_the_traced_states() -> None:
     system = systems.load_system_file("dgx2")
     layouts = (
         replace(BASE, zero=2),
@@ -28,9 +28,9 @@ def test_closed_form_is_what_is_traced() -> None:
         replace(BASE, tp=4, precision="fp32"),
     )
     for layout in layouts:
-        full = simulate(Experiment(name="x", model=MODEL, layout=layout), system)
+        simulation = simulate(Experiment(name="x", model=MODEL, layout=layout), system)
         parameters = stage_parameters(MODEL, layout)
-        for role in full.roles:
+        for role in simulation.roles:
             if role.role.name in parameters:
                 assert parameters[role.role.name] == role.parameters
                 states = state_bytes(role.parameters, layout)
@@ -38,8 +38,8 @@ def test_closed_form_is_what_is_traced() -> None:
                     assert role.memory.states[category] == pytest.approx(size, rel=5e-3)
 
 
-def test_what_model_states_alone_rule_out() -> None:
-    """17.18e9 parameters in 16 bytes each, on 8 ranks: 34.4 GB; P_os and 16 ranks need less."""
+def test_model_states_alone_rule_out_a_layout() -> None:
+    """17.18e9 parameters with 16 bytes each on 8 ranks need 34.4 GB. P_os and 16 ranks need less."""
     model = Model(name="b", layers=78, hidden=4256, heads=32, vocab=51200, seq=1024)
     plain, system = Layout(tp=8, dp=64, precision="fp16"), systems.load_system_file("dgx2")
     request = PlanRequest(model, system, 512, 32 * 10**9 + system.context(), 1024)
@@ -54,8 +54,8 @@ def test_what_model_states_alone_rule_out() -> None:
     assert rows[0].reason.startswith("model states alone are 34.")
 
 
-def test_suggested_widths_have_the_shape_of_the_papers_models() -> None:
-    """1910.02054 Table 4: 8B of 3072, 100B of 8192."""
+def test_suggested_widths_equal_those_of_the_papers_models() -> None:
+    """1910.02054 Table 4: the 8B model has hidden width 3072, the 100B model 8192."""
     zero1 = Layout(dp=64, zero=1, precision="fp16")
     assert suggested_width(32 * 10**9, 1, zero1) == 3072
     assert suggested_width(32 * 10**9, 16, replace(zero1, tp=16)) == 8192
@@ -75,6 +75,6 @@ def test_suggested_widths_have_the_shape_of_the_papers_models() -> None:
         (9000, 8192),
     ],
 )
-def test_a_width_is_rounded_to_what_divides_into_heads(width: int, suggested: int) -> None:
-    """16 bytes for each of 12 h^3 / 64 parameters; 64 up to 512, then 256, 1024, 2048."""
+def test_a_suggested_width_is_rounded_to_a_step(width: int, suggested: int) -> None:
+    """12 h^3 / 64 parameters have 16 bytes each. The step is 64 up to 512, then 256, 1024 and 2048."""
     assert suggested_width(16 * 12 * width**3 // 64 + 1, 1, Layout()) == suggested

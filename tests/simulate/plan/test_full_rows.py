@@ -1,4 +1,4 @@
-"""Rows of a plan are simulations, and its first rows are those of a plan that simulates every layout."""
+"""Tests that rows of a plan equal simulations, also the first rows of a plan that does not simulate every layout."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from repro.util.processes import Workers
 from tests.simulate.plan.layouts import MODELS
 
 
-def asked(model: str, system: str, gpus: int, memory: int, **given: object) -> PlanRequest:
-    on, sizes = systems.load_system_file(system), replace(MODELS[model], layers=4)
-    return PlanRequest(sizes, on, gpus, on.context() + memory, sizes.seq, given)
+def plan_request(model: str, system: str, gpus: int, memory: int, **given: object) -> PlanRequest:
+    loaded, sizes = systems.load_system_file(system), replace(MODELS[model], layers=4)
+    return PlanRequest(sizes, loaded, gpus, loaded.context() + memory, sizes.seq, given)
 
 
 EQUAL_KEYS = ("outcome", "reason", "model", "system", "gpus", "layout", "params", "memory", "comm", "time")
 
 
-def assert_is_simulation(request: PlanRequest, row: PlanRow, *, interval: bool) -> None:
-    """The entry of `row` has the values of `repro simulate --json` for the same layout, less its communicators."""
+def assert_equals_simulation(request: PlanRequest, row: PlanRow, *, interval: bool) -> None:
+    """Require that the entry of `row` equals `repro simulate --json` with a limit less the communicator bytes."""
     experiment = Experiment(
         name="simulate",
         model=request.model,
@@ -35,22 +35,22 @@ def assert_is_simulation(request: PlanRequest, row: PlanRow, *, interval: bool) 
         training=Training(seq=request.seq),
         system=request.system.name,
     )
-    further = communicator_bytes(row.layout, request.system)
-    limit = request.limit - further
+    communicators = communicator_bytes(row.layout, request.system)
+    limit = request.limit - communicators
     found = simulate(experiment, request.system, memory_limit=limit, time=True, interval=interval).as_dict()
-    found["memory"]["communicator_bytes"] = further
+    found["memory"]["communicator_bytes"] = communicators
     entry = plan_entry(request, row)
     assert row.evidence == FULL
     for key in EQUAL_KEYS:
         assert json.loads(json.dumps(entry[key])) == json.loads(json.dumps(found[key])), key
 
 
-FEW = [
+QUICK_CASES = [
     ("gpt", "dgx2", 4, {"micro_batch": 1, "zero": 1, "recompute": False}),
     ("llama", "selene", 8, {"tp": 2, "micro_batch": 2, "zero": 1, "grad_dtype": "fp32"}),
     ("gpt", "selene", 4, {"tp": 2, "zero": 1, "kernels": "softmax", "recompute": "selective"}),
 ]
-MANY: list[tuple[str, str, int, dict[str, Any]]] = [
+SLOW_CASES: list[tuple[str, str, int, dict[str, Any]]] = [
     ("gpt", "selene", 8, {}),
     ("wide", "dgx-h100", 16, {"recompute": False}),
     ("llama", "dgx2", 8, {}),
@@ -61,40 +61,40 @@ MANY: list[tuple[str, str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("model", "system", "gpus", "given", "least"),
+    ("model", "system", "gpus", "given", "min_rows"),
     [
-        *(pytest.param(*case, 6) for case in FEW),
-        *(pytest.param(*case, 40, marks=pytest.mark.slow) for case in MANY),
+        *(pytest.param(*case, 6) for case in QUICK_CASES),
+        *(pytest.param(*case, 40, marks=pytest.mark.slow) for case in SLOW_CASES),
     ],
 )
-def test_every_row_is_a_simulation(
-    model: str, system: str, gpus: int, given: dict[str, Any], least: int
+def test_every_row_equals_a_simulation_of_its_layout(
+    model: str, system: str, gpus: int, given: dict[str, Any], min_rows: int
 ) -> None:
-    """A row must not depend on its process, nor on the layouts that this process simulated before."""
-    request = asked(model, system, gpus, 10**9, **given)
-    with Workers(1 if least == 6 else 2) as workers:
+    """A row must not depend on its process or on the layouts that its process has simulated."""
+    request = plan_request(model, system, gpus, 10**9, **given)
+    with Workers(1 if min_rows == 6 else 2) as workers:
         found = search_layouts(request, workers, 2)
     simulated = [row for row in found.rows if row.evidence == FULL]
-    assert len(simulated) == found.simulated >= least
+    assert len(simulated) == found.simulated >= min_rows
     assert not any(row.outcome == OPEN for row in found.rows)
-    for place, row in enumerate(simulated):
-        assert_is_simulation(request, row, interval=row.outcome == OK and place < COMPARED_ROWS)
+    for position, row in enumerate(simulated):
+        assert_equals_simulation(request, row, interval=row.outcome == OK and position < COMPARED_ROWS)
 
 
 BUFFERS = 16 * 2 * 4 * 2**20
-"""NCCL's buffers of a communicator; a layout of tp and dp has two more than one of dp."""
+"""Bytes of NCCL's buffers per communicator. A layout with tp and dp has two communicators more than with dp alone."""
 CASES = {
-    "times": asked("wide", "dgx2", 8, 10**10, global_batch=16, sp=False, zero=1, recompute=False),
-    "tight": asked("gpt", "selene", 8, 120_000_000 + 2 * BUFFERS, global_batch=64, micro_batch=4, zero=1),
-    "rates": asked("llama", "dgx2", 8, 10**9, global_batch=16, zero=1, recompute=False),
+    "times": plan_request("wide", "dgx2", 8, 10**10, global_batch=16, sp=False, zero=1, recompute=False),
+    "tight": plan_request(
+        "gpt", "selene", 8, 12 * 10**7 + 2 * BUFFERS, global_batch=64, micro_batch=4, zero=1
+    ),
+    "rates": plan_request("llama", "dgx2", 8, 10**9, global_batch=16, zero=1, recompute=False),
 }
-"""`rates`: of a system without a bandwidth of memory, rows are ordered by peak rates."""
+"""Requests of plans. In `rates`, the system has no memory bandwidth, so rows are ordered by peak rates."""
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_first_rows_are_those_of_a_plan_that_simulates_every_layout(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_rows_do_not_depend_on_exhaustive_search(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[search_layouts.__module__], "COMPARED_ROWS", 3)
     request = CASES[name]
     if name == "rates":
@@ -102,21 +102,21 @@ def test_the_first_rows_are_those_of_a_plan_that_simulates_every_layout(
         device = replace(request.system.device, memory_bandwidth=unknown)
         request = replace(request, system=replace(request.system, device=device))
     with Workers(1) as workers:
-        every = search_layouts(request, workers, 3)
-        few = search_layouts(request, workers, 3, exhaustive=False)
-    assert bool(few.no_time) == (name == "rates")
-    fits = [row for row in every.rows if row.outcome == OK]
+        exhaustive = search_layouts(request, workers, 3)
+        partial = search_layouts(request, workers, 3, exhaustive=False)
+    assert bool(partial.no_time) == (name == "rates")
+    fits = [row for row in exhaustive.rows if row.outcome == OK]
     assert len(fits) > 6
-    for row, other in zip(fits[:3], few.rows, strict=False):
+    for row, other in zip(fits[:3], partial.rows, strict=False):
         assert other.outcome == OK
         assert replace(row, trace_seconds=0) == replace(other, trace_seconds=0)
-    assert few.simulated < every.simulated
-    left = [row for row in few.rows if row.outcome == OPEN]
-    assert len(left) + few.simulated == every.simulated
-    assert all(row.least_s >= max(first.seconds for first in few.rows[:3]) for row in left)
-    # No open layout would have been among the first.
+    assert partial.simulated < exhaustive.simulated
+    open_rows = [row for row in partial.rows if row.outcome == OPEN]
+    assert len(open_rows) + partial.simulated == exhaustive.simulated
+    assert all(row.least_s >= max(first.seconds for first in partial.rows[:3]) for row in open_rows)
+    # The lower bound of an open layout is at most its simulated time.
     seconds = {row.layout: row.seconds for row in fits}
-    assert all(row.least_s <= seconds[row.layout] for row in left if row.layout in seconds)
+    assert all(row.least_s <= seconds[row.layout] for row in open_rows if row.layout in seconds)
 
 
 @pytest.mark.slow
@@ -124,8 +124,8 @@ def test_the_first_rows_are_those_of_a_plan_that_simulates_every_layout(
     ("model", "system", "gpus"), [("megatron-175b", "selene", 1024), ("llama3-405b", "llama3-h100", 16384)]
 )
 def test_a_plan_simulates_at_most_twice_its_rows(model: str, system: str, gpus: int) -> None:
-    sizes, on = models.load_model(model), systems.load_system_file(system)
-    request = PlanRequest(sizes, on, gpus, int(on.device.memory_bytes.value or 0), sizes.seq)
+    sizes, loaded = models.load_model(model), systems.load_system_file(system)
+    request = PlanRequest(sizes, loaded, gpus, int(loaded.device.memory_bytes.value or 0), sizes.seq)
     with Workers(1) as workers:
         found = search_layouts(request, workers, COMPARED_ROWS, exhaustive=False)
     assert COMPARED_ROWS < found.simulated <= 2 * COMPARED_ROWS

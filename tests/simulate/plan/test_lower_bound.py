@@ -1,4 +1,4 @@
-"""Lower bounds of memory and step time are below the simulation of every layout, and near it for models of today."""
+"""Tests of the lower bounds of memory and step time: below the simulated values, and close for large models."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from repro.simulate.time.network import Network
 from repro.simulate.time.predict import calibrated_kernels
 from tests.simulate.plan.layouts import random_layout
 
-QUICK, ALL = 24, 160
-"""Number of random layouts of the quick test and of both."""
-GATHERED_ONCE = 708
-"""Random layout of stage 3 that gathers the embedding in forward passes only."""
+QUICK_SEEDS, SEEDS = 24, 160
+"""Numbers of random layouts without and with the slow tests."""
+FORWARD_GATHER_SEED = 708
+"""Seed of a random stage-3 layout that gathers the embedding in forward passes only."""
 
 
-def shares(request: PlanRequest, layout: Layout) -> tuple[float, dict[str, float]]:
-    """The bound of the step time as a share of the simulated time, and those of each role's peak memory."""
-    on = request.system
-    found = simulate(plan_experiment(request, layout), on, time=True)
-    generation = calibration.calibration_point_of(layout.kernels, on)
+def bound_ratios(request: PlanRequest, layout: Layout) -> tuple[float, dict[str, float]]:
+    """Return lower bound over simulated value: of the step time, and of the peak memory of each role."""
+    system = request.system
+    found = simulate(plan_experiment(request, layout), system, time=True)
+    generation = calibration.calibration_point_of(layout.kernels, system)
     kernels = calibrated_kernels(generation)
-    cost = DeviceCost(on, layout.precision, kernels, layout.world)
-    least_s = step_time_lower_bound(request.model, layout, request.seq, cost, Network(on, layout))
+    cost = DeviceCost(system, layout.precision, kernels, layout.world)
+    least_s = step_time_lower_bound(request.model, layout, request.seq, cost, Network(system, layout))
     least = memory_lower_bound(request.model, layout, request.seq)
     peaks = {role.role.name: role.memory.peak_bytes for role in found.roles}
     assert found.time is not None
@@ -42,12 +42,12 @@ def shares(request: PlanRequest, layout: Layout) -> tuple[float, dict[str, float
 @pytest.mark.parametrize(
     "seed",
     [
-        GATHERED_ONCE,
-        *(pytest.param(seed, marks=() if seed < QUICK else pytest.mark.slow) for seed in range(ALL)),
+        FORWARD_GATHER_SEED,
+        *(pytest.param(seed, marks=() if seed < QUICK_SEEDS else pytest.mark.slow) for seed in range(SEEDS)),
     ],
 )
-def test_no_layout_takes_less(seed: int) -> None:
-    time, memory = shares(*random_layout(seed))
+def test_lower_bounds_are_below_the_simulated_values(seed: int) -> None:
+    time, memory = bound_ratios(*random_layout(seed))
     assert time <= 1
     assert max(memory.values()) <= 1
 
@@ -76,20 +76,20 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_large_layout_takes_little_more(name: str, model: Model) -> None:
-    """A bound that excludes nothing is useless."""
-    on = systems.load_system_file("selene")
+def test_lower_bounds_are_close_for_large_models(name: str, model: Model) -> None:
+    """A plan excludes layouts by these bounds."""
+    system = systems.load_system_file("selene")
     layout = replace(LAYOUTS[name], precision="bf16")
-    time, memory = shares(PlanRequest(model, on, layout.world, 0, model.seq), layout)
+    time, memory = bound_ratios(PlanRequest(model, system, layout.world, 0, model.seq), layout)
     assert (0.8 if layout.cp > 1 else 0.9) <= time <= 1
     assert (0.75 if layout.zero == 3 else 0.9) <= max(memory.values()) <= 1
 
 
-def test_operators_that_were_measured_have_no_bound() -> None:
-    """A calibrated system times operators one by one, also those that the bound joins."""
-    on = systems.load_system_file("selene")
+def test_calibrated_operators_have_no_lower_bound() -> None:
+    """A calibrated system times operators separately, also operators that the bound joins."""
+    system = systems.load_system_file("selene")
     layout = replace(BASE, precision="bf16")
-    cost, network = DeviceCost(on, "bf16"), Network(on, layout)
+    cost, network = DeviceCost(system, "bf16"), Network(system, layout)
     assert step_time_lower_bound(MODEL, layout, MODEL.seq, cost, network) > 0
     cost.rates = {"matmul": object()}  # type: ignore[dict-item]
     assert step_time_lower_bound(MODEL, layout, MODEL.seq, cost, network) == 0

@@ -1,4 +1,4 @@
-"""Systems with links of any size and layouts on them, for the laws of the network."""
+"""Random systems, links and layouts for property tests of the network model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def number(value: float) -> Quantity:
 
 
 def with_link(system: System, name: str, **values: Any) -> System:
-    """`system` with some numbers of one class of links replaced."""
+    """Return `system` with some numbers of one link class replaced."""
     link = replace(system.links[name], **{key: number(value) for key, value in values.items()})
     return replace(system, links={**system.links, name: link})
 
 
 class Wire:
-    """Messages between pipeline stages of a fixed duration in seconds."""
+    """Network in which every message between pipeline stages takes `seconds`."""
 
     def __init__(self, seconds: float = 0.0):
         self.seconds = seconds
@@ -38,7 +38,7 @@ class Wire:
 
 @st.composite
 def networks(draw: st.DrawFn) -> tuple[System, Layout]:
-    """A system with numbers of any size, and a layout on a few of its nodes."""
+    """Draw a system with numbers of any size, and a layout on a few of its nodes."""
     devices = draw(st.sampled_from([1, 2, 4, 8]))
     positive = st.floats(1e6, 1e12)
     names = draw(st.sampled_from([("nvlink", "inter-node"), ("pcie", "inter-node"), ("memory",)]))

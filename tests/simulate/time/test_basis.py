@@ -1,4 +1,4 @@
-"""What predictions rest on: of a record, of several together, and how many of each."""
+"""Tests of the basis of predictions: of one record, of several records, and the number of each basis."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from repro.simulate.time.calibration import (
 from tests.records import changed
 
 
-def record(system: str, **differs: object) -> ExperimentRecord:
-    """A simulated step of a tiny model with the fused kernels, which took a second."""
+def record(system: str, **changes: object) -> ExperimentRecord:
+    """Return a record of a simulated step of 1 s, of a tiny model with fused kernels."""
     experiment = Experiment(
         name="x", model=models.load_model("tiny-stages"), layout=Layout(precision="fp16"), system=system
     )
-    made = failed_record(experiment, "", suite="s", wall_s=0.1)
-    return changed(made, **{"outcome": "ok", "metrics": {"step_seconds.median": 1.0}, **differs})
+    failed = failed_record(experiment, "", suite="s", wall_s=0.1)
+    return changed(failed, **{"outcome": "ok", "metrics": {"step_seconds.median": 1.0}, **changes})
 
 
 @pytest.mark.parametrize(
@@ -42,18 +42,18 @@ def record(system: str, **differs: object) -> ExperimentRecord:
         ("gone.toml", ""),
     ],
 )
-def test_a_record_rests_on_what_its_system_is_known_by(system: str, basis: str) -> None:
+def test_the_system_decides_the_basis_of_a_record(system: str, basis: str) -> None:
     assert basis_of_record(record(system)) == basis
 
 
 @pytest.mark.parametrize(
-    "differs", [{"outcome": "oom"}, {"metrics": {}}, {"evidence": "measured"}], ids=lambda d: next(iter(d))
+    "changes", [{"outcome": "oom"}, {"metrics": {}}, {"evidence": "measured"}], ids=lambda d: next(iter(d))
 )
-def test_what_was_not_predicted_rests_on_nothing(differs: dict[str, object]) -> None:
-    assert basis_of_record(record("dgx-h100", **differs)) == ""
+def test_a_record_without_predicted_time_has_no_basis(changes: dict[str, object]) -> None:
+    assert basis_of_record(record("dgx-h100", **changes)) == ""
 
 
-def test_a_record_on_an_h200_stands_for_the_kernel_times_that_it_rests_on() -> None:
+def test_simulation_facts_on_h200_depend_on_kernel_times() -> None:
     system = load_system_file("dgx-h200")
     facts = {kernels: simulation_facts(system, kernels) for kernels in OperatorSet}
     assert facts[OperatorSet.FUSED] == facts[OperatorSet.FUSED_2026]
@@ -61,14 +61,14 @@ def test_a_record_on_an_h200_stands_for_the_kernel_times_that_it_rests_on() -> N
     assert len({facts[kernels].numbers for kernels in (OperatorSet.FUSED, *others)}) == 3
 
 
-def test_what_is_made_of_several_rests_on_the_weakest() -> None:
+def test_several_records_have_the_weakest_basis() -> None:
     assert weakest_basis([CALIBRATED, UNCALIBRATED, PUBLISHED_POINT]) == UNCALIBRATED
     assert weakest_basis([CALIBRATED, KERNEL_TIMES, PUBLISHED_POINT]) == PUBLISHED_POINT
     assert weakest_basis([CALIBRATED, "", PUBLISHED_POINT]) == PUBLISHED_POINT
     assert weakest_basis([]) == weakest_basis([""]) == ""
 
 
-def test_they_are_counted_the_firmest_first() -> None:
+def test_bases_are_counted_from_the_strongest() -> None:
     assert (
         count_bases([UNCALIBRATED, PUBLISHED_POINT, "", PUBLISHED_POINT])
         == "Times rest on: published point (2), uncalibrated (1)."

@@ -1,4 +1,4 @@
-"""Layers so small that the host decides how long they take, on A100 and on H200, and passes without a host."""
+"""Tests of host time: steps on A100 and H200 whose small layers wait for the host, and passes without host time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = Model(name="small", layers=2, hidden=1024, heads=16, vocab=51200, seq=10
 
 
 def step_s(hidden: int, layers: int, tp: int, micro_batch: int, times: int) -> float:
-    """Of a step of so many micro-batches."""
+    """Return the time of a step with `times` micro-batches, in seconds."""
     layout = Layout(
         dp=8 // tp, tp=tp, micro_batch=micro_batch, global_batch=8 // tp * micro_batch * times, recompute=True,
         kernels="softmax", precision="fp16", tp_overlap=False, overlap=False, bucket_bytes=1_000_000_000,
@@ -43,15 +43,15 @@ def step_s(hidden: int, layers: int, tp: int, micro_batch: int, times: int) -> f
         (1024, 8, 1, 4.99e-3, 0.3),
     ],
 )
-def test_a_layer_takes_what_its_host_takes(
+def test_a_small_layer_takes_the_measured_host_time(
     hidden: int, tp: int, micro_batch: int, measured_s: float, within: float
 ) -> None:
-    """What a layer more adds for every micro-batch, forward, again and backward: VIA-Research/vTrain
-    data/ground_truth_single.csv at f8dda847, where it does not depend on what there is to compute."""
-    (few, more), (few_twice, more_twice) = (
+    """Time of one more layer per micro-batch, with forward, recomputation and backward: VIA-Research/vTrain
+    data/ground_truth_single.csv at f8dda847, where the time does not depend on the size of the layer."""
+    (few, more), (few_doubled, more_doubled) = (
         [step_s(hidden, layers, tp, micro_batch, times) for layers in (2, 4)] for times in (2, 4)
     )
-    found = ((more_twice - few_twice) - (more - few)) / 2 / 2
+    found = ((more_doubled - few_doubled) - (more - few)) / 2 / 2
     assert found == pytest.approx(measured_s, rel=within)
 
 
@@ -77,7 +77,7 @@ def step_on_h200(model: Model, kernels: str, micro_batch: int, global_batch: int
 def test_steps_on_an_h200_take_the_measured_time(
     model: Model, kernels: str, micro_batch: int, global_batch: int, measured_s: float
 ) -> None:
-    """Five runs on one H200 with torch 2.11; of micro-batches of 1, whose steps differ by a fifth, the middle."""
+    """Five runs on one H200 with torch 2.11. Steps with micro-batches of 1 differ by a fifth: their median counts."""
     experiment = step_on_h200(model, kernels, micro_batch, global_batch)
     found = predict(experiment, load_system_file("dgx-h200"), trace_roles(experiment), interval=True)
     assert found.step_s == pytest.approx(measured_s, rel=0.1)
@@ -87,7 +87,7 @@ def test_steps_on_an_h200_take_the_measured_time(
 
 
 def host_seconds(captured: bool, **launches: float) -> tuple[float, float]:
-    """Host time that the device waits for in the forward and in the backward pass of one sample, in seconds."""
+    """Return the exposed host time of the forward and of the backward pass of one sample, in seconds."""
     system = load_system_file("dgx-h200")
     given = {key: Quantity(value=value, source="test") for key, value in launches.items()}
     slow = replace(system, device=replace(system.device, time=replace(system.device.time, **given)))
@@ -103,13 +103,13 @@ def host_seconds(captured: bool, **launches: float) -> tuple[float, float]:
     return forward, backward
 
 
-def test_the_backward_pass_has_a_host_time_of_its_own() -> None:
-    alike, slower = (host_seconds(False, **given) for given in (
+def test_the_backward_pass_has_a_separate_launch_time() -> None:
+    equal, slower = (host_seconds(False, **given) for given in (
         {"launch_s": 1e-3}, {"launch_s": 1e-3, "backward_launch_s": 2e-3}
     ))  # fmt: skip
-    assert slower[0] == alike[0] > 0
-    assert slower[1] > 1.9 * alike[1] > 0
+    assert slower[0] == equal[0] > 0
+    assert slower[1] > 1.9 * equal[1] > 0
 
 
-def test_a_captured_micro_batch_waits_for_no_host() -> None:
+def test_a_captured_micro_batch_has_no_host_time() -> None:
     assert host_seconds(True, launch_s=1e-3, backward_launch_s=2e-3) == (0.0, 0.0)

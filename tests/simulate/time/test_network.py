@@ -1,4 +1,4 @@
-"""Laws that seconds of collectives obey on any system, and bandwidths that others have measured."""
+"""Tests of the seconds of collectives: properties on random systems, and published measurements."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def network(system: str | System, **layout: Any) -> Network:
 
 
 def bus_bandwidth(found: Network, payload: int, group: str = "world") -> float:
-    """As nccl-tests print it for an all-reduce."""
+    """Return the bus bandwidth of an all-reduce as nccl-tests print it."""
     n = len(found.placement.ranks_of(group, 0))
     return 2 * (n - 1) / n * payload / found.seconds("all_reduce", group, payload)
 
 
-# --- what others have measured, none of which is an input of a system file
+# --- published measurements, none of which is an input of a system file
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def bus_bandwidth(found: Network, payload: int, group: str = "world") -> float:
         ("dgx-h100", 8, 4 << 30, 367.5, 0.03, "8 H100, ring, 365 to 370, NVIDIA/nccl#1455"),
     ],
 )
-def test_bus_bandwidth_is_what_nccl_tests_measured(
+def test_bus_bandwidth_equals_measurements_of_nccl_tests(
     system: str, ranks: int, payload: int, measured: float, within: float, source: str
 ) -> None:
     found = bus_bandwidth(network(system, dp=ranks), payload) / GB
     assert found == pytest.approx(measured, rel=within), source
 
 
-def test_three_nodes_with_half_the_adapters() -> None:
-    """24 A100, 4 x 200 Gb/s a node, 133 MB: 95.7 to 96.7 GB/s (NVIDIA/nccl-tests#119); latency is overrated."""
+def test_half_the_adapters_have_the_measured_bus_bandwidth() -> None:
+    """24 A100, 4 x 200 Gb/s a node, 133 MB: 95.7 to 96.7 GB/s (NVIDIA/nccl-tests#119). Modelled latency is too high."""
     system = with_link(load_system_file("dgx-a100-40gb"), "inter-node", bandwidth=100e9, adapters=4)
     assert bus_bandwidth(network(system, dp=24), 133_169_160) / GB == pytest.approx(96, rel=0.1)
     assert bus_bandwidth(network(system, dp=24), LARGE) / GB == pytest.approx(96, rel=0.02)
@@ -88,8 +88,8 @@ def test_three_nodes_with_half_the_adapters() -> None:
 # --- adapters
 
 
-def test_a_group_with_one_rank_in_a_node_has_half_an_adapter_on_dgx_2() -> None:
-    """16 groups, 8 adapters: ZeRO with MP 16 on DGX-2; with MP 1 one group drives as many as it has rings."""
+def test_groups_of_a_dgx_2_share_eight_adapters() -> None:
+    """With MP 16, the ZeRO paper has 16 groups on 8 adapters. With MP 1, a group uses one adapter per ring."""
     peak = 100e9 * 0.96
     many = with_link(load_system_file("dgx2"), "inter-node", rings=8)
     assert network("dgx2", tp=16, dp=25).bus_bandwidth("dp") == pytest.approx(peak / 16)
@@ -98,51 +98,51 @@ def test_a_group_with_one_rank_in_a_node_has_half_an_adapter_on_dgx_2() -> None:
     assert network("dgx2", dp=64).bus_bandwidth("dp") == pytest.approx(peak / 8)
 
 
-def test_one_communicator_drives_no_more_adapters_than_it_has_rings() -> None:
+def test_a_communicator_uses_at_most_one_adapter_per_ring() -> None:
     few = with_link(load_system_file("dgx2"), "inter-node", rings=2)
     assert network(few, dp=64).bus_bandwidth("dp") == pytest.approx(2 * 12.5e9 * 0.96)
     assert network(few, tp=16, dp=4).bus_bandwidth("dp") == pytest.approx(6.25e9 * 0.96)
 
 
-def test_groups_behind_one_switch_take_the_same_first_adapter() -> None:
-    """NCCL before 2.9.6 on DGX A100: with one rank or half of its ranks in a node, a group's ring has half its share;
-    the whole node, and messages between stages, have all adapters."""
-    since, peak = load_system_file("selene"), 200e9 * 0.96
-    before = with_link(since, "inter-node", switch=2)
+def test_groups_behind_one_switch_use_the_same_adapter() -> None:
+    """NCCL before 2.9.6 on DGX A100: the ring of a group with a part of a node has half of its share of adapters.
+    A group with all ranks of a node, and messages between stages, use all adapters."""
+    recent, peak = load_system_file("selene"), 200e9 * 0.96
+    old = with_link(recent, "inter-node", switch=2)
     for tp, share in ((8, 8), (4, 4), (2, 2)):
         layout = {"tp": tp, "dp": 128 // tp}
-        assert network(since, **layout).bus_bandwidth("dp") == pytest.approx(peak / share)
-        assert network(before, **layout).bus_bandwidth("dp") == pytest.approx(peak / share / 2)
-    assert network(before, dp=64).bus_bandwidth("dp") == pytest.approx(peak)
+        assert network(recent, **layout).bus_bandwidth("dp") == pytest.approx(peak / share)
+        assert network(old, **layout).bus_bandwidth("dp") == pytest.approx(peak / share / 2)
+    assert network(old, dp=64).bus_bandwidth("dp") == pytest.approx(peak)
     stages = {"tp": 8, "pp": 2}
-    sent = network(before, **stages).send_seconds(10**9, from_stage=0, to_stage=1)
-    assert sent == network(since, **stages).send_seconds(10**9, from_stage=0, to_stage=1)
+    sent = network(old, **stages).send_seconds(10**9, from_stage=0, to_stage=1)
+    assert sent == network(recent, **stages).send_seconds(10**9, from_stage=0, to_stage=1)
 
 
-def test_a_group_alone_on_a_node_uses_the_adapter_next_to_it() -> None:
-    """Two stages of a pipeline of one rank each, the first alone on its node's adapters."""
+def test_a_single_sender_of_a_node_uses_one_adapter() -> None:
+    """With 16 ranks per stage, two senders share an adapter."""
     found = network("dgx2", tp=16, pp=2)
     full = found.send_seconds(10**9, from_stage=0, to_stage=1)
     assert full == pytest.approx(10**9 / (6.25e9 * 0.96), rel=1e-3)
-    # Eight stages in a node: one rank leaves it, and has an adapter for itself.
+    # With 16 stages in a node, one rank sends to the next node and does not share its adapter.
     alone = network(with_link(load_system_file("dgx2"), "inter-node"), pp=32)
     assert alone.send_seconds(10**9, from_stage=15, to_stage=16) == pytest.approx(10**9 / 12e9, rel=1e-3)
     assert alone.send_seconds(10**9, from_stage=0, to_stage=1) == pytest.approx(10**9 / 120e9, rel=1e-2)
 
 
-def test_a_few_devices_of_a_mesh_have_the_links_among_them_alone() -> None:
-    """Four V100 with two of six links between any two: three of them reach two thirds, and a message one."""
+def test_devices_of_a_mesh_use_only_links_among_themselves() -> None:
+    """Any two of four V100s have two of six links: three devices reach two thirds, and a message one third."""
     reach = 150e9 * 0.827
-    for tp, part in ((2, 0.333), (3, 0.666), (4, 0.999)):
-        assert network("jean-zay", tp=tp).bus_bandwidth("tp") == pytest.approx(part * reach)
+    for tp, share in ((2, 0.333), (3, 0.666), (4, 0.999)):
+        assert network("jean-zay", tp=tp).bus_bandwidth("tp") == pytest.approx(share * reach)
     stages = network("jean-zay", pp=4)
     payload = 1 << 30
     latency = stages.number("nvlink", "latency_s")
     assert stages.send_seconds(payload, from_stage=0, to_stage=1) - latency == pytest.approx(
         payload / (0.333 * reach)
     )
-    for tp, part in ((2, 1 / 6), (4, 1 / 2), (8, 1)):  # eight with one of six between most pairs
-        assert network("oneflow-v100", tp=tp).bus_bandwidth("tp") == pytest.approx(part * 120e9, rel=5e-3)
+    for tp, share in ((2, 1 / 6), (4, 1 / 2), (8, 1)):  # eight with one of six links between most pairs
+        assert network("oneflow-v100", tp=tp).bus_bandwidth("tp") == pytest.approx(share * 120e9, rel=5e-3)
     for tp in (2, 8, 16):  # a switch
         assert network("dgx2", tp=tp).bus_bandwidth("tp") == pytest.approx(120e9)
 
@@ -152,12 +152,12 @@ def test_groups_of_one_node_share_its_host_bridges() -> None:
     assert network("lowbw-v100", tp=2, dp=2).bus_bandwidth("dp") == pytest.approx(pcie / 2)
 
 
-def test_groups_behind_one_host_bridge_share_none() -> None:
+def test_groups_behind_one_host_bridge_are_not_slowed() -> None:
     """SimuMax measured 0.69 of 30 GB/s in rings of two and of four, and 0.45 in rings of eight."""
     for tp, dp, share in ((2, 4, 0.69), (4, 2, 0.69), (8, 1, 0.45)):
         found = network("a100-pcie", tp=tp, dp=dp).bus_bandwidth("tp")
         assert found == pytest.approx(share * 30e9, rel=0.01)
-    for tp, dp in ((4, 2), (2, 4)):  # every fourth and every second device: rings that cross the bridges
+    for tp, dp in ((4, 2), (2, 4)):  # every second or fourth device: rings cross the bridges
         found = network("a100-pcie", tp=tp, dp=dp).bus_bandwidth("dp")
         assert found == pytest.approx(0.45 * 30e9 / tp, rel=0.01)
 
@@ -166,7 +166,7 @@ def test_groups_behind_one_host_bridge_share_none() -> None:
 
 
 @given(networks(), st.sampled_from(OPS), st.sampled_from(GROUPS), payloads, payloads)
-def test_a_larger_payload_takes_no_less(
+def test_a_larger_payload_takes_no_less_time(
     drawn: tuple[System, Layout], op: str, group: str, one: int, other: int
 ) -> None:
     found = Network(*drawn)
@@ -175,10 +175,10 @@ def test_a_larger_payload_takes_no_less(
 
 
 @given(networks(), st.sampled_from(OPS), st.sampled_from(GROUPS), payloads)
-def test_nothing_is_faster_than_its_slowest_link(
+def test_no_collective_exceeds_the_peak_of_its_links(
     drawn: tuple[System, Layout], op: str, group: str, payload: int
 ) -> None:
-    """Every rank sends passes (n - 1) / n of the payload; no rank has more than the peak of its links."""
+    """Every rank sends passes x (n - 1) / n of the payload, at most at the peak rate of its links."""
     system, layout = drawn
     found = Network(system, layout)
     n = max(1, group_members(found.layout, group).shape[1])
@@ -203,8 +203,8 @@ def test_more_bandwidth_is_never_slower(
         faster = Network(with_link(system, name, bandwidth=link.bandwidth.known("bandwidth") * times), layout)
         assert faster.seconds(op, group, payload) <= before.seconds(op, group, payload) * (1 + 1e-9)
         if layout.pp > 1:
-            now, then = (each.send_seconds(payload, from_stage=0, to_stage=1) for each in (faster, before))
-            assert 0 <= now <= then * (1 + 1e-9)
+            new_s, old_s = (each.send_seconds(payload, from_stage=0, to_stage=1) for each in (faster, before))
+            assert 0 <= new_s <= old_s * (1 + 1e-9)
 
 
 @given(networks(), st.sampled_from(GROUPS), payloads)
@@ -216,7 +216,7 @@ def test_an_all_reduce_takes_no_more_than_its_two_halves(
     assert found.seconds("all_reduce", group, payload) <= halves * (1 + 1e-9)
 
 
-def test_a_small_all_reduce_over_many_nodes_takes_a_tree() -> None:
+def test_a_small_all_reduce_over_nodes_uses_a_tree() -> None:
     found = network("dgx2", tp=16, dp=64)
     ring = found._rings("dp", next(iter(found._node_counts)))[0]
     assert found.seconds("all_reduce", "dp", 1024) < ring.start + 2 * 63 * ring.between / 5
@@ -237,7 +237,7 @@ def calibrated(points: tuple[tuple[float, float], ...], ranks: int = 4, op: str 
     return replace(discover(), links={"memory": link}, provenance=provenance)
 
 
-def test_measured_points_win_over_the_formula() -> None:
+def test_measured_points_replace_the_formula() -> None:
     system = calibrated(((1000, 1e-4), (1_000_000, 1e-2)))
     found = network(system, dp=4)
     assert found.seconds("all_reduce", "dp", 1000) == pytest.approx(1e-4)
@@ -252,18 +252,18 @@ def test_measured_points_win_over_the_formula() -> None:
         found.seconds("all_gather", "dp", 1000)
 
 
-def test_what_is_lost_beside_messages_is_of_the_link_that_is_used_else_the_most_of_any() -> None:
+def test_overlap_cost_is_that_of_the_data_parallel_link() -> None:
     dgx2, costs = load_system_file("dgx2"), {"nvlink": 0.1, "inter-node": 0.3}
     links = {name: replace(dgx2.links[name], overlap_cost=number(cost)) for name, cost in costs.items()}
     both = replace(dgx2, links={**dgx2.links, **links})
     assert network(both, dp=2).overlap_cost == 0.1
     assert network(both, dp=32).overlap_cost == 0.3
     assert network(both, tp=2).overlap_cost == 0.3
-    assert network(replace(dgx2, links={})).overlap_cost == 0, "a device alone sends nothing"
+    assert network(replace(dgx2, links={})).overlap_cost == 0, "one device sends no messages"
 
 
-def test_fewer_ranks_than_were_measured_take_fewer_and_larger_steps() -> None:
-    """Points of a ring without latency: seconds = 2 (n - 1) / n * bytes / rate, also with other n."""
+def test_measured_rings_are_scaled_to_smaller_groups() -> None:
+    """Points of a ring without latency: seconds = 2 (n - 1) / n * bytes / rate, for any n."""
     rate = 1e9
     points = tuple((size, 1.5 * size / rate) for size in (1000.0, 10_000.0, 1e6, 1e8))
     found = network(calibrated(points), tp=2, dp=2)
@@ -275,14 +275,14 @@ def flat(seconds: float) -> tuple[tuple[float, float], ...]:
     return ((1000.0, seconds), (1e6, seconds))
 
 
-def groups(system: System, link: str, collective: Collective) -> System:
-    """`system` with `all_reduce` measured so on `link`."""
+def with_collective(system: System, link: str, collective: Collective) -> System:
+    """Return `system` with the measured `all_reduce` on `link`."""
     changed = replace(system.links["memory"], collectives={"all_reduce": collective})
     return replace(system, links=system.links | {link: changed})
 
 
-def test_the_measured_groups_that_are_most_alike_count() -> None:
-    """Of the same size, and of these the ones that lie alike; a size in between is scaled from the nearest."""
+def test_the_most_similar_measured_group_counts() -> None:
+    """A group of equal size and stride counts first. Other sizes are scaled from the nearest measured size."""
 
     measured = Collective(
         points=flat(8e-3),
@@ -292,7 +292,7 @@ def test_the_measured_groups_that_are_most_alike_count() -> None:
             Collective(points=flat(4e-3), ranks=4, stride=2),
         ),
     )
-    system = groups(calibrated(flat(1), ranks=8), "memory", measured)
+    system = with_collective(calibrated(flat(1), ranks=8), "memory", measured)
     halves = network(system, tp=2, dp=4)
     assert halves.seconds("all_reduce", "tp", 5000) == pytest.approx(1e-3)
     assert halves.seconds("all_reduce", "dp", 5000) == pytest.approx(4e-3)
@@ -301,8 +301,8 @@ def test_the_measured_groups_that_are_most_alike_count() -> None:
     assert network(system, tp=3, dp=1).seconds("all_reduce", "tp", 5000) == pytest.approx(4e-3 * 2 / 3)
 
 
-def test_measured_groups_within_and_between_nodes() -> None:
-    """Two nodes of two processes each: the class of links, and how many of a group share a node, decide."""
+def test_link_class_and_members_per_node_select_the_measurement() -> None:
+    """Two nodes have two processes each. The link class and the members per node select the measurement."""
 
     system = replace(calibrated(flat(1)), devices_per_node=number(2))
     across = Collective(
@@ -310,8 +310,8 @@ def test_measured_groups_within_and_between_nodes() -> None:
         per_node=2,
         groups=(Collective(points=flat(4e-3), ranks=2, per_node=1, stride=2),),
     )
-    system = groups(system, "inter-node", across)
-    system = groups(system, "memory", Collective(points=flat(1e-3), ranks=2))
+    system = with_collective(system, "inter-node", across)
+    system = with_collective(system, "memory", Collective(points=flat(1e-3), ranks=2))
     found = network(system, tp=2, dp=2)
     assert (found.link("tp"), found.link("dp")) == ("memory", "inter-node")
     assert found.seconds("all_reduce", "tp", 5000) == pytest.approx(1e-3)
@@ -329,23 +329,23 @@ def test_measured_groups_within_and_between_nodes() -> None:
     payloads,
     payloads,
 )
-def test_measured_points_never_fall(points: list[tuple[int, float]], one: int, other: int) -> None:
+def test_seconds_do_not_fall_with_payload(points: list[tuple[int, float]], one: int, other: int) -> None:
     measured = Collective(points=tuple(sorted(points)))
     less, more = sorted((one, other))
     assert 0 < interpolate(measured, less) <= interpolate(measured, more) * (1 + 1e-12)
 
 
-def test_measured_messages_between_stages() -> None:
+def test_messages_between_stages_use_measured_points() -> None:
     found = network(calibrated(((1000, 1e-4), (2000, 2e-4)), op="send"), pp=4)
     assert found.send_seconds(1500, from_stage=0, to_stage=1) == pytest.approx(1.5e-4)
     assert found.send_seconds(1500, from_stage=3, to_stage=0) == pytest.approx(1.5e-4)
     assert found.send_seconds(1500, from_stage=1, to_stage=1) == 0
 
 
-# --- systems without what is needed
+# --- missing links and imports
 
 
-def test_no_network_between_nodes_is_reported() -> None:
+def test_a_missing_inter_node_link_is_an_error() -> None:
     alone = load_system_file("selene")
     alone = replace(alone, links={"nvlink": alone.links["nvlink"]})
     with pytest.raises(
@@ -354,6 +354,6 @@ def test_no_network_between_nodes_is_reported() -> None:
         network(alone, dp=16).seconds("all_reduce", "dp", 1000)
 
 
-def test_it_needs_no_torch() -> None:
+def test_the_network_model_needs_no_torch() -> None:
     code = "import sys, repro.simulate.time.network; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Products of a device whose power bounds what all of its multiprocessors do together."""
+"""Tests of matrix products on a device whose power limits the total rate of its multiprocessors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unthrottled(efficiency: float) -> DeviceCost:
 
 
 def without(system: System) -> System:
-    """`system`, of which nobody knows what power takes from it."""
+    """Return `system` without a known unthrottled efficiency."""
     time = replace(system.device.time, unthrottled_efficiency=UNSAID)
     return replace(system, device=replace(system.device, time=time))
 
@@ -45,7 +45,7 @@ def without(system: System) -> System:
         (3200, 244.3),
     ],
 )
-def test_products_of_cublas_on_an_a100_take_what_was_measured(size: int, measured: float) -> None:
+def test_cublas_products_on_an_a100_have_the_measured_rate(size: int, measured: float) -> None:
     """TFLOP/s, random numbers in half precision: triton-lang/triton#3551."""
     operator = product(size, size, size)
     rate = operator.flops / DeviceCost(A100, "fp16").seconds(operator)
@@ -53,30 +53,30 @@ def test_products_of_cublas_on_an_a100_take_what_was_measured(size: int, measure
 
 
 @given(m=sizes, n=sizes, k=sizes, efficiency=st.floats(0.829, 1.0))
-def test_idle_multiprocessors_lend_their_power_and_no_more(m: int, n: int, k: int, efficiency: float) -> None:
+def test_idle_multiprocessors_raise_the_rate_within_bounds(m: int, n: int, k: int, efficiency: float) -> None:
     operator = product(m, n, k)
     bound = operator.flops / (PEAK * A100.timing.matmul_efficiency)
-    plain, lent = DeviceCost(without(A100), "fp16"), unthrottled(efficiency)
-    assert bound <= lent.seconds(operator) * (1 + 1e-12)
-    assert lent.seconds(operator) <= plain.seconds(operator) * (1 + 1e-12)
-    least = plain.seconds(operator) * A100.timing.matmul_efficiency / efficiency
-    assert lent.seconds(operator) >= least * (1 - 1e-12)
+    plain, raised = DeviceCost(without(A100), "fp16"), unthrottled(efficiency)
+    assert bound <= raised.seconds(operator) * (1 + 1e-12)
+    assert raised.seconds(operator) <= plain.seconds(operator) * (1 + 1e-12)
+    minimum = plain.seconds(operator) * A100.timing.matmul_efficiency / efficiency
+    assert raised.seconds(operator) >= minimum * (1 - 1e-12)
 
 
-def test_a_tenth_of_the_multiprocessors_idle_costs_less_than_a_tenth() -> None:
-    """GPT-3's product on one of eight ranks fills 3.56 of 4 waves, the 530B's 5.93 of 6."""
+def test_idle_multiprocessors_cost_less_than_their_share() -> None:
+    """GPT-3's product on one of eight ranks fills 3.56 of 4 waves, that of the 530B model 5.93 of 6."""
     partly, full = product(2048, 6144, 12288), product(2048, 10240, 20480)
 
-    def behind(cost: DeviceCost) -> float:
+    def slowdown(cost: DeviceCost) -> float:
         return cost.seconds(partly) / partly.flops / (cost.seconds(full) / full.flops) - 1
 
-    assert behind(DeviceCost(without(A100), "fp16")) == pytest.approx(0.11, abs=0.01)
-    assert 0.05 < behind(DeviceCost(A100, "fp16")) < 0.07
-    assert behind(unthrottled(0.945)) < 0.015
+    assert slowdown(DeviceCost(without(A100), "fp16")) == pytest.approx(0.11, abs=0.01)
+    assert 0.05 < slowdown(DeviceCost(A100, "fp16")) < 0.07
+    assert slowdown(unthrottled(0.945)) < 0.015
 
 
-def test_a_device_that_power_slows_no_more_than_its_products_do_is_as_before() -> None:
+def test_a_low_unthrottled_efficiency_has_no_effect() -> None:
     operator = product(2048, 6144, 12288)
     plain = DeviceCost(without(A100), "fp16").seconds(operator)
-    for efficiency in (A100.timing.matmul_efficiency, 0.5):  # less than what is reached is no bound
+    for efficiency in (A100.timing.matmul_efficiency, 0.5):  # at most the reached efficiency
         assert unthrottled(efficiency).seconds(operator) == plain

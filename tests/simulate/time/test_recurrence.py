@@ -1,4 +1,4 @@
-"""The recurrence over actions gives the times of the event-level schedule, for real traces of random layouts."""
+"""Tests that the recurrence over actions gives the times of the event-level schedule, for random layouts."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ def experiments(draw: st.DrawFn) -> Experiment:
 def assert_equal(found: Timeline, expected: Timeline) -> None:
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-9)
     assert found.unmatched == expected.unmatched
-    small = 1e-9 * float(expected.step_s)
+    tolerance = 1e-9 * float(expected.step_s)
     for mine, its in zip(found.stages, expected.stages, strict=True):
-        assert mine.bubble == pytest.approx(its.bubble, rel=1e-9, abs=small)
+        assert mine.bubble == pytest.approx(its.bubble, rel=1e-9, abs=tolerance)
         for table in ("busy", "exposed", "communication", "by_phase"):
             ours, theirs = dict(getattr(mine, table)), dict(getattr(its, table))
             for key in ours.keys() | theirs.keys():
-                assert ours.get(key, 0.0) == pytest.approx(theirs.get(key, 0.0), rel=1e-9, abs=small), key
+                assert ours.get(key, 0.0) == pytest.approx(theirs.get(key, 0.0), rel=1e-9, abs=tolerance), key
 
 
 @settings(max_examples=40, deadline=None)
 @given(experiments())
-def test_a_random_layout_takes_the_time_of_its_events(experiment: Experiment) -> None:
-    """The breakdown is equal, too, and so are the cases in which unknown numbers have other values."""
+def test_the_recurrence_equals_the_event_level_schedule(experiment: Experiment) -> None:
+    """The breakdowns are equal, and so are the step times with other values of unknown numbers."""
     try:
         traces = trace_roles(experiment)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""The schedule of a step in time: laws that hold whatever the numbers are, and pipelines counted by hand."""
+"""Tests of the schedule of a step: properties for any numbers, and pipelines calculated by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.simulate.time.networks import Wire
 
 MODEL = Model(name="small", layers=4, hidden=512, heads=8, vocab=2048, seq=256)
 BASE = Layout(micro_batch=2, global_batch=16, precision="fp16", recompute=True)
-WAITING = {"overlap": False, "tp_overlap": False}
+NO_OVERLAP = {"overlap": False, "tp_overlap": False}
 LAYOUTS = {
     "one": replace(BASE, dp=1),
     "dp-z0": replace(BASE, dp=8),
@@ -40,9 +40,9 @@ LAYOUTS = {
     "pp": replace(BASE, pp=4),
     "pp-gpipe": replace(BASE, pp=2, schedule="gpipe"),
     "pp-interleaved": replace(BASE, pp=2, schedule="interleaved", chunks=2),
-    "2020": replace(BASE, pp=2, tp=2, dp=2, **WAITING, kernels="softmax", scatter_gather=True),
-    "2021": replace(BASE, pp=2, tp=2, **WAITING, schedule="interleaved", chunks=2),
-    "2019": replace(BASE, tp=2, dp=4, zero=1, zero1_reduce="all-reduce", **WAITING, kernels="unfused"),
+    "2020": replace(BASE, pp=2, tp=2, dp=2, **NO_OVERLAP, kernels="softmax", scatter_gather=True),
+    "2021": replace(BASE, pp=2, tp=2, **NO_OVERLAP, schedule="interleaved", chunks=2),
+    "2019": replace(BASE, tp=2, dp=4, zero=1, zero1_reduce="all-reduce", **NO_OVERLAP, kernels="unfused"),
 }
 
 
@@ -61,7 +61,7 @@ def base_system() -> System:
 
 
 def faster(system: System, link: float, memory: float, peak: float) -> System:
-    """`system` with its links, memory and arithmetic so many times as fast."""
+    """Return `system` with links, memory and arithmetic that are faster by these factors."""
 
     def times(quantity: Quantity, factor: float) -> Quantity:
         assert quantity.value is not None
@@ -85,8 +85,8 @@ def predicted(name: str, system: System, **options: Any) -> Prediction:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_seconds_add_up(name: str) -> None:
-    """Nothing waits for what was never sent, and what is exposed or hidden is all that is communicated."""
+def test_the_parts_of_a_step_add_up(name: str) -> None:
+    """Every wait has a message, and exposed seconds are at most the seconds of communication."""
     found = predicted(name, base_system())
     assert found.timeline.unmatched == 0
     assert found.step_s > 0
@@ -102,7 +102,7 @@ def test_seconds_add_up(name: str) -> None:
 
 @settings(max_examples=60)
 @given(name=st.sampled_from(sorted(LAYOUTS)), factors=st.tuples(*[st.floats(1, 20)] * 3))
-def test_a_faster_machine_is_never_slower(name: str, factors: tuple[float, float, float]) -> None:
+def test_a_faster_system_is_never_slower(name: str, factors: tuple[float, float, float]) -> None:
     slow = predicted(name, base_system()).step_s
     fast = predicted(name, faster(base_system(), *factors)).step_s
     assert fast <= slow * (1 + 1e-9)
@@ -110,8 +110,8 @@ def test_a_faster_machine_is_never_slower(name: str, factors: tuple[float, float
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_never_below_the_roofline(name: str) -> None:
-    """All FLOP at the peak, and all bytes of matrix products and of memory-bound operators at the bandwidth."""
+def test_a_step_is_never_below_the_roofline(name: str) -> None:
+    """The roofline is all FLOP of products at the peak rate, and all written bytes at the memory bandwidth."""
     system = base_system()
     found = predicted(name, system).step_s
     peak = system.peak("fp16")
@@ -124,16 +124,16 @@ def test_never_below_the_roofline(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> None:
+def test_messages_without_time_expose_no_communication(name: str) -> None:
     layout, system = LAYOUTS[name], base_system()
     cost = DeviceCost(system, layout.precision)
-    made = [
+    programs = [
         compile_program(traced, layout.accumulation, cost, lambda message: 0.0, lambda op, group: 1)
         for traced in traces(name)
     ]
     if layout.pp > 1:
-        made = [made[0], *[made[1]] * (layout.pp - 2), made[-1]]
-    found = schedule(layout, made, Wire())
+        programs = [programs[0], *[programs[1]] * (layout.pp - 2), programs[-1]]
+    found = schedule(layout, programs, Wire())
     assert all(not any(stage.exposed.values()) for stage in found.stages)
     busiest = max(sum(stage.busy.values()) for stage in found.stages)
     if layout.pp == 1:
@@ -143,8 +143,8 @@ def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_collective_waits_for_the_last_of_its_group(name: str) -> None:
-    """And one rank, or ranks that are always alike, for nobody."""
+def test_a_collective_waits_for_its_last_rank(name: str) -> None:
+    """One rank, and ranks without jitter, do not wait."""
     system = base_system()
     seconds = [
         predicted(name, with_values(system, {"device.time.jitter_s": jitter})).step_s
@@ -157,7 +157,7 @@ def test_a_collective_waits_for_the_last_of_its_group(name: str) -> None:
         assert seconds[0] < seconds[1] < seconds[2]
 
 
-def test_twice_the_layers_take_about_twice_as_long() -> None:
+def test_twice_the_layers_take_about_twice_the_time() -> None:
     for name in ("one", "dp-z2"):
         seconds = [
             predict(
@@ -180,7 +180,7 @@ def block(seconds: float) -> OperatorBlock:
 def pipeline(
     layout: Layout, wire: float | Wire, pace: Sequence[float] = (), by_events: bool = False
 ) -> Timeline:
-    """Forward 1 s and backward 2 s of a stage's micro-batch, and a barrier at the end.
+    """Schedule 1 s of forward and 2 s of backward per stage and micro-batch, and a barrier at the end.
 
     `pace`: factor of the seconds of each stage. `by_events`: schedule every event of every micro-batch.
     """
@@ -188,7 +188,7 @@ def pipeline(
     messages = wire if isinstance(wire, Wire) else Wire(wire)
     parts = p * v
 
-    def made(stage: int) -> StageProgram:
+    def program(stage: int) -> StageProgram:
         segments = {}
         for chunk in range(v):
             part = chunk * p + stage
@@ -205,13 +205,13 @@ def pipeline(
         tail: list[Any] = [Issue(("end",), "world", "barrier", 0.0), Await(("end",))]
         return StageProgram(segments, tail, micro_batches=3)
 
-    return schedule(layout, [made(stage) for stage in range(p)], messages, record=by_events)
+    return schedule(layout, [program(stage) for stage in range(p)], messages, record=by_events)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 4)])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_pipelines_without_messages_take_what_the_schedule_counts(
+def test_pipelines_without_message_time_have_the_counted_bubble(
     name: str, p: int, m: int, overlap: bool
 ) -> None:
     chunks = 2 if name == "interleaved" else 1
@@ -220,26 +220,26 @@ def test_pipelines_without_messages_take_what_the_schedule_counts(
     found = pipeline(layout, 0.0)
     assert found.step_s == pytest.approx(3 * m * (1 + counted))
     assert found.unmatched == 0
-    # What is not computing is waiting.
+    # The remaining time of each stage is bubble.
     for stage in found.stages:
         assert stage.busy["matmul"] == pytest.approx(3 * m)
 
 
-def test_messages_that_fit_under_the_next_action_cost_only_the_way_through() -> None:
+def test_overlapped_messages_cost_less_than_blocking_messages() -> None:
     layout = Layout(pp=4, global_batch=16)
     # One micro-batch: four forwards of 1 s, four backwards of 2 s, three messages each way.
     assert pipeline(Layout(pp=4), 0.25).step_s == pytest.approx(4 * 1 + 4 * 2 + 6 * 0.25)
     free, slow = pipeline(layout, 0.0).step_s, pipeline(layout, 0.25).step_s
-    # Down the pipeline and back, 3 messages each way; between the two, steady state hides them or not.
+    # Warm-up and cool-down expose 3 messages each; the steady state may hide its messages.
     assert slow >= free + 6 * 0.25
     blocking = pipeline(replace(layout, overlap=False), 0.25)
     assert blocking.step_s > slow
     assert sum(blocking.stages[1].exposed.values()) >= 16 * 0.25
-    assert blocking.stages[0].communication[STAGE_SEND] == pytest.approx(2 * 16 * 0.25)  # out and in
+    assert blocking.stages[0].communication[STAGE_SEND] == pytest.approx(2 * 16 * 0.25)  # sent and received
 
 
-def test_without_overlap_messages_that_leave_together_share_the_way_out() -> None:
-    """In steady state a stage of two chunks computes half a forward and half a backward, and then sends both on."""
+def test_blocking_messages_of_two_chunks_are_sent_together() -> None:
+    """In steady state, a stage with two chunks computes half a forward and half a backward, then sends both results."""
     layout = Layout(pp=4, global_batch=16, schedule="interleaved", chunks=2, overlap=False)
     wire = 0.25
     more = pipeline(replace(layout, global_batch=20), wire).step_s - pipeline(layout, wire).step_s
@@ -254,7 +254,7 @@ def test_without_overlap_messages_that_leave_together_share_the_way_out() -> Non
     st.sampled_from([0.0, 0.01, 0.4, 1.7, 4.0]),
     st.booleans(),
 )
-def test_a_steady_state_stands_for_all_its_micro_batches(
+def test_the_steady_state_represents_all_micro_batches(
     pace: list[float], groups: int, chunks: int, wire: float, overlap: bool
 ) -> None:
     """The schedule of few micro-batches is equal to that of all, for uneven stages and slow messages."""
@@ -283,26 +283,26 @@ def test_a_steady_state_stands_for_all_its_micro_batches(
     st.floats(0.0, 4.0),
     st.booleans(),
 )
-def test_fewer_micro_batches_never_have_a_smaller_share_of_bubble(
+def test_fewer_micro_batches_have_no_smaller_bubble_share(
     pace: list[float], groups: tuple[int, int], name: str, wire: float, overlap: bool
 ) -> None:
-    """A stage computes as long for each micro-batch, so the law is that the rest does not grow with their number."""
+    """Compute per micro-batch is constant, so the step time per micro-batch must not grow with their number."""
 
     def seconds_per_micro_batch(m: int) -> float:
         chunks = 2 if name == "interleaved" else 1
         layout = Layout(pp=len(pace), global_batch=m, schedule=name, chunks=chunks, overlap=overlap)
         return pipeline(layout, wire, pace).step_s / m
 
-    few, further = groups
-    fewer, more = len(pace) * few, len(pace) * (few + further)
+    few, additional = groups
+    fewer, more = len(pace) * few, len(pace) * (few + additional)
     assert seconds_per_micro_batch(fewer) >= seconds_per_micro_batch(more) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_few_micro_batches_are_scheduled_however_many_there_are(overlap: bool) -> None:
-    """64 p micro-batches ask the network for as many messages as 8 p do."""
+def test_scheduling_cost_does_not_depend_on_micro_batches(overlap: bool) -> None:
+    """64 p micro-batches need as many calls of the network as 8 p micro-batches."""
 
-    class Counted(Wire):
+    class CountingWire(Wire):
         messages = 0
 
         def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
@@ -310,15 +310,15 @@ def test_few_micro_batches_are_scheduled_however_many_there_are(overlap: bool) -
             return self.seconds
 
     def messages(m: int) -> int:
-        layout, wire = Layout(pp=8, global_batch=m, overlap=overlap), Counted(0.1)
+        layout, wire = Layout(pp=8, global_batch=m, overlap=overlap), CountingWire(0.1)
         pipeline(layout, wire)
         return wire.messages
 
     assert messages(64 * 8) == messages(8 * 8)
 
 
-def test_a_step_begins_while_the_one_before_it_gathers_its_parameters() -> None:
-    """The gather of 4 s begins with the step, which has 2 s to compute before it needs what is gathered."""
+def test_a_step_starts_during_the_previous_parameter_gather() -> None:
+    """The gather takes 4 s from the start of the step, which computes 2 s before it needs the parameters."""
     gather = Issue(("gather",), "dp", "all-gather of parameters (dp)", 4.0)
     segments = {Action(FORWARD, 0): [block(2.0), Await(gather.key), block(3.0)], Action("B", 0): [block(6.0)]}
     stage = StageProgram(segments, [block(1.0), gather], micro_batches=1)
@@ -328,8 +328,8 @@ def test_a_step_begins_while_the_one_before_it_gathers_its_parameters() -> None:
     assert found.unmatched == 0
 
 
-def test_a_stage_begins_a_step_when_its_own_update_is_over() -> None:
-    """The last of two stages updates for 5 s, the first one for 1, and computes in what it has over."""
+def test_a_stage_starts_a_step_after_its_own_update() -> None:
+    """The last of two stages updates for 5 s. The first updates for 1 s, and then starts its forward pass."""
     norm = Issue(("norm",), "world", "all-reduce of norm (world)", 0.0)
 
     def stage(update: float, forward: list[Any], backward: list[Any]) -> StageProgram:
@@ -339,13 +339,13 @@ def test_a_stage_begins_a_step_when_its_own_update_is_over() -> None:
     first = stage(1.0, [block(1.0), Send(1, 0, 1)], [block(2.0)])
     last = stage(5.0, [block(1.0)], [block(2.0), Send(-1, 1, 1)])
     found = schedule(Layout(pp=2), [first, last], Wire(0.0))
-    assert found.step_s == 1 + 2 + 2 + 5  # its forward pass is over when the last stage begins
+    assert found.step_s == 1 + 2 + 2 + 5  # the first forward pass has ended when the last stage starts
     assert [found.stages[s].by_phase["update"] for s in (0, 1)] == [1.0, 5.0 + 2.0]
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 3), st.floats(0.0, 2.0))
-def test_stages_that_exchange_never_wait_for_ever_and_are_never_faster(
+def test_blocking_exchanges_never_deadlock_and_are_never_faster(
     p: int, groups: int, chunks: int, wire: float
 ) -> None:
     name = "1f1b" if chunks == 1 else "interleaved"
@@ -356,8 +356,8 @@ def test_stages_that_exchange_never_wait_for_ever_and_are_never_faster(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_drawing_has_every_second_of_every_stream(name: str) -> None:
-    """Sums of a stage's rows are the seconds that its breakdown counts, and the events of a stream do not overlap."""
+def test_trace_events_contain_every_second_of_every_stream(name: str) -> None:
+    """The durations of a stage's events sum to its breakdown, and events of one stream do not overlap."""
     found = predicted(name, base_system(), record=True)
     stages = range(LAYOUTS[name].pp)
     events = list(breakdown.trace_events(found.timeline.spans, stages))
@@ -374,15 +374,15 @@ def test_a_drawing_has_every_second_of_every_stream(name: str) -> None:
         row.sort(key=lambda event: event["ts"])
         assert all(b["ts"] >= a["ts"] + a["dur"] - 1e-3 for a, b in pairwise(row))
     for stage, time in enumerate(found.timeline.stages):
-        drawn: dict[str, float] = {}
+        event_seconds: dict[str, float] = {}
         for (of, _), row in rows.items():
             for event in row if of == stage else ():
                 label = event["args"]["label"] if event["name"].startswith("nccl:") else "compute"
-                drawn[label] = drawn.get(label, 0.0) + event["dur"] / 1e6
-        assert drawn.pop("compute") == pytest.approx(sum(time.busy.values()))
-        drawn.pop(STAGE_SEND, None)  # in the row of the receiver; a breakdown counts both ends
+                event_seconds[label] = event_seconds.get(label, 0.0) + event["dur"] / 1e6
+        assert event_seconds.pop("compute") == pytest.approx(sum(time.busy.values()))
+        event_seconds.pop(STAGE_SEND, None)  # an event of the receiver; a breakdown counts both stages
         counted = {k: v for k, v in time.communication.items() if v and k != STAGE_SEND}
-        assert drawn == pytest.approx(counted)
+        assert event_seconds == pytest.approx(counted)
         assert annotated[stage] <= found.step_s * (1 + 1e-9)
     if len(stages) == 1:
         (time,) = found.timeline.stages
@@ -394,34 +394,34 @@ def test_a_drawing_has_every_second_of_every_stream(name: str) -> None:
 # --- stages that share cores
 
 
-def crowded(p: int, micro_batches: int, ranks_per_core: float) -> float:
-    """Seconds of a GPipe step whose forwards and backwards take a second each while all stages compute."""
+def gpipe_step_s(p: int, micro_batches: int, ranks_per_core: float) -> float:
+    """Return the seconds of a GPipe step whose actions take 1 s each while all stages compute."""
     layout = Layout(pp=p, global_batch=micro_batches, schedule="gpipe")
     stages = []
     for stage in range(p):
-        made = StageProgram(micro_batches=micro_batches)
+        program = StageProgram(micro_batches=micro_batches)
         for action in build_schedule("gpipe", p, micro_batches, 1)[stage]:
             offset, channel = (1, 0) if action.kind == FORWARD else (-1, 1)
             inside = 0 <= stage + offset < p
-            made.segments[action] = [OperatorBlock(1.0, (("matmul", 1.0),))]
-            made.segments[action] += [Send(offset, channel, 1)] if inside else []
-        stages.append(made)
+            program.segments[action] = [OperatorBlock(1.0, (("matmul", 1.0),))]
+            program.segments[action] += [Send(offset, channel, 1)] if inside else []
+        stages.append(program)
     return schedule(layout, stages, Wire(), ranks_per_core=ranks_per_core).step_s
 
 
-def test_a_bubble_gives_its_cores_to_those_that_compute() -> None:
-    """Two stages, two micro-batches, twice as many ranks as cores: F0 | F1 F0 | F1 | B0 | B1 B0 | B1, and alone a
-    stage is twice as fast."""
-    assert crowded(2, 2, 1.0) == pytest.approx(6)
-    assert crowded(2, 2, 2.0) == pytest.approx(4 * 0.5 + 2 * 1)
-    # No core is ever idle: all the work, at the rate of all.
-    assert crowded(4, 4, 4.0) == pytest.approx(8)
-    assert crowded(1, 2, 2.0) == pytest.approx(crowded(1, 2, 1.0))
+def test_computing_stages_use_the_cores_of_waiting_stages() -> None:
+    """Two stages, two micro-batches, twice as many ranks as cores: F0 | F1 F0 | F1 | B0 | B1 B0 | B1. A stage
+    that computes alone is twice as fast."""
+    assert gpipe_step_s(2, 2, 1.0) == pytest.approx(6)
+    assert gpipe_step_s(2, 2, 2.0) == pytest.approx(4 * 0.5 + 2 * 1)
+    # No core is idle, so the total work runs at the rate of all cores.
+    assert gpipe_step_s(4, 4, 4.0) == pytest.approx(8)
+    assert gpipe_step_s(1, 2, 2.0) == pytest.approx(gpipe_step_s(1, 2, 1.0))
 
 
 @given(st.integers(2, 5), st.integers(1, 6), st.floats(1, 8))
 @settings(max_examples=30)
-def test_shared_cores_never_do_more_than_they_can(p: int, micro_batches: int, ranks_per_core: float) -> None:
-    alone, shared = crowded(p, micro_batches, 1.0), crowded(p, micro_batches, ranks_per_core)
+def test_shared_cores_do_not_exceed_their_rate(p: int, micro_batches: int, ranks_per_core: float) -> None:
+    alone, shared = gpipe_step_s(p, micro_batches, 1.0), gpipe_step_s(p, micro_batches, ranks_per_core)
     assert alone / ranks_per_core * (1 - 1e-9) <= shared <= alone * (1 + 1e-9)
     assert shared >= 2 * micro_batches * (1 - 1e-9)

@@ -1,4 +1,4 @@
-"""The order of messages as arrays is that of a stage that follows the rules of `Boundary` action by action."""
+"""Tests of the order of messages in arrays, against a stage that follows the rules of `Boundary`."""
 
 from __future__ import annotations
 

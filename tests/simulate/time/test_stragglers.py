@@ -1,4 +1,4 @@
-"""The slowest of many devices: known means of the largest draw, and what holds for any."""
+"""Tests of the slowest of many devices: known means of the maximum, and properties."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ H100 = systems.load_system_file("dgx-h100")
 SPREAD = "device.time.spread"
 
 
-def test_the_mean_of_the_largest_draw() -> None:
-    """Of two and of three known exactly (David and Nagaraja, Order Statistics, sec. 3.2), of more by its density."""
+def test_the_expected_maximum_equals_known_means() -> None:
+    """Two and three draws have exact means (David and Nagaraja, Order Statistics, sec. 3.2), more draws an integral."""
     pi = 3.141592653589793
     assert expected_maximum(1) == pytest.approx(0, abs=1e-15)
     assert expected_maximum(2) == pytest.approx(1 / sqrt(pi), rel=1e-12)
@@ -43,9 +43,7 @@ def test_the_mean_of_the_largest_draw() -> None:
 
 
 @given(st.floats(0, 0.5), st.integers(1, 100_000), st.integers(1, 100_000))
-def test_the_slowdown_grows_with_devices_and_vanishes_with_the_spread(
-    spread: float, one: int, other: int
-) -> None:
+def test_the_slowdown_grows_with_devices_and_spread(spread: float, one: int, other: int) -> None:
     few, many = sorted((one, other))
     assert 1 <= slowest_device_factor(spread, few) <= slowest_device_factor(spread, many)
     assert slowest_device_factor(0, many) == slowest_device_factor(spread, 1) == 1
@@ -55,18 +53,18 @@ def test_the_slowdown_grows_with_devices_and_vanishes_with_the_spread(
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.1), st.integers(1, 4096))
-def test_what_disturbs_devices_adds_up_in_squares(
-    first: float, then: float, jitter_s: float, members: int
+def test_squared_delays_of_consecutive_stretches_add_up(
+    first: float, second: float, jitter_s: float, members: int
 ) -> None:
-    """Two stretches in a row are one that is as long as both; one device waits for nobody."""
-    parts = [last_arrival_delay(jitter_s, seconds, members) for seconds in (first, then, first + then)]
+    """Two consecutive stretches equal one stretch of their total length. One device has no delay."""
+    parts = [last_arrival_delay(jitter_s, seconds, members) for seconds in (first, second, first + second)]
     assert parts[0] ** 2 + parts[1] ** 2 == pytest.approx(parts[2] ** 2, abs=1e-12)
     assert max(parts[:2]) <= parts[2] <= parts[0] + parts[1] + 1e-12
     assert last_arrival_delay(jitter_s, first, 1) == pytest.approx(0, abs=1e-12)
     assert last_arrival_delay(0, first, members) == 0
 
 
-def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
+def test_the_spread_slows_devices_and_not_links() -> None:
     operator = Operator("aten.add", 0, 10**9, 10**9, (), 2)
     plain, spread = (
         DeviceCost(system, "bf16", devices=1024) for system in (H100, with_values(H100, {SPREAD: 0.02}))
@@ -96,7 +94,7 @@ def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
         schedule_traces(experiment, with_values(H100, {SPREAD: 0.0}), traces, MODELLED_KERNELS).step_s
         == before[0]
     )
-    # A spread with a range is an unknown like the others, and more of it takes no less.
+    # A spread with a range is an unknown number, and a larger spread takes more time.
     ranged = Quantity(value=0.01, low=0.0, high=0.05, source="a test; low: none; high: five")
     device = replace(H100.device, time=replace(H100.device.time, spread=ranged))
     found = predict(experiment, replace(H100, device=device), traces, interval=True).interval
@@ -105,6 +103,6 @@ def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
     assert move.low_s < move.high_s
 
 
-def test_a_spread_is_a_part_of_the_mean() -> None:
+def test_a_spread_above_the_mean_is_an_error() -> None:
     with pytest.raises(ConfigError, match="spread"):
         replace(H100.device.time, spread=Quantity(value=8, source="a test"))

@@ -1,4 +1,4 @@
-"""Which line asked for something: by the module that runs, wherever the code lies on disk."""
+"""Tests of the source line of a traced operator: the module name decides, and the path of the file does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = "\n\ndef through(call):\n    return call()\n"
 
 
 def module(name: str, file: str = "/somewhere.py") -> Callable[[Callable[[], Any]], Any]:
-    """A function of a module of that name, which calls what it is given in its fourth line."""
+    """Return a function of a module with this name, which calls its argument in line 4 of the module."""
     names: dict[str, Any] = {"__name__": name}
     exec(compile(SOURCE, file, "exec"), names)
     through: Callable[[Callable[[], Any]], Any] = names["through"]
@@ -33,19 +33,19 @@ def module(name: str, file: str = "/somewhere.py") -> Callable[[Callable[[], Any
         ("tests.kernels.norm", "?"),
     ],
 )
-def test_a_line_of_the_packages(name: str, line: str) -> None:
+def test_only_lines_of_the_given_packages_are_found(name: str, line: str) -> None:
     found = innermost_line(
         ("repro.model", "repro.parallel", "repro.kernels"), but=("repro.parallel.storage",)
     )
     assert module(name)(found) == line
 
 
-def test_the_innermost_of_several_and_no_folder_of_that_name() -> None:
+def test_the_innermost_line_of_the_packages_is_found() -> None:
     found = innermost_line(("repro.model", "repro.kernels"))
     outer, inner = module("repro.model.gpt"), module("repro.model.layer")
     assert outer(lambda: inner(found)) == "repro/model/layer.py:4"
-    others = module("torch.nn.functional", "/home/me/kernels/.venv/torch/nn/functional.py")
-    assert outer(lambda: others(found)) == "repro/model/gpt.py:4"
+    foreign = module("torch.nn.functional", "/home/me/kernels/.venv/torch/nn/functional.py")
+    assert outer(lambda: foreign(found)) == "repro/model/gpt.py:4"
 
 
 class Lines(TorchDispatchMode):
@@ -71,7 +71,7 @@ class Lines(TorchDispatchMode):
         ("causal_softmax", "softmax", 1, (0.5,)),
     ],
 )
-def test_both_passes_of_an_operator_have_a_line_of_its_module(
+def test_both_passes_have_a_line_of_the_operators_module(
     name: str, module: str, inputs: int, numbers: tuple[float, ...]
 ) -> None:
     shapes = ((4, 4), (4,), (4,))[:inputs]

@@ -1,4 +1,4 @@
-"""A trace in which blocks repeat each other is event for event the trace in which all of them run."""
+"""Tests of repeated blocks: a trace with repeats has the same events as a trace that executes every block."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ LAYOUTS = {
     "unfused": replace(BASE, kernels="unfused", micro_batch=2),
     "reference": replace(BASE, kernels="reference"),
 }
-GATHERED = {name: LAYOUTS[name] for name in ("zero2-buckets", "sp", "cp", "1f1b")}
-"""Under which gloo's own buffers are counted as well."""
+GLOO_LAYOUTS = {name: LAYOUTS[name] for name in ("zero2-buckets", "sp", "cp", "1f1b")}
+"""Layouts whose traces also count the buffers of gloo."""
 
 
-class Counting(TraceRecorder):
-    """Counts what really runs."""
+class CountingRecorder(TraceRecorder):
+    """Recorder that counts the executed operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,32 +73,34 @@ class Counting(TraceRecorder):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known() -> None:
+def _clear_recordings() -> None:
     repeat.recordings.cache_clear()
 
 
-def both(experiment: Experiment, role: PipelineRole, *, gloo: bool = False) -> tuple[Trace, Trace, float]:
-    """The trace of all blocks, the trace with repeats, and the share of calls that the latter takes."""
-    all_of_them, few = Counting(), Counting()
-    full = trace(experiment, role, gloo=gloo, recorder=all_of_them, repeat=False)
-    found = trace(experiment, role, gloo=gloo, recorder=few)
-    return full, found, few.calls / all_of_them.calls
+def trace_twice(
+    experiment: Experiment, role: PipelineRole, *, gloo: bool = False
+) -> tuple[Trace, Trace, float]:
+    """Return the trace of all blocks, the trace with repeats, and the share of operators that the latter executes."""
+    all_blocks, repeated = CountingRecorder(), CountingRecorder()
+    full = trace(experiment, role, gloo=gloo, recorder=all_blocks, repeat=False)
+    found = trace(experiment, role, gloo=gloo, recorder=repeated)
+    return full, found, repeated.calls / all_blocks.calls
 
 
 def assert_same(full: Trace, found: Trace) -> None:
-    """As `assert full.events == found.events`, which would print both."""
+    """Require equal events; `assert full.events == found.events` would print both traces."""
     for number, (one, other) in enumerate(zip(full.events, found.events, strict=False)):
         assert one == other, f"event {number} of {len(full.events)}"
     assert len(full.events) == len(found.events)
     assert (full.step_start, full.step_stop) == (found.step_start, found.step_stop)
 
 
-DROPPING = (
+DROPOUT_LAYOUTS = (
     *("one", "zero1", "zero3-recomputed", "sp-recomputed", "cp-sp-recomputed", "pa-cpu-md"),
     *("1f1b-recomputed", "interleaved", "softmax", "unfused"),
 )
-"""Layouts of each way to draw dropout masks and to repeat them; they are traced with dropout."""
-CALLS = (
+"""Layouts that are traced with dropout: one for each method of drawing and repeating dropout masks."""
+CALL_LAYOUTS = (
     *("fp32", "zero1", "zero2-buckets", "zero2-fp32-gradients", "zero3", "tp", "sp", "pa-cpu-md"),
     *("1f1b-ddp", "1f1b-fused-accumulation", "interleaved"),
 )
@@ -106,32 +108,32 @@ CALLS = (
 
 
 def model_of(layout: Layout) -> Model:
-    """Of stages and chunks all blocks; without them half: one that runs for three that repeat it."""
+    """Return all blocks for pipeline stages, else half of them: one executed block and three repeats."""
     return MODEL if layout.pp > 1 else replace(MODEL, layers=4)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_event_is_that_of_a_trace_without_repeats(name: str) -> None:
-    layout, dropout = LAYOUTS[name], 0.1 if name in DROPPING else 0.0
+def test_repeats_do_not_change_any_event(name: str) -> None:
+    layout, dropout = LAYOUTS[name], 0.1 if name in DROPOUT_LAYOUTS else 0.0
     training = Training(dropout=dropout, attention_dropout=dropout)
     experiment = Experiment(name="e", model=model_of(layout), layout=layout, training=training)
     shares = []
     for role in roles(experiment):
-        full, found, share = both(experiment, role)
+        full, found, share = trace_twice(experiment, role)
         assert_same(full, found)
         shares.append(share)
     assert min(shares) < 0.9, "no block was repeated"
 
 
-@pytest.mark.parametrize("layout", GATHERED.values(), ids=GATHERED)
-def test_what_gloo_receives_in_is_repeated_too(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", GLOO_LAYOUTS.values(), ids=GLOO_LAYOUTS)
+def test_receive_buffers_of_gloo_are_repeated(layout: Layout) -> None:
     experiment = Experiment(name="e", model=MODEL, layout=layout)
     for role in roles(experiment):
-        assert_same(*both(experiment, role, gloo=True)[:2])
+        assert_same(*trace_twice(experiment, role, gloo=True)[:2])
 
 
-def test_what_is_recorded_without_dropout_serves_no_run_with_it() -> None:
-    """Whatever a block does otherwise than the ones before it is recorded anew."""
+def test_recordings_are_not_reused_for_different_blocks() -> None:
+    """A block with other operators, shapes or data types has a separate recording."""
     plain = Experiment(name="e", model=model_of(BASE), layout=BASE)
     others = [
         replace(plain, training=Training(dropout=0.1)),
@@ -149,20 +151,20 @@ def test_what_is_recorded_without_dropout_serves_no_run_with_it() -> None:
         assert_same(full, trace(experiment, roles(experiment)[0]))
 
 
-def test_what_is_recorded_serves_other_depths_stages_and_degrees() -> None:
-    """`plan` and `fit` ask for the same blocks again and again: then no block of a layout has to run."""
+def test_recordings_are_reused_for_other_depths_and_degrees() -> None:
+    """`plan` and `fit` trace equal blocks in many layouts, most of which need not execute a block."""
     first = Experiment(name="e", model=MODEL, layout=replace(BASE, dp=2, zero=1, recompute=True))
     trace(first, roles(first)[0])
     layout = replace(BASE, dp=4, zero=2, recompute=True, bucket_bytes=100_000)
     deeper = Experiment(name="e", model=replace(MODEL, layers=12), layout=layout)
-    full, found, share = both(deeper, roles(deeper)[0])
+    full, found, share = trace_twice(deeper, roles(deeper)[0])
     assert_same(full, found)
     assert share < 0.5
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_repeated_calls_have_the_events_of_calls_that_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Initial values and gradients: the events of a trace in which no call repeats an earlier one."""
+@pytest.mark.parametrize("name", CALL_LAYOUTS)
+def test_repeated_calls_have_the_events_of_executed_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls create initial values and gradients. The reference is a trace that executes every call."""
     layout = LAYOUTS[name]
     experiment = Experiment(name="e", model=model_of(layout), layout=layout)
     role = roles(experiment)[0]
@@ -172,46 +174,44 @@ def test_repeated_calls_have_the_events_of_calls_that_run(name: str, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "1f1b-recomputed", "1f1b-ddp"])
-def test_further_ordinary_micro_batches_run_no_block(kind: str) -> None:
-    """A deeper pipeline has more micro-batches in flight, each of which costs only its messages."""
+def test_additional_micro_batches_in_flight_execute_no_block(kind: str) -> None:
+    """A deeper pipeline has more micro-batches in flight, each of which executes only its messages."""
 
     def calls(stages: int) -> int:
         layout = replace(LAYOUTS[kind], pp=stages, global_batch=64)
         experiment = Experiment(name="e", model=replace(MODEL, layers=4 * stages), layout=layout)
-        recorder = Counting()
+        recorder = CountingRecorder()
         trace(experiment, roles(experiment)[0], recorder=recorder)
         return recorder.calls
 
     calls(2)  # records the blocks
-    assert (calls(12) - calls(2)) / 10 < 8, "operators around the part, without those of its four blocks"
+    assert (calls(12) - calls(2)) / 10 < 8, "only operators outside the four blocks of a stage"
 
 
-def test_a_block_that_does_something_that_another_cannot_do_again_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept: list[Tensor] = []
+def test_a_block_with_external_state_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    retained: list[Tensor] = []
     plain = tensor.weight_gradient
 
-    def remembers(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
-        kept.append(torch.empty_like(rows))
-        if len(kept) > 1:
-            kept.pop(0)
+    def retaining_weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
+        retained.append(torch.empty_like(rows))
+        if len(retained) > 1:
+            retained.pop(0)
         return plain(weight, rows, x)
 
-    monkeypatch.setattr(tensor, "weight_gradient", remembers)
+    monkeypatch.setattr(tensor, "weight_gradient", retaining_weight_gradient)
     experiment = Experiment(name="e", model=MODEL, layout=BASE)
     with pytest.raises(UnrepeatableBlock, match="outside the recorded block"):
         trace(experiment, roles(experiment)[0])
 
 
-def test_an_operator_writes_where_it_is_told_the_second_time_as_well() -> None:
-    """GELU's gradient is written over one of its operands (`grad_input=`), whatever the argument is called."""
+def test_a_repeated_operator_writes_to_its_output_argument() -> None:
+    """GELU's gradient overwrites one of its operands (`grad_input=`), so the operator allocates nothing."""
     layout = replace(BASE, kernels="reference")
     experiment = Experiment(name="e", model=MODEL, layout=layout)
-    made = [
+    allocations = [
         sum(
             getattr(event, "operator", "") == "aten.gelu_backward" for event in trace(experiment, role).events
         )
         for role in roles(experiment) * 2
     ]
-    assert made == [0, 0]
+    assert allocations == [0, 0]

@@ -1,4 +1,4 @@
-"""Which results of an operator are made again from their shape alone: those that fill their storage exactly."""
+"""Tests of results that are recreated from their shape alone: only tensors that fill their storage."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from repro.simulate.trace.shapes import UNKNOWN_RESULT, _made, _shape
 
 
-def test_a_tensor_that_fills_its_storage_is_known_by_its_shape() -> None:
+def test_a_tensor_that_fills_its_storage_is_recreated() -> None:
     for full in (torch.empty(2, 3, device="meta"), torch.empty(4, 5, dtype=torch.half, device="meta").t()):
         known = _shape(full)
         assert known == (full.shape, full.stride(), full.dtype)
-        again = _made(known)
-        assert (again.shape, again.stride(), again.dtype, again.device) == (
+        recreated = _made(known)
+        assert (recreated.shape, recreated.stride(), recreated.dtype, recreated.device) == (
             *(full.shape, full.stride(), full.dtype, full.device),
         )
     pair = _shape((torch.empty(2, device="meta"), None))
@@ -20,8 +20,8 @@ def test_a_tensor_that_fills_its_storage_is_known_by_its_shape() -> None:
     assert _made(pair)[1] is None
 
 
-def test_a_part_of_a_storage_or_a_tensor_with_data_is_not() -> None:
+def test_views_and_tensors_with_data_are_not_recreated() -> None:
     wide = torch.empty(4, 6, device="meta")
-    for part in (wide[:2], wide[:, :3], wide[:0], torch.empty(3), 7):
-        assert _shape(part) is UNKNOWN_RESULT
+    for value in (wide[:2], wide[:, :3], wide[:0], torch.empty(3), 7):
+        assert _shape(value) is UNKNOWN_RESULT
     assert _shape((torch.empty(2, device="meta"), wide[:2])) is UNKNOWN_RESULT
