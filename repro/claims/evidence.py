@@ -174,7 +174,7 @@ def _judge_miss(
         why = f"the ranges of all unknown inputs give {ends}, which does not contain the published value"
         return NOT_REPRODUCED, f"{rule}; {why}", ()
     found = uncertainty.deciding_unknowns(published.meets)
-    which = f"the uncertainty of {' and '.join(found)} decides"
+    which = f"the uncertainty of {' and '.join(found)} decides the verdict"
     why = f"the ranges of all unknown inputs give {ends}, which contains the published value; {which}"
     return POSSIBLE, f"{rule}; {why}", found
 

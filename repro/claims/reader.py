@@ -117,7 +117,7 @@ def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
             first, others = read.setdefault(row.sentence, (claim.id, experiments))
             if experiments != others:
                 differing = ", ".join(sorted(experiments ^ others))
-                right = f"a sentence that {first} tests with the same simulations; these differ: {differing}"
+                right = f"a sentence that {first} tests with the same simulations; simulations that differ: {differing}"
                 raise ConfigError("sentence", row.sentence, right, where=f"{claim.id}.{row.label}")
 
 
@@ -287,7 +287,10 @@ def _row(
         )
         shared = shared_input(row)
         require(
-            not shared, "given", "", f"a text that names the part of the answer that is an input: {shared}"
+            not shared,
+            "given",
+            "",
+            f"a text that names the input that contains the published answer: {shared}",
         )
         return row
     except ConfigError as error:
@@ -310,9 +313,7 @@ def _evidence(
     require(kind != EMULATED or is_ratio, EMULATED, item.value, says=right)
     is_word = item.expect.lstrip()[:1] in ("'", '"', "")
     if not (is_word or item.metric or metric == "exact" or item.scale == ledger.SCALED_TWIN):
-        says = (
-            f"is missing, but expect is given: must be {metric}, the class of the row, or exact for equality"
-        )
+        says = f"is missing, but expect is given: must be {metric}, the row's tolerance class, or exact for equality"
         raise ConfigError("metric", says=says)
     fallback = "exact" if item.expect else metric
     return ledger.Evidence(

@@ -233,7 +233,7 @@ def describe_tolerance(row: Row, evidence: Evidence, claim: Claim) -> str:
         return f"{_range(rule, row)}: {rule.because}"
     if evidence.expect is None or row.printed is None:
         return "the same word"
-    return f"{describe_class_tolerance(evidence.metric)} ({evidence.metric}) of the formula at that scale"
+    return f"{describe_class_tolerance(evidence.metric)} ({evidence.metric}) of the formula at the scale of the run"
 
 
 def _range(rule: AcceptedRange, row: Row) -> str:

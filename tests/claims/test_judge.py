@@ -332,7 +332,7 @@ def test_claim_of_three_parts_needs_three_main_rows(tmp_path: Path) -> None:
 def test_rows_of_one_sentence_read_the_same_simulations(tmp_path: Path) -> None:
     simulated = '{ label = "%s", sentence = "one", published = "2", simulated = { value = \'metric("s/%s", "v")\' } },'
     assert judged(tmp_path, simulated % ("x", "a") + simulated % ("y", "a")).verdict == NOT_RUN
-    with pytest.raises(ConfigError, match="a-claim tests with the same simulations; these differ: s/a, s/b"):
+    with pytest.raises(ConfigError, match="a-claim tests with the same simulations; simulations that differ: s/a, s/b"):
         judged(tmp_path, simulated % ("x", "a") + simulated % ("y", "b"))
 
 
@@ -350,6 +350,6 @@ def test_evidence_that_repeats_an_input_must_be_given(
     tmp_path: Path, value: str, unit: str, published: str
 ) -> None:
     rows = f'{{ label = "x", published = "{published}", unit = "{unit}", measured = {{ value = \'{value}\' }} }},\n'
-    with pytest.raises(ConfigError, match="the part of the answer that is an input"):
+    with pytest.raises(ConfigError, match="the input that contains the published answer"):
         judged(tmp_path, rows)
     assert judged(tmp_path, rows.replace("{ ", '{ given = "the suite", ', 1)).verdict == NOT_RUN

@@ -257,7 +257,7 @@ def limit_to_machine(network: EmulatedNetwork, machine: System) -> tuple[Emulate
     if wanted <= most:
         return network, []
     times = wanted / most
-    reason = f"the link inside a node needs {times:.1f} times the rate of all ranks on this machine"
+    reason = f"the link inside a node needs {times:.1f} times the message rate that this machine's ranks reach together"
     return replace(network, within=0.0), [reason]
 
 

@@ -64,7 +64,7 @@ def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumbe
     if member is not baseline:
         pairs = ((before, baseline.before), (after, baseline.after))
         original, twin = (mine.flops_per_device / base.flops_per_device for mine, base in pairs)
-        found.append(SimilarityNumber(TWIN_RATIO, original, twin, "the result of the comparison"))
+        found.append(SimilarityNumber(TWIN_RATIO, original, twin, "the ratio that the twins are compared by"))
     return [number for number in found if number.original or number.twin]
 
 
@@ -203,8 +203,8 @@ _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
     ("latency of messages / compute", latency_share, "not preserved: latency is larger on emulated links"),
     ("optimizer / compute", optimizer_share, _MACHINES),
     ("element-wise part of compute", elementwise_share, _MACHINES),
-    ("attention / other products, s/6h", attention_share, "s' = k s"),
-    ("vocabulary / layers, V/12lh", vocabulary_share, "V' = V k l'/l"),
+    ("attention / other products, s/6h", attention_share, "sequence s' = k s"),
+    ("vocabulary / layers, V/12lh", vocabulary_share, "vocabulary V' = V k l'/l"),
     (
         "all-reduces over tp a layer",
         tp_all_reduces_per_layer,

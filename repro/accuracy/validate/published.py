@@ -41,7 +41,7 @@ CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
     "calibration",
     "a bound",
     "several runs",
-    "a share of peak FLOP/s of a run that is another point",
+    "a share of peak FLOP/s of a run whose rate is already a point",
     "a gain, the small difference of a ratio from 1",
 )
 """Reasons why a published value does not count in the error statistics."""

@@ -35,7 +35,7 @@ class MeasurementAdvice:
     """Description of the measurement."""
 
 
-OPERATORS = "seconds of every operator on the devices of the system, which replace the assumed pace"
+OPERATORS = "seconds of every operator on the devices of the system, which replace the assumed rates"
 PRODUCTS = "the fastest matrix product on all ranks at once, whose rate replaces the peak"
 COPIES = "a copy of four times the cache size on all ranks at once, whose rate replaces the bandwidth"
 LINK = "collectives by size in all groups of a layout at once, which replace the formula"

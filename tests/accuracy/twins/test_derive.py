@@ -120,7 +120,7 @@ def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
     megatron, deepspeed = (member.network.between for member in twin.members)
     assert megatron > 3 * deepspeed
     assert twin.members[0].network.within == 0
-    assert "times the rate of all ranks" in twin.unlimited[0]
+    assert "times the message rate" in twin.unlimited[0]
 
 
 def test_who_needs_the_baselines_network_takes_turns_with_it(

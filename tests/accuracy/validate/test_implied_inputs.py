@@ -64,7 +64,7 @@ def test_a_row_that_no_value_serves_is_named_and_contradicts_none(tmp_path: Path
     (found,) = needed(tmp_path, {"a": "15.0", "b": "500"}, moving("a", INVERSE), moving("b", INVERSE))
     assert [(need.row, need.value, need.low) for need in found.unserved] == [("a-claim/b", None, None)]
     assert found.contradiction is None
-    assert "no value from 0.25 to 16 fits 1 of them (a-claim/b)" in found.words
+    assert "no value from 0.25 to 16 fits 1 rows (a-claim/b)" in found.words
 
 
 def test_clusters_are_apart_and_an_unknown_that_moves_little_says_nothing(tmp_path: Path) -> None:

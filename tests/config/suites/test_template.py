@@ -65,7 +65,7 @@ def test_link_of_another_bandwidth_must_define_all_its_keys(key: str, tmp_path: 
         ('\ntitle = "A report', r"mine.toml: source\[OWN\].title: is missing"),
         (
             ', metric = "exact-padding"',
-            r"metric: is missing, but expect is given: must be memory, the class of the row, or exact",
+            r"metric: is missing, but expect is given: must be memory, the row's tolerance class, or exact",
         ),
     ],
 )
