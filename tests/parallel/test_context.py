@@ -18,8 +18,7 @@ from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.roles import roles, trace
-from tests.parallel.test_architectures import EVERYTHING as MORE
-from tests.parallel.test_architectures import FAMILIES, FAST
+from tests.parallel.test_architectures import FAMILIES, FAST, FOUR_RANKS
 from tests.parallel.test_parity import BATCH, alone, assert_same
 from tests.parallel.test_pipeline import merge_stages
 from tests.pool import pool_of
@@ -69,7 +68,7 @@ def test_each_kind_of_layer(request: pytest.FixtureRequest, family: str) -> None
 @pytest.mark.parametrize("family", ["llama", "falcon", "bloom"])
 def test_four_ranks_of_each_kind(request: pytest.FixtureRequest, family: str) -> None:
     """Under tp falcon's one head of keys is on both ranks."""
-    for layout in (LAYOUTS["cp4"], replace(MORE, dp=1, cp=2)):
+    for layout in (LAYOUTS["cp4"], replace(FOUR_RANKS, dp=1, cp=2)):
         found = pool_of(request, layout).run(train, tiny(layout, FAMILIES[family], **FAST))
         assert_same(found, alone(model=FAMILIES[family], **FAST), 1e-5, 1e-5)
 
