@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from repro.config import ConfigError, Experiment, Layout
 from repro.config.enums import Category
+from repro.engines.native.engine import NativeEngine
+from repro.engines.native.model_part import MicroBatch
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.context import chunks, positions
 from repro.simulate.memory.live_bytes import measure_live_bytes
@@ -85,7 +88,9 @@ def test_16_bit_losses_equal_one_process(request: pytest.FixtureRequest, precisi
     ("cp", "tp", "family", "recompute"),
     [(2, 1, "", False), (4, 1, "llama", True), (2, 2, "llama", False), (2, 2, "falcon", True)],
 )
-def test_cp_traffic(request: pytest.FixtureRequest, cp: int, tp: int, family: str, recompute: bool) -> None:
+def test_cp_sends_only_keys_and_values(
+    request: pytest.FixtureRequest, cp: int, tp: int, family: str, recompute: bool
+) -> None:
     """A layer has two all-gathers and one reduce-scatter of 2 b s h_kv elements; a ring sends (cp-1)/cp of them."""
     b, model = 4, FAMILIES[family] if family else TINY
     layout = Layout(cp=cp, tp=tp, micro_batch=b, recompute=recompute)
@@ -104,10 +109,6 @@ def test_cp_traffic(request: pytest.FixtureRequest, cp: int, tp: int, family: st
 
 def attention_of(experiment: Experiment, rank: int) -> list[Operator]:
     """Return the attention operators in a step of one cp rank, traced on `meta` tensors."""
-    from repro.engines.native.engine import NativeEngine
-    from repro.engines.native.model_part import MicroBatch
-    from repro.model.gpt import BatchPosition
-
     layout = experiment.layout
     recorder = TraceRecorder()
     with recorder:
