@@ -13,7 +13,7 @@ from repro.config import ConfigError, Experiment, Layout
 from repro.engines.native.engine import NativeEngine
 from repro.parallel import mesh as meshes
 from repro.parallel.pipeline.schedule import build_schedule, in_flight
-from tests.parallel.test_parity import EVERYTHING, alone, assert_same
+from tests.parallel.test_parity import ALL_OPTIONS, alone, assert_same
 from tests.pool import RankPool, pool_of
 from tests.training import LEARNING, TINY, Trained, micro_batches, smallest, tiny, train
 
@@ -96,7 +96,7 @@ def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout)
 @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED, PP2_TP2, replace(PP2, dp=2, zero=1)], ids=name_of)
 def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout: Layout) -> None:
     """With recomputation, tiny buckets and dropout it is still one process's run."""
-    settings, training = EVERYTHING
+    settings, training = ALL_OPTIONS
     model = smallest(layout)
     found = pool_of(request, layout).run(train, tiny(replace(layout, **settings), model, **training))
     assert_same(merge_stages(found), alone(model=model, **training), 1e-5, 1e-5)
