@@ -218,7 +218,7 @@ def _padded_parameters(experiment: Experiment, rank: int) -> int:
 
 
 def _check_data_parallel(layout: Layout, rows: dict[Any, Any], psi: int) -> None:
-    """Check that stage 0 all-reduces Psi; stages 1 and 2 reduce and gather Psi, and stage 2 reduces each micro-batch."""
+    """Check that stage 0 all-reduces Psi; stages 1 and 2 reduce and gather Psi; stage 2 reduces each micro-batch."""
     times = layout.accumulation if layout.zero == 2 else 1
     is_all_reduce = layout.zero == 0 or layout.zero1_reduce == "all-reduce"
     op = "all_reduce" if is_all_reduce else "reduce_scatter"
