@@ -27,7 +27,7 @@ def test_accumulation_multiplies_the_traffic_of_stages_2_and_3(micro_batches: in
     assert micro_batches < sent[3] / sent[0] <= 1.502 * micro_batches
 
 
-def test_zero_2_and_dp_send_equal_bytes_in_the_template(tmp_path: Path) -> None:
+def test_zero2_and_plain_template_layouts_send_equal_bytes(tmp_path: Path) -> None:
     write_template(suite := tmp_path / "s.toml")
     layouts = {e.experiment.name: e.experiment.layout for e in load_suite(suite).entries}
     assert sent_bytes(layouts["zero2"]) == pytest.approx(sent_bytes(layouts["plain"]), rel=0.002)

@@ -285,7 +285,7 @@ def test_without_overlap_no_reduction_runs_during_backward(stage: int, started: 
     assert transport.waited == [0, 1]
 
 
-def test_stages_0_and_1_reduce_only_the_last_micro_batch() -> None:
+def test_stages_0_and_1_reduce_the_last_micro_batch() -> None:
     for stage, messages in ((0, [0, 0, 1]), (1, [0, 0, 1]), (2, [1, 2, 3])):
         reducer, transport = make_reducer(stage, 1)
         for micro_batch, expected in enumerate(messages):

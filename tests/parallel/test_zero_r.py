@@ -140,9 +140,7 @@ def checkpoint_bytes(layout: Layout) -> int:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_pa_divides_checkpoints_by_tp_for_one_all_gather_each(
-    request: pytest.FixtureRequest, tp: int
-) -> None:
+def test_pa_divides_checkpoints_by_tp(request: pytest.FixtureRequest, tp: int) -> None:
     """P_a leaves 1/tp of the memory (sec. 6.1). It adds one all-gather of b s h per block (sec. 8), 1/12 of the traffic
     of the block's 2 + 2 + 2 all-reduces."""
     plain = replace(TP, tp=tp)
