@@ -127,7 +127,7 @@ def test_gather_on_one_rank_sends_no_message(stage: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "all_reduced", "left"),
+    ("stage", "all_reduced", "remaining"),
     [
         (0, False, [i / 3 for i in range(24)]),
         (1, False, [float(i) if 8 <= i < 16 else 0.0 for i in range(24)]),
@@ -135,7 +135,7 @@ def test_gather_on_one_rank_sends_no_message(stage: int) -> None:
     ],
 )
 def test_unreduce_lets_a_later_reduction_count_ranks_once(
-    stage: int, all_reduced: bool, left: list[float]
+    stage: int, all_reduced: bool, remaining: list[float]
 ) -> None:
     """Each of three ranks retains a third of an all-reduced mean. Only the owner retains a reduce-scattered shard."""
     bucket = make_bucket(make_group(rank=1)[0], stage, all_reduce_first=all_reduced)
@@ -143,7 +143,7 @@ def test_unreduce_lets_a_later_reduction_count_ranks_once(
     bucket.gradients.copy_(torch.arange(24.0))
     assert bucket.gradient_shard.tolist() == (list(range(8, 16)) if stage else list(range(24)))
     bucket.unreduce()
-    assert bucket.gradients.tolist() == pytest.approx(left)
+    assert bucket.gradients.tolist() == pytest.approx(remaining)
 
 
 @pytest.mark.parametrize("size", [1, 3])

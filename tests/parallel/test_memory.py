@@ -173,7 +173,7 @@ def test_peak_bytes_stay_within_the_limits_of_the_stage(four: RankPool, zero: in
 
 
 def test_stage_3_frees_gathered_parameters_after_evaluation(two: RankPool) -> None:
-    """The forward pass runs without gradients."""
+    """The forward pass runs under `torch.no_grad`."""
     for gathered_bytes in two.run(_evaluate, tiny(Layout(dp=2, zero=3), MODEL)):
         assert gathered_bytes == 0
 
