@@ -1,7 +1,7 @@
-"""Ranks as NCCL runs them: each rank's host issues in order, each communicator's messages run in order on its stream of
-each device, and computation runs on another.  At a communicator's first use the hosts of its ranks wait for each other.
+"""Model of NCCL's order of operations: a host issues in order, and each communicator has one stream on each device.
 
-The programs are those of the real mesh, its connecting and the real runner, on a `torch.distributed` that takes notes.
+Computation runs on another stream. At the first use of a communicator, the hosts of its ranks wait for each other. The
+product's mesh and pipeline runner issue the operations, on a substitute of `torch.distributed` that records them.
 """
 
 from __future__ import annotations
@@ -23,115 +23,115 @@ from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Pipeline
 
 Channel = tuple[int, int, int]
-"""Rank that sends, rank that receives, activations (0) or gradients (1)."""
+"""Sending rank, receiving rank, and activations (0) or gradients (1)."""
 
 
 class Message(NamedTuple):
-    """The host issues its end of a channel's next message, after its first `after` computations and waits."""
+    """Next message of a channel; the device starts it after its first `after` computations and waits."""
 
     channel: Channel
     after: int
 
 
 class Wait(NamedTuple):
-    """What is computed from here on comes after the end of the host's n-th message."""
+    """Order of all later computations after the end of the host's message with this number."""
 
     message: int
 
 
 class Compute(NamedTuple):
-    """The host issues computation."""
+    """Launch of a computation."""
 
-    first: bool
-    """Of its kind and chunk: code may have to be loaded."""
+    is_first: bool
+    """Whether this is the first launch of its kind and chunk, which may load code."""
 
 
-class Meet(NamedTuple):
-    """The host issues the first collective of these ranks."""
+class Rendezvous(NamedTuple):
+    """First collective of a group; the host waits for the hosts of all its ranks."""
 
     ranks: tuple[int, ...]
 
 
 class Synchronize(NamedTuple):
-    """The host waits for all that its device was given."""
+    """Wait of the host until its device is idle."""
 
 
-Line = Message | Wait | Compute | Meet | Synchronize
-Program = Sequence[Line]
+Operation = Message | Wait | Compute | Rendezvous | Synchronize
+Program = Sequence[Operation]
 
 
-class _Made:
-    """A process group.  As in torch, two of the same ranks are two."""
+class _FakeGroup:
+    """Process group. As in torch, groups of the same ranks with different purposes are distinct."""
 
     def __init__(self, ranks: tuple[int, ...], purpose: tuple[Any, ...] = ()):
         self.ranks, self.purpose = ranks, purpose
 
 
-class _Host:
-    """`torch.distributed` on one rank: takes down what its host issues; messages after a `moment` as on a GPU."""
+class _RecordingDist:
+    """Substitute of `torch.distributed` on one rank; records the operations that the host issues."""
 
     def __init__(self, rank: int):
-        self.rank, self.program = rank, list[Line]()
-        self.messages, self.moment = 0, -1
-        self.seen: set[tuple[int, str]] = set()
-        self._groups: dict[object, _Made] = {}
+        self.rank, self.program = rank, list[Operation]()
+        self.message_count, self.receive_after = 0, -1
+        self.launched: set[tuple[int, str]] = set()
+        self._groups: dict[object, _FakeGroup] = {}
 
     def compute(self, chunk: int, kind: str) -> None:
-        self.program.append(Compute((chunk, kind) not in self.seen))
-        self.seen.add((chunk, kind))
+        self.program.append(Compute((chunk, kind) not in self.launched))
+        self.launched.add((chunk, kind))
 
-    # -- in the place of `repro.parallel.mesh.make_process_group` and `torch.distributed`
+    # -- substitutes of `repro.parallel.mesh.make_process_group` and `torch.distributed`
 
-    def process_group(self, ranks: tuple[int, ...], purpose: tuple[Any, ...] = ()) -> _Made:
-        return self._groups.setdefault((ranks, purpose), _Made(ranks, purpose))
+    def process_group(self, ranks: tuple[int, ...], purpose: tuple[Any, ...] = ()) -> _FakeGroup:
+        return self._groups.setdefault((ranks, purpose), _FakeGroup(ranks, purpose))
 
-    def get_rank(self, group: _Made | None = None) -> int:
+    def get_rank(self, group: _FakeGroup | None = None) -> int:
         return self.rank if group is None else group.ranks.index(self.rank)
 
-    def get_global_rank(self, group: _Made, rank: int) -> int:
+    def get_global_rank(self, group: _FakeGroup, rank: int) -> int:
         return group.ranks[rank]
 
-    def all_reduce(self, tensor: Tensor, op: Any, group: _Made, async_op: bool) -> Any:
-        self.program.append(Meet(group.ranks))
+    def all_reduce(self, tensor: Tensor, op: Any, group: _FakeGroup, async_op: bool) -> Any:
+        self.program.append(Rendezvous(group.ranks))
         return SimpleNamespace(wait=lambda: None)
 
-    def isend(self, tensor: Tensor, peer: int, group: _Made) -> Any:
+    def isend(self, tensor: Tensor, peer: int, group: _FakeGroup) -> Any:
         assert group.ranks == (self.rank, peer)
         return self._issue(group)
 
-    def irecv(self, tensor: Tensor, peer: int, group: _Made) -> Any:
+    def irecv(self, tensor: Tensor, peer: int, group: _FakeGroup) -> Any:
         assert group.ranks == (peer, self.rank)
         return self._issue(group)
 
-    def _issue(self, pair: _Made) -> Any:
-        number, self.messages = self.messages, self.messages + 1
-        after = self.record() if self.moment < 0 else self.moment
+    def _issue(self, pair: _FakeGroup) -> Any:
+        number, self.message_count = self.message_count, self.message_count + 1
+        after = self.record() if self.receive_after < 0 else self.receive_after
         self.program.append(Message((*pair.ranks, pair.purpose[2]), after))
         return SimpleNamespace(wait=lambda: self.program.append(Wait(number)))
 
-    # -- in the place of `repro.parallel.pipeline.boundary.DeferredReceives`
+    # -- substitutes of `repro.parallel.pipeline.boundary.DeferredReceives`
 
     def record(self) -> int:
-        return sum(isinstance(line, Wait | Compute) for line in self.program)
+        return sum(isinstance(operation, Wait | Compute) for operation in self.program)
 
     @contextmanager
     def after(self, moment: int) -> Iterator[None]:
-        self.moment = moment
+        self.receive_after = moment
         yield
-        self.moment = -1
+        self.receive_after = -1
 
 
 class _Chunk:
-    """Computes next to nothing."""
+    """Model chunk with a single weight, whose launches are recorded."""
 
-    def __init__(self, host: _Host, chunk: int, last: bool):
-        self.host, self.chunk, self.last = host, chunk, last
+    def __init__(self, host: _RecordingDist, chunk: int, is_last: bool):
+        self.host, self.chunk, self.is_last = host, chunk, is_last
         self.weight = torch.ones(1, 1, 1, requires_grad=True)
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
         self.host.compute(self.chunk, "F")
         y = self.weight * (1.0 if x is None else x)
-        return y.sum() if self.last else y
+        return y.sum() if self.is_last else y
 
     def before_backward(self, micro_batch: int, micro_batches: int) -> None:
         self.host.compute(self.chunk, "B")
@@ -141,8 +141,8 @@ class _Chunk:
 
 
 @contextmanager
-def _started(layout: Layout, rank: int, connect: bool) -> Iterator[tuple[_Host, Mesh]]:
-    host = _Host(rank)
+def _recording_mesh(layout: Layout, rank: int, connect: bool) -> Iterator[tuple[_RecordingDist, Mesh]]:
+    host = _RecordingDist(rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meshes, "dist", host)
         patch.setattr(meshes, "make_process_group", host.process_group)
@@ -154,20 +154,20 @@ def _started(layout: Layout, rank: int, connect: bool) -> Iterator[tuple[_Host, 
         yield host, mesh
 
 
-def starts(layout: Layout) -> list[Program]:
-    """What the host of each rank of the layout issues to connect its groups."""
-    found: list[Program] = []
+def connect_programs(layout: Layout) -> list[Program]:
+    """Return the operations by which each rank's host connects its groups."""
+    programs: list[Program] = []
     for rank in range(layout.world):
-        with _started(layout, rank, True) as (host, _):
-            found.append(host.program)
-    return found
+        with _recording_mesh(layout, rank, True) as (host, _):
+            programs.append(host.program)
+    return programs
 
 
-def programs(layout: Layout, *, connect: bool = True) -> list[Program]:
-    """What the host of each stage issues to connect its groups (`connect`), and in a step.  Of a layout that is pp."""
-    found: list[Program] = []
+def step_programs(layout: Layout, *, connect: bool = True) -> list[Program]:
+    """Return each stage's operations in a step of a layout with only pp > 1, after those that connect its groups."""
+    programs: list[Program] = []
     for stage in range(layout.pp):
-        with _started(layout, stage, connect) as (host, mesh):
+        with _recording_mesh(layout, stage, connect) as (host, mesh):
             last = stage == layout.pp - 1
             chunks = [
                 _Chunk(host, chunk, last and chunk == layout.chunks - 1) for chunk in range(layout.chunks)
@@ -176,131 +176,131 @@ def programs(layout: Layout, *, connect: bool = True) -> list[Program]:
             later: Any = host
             pipeline.boundary.later = later
             pipeline.run(None, lambda phase: None)
-        found.append(host.program)
-    return found
+        programs.append(host.program)
+    return programs
 
 
-_Ended = tuple[Hashable, int]
-"""A communicator and how many of its messages."""
+_MessageCount = tuple[Hashable, int]
+"""Communicator, and the number of its messages that have to end."""
 
 
 class _Rank:
     def __init__(self, program: Program):
-        self.program, self.at = program, 0
-        self.main: list[tuple[_Ended, ...]] = []
-        """What was issued to compute, in order: what each waits for."""
-        self.ran = 0
-        self.messages: list[_Ended] = []
+        self.program, self.position = program, 0
+        self.computations: list[tuple[_MessageCount, ...]] = []
+        """Prerequisites of each computation or wait, in the order of issue."""
+        self.computed = 0
+        self.messages: list[_MessageCount] = []
         self.streams: dict[Hashable, list[Message]] = defaultdict(list)
-        self.behind: dict[Hashable, list[tuple[_Ended, ...]]] = defaultdict(list)
-        """What each message of a stream waits for besides."""
+        self.prerequisites: dict[Hashable, list[tuple[_MessageCount, ...]]] = defaultdict(list)
+        """Prerequisites of each message of a stream, in addition to `Message.after`."""
         self.ended: dict[Hashable, int] = defaultdict(int)
 
     @property
-    def idle(self) -> bool:
-        """Whether the device has done all that it was given."""
-        return self.ran == len(self.main) and all(
+    def is_idle(self) -> bool:
+        """Return whether the device has finished all issued operations."""
+        return self.computed == len(self.computations) and all(
             self.ended[key] == len(queue) for key, queue in self.streams.items()
         )
 
-    def head(self, key: Hashable) -> Message | None:
-        """The communicator's next message, if all that it comes after has run."""
+    def next_message(self, key: Hashable) -> Message | None:
+        """Return the communicator's next message; None before all its prerequisites have ended."""
         queue, ended = self.streams[key], self.ended[key]
-        if ended == len(queue) or queue[ended].after > self.ran or not self.over(self.behind[key][ended]):
+        if ended == len(queue) or queue[ended].after > self.computed:
             return None
-        return queue[ended]
+        return queue[ended] if self.have_ended(self.prerequisites[key][ended]) else None
 
-    def over(self, awaited: tuple[_Ended, ...]) -> bool:
-        """Whether all of these messages have come."""
-        return all(self.ended[key] >= count for key, count in awaited)
+    def have_ended(self, counts: tuple[_MessageCount, ...]) -> bool:
+        """Return whether all of these messages have ended."""
+        return all(self.ended[key] >= count for key, count in counts)
 
-    def before_in_queue(self) -> tuple[_Ended, ...]:
-        """What must be over for all that was issued to have begun, each message after the one before it."""
+    def started_messages(self) -> tuple[_MessageCount, ...]:
+        """Return the messages that end before the last issued message of each stream can start."""
         return tuple((key, len(queue) - 1) for key, queue in self.streams.items())
 
 
-class _Machine:
+class _Cluster:
     def __init__(
-        self, ranks: list[_Rank], loads: str, one_queue: bool, communicator: Callable[[Channel], Hashable]
+        self, ranks: list[_Rank], blocking: str, one_queue: bool, communicator: Callable[[Channel], Hashable]
     ):
-        self.ranks, self.loads, self.communicator = ranks, loads, communicator
+        self.ranks, self.blocking, self.communicator = ranks, blocking, communicator
         self.one_queue = one_queue
-        self.met: dict[Hashable, set[int]] = defaultdict(set)
+        self.arrived: dict[Hashable, set[int]] = defaultdict(set)
 
-    def host(self, number: int) -> bool:
-        """Issue a rank's next line; whether its host got past it."""
+    def issue_next(self, number: int) -> bool:
+        """Issue the next operation of a rank, and return False if the operation blocks the rank's host."""
         rank = self.ranks[number]
-        line = rank.program[rank.at]
-        behind = rank.before_in_queue() if self.one_queue else ()
-        if isinstance(line, Compute):
-            waits = self.loads == "always" or (self.loads == "first" and line.first)
-            if waits and not rank.idle:
+        operation = rank.program[rank.position]
+        preceding = rank.started_messages() if self.one_queue else ()
+        if isinstance(operation, Compute):
+            waits = self.blocking == "always" or (self.blocking == "first" and operation.is_first)
+            if waits and not rank.is_idle:
                 return False
-            rank.main.append(behind)
-        elif isinstance(line, Wait):
-            rank.main.append((rank.messages[line.message], *behind))
-        elif isinstance(line, Synchronize):
-            if not rank.idle:
+            rank.computations.append(preceding)
+        elif isinstance(operation, Wait):
+            rank.computations.append((rank.messages[operation.message], *preceding))
+        elif isinstance(operation, Synchronize):
+            if not rank.is_idle:
                 return False
-        elif isinstance(line, Meet):
-            self.met[line.ranks].add(number)
-            if len(self.met[line.ranks]) < len(line.ranks):
+        elif isinstance(operation, Rendezvous):
+            self.arrived[operation.ranks].add(number)
+            if len(self.arrived[operation.ranks]) < len(operation.ranks):
                 return False
         else:
-            key = self.communicator(line.channel)
-            self.met[key].add(number)
-            if len(self.met[key]) < 2:
+            key = self.communicator(operation.channel)
+            self.arrived[key].add(number)
+            if len(self.arrived[key]) < 2:
                 return False
-            after = len(rank.main) if self.one_queue else line.after
-            rank.streams[key].append(line._replace(after=after))
-            rank.behind[key].append(behind)
+            after = len(rank.computations) if self.one_queue else operation.after
+            rank.streams[key].append(operation._replace(after=after))
+            rank.prerequisites[key].append(preceding)
             rank.messages.append((key, len(rank.streams[key])))
-        rank.at += 1
+        rank.position += 1
         return True
 
-    def device(self, rank: _Rank) -> bool:
-        """Run what the rank's device can run; whether it ran anything."""
-        before = rank.ran
-        while rank.ran < len(rank.main) and rank.over(rank.main[rank.ran]):
-            rank.ran += 1
-        carried = [self._message(rank, key) for key in list(rank.streams)]
-        return rank.ran > before or any(carried)
+    def run_device(self, rank: _Rank) -> bool:
+        """Run the operations of the rank's device that can start, and return whether there were any."""
+        before = rank.computed
+        while rank.computed < len(rank.computations) and rank.have_ended(rank.computations[rank.computed]):
+            rank.computed += 1
+        transferred = [self._transfer(rank, key) for key in list(rank.streams)]
+        return rank.computed > before or any(transferred)
 
-    def _message(self, rank: _Rank, key: Hashable) -> bool:
-        """Carry the communicator's next message, if it is the next one at both ends."""
-        message = rank.head(key)
+    def _transfer(self, rank: _Rank, key: Hashable) -> bool:
+        """Transfer the communicator's next message if both ranks issued it next, and return whether they did."""
+        message = rank.next_message(key)
         if message is None:
             return False
         ends = [self.ranks[message.channel[0]], self.ranks[message.channel[1]]]
-        heads = [end.head(key) for end in ends]
-        if any(head is None or head.channel != message.channel for head in heads):
+        both = [end.next_message(key) for end in ends]
+        if any(other is None or other.channel != message.channel for other in both):
             return False
         for end in ends:
             end.ended[key] += 1
         return True
 
 
-def stuck(
-    all_programs: Sequence[Program],
+def deadlocked_ranks(
+    programs: Sequence[Program],
     *,
-    loads: str = "",
+    blocking: str = "",
     one_queue: bool = False,
     communicator: Callable[[Channel], Hashable] = lambda channel: channel,
 ) -> list[int]:
-    """The stages that never end; none if all is well.
+    """Return the ranks that never finish their programs.
 
-    `loads`: `always` whoever issues computation first waits for all that its device was given, as when memory is
-    given back; `first` only before the first of a kind, as when a kernel's code is loaded.
-    `one_queue`: a device takes everything in the order in which it was issued, whatever the stream, and begins nothing
-    before it has begun what comes before (`CUDA_DEVICE_MAX_CONNECTIONS=1`).
+    `blocking`: launches before which the host waits until its device is idle. `always`: all, as when memory is freed;
+    `first`: the first launch of each kind, as when a kernel's code is loaded.
+    `one_queue`: the device starts operations of all streams in order of issue (`CUDA_DEVICE_MAX_CONNECTIONS=1`).
     """
-    machine = _Machine([_Rank(program) for program in all_programs], loads, one_queue, communicator)
+    ranks = [_Rank(program) for program in programs]
+    cluster = _Cluster(ranks, blocking, one_queue, communicator)
     progress = True
     while progress:
         progress = False
-        for number, rank in enumerate(machine.ranks):
-            while rank.at < len(rank.program) and machine.host(number):
+        for number, rank in enumerate(ranks):
+            while rank.position < len(rank.program) and cluster.issue_next(number):
                 progress = True
-            while machine.device(rank):
+            while cluster.run_device(rank):
                 progress = True
-    return [n for n, rank in enumerate(machine.ranks) if rank.at < len(rank.program) or not rank.idle]
+    return [n for n, rank in enumerate(ranks) if rank.position < len(rank.program) or not rank.is_idle]

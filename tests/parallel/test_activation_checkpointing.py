@@ -1,4 +1,4 @@
-"""Checkpoints by themselves: parts, host memory, arenas, and any order of use."""
+"""Tests of activation checkpoints without an engine: partition, host memory, arenas, and any order of loads."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from repro.parallel.zero_r.defragmentation import Arena
 from tests.pool import RankPool
 
 SHAPE = (2, 3, 5)
-ALONE = meshes.single_rank_mesh().tp
+ONE_RANK = meshes.single_rank_mesh().tp
 
 
 def inputs(count: int, device: str = "cpu") -> list[Tensor]:
-    """Inputs of blocks, all different."""
+    """Return distinct inputs of blocks."""
     return [torch.arange(30.0, device=device).view(SHAPE) + 100 * i for i in range(count)]
 
 
@@ -38,7 +38,7 @@ def layout(pa_cpu: bool, md: bool, tp: int = 1) -> Layout:
 
 
 def save_and_load(settings: Layout, chain: bool, orders: Iterable[Sequence[int]]) -> None:
-    """Two micro-batches of two blocks, loaded in these orders; runs on one rank or on a tp group."""
+    """Save two micro-batches of two blocks and load them in each of `orders`, on one rank or a tp group."""
     mesh = meshes.distributed_mesh(settings, "cpu") if settings.tp > 1 else meshes.single_rank_mesh()
     checkpoints = ActivationCheckpoints(settings, mesh.tp, capacity=4)
     for order in orders:
@@ -55,57 +55,57 @@ def save_and_load(settings: Layout, chain: bool, orders: Iterable[Sequence[int]]
 
 @pytest.mark.parametrize("md", [False, True], ids=["", "md"])
 @pytest.mark.parametrize("pa_cpu", [False, True], ids=["", "cpu"])
-def test_any_order_gives_back_what_was_saved(pa_cpu: bool, md: bool) -> None:
+def test_checkpoints_load_in_any_order(pa_cpu: bool, md: bool) -> None:
     for chain in (False, True):
         save_and_load(layout(pa_cpu, md), chain, permutations(range(4)))
 
 
-def all_settings() -> None:
+def save_and_load_on_four_ranks() -> None:
     for pa_cpu in (False, True):
         for md in (False, True):
             save_and_load(layout(pa_cpu, md, tp=4), True, [(3, 2, 1, 0), (1, 0, 3, 2)])
 
 
-def test_parts_are_gathered_also_where_they_do_not_divide(four: RankPool) -> None:
-    """30 elements over 4 ranks: parts of 8, the last with 2 of padding."""
-    four.run(all_settings)
+def test_padded_shards_of_checkpoints_are_gathered(four: RankPool) -> None:
+    """Four shards of 8 elements hold 30 elements and 2 elements of padding."""
+    four.run(save_and_load_on_four_ranks)
 
 
-def test_arena_is_one_allocation_that_is_used_again() -> None:
+def test_arena_is_one_allocation_for_all_steps() -> None:
     with MemoryTracker() as tracker:
-        checkpoints = ActivationCheckpoints(layout(pa_cpu=False, md=True), ALONE, capacity=3)
-        seen = set()
+        checkpoints = ActivationCheckpoints(layout(pa_cpu=False, md=True), ONE_RANK, capacity=3)
+        live_bytes = set()
         for _ in range(3):
             saved = [checkpoints.save(x) for x in inputs(3)]
-            seen.add(tracker.live()[Category.CHECKPOINTS])
+            live_bytes.add(tracker.live()[Category.CHECKPOINTS])
             assert checkpoints.arena is not None
             assert checkpoints.arena.used == 3
-            places = {checkpoints.load(s).data_ptr() for s in saved}
-            assert len(places) == 3
-            assert checkpoints.arena.used == 3, "what was loaded is still in use"
+            addresses = {checkpoints.load(s).data_ptr() for s in saved}
+            assert len(addresses) == 3
+            assert checkpoints.arena.used == 3, "loaded checkpoints are still in use"
             for s in saved:
                 checkpoints.free(s)
                 checkpoints.free(s)
             assert checkpoints.arena.used == 0
-    assert seen == {3 * 32 * 4}, "30 elements in pieces of 32"
+    assert live_bytes == {3 * 32 * 4}, "30 elements in pieces of 32"
     assert tracker.most[Category.CHECKPOINTS] == 3 * 32 * 4
 
 
-def test_more_than_was_planned_is_an_error() -> None:
-    checkpoints = ActivationCheckpoints(layout(pa_cpu=False, md=True), ALONE, capacity=1)
-    kept = checkpoints.save(inputs(1)[0])
+def test_arena_refuses_more_or_larger_checkpoints_than_planned() -> None:
+    checkpoints = ActivationCheckpoints(layout(pa_cpu=False, md=True), ONE_RANK, capacity=1)
+    checkpoint = checkpoints.save(inputs(1)[0])
     with pytest.raises(RuntimeError, match="no free piece of 30 elements: 1 of 1 pieces are in use"):
         checkpoints.save(inputs(1)[0])
-    checkpoints.load(kept)
-    checkpoints.free(kept)
+    checkpoints.load(checkpoint)
+    checkpoints.free(checkpoint)
     with pytest.raises(RuntimeError, match="no free piece of 60 elements"):
         checkpoints.save(torch.zeros(4, 3, 5))
 
 
-def test_arena_pieces() -> None:
+def test_arena_takes_the_smallest_piece_that_fits() -> None:
     arena = Arena(storage.mark(torch.zeros(12), Category.GRADIENTS), [6, 2, 4])
     small, middle, large = arena.take(1), arena.take(3), arena.take(1)
-    assert [p.tensor.storage_offset() for p in (small, middle, large)] == [6, 8, 0], "the smallest that fits"
+    assert [p.tensor.storage_offset() for p in (small, middle, large)] == [6, 8, 0], "the smallest that fit"
     assert (arena.used, arena.fits(1)) == (3, False)
     arena.give(middle)
     assert arena.fits(4)
@@ -119,11 +119,11 @@ def test_arena_pieces() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_host_memory_is_not_the_device_s(device: str) -> None:
-    """Offloaded checkpoints count as host memory; at most two are on the device, one used and one fetched."""
+def test_offloaded_checkpoints_count_as_host_memory(device: str) -> None:
+    """At most two checkpoints are on the device: one in use and one prefetched."""
     size = 30 * 4
     with MemoryTracker() as tracker:
-        checkpoints = ActivationCheckpoints(layout(pa_cpu=True, md=False), ALONE, capacity=4)
+        checkpoints = ActivationCheckpoints(layout(pa_cpu=True, md=False), ONE_RANK, capacity=4)
         before, saved = None, []
         for x in inputs(4, device):
             before = checkpoints.save(x, before)
@@ -134,16 +134,16 @@ def test_host_memory_is_not_the_device_s(device: str) -> None:
         for i in (3, 2, 1, 0):
             loaded = checkpoints.load(saved[i])
             assert loaded.device.type == device
-            assert tracker.live()[Category.HOST] == max(0, i - 1) * size, "the next one is fetched"
+            assert tracker.live()[Category.HOST] == max(0, i - 1) * size, "the next checkpoint is prefetched"
             assert tracker.live()[Category.CHECKPOINTS] == min(2, i + 1) * size
             del loaded
         assert tracker.live()["total"] == 0
     assert tracker.most[Category.HOST] == 4 * size
 
 
-def test_second_backward_is_refused() -> None:
+def test_recomputed_block_refuses_a_second_backward_pass() -> None:
     x = torch.ones(SHAPE, requires_grad=True)
-    y = recompute(lambda x: x * x, x, ActivationCheckpoints(layout(False, False), ALONE, 1)).sum()
+    y = recompute(lambda x: x * x, x, ActivationCheckpoints(layout(False, False), ONE_RANK, 1)).sum()
     y.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
@@ -151,9 +151,9 @@ def test_second_backward_is_refused() -> None:
 
 @pytest.mark.parametrize("md", [False, True], ids=["", "md"])
 @pytest.mark.parametrize("pa_cpu", [False, True], ids=["", "cpu"])
-def test_recompute_keeps_nothing_but_the_checkpoint(pa_cpu: bool, md: bool) -> None:
-    """Two micro-batches in flight through three blocks; then a graph that is dropped, and one without gradients."""
-    checkpoints = ActivationCheckpoints(layout(pa_cpu, md), ALONE, capacity=6)
+def test_recomputed_blocks_retain_only_their_checkpoints(pa_cpu: bool, md: bool) -> None:
+    """Covers two micro-batches in flight, a graph without a backward pass, and a forward pass without gradients."""
+    checkpoints = ActivationCheckpoints(layout(pa_cpu, md), ONE_RANK, capacity=6)
 
     def forward(x: Tensor) -> Tensor:
         for factor in (2.0, 3.0, 5.0):
@@ -176,7 +176,7 @@ def test_recompute_keeps_nothing_but_the_checkpoint(pa_cpu: bool, md: bool) -> N
         after = tracker.live()
     size = 32 * 4 if md else 30 * 4
     assert live[Category.HOST if pa_cpu else Category.CHECKPOINTS] == 6 * size
-    assert live["total"] <= (0 if pa_cpu else 6 * size) + 32, "the losses and autograd's anchors"
+    assert live["total"] <= (0 if pa_cpu else 6 * size) + 32, "losses and the anchors of autograd"
     gradients = 2 * 30 * 4
     assert after["total"] == gradients + (6 * size if md and not pa_cpu else 0)
     for x in xs:
@@ -192,7 +192,7 @@ def test_recompute_keeps_nothing_but_the_checkpoint(pa_cpu: bool, md: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"pa": True, "tp": 2}, "pa = true: needs recompute = true"),
         ({"pa_cpu": True}, "pa_cpu = true: needs recompute = true"),
@@ -203,50 +203,49 @@ def test_recompute_keeps_nothing_but_the_checkpoint(pa_cpu: bool, md: bool) -> N
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
-def test_refusals(settings: dict[str, object], says: str) -> None:
+def test_zero_r_options_require_other_options(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Layout(**settings)
-    assert str(refused.value).startswith(says)
+    assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
 
 
 class Stream:
-    """Stands in for a CUDA stream: notes what it is told, runs everything at once."""
+    """Substitute of a CUDA stream that records its calls and runs operations at once."""
 
-    def __init__(self, name: str, notes: list[str]):
-        self.name, self.notes = name, notes
+    def __init__(self, name: str, calls: list[str]):
+        self.name, self.calls = name, calls
 
     def wait_stream(self, other: Stream) -> None:
-        self.notes.append(f"{self.name} waits for {other.name}")
+        self.calls.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event: str) -> None:
-        self.notes.append(f"{self.name} waits for {event}")
+        self.calls.append(f"{self.name} waits for {event}")
 
     def record_event(self) -> str:
-        event = f"copy {sum(note.startswith('event') for note in self.notes)}"
-        self.notes.append(f"event {event}")
+        event = f"copy {sum(call.startswith('event') for call in self.calls)}"
+        self.calls.append(f"event {event}")
         return event
 
 
 def test_copies_are_ordered_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA path with streams that stand in: nothing waits on the host, and the next one is fetched before the
-    block runs again."""
-    notes: list[str] = []
-    side, main = Stream("side", notes), Stream("main", notes)
+    """The host never waits, and the next checkpoint is prefetched before the block runs again."""
+    calls: list[str] = []
+    side, main = Stream("side", calls), Stream("main", calls)
     monkeypatch.setattr(ActivationCheckpoints, "_copy_stream", lambda self, x: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: notes.append(f"kept for {stream.name}"))
-    checkpoints = ActivationCheckpoints(layout(pa_cpu=True, md=True), ALONE, capacity=2)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: calls.append(f"used by {stream.name}"))
+    checkpoints = ActivationCheckpoints(layout(pa_cpu=True, md=True), ONE_RANK, capacity=2)
     xs = inputs(2)
     first = checkpoints.save(xs[0])
     second = checkpoints.save(xs[1], first)
-    assert notes == ["side waits for main", "kept for side"] * 2
-    notes.clear()
+    assert calls == ["side waits for main", "used by side"] * 2
+    calls.clear()
     torch.testing.assert_close(checkpoints.load(second), xs[1])
-    copied = ["side waits for main", "event copy {}", "kept for side"]
-    own, ahead = ([note.format(i) for note in copied] for i in (0, 1))
-    assert notes == [*own, *ahead, "main waits for copy 0"]
-    notes.clear()
+    copy = ["side waits for main", "event copy {}", "used by side"]
+    current, prefetched = ([call.format(i) for call in copy] for i in (0, 1))
+    assert calls == [*current, *prefetched, "main waits for copy 0"]
+    calls.clear()
     torch.testing.assert_close(checkpoints.load(first), xs[0])
-    assert notes == ["main waits for copy 1"], "it was fetched already"
+    assert calls == ["main waits for copy 1"], "this checkpoint was prefetched"

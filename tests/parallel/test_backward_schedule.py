@@ -1,4 +1,4 @@
-"""The schedule of stage 3's backward pass, worked out by hand for the forward passes that leave it."""
+"""Tests of the order of a backward pass under stage 3, computed by hand for recorded forward passes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ ENTERS, LEAVES = False, True
 
 
 def forward(*events: str | tuple[int, ModuleUse]) -> ForwardPass:
-    """A forward pass: visits that begin, and `")"` where the one that began last ends."""
-    run, begun = ForwardPass(True), []
+    """Return a recorded forward pass; an event begins a visit, and `")"` ends the innermost visit."""
+    run, open_visits = ForwardPass(True), []
     for event in events:
         if isinstance(event, str):
-            run.end_visit(*begun.pop())
+            run.end_visit(*open_visits.pop())
         else:
-            begun.append(event)
+            open_visits.append(event)
             run.begin_visit(*event)
     return run
 
 
 def blocks() -> BackwardSchedule:
-    """Unit 2 is what surrounds units 0 and 1, which are used one after the other: visits 0, 1 and 2."""
+    """Return the schedule of visit 0 (unit 2), which contains visit 1 (unit 0) and then visit 2 (unit 1)."""
     return BackwardSchedule([forward((2, OUTER), (0, A), ")", (1, B), ")", ")")])
 
 
-def test_what_was_used_last_comes_first_and_a_unit_is_left_before_the_next_is_entered() -> None:
+def test_backward_pass_visits_modules_in_reverse_order() -> None:
     schedule = blocks()
     assert schedule.visits == [(2, OUTER), (0, A), (1, B)]
     assert schedule.steps == [(ENTERS, 0), (ENTERS, 2), (LEAVES, 2), (ENTERS, 1), (LEAVES, 1), (LEAVES, 0)]
@@ -42,25 +42,25 @@ def test_what_was_used_last_comes_first_and_a_unit_is_left_before_the_next_is_en
     assert schedule.first_visit == {2: 0, 0: 1, 1: 2}
 
 
-def test_steps_that_have_been_taken_when_a_gradient_comes() -> None:
-    """At a block's input the backward pass has left it, and entered what ended just before it began."""
+def test_steps_until_a_visit_count_entries_and_exits() -> None:
+    """The exit of a block includes the entry of the visit that ended just before the block began."""
     schedule = blocks()
     assert [schedule.steps_until_entry(visit) for visit in range(3)] == [1, 4, 2]
     assert [schedule.steps_until_exit(visit) for visit in range(3)] == [6, 5, 4]
 
 
 def test_visits_that_end_together_are_entered_together() -> None:
-    """A block whose last module is itself a unit, after another unit."""
+    """Visit 1 is a block that ends with its last module, visit 2."""
     schedule = BackwardSchedule(
         [forward((3, ModuleUse("c")), ")", (0, OUTER), (1, A), ")", ")", (2, B), ")")]
     )
     assert schedule.steps[:4] == [(ENTERS, 3), (LEAVES, 3), (ENTERS, 1), (ENTERS, 2)]
     assert schedule.steps_until_exit(3) == 4
-    assert schedule.steps_until_exit(1) == 7, "the unit before it is entered as well"
+    assert schedule.steps_until_exit(1) == 7, "includes the entry of visit 0"
     assert schedule.steps[4:] == [(LEAVES, 2), (LEAVES, 1), (ENTERS, 0), (LEAVES, 0)]
 
 
-def test_a_unit_stays_while_it_is_inside_another_visit_or_is_entered_next() -> None:
+def test_unit_is_freed_unless_open_or_entered_next() -> None:
     nested = BackwardSchedule([forward((0, OUTER), (0, INNER), (1, A), ")", ")", ")")])
     assert nested.steps == [*((ENTERS, v) for v in range(3)), *((LEAVES, v) for v in (2, 1, 0))]
     assert nested.frees_unit == [False, False, False, True, False, True]
@@ -72,7 +72,7 @@ def test_a_unit_stays_while_it_is_inside_another_visit_or_is_entered_next() -> N
     assert apart.frees_unit == [False, True, False, True, False, True]
 
 
-def test_several_passes_are_numbered_as_one_and_the_last_comes_first() -> None:
+def test_last_of_several_forward_passes_is_visited_first() -> None:
     runs = [forward((0, A), ")", (1, B), ")"), forward((0, A), ")")]
     schedule = BackwardSchedule(runs)
     assert [run.offset for run in runs] == [0, 2]
@@ -81,7 +81,7 @@ def test_several_passes_are_numbered_as_one_and_the_last_comes_first() -> None:
     assert schedule.next_entry == [1, 1, 0, 0, None, None]
 
 
-def test_a_recomputed_visit_is_the_last_of_its_use_that_has_not_been_left() -> None:
+def test_recomputation_runs_the_last_visit_not_yet_left() -> None:
     schedule = BackwardSchedule([forward((0, A), ")", (0, A), ")")])
     for done, visit in ((0, 1), (1, 1), (2, 0), (3, 0)):
         schedule.steps_taken = done
@@ -95,7 +95,7 @@ def test_a_recomputed_visit_is_the_last_of_its_use_that_has_not_been_left() -> N
     assert not schedule.open_visits
 
 
-def test_what_an_error_broke_off_is_closed_with_what_is_around_it() -> None:
+def test_end_of_a_visit_closes_interrupted_inner_visits() -> None:
     run = ForwardPass(True)
     assert [run.begin_visit(0, OUTER), run.begin_visit(1, A), run.begin_visit(2, B)] == [0, 1, 2]
     assert run.end_visit(1, A) == 1
@@ -105,19 +105,19 @@ def test_what_an_error_broke_off_is_closed_with_what_is_around_it() -> None:
         run.end_visit(1, A)
 
 
-def test_a_pass_outlives_the_next_while_somebody_holds_its_graph() -> None:
-    kept, dropped = ForwardPass(True), ForwardPass(True)
-    graph = kept.graph
-    assert kept.has_live_graph()
-    assert not dropped.has_live_graph()
+def test_forward_pass_has_a_live_graph_while_referenced() -> None:
+    referenced, freed = ForwardPass(True), ForwardPass(True)
+    graph = referenced.graph
+    assert referenced.has_live_graph()
+    assert not freed.has_live_graph()
     del graph
-    assert not kept.has_live_graph()
+    assert not referenced.has_live_graph()
 
 
-def test_what_ranks_keep_is_told_of_the_last_60_passes() -> None:
-    """Bit by bit, also the last one; what is more counts as kept."""
-    same = UnitAgreement(Group("dp", (0, 1), 0, NoTransport(), CommLedger()))
-    for kept in (range(0), range(60), (0, 59), (1,)):
-        marks = [i in kept for i in range(60)]
-        assert same.union(marks) == marks
-        assert same.union([False, *marks]) == [True, *marks]
+def test_ranks_exchange_the_last_60_flags() -> None:
+    """Each of the 60 flags has a bit; earlier flags count as set."""
+    agreement = UnitAgreement(Group("dp", (0, 1), 0, NoTransport(), CommLedger()))
+    for indices in (range(0), range(60), (0, 59), (1,)):
+        flags = [i in indices for i in range(60)]
+        assert agreement.union(flags) == flags
+        assert agreement.union([False, *flags]) == [True, *flags]

@@ -1,4 +1,4 @@
-"""Context parallelism trains the model of one process, shares the work alike, and sends and keeps what it says."""
+"""Tests of context parallelism: parity with one process, balanced work, traffic, activations and placement."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 
 from repro.config import ConfigError, Experiment, Layout
 from repro.config.enums import Category
+from repro.engines.native.engine import NativeEngine
+from repro.engines.native.model_part import MicroBatch
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.context import chunks, positions
 from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.roles import roles, trace
-from tests.parallel.test_architectures import EVERYTHING as MORE
-from tests.parallel.test_architectures import FAMILIES, FAST
+from tests.parallel.test_architectures import FAMILIES, FAST, FOUR_RANKS
 from tests.parallel.test_parity import BATCH, alone, assert_same
 from tests.parallel.test_pipeline import merge_stages
 from tests.pool import pool_of
@@ -50,8 +52,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_equals_one_process(request: pytest.FixtureRequest, name: str) -> None:
-    """Losses, norms and parameters after steps with dropout of both kinds, whose elements are then the same ones."""
+def test_layouts_with_cp_equal_one_process(request: pytest.FixtureRequest, name: str) -> None:
+    """Dropout of hidden states and of attention weights drops the same elements as in one process."""
     layout = LAYOUTS[name]
     model, training = smallest(layout), {**FAST, "dropout": 0.1, "attention_dropout": 0.1}
     found = pool_of(request, layout).run(train, tiny(layout, model, **training))
@@ -59,23 +61,23 @@ def test_equals_one_process(request: pytest.FixtureRequest, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_kind_of_layer(request: pytest.FixtureRequest, family: str) -> None:
-    """Without dropout, so that attention is torch's: each kind of positions, of norms, and shared keys."""
+def test_two_ranks_equal_one_process_for_all_families(request: pytest.FixtureRequest, family: str) -> None:
+    """Without dropout, attention runs torch's fused kernel."""
     layout = replace(CP2, recompute=True)
     found = pool_of(request, layout).run(train, tiny(layout, FAMILIES[family], **FAST))
     assert_same(found, alone(model=FAMILIES[family], **FAST), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon", "bloom"])
-def test_four_ranks_of_each_kind(request: pytest.FixtureRequest, family: str) -> None:
-    """Under tp falcon's one head of keys is on both ranks."""
-    for layout in (LAYOUTS["cp4"], replace(MORE, dp=1, cp=2)):
+def test_four_ranks_equal_one_process(request: pytest.FixtureRequest, family: str) -> None:
+    """Both tp ranks have falcon's only head of keys."""
+    for layout in (LAYOUTS["cp4"], replace(FOUR_RANKS, dp=1, cp=2)):
         found = pool_of(request, layout).run(train, tiny(layout, FAMILIES[family], **FAST))
         assert_same(found, alone(model=FAMILIES[family], **FAST), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sixteen_bits(request: pytest.FixtureRequest, precision: str) -> None:
+def test_16_bit_losses_equal_one_process(request: pytest.FixtureRequest, precision: str) -> None:
     layout = replace(CP2, precision=precision, zero=1)
     found = pool_of(request, layout).run(train, tiny(layout, FAMILIES["llama"], **FAST))
     expected = alone(precision, FAMILIES["llama"], **FAST).loss
@@ -86,8 +88,10 @@ def test_sixteen_bits(request: pytest.FixtureRequest, precision: str) -> None:
     ("cp", "tp", "family", "recompute"),
     [(2, 1, "", False), (4, 1, "llama", True), (2, 2, "llama", False), (2, 2, "falcon", True)],
 )
-def test_bytes(request: pytest.FixtureRequest, cp: int, tp: int, family: str, recompute: bool) -> None:
-    """Per layer two all-gathers and a reduce-scatter of 2 b s h_kv elements, of which a ring sends (cp-1)/cp."""
+def test_cp_sends_only_keys_and_values(
+    request: pytest.FixtureRequest, cp: int, tp: int, family: str, recompute: bool
+) -> None:
+    """A layer has two all-gathers and one reduce-scatter of 2 b s h_kv elements; a ring sends (cp-1)/cp of them."""
     b, model = 4, FAMILIES[family] if family else TINY
     layout = Layout(cp=cp, tp=tp, micro_batch=b, recompute=recompute)
     message = 2 * b * model.seq * max(1, model.key_heads // tp) * model.head_width * 4
@@ -104,11 +108,7 @@ def test_bytes(request: pytest.FixtureRequest, cp: int, tp: int, family: str, re
 
 
 def attention_of(experiment: Experiment, rank: int) -> list[Operator]:
-    """The attention of one step of one rank of cp, on shapes."""
-    from repro.engines.native.engine import NativeEngine
-    from repro.engines.native.model_part import MicroBatch
-    from repro.model.gpt import BatchPosition
-
+    """Return the attention operators in a step of one cp rank, traced on `meta` tensors."""
     layout = experiment.layout
     recorder = TraceRecorder()
     with recorder:
@@ -118,56 +118,56 @@ def attention_of(experiment: Experiment, rank: int) -> list[Operator]:
     return [e for e in recorder.finish() if isinstance(e, Operator) and "attention" in e.name]
 
 
-def below_the_diagonal(operator: Operator) -> float:
-    """FLOP of the scores that causal attention needs: of c queries that end with key k, k - c/2 a query."""
+def causal_flops(operator: Operator) -> float:
+    """Return the FLOP of causal scores: c queries that end at key k need k - c/2 scores each."""
     lengths = [shape[2] for shape in operator.shapes if len(shape) == 4]
     queries, keys = min(lengths), max(lengths)
     return operator.flops * (keys - queries / 2) / keys
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_ranks_work_alike(family: str) -> None:
-    """Each of four has a quarter of one process's scores, forward and backward; uncut quarters have 1/16 to 7/16."""
+def test_cp_ranks_have_equal_attention_work(family: str) -> None:
+    """Each of four ranks has 1/4 of the FLOP. Contiguous quarters of the sequence would have 1/16 to 7/16."""
     model = replace(FAMILIES[family], seq=64)
-    whole_work = sum(map(below_the_diagonal, attention_of(tiny(Layout(micro_batch=2), model), 0)))
+    total_flops = sum(map(causal_flops, attention_of(tiny(Layout(micro_batch=2), model), 0)))
     layout = Layout(cp=4, micro_batch=2)
-    of_ranks = [sum(map(below_the_diagonal, attention_of(tiny(layout, model), rank))) for rank in range(4)]
-    assert of_ranks == [pytest.approx(whole_work / 4)] * 4
+    rank_flops = [sum(map(causal_flops, attention_of(tiny(layout, model), rank))) for rank in range(4)]
+    assert rank_flops == [pytest.approx(total_flops / 4)] * 4
 
 
-def test_activations_are_those_of_a_shorter_sequence() -> None:
-    """What forward keeps of s tokens on cp ranks is what one rank keeps of s/cp, gathered keys and values left out."""
+def test_cp_divides_activations_except_gathered_keys_and_values() -> None:
+    """Of s tokens, a cp rank retains the activations of s/cp tokens, and one layer's gathered keys and values."""
     model = replace(FAMILIES["llama"], seq=256, layers=8)
 
-    def kept(layout: Layout, seq: int) -> int:
+    def activation_bytes(layout: Layout, seq: int) -> int:
         experiment = tiny(layout, model, seq=seq)
         return measure_live_bytes(trace(experiment, roles(experiment)[0]).events).most[Category.ACTIVATIONS]
 
-    whole_keys = 2 * 256 * model.key_heads * model.head_width * 4
-    shorter, shared = kept(Layout(), 64), kept(Layout(cp=4), 256)
-    assert shorter < shared < shorter + 3 * whole_keys, "those of one layer, and not of eight"
+    gathered_bytes = 2 * 256 * model.key_heads * model.head_width * 4
+    shorter, divided = activation_bytes(Layout(), 64), activation_bytes(Layout(cp=4), 256)
+    assert shorter < divided < shorter + 3 * gathered_bytes, "keys and values of one layer, not of eight"
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.data())
-def test_every_token_is_somewhere_once(size: int, tp: int, each: int, data: st.DataObject) -> None:
-    """Chunks cover a sample; sequence parallelism cuts a rank's two chunks anywhere; tables are read in place."""
+def test_every_token_is_on_one_cp_rank(size: int, tp: int, each: int, data: st.DataObject) -> None:
+    """Chunks cover a sample. Sequence parallelism splits a rank's two chunks at any token."""
     s = 2 * size * tp * each
-    found: list[int] = []
+    tokens: list[int] = []
     for rank in range(size):
-        mine = [i for at in chunks(rank, size, s) for i in at]
-        assert len(mine) == s // size
+        own = [i for at in chunks(rank, size, s) for i in at]
+        assert len(own) == s // size
         cp = meshes.shape_only_mesh(Layout(cp=size), rank).cp
         parts = [positions(cp, s // size // tp, part, tp) for part in range(tp)]
         table = torch.arange(s)
         assert [i for at in parts for i in at.rows(table, s // size // tp).tolist()] == (
-            mine if size > 1 else list(range(s))
+            own if size > 1 else list(range(s))
         )
-        found += mine
-    assert sorted(found) == list(range(s))
+        tokens += own
+    assert sorted(tokens) == list(range(s))
 
 
-def test_ranks_are_numbered_as_in_megatron() -> None:
-    """tp innermost, then cp, then dp, pp outermost; gradients are averaged over dp x cp, replica by replica."""
+def test_ranks_are_numbered_as_in_megatron_lm() -> None:
+    """The axes from inner to outer are tp, cp, dp and pp. The dp group contains dp x cp ranks, ordered by replica."""
     layout = Layout(tp=2, cp=2, dp=2, pp=2, global_batch=4)
     assert layout.world == 16
     assert layout.group_of("tp", 5) == (4, 5)
@@ -181,7 +181,7 @@ def test_ranks_are_numbered_as_in_megatron() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "engine", "says"),
+    ("keys", "engine", "message"),
     [
         ({"cp": 0}, "native", "cp = 0: must be an integer of at least 1"),
         ({"cp": 3}, "native", "seq = 16: must be a multiple of 2 cp = 6, for two chunks per rank"),
@@ -192,10 +192,10 @@ def test_ranks_are_numbered_as_in_megatron() -> None:
         ({"cp": 2}, "megatron", "cp = 2: must be 1 with engine megatron"),
     ],
 )
-def test_refusals(keys: dict[str, Any], engine: str, says: str) -> None:
-    if not says:
+def test_unsupported_layouts_with_cp_are_refused(keys: dict[str, Any], engine: str, message: str) -> None:
+    if not message:
         tiny(Layout(**keys), TINY)
         return
-    with pytest.raises(ConfigError, match=says) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         tiny(Layout(**keys), TINY, engine, dropout=0, attention_dropout=0)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks, and to which unit a parameter belongs."""
+"""Tests of the modules that become gather units (blocks), and of the unit that a parameter belongs to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from repro.parallel.zero.partition import GatherUnit, ModuleUse, default_units, 
 from tests.wrap.edge_models import Containers
 
 
-def test_blocks_are_the_nearest_modules_with_a_forward() -> None:
+def test_blocks_are_the_outermost_modules_with_a_forward() -> None:
     names = [unit.name for unit in default_units(Containers())]
     assert names == [
         *(f"dictionaries.{i}.{key}" for i in range(2) for key in ("up", "down")),
@@ -20,13 +20,13 @@ def test_blocks_are_the_nearest_modules_with_a_forward() -> None:
 
 
 @pytest.mark.parametrize("name", ["dictionaries", "dictionaries.0", "nested.1", "holders.0", "scales.0"])
-def test_a_container_is_no_block(name: str) -> None:
+def test_containers_without_a_forward_are_refused_as_blocks(name: str) -> None:
     with pytest.raises(ValueError, match=rf"blocks: '{name}': \w+ has no forward\. Name"):
         default_units(Containers(), [name])
 
 
 def blocks(*names: str, inside: tuple[str, ...] = ()) -> list[GatherUnit]:
-    """A unit for each name and, last, the whole with what is all that is in it."""
+    """Return a unit for each name, and last the unit of the root with the modules `inside` it."""
     return [
         *(GatherUnit(name, (ModuleUse(name),)) for name in names),
         GatherUnit("", (ModuleUse(""), *map(ModuleUse, inside))),
@@ -34,7 +34,7 @@ def blocks(*names: str, inside: tuple[str, ...] = ()) -> list[GatherUnit]:
 
 
 def lists() -> nn.ModuleDict:
-    """Two lists, one with a bare list in it and both with one block; and a sequence, which then holds no blocks."""
+    """Return a model of two lists, which share a block, and a sequence. One list contains another list."""
     shared = nn.Linear(2, 2)
     return nn.ModuleDict(
         {
@@ -47,31 +47,31 @@ def lists() -> nn.ModuleDict:
     )
 
 
-def test_blocks_are_what_lists_hold_or_else_sequences() -> None:
+def test_blocks_are_elements_of_lists_or_else_of_sequences() -> None:
     assert default_units(lists()) == blocks("first.0", "first.1", "second.0.0", "second.2")
     assert default_units(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) == blocks("0", "1")
     nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
-    assert default_units(nested) == blocks("0", "1"), "what is inside of a block is no block"
+    assert default_units(nested) == blocks("0", "1"), "modules inside a block are not blocks"
     assert default_units(nn.Linear(2, 2)) == blocks()
 
 
-def test_what_is_all_that_a_module_has_is_used_with_it() -> None:
-    """As of a model behind a wrapper, whose `generate` calls the inner one."""
+def test_only_child_without_sibling_parameters_joins_its_parent() -> None:
+    """For example, `generate` of a wrapper calls the wrapped model directly."""
     wrapper = nn.Sequential(nn.Sequential(nn.Bilinear(2, 2, 2)))
     assert default_units(wrapper, blocks=()) == blocks("0", inside=("0", "0.0"))
-    own = nn.Sequential(nn.Linear(2, 2))
-    own.scale = nn.Parameter()  # type: ignore[assignment]
-    assert default_units(own) == blocks("0")
+    scaled = nn.Sequential(nn.Linear(2, 2))
+    scaled.scale = nn.Parameter()  # type: ignore[assignment]
+    assert default_units(scaled) == blocks("0")
     assert default_units(nn.ModuleDict({"layers": nn.ModuleList([nn.Tanh()])})) == blocks("layers.0")
 
 
-def test_names_of_blocks_are_submodules_with_a_forward() -> None:
+def test_named_blocks_must_be_submodules() -> None:
     assert default_units(lists(), ["head", "first.0"]) == blocks("head", "first.0")
     with pytest.raises(ValueError, match=r"'tail' is no submodule\. Use one of first, first\.0, .*\.\.\."):
         default_units(lists(), ["tail"])
 
 
-def test_a_parameter_belongs_to_the_unit_that_uses_it_and_to_the_whole_where_several_do() -> None:
+def test_parameters_of_several_units_belong_to_the_root() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     first, second, third = (module.get_submodule(str(i)) for i in range(3))
     second.weight = first.weight

@@ -1,4 +1,4 @@
-"""Gradients in fp32 of 16-bit training: every layout sums the same gradients, without the rounding of 16 bits."""
+"""Tests of fp32 gradients in 16-bit training: every layout sums the same gradients without rounding to 16 bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.training import FEW, TINY, Trained, micro_batches, tiny, train
 
 BATCH = 8
 ONE = Layout(micro_batch=1, global_batch=BATCH, precision="bf16", grad_dtype="fp32")
-"""One process that runs the samples one by one, as all replicas of the other layouts do."""
+"""One process with micro-batches of one sample, as on all replicas of the other layouts."""
 DATA_PARALLEL = {
     "z0": replace(ONE, dp=2),
     "z1-all-reduce": replace(ONE, dp=2, zero=1, zero1_reduce="all-reduce"),
@@ -29,7 +29,7 @@ DATA_PARALLEL = {
     "z3-of-four": replace(ONE, dp=4, zero=3),
     "z1-fused-accumulation": replace(ONE, dp=2, zero=1, kernels="megatron-2025"),
 }
-OTHERS = {
+MODEL_PARALLEL = {
     "tp2": replace(ONE, tp=2),
     "pp2-interleaved": replace(ONE, pp=2, schedule="interleaved", chunks=2),
     "tp2-sp-fused-accumulation": replace(ONE, tp=2, sp=True, kernels="megatron-2025"),
@@ -41,7 +41,7 @@ UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 @cache
 def alone(layout: Layout) -> Trained:
-    """Train in this process, with the data types and operators of `layout`."""
+    """Train in this process with the data types and operators of `layout`."""
     torch.set_num_threads(1)
     return train(
         tiny(
@@ -53,16 +53,16 @@ def alone(layout: Layout) -> Trained:
 
 def distance(found: Trained, expected: Trained) -> float:
     """Return the relative distance of all parameters as one vector."""
-    mine, reference = (
-        torch.cat([one.parameters[name].float().flatten() for name in expected.parameters])
-        for one in (found, expected)
+    values, reference = (
+        torch.cat([trained.parameters[name].float().flatten() for name in expected.parameters])
+        for trained in (found, expected)
     )
-    return float((mine - reference).norm() / reference.norm())
+    return float((values - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize("name", DATA_PARALLEL)
-def test_replicas_sum_what_one_process_sums(request: pytest.FixtureRequest, name: str) -> None:
-    """The gradients of a sample are those of one process to the bit, and their sums differ by rounding in fp32."""
+def test_replicas_sum_the_gradients_of_one_process(request: pytest.FixtureRequest, name: str) -> None:
+    """The gradients of each sample equal those of one process bit by bit. Only the rounding of fp32 sums differs."""
     layout = DATA_PARALLEL[name]
     expected = alone(layout)
     for trained in pool_of(request, layout).run(train, tiny(layout, **FEW)):
@@ -73,22 +73,20 @@ def test_replicas_sum_what_one_process_sums(request: pytest.FixtureRequest, name
         assert (trained.skipped, trained.scale) == (expected.skipped, expected.scale)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_layouts_train_the_same_model_within_the_rounding_of_activations(
-    request: pytest.FixtureRequest, name: str
-) -> None:
-    layout = OTHERS[name]
+@pytest.mark.parametrize("name", MODEL_PARALLEL)
+def test_tp_and_pp_equal_one_process_within_rounding(request: pytest.FixtureRequest, name: str) -> None:
+    layout = MODEL_PARALLEL[name]
     expected, unit = alone(layout), UNIT[layout.precision]
     for trained in pool_of(request, layout).run(train, tiny(layout, **FEW)):
         assert trained.loss == pytest.approx(expected.loss, rel=4 * unit)
-        mine = {name: expected.parameters[name] for name in trained.parameters}
-        assert distance(trained, replace(expected, parameters=mine)) <= 4 * unit
+        of_rank = {name: expected.parameters[name] for name in trained.parameters}
+        assert distance(trained, replace(expected, parameters=of_rank)) <= 4 * unit
         assert (trained.skipped, trained.scale) == (expected.skipped, expected.scale)
 
 
 @pytest.mark.parametrize("kernels", ["fused", "softmax"])
-def test_a_buffer_is_the_fp32_sum_of_the_micro_batches_16_bit_gradients(kernels: str) -> None:
-    """Autograd's own gradients of each micro-batch are summed beside it, in the same order."""
+def test_buffer_is_the_fp32_sum_of_16_bit_gradients(kernels: str) -> None:
+    """The expected sum adds autograd's gradients of each micro-batch in the same order."""
     experiment = tiny(replace(ONE, kernels=kernels), replace(TINY, layers=2, tied=False))
     engine = NativeEngine(experiment, meshes.single_rank_mesh(), torch.device("cpu"))
     found: list[Tensor] = []
@@ -113,8 +111,8 @@ def test_a_buffer_is_the_fp32_sum_of_the_micro_batches_16_bit_gradients(kernels:
             )
 
 
-def test_products_add_to_fp32_gradients_without_rounding_to_16_bits() -> None:
-    """A gradient that is computed in 16 bits equals its rounding to 16 bits. An fp32 sum of products rarely does."""
+def test_fused_accumulation_does_not_round_products_to_16_bits() -> None:
+    """A gradient computed in 16 bits equals its rounding to 16 bits. An fp32 sum of products rarely does."""
     found: dict[str, list[Tensor]] = {}
     for kernels in ("fused", "megatron-2025"):
         experiment = tiny(replace(ONE, global_batch=1, kernels=kernels), replace(TINY, tied=False))
@@ -124,13 +122,13 @@ def test_products_add_to_fp32_gradients_without_rounding_to_16_bits() -> None:
         (bucket,) = engine.buckets
         assert bucket.gradients is not None
         found[kernels] = [bucket.gradients[slot.start : slot.stop] for slot in bucket.plan.slots]
-    for parameter, narrow, wide in zip(bucket.parameters, *found.values(), strict=True):
-        assert torch.equal(narrow, narrow.bfloat16().float())
-        assert torch.equal(wide, wide.bfloat16().float()) is not vars(parameter)["used_once"]
-        torch.testing.assert_close(wide, narrow, rtol=2.0**-8, atol=0)
+    for parameter, rounded, exact in zip(bucket.parameters, *found.values(), strict=True):
+        assert torch.equal(rounded, rounded.bfloat16().float())
+        assert torch.equal(exact, exact.bfloat16().float()) is not vars(parameter)["used_once"]
+        torch.testing.assert_close(exact, rounded, rtol=2.0**-8, atol=0)
 
 
-def test_an_infinite_gradient_is_found_in_fp32_and_skips_the_step() -> None:
-    """A gradient beyond fp16 is infinite before it is added to an fp32 buffer."""
+def test_infinite_gradient_in_an_fp32_buffer_skips_the_step() -> None:
+    """A gradient that overflows in fp16 is infinite before its addition to the fp32 buffer."""
     trained = train(tiny(replace(ONE, precision="fp16"), loss_scale=2.0**30, steps=4))
     assert trained.skipped == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""Every set of operators, and communication that does not overlap, train the same model."""
+"""Tests that all operator sets, with and without overlap of communication, train the same model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.wrap.stock_models import Tied, optimizer_of, train_stock
 from tests.wrap.test_parallelize import assert_trained_like_one
 
 LONG = Model(name="long", layers=2, hidden=16, heads=2, vocab=32, seq=256)
-"""Little but scores."""
+"""Model whose activations are mainly attention scores."""
 SCORES = 2 * 2 * 256 * 256 * 2
-"""Bytes of the scores of two samples in 16 bits."""
+"""Bytes of a layer's scores of two samples in 16 bits."""
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 
 
@@ -39,7 +39,7 @@ def assert_same_training(pool: RankPool, layout: Layout) -> None:
 
 @pytest.mark.parametrize("training", [{}, DROPOUT], ids=["", "dropout"])
 @pytest.mark.parametrize("kernels", ["softmax", "torchtitan-2024", "unfused"])
-def test_one_process_equals_the_fused_kernels(kernels: str, training: dict[str, float]) -> None:
+def test_operator_sets_equal_the_fused_kernels(kernels: str, training: dict[str, float]) -> None:
     found = train(tiny(Layout(micro_batch=BATCH, kernels=kernels), **training))
     assert_same([found], alone(**training), 1e-5, 1e-5)
 
@@ -57,7 +57,7 @@ def test_one_process_equals_the_fused_kernels(kernels: str, training: dict[str, 
 )
 @pytest.mark.parametrize("kernels", ["softmax", "torchtitan-2024", "unfused"])
 def test_two_processes_equal_one(two: RankPool, layout: Layout, kernels: str) -> None:
-    """With dropout: what is dropped depends on the place in the global batch and the head, nothing else."""
+    """The dropped elements depend only on the index in the global batch and on the head."""
     layout = replace(layout, kernels=kernels)
     model, training = smallest(layout), {**DROPOUT, **FEW}
     found = two.run(train, tiny(layout, model, **training))
@@ -70,7 +70,7 @@ def test_two_processes_equal_one(two: RankPool, layout: Layout, kernels: str) ->
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("kernels", ["softmax", "unfused"])
-def test_mixed_precision_within_its_rounding(kernels: str, precision: str) -> None:
+def test_16_bit_losses_equal_the_fused_kernels_within_rounding(kernels: str, precision: str) -> None:
     found = train(tiny(Layout(micro_batch=BATCH, precision=precision, kernels=kernels)))
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     torch.testing.assert_close(found.loss, alone(precision).loss, rtol=4 * unit, atol=0.0)
@@ -78,7 +78,7 @@ def test_mixed_precision_within_its_rounding(kernels: str, precision: str) -> No
 
 @pytest.mark.parametrize("cb", [True, False], ids=["", "no-cb"])
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_without_overlap(two: RankPool, zero: int, cb: bool) -> None:
+def test_two_ranks_without_overlap_equal_one_process(two: RankPool, zero: int, cb: bool) -> None:
     layout = Layout(
         dp=2, zero=zero, cb=cb, overlap=False, micro_batch=2, global_batch=BATCH, bucket_bytes=3000
     )
@@ -86,75 +86,76 @@ def test_without_overlap(two: RankPool, zero: int, cb: bool) -> None:
 
 
 @pytest.mark.parametrize("zero1_reduce", ["reduce-scatter", "all-reduce"])
-def test_february_2020(four: RankPool, zero1_reduce: str) -> None:
-    """What DeepSpeed's first release ran: unfused operators, all-reduce and all-gather, nothing hidden."""
+def test_deepspeeds_first_release_equals_one_process(four: RankPool, zero1_reduce: str) -> None:
+    """The release of February 2020 ran unfused operators without overlap of communication."""
     layout = Layout(tp=2, dp=2, zero=1, zero1_reduce=zero1_reduce, micro_batch=4, recompute=True)
     assert_same_training(four, replace(layout, kernels="unfused", overlap=False))
 
 
-def order(layout: Layout) -> list[str]:
-    """What happens in a step's backward passes and after: `pass` where one ends, messages of dp, and waits."""
+def dp_events(layout: Layout) -> list[str]:
+    """Return ends of backward passes (`pass`), collectives over dp, their waits, and `optimizer`, in order."""
     mesh = meshes.shape_only_mesh(layout)
     experiment = tiny(layout)
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
-    seen: list[str] = []
+    found: list[str] = []
     transport = mesh.dp.transport
 
-    class Watched(Work):
+    class RecordedWork(Work):
         def __init__(self, name: str):
-            super().__init__(finish=lambda: seen.append(f"wait {name}"))
+            super().__init__(finish=lambda: found.append(f"wait {name}"))
 
-    class Noisy:
+    class RecordingTransport:
         def __getattr__(self, name: str) -> Any:
             def call(*arguments: Any) -> Work:
                 getattr(transport, name)(*arguments)
-                seen.append(name)
-                return Watched(name)
+                found.append(name)
+                return RecordedWork(name)
 
             return call
 
-    mesh.dp.transport = Noisy()  # type: ignore[assignment]
+    mesh.dp.transport = RecordingTransport()  # type: ignore[assignment]
     for part in engine.parts:
-        ended = part.after_backward
+        original = part.after_backward
 
-        def after_backward(ended: Any = ended) -> None:
-            ended()
-            seen.append("pass")
+        def after_backward(original: Any = original) -> None:
+            original()
+            found.append("pass")
 
         part.after_backward = after_backward  # type: ignore[method-assign]
     batches = micro_batches(experiment, 0, 0)
-    engine.step(batches, lambda phase: seen.append(phase) if phase == "optimizer" else None)
-    return seen
+    engine.step(batches, lambda phase: found.append(phase) if phase == "optimizer" else None)
+    return found
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_reductions_are_issued_when_the_last_backward_pass_has_ended(zero: int) -> None:
+def test_without_overlap_reductions_follow_the_last_backward_pass(zero: int) -> None:
     layout = Layout(dp=2, zero=zero, micro_batch=2, global_batch=8, bucket_bytes=20_000)
-    beside, after = order(layout), order(replace(layout, overlap=False))
+    overlapped, after = dp_events(layout), dp_events(replace(layout, overlap=False))
     reduction = "all_reduce" if zero == 0 else "reduce_scatter"
     last = len(after) - 1 - after[::-1].index("pass")
-    assert reduction in beside[beside.index("pass") : len(beside) - 1 - beside[::-1].index("pass")]
+    last_pass = len(overlapped) - 1 - overlapped[::-1].index("pass")
+    assert reduction in overlapped[overlapped.index("pass") : last_pass]
     assert after[: last + 1] == ["pass", "pass"]
     update = after.index("optimizer")
     issued = after[last + 1 : update]
-    assert issued.count(reduction) == beside[: beside.index("optimizer")].count(reduction) > 1
+    assert issued.count(reduction) == overlapped[: overlapped.index("optimizer")].count(reduction) > 1
     assert issued.count(f"wait {reduction}") == issued.count(reduction)
     if zero:
-        # Nor is anything hidden of the updated parameters' way.
+        # The gathers of updated parameters do not overlap either.
         assert after[update:].count("wait all_gather") == after[update:].count("all_gather") > 1
-        assert "wait all_gather" not in beside
+        assert "wait all_gather" not in overlapped
 
 
-def test_stage_2_waits_for_each_bucket() -> None:
+def test_stage_2_without_overlap_waits_for_each_bucket() -> None:
     layout = Layout(dp=2, zero=2, overlap=False, micro_batch=2, global_batch=8, bucket_bytes=20_000)
-    seen = order(layout)
-    reductions = [event for event in seen if event.endswith("reduce_scatter")]
+    found = dp_events(layout)
+    reductions = [event for event in found if event.endswith("reduce_scatter")]
     assert len(reductions) > 4
     assert reductions == ["reduce_scatter", "wait reduce_scatter"] * (len(reductions) // 2)
-    assert "reduce_scatter" in seen[: seen.index("pass")]
+    assert "reduce_scatter" in found[: found.index("pass")]
 
 
-def test_what_a_layout_cannot_ask() -> None:
+def test_unknown_kernels_and_stage_3_without_overlap_are_refused() -> None:
     with pytest.raises(
         ConfigError,
         match="kernels = 'apex': must be one of fused, fused-2024, fused-2026, megatron-2025, reference, softmax, "
@@ -187,11 +188,11 @@ EXPECTED = {
 }
 """Operators of one layer that read or write its scores."""
 PASSES = {"fused": 0, "softmax": 11, "unfused": 21}
-"""How often a layer's scores are read or written."""
+"""Reads and writes of a layer's scores."""
 
 
 @pytest.mark.parametrize("kernels", EXPECTED)
-def test_passes_over_the_scores(kernels: str) -> None:
+def test_operator_sets_read_and_write_the_scores_as_expected(kernels: str) -> None:
     found: Counter[str] = Counter()
     passes = 0
     for times, operator in traced(kernels)[0].operators():
@@ -204,7 +205,7 @@ def test_passes_over_the_scores(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["softmax", "unfused"])
-def test_dropout_of_the_weights_is_one_operator(kernels: str) -> None:
+def test_dropout_of_attention_weights_is_one_operator(kernels: str) -> None:
     names = Counter(
         operator.name
         for _, operator in traced(kernels, DROPOUT)[0].operators()
@@ -217,22 +218,21 @@ def test_dropout_of_the_weights_is_one_operator(kernels: str) -> None:
     }
 
 
-def test_fused_kernels_write_the_scores_where_weights_are_dropped_and_not_in_fp32() -> None:
-    """As the softmax set does: what the simulation counts is what runs."""
+def test_fused_kernels_with_dropout_write_16_bit_scores() -> None:
+    """With dropout, the fused set runs the operators of the softmax set."""
     fused, softmax = traced("fused", DROPOUT), traced("softmax", DROPOUT)
-    seen = [
+    operators = [
         sorted(
             (o.name, n, o.read, o.written) for n, o in found.operators() if max(o.read, o.written) >= SCORES
         )
         for found, _ in (fused, softmax)
     ]
-    assert seen[0] == seen[1]
-    assert seen[0]
-    assert max(written for _, _, _, written in seen[0]) < 2 * SCORES, "fp32 scores have twice these bytes"
+    assert operators[0] == operators[1] != []
+    assert max(written for _, _, _, written in operators[0]) < 2 * SCORES, "fp32 has twice these bytes"
 
 
-def test_operators_outside_attention() -> None:
-    """Biases, GELU, dropouts and residuals: one operator each, and none for a dropout of nothing."""
+def test_operators_outside_attention_are_fused_per_set() -> None:
+    """Biases, GELU and residuals are one operator each. Dropout with probability 0 has no operator."""
     names = {
         kernels: Counter(operator.name for _, operator in traced(kernels)[0].operators())
         for kernels in ("softmax", "unfused")
@@ -242,24 +242,24 @@ def test_operators_outside_attention() -> None:
     assert names["softmax"]["repro.bias_dropout_residual"] == 2 * layers
     assert names["unfused"]["repro.bias_dropout_residual"] == names["unfused"]["repro.bias_gelu"] == 0
     assert names["unfused"]["aten.add_"] - names["softmax"]["aten.add_"] == 2 * layers
-    # Output bias and residual of either half.
+    # Output bias and residual of attention and of the MLP.
     assert names["unfused"]["aten.add"] - names["softmax"]["aten.add"] == 4 * layers
 
 
 @pytest.mark.parametrize("kernels", ["softmax", "unfused"])
-def test_simulated_memory_counts_the_scores(kernels: str) -> None:
-    """One copy of a layer's scores waits for backward, two with dropout; with recomputation, one layer's."""
+def test_simulated_memory_contains_the_scores(kernels: str) -> None:
+    """Each layer retains its scores until backward, twice with dropout. With recomputation, only one layer does."""
     fused = traced("fused")[1].most["activations"]
-    grown = traced(kernels)[1].most["activations"] - fused
-    assert LONG.layers * SCORES <= grown < (LONG.layers + 2.5) * SCORES
+    retained = traced(kernels)[1].most["activations"] - fused
+    assert LONG.layers * SCORES <= retained < (LONG.layers + 2.5) * SCORES
     dropped = traced(kernels, DROPOUT)[1].most["activations"] - traced(kernels)[1].most["activations"]
     assert (LONG.layers - 1) * SCORES <= dropped < (LONG.layers + 0.1) * SCORES
-    again = traced(kernels, recompute=True)[1].peak_bytes - traced("fused", recompute=True)[1].peak_bytes
-    assert SCORES <= again < 4.5 * SCORES
+    recomputed = traced(kernels, recompute=True)[1].peak_bytes - traced("fused", recompute=True)[1].peak_bytes
+    assert SCORES <= recomputed < 4.5 * SCORES
 
 
 def tp_collectives(layout: Layout) -> list[tuple[str, str, str, int]]:
-    """Of each collective over tp its phase, operation, purpose and the matrix products until it is waited for."""
+    """Return phase, operation and purpose of each tp collective, and the number of matrix products before its wait."""
     experiment = tiny(layout)
     found: list[tuple[str, str, str, int]] = []
     phase, products = "", 0
@@ -279,14 +279,14 @@ def tp_collectives(layout: Layout) -> list[tuple[str, str, str, int]]:
 
 @pytest.mark.parametrize("kernels", ["reference", "softmax", "unfused"])
 @pytest.mark.parametrize("tp_overlap", [True, False])
-def test_operators_do_not_decide_what_tensor_parallelism_overlaps(kernels: str, tp_overlap: bool) -> None:
+def test_all_operator_sets_overlap_tp_collectives_equally(kernels: str, tp_overlap: bool) -> None:
     layout = Layout(tp=2, micro_batch=2, recompute=True, tp_overlap=tp_overlap)
     fused = tp_collectives(layout)
     assert tp_collectives(replace(layout, kernels=kernels)) == fused
     assert any(products for phase, _, _, products in fused if phase == "backward") == tp_overlap
 
 
-def test_the_mask_and_what_is_dropped() -> None:
+def test_causal_mask_and_dropout_of_attention_weights() -> None:
     assert causal_mask(3, torch.empty(0, dtype=torch.float16)).tolist() == [
         [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
     ]
@@ -296,12 +296,12 @@ def test_the_mask_and_what_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_stock_module_without_overlap(two: RankPool, zero: int) -> None:
+def test_stock_module_without_overlap_equals_one_process(two: RankPool, zero: int) -> None:
     layout = Layout(dp=2, zero=zero, overlap=False, micro_batch=STOCK_BATCH // 2, bucket_bytes=600)
     assert_trained_like_one(two.run(train_stock, "tied", "adamw", layout), "tied", "adamw")
 
 
-def test_a_stock_module_brings_its_own_operators() -> None:
+def test_stock_module_refuses_an_operator_set() -> None:
     module = Tied()
     with pytest.raises(
         ConfigError, match="kernels = 'softmax': must be fused: a stock module brings its own"
@@ -309,13 +309,13 @@ def test_a_stock_module_brings_its_own_operators() -> None:
         repro.parallelize(module, optimizer_of(module, "adamw"), Layout(kernels="softmax"))
 
 
-def test_parameters_gathered_before_the_step(two: RankPool) -> None:
-    """The same training; and no forward pass waits for parameters, since a step ends when they are there."""
+def test_without_gather_overlap_no_forward_waits_for_parameters(two: RankPool) -> None:
+    """The step ends after the gathers of the updated parameters."""
     layout = Layout(dp=2, zero=2, micro_batch=2, global_batch=BATCH, bucket_bytes=3000, gather_overlap=False)
     assert_same_training(two, layout)
 
     def waits(layout: Layout) -> dict[str, int]:
-        """Phases in which something waits for parameters."""
+        """Return the number of waits for parameters in each phase."""
         traced = trace(tiny(layout), roles(tiny(layout))[0])
         gathers = {e.work for e in traced.events if isinstance(e, Message) and e.purpose == "parameters"}
         found: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Every layout trains the same model: losses and parameters equal those of one process."""
+"""Tests that losses and parameters of every layout equal those of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUTS = [
 
 
 def name_of(layout: Layout) -> str:
-    """A short name for the test's id."""
+    """Return a short name for the test's id."""
     parts = [f"dp{layout.dp}", f"tp{layout.tp}", f"z{layout.zero}"]
     parts += ["sp"] if layout.sp else []
     parts += ["feb2020"] if layout.zero1_reduce == "all-reduce" else []
@@ -43,13 +43,13 @@ def name_of(layout: Layout) -> str:
 
 @cache
 def alone(precision: str = "fp32", model: Model = TINY, **training: float) -> Trained:
-    """The same experiment in one process, all samples in one micro-batch."""
+    """Train in one process with all samples in one micro-batch."""
     torch.set_num_threads(1)
     return train(tiny(Layout(micro_batch=BATCH, precision=precision), model, **training))
 
 
 def assert_same(found: list[Trained], expected: Trained, loss: float, parameters: float) -> None:
-    """Losses within a relative, parameters within a relative (to the parameter's norm) distance."""
+    """Check losses and parameters up to these relative distances; a parameter's distance is relative to its norm."""
     for trained in found:
         torch.testing.assert_close(
             torch.tensor(trained.loss), torch.tensor(expected.loss), rtol=loss, atol=0.0
@@ -68,13 +68,13 @@ def assert_same(found: list[Trained], expected: Trained, loss: float, parameters
 def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
     model = smallest(layout)
     expected = alone(model=model, **LEARNING)
-    assert expected.loss[-1] < 0.9 * expected.loss[0], "the run must learn, or parity shows little"
-    assert sum(norm > 0.3 for norm in expected.norm) > 6, "clipping must act, or a wrong norm goes unseen"
+    assert expected.loss[-1] < 0.9 * expected.loss[0], "the loss must fall, or parity proves little"
+    assert sum(norm > 0.3 for norm in expected.norm) > 6, "clipping must act, or a wrong norm has no effect"
     found = pool_of(request, layout).run(train, tiny(layout, model, **LEARNING))
     assert_same(found, expected, 1e-5, 1e-5)
 
 
-EVERYTHING = (
+ALL_OPTIONS = (
     {"recompute": True, "bucket_bytes": 3000},
     {"dropout": 0.1, "attention_dropout": 0.1, "steps": 4},
 )
@@ -90,9 +90,9 @@ EVERYTHING = (
     ],
     ids=name_of,
 )
-def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout: Layout) -> None:
-    """Recomputation, accumulation, the size of buckets and dropout, all at once: still one process's numbers."""
-    settings, training = EVERYTHING
+def test_all_options_together_equal_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
+    """The options are recomputation, accumulation, small buckets and dropout."""
+    settings, training = ALL_OPTIONS
     model = smallest(layout)
     layout = replace(layout, **settings, micro_batch=layout.micro_batch // 2)
     found = pool_of(request, layout).run(train, tiny(layout, model, **training))
@@ -113,9 +113,9 @@ def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout:
 def test_mixed_precision_equals_one_process_within_its_rounding(
     request: pytest.FixtureRequest, layout: Layout
 ) -> None:
-    """Gradients are summed in 16 bits, so losses and the vector of all parameters agree to a few units.
+    """Gradients are summed in 16 bits, so the vector of all parameters is compared.
 
-    A single bias that starts at zero is mostly the rounding of its gradients.
+    Biases that start at zero contain mainly the rounding errors of their gradients.
     """
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[layout.precision]
     model = smallest(layout)
@@ -126,21 +126,21 @@ def test_mixed_precision_equals_one_process_within_its_rounding(
         torch.testing.assert_close(
             torch.tensor(trained.loss), torch.tensor(expected.loss), rtol=4 * unit, atol=0.0
         )
-        mine = torch.cat([trained.parameters[name].float().flatten() for name in expected.parameters])
-        assert (mine - reference).norm() <= 4 * unit * reference.norm()
+        values = torch.cat([trained.parameters[name].float().flatten() for name in expected.parameters])
+        assert (values - reference).norm() <= 4 * unit * reference.norm()
         assert trained.skipped == expected.skipped
         assert trained.scale == expected.scale
 
 
 @needs("torch")
-def test_one_process_is_what_torch_computes() -> None:
-    """The reference itself: our step on one rank against torch's modules, autograd and torch.optim.AdamW."""
+def test_one_process_equals_engine_torch() -> None:
+    """Engine torch runs torch's modules, autograd and `torch.optim.AdamW`."""
     assert_same([alone()], train(tiny(Layout(micro_batch=BATCH), engine="torch")), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_parameters_smaller_than_the_group(four: RankPool, zero: int) -> None:
-    """Vectors of 4 elements over 4 ranks: some shards hold padding only."""
+def test_shards_of_padding_only_do_not_change_training(four: RankPool, zero: int) -> None:
+    """Parameters of 4 elements on 4 ranks leave some shards without elements."""
     model = Model(name="thin", layers=2, hidden=4, heads=2, vocab=8, seq=4)
     layout = Layout(dp=4, zero=zero, micro_batch=2, global_batch=BATCH, bucket_bytes=16)
     expected = alone(model=model, steps=5)
@@ -148,8 +148,8 @@ def test_parameters_smaller_than_the_group(four: RankPool, zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_a_rank_that_owns_padding_alone(zero: int) -> None:
-    """30 parameters over 8 ranks in shards of 8: the last rank has nothing to add to the norm, and says so."""
+def test_rank_with_padding_only_reports_a_zero_norm(zero: int) -> None:
+    """30 elements on 8 ranks in shards of 8 leave only padding on the last rank."""
     model = Model(name="dust", layers=1, hidden=1, heads=1, vocab=2, seq=1)
     experiment = tiny(Layout(dp=8, zero=zero, micro_batch=1), model)
     mesh = meshes.shape_only_mesh(Layout(dp=8), rank=7)

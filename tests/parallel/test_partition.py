@@ -1,4 +1,4 @@
-"""The arithmetic of buckets and shards, for any sizes."""
+"""Tests of the arithmetic of buckets, shards and groups of ranks, for any sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ranks = st.integers(1, 9)
 
 
 @given(sizes, ranks, st.integers(1, 400))
-def test_every_parameter_is_in_one_bucket_whole_and_in_order(
+def test_buckets_contain_all_parameters_undivided_and_in_order(
     entries: list[tuple[int, str]], n: int, limit: int
 ) -> None:
     plans = plan_buckets([(i, size, tag) for i, (size, tag) in enumerate(entries)], n, limit)
@@ -31,7 +31,7 @@ def test_every_parameter_is_in_one_bucket_whole_and_in_order(
 
 
 @given(sizes, ranks)
-def test_shards_are_equal_aligned_and_barely_padded(entries: list[tuple[int, str]], n: int) -> None:
+def test_shards_are_equal_and_aligned_with_minimal_padding(entries: list[tuple[int, str]], n: int) -> None:
     plan = plan_bucket([(i, size, tag) for i, (size, tag) in enumerate(entries)], n)
     assert plan.shard * n == plan.padded
     assert plan.shard % ALIGNMENT == 0
@@ -40,17 +40,17 @@ def test_shards_are_equal_aligned_and_barely_padded(entries: list[tuple[int, str
 
 @given(sizes, ranks)
 def test_pieces_and_ranges_cover_every_element_once(entries: list[tuple[int, str]], n: int) -> None:
-    """Putting all ranks' pieces back gives the parameters; ranges say the right tag for each element."""
+    """The pieces of all ranks contain all parameters, and each element is in the range of its tag."""
     plan = plan_bucket([(i, size, tag) for i, (size, tag) in enumerate(entries)], n)
     owner = [(slot.index, e) for slot in plan.slots for e in range(slot.stop - slot.start)]
     flat: list[tuple[int, int] | None] = [None] * plan.padded
     tags: list[str | None] = [None] * plan.padded
     for rank in range(n):
         base = rank * plan.shard
-        for index, start, stop, place in plan.pieces(rank):
+        for index, start, stop, offset in plan.pieces(rank):
             for k in range(stop - start):
-                assert flat[base + place + k] is None
-                flat[base + place + k] = (index, start + k)
+                assert flat[base + offset + k] is None
+                flat[base + offset + k] = (index, start + k)
         for tag, start, stop in plan.ranges(rank):
             for k in range(start, stop):
                 assert tags[base + k] is None
@@ -62,17 +62,17 @@ def test_pieces_and_ranges_cover_every_element_once(entries: list[tuple[int, str
 
 
 @given(sizes, ranks)
-def test_neighbouring_ranges_differ(entries: list[tuple[int, str]], n: int) -> None:
-    """A shard has no more runs than it must: the optimizer makes one call a run."""
+def test_adjacent_ranges_have_different_tags(entries: list[tuple[int, str]], n: int) -> None:
+    """The optimizer makes one call per range, so adjacent ranges of equal tags are merged."""
     plan = plan_bucket([(i, size, tag) for i, (size, tag) in enumerate(entries)], n)
     for rank in range(n):
-        runs = plan.ranges(rank)
-        assert all(a[0] != b[0] for a, b in itertools.pairwise(runs))
+        ranges = plan.ranges(rank)
+        assert all(a[0] != b[0] for a, b in itertools.pairwise(ranges))
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.sampled_from(ORDERS))
-def test_grid_of_ranks(dp: int, tp: int, pp: int, order: str) -> None:
-    """Every rank is in one group of each axis, and the groups cross in it; the first axis has neighbours."""
+def test_groups_of_different_axes_share_one_rank(dp: int, tp: int, pp: int, order: str) -> None:
+    """Every rank is in one group of each axis. Groups along the first axis have consecutive ranks."""
     layout = Layout(dp=dp, tp=tp, pp=pp, order=order)
     everyone = list(range(layout.world))
     for axis in ("dp", "tp", "pp"):
@@ -93,8 +93,8 @@ def test_grid_of_ranks(dp: int, tp: int, pp: int, order: str) -> None:
             assert mesh.embedding.ranks == (rank,)
 
 
-def test_order_of_the_axes() -> None:
-    """Megatron's order: tp inside a node, then dp, stages far apart."""
+def test_default_order_of_axes_is_megatron_lms() -> None:
+    """The axes from inner to outer are tp, dp and pp."""
     layout = Layout(tp=2, dp=2, pp=2)
     assert groups(layout, "tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert groups(layout, "dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]

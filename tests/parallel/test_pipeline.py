@@ -1,4 +1,4 @@
-"""Pipelines and 3D layouts train the same model as one process, keep what the schedule says, send what it must."""
+"""Tests of pipelines and 3D layouts: parity with one process, micro-batches in flight, traffic and refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repro.config import ConfigError, Experiment, Layout
 from repro.engines.native.engine import NativeEngine
 from repro.parallel import mesh as meshes
 from repro.parallel.pipeline.schedule import build_schedule, in_flight
-from tests.parallel.test_parity import EVERYTHING, alone, assert_same
+from tests.parallel.test_parity import ALL_OPTIONS, alone, assert_same
 from tests.pool import RankPool, pool_of
 from tests.training import LEARNING, TINY, Trained, micro_batches, smallest, tiny, train
 
@@ -21,7 +21,7 @@ BATCH = 8
 PP2 = Layout(pp=2, micro_batch=1, global_batch=BATCH)
 PP4 = replace(PP2, pp=4)
 FOUR = replace(PP2, micro_batch=2)
-"""Four micro-batches for two stages, as each of two replicas has with one sample each: filled, steady, drained."""
+"""Four micro-batches on two stages have a warm-up, a steady state and a cool-down."""
 PP2_TP2 = replace(FOUR, tp=2)
 INTERLEAVED = replace(FOUR, schedule="interleaved", chunks=2)
 SCATTERED = replace(INTERLEAVED, tp=2, scatter_gather=True)
@@ -70,40 +70,41 @@ RAN: dict[Experiment, list[Trained]] = {}
 
 
 def ranks_of(request: pytest.FixtureRequest, experiment: Experiment) -> list[Trained]:
-    """What each rank found; an experiment that several tests look at runs once."""
+    """Return each rank's results; an experiment of several tests runs once."""
     if experiment not in RAN:
         RAN[experiment] = pool_of(request, experiment.layout).run(train, experiment)
     return RAN[experiment]
 
 
-def all_steps(layout: Layout) -> Experiment:
-    """The experiment whose losses are those of one process, and whose last step shows the layout's traffic."""
+def parity_experiment(layout: Layout) -> Experiment:
+    """Return the experiment of the parity tests; its last step shows the traffic without recomputation."""
     return tiny(layout, smallest(layout), **LEARNING)
 
 
-def two_steps(layout: Layout) -> Experiment:
-    """The same with recomputation, which changes the traffic."""
+def recompute_experiment(layout: Layout) -> Experiment:
+    """Return an experiment of two steps with recomputation, which changes the traffic."""
     return tiny(replace(layout, recompute=True), smallest(layout), steps=2, untimed_steps=1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
-    found, expected = ranks_of(request, all_steps(layout)), alone(model=smallest(layout), **LEARNING)
-    assert expected.loss[-1] < 0.9 * expected.loss[0], "the run must learn, or parity shows little"
+    found = ranks_of(request, parity_experiment(layout))
+    expected = alone(model=smallest(layout), **LEARNING)
+    assert expected.loss[-1] < 0.9 * expected.loss[0], "the loss must fall, or parity proves little"
     assert_same(merge_stages(found), expected, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED, PP2_TP2, replace(PP2, dp=2, zero=1)], ids=name_of)
-def test_nothing_else_changes_the_result(request: pytest.FixtureRequest, layout: Layout) -> None:
-    """With recomputation, tiny buckets and dropout it is still one process's run."""
-    settings, training = EVERYTHING
+def test_all_options_together_equal_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
+    """The options are recomputation, small buckets and dropout."""
+    settings, training = ALL_OPTIONS
     model = smallest(layout)
     found = pool_of(request, layout).run(train, tiny(replace(layout, **settings), model, **training))
     assert_same(merge_stages(found), alone(model=model, **training), 1e-5, 1e-5)
 
 
-def test_fp16_on_three_axes(eight: RankPool) -> None:
-    """Scaled losses and skipped steps are the same on all stages, and close to one process's."""
+def test_all_stages_skip_the_same_fp16_steps(eight: RankPool) -> None:
+    """Losses on the three axes tp, pp and dp are close to those of one process."""
     layout = replace(THREE_AXES, zero=1, precision="fp16")
     training = {"loss_scale": 2.0**20, "loss_scale_window": 3, "loss_scale_hysteresis": 1, "steps": 8}
     model = smallest(layout)
@@ -120,8 +121,8 @@ def test_fp16_on_three_axes(eight: RankPool) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_micro_batches_in_flight(two: RankPool, schedule: str) -> None:
-    """What is alive between forward and backward is what the schedule says: p - rank for 1F1B, m for GPipe."""
+def test_live_activations_equal_the_micro_batches_in_flight(two: RankPool, schedule: str) -> None:
+    """The schedules have p - rank micro-batches in flight with 1F1B, and m with GPipe."""
     layout = replace(PP2, schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
     plan = build_schedule(schedule, 2, BATCH, layout.chunks)
     for rank, seen in enumerate(two.run(_live_activations, tiny(layout))):
@@ -129,16 +130,16 @@ def test_micro_batches_in_flight(two: RankPool, schedule: str) -> None:
         assert seen["in_flight"] == expected
         assert len(seen["live"]) == expected
         if schedule == "interleaved":
-            continue  # its chunks are of different sizes
-        # Each micro-batch keeps the same bytes; beside them two outputs may still be under way.
-        sent = 4 * TINY.seq * TINY.hidden if rank == 0 else 0
-        kept = [bytes_ - min(k, 2) * sent for k, bytes_ in enumerate(seen["live"], 1)]
-        losses = 8  # bytes of scalars that the first micro-batch's loss has beside it
-        assert all(abs(bytes_ - k * kept[0]) <= k * losses for k, bytes_ in enumerate(kept, 1)), kept
+            continue  # its chunks have different sizes
+        # Each micro-batch retains equal bytes. In addition, up to two outputs may not be sent yet.
+        output = 4 * TINY.seq * TINY.hidden if rank == 0 else 0
+        retained = [bytes_ - min(k, 2) * output for k, bytes_ in enumerate(seen["live"], 1)]
+        scalars = 8  # additional bytes of the first micro-batch's loss
+        assert all(abs(n - k * retained[0]) <= k * scalars for k, n in enumerate(retained, 1)), retained
 
 
 def _live_activations(experiment: Experiment) -> dict[str, Any]:
-    """Bytes of activations alive after each forward that brings one more micro-batch in flight."""
+    """Return the live bytes of activations after each forward that increases the micro-batches in flight."""
     from repro.measure.memory import MemoryTracker
 
     mesh = meshes.distributed_mesh(experiment.layout, "cpu")
@@ -174,9 +175,9 @@ TRAFFIC = [
 
 
 @pytest.mark.parametrize(("layout", "recompute"), TRAFFIC, ids=name_of)
-def test_traffic_to_the_byte(request: pytest.FixtureRequest, layout: Layout, recompute: bool) -> None:
-    """2104.04473 sec. 3.2: bsh per boundary, direction and micro-batch; tp and dp as without a pipeline."""
-    experiment = two_steps(layout) if recompute else all_steps(layout)
+def test_traffic_equals_the_formula(request: pytest.FixtureRequest, layout: Layout, recompute: bool) -> None:
+    """A boundary sends bsh per direction and micro-batch (2104.04473 sec. 3.2). Pipelines do not change tp and dp."""
+    experiment = recompute_experiment(layout) if recompute else parity_experiment(layout)
     found, layout = ranks_of(request, experiment), experiment.layout
     m, v, t = layout.accumulation, layout.chunks, layout.tp
     b, s, h = layout.micro_batch, experiment.seq, TINY.hidden
@@ -185,7 +186,7 @@ def test_traffic_to_the_byte(request: pytest.FixtureRequest, layout: Layout, rec
         mesh = meshes.shape_only_mesh(layout, rank)
         stage, last = mesh.pp.rank, layout.pp - 1
         rows = {(r["op"], r["group"], r["purpose"]): r for r in trained.traffic}
-        # Activations leave every part but the last, gradients every part but the first.
+        # Every part except the last sends activations, and every part except the first sends gradients.
         forward = m * (v - (stage == last))
         backward = m * (v - (stage == 0))
         share = t if layout.sp or layout.scatter_gather else 1
@@ -206,23 +207,21 @@ def test_traffic_to_the_byte(request: pytest.FixtureRequest, layout: Layout, rec
         ends = stage in (0, last)
         assert tied == (4 * TINY.vocab * h // t // shard if ends else 0)
         if layout.dp > 1:
-            _check_data_parallel(layout, rows, sum(v.numel() for v in _local(experiment, rank).values()))
+            _check_data_parallel(layout, rows, _padded_parameters(experiment, rank))
 
 
-def _local(experiment: Experiment, rank: int) -> dict[str, Tensor]:
-    """The rank's parameters, as shapes."""
+def _padded_parameters(experiment: Experiment, rank: int) -> int:
+    """Return the number of the rank's parameters, with padding."""
     mesh = meshes.shape_only_mesh(experiment.layout, rank)
     engine = NativeEngine(experiment, mesh, torch.device("meta"))
-    local = engine.full_parameters()
-    padding = torch.empty(engine.padding(), device="meta")
-    return {**local, "padding": padding}
+    return sum(value.numel() for value in engine.full_parameters().values()) + engine.padding()
 
 
 def _check_data_parallel(layout: Layout, rows: dict[Any, Any], psi: int) -> None:
-    """Psi reduced and Psi gathered (stages 1, 2), or Psi all-reduced; stage 2 reduces every micro-batch."""
+    """Check that stage 0 all-reduces Psi; stages 1 and 2 reduce and gather Psi; stage 2 reduces each micro-batch."""
     times = layout.accumulation if layout.zero == 2 else 1
-    reduced = layout.zero == 0 or layout.zero1_reduce == "all-reduce"
-    op = "all_reduce" if reduced else "reduce_scatter"
+    is_all_reduce = layout.zero == 0 or layout.zero1_reduce == "all-reduce"
+    op = "all_reduce" if is_all_reduce else "reduce_scatter"
     assert rows[op, "dp", "gradients"]["payload_bytes"] == 4 * psi * times
     if layout.zero:
         assert rows["all_gather", "dp", "parameters"]["payload_bytes"] == 4 * psi
@@ -258,7 +257,7 @@ def _check_data_parallel(layout: Layout, rows: dict[Any, Any], psi: int) -> None
         ({"schedule": "zb-h1"}, "one of gpipe, 1f1b, interleaved"),
     ],
 )
-def test_refusals(settings: dict[str, Any], message: str) -> None:
+def test_invalid_pipeline_layouts_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         tiny(Layout(**settings))
     assert message in str(refused.value)

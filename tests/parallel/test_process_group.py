@@ -1,4 +1,4 @@
-"""The process group that a wrapped module uses, with and without one of the user's."""
+"""Tests of the process groups that a wrapped module uses, with and without a default group of the user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.pool import RankPool, forks
 
 
 def train_on_the_cpu(group: str, port: int, rank: int) -> None:
-    """A step of a rank that a launcher has started, on a machine with GPUs of which its module uses none."""
+    """Run a step of a rank from a launcher, with a module on the CPU of a machine with GPUs."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     torch.cuda.is_available = lambda: True
@@ -36,7 +36,7 @@ def train_on_the_cpu(group: str, port: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize("group", ["group", "none"])
-def test_a_module_on_the_cpu_uses_gloo(group: str) -> None:
+def test_module_on_the_cpu_uses_gloo(group: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the launcher's
     context = forks()
     ranks = [context.Process(target=train_on_the_cpu, args=(group, store.port, rank)) for rank in range(2)]
@@ -51,8 +51,8 @@ def test_a_module_on_the_cpu_uses_gloo(group: str) -> None:
 GRID = Layout(tp=2, dp=2, micro_batch=1)
 
 
-def groups_made(times: int) -> list[int]:
-    """Groups of this rank that exist after each of `times` meshes of one layout, beyond those before."""
+def new_groups(times: int) -> list[int]:
+    """Return the number of additional process groups of this rank after each of `times` meshes of one layout."""
     world = dist.distributed_c10d._world
     before = len(world.pg_map)
     found = []
@@ -65,22 +65,22 @@ def groups_made(times: int) -> list[int]:
     return found
 
 
-def test_experiments_of_one_job_share_their_groups(four: RankPool) -> None:
-    """Each would cost threads and sockets, or a communicator's memory, until the job ends."""
-    for found in four.run(groups_made, 3):
+def test_experiments_of_a_process_share_process_groups(four: RankPool) -> None:
+    """A process group occupies threads and sockets, or device memory, until the process ends."""
+    for found in four.run(new_groups, 3):
         assert found in ([2, 2, 2], [0, 0, 0]), (
-            "this rank's of tp and of dp, which an earlier test may have made"
+            "one group of tp and one of dp, or none if an earlier test created both"
         )
 
 
 def start_twice(folder: str, rank: int) -> None:
-    for turn in range(2):
-        dist.init_process_group("gloo", init_method=f"file://{folder}/{turn}", rank=rank, world_size=4)
-        assert groups_made(2) == [2, 2]
+    for start in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{start}", rank=rank, world_size=4)
+        assert new_groups(2) == [2, 2]
         dist.destroy_process_group()
 
 
-def test_another_default_group_has_groups_of_its_own(tmp_path: Path) -> None:
+def test_each_default_group_has_separate_process_groups(tmp_path: Path) -> None:
     context = forks()
     ranks = [context.Process(target=start_twice, args=(str(tmp_path), rank)) for rank in range(4)]
     for rank in ranks:
@@ -91,24 +91,22 @@ def test_another_default_group_has_groups_of_its_own(tmp_path: Path) -> None:
     assert [rank.exitcode for rank in ranks] == [0] * 4
 
 
-def test_every_stream_between_two_stages_has_a_communicator_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """NCCL has no tags: activations (0) go to the next of three stages, gradients (1) to the one before."""
+def test_each_channel_between_stages_has_its_own_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has no tags. Activations (0) go to the next of three stages, gradients (1) to the previous stage."""
     monkeypatch.setattr(meshes, "make_process_group", lambda ranks, purpose: ranks)
     channels = meshes._channels((3, 5, 9), ring=True)
-    straight = {(0, 1, 0): (3, 5), (1, 2, 0): (5, 9), (1, 0, 1): (5, 3), (2, 1, 1): (9, 5)}
-    assert channels == {**straight, (2, 0, 0): (9, 3), (0, 2, 1): (3, 9)}
-    assert meshes._channels((3, 5, 9), ring=False) == straight
+    neighbours = {(0, 1, 0): (3, 5), (1, 2, 0): (5, 9), (1, 0, 1): (5, 3), (2, 1, 1): (9, 5)}
+    assert channels == {**neighbours, (2, 0, 0): (9, 3), (0, 2, 1): (3, 9)}
+    assert meshes._channels((3, 5, 9), ring=False) == neighbours
     sent: list[tuple[str, int, object]] = []
 
-    def note(kind: str) -> Callable[..., object]:
+    def record(kind: str) -> Callable[..., object]:
         return lambda tensor, peer, group: sent.append((kind, peer, group)) or object()
 
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: (3, 5, 9)[rank])
-    monkeypatch.setattr(dist, "isend", note("send"))
-    monkeypatch.setattr(dist, "irecv", note("receive"))
+    monkeypatch.setattr(dist, "isend", record("send"))
+    monkeypatch.setattr(dist, "irecv", record("receive"))
     second = NcclTransport(None, channels)  # type: ignore[arg-type]
     for channel, (to, source) in enumerate(((2, 0), (0, 2))):
         second.send(torch.ones(1), to, channel)
@@ -119,7 +117,7 @@ def test_every_stream_between_two_stages_has_a_communicator_of_its_own(
     ]
 
 
-def test_the_process_group_serves_the_device() -> None:
+def test_process_group_must_support_the_device_of_the_module() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     require_backend("cpu:gloo,cuda:nccl", cpu)
     require_backend("cpu:gloo,cuda:nccl", cuda)

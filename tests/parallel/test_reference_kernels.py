@@ -1,4 +1,4 @@
-"""A layout with `kernels = "reference"` trains the same model without one operator of `kernels/`."""
+"""Tests that a layout with `kernels = "reference"` trains the same model without the operators of `kernels/`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 @pytest.mark.parametrize(
     ("precision", "training"), [("fp32", DROPOUT), ("bf16", {}), ("fp16", {})], ids=["fp32", "bf16", "fp16"]
 )
-def test_one_process_equals_the_fused_kernels(precision: str, training: dict[str, float]) -> None:
-    """To the last bit, since a CPU runs the same code behind either."""
+def test_reference_kernels_equal_the_fused_kernels(precision: str, training: dict[str, float]) -> None:
+    """Results are equal bit by bit, since both run the same code on a CPU."""
     layout = Layout(micro_batch=BATCH, precision=precision, kernels="reference")
     assert_same([train(tiny(layout, **training))], alone(precision, **training), 0.0, 0.0)
 
@@ -36,8 +36,8 @@ def test_two_processes_equal_one(two: RankPool) -> None:
     assert_same(two.run(train, tiny(layout, model, **training)), alone(model=model, **training), 1e-5, 1e-5)
 
 
-class Ours(TorchDispatchMode):
-    """Counts the calls of our operators."""
+class OperatorCounts(TorchDispatchMode):
+    """Dispatch mode that counts the calls of the project's operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,32 +49,32 @@ class Ours(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_two_layouts_in_one_process_each_run_what_they_ask_for() -> None:
-    """Their steps take turns, as those of compared experiments do."""
+def test_two_layouts_in_one_process_run_their_own_kernels() -> None:
+    """The steps of both layouts alternate, as in a comparison of experiments."""
     engines: dict[str, Any] = {}
     for kernels in ("fused", "reference"):
         experiment = tiny(Layout(micro_batch=2, kernels=kernels), **DROPOUT)
         engines[kernels] = build_engine(experiment, meshes.single_rank_mesh(), torch.device("cpu"))
     for step in range(2):
         for kernels, engine in engines.items():
-            with Ours() as seen:
+            with OperatorCounts() as counts:
                 engine.step(micro_batches(experiment, 0, step), lambda phase: None)
             if kernels == "reference":
-                assert not seen.calls
+                assert not counts.calls
             else:
-                assert {"adamw_", "norm_squared", "layer_norm_backward", "bias_gelu"} <= set(seen.calls)
-                assert {"cross_entropy_backward_", "bias_dropout_residual_backward"} <= set(seen.calls)
+                assert {"adamw_", "norm_squared", "layer_norm_backward", "bias_gelu"} <= set(counts.calls)
+                assert {"cross_entropy_backward_", "bias_dropout_residual_backward"} <= set(counts.calls)
 
 
-def test_a_simulated_step_has_torchs_operators() -> None:
-    """Their temporaries and their bytes are what the predicted memory and time are made of."""
-    moved: dict[str, int] = {}
+def test_simulated_step_of_reference_kernels_has_torchs_operators() -> None:
+    """The simulator predicts memory and time from the temporaries and bytes of these operators."""
+    nbytes: dict[str, int] = {}
     for kernels in ("fused", "reference"):
         experiment = tiny(Layout(micro_batch=2, precision="bf16", kernels=kernels), **DROPOUT)
         found = trace(experiment, roles(experiment)[0])
         names = {operator.name for _, operator in found.operators() if operator.name.startswith("repro.")}
-        # torch's fused AdamW has no shape function; it is one pass over memory, as ours is.
+        # torch's fused AdamW has no shape function. Its substitute also makes one pass over memory.
         assert (names == {"repro.adamw_"}) is (kernels == "reference")
-        moved[kernels] = sum(n * (operator.read + operator.written) for n, operator in found.operators())
+        nbytes[kernels] = sum(n * (operator.read + operator.written) for n, operator in found.operators())
         assert measure_live_bytes(found.events).peak_bytes > 0
-    assert moved["reference"] > moved["fused"]
+    assert nbytes["reference"] > nbytes["fused"]

@@ -1,4 +1,4 @@
-"""Schedules: their bubble, their order and their memory are what the papers say, for any p, m and v."""
+"""Tests that bubble, order and memory of schedules equal the papers' formulas for any p, m and v."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=150)
 @given(cases(), times, times)
-def test_the_bubble_is_that_of_the_paper_whatever_the_times(
+def test_bubble_equals_the_papers_formula_for_any_times(
     case: Case, forward: Fraction, backward: Fraction
 ) -> None:
     _, p, m, v = case
     assert bubble_ratio(build_schedule(*case), forward, backward) == Fraction(p - 1, v * m)
 
 
-def test_bubbles_of_published_layouts() -> None:
+def test_bubbles_of_published_layouts_equal_published_values() -> None:
     assert bubble_ratio(build_schedule("1f1b", 38, 480)) == Fraction(37, 480)  # Yuan 1.0
     assert (
         bubble_ratio(build_schedule("gpipe", 4, 8))
@@ -62,7 +62,8 @@ def test_bubbles_of_published_layouts() -> None:
 
 @settings(max_examples=60)
 @given(cases())
-def test_every_stage_runs_every_action_once_in_one_order_and_backward_after_forward(case: Case) -> None:
+def test_every_stage_runs_every_action_once(case: Case) -> None:
+    """All stages have the same order of forwards and of backwards; each backward follows its forward."""
     _, p, m, v = case
     schedule = build_schedule(*case)
     assert len(schedule) == p
@@ -81,7 +82,7 @@ def test_every_stage_runs_every_action_once_in_one_order_and_backward_after_forw
 
 @settings(max_examples=60)
 @given(cases(), times, times)
-def test_the_timeline_keeps_the_order_and_waits_for_every_input(
+def test_timeline_starts_actions_in_order_after_their_inputs(
     case: Case, forward: Fraction, backward: Fraction
 ) -> None:
     _, p, _, v = case
@@ -100,19 +101,17 @@ def test_the_timeline_keeps_the_order_and_waits_for_every_input(
 
 @settings(max_examples=100)
 @given(cases(), st.randoms(use_true_random=False), st.booleans())
-def test_it_runs_on_channels_without_tags_whoever_is_scheduled_first(
-    case: Case, random: Random, shared: bool
-) -> None:
-    """Sends never block, receives do, and what arrives first on an edge is what is wanted first.
+def test_schedules_run_on_channels_without_tags(case: Case, random: Random, shared: bool) -> None:
+    """Receives block and sends do not. The first message on a channel is the first one that its receiver needs.
 
-    Also where activations and gradients `shared` one channel, as they would with p = 2 and v > 1.
+    With `shared`, activations and gradients use one channel.
     """
     _, p, m, v = case
-    assert run(build_schedule(*case), v, random, shared) == 2 * p * m * v
+    assert run_in_random_order(build_schedule(*case), v, random, shared) == 2 * p * m * v
 
 
-def run(schedule: Schedule, v: int, random: Random, shared: bool) -> int:
-    """Run a schedule one action of a random stage at a time; returns how many actions ran."""
+def run_in_random_order(schedule: Schedule, v: int, random: Random, shared: bool) -> int:
+    """Run one action of a random stage at a time until all stages end or block; return the number of actions."""
     p = len(schedule)
     channels: dict[tuple[int, int, str], deque[tuple[str, int, int]]] = defaultdict(deque)
     at, done, blocked = [0] * p, 0, set[int]()
@@ -141,8 +140,8 @@ def run(schedule: Schedule, v: int, random: Random, shared: bool) -> int:
 
 @settings(max_examples=120)
 @given(cases())
-def test_micro_batches_or_chunks_in_flight(case: Case) -> None:
-    """The closed form of the peak is that of the actions, and that of the papers."""
+def test_peak_in_flight_equals_the_papers_formula(case: Case) -> None:
+    """The closed form also equals the peak over the actions."""
     name, p, m, v = case
     if name == "1f1b":
         expected = [min(m, p - stage) for stage in range(p)]
@@ -156,21 +155,21 @@ def test_micro_batches_or_chunks_in_flight(case: Case) -> None:
 
 @settings(max_examples=60)
 @given(cases())
-def test_batches_of_messages_lie_between_actions_or_pairs_that_take_turns(case: Case) -> None:
+def test_interleaved_schedules_exchange_messages_of_pairs(case: Case) -> None:
     _, p, m, v = case
     for stage, actions in enumerate(build_schedule(*case)):
         found = batches(actions, v)
         assert [action for batch in found for action in batch] == list(actions)
         warm_up = 2 * (p - 1 - stage) + (v - 1) * p if v > 1 and m > p else m * v
         kinds = ["".join(action.kind for action in batch) for batch in found]
-        turns = m * v - warm_up
+        pairs = m * v - warm_up
         if v == 1:
             assert {len(batch) for batch in found} == {1}
         else:
-            assert kinds == ["F"] * warm_up + ["FB"] * turns + ["B"] * warm_up
+            assert kinds == ["F"] * warm_up + ["FB"] * pairs + ["B"] * warm_up
 
 
-def test_a_schedule_can_be_read() -> None:
+def test_schedules_print_their_actions_in_order() -> None:
     assert [" ".join(map(str, actions)) for actions in build_schedule("1f1b", 2, 3)] == [
         "F0 F1 B0 F2 B1 B2",
         "F0 B0 F1 B1 F2 B2",
@@ -182,7 +181,7 @@ def test_a_schedule_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("2f2b", 2, 2, 1), "schedule = '2f2b': must be one of gpipe, 1f1b, interleaved"),
         (("1f1b", 0, 2, 1), "stages = 0: must be an integer of at least 1"),
@@ -196,30 +195,30 @@ def test_a_schedule_can_be_read() -> None:
         ),
     ],
 )
-def test_what_has_no_schedule(arguments: tuple[str, int, int, int], says: str) -> None:
+def test_invalid_schedules_are_refused(arguments: tuple[str, int, int, int], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_schedule(*arguments)
-    assert str(caught.value) == says
+    assert str(caught.value) == message
 
 
-def test_times_are_positive() -> None:
+def test_times_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="backward = '0': must be a time greater than 0"):
         bubble_ratio(build_schedule("1f1b", 2, 2), 1, 0)
 
 
-def test_a_deadlock_is_named() -> None:
+def test_timeline_names_the_actions_of_a_deadlock() -> None:
     wrong = tuple(tuple(reversed(actions)) for actions in build_schedule("1f1b", 2, 1))
     with pytest.raises(ValueError, match=r"deadlock: B0 of stage \d waits for"):
         timeline(wrong)
 
 
-def test_it_needs_no_torch_and_large_schedules_take_seconds() -> None:
+def test_large_schedules_are_built_in_seconds_without_torch() -> None:
     code = (
         "import sys\n"
         "from repro.parallel.pipeline.schedule import build_schedule, bubble_ratio\n"
         "print(bubble_ratio(build_schedule('interleaved', 64, 512, 4)), 'torch' in sys.modules)"
     )
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200
     )
-    assert done.stdout.split() == ["63/2048", "False"]
+    assert finished.stdout.split() == ["63/2048", "False"]

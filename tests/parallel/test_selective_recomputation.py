@@ -1,4 +1,4 @@
-"""Selective recomputation (2205.05198 sec. 5): words of the layout, equal bits, retained bytes and operators."""
+"""Tests of selective recomputation (2205.05198 sec. 5): keys, bitwise results, retained bytes and operators."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from repro.config import ConfigError, Experiment, Layout, Model
+from repro.config import ConfigError, Layout, Model
 from repro.config.files import build_dataclass
 from repro.config.words import describe_layout, layout_options
 from repro.model.counts import hardware_flops, model_flops
 from repro.parallel.zero_r.activation_checkpointing import recompute_attention
 from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.events import Operator
-from repro.simulate.trace.roles import roles, trace
+from repro.simulate.trace.roles import Trace, roles, trace
 from tests.pool import RankPool
 from tests.training import FEW, Trained, smallest, tiny, train
 
@@ -23,22 +23,22 @@ DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 SOFTMAX = Layout(micro_batch=2, global_batch=8, kernels="softmax")
 
 
-def test_the_words_are_the_values_of_before() -> None:
-    """Files and records with true or false mean what they meant, and a word changes no key of a record."""
+def test_words_of_recompute_equal_boolean_values() -> None:
+    """Records store `none` and `block` as false and true."""
     for word, value in (("none", False), ("block", True), ("selective", "selective")):
         assert Layout(recompute=word) == Layout(recompute=value)
         assert asdict(build_dataclass(Layout, {"recompute": word}))["recompute"] == value
-    assert [Layout(recompute=each).has_checkpoints for each in ("none", "selective", "block")] == [0, 0, 1]
+    assert [Layout(recompute=word).has_checkpoints for word in ("none", "selective", "block")] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("value", ["full", "yes", 1, 0, 0.5])
-def test_other_values_are_refused(value: object) -> None:
+def test_other_values_of_recompute_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="recompute = "):
         build_dataclass(Layout, {"recompute": value})
 
 
 @pytest.mark.parametrize(
-    ("keys", "engine", "says"),
+    ("keys", "engine", "message"),
     [
         ({"tp": 2, "pa": True}, "native", "pa = true: needs recompute = true"),
         ({"pa_cpu": True}, "native", "pa_cpu = true: needs recompute = true"),
@@ -48,22 +48,22 @@ def test_other_values_are_refused(value: object) -> None:
         ({"kernels": "softmax"}, "deepspeed", "recompute = 'selective': must be false or true with engine d"),
     ],
 )
-def test_refused_in_one_line(keys: dict[str, object], engine: str, says: str) -> None:
+def test_unsupported_combinations_are_refused(keys: dict[str, object], engine: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         tiny(Layout(**keys, recompute="selective"), engine=engine)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_words_for_people() -> None:
+def test_labels_and_options_show_selective_recomputation() -> None:
     layout = replace(SOFTMAX, recompute="selective")
     assert "selective recomputation" in describe_layout(layout)
     assert "--recompute-selective" in layout_options(layout, "fp32").split()
     assert "--recompute" in layout_options(replace(layout, recompute=True), "fp32").split()
 
 
-def assert_equal_bits(pool: RankPool | None, layout: Layout, model: Model | None = None) -> None:
-    """Losses, gradient norms and parameters of every rank equal those without recomputation, with dropout."""
+def assert_bitwise_equal(pool: RankPool | None, layout: Layout, model: Model | None = None) -> None:
+    """Check that losses, gradient norms and parameters with dropout equal those without recomputation on all ranks."""
     model = model or smallest(layout)
 
     def trained(recompute: str) -> list[Trained]:
@@ -87,14 +87,14 @@ GROUPED = Model(
 @pytest.mark.parametrize(
     ("kernels", "precision"), [("softmax", "bf16"), ("unfused", "fp32"), ("fused", "bf16")]
 )
-def test_one_rank_has_the_same_bits(kernels: str, precision: str) -> None:
-    """`fused` writes scores here as well, because it drops attention weights."""
-    assert_equal_bits(None, replace(SOFTMAX, kernels=kernels, precision=precision))
+def test_one_rank_has_bitwise_equal_results(kernels: str, precision: str) -> None:
+    """`fused` also writes the scores, because training drops attention weights."""
+    assert_bitwise_equal(None, replace(SOFTMAX, kernels=kernels, precision=precision))
 
 
 @pytest.mark.parametrize("model", [ALIBI, GROUPED], ids=lambda model: model.name)
-def test_other_layers_have_the_same_bits(model: Model) -> None:
-    assert_equal_bits(None, SOFTMAX, model)
+def test_other_models_have_bitwise_equal_results(model: Model) -> None:
+    assert_bitwise_equal(None, SOFTMAX, model)
 
 
 LAYOUTS = {
@@ -106,15 +106,16 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_processes_have_the_same_bits(two: RankPool, name: str) -> None:
-    assert_equal_bits(two, LAYOUTS[name])
+def test_two_ranks_have_bitwise_equal_results(two: RankPool, name: str) -> None:
+    assert_bitwise_equal(two, LAYOUTS[name])
 
 
-def test_four_processes_have_the_same_bits(four: RankPool) -> None:
-    assert_equal_bits(four, replace(SOFTMAX, tp=2, sp=True, pp=2, micro_batch=1))
+def test_four_ranks_have_bitwise_equal_results(four: RankPool) -> None:
+    assert_bitwise_equal(four, replace(SOFTMAX, tp=2, sp=True, pp=2, micro_batch=1))
 
 
-def test_attention_runs_once_forward_and_once_backward_and_retains_its_inputs_only() -> None:
+def test_recomputed_attention_retains_only_its_inputs() -> None:
+    """Attention runs once in forward, without gradients, and once in backward."""
     calls = []
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -132,49 +133,47 @@ def test_attention_runs_once_forward_and_once_backward_and_retains_its_inputs_on
 
 LONG = Model(name="long", layers=3, hidden=16, heads=2, vocab=32, seq=256)
 SCORES = 2 * 2 * 256 * 256 * 2
-"""Bytes of the scores of two samples in 16 bits."""
+"""Bytes of a layer's scores of two samples in 16 bits."""
 
 
-def long(recompute: str, kernels: str) -> Experiment:
-    return tiny(
-        Layout(micro_batch=2, kernels=kernels, recompute=recompute, precision="bf16"), LONG, **DROPOUT
-    )
+def step_trace(recompute: str, kernels: str) -> Trace:
+    layout = Layout(micro_batch=2, kernels=kernels, recompute=recompute, precision="bf16")
+    experiment = tiny(layout, LONG, **DROPOUT)
+    return trace(experiment, roles(experiment)[0])
 
 
 @pytest.mark.parametrize("kernels", ["softmax", "unfused"])
-def test_no_layer_retains_its_scores(kernels: str) -> None:
-    """Without recomputation each layer retains the softmax and the dropped weights until its backward pass."""
-    most = {
-        word: measure_live_bytes(trace(e := long(word, kernels), roles(e)[0]).events).most["activations"]
+def test_selective_recomputation_retains_no_scores(kernels: str) -> None:
+    """Without recomputation, each layer retains the softmax and the weights after dropout until its backward pass."""
+    peaks = {
+        word: measure_live_bytes(step_trace(word, kernels).events).most["activations"]
         for word in ("none", "selective")
     }
-    # The last layer has its scores while it runs forward, under either word.
-    others = LONG.layers - 1
-    assert most["none"] - most["selective"] == pytest.approx(others * 2 * SCORES, rel=0.1)
+    # With both values, the last layer has scores during its forward pass.
+    layers = LONG.layers - 1
+    assert peaks["none"] - peaks["selective"] == pytest.approx(layers * 2 * SCORES, rel=0.1)
 
 
-def test_backward_repeats_the_operators_of_the_core_alone() -> None:
+def test_backward_repeats_only_the_operators_of_attention() -> None:
     def operators(word: str) -> Counter[str]:
-        experiment = long(word, "softmax")
         found: Counter[str] = Counter()
-        for times, operator in trace(experiment, roles(experiment)[0]).operators():
+        for times, operator in step_trace(word, "softmax").operators():
             assert isinstance(operator, Operator)
             found[operator.name] += times
         return found
 
-    again = operators("selective") - operators("none")
-    assert again.pop("aten.bmm") == 2 * LONG.layers
-    assert again.pop("repro.causal_softmax") == LONG.layers
-    assert again.pop("repro.bias_dropout_residual") == LONG.layers
-    assert set(again) <= {"aten.clone", "aten.detach"}, "copies of several samples for batched products"
+    repeated = operators("selective") - operators("none")
+    assert repeated.pop("aten.bmm") == 2 * LONG.layers
+    assert repeated.pop("repro.causal_softmax") == LONG.layers
+    assert repeated.pop("repro.bias_dropout_residual") == LONG.layers
+    assert set(repeated) <= {"aten.clone", "aten.detach"}, "batched products copy the samples"
     assert not operators("none") - operators("selective")
 
 
-def test_flops_are_those_of_the_repeated_products() -> None:
-    def batched(word: str) -> int:
-        experiment = long(word, "softmax")
-        operators = trace(experiment, roles(experiment)[0]).operators()
+def test_hardware_flops_count_the_repeated_products() -> None:
+    def batched_flops(word: str) -> int:
+        operators = step_trace(word, "softmax").operators()
         return sum(times * operator.flops for times, operator in operators if operator.name == "aten.bmm")
 
     counted = hardware_flops(LONG, LONG.seq, 2, "selective") - model_flops(LONG, LONG.seq, 2)
-    assert batched("selective") - batched("none") == counted > 0
+    assert batched_flops("selective") - batched_flops("none") == counted > 0

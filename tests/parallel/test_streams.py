@@ -1,4 +1,4 @@
-"""No schedule's messages wait for each other for ever: on hosts that meet, on devices, and where code is loaded."""
+"""Tests that the messages of pipeline schedules do not deadlock with NCCL's order of operations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from repro.config import Layout
 from repro.parallel.mesh import groups
-from tests.parallel.streams import Compute, Meet, Message, Program, Wait, programs, starts, stuck
+from tests.parallel import streams
+from tests.parallel.streams import Compute, Message, Program, Rendezvous, Wait
 
 Case = tuple[str, int, int, int]
-
-
-WITH_PIPELINES = [
+"""Schedule, p, m and v."""
+PIPELINE_LAYOUTS = [
     Layout(pp=pp, dp=dp, tp=tp, cp=cp, order=order, schedule=schedule, chunks=chunks, global_batch=dp * pp)
     for pp, dp, tp, cp in ((2, 2, 1, 1), (3, 1, 2, 1), (4, 2, 2, 1), (2, 2, 1, 2), (3, 2, 2, 1))
     for schedule, chunks in (("1f1b", 1), ("interleaved", 2))
@@ -23,13 +23,12 @@ WITH_PIPELINES = [
 ]
 
 
-def cases(most_stages: int, most_micro_batches: int) -> list[Case]:
-    """(schedule, p, m, v)."""
+def cases(max_stages: int, max_micro_batches: int) -> list[Case]:
     return [
         (schedule, p, m, v)
         for schedule, chunks in (("gpipe", (1,)), ("1f1b", (1,)), ("interleaved", (2, 3)))
-        for p in range(2, most_stages + 1)
-        for m in range(1, most_micro_batches + 1)
+        for p in range(2, max_stages + 1)
+        for m in range(1, max_micro_batches + 1)
         for v in chunks
         if schedule != "interleaved" or m % p == 0
     ]
@@ -44,83 +43,83 @@ def layout_of(case: Case) -> Layout:
 
 
 @cache
-def issued(case: Case, overlap: bool = True, connect: bool = True) -> list[Program]:
-    return programs(replace(layout_of(case), overlap=overlap), connect=connect)
+def programs(case: Case, overlap: bool = True, connect: bool = True) -> list[Program]:
+    return streams.step_programs(replace(layout_of(case), overlap=overlap), connect=connect)
 
 
-def that_hang(found: list[Case], overlap: bool = True, connect: bool = True, **how: Any) -> set[Case]:
-    return {case for case in found if stuck(issued(case, overlap, connect), **how)}
+def deadlocks(tried: list[Case], overlap: bool = True, connect: bool = True, **rules: Any) -> set[Case]:
+    return {case for case in tried if streams.deadlocked_ranks(programs(case, overlap, connect), **rules)}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
-    "found", [SMALL, pytest.param(cases(8, 16), marks=pytest.mark.slow)], ids=["p4-m5", "p8-m16"]
+    "tried", [SMALL, pytest.param(cases(8, 16), marks=pytest.mark.slow)], ids=["p4-m5", "p8-m16"]
 )
-def test_no_schedule_hangs(found: list[Case], overlap: bool) -> None:
-    """Not if the first use of code waits for the device, nor if all streams are one queue; and where every computation
-    waits for the device, only interleaved stages with more micro-batches than stages do that overlap."""
-    assert not that_hang(found, overlap)
-    assert not that_hang(found, overlap, loads="first")
-    assert not that_hang(found, overlap, loads="first", one_queue=True)
-    more = {case for case in found if overlap and case[0] == "interleaved" and case[2] > case[1]}
-    assert that_hang(found, overlap, loads="always") == more
+def test_only_interleaved_schedules_with_blocking_launches_deadlock(tried: list[Case], overlap: bool) -> None:
+    """If every launch waits for an idle device, interleaved stages with overlap and m > p deadlock."""
+    assert not deadlocks(tried, overlap)
+    assert not deadlocks(tried, overlap, blocking="first")
+    assert not deadlocks(tried, overlap, blocking="first", one_queue=True)
+    expected = {case for case in tried if overlap and case[0] == "interleaved" and case[2] > case[1]}
+    assert deadlocks(tried, overlap, blocking="always") == expected
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_without_overlap_nothing_is_computed_while_messages_are_under_way(case: Case) -> None:
-    for stage in issued(case, overlap=False, connect=False):
+def test_without_overlap_launches_follow_waits_for_all_messages(case: Case) -> None:
+    for stage in programs(case, overlap=False, connect=False):
         messages = waits = 0
-        for line in stage:
-            messages += isinstance(line, Message)
-            waits += isinstance(line, Wait)
-            assert not isinstance(line, Compute) or messages == waits
+        for operation in stage:
+            messages += isinstance(operation, Message)
+            waits += isinstance(operation, Wait)
+            assert not isinstance(operation, Compute) or messages == waits
 
 
-def test_interleaved_stages_without_overlap_exchange_what_a_forward_and_a_backward_made() -> None:
-    """Megatron-LM's `send_forward_backward_recv_forward_backward`, and warm-up and cool-down one pass at a time."""
-    second = issued(("interleaved", 4, 8, 2), overlap=False, connect=False)[1]
+def test_interleaved_stages_without_overlap_exchange_messages_in_pairs() -> None:
+    """Megatron-LM's function is `send_forward_backward_recv_forward_backward`; warm-up exchanges one pass at a time."""
+    second = programs(("interleaved", 4, 8, 2), overlap=False, connect=False)[1]
     exchanged: list[str] = []
-    open_ = False
-    for line in second:
-        if isinstance(line, Message):
-            sender, _, channel = line.channel
-            word = ("f" if channel == 0 else "b") if sender == 1 else ("F" if channel == 0 else "B")
-            exchanged[-1:] = [exchanged[-1] + word] if open_ else [*exchanged[-1:], word]
-            open_ = True
-        elif isinstance(line, Compute):
-            open_ = False
-    # 2 (p - 1 - 1) + (v - 1) p = 8 of 16 forwards come before turns are taken.  Small: sent; large: received.
+    is_exchanging = False
+    for operation in second:
+        if isinstance(operation, Message):
+            sender, _, channel = operation.channel
+            letter = ("f" if channel == 0 else "b") if sender == 1 else ("F" if channel == 0 else "B")
+            exchanged[-1:] = [exchanged[-1] + letter] if is_exchanging else [*exchanged[-1:], letter]
+            is_exchanging = True
+        elif isinstance(operation, Compute):
+            is_exchanging = False
+    # Warm-up has 2 (p - 1 - 1) + (v - 1) p = 8 of 16 forward passes. Lower case: sent; upper case: received.
     assert ["".join(sorted(batch)) for batch in exchanged] == [
         "F", *["Ff"] * 7, "BFf", *["BFbf"] * 7, "Bbf", *["Bb"] * 7, "b"
     ]  # fmt: skip
 
 
-def test_one_micro_batch_hangs_on_channels_that_are_connected_in_the_step() -> None:
-    """The hosts of both ends meet at the first message, and each stage would post a receive before its send."""
-    one = {(schedule, p, m, v) for schedule, p, m, v in SMALL if schedule != "interleaved" and m == 1}
-    assert that_hang(SMALL, connect=False) == one
+def test_one_micro_batch_deadlocks_without_connected_channels() -> None:
+    """Both hosts of a channel wait for each other at its first message. Each stage posts a receive before its send."""
+    expected = {(schedule, p, m, v) for schedule, p, m, v in SMALL if schedule != "interleaved" and m == 1}
+    assert deadlocks(SMALL, connect=False) == expected
 
 
-def test_a_step_uses_the_channels_that_were_connected() -> None:
+def test_a_step_uses_exactly_the_connected_channels() -> None:
     for case in SMALL:
-        for connected, all_of_it in zip(starts(layout_of(case)), issued(case), strict=True):
-            step = all_of_it[len(connected) :]
-            assert all_of_it[: len(connected)] == connected
-            assert {line.channel for line in step if isinstance(line, Message)} == {
-                line.channel for line in connected if isinstance(line, Message)
+        for connected, program in zip(streams.connect_programs(layout_of(case)), programs(case), strict=True):
+            step = program[len(connected) :]
+            assert program[: len(connected)] == connected
+            assert {operation.channel for operation in step if isinstance(operation, Message)} == {
+                operation.channel for operation in connected if isinstance(operation, Message)
             }
 
 
-@pytest.mark.parametrize("layout", WITH_PIPELINES, ids=str)
-def test_the_groups_of_a_layout_are_connected_in_one_order(layout: Layout) -> None:
-    """No rank waits for one that waits for it, and all ranks of a communicator meet."""
-    found = starts(layout)
-    assert not stuck(found)
-    met = {line.ranks for program in found for line in program if isinstance(line, Meet)}
+@pytest.mark.parametrize("layout", PIPELINE_LAYOUTS, ids=str)
+def test_connecting_the_groups_of_a_layout_does_not_deadlock(layout: Layout) -> None:
+    """All ranks of each communicator connect: groups along the axes, embedding groups, and all ranks."""
+    connected = streams.connect_programs(layout)
+    assert not streams.deadlocked_ranks(connected)
+    operations = [operation for program in connected for operation in program]
+    met = {operation.ranks for operation in operations if isinstance(operation, Rendezvous)}
     axes = {ranks for axis in ("dp", "cp", "tp", "pp") for ranks in groups(layout, axis) if len(ranks) > 1}
     ends = {(ranks[0], ranks[-1]) for ranks in groups(layout, "pp")}
     assert met == axes | ends | {tuple(range(layout.world))}
 
 
-def test_activations_and_gradients_cannot_share_a_communicator() -> None:
-    assert that_hang(SMALL, communicator=lambda channel: frozenset(channel[:2])) != set()
+def test_activations_and_gradients_deadlock_on_a_shared_communicator() -> None:
+    assert deadlocks(SMALL, communicator=lambda channel: frozenset(channel[:2])) != set()

@@ -1,4 +1,4 @@
-"""ZeRO-R (1910.02054 sec. 6): the same training, less memory, and exactly the communication that it costs."""
+"""Tests of ZeRO-R (1910.02054 sec. 6): parity with one process, less memory, and the additional traffic."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ ALL = {**CPU, **MD}
 
 
 def name_of(value: Any) -> str | None:
-    """A short name for the test's id."""
+    """Return a short name for the test's id."""
     if not isinstance(value, Layout):
         return None
     degrees = [f"{axis}{n}" for axis in ("tp", "pp", "dp") if (n := getattr(value, axis)) > 1]
-    found = [key for key in ("pa", "pa_cpu", "md") if getattr(value, key)]
-    return "-".join([*degrees, f"z{value.zero}", *found, *([] if value.cb else ["fused"])])
+    options = [key for key in ("pa", "pa_cpu", "md") if getattr(value, key)]
+    return "-".join([*degrees, f"z{value.zero}", *options, *([] if value.cb else ["fused"])])
 
 
-# -- the same training ------------------------------------------------------------------------------
+# -- parity ------------------------------------------------------------------------------
 
 
-def twins(dp: int, **settings: Any) -> Layout:
-    """dp replicas of the layout under test, two micro-batches each."""
+def replicas(dp: int, **settings: Any) -> Layout:
+    """Return `TP` with `dp` replicas and two micro-batches per replica."""
     return replace(TP, dp=dp, micro_batch=BATCH // dp // 2, global_batch=BATCH, **settings)
 
 
@@ -55,12 +55,12 @@ PARITY = [
     replace(TP, **PA),
     replace(TP, tp=4, **ALL),
     replace(TP, sp=True, pa_cpu=True, **MD),
-    twins(2, zero=0, **ALL, **FUSED),
-    twins(2, zero=3, **ALL),
-    twins(2, zero=2, **PA, **FUSED),
-    twins(2, tp=1, zero=0, gradient_as_bucket_view=False, **FUSED),
-    twins(2, tp=1, zero=1, zero1_reduce="all-reduce", **FUSED),
-    twins(2, tp=1, zero=2, pa_cpu=True, **MD),
+    replicas(2, zero=0, **ALL, **FUSED),
+    replicas(2, zero=3, **ALL),
+    replicas(2, zero=2, **PA, **FUSED),
+    replicas(2, tp=1, zero=0, gradient_as_bucket_view=False, **FUSED),
+    replicas(2, tp=1, zero=1, zero1_reduce="all-reduce", **FUSED),
+    replicas(2, tp=1, zero=2, pa_cpu=True, **MD),
     replace(TP, pp=2, micro_batch=2, schedule="interleaved", chunks=2, **ALL),
     replace(TP, tp=1, pp=2, dp=2, micro_batch=2, zero=2, schedule="gpipe", pa_cpu=True, **MD),
     replace(TP, tp=1, pp=2, dp=2, micro_batch=2, zero=1, **MD, **FUSED),
@@ -74,59 +74,59 @@ def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout)
     assert_same(merge_stages(found), alone(model=model, **DROPOUT), 1e-5, 1e-5)
 
 
-def test_bf16_equals_one_process_within_its_rounding(four: RankPool) -> None:
+def test_bf16_equals_one_process_within_rounding(four: RankPool) -> None:
     expected = alone("bf16", SHALLOW, steps=8)
-    layout = twins(2, precision="bf16", zero=2, **ALL, **FUSED)
+    layout = replicas(2, precision="bf16", zero=2, **ALL, **FUSED)
     for trained in four.run(train, tiny(layout, SHALLOW, steps=8)):
         torch.testing.assert_close(
             torch.tensor(trained.loss), torch.tensor(expected.loss), rtol=4 * 2.0**-8, atol=0.0
         )
 
 
-# -- what it holds and what it sends ----------------------------------------------------------------
+# -- memory and traffic ----------------------------------------------------------------
 
 
-def look(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[str, Any]:
-    """Steps of this rank, watched: memory, traffic of the last step, and what was alive when backward began."""
+def measure(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[str, Any]:
+    """Run steps of this rank, and return live bytes at several moments and the traffic of the last step."""
     layout = experiment.layout
     mesh = meshes.distributed_mesh(layout, "cpu") if device == "cpu" else meshes.shape_only_mesh(layout)
     fused = 0
     forward: dict[str, int] = {}
     with MemoryTracker() as tracker:
         engine = NativeEngine(experiment, mesh, torch.device(device))
-        born = tracker.live()
+        initial = tracker.live()
 
-        def measure(*_: object) -> None:
+        def observe_buffers(*_: object) -> None:
             nonlocal fused
-            for seen in tracker._live.values():
-                live = seen.reference()
+            for record in tracker._live.values():
+                live = record.reference()
                 if live is not None and storage.category_of(live) == Category.COMMUNICATION:
                     fused = max(fused, live.nbytes())
 
-        def observe(phase: str) -> None:
+        def observe_phase(phase: str) -> None:
             nonlocal forward
             tracker.phase = phase
             if phase == "backward":
                 forward = tracker.live()
 
-        mesh.ledger.observers.append(measure)
+        mesh.ledger.observers.append(observe_buffers)
         for step in range(steps):
             mesh.ledger.reset()
             batches = micro_batches(experiment, mesh.dp.rank, step)
             if device == "meta":
                 tokens = torch.zeros(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
                 batches = [MicroBatch(tokens, tokens, BatchPosition(step, 0)) for _ in batches]
-            engine.step(batches, observe)
+            engine.step(batches, observe_phase)
             engine.synchronize()
         del batches
-        rest = tracker.live()
+        final = tracker.live()
     arenas = [engine.checkpoints.arena if engine.checkpoints else None]
     arenas += [bucket.pool for bucket in engine.buckets]
     return {
-        "born": born,
+        "initial": initial,
         "most": tracker.most,
         "forward": forward,
-        "rest": rest,
+        "final": final,
         "rows": {(r["op"], r["group"], r["purpose"]): r for r in mesh.ledger.rows()},
         "fused": fused,
         "padded": [bucket.plan.padded for bucket in engine.buckets],
@@ -134,107 +134,102 @@ def look(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[st
     }
 
 
-def of_checkpoints(layout: Layout) -> int:
-    """Bytes of all checkpoints of one micro-batch, undivided."""
+def checkpoint_bytes(layout: Layout) -> int:
+    """Return the bytes of all checkpoints of one micro-batch, not divided by tp."""
     return TINY.layers * layout.micro_batch * TINY.seq * TINY.hidden * 4
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_pa_divides_checkpoints_by_tp_for_one_all_gather_each(
-    request: pytest.FixtureRequest, tp: int
-) -> None:
-    """Sec. 6.1: exactly 1/tp of the memory.  Sec. 8: exactly one all-gather of b s h a block, 1/12 of the block's
-    own traffic (2 + 2 + 2 all-reduces)."""
+def test_pa_divides_checkpoints_by_tp(request: pytest.FixtureRequest, tp: int) -> None:
+    """P_a leaves 1/tp of the memory (sec. 6.1). It adds one all-gather of b s h per block (sec. 8), 1/12 of the traffic
+    of the block's 2 + 2 + 2 all-reduces."""
     plain = replace(TP, tp=tp)
-    pool, checkpoint_bytes = pool_of(request, plain), of_checkpoints(plain)
-    before, after = (pool.run(look, tiny(layout)) for layout in (plain, replace(plain, **PA)))
+    pool, size = pool_of(request, plain), checkpoint_bytes(plain)
+    before, after = (pool.run(measure, tiny(layout)) for layout in (plain, replace(plain, **PA)))
     for without, with_it in zip(before, after, strict=True):
-        assert without["most"][Category.CHECKPOINTS] == checkpoint_bytes
-        assert with_it["most"][Category.CHECKPOINTS] == checkpoint_bytes // tp
-        # Between forward and backward nothing else is there than without P_a: no x hides in the graph.
-        assert with_it["forward"][Category.CHECKPOINTS] == checkpoint_bytes // tp
-        assert (
-            with_it["forward"]["total"]
-            == without["forward"]["total"] - checkpoint_bytes + checkpoint_bytes // tp
-        )
+        assert without["most"][Category.CHECKPOINTS] == size
+        assert with_it["most"][Category.CHECKPOINTS] == size // tp
+        # Between forward and backward, P_a changes only the checkpoints: the graph does not retain the inputs.
+        assert with_it["forward"][Category.CHECKPOINTS] == size // tp
+        assert with_it["forward"]["total"] == without["forward"]["total"] - size + size // tp
         rows = dict(with_it["rows"])
         gathered = rows.pop(("all_gather", "tp", "checkpoints"))
-        assert rows == without["rows"], "nothing else is communicated"
+        assert rows == without["rows"], "other traffic is unchanged"
         assert gathered["calls"] == TINY.layers * plain.accumulation
-        assert gathered["payload_bytes"] == checkpoint_bytes * plain.accumulation
+        assert gathered["payload_bytes"] == size * plain.accumulation
         assert 12 * gathered["sent_bytes"] == rows["all_reduce", "tp", "block"]["sent_bytes"]
 
 
 @pytest.mark.parametrize("md", [False, True], ids=["", "md"])
-def test_offload_leaves_about_none(two: RankPool, md: bool) -> None:
-    """All parts are in host memory; the device holds the one in use and the one that is fetched meanwhile."""
+def test_offload_leaves_at_most_two_checkpoints_on_the_device(two: RankPool, md: bool) -> None:
+    """Host memory has all checkpoints after forward. The device has the checkpoint in use and the prefetched one."""
     layout = replace(TP, **CPU, md=md)
-    part = of_checkpoints(layout) // TINY.layers // 2
-    for seen in two.run(look, tiny(layout)):
+    part = checkpoint_bytes(layout) // TINY.layers // 2
+    for seen in two.run(measure, tiny(layout)):
         assert seen["most"][Category.HOST] == TINY.layers * part
         assert seen["forward"][Category.CHECKPOINTS] == 0
         assert seen["most"][Category.CHECKPOINTS] == 2 * part
-        assert seen["rest"][Category.CHECKPOINTS] == 0
-        assert seen["rest"][Category.HOST] == (TINY.layers * part if md else 0)
+        assert seen["final"][Category.CHECKPOINTS] == 0
+        assert seen["final"][Category.HOST] == (TINY.layers * part if md else 0)
         assert seen["free"]
 
 
-def test_arena_holds_what_the_schedule_keeps(four: RankPool) -> None:
-    """1F1B over two stages: two micro-batches in flight on the first, one on the last; with P_a half of each."""
+def test_arena_fits_the_micro_batches_in_flight(four: RankPool) -> None:
+    """1F1B has two micro-batches in flight on the first of two stages and one on the last. P_a halves their bytes."""
     layout = replace(TP, pp=2, micro_batch=2, **PA, **MD)
-    of_micro_batch = of_checkpoints(layout) // 2 // 2
-    found = four.run(look, tiny(layout))
-    kept = [seen["rest"][Category.CHECKPOINTS] for seen in found]
-    assert kept == [2 * of_micro_batch] * 2 + [of_micro_batch] * 2
-    assert kept == [seen["most"][Category.CHECKPOINTS] for seen in found]
+    size = checkpoint_bytes(layout) // 2 // 2
+    found = four.run(measure, tiny(layout))
+    final = [seen["final"][Category.CHECKPOINTS] for seen in found]
+    assert final == [2 * size] * 2 + [size] * 2
+    assert final == [seen["most"][Category.CHECKPOINTS] for seen in found]
     assert all(seen["free"] for seen in found)
 
 
 @pytest.mark.parametrize("zero", range(3))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fused_buffer_is_four_bytes_a_parameter_unless_it_has_a_constant_size(
-    two: RankPool, precision: str, zero: int
-) -> None:
-    """Sec. 3.2, 6.2: without C_B an fp32 buffer of 4 Psi; with it no buffer grows with the model."""
+def test_fused_buffer_takes_4_psi_without_constant_buffers(two: RankPool, precision: str, zero: int) -> None:
+    """Without C_B, the fp32 buffer has 4 Psi bytes. With C_B, no buffer grows with the model (sec. 3.2, 6.2)."""
     limit = 40_000
     size = 4 if precision == "fp32" else 2
     layout = Layout(dp=2, zero=zero, precision=precision, bucket_bytes=limit)
     for layers in (2, 6):
         model = replace(TINY, layers=layers)
-        for seen in two.run(look, tiny(replace(layout, **FUSED), model)):
+        for seen in two.run(measure, tiny(replace(layout, **FUSED), model)):
             (padded,) = seen["padded"]
             assert seen["fused"] == 4 * padded
             sent = seen["rows"]["all_reduce" if zero == 0 else "reduce_scatter", "dp", "gradients"]
             assert (sent["calls"], sent["payload_bytes"]) == (1, 4 * padded)
-            assert seen["rest"][Category.COMMUNICATION] == 0
-        for seen in two.run(look, tiny(layout, model)):
+            assert seen["final"][Category.COMMUNICATION] == 0
+        for seen in two.run(measure, tiny(layout, model)):
             assert max(seen["padded"]) * size <= limit
             assert seen["fused"] <= limit
-            # What gloo receives: half of each bucket under reduction, and of the one that is launched.
+            # gloo receives half of each bucket in reduction, and of the bucket that is launched.
             assert seen["most"][Category.COMMUNICATION] <= (GradientReducer.IN_FLIGHT + 1) * limit // 2
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_gradients_lie_in_one_allocation(two: RankPool, zero: int) -> None:
-    """M_D, stages 2 and 3: a pool beside the shards, from the start to the end and no larger in between."""
+def test_md_allocates_gradients_once(two: RankPool, zero: int) -> None:
+    """In addition to the shards, stages 2 and 3 have a pool of constant size."""
     layout = Layout(dp=2, zero=zero, bucket_bytes=40_000, global_batch=4)
-    plain = two.run(look, tiny(layout))
-    for seen, without in zip(two.run(look, tiny(replace(layout, **MD))), plain, strict=True):
+    plain = two.run(measure, tiny(layout))
+    for seen, without in zip(two.run(measure, tiny(replace(layout, **MD))), plain, strict=True):
         padded = seen["padded"]
         pool = sum(sorted(padded)[-GradientReducer.IN_FLIGHT - 2 :]) * 4
-        assert without["rest"][Category.GRADIENTS] == sum(padded) // 2 * 4
-        for moment in ("born", "rest", "most"):
+        assert without["final"][Category.GRADIENTS] == sum(padded) // 2 * 4
+        for moment in ("initial", "final", "most"):
             assert seen[moment][Category.GRADIENTS] == sum(padded) // 2 * 4 + pool
         assert seen["free"]
 
 
-def test_a_pool_that_is_too_small_grows_once() -> None:
-    """Parameters that are used in the order opposite to the one in which they were declared: all buckets are open
-    before the first is complete.  The first step finds the size, and the gradients are right."""
+def test_gradient_pool_that_is_too_small_grows_once() -> None:
+    """Parameters that are used in the reverse order of their declaration open all buckets before the first is complete.
+
+    The pool grows in the first step only.
+    """
     found = []
     for md in (False, True):
         torch.manual_seed(0)
-        module = Backwards()
+        module = ReverseOrder()
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         module, optimizer = parallelize(module, optimizer, Layout(zero=2, bucket_bytes=64, md=md))
         pools = []
@@ -250,8 +245,8 @@ def test_a_pool_that_is_too_small_grows_once() -> None:
         torch.testing.assert_close(pooled, plain, rtol=0, atol=0)
 
 
-class Backwards(torch.nn.Module):
-    """Eight matrices of one bucket each, the last one used first."""
+class ReverseOrder(torch.nn.Module):
+    """Model of eight matrices in separate buckets; forward uses the last matrix first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,10 +268,10 @@ class Backwards(torch.nn.Module):
     ],
     ids=name_of,
 )
-def test_shape_only_counts_the_same(two: RankPool, layout: Layout) -> None:
-    """On `meta` the same step has the same messages and the same checkpoints, on the device and the host."""
+def test_meta_tensors_have_the_same_traffic_and_memory(two: RankPool, layout: Layout) -> None:
+    """The compared memory is that of checkpoints on device and host, parameters and gradients."""
     experiment = tiny(layout)
-    shapes, real = look(experiment, "meta"), two.run(look, experiment)[0]
-    assert shapes["rows"] == real["rows"]
+    on_meta, on_cpu = measure(experiment, "meta"), two.run(measure, experiment)[0]
+    assert on_meta["rows"] == on_cpu["rows"]
     for category in (Category.CHECKPOINTS, Category.HOST, Category.PARAMETERS, Category.GRADIENTS):
-        assert shapes["most"][category] == real["most"][category], category
+        assert on_meta["most"][category] == on_cpu["most"][category], category

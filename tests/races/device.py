@@ -1,7 +1,7 @@
-"""A device that computes nothing: its streams, events and memory, for tensors without data (`meta`).
+"""Substitute of a CUDA device for tensors without data (`meta`), which orders accesses of streams to memory.
 
-Operators run on the current stream, which a dispatch mode tells; `torch.cuda`'s streams and events, and
-`Tensor.record_stream`, are replaced by ones that only order.  What would make the host wait is noted.
+A dispatch mode runs operators on the current stream. Substitutes of `torch.cuda`'s streams and events and of
+`Tensor.record_stream` record the order of operations. The device also records each wait of the host.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tests.races.order import HOST, Moment, Order
 from tests.races.storages import Storage, Storages
 
 COMPUTE = "compute"
-"""The stream that is current at the start."""
+"""Stream that is current at the start."""
 VIEWS = ("aten._unsafe_view", "aten.lift_fresh")
-"""Return their operand's storage although the schema does not say so."""
+"""Operators that return their operand's storage although their schema declares no alias."""
 EMPTY = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
-"""Allocate and write nothing."""
+"""Operators that allocate and write nothing."""
 WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.unique_dim")
-"""Have the host wait for what they return, or for its size."""
-line_of_product = innermost_line(
+"""Operators for whose result, or its size, the host waits."""
+source_line = innermost_line(
     ("repro",), but=("repro.parallel.transports", "repro.parallel.comm", "repro.parallel.storage")
 )
-"""That says what is done, not how a wait is passed on."""
+"""Function that returns the product's source line outside modules that only forward waits and collectives."""
 
 
 class Device(UncompiledMode):
-    """Use as a context manager around all that the device is to see."""
+    """Context manager around all operations of the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,97 +46,97 @@ class Device(UncompiledMode):
         self.storages = Storages(self.order)
         self.current = COMPUTE
         self.host_waits: list[str] = []
-        """Where the host waited for the device."""
+        """Source lines at which the host waited for the device."""
         self.allocated: list[int] = []
-        """Bytes of every allocation on the device, in order."""
-        self.dropped: str = ""
-        """The line of the product whose waits, and notes to the allocator, do nothing."""
+        """Bytes of each allocation on the device, in order."""
+        self.ignored_line: str = ""
+        """Source line whose waits and calls of `record_stream` have no effect."""
         self.waits: dict[str, None] = {}
-        """The lines that have waited or told the allocator so far."""
+        """Source lines of all waits and calls of `record_stream` so far."""
         self._known: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = {}
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Stand in for `torch.cuda`."""
+        """Replace streams of `torch.cuda` and `Tensor.record_stream`."""
         patch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(self, self.current))
-        patch.setattr(torch.cuda, "stream", self._on)
+        patch.setattr(torch.cuda, "stream", self._use_stream)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self._record(tensor, stream))
 
-    # -- what the product calls ----------------------------------------------------------------------
+    # -- calls of the product ----------------------------------------------------------------------
 
-    def heeds(self, line: str) -> bool:
-        """Whether a wait at this line of the product counts."""
+    def is_effective(self, line: str) -> bool:
+        """Record a wait at this source line, and return whether the wait has an effect."""
         self.waits[line] = None
-        return line != self.dropped
+        return line != self.ignored_line
 
     @contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
+    def _use_stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream.name
         yield
         self.current = before
 
     def _record(self, tensor: Tensor, stream: Stream) -> None:
-        if self.heeds(line_of_product()):
+        if self.is_effective(source_line()):
             self.storage_of(tensor).used_by.add(stream.name)
 
-    def host_waits_for(self, actor: str, why: str) -> None:
-        """The host goes on when the stream has done all that it was given."""
-        self.host_waits.append(why)
-        self.order.waits(HOST, self.order.reached(actor))
+    def host_waits_for(self, actor: str, reason: str) -> None:
+        """Order the host after all launched operations of the actor."""
+        self.host_waits.append(reason)
+        self.order.wait(HOST, self.order.record(actor))
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def storage_of(self, tensor: Tensor, what: str = "") -> Storage:
-        """The storage's record; a new one if the device sees it for the first time."""
-        seen = tensor.untyped_storage()
-        known = self._known.get(seen._cdata)
+    def storage_of(self, tensor: Tensor, call: str = "") -> Storage:
+        """Return the record of the tensor's storage, which the first use creates."""
+        memory = tensor.untyped_storage()
+        known = self._known.get(memory._cdata)
         if known is not None:
             return known[0]
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        name = f"[{shape}] of {what or line_of_product()}"
-        made = Storage(name, self.current, pinned=marks.category_of(seen) == Category.HOST)
+        name = f"[{shape}] of {call or source_line()}"
+        storage = Storage(name, self.current, pinned=marks.category_of(memory) == Category.HOST)
 
-        def forget(_: object, key: int = seen._cdata) -> None:
+        def forget(_: object, key: int = memory._cdata) -> None:
             self._known.pop(key, None)
-            if not made.released:
-                self.storages.release(made, line_of_product())
+            if not storage.released:
+                self.storages.release(storage, source_line())
 
-        self._known[seen._cdata] = made, weakref.ref(seen, forget)
-        seen.watcher = self  # type: ignore[attr-defined]
-        self.allocated.append(seen.nbytes())
-        return made
+        self._known[memory._cdata] = storage, weakref.ref(memory, forget)
+        memory.watcher = self  # type: ignore[attr-defined]
+        self.allocated.append(memory.nbytes())
+        return storage
 
-    def resized(self, seen: torch.UntypedStorage, size: int) -> None:
-        """A storage was released or restored without an operator."""
-        storage, _ = self._known[seen._cdata]
+    def resized(self, memory: torch.UntypedStorage, size: int) -> None:
+        """Record that the product released or restored a storage without an operator."""
+        storage, _ = self._known[memory._cdata]
         if size:
             self.storages.restore(storage, self.current)
             self.allocated.append(size)
         else:
-            self.storages.release(storage, line_of_product())
+            self.storages.release(storage, source_line())
 
-    def marked(self, seen: torch.UntypedStorage, category: Category) -> None:
-        """A storage says what it is for."""
-        self._known[seen._cdata][0].pinned = category == Category.HOST
+    def marked(self, memory: torch.UntypedStorage, category: Category) -> None:
+        """Record the memory category of a storage."""
+        self._known[memory._cdata][0].pinned = category == Category.HOST
 
     def copied(self, full: Tensor, parts: int) -> None:
-        """A tensor was written in so many parts."""
-        self.touch(full, self.current, writes=True, what=line_of_product())
+        """Record that the current stream wrote a tensor in several parts."""
+        self.access(full, self.current, writes=True, call=source_line())
 
     def listed(self, full: Tensor, views: int) -> None:
-        """So many views of a tensor were made: they read and write nothing."""
+        """Ignore new views of a tensor, which neither read nor write."""
 
     def waited(self) -> None:
-        """The host waited for the device, as it was asked to."""
-        self.host_waits_for(self.current, line_of_product())
+        """Record an explicit wait of the host for the device."""
+        self.host_waits_for(self.current, source_line())
 
-    def touch(self, tensor: Tensor, actor: str, *, writes: bool, what: str) -> None:
-        """The actor reads or writes the tensor's bytes: from its first element to its last."""
-        storage = self.storage_of(tensor, what)
+    def access(self, tensor: Tensor, actor: str, *, writes: bool, call: str) -> None:
+        """Record that the actor reads or writes the bytes from the tensor's first element to its last."""
+        storage = self.storage_of(tensor, call)
         if tensor.numel():
-            first = tensor.storage_offset()
+            first, size = tensor.storage_offset(), tensor.element_size()
             last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            size = tensor.element_size()
-            self.storages.access(storage, actor, first * size, (last + 1) * size, writes=writes, what=what)
+            stop = (last + 1) * size
+            self.storages.access(storage, actor, first * size, stop, writes=writes, call=call)
 
     # -- operators ---------------------------------------------------------------------------------
 
@@ -145,83 +145,83 @@ class Device(UncompiledMode):
     ) -> Any:
         kwargs = kwargs or {}
         name, reads, writes, view = described(func)
-        what = f"{name.removeprefix('aten.')} {line_of_product()}"
+        call = f"{name.removeprefix('aten.')} {source_line()}"
         if name in WAITS:
-            self.host_waits_for(self.current, what)
+            self.host_waits_for(self.current, call)
         out = func(*args, **kwargs)
         if view:
             return out
-        given = {**dict(enumerate(args)), **kwargs}
+        arguments = {**dict(enumerate(args)), **kwargs}
         if name in ("aten.copy_", "aten._to_copy"):
-            self._copies(given, kwargs, out, what)
-        for written, keys in ((False, reads), (True, writes)):
-            for tensor in _tensors([given.get(key) for key in keys]):
+            self._check_copy(arguments, out, call)
+        for is_written, keys in ((False, reads), (True, writes)):
+            for tensor in _tensors([arguments.get(key) for key in keys]):
                 if tensor.is_meta:
-                    self.touch(tensor, self.current, writes=written, what=what)
+                    self.access(tensor, self.current, writes=is_written, call=call)
         for tensor in _tensors([out]):
             if tensor.is_meta and name in EMPTY:
-                self.storage_of(tensor, what)
+                self.storage_of(tensor, call)
             elif tensor.is_meta and not writes:
-                self.touch(tensor, self.current, writes=True, what=what)
+                self.access(tensor, self.current, writes=True, call=call)
         return out
 
-    def _copies(self, given: dict[Any, Any], kwargs: dict[str, Any], out: Any, what: str) -> None:
-        """The host waits for a copy between it and the device, unless told not to and its memory is page-locked."""
-        ends = [tensor for tensor in (given[0], given.get(1), out) if isinstance(tensor, Tensor)]
+    def _check_copy(self, arguments: dict[Any, Any], out: Any, call: str) -> None:
+        """Record a wait of the host for a copy between host and device, unless non-blocking and page-locked."""
+        ends = [tensor for tensor in (arguments[0], arguments.get(1), out) if isinstance(tensor, Tensor)]
         pinned = any(marks.category_of(end.untyped_storage()) == Category.HOST for end in ends)
         pageable = any(end.device.type == "cpu" for end in ends) and any(end.is_meta for end in ends)
-        asked = given.get("non_blocking", given.get(2, False) if len(ends) > 1 and 1 in given else False)
-        if pageable or (pinned and not asked):
-            self.host_waits_for(self.current, what)
+        default = arguments.get(2, False) if len(ends) > 1 and 1 in arguments else False
+        if pageable or (pinned and not arguments.get("non_blocking", default)):
+            self.host_waits_for(self.current, call)
 
 
 class Event:
-    """A moment of a stream."""
+    """Substitute of `torch.cuda.Event`."""
 
     def __init__(self, moment: Moment):
         self.moment = moment
 
 
 class Stream:
-    """One of the device's streams, as `torch.cuda.Stream`."""
+    """Substitute of `torch.cuda.Stream`."""
 
     def __init__(self, device: Device, name: str):
         self.device, self.name = device, name
 
     def wait_stream(self, other: Stream) -> None:
-        """What comes here runs after all that the other has been given."""
-        if self.device.heeds(line_of_product()):
-            self.device.order.waits(self.name, self.device.order.reached(other.name))
+        """Order later operations of this stream after all launched operations of `other`."""
+        if self.device.is_effective(source_line()):
+            self.device.order.wait(self.name, self.device.order.record(other.name))
 
     def wait_event(self, event: Event) -> None:
-        """What comes here runs after the event."""
-        if self.device.heeds(line_of_product()):
-            self.device.order.waits(self.name, event.moment)
+        """Order later operations of this stream after the event."""
+        if self.device.is_effective(source_line()):
+            self.device.order.wait(self.name, event.moment)
 
     def record_event(self) -> Event:
-        """All that the stream has been given."""
-        return Event(self.device.order.reached(self.name))
+        """Return an event after all launched operations of the stream."""
+        return Event(self.device.order.record(self.name))
 
 
 class Described(NamedTuple):
-    """What an operator's schema says."""
+    """Accesses that an operator's schema declares."""
 
     name: str
     reads: tuple[Any, ...]
-    """Arguments, by place or name."""
+    """Indices or names of the arguments."""
     writes: tuple[Any, ...]
     view: bool
-    """Whether it returns the memory of an operand and does nothing."""
+    """Whether the operator only returns a view of an operand."""
 
 
 @cache
 def described(func: Any) -> Described:
-    """The operator's."""
+    """Return the accesses that the operator's schema declares."""
     name = str(func.overloadpacket)
     reads: list[Any] = []
     writes: list[Any] = []
-    for place, argument in enumerate(func._schema.arguments):
-        key = argument.name if argument.kwarg_only else place
+    for index, argument in enumerate(func._schema.arguments):
+        key = argument.name if argument.kwarg_only else index
         alias = argument.alias_info
         (writes if alias is not None and alias.is_write else reads).append(key)
     returns = func._schema.returns

@@ -1,9 +1,8 @@
-"""Process groups without messages, each on a stream of its own, with NCCL's order (torch's ProcessGroupNCCL).
+"""Substitute of process groups with NCCL's order (torch's `ProcessGroupNCCL`): each group has one stream.
 
-A collective starts after what the current stream has been given when it is issued; `wait` has the stream that is
-current then go on after it.  Torch keeps its operands' memory meanwhile, until 2.7 by telling the allocator, since 2.8
-(and before with `TORCH_NCCL_AVOID_RECORD_STREAMS=1`) what it reads by a reference.  Here it keeps nothing, so that what
-is in order here is so under either rule: what the product holds (`Work.hold`) must do.
+A collective starts after the launched operations of the current stream, and `wait` orders the then current stream after
+the collective. Torch retains the operands of a running collective: until 2.7 by `record_stream`, since 2.8 (earlier
+with `TORCH_NCCL_AVOID_RECORD_STREAMS=1`) by references. The substitute retains none, so `Work.hold` has to suffice.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from repro.parallel import transports
-from tests.races.device import Device, line_of_product
+from tests.races.device import Device, source_line
 
 
 @dataclass(frozen=True)
 class FakeGroup:
-    """A process group of `ranks` as one of them, `rank` (global), sees it."""
+    """Process group of `ranks` on the global rank `rank`."""
 
     name: str
     ranks: tuple[int, ...]
@@ -31,20 +30,20 @@ class FakeGroup:
 
 @dataclass
 class FakeWork:
-    """A collective under way."""
+    """Running collective or message."""
 
     device: Device
     moment: dict[str, int]
 
     def wait(self) -> bool:
-        """Order the current stream after it."""
-        if self.device.heeds(line_of_product()):
-            self.device.order.waits(self.device.current, self.moment)
+        """Order the current stream after the collective or message."""
+        if self.device.is_effective(source_line()):
+            self.device.order.wait(self.device.current, self.moment)
         return True
 
 
 class FakeNccl:
-    """`torch.distributed` as `repro.parallel.transports` uses it on CUDA."""
+    """Substitute of the functions of `torch.distributed` that `repro.parallel.transports` calls on CUDA."""
 
     ReduceOp = dist.ReduceOp
     ProcessGroup, Work = dist.ProcessGroup, dist.Work
@@ -53,55 +52,55 @@ class FakeNccl:
         self.device = device
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Stand in for `torch.distributed` where collectives are issued."""
+        """Replace `torch.distributed` in `repro.parallel.transports`."""
         patch.setattr(transports, "dist", self)
 
     def get_rank(self, group: FakeGroup) -> int:
-        """Of this process within the group."""
+        """Return the rank of this process within the group."""
         return group.ranks.index(group.rank)
 
     def get_global_rank(self, group: FakeGroup, rank: int) -> int:
-        """Of the group's rank."""
+        """Return the global rank of a rank of the group."""
         return group.ranks[rank]
 
-    def _runs(
+    def _launch(
         self, op: str, group: FakeGroup, reads: Sequence[Tensor], writes: Sequence[Tensor], async_op: bool
     ) -> FakeWork:
-        device, what = self.device, f"{op} {line_of_product()}"
-        device.order.waits(group.name, device.order.reached(device.current))
+        device, call = self.device, f"{op} {source_line()}"
+        device.order.wait(group.name, device.order.record(device.current))
         for tensor in reads:
-            device.touch(tensor, group.name, writes=False, what=what)
+            device.access(tensor, group.name, writes=False, call=call)
         for tensor in writes:
-            device.touch(tensor, group.name, writes=True, what=what)
-        work = FakeWork(device, device.order.reached(group.name))
+            device.access(tensor, group.name, writes=True, call=call)
+        work = FakeWork(device, device.order.record(group.name))
         if not async_op:
             work.wait()
         return work
 
     def all_reduce(self, tensor: Tensor, op: Any, group: FakeGroup, async_op: bool = False) -> FakeWork:
-        """In place."""
-        return self._runs("all_reduce", group, [tensor], [tensor], async_op)
+        """Reduce in place."""
+        return self._launch("all_reduce", group, [tensor], [tensor], async_op)
 
     def reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, group: FakeGroup, async_op: bool = False
     ) -> FakeWork:
-        """`output` may be a part of `input`."""
-        return self._runs("reduce_scatter", group, [input], [output], async_op)
+        """Reduce and scatter; `output` may be a part of `input`."""
+        return self._launch("reduce_scatter", group, [input], [output], async_op)
 
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, group: FakeGroup, async_op: bool = False
     ) -> FakeWork:
-        """`input` may be a part of `output`."""
-        return self._runs("all_gather", group, [input], [output], async_op)
+        """Gather; `input` may be a part of `output`."""
+        return self._launch("all_gather", group, [input], [output], async_op)
 
     def broadcast(self, tensor: Tensor, root: int, group: FakeGroup, async_op: bool = False) -> FakeWork:
-        """In place."""
-        return self._runs("broadcast", group, [tensor], [tensor], async_op)
+        """Broadcast in place."""
+        return self._launch("broadcast", group, [tensor], [tensor], async_op)
 
     def isend(self, tensor: Tensor, to: int, group: FakeGroup) -> FakeWork:
-        """On the stream of the pair."""
-        return self._runs("send", group, [tensor], [], True)
+        """Send on the stream of the pair of ranks."""
+        return self._launch("send", group, [tensor], [], True)
 
     def irecv(self, tensor: Tensor, source: int, group: FakeGroup) -> FakeWork:
-        """On the stream of the pair."""
-        return self._runs("receive", group, [], [tensor], True)
+        """Receive on the stream of the pair of ranks."""
+        return self._launch("receive", group, [], [tensor], True)

@@ -1,7 +1,7 @@
-"""What happens before what on a device of several streams: vector clocks of the host and of every stream.
+"""Happens-before order on a device with several streams, as vector clocks of the host and of each stream.
 
-A stream does what the host has given it in that order, and nothing that is given to it begins before the host has come
-that far.  Everything else runs at any time, unless a wait lies between.
+A stream runs its operations in the order in which the host launches them, and each operation starts after its launch.
+Operations of different streams may run in any order, unless a wait orders them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 HOST = "host"
 Moment = dict[str, int]
-"""How far each actor has certainly come: of each the number of its last thing that is over."""
+"""Vector clock: for each actor, the number of its last operation that has certainly ended."""
 
 
 class Point(NamedTuple):
-    """One thing that an actor (the host, or a stream) does."""
+    """Operation of an actor (the host or a stream)."""
 
     actor: str
     number: int
 
 
 class Order:
-    """The clocks.  Actors are known by their names and begin when they are first named."""
+    """Vector clocks of all actors. An actor exists from the first use of its name."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Moment] = {HOST: {HOST: 0}}
@@ -29,8 +29,8 @@ class Order:
     def _clock(self, actor: str) -> Moment:
         return self._clocks.setdefault(actor, {actor: 0})
 
-    def does(self, actor: str) -> Point:
-        """The actor does one more thing, after all that it has done and waited for; a stream as the host tells it."""
+    def run(self, actor: str) -> Point:
+        """Add an operation of the actor after its earlier operations and waits; the host launches those of streams."""
         clock = self._clock(actor)
         if actor != HOST:
             self._clocks[HOST][HOST] += 1
@@ -38,17 +38,17 @@ class Order:
         clock[actor] += 1
         return Point(actor, clock[actor])
 
-    def reached(self, actor: str) -> Moment:
-        """What an event recorded now says: all that the actor has been given, and what it waited for, is over."""
-        self.does(actor)
+    def record(self, actor: str) -> Moment:
+        """Return the moment after all launched operations and waits of the actor, as a CUDA event."""
+        self.run(actor)
         return dict(self._clock(actor))
 
-    def waits(self, actor: str, moment: Moment) -> None:
-        """What the actor does from now on begins when that moment has been reached."""
+    def wait(self, actor: str, moment: Moment) -> None:
+        """Order later operations of the actor after `moment`."""
         _join(self._clock(actor), moment)
 
-    def is_over(self, point: Point, actor: str) -> bool:
-        """Whether `point` is certainly over when the actor does its next thing."""
+    def has_ended(self, point: Point, actor: str) -> bool:
+        """Return whether the operation `point` certainly ends before the next operation of the actor."""
         host = 0 if actor == HOST else self._clocks[HOST].get(point.actor, 0)
         return point.number <= max(self._clock(actor).get(point.actor, 0), host)
 

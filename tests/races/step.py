@@ -1,4 +1,4 @@
-"""The native engine's step on a device of streams without data: what one rank of a layout does, whole and for real."""
+"""Steps of the native engine on one rank of a layout, with substitutes of the CUDA device and NCCL."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from tests.races.nccl import FakeGroup, FakeNccl
 
 
 @dataclass
-class Seen:
-    """What one rank's steps showed."""
+class Findings:
+    """Races, waits and allocations in the steps of one rank."""
 
     races: list[str]
     waits: list[str]
-    """The lines of the product that order streams, or tell the allocator."""
+    """Source lines that order streams or call `record_stream`."""
     host_waits: list[str]
-    """Where the host waited for the device, from the first step's start to the last one's end."""
+    """Source lines at which the host waited for the device during the steps."""
     allocated: list[list[int]]
-    """Bytes of every allocation of each step."""
+    """Bytes of each allocation, by step."""
 
 
 class _Shapes(SyntheticStream):
-    """Samples without data."""
+    """Stream of samples without data."""
 
     def samples(self, first: int, count: int) -> Tensor:
         return torch.empty(count, self.seq + 1, dtype=torch.int64, device="meta")
 
 
-def _page_locked(made: Tensor) -> Tensor:
-    """What the host makes it writes itself, on no stream."""
-    return storage.mark(torch.empty(made.shape, dtype=made.dtype, device="meta"), Category.HOST)
+def _page_locked(tensor: Tensor) -> Tensor:
+    """Return page-locked memory, which the host writes without a stream."""
+    return storage.mark(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), Category.HOST)
 
 
-def run(
+def run_steps(
     experiment: Experiment,
     *,
     stage: int = 0,
-    dropped: str = "",
+    ignored_line: str = "",
     steps: int = 2,
-) -> Seen:
-    """Take steps as the last tp and dp rank of a stage.  `dropped`: a line whose waits do nothing."""
+) -> Findings:
+    """Run steps as the last tp, cp and dp rank of a stage. Waits at `ignored_line` have no effect."""
     layout = experiment.layout
     rank = _rank(layout, stage)
     device = Device()
-    device.dropped = dropped
+    device.ignored_line = ignored_line
     with pytest.MonkeyPatch.context() as patch, without_compiler(), device:
         device.install(patch)
         FakeNccl(device).install(patch)
@@ -84,17 +84,17 @@ def run(
         device.host_waits_for(device.current, "the end")
     for part in engine.parts:
         part.sharded.remove_hooks()
-    return Seen([*map(str, device.storages.races)], [*device.waits], host_waits, allocated)
+    return Findings([*map(str, device.storages.races)], [*device.waits], host_waits, allocated)
 
 
 def _rank(layout: Layout, stage: int) -> int:
-    place = {"tp": layout.tp - 1, "cp": layout.cp - 1, "dp": layout.dp - 1, "pp": stage}
-    return sum(place[axis] * stride for axis, stride in layout.strides.items())
+    indices = {"tp": layout.tp - 1, "cp": layout.cp - 1, "dp": layout.dp - 1, "pp": stage}
+    return sum(indices[axis] * stride for axis, stride in layout.strides.items())
 
 
 def _transport(layout: Layout, rank: int, ranks: tuple[int, ...]) -> Transport:
-    """Return the transport of `repro.parallel.mesh.distributed_mesh`: communicators for each pair of stages."""
-    piped = layout.pp > 1 and ranks == layout.group_of("pp", rank)
-    channels = meshes._channels(ranks, ring=layout.chunks > 1) if piped else {}
+    """Return a transport as of `repro.parallel.mesh.distributed_mesh`, with communicators of each pair of stages."""
+    is_pipeline = layout.pp > 1 and ranks == layout.group_of("pp", rank)
+    channels = meshes._channels(ranks, ring=layout.chunks > 1) if is_pipeline else {}
     name = next((axis for axis in ("tp", "cp", "dp", "pp") if ranks == layout.group_of(axis, rank)), "")
     return NcclTransport(FakeGroup(name or f"ranks {ranks}", ranks, rank), channels)  # type: ignore[arg-type]

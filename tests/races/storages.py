@@ -1,9 +1,9 @@
-"""Who reads and writes which bytes of which storage, and which of that nothing orders.
+"""Accesses of streams to the bytes of storages, and races: accesses without an order.
 
-Two accesses of the same bytes, of which one writes, must not run at the same time.  Nor may an access run when the
-memory has been released: the caching allocator gives it at once to whoever next asks on the stream that it was
-allocated on, so what other streams do with it must be over for that stream, or be known to the allocator (`used_by`,
-torch's `record_stream`), which then keeps the memory until they are done.
+Two accesses of the same bytes, of which one writes, must have an order. An access must also precede the release of its
+memory, since the caching allocator reuses released memory at once on the stream of its allocation. Accesses of other
+streams must end before that stream releases the memory, or the allocator must wait for those streams (`used_by`,
+torch's `record_stream`).
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from tests.races.order import Order, Point
 
 
 class Access(NamedTuple):
-    """Bytes [first, last) of a storage, read or written."""
+    """Read or write of bytes [first, last) of a storage."""
 
     point: Point
     first: int
     last: int
     writes: bool
-    what: str
-    """Operator and line of the product."""
+    call: str
+    """Operator or collective, and its source line."""
 
     def __str__(self) -> str:
-        return f"{'writes' if self.writes else 'reads'} in {self.what} on {self.point.actor}"
+        return f"{'writes' if self.writes else 'reads'} in {self.call} on {self.point.actor}"
 
 
 class Race(NamedTuple):
-    """Two accesses, or an access and a release, that nothing orders."""
+    """Two accesses, or an access and a release, without an order."""
 
     storage: str
     first: str
     second: str
 
     def __str__(self) -> str:
-        return f"{self.storage}: {self.first}; {self.second}: nothing orders them"
+        return f"{self.storage}: {self.first}; {self.second}: without an order"
 
 
 @dataclass
@@ -45,54 +45,54 @@ class Storage:
 
     name: str
     stream: str
-    """Whose pool it came from."""
+    """Stream from whose memory pool the storage was allocated."""
     pinned: bool = False
-    """Page-locked host memory, which its allocator does not give away before the copies are over."""
+    """Whether this is page-locked host memory, which its allocator reuses only after all copies."""
     accesses: list[Access] = field(default_factory=list)
     used_by: set[str] = field(default_factory=set)
-    """Streams that the allocator has been told of."""
+    """Streams that `record_stream` has reported to the allocator."""
     released: str = ""
-    """Where, if it has been."""
+    """Source line of the release; empty before it."""
 
 
 class Storages:
-    """All of them, and the races that were found."""
+    """Accesses to all storages, and the races between them."""
 
     def __init__(self, order: Order):
         self.order = order
         self.races: dict[Race, None] = {}
 
-    def access(self, storage: Storage, actor: str, first: int, last: int, *, writes: bool, what: str) -> None:
-        """The actor reads or writes bytes [first, last)."""
+    def access(self, storage: Storage, actor: str, first: int, last: int, *, writes: bool, call: str) -> None:
+        """Record that the actor reads or writes bytes [first, last)."""
         if first >= last:
             return
         if storage.released:
-            self._found(storage, f"released in {storage.released}", f"used in {what} on {actor}")
-        new = Access(self.order.does(actor), first, last, writes, what)
-        kept = []
+            self._add_race(storage, f"released in {storage.released}", f"used in {call} on {actor}")
+        new = Access(self.order.run(actor), first, last, writes, call)
+        retained = []
         for old in storage.accesses:
-            apart = old.last <= first or last <= old.first
-            over = self.order.is_over(old.point, actor)
-            if not apart and not over and (writes or old.writes):
-                self._found(storage, str(old), str(new))
-            # Who is ordered after the new access is after the old one too, and meets the new one if the old.
-            inside = first <= old.first and old.last <= last
-            if not (over and inside and (writes or not old.writes)):
-                kept.append(old)
-        storage.accesses = [*kept, new]
+            is_disjoint = old.last <= first or last <= old.first
+            has_ended = self.order.has_ended(old.point, actor)
+            if not is_disjoint and not has_ended and (writes or old.writes):
+                self._add_race(storage, str(old), str(new))
+            # A later access that races with the old access then also races with the new one.
+            is_covered = first <= old.first and old.last <= last
+            if not (has_ended and is_covered and (writes or not old.writes)):
+                retained.append(old)
+        storage.accesses = [*retained, new]
 
-    def release(self, storage: Storage, what: str) -> None:
-        """The memory goes back to the pool of its stream."""
+    def release(self, storage: Storage, line: str) -> None:
+        """Return the memory to the pool of its stream."""
         if not storage.pinned:
             for old in storage.accesses:
                 actor = old.point.actor
-                if actor not in storage.used_by and not self.order.is_over(old.point, storage.stream):
-                    self._found(storage, str(old), f"released to {storage.stream} in {what}")
-        storage.released, storage.accesses, storage.used_by = what, [], set()
+                if actor not in storage.used_by and not self.order.has_ended(old.point, storage.stream):
+                    self._add_race(storage, str(old), f"released to {storage.stream} in {line}")
+        storage.released, storage.accesses, storage.used_by = line, [], set()
 
     def restore(self, storage: Storage, stream: str) -> None:
-        """It gets other memory, from the pool of the stream that is current."""
+        """Allocate new memory from the pool of the current stream."""
         storage.stream, storage.released = stream, ""
 
-    def _found(self, storage: Storage, first: str, second: str) -> None:
+    def _add_race(self, storage: Storage, first: str, second: str) -> None:
         self.races[Race(storage.name, first, second)] = None

@@ -1,4 +1,4 @@
-"""No layout's step reads what another stream may still write or release; and a wait that lacks is seen."""
+"""Tests that the streams of a step are ordered in all layouts, and that each missing wait is detected as a race."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import replace
 import pytest
 
 from repro.config import Experiment, Layout, Training
-from tests.races.step import run
+from tests.races.step import run_steps
 from tests.simulate.trace.test_repeat import LAYOUTS
 from tests.training import smallest
 
-WAITING = ("zero1", "zero2-md", "zero3", "tp", "sp", "1f1b")
-"""Layouts that have every wait of the product."""
-ORDERED = [
+LAYOUTS_WITH_ALL_WAITS = ("zero1", "zero2-md", "zero3", "tp", "sp", "1f1b")
+"""Layouts that together run every wait of the product."""
+STREAM_LAYOUTS = [
     name
     for name in LAYOUTS
     if name not in ("fp32", "bf16", "fp32-gradients", "cp", "sp", "selective", "unfused", "reference")
 ]
-"""Layouts whose streams differ: other layouts change operators or data types of these."""
+"""Layouts with different streams. The other layouts differ from these in operators or data types only."""
 
 
 def experiment(layout: Layout) -> Experiment:
-    """Small, and with several buckets and micro-batches."""
+    """Return a small experiment with several buckets and micro-batches."""
     micro_batches = 4 if layout.schedule == "interleaved" else 3
     layout = replace(
         layout,
@@ -34,27 +34,27 @@ def experiment(layout: Layout) -> Experiment:
     return Experiment(name="streams", model=smallest(layout), layout=layout, training=training)
 
 
-@pytest.mark.parametrize("name", ORDERED)
+@pytest.mark.parametrize("name", STREAM_LAYOUTS)
 def test_streams_are_ordered_and_the_host_never_waits(name: str) -> None:
-    """Whatever torch keeps; from the second step on the same memory is asked for, as a captured step has to.
+    """From the second step on, all steps allocate the same memory, as a captured CUDA graph requires.
 
-    ZeRO 3 of March 2021 waits as it did then.
+    Stage 3 of March 2021 is the exception: its host waits.
     """
-    found = experiment(LAYOUTS[name])
-    for stage in range(found.layout.pp):
-        seen = run(found, stage=stage, steps=3)
-        assert not seen.races
-        assert bool(seen.host_waits) == (found.layout.zero3_gather == "parameter")
-        assert seen.allocated[1] == seen.allocated[2]
+    tried = experiment(LAYOUTS[name])
+    for stage in range(tried.layout.pp):
+        findings = run_steps(tried, stage=stage, steps=3)
+        assert not findings.races
+        assert bool(findings.host_waits) == (tried.layout.zero3_gather == "parameter")
+        assert findings.allocated[1] == findings.allocated[2]
 
 
-def test_every_wait_is_needed() -> None:
-    """Without one of the waits, some pair of accesses has no order. Each wait is dropped from one layout."""
-    tried: set[str] = set()
-    for name in WAITING:
-        found = experiment(LAYOUTS[name])
-        waits = set(run(found).waits)
+def test_each_missing_wait_causes_a_race() -> None:
+    """Each wait is ignored in one layout."""
+    tested: set[str] = set()
+    for name in LAYOUTS_WITH_ALL_WAITS:
+        tried = experiment(LAYOUTS[name])
+        waits = set(run_steps(tried).waits)
         assert waits
-        for line in sorted(waits - tried):
-            assert run(found, dropped=line).races, f"{name}: {line}"
-        tried |= waits
+        for line in sorted(waits - tested):
+            assert run_steps(tried, ignored_line=line).races, f"{name}: {line}"
+        tested |= waits
