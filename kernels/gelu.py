@@ -91,7 +91,7 @@ backward_operator = operator(
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, plain: bool = False) -> Tensor:
-    """Return y [..., f] in the dtype of x [..., f]; bias is [f]. Only x and bias are saved for backward.
+    """Return y = GELU(x + bias), [..., f] in the dtype of x; bias is [f]. Only x and bias are saved for backward.
 
     `plain`: use torch's operators on every device. Raises ValueError if the sizes do not agree.
     """

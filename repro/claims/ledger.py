@@ -305,7 +305,7 @@ class TableEntry:
 
 @dataclass(kw_only=True)
 class ClaimEntry:
-    """Claim in a ledger file, `[[claim]]`; `Claim` explains its keys."""
+    """Table `[[claim]]` of a ledger file: a published claim as written; `Claim` explains the keys of the table."""
 
     id: str
     title: str

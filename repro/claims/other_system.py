@@ -65,7 +65,7 @@ class SystemQuestion:
     """Caveat that is displayed with the answer; empty: none."""
 
     def word(self, value: float) -> str:
-        """Return the word, such as `slower`, for a value in the row's unit; empty for a question without words."""
+        """Return the answer's word, such as `slower`, for a value in the row's unit; empty if the question has none."""
         return self.words[sum(value >= step for step in self.steps)] if self.words else ""
 
 

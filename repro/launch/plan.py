@@ -130,7 +130,7 @@ class ExperimentLocks:
 
     def take(self, keys: list[str]) -> bool:
         """Lock all `keys` and return True, or lock none and return False if another process has locked one of them."""
-        assert not self._held, "the previous locks are not released"
+        assert not self._held, "`take` is called before `release` of the locked experiments"
         self._folder.mkdir(parents=True, exist_ok=True)
         for key in sorted(keys):
             descriptor = os.open(self._folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

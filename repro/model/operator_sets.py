@@ -73,7 +73,8 @@ class WeightDropout:
     first_head: int
     """Index of the first head of this tp rank."""
     device_key: Tensor | None = None
-    """`key` and `first_sample` in device memory, int64 [2], for CUDA graphs; with None, they are kernel arguments."""
+    """Key of the dropout generator and index of the first sample, int64 [2] in device memory, for CUDA graphs. With
+    None, both are kernel arguments."""
 
     def __call__(self, weights: Tensor, plain: bool = False) -> Tensor:
         """Return attention weights after dropout, by one CUDA kernel or, if `plain`, by torch's operators."""

@@ -52,7 +52,7 @@ class LayerTraffic(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory(RecordPart):
-    """Memory of a rank, in bytes. A rank that diverged in its first steps has no `states`, `peak` and `most`."""
+    """Memory of a rank, in bytes. Memory by category is missing for a rank whose loss diverged in its first steps."""
 
     states: Bytes | None = None
     """Bytes of model states after the first step: `parameters`, `gradients`, `optimizer`."""

@@ -121,7 +121,7 @@ class Store:
         return [remark for reading in self._read.values() for remark in reading.remarks()]
 
     def readable(self) -> tuple[list[Record], list[str]]:
-        """Return the records whose conditions this version knows, oldest first, and a remark for every other line."""
+        """Return the records whose experiments this version can read, oldest first; and a remark per other record."""
         self.records()
         found, remarks = [], self.skipped
         for reading in self._read.values():

@@ -332,7 +332,9 @@ def test_claim_of_three_parts_needs_three_main_rows(tmp_path: Path) -> None:
 def test_rows_of_one_sentence_read_the_same_simulations(tmp_path: Path) -> None:
     simulated = '{ label = "%s", sentence = "one", published = "2", simulated = { value = \'metric("s/%s", "v")\' } },'
     assert judged(tmp_path, simulated % ("x", "a") + simulated % ("y", "a")).verdict == NOT_RUN
-    with pytest.raises(ConfigError, match="a-claim tests with the same simulations; simulations that differ: s/a, s/b"):
+    with pytest.raises(
+        ConfigError, match="a-claim tests with the same simulations; simulations that differ: s/a, s/b"
+    ):
         judged(tmp_path, simulated % ("x", "a") + simulated % ("y", "b"))
 
 

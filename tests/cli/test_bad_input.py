@@ -182,7 +182,7 @@ CASES = {
     ),
     "launch of a compared experiment": (
         EXPERIMENT + OTHER + 'launch = "x"\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]',
-        "experiment \"b\": launch = 'x': must be omitted: each [[compare]] is a launch",
+        "experiment \"b\": launch = 'x': must be omitted, because the experiments of a [[compare]] share one launch",
     ),
     "unknown layout": (
         "[layouts.C1]\nzero = 1\n" + EXPERIMENT + 'layout = "C2"',

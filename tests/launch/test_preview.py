@@ -107,7 +107,7 @@ def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     message = capsys.readouterr().out.splitlines()
     assert message[:2] == [
         "1 experiment: 1 to run, 0 in the store, 0 not here.",
-        "Estimated time: 2 s for 1 experiment by the last runs.",
+        "Estimated time: 2 s for 1 experiment by the times of their last runs.",
     ]
 
 
@@ -122,7 +122,7 @@ def test_an_experiment_without_a_run_has_steps_and_no_time(
         arguments = ["run", "smoke", "--only", "states-z0-dp2", "--results", str(tmp_path), "--dry-run"]
         assert cli.main([*arguments, "--details", "--evidence", evidence]) == 0
         message = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-        assert message[1] == "Estimated time: unknown for 1 experiment without a record."
+        assert message[1] == "Estimated time: no estimate for 1 experiment without a record."
         assert message[-1] == row
 
 

@@ -64,7 +64,7 @@ def test_the_drawing_shows_every_action_and_the_summary_every_cost(
         "1/4 = 25.0 % of the total time",
         "12 = 3 x (1 forward + 2 backward) + 3 idle",
         "2 micro-batches on stage 0, falling to 1 on stage 1",
-        "2 x 1/2 of the layers or less, as much as 1 micro-batch of all layers; GPipe: 1.5",
+        "at most 2 x 1/2 of the layers: 1 micro-batch through all layers; GPipe: 1.5",
         "6 tensors per step between stages: 3 x 1 activations and as many gradients",
     ):
         assert expected in words
@@ -231,7 +231,7 @@ def test_a_large_picture_is_small_and_whole(tmp_path: Path, capsys: pytest.Captu
     assert path.stat().st_size < 2_000_000
     _, texts = parsed(path.read_text(encoding="utf-8"))
     words = " ".join(texts)
-    for expected in ("The full step", "Every action of the first 123", "Every action of the last 123"):
+    for expected in ("The full step", "passes of the first 123", "passes of the last 123"):
         assert expected in words
 
 

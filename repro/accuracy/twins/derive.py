@@ -251,7 +251,7 @@ def inside_rate(system: System) -> float:
 
 
 def limit_to_machine(network: EmulatedNetwork, machine: System) -> tuple[EmulatedNetwork, list[str]]:
-    """Return `network`, without its limit inside nodes and with a message if the machine is slower than this limit."""
+    """Return `network`. If this machine is slower than the link rate inside nodes, remove the limit and say why."""
     most = machine.links["memory"].bandwidth.known("links.memory.bandwidth", system=machine.name)
     wanted = network.within * payload_share(network)
     if wanted <= most:

@@ -54,7 +54,8 @@ class ImpliedInput:
     high: float
     searched: tuple[float, float]
     needs: tuple[RequiredInput, ...]
-    """Implied values of the input in ascending order; published values that no input value reproduces are last."""
+    """Values of the input that published values require, in ascending order. Published values that no input value
+    reproduces are last."""
 
     @property
     def contradiction(self) -> tuple[RequiredInput, RequiredInput] | None:

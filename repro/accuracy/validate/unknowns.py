@@ -116,10 +116,10 @@ class UncertainInput:
 
 @dataclass(frozen=True)
 class RankedInputs:
-    """Uncertain inputs of predictions, ranked by the number of published values that they settle."""
+    """Uncertain inputs of predictions, ranked by the number of published values whose verdict each input decides."""
 
     inputs: tuple[UncertainInput, ...]
-    """Uncertain inputs, ordered by the number of published values that they settle, largest first."""
+    """Uncertain inputs, ordered by the number of published values whose verdict each input decides, largest first."""
     rows: int
     """Number of published values with an uncertain prediction."""
     possible: int

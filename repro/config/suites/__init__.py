@@ -231,7 +231,8 @@ def _launches(entries: list[Entry], comparisons: tuple[Comparison, ...], file: s
         if entry.launch:
             if entry.experiment.name in compared:
                 place = f'{file}: experiment "{entry.experiment.name}"'
-                raise ConfigError("launch", entry.launch, "omitted: each [[compare]] is a launch", file=place)
+                right = "omitted, because the experiments of a [[compare]] share one launch"
+                raise ConfigError("launch", entry.launch, right, file=place)
             groups.setdefault(entry.launch, []).append(entry.experiment)
     for launch, members in groups.items():
         _alike(members, file, f'launch "{launch}"')

@@ -209,7 +209,7 @@ def write_files(key: str, experiment: Experiment, per_node: int, folder: Path) -
     framework, model, world = load_framework(key), experiment.model, experiment.layout.world
     settings = settings_of(experiment)
     options = framework.options_of(settings)
-    head = f"{model.name} on {world} devices for {framework.name} {framework.version}."
+    head = f"Training of {model.name} on {world} devices with {framework.name} {framework.version}."
     lines = framework.differences(experiment) or ["The files express all keys of layout, model and training."]
     words = {
         "comment": "".join(f"# {line}\n" for line in (head, *lines)),

@@ -154,7 +154,7 @@ def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Chec
     registers = max(kernel.registers for kernel in used)
     spilled = sum(kernel.spilled_bytes for kernel in used)
     spills = f"{spilled} bytes spilled" if spilled else "no registers spilled"
-    found = f"compiled, {len(compiled)} of {len(programs)} usual programs, {registers} registers, {spills}"
+    found = f"compiled, {len(compiled)} of {len(programs)} programs of common sizes, {registers} registers, {spills}"
     return Check(title, LIMITED if spilled else YES, found, "runs on GPUs of this architecture")
 
 
@@ -249,7 +249,7 @@ class KernelRow:
 
     kernel: str
     program: str
-    """Name of the CUDA source with the macro definitions of the compiled program."""
+    """Text that identifies the compiled program: name of the CUDA source, and macro definitions."""
     sizes: tuple[int, ...]
     """Row lengths (elements) for which the CUDA program is compiled; empty for a program for any length."""
     architecture: str

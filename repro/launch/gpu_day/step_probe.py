@@ -45,7 +45,7 @@ MAX_FRAMES = 4
 
 
 def write_facts(path: Path) -> None:
-    """Write facts of this machine to a JSON file: hardware, driver, Python modules with file paths, and offline kit."""
+    """Write facts of this machine to a JSON file: hardware, driver, Python modules with file paths, and the kit."""
     state = ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,TEMPERATURE,MEMORY"]
     found = {
         "provenance": provenance(),

@@ -168,7 +168,7 @@ class Samples:
         return int(self.spans[:, 1].max()) - 1
 
     def save(self, path: Path) -> None:
-        """Write the tokens and spans of all samples to a file, which the rank processes load."""
+        """Write all samples, as tokens and a range of tokens per sample, to a file that the rank processes load."""
         np.savez(path, tokens=self.tokens, spans=self.spans)
 
     @staticmethod

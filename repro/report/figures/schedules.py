@@ -106,7 +106,9 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
         windows += [(0.0, span), (total - span, total)]
         heights = [min(0.25, max(0.045, 2.6 / stages))] + 2 * [min(0.32, max(0.1, 4.5 / stages))]
         titles[0] += "\nThe full step, with colours mixed by the share of time of each kind of action"
-        titles += [f"Every action of the {end} {span:,.6g} units of time" for end in ("first", "last")]
+        titles += [
+            f"Forward and backward passes of the {end} {span:,.6g} units of time" for end in ("first", "last")
+        ]
 
     tall = [stages * height for height in heights]
     size = 1.1 + sum(tall) + 0.7 * len(tall)

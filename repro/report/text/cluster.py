@@ -170,7 +170,7 @@ def _network_of(suite: Path, name: str) -> EmulatedNetwork:
     having = [name for name, experiment in known.items() if experiment.network is not None]
     network = known[name].network if name in known else None
     if network is None:
-        right = f"an experiment with a network: {', '.join(having) or 'none in this file'}"
+        right = f"an experiment with an emulated network: {', '.join(having) or 'none in this file'}"
         raise ConfigError("experiment", name, right, file=str(suite))
     return network
 

@@ -329,7 +329,7 @@ def _describe_failures(request: PlanRequest, rows: Sequence[PlanRow]) -> list[st
         f"No layout fits: {request.model.name} on {words.describe_devices(request.gpus, request.system)}.",
         f"Least memory: {gb(best.memory['peak_bytes'])} GB or more of {units.size(request.allocatable)}, limited by "
         f"{best.ruled_out_by}. Layout: {words.describe_layout(best.layout, batches=True)}.",
-        f"Limits of {len(rows):,} layouts: {', '.join(f'{cause} ({count:,})' for cause, count in causes)}.",
+        f"Causes for all {len(rows):,} layouts: {', '.join(f'{cause} ({count:,})' for cause, count in causes)}.",
     ]
 
 

@@ -155,7 +155,7 @@ def _print_calibrated(found: Calibrated) -> None:
     ]
     if STEP in facts:
         jitter = units.seconds(device["time"]["jitter_s"]["value"])
-        rows.append(("step", f"{facts[STEP]:.2f} times the sum of its operators, without collectives"))
+        rows.append(("step time", f"{facts[STEP]:.2f} times the sum of operator times, without collectives"))
         rows.append(("jitter", f"{jitter}, variance over mean"))
     links = found.document["links"].items()
     for name, link in links:

@@ -163,7 +163,7 @@ def _activations(plan: TimedSchedule) -> str:
     parts = plan.stages * plan.chunks
     in_flight = Fraction(most, parts)
     through = words.count_noun(float(in_flight), "micro-batch")
-    volume = f"{most} x 1/{parts} of the layers or less, as much as {through} of all layers"
+    volume = f"at most {most} x 1/{parts} of the layers: {through} through all layers"
     if plan.name == "gpipe":
         return volume
     other = Fraction(plan.micro_batches, plan.stages)

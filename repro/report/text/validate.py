@@ -283,7 +283,7 @@ def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path]
         answer = (
             f"Largest of {len(found)} uncertainties: {words.describe_input(first.key)} of {first.system}, "
         )
-        answer += f"{units.percent(first.share)} of the widths of all intervals."
+        answer += f"which causes {units.percent(first.share)} of the widths of all prediction intervals."
     headings = ("input", "system", "value [range]", "rows", "decided\nrows", "share of\nwidth (%)")
     rows = [
         (

@@ -95,11 +95,11 @@ class GroupsOnNodes:
         return found
 
     def most(self, of_entries: Numbers) -> Numbers:
-        """Return the largest of the values `of_entries` for each process group, over the nodes of the group."""
+        """Return the maximum over the nodes of each process group. `of_entries`: values per pair (group, node)."""
         return np.maximum.reduceat(of_entries, self._first)
 
     def by_node(self, of_entries: Numbers) -> Numbers:
-        """Return the sum of the values `of_entries` for each node, over the process groups with ranks on the node."""
+        """Return the sum over the process groups of each node. `of_entries`: values per pair (group, node)."""
         return np.bincount(self.node, weights=of_entries, minlength=self._count)
 
 

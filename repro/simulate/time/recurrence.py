@@ -326,7 +326,8 @@ class ActionTimes:
         return found
 
     def _value(self, row: Lanes) -> float:
-        """Return a copy of an array of times over the cases of unknown numbers, or a number if there is one case."""
+        """Return a copy of times in seconds, an array with one entry per draw of the unknown inputs; one draw: a
+        number."""
         return float(row[0]) if self.is_scalar else row.copy()
 
 

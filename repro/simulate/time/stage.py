@@ -74,8 +74,8 @@ class StageStreams:
         self.began = self.phase_began = self.now
 
     def run_events(self) -> Generator[object, None, None]:
-        """Run all actions (forward and backward passes) item by item. Yield each awaited object until its time is
-        known."""
+        """Run all actions (forward and backward passes) item by item. Yield each message or collective whose end is
+        not known yet."""
         order, last = self.all.order, self.all.layout.accumulation - 1
         for message in order.first[self.stage]:
             self._stamp(message)
@@ -91,7 +91,7 @@ class StageStreams:
             yield from self._arrive(message)
 
     def finish(self) -> Generator[object, None, None]:
-        """Run the update after the last backward pass. Yield each awaited object until its time is known."""
+        """Run the update after the last backward pass. Yield each collective whose end is not known yet."""
         yield from self.run_items(self.tail, "optimizer")
         self.time.phase(UPDATE, self.phase_began, self.now)
 
@@ -114,7 +114,7 @@ class StageStreams:
         return self.all.prepared_items[id(items)]
 
     def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
-        """Time `items` from a state without unfinished collectives, and return them as an undelayed run."""
+        """Return timed operators and messages as an `UndelayedRun`: their time if no collective is unfinished."""
         before = self.now, self.latest, self.streams, self.under_way, self.time, self.recording
         self.now, self.latest, self.time, self.recording = 0.0, 0.0, StageTime(), False
         self.streams, self.under_way = defaultdict(float), defaultdict(deque)
@@ -178,7 +178,7 @@ class StageStreams:
         self.now = maximum(self.now, end)
 
     def run_items(self, items: Sequence[Item | UndelayedRun], name: str) -> Generator[object, None, None]:
-        """Run the timed items of an action or of the update. Yield each awaited object until its time is known."""
+        """Run the timed items of a pass or of the update. Yield each message or collective with an unknown end."""
         for item in items:
             if isinstance(item, UndelayedRun):
                 if self._alone(item):

@@ -66,7 +66,7 @@ def test_without_a_controller_a_task_says_so_and_ends(
         silent.bind(("127.0.0.1", 0))
         replace(LAUNCH, port=silent.getsockname()[1], umask=0o022).save(tmp_path)
         assert task.main([str(tmp_path)]) == 1
-    assert "rank 3: no controller at 127.0.0.1" in capsys.readouterr().err
+    assert "rank 3: cannot connect to the job's controller at 127.0.0.1" in capsys.readouterr().err
 
 
 class Rank:

@@ -288,7 +288,10 @@ def main(arguments: list[str]) -> int:
     try:
         connection = Connection(launch.address, launch.port, token=launch.token, rank=rank)
     except OSError as error:
-        print(f"rank {rank}: no controller at {launch.address}: {error}", file=sys.stderr)
+        print(
+            f"rank {rank}: cannot connect to the job's controller at {launch.address}: {error}",
+            file=sys.stderr,
+        )
         return 1
     rendezvous = f"tcp://{launch.address}:{launch.rendezvous}"
     process = RankProcess(rendezvous, launch.device, launch.target, folder, rank, world)
