@@ -141,9 +141,7 @@ def test_ranks_of_unequal_compute_rates_are_rejected(facts: Path, monkeypatch: p
     monkeypatch.setattr(emulated_network, "MAX_RATE_SPREAD", 1.19)
     with pytest.raises(RuntimeError, match=r"1 to 4 GFLOP/s, are 120% of their mean apart, above 119%"):
         EmulatedNetworkRank(NETWORK, facts, 0)
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0), (
-        "SIGVTALRM of a running timer would kill the process"
-    )
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0), "a running timer would kill the process"
 
 
 SHARE = 0.25
@@ -232,9 +230,7 @@ def test_throttle_sleeps_for_the_remainder_of_its_share(monkeypatch: pytest.Monk
     clocks.oversleep_s = 0.0
     assert settle_sleeps(0.1) == pytest.approx([0.285]), "the excess of the last sleep is subtracted"
     assert settle_sleeps(0.1, run_delay_s=10.0) == []
-    assert settle_sleeps(0.1) == pytest.approx([0.3 - MAX_CATCH_UP_S]), (
-        "credit for scheduling delay is limited"
-    )
+    assert settle_sleeps(0.1) == pytest.approx([0.3 - MAX_CATCH_UP_S]), "the catch-up is limited"
 
 
 def test_throttle_starts_and_stops_a_cpu_time_timer(monkeypatch: pytest.MonkeyPatch) -> None:
