@@ -57,10 +57,10 @@ def test_dry_run_names_missing_memory(suite: str, capsys: pytest.CaptureFixture[
         row["name"]: row["where"] for row in json.loads(capsys.readouterr().out) if row["state"] == "not here"
     }
     assert set(reasons) == {"states", "batch"}
-    max_parameters = int(1_557_611_200 * FREE / STATE_BYTES)
+    max_count = int(1_557_611_200 * FREE / STATE_BYTES)
     assert reasons["states"] == (
-        "needs 37.4 GB of memory for model states alone, and 10 GB are free here; model = 'gpt2-1.5b' has 1,557,611,200 "
-        f"parameters, and at most {max_parameters:,} fit in this layout; `--evidence simulated` traces it here"
+        "needs 37.4 GB of memory for model states alone, and 10 GB are free here; model = 'gpt2-1.5b' has "
+        f"1,557,611,200 parameters, and at most {max_count:,} fit in this layout; `--evidence simulated` traces it here"
     )
     max_samples = int(reasons["batch"].split("at most ")[1].split(" ")[0])
     states = 16 * 7_248_640
