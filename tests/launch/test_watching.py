@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from repro.launch import supervise
-from repro.fake.job import Job
+from repro.launch.job import Job
 from repro.launch.rank_process import Position
 from repro.launch.supervise import Ending, watch
 from tests.clock import Clock
