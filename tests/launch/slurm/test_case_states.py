@@ -18,7 +18,7 @@ from tests.records import latest
 def test_a_case_waits_runs_and_is_done(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
     submitted.slurm.job("12_0", state="PENDING", reason="Resources", nodes="")
     place = {"names": ["b"], "case": "b", "step": 3, "steps": 6, "phase": "backward", "steps_per_s": 1.5}
-    submitted.says(1, phase="running", current=place)
+    submitted.write_progress(1, phase="running", current=place)
     submitted.record("c", "ok")
     found = submitted.status(capsys)
     assert (found["a"]["state"], found["a"]["detail"]) == ("pending", "Resources")
@@ -34,7 +34,7 @@ def test_cases_that_share_a_launch(
 ) -> None:
     """One of them is where the ranks are; its logs are those of the launch."""
     place = {"names": ["a", "b"], "case": "b", "compare": compare, "step": 3, "steps": 6, "phase": "backward"}
-    submitted.says(0, phase="running", current=place)
+    submitted.write_progress(0, phase="running", current=place)
     found = submitted.status(capsys)
     assert (found["a"]["state"], found["a"]["detail"]) == ("running", detail)
     work = submitted.registry.work(submitted.submission)
@@ -53,11 +53,11 @@ def test_a_preempted_case_is_requeued_and_says_why(
 ) -> None:
     submitted.record("a", "interrupted", "preempted")
     stopped = {"signal": "SIGUSR2", "reason": "preempted or near its time limit"}
-    submitted.says(0, phase="stopped", stopped=stopped)
+    submitted.write_progress(0, phase="stopped", stopped=stopped)
     submitted.slurm.job("12_0", state="PENDING", reason="BeginTime", nodes="")
     found = submitted.status(capsys)["a"]
     assert (found["state"], found["detail"]) == ("requeued", "preempted or near its time limit, BeginTime")
-    submitted.says(
+    submitted.write_progress(
         0, restarts=1, phase="running", current={"names": ["a"], "case": "a", "step": 1, "steps": 6}
     )
     submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="n1")
@@ -163,7 +163,9 @@ def test_all_that_is_known_of_a_case(submitted: ThreeCases, capsys: pytest.Captu
     }
     empty = dict.fromkeys(("detail", "outcome", "job_state", "nodes", "failure"), "")
     assert CaseState(**words).as_dict() == {**words, **empty, "restarts": 0, "recorded": False}  # type: ignore[arg-type]
-    submitted.says(0, restarts=3, nodes=["n4", "n5"], phase="running", current={"names": ["a"], "case": "a"})
+    submitted.write_progress(
+        0, restarts=3, nodes=["n4", "n5"], phase="running", current={"names": ["a"], "case": "a"}
+    )
     submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="")
     found = submitted.status(capsys)["a"]
     assert (found["restarts"], found["nodes"], found["detail"]) == (3, "n4,n5", "step 0 of 0, ")
