@@ -61,7 +61,7 @@ class ThreeCases:
         self.experiments = {entry.experiment.name: entry.experiment for entry in suite.entries}
         slurm.set(jobs={f"12_{i}": JOB for i in range(3)})
 
-    def write_progress(self, bundle: int, **state: Any) -> None:
+    def report(self, bundle: int, **state: Any) -> None:
         """Write the progress file of a bundle, as its allocation does."""
         start = {"restarts": 0, "nodes": ["n1"], "current": None, "stopped": None}
         write_json(self.folder / f"bundle-{bundle}.json", start | state)
