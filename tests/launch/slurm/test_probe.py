@@ -102,10 +102,8 @@ def answer(host: str, **more: Any) -> dict[str, Any]:
     return {**message, "python": "3.12.1", **more}
 
 
-def check_rows(answers: list[dict[str, Any]], **tables: Any) -> dict[str, tuple[Any, ...]]:
-    found = [
-        (c.name, c.state, c.found, c.enables, c.fatal) for c in probe.check_nodes(site(**tables), answers)
-    ]
+def check_rows(nodes: list[dict[str, Any]], **tables: Any) -> dict[str, tuple[Any, ...]]:
+    found = [(c.name, c.state, c.found, c.enables, c.fatal) for c in probe.check_nodes(site(**tables), nodes)]
     return {
         f"{name} {index}" if name == "GPUs there" else name: row for index, (name, *row) in enumerate(found)
     }  # type: ignore[misc]
@@ -116,9 +114,9 @@ DGX2: dict[str, Any] = {"system": "dgx2", "slurm": {"gpus_per_node": 16}}
 
 def test_complete_nodes_pass_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "versions", lambda packages: {"torch": "2.6"})
-    answers = [answer("n1"), answer("n2", versions={"torch": "2.6", "nvidia-nccl-cu13": "2.27"})]
+    nodes = [answer("n1"), answer("n2", versions={"torch": "2.6", "nvidia-nccl-cu13": "2.27"})]
     fits = "GPUs of the profile's system"
-    assert check_rows(answers, **DGX2, environment={"interface": "ib0"}) == {
+    assert check_rows(nodes, **DGX2, environment={"interface": "ib0"}) == {
         "nodes": ["yes", "n1, n2", "python 3.12.1 and this package start there", False],
         "shared folder": [
             "yes",
@@ -137,8 +135,8 @@ def test_complete_nodes_pass_all_checks(monkeypatch: pytest.MonkeyPatch) -> None
 def test_incomplete_nodes_fail_the_matching_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "versions", lambda packages: {"torch": "2.6"})
     incomplete = answer("n2", folder="other contents", interfaces={"lo": "127.0.0.1"}, versions={}, gpus=[])
-    answers = [answer("n1", versions={"torch": "2.6"}), incomplete]
-    assert check_rows(answers, **DGX2, environment={"interface": "ib0"}) == {
+    nodes = [answer("n1", versions={"torch": "2.6"}), incomplete]
+    assert check_rows(nodes, **DGX2, environment={"interface": "ib0"}) == {
         "nodes": ["yes", "n1, n2", "python 3.12.1 and this package start there", False],
         "shared folder": ["no", "n2: other contents", "set storage.shared and --results", True],
         "interface": [

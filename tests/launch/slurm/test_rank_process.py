@@ -140,7 +140,7 @@ def test_oom_kill_is_detected_by_the_kernel_counter(rank: Rank, code: int, kills
     rank.start({})
     rank.oom_kills += kills
     rank.child.code = code
-    reason = "killed by the oom_kills, which ran out of memory"
+    reason = "killed by the kernel, which ran out of memory"
     report = {"rank": 1, "outcome": "oom", "reason": reason} if is_oom else None
     assert rank.messages(50.0)[-1] == {"say": "ended", "code": code, "report": report, "errors": ""}
     assert rank.code == code

@@ -10,8 +10,8 @@ from tests.launch.slurm.submitted import ThreeCases
 
 
 def test_submission_id_contains_time_and_suite_name(submitted: ThreeCases) -> None:
-    submission_id = submitted.registry.new_id("a suite: of / signs" + "x" * 60)
-    time, name, digits = re.fullmatch(r"(\d{8}T\d{6}Z)-(.{40})-([0-9a-f]+)", submission_id).groups()  # type: ignore[union-attr]
+    found = submitted.registry.new_id("a suite: of / signs" + "x" * 60)
+    time, name, digits = re.fullmatch(r"(\d{8}T\d{6}Z)-(.{40})-([0-9a-f]+)", found).groups()  # type: ignore[union-attr]
     assert name == "a-suite-of-signs" + "x" * 24
     assert len(digits) == 4
     created = datetime.strptime(time, "%Y%m%dT%H%M%SZ").replace(tzinfo=timezone.utc)

@@ -61,13 +61,11 @@ def test_step_has_exit_code_and_last_error_line(tmp_path: Path, monkeypatch: pyt
 
 def test_step_receives_signals_and_is_killed(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
-    trapped = step(
-        tmp_path, f"trap 'echo trapped >&2; exit 4' USR1; touch {ready}; while :; do sleep 0.02; done"
-    )
+    heard = step(tmp_path, f"trap 'echo heard >&2; exit 4' USR1; touch {ready}; while :; do sleep 0.02; done")
     wait_for(ready.exists)
-    trapped.signal(signal.SIGUSR1)
-    trapped.end(10.0)
-    assert (trapped.code, trapped.last_error_line()) == (4, "trapped")
+    heard.signal(signal.SIGUSR1)
+    heard.end(10.0)
+    assert (heard.code, heard.last_error_line()) == (4, "heard")
     sleeping = step(tmp_path, "exec sleep 60")
     assert sleeping.code is None
     sleeping.end(0.01)
