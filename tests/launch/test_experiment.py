@@ -187,7 +187,7 @@ def test_collectives_are_counted_in_the_last_step_of_rounds(monkeypatch: pytest.
 def test_waits_are_known_only_for_some_pipeline_layouts(
     layout: Layout, engine: str, has_known_waits: bool, has_stage_waits: bool
 ) -> None:
-    """The native engine knows them for every pipeline; the torch engine only for a pipeline alone."""
+    """The native engine knows the waits of every pipeline, the torch engine only those of a pure pipeline."""
     run: Any = object.__new__(ExperimentRun)
     run.experiment = SimpleNamespace(layout=layout, engine=engine)
     run.clock = StepClock(torch.device("cpu"))

@@ -81,7 +81,7 @@ def test_missing_comparison_runs_its_baseline_again(tmp_path: Path, store: Store
 
 @pytest.mark.parametrize("outcome", ["oom", "diverged"])
 def test_failed_experiments_are_not_compared(tmp_path: Path, store: Store, outcome: str) -> None:
-    """Subjects of a failed baseline run without a comparison, and only if they have no record."""
+    """After a failed baseline, only subjects without a record run, and without a comparison."""
     suite = suites.load_suite(write_suite(tmp_path, experiments(*"abc") + COMPARE))
     add_record(store, suite, "b", outcome)
     assert planned(store, suite) == ["AC"]

@@ -47,7 +47,7 @@ def test_job_without_a_record_is_recorded_once(
     assert record["wall_s"] == 0, "the duration is unknown"
     assert record["provenance"]["slurm"]["state"] == job["state"]
     assert document["bad_nodes"] == ({"n1": 1} if failure == "node-failure" else {})
-    found = submitted.status(capsys)["a"]  # equal with the new record
+    found = submitted.status(capsys)["a"]  # the new record has the same class
     assert found["failure"] == failure
 
 

@@ -1,4 +1,4 @@
-"""Tests of the reported state of a rank that running, that has failed, or whose node was lost."""
+"""Tests of the reported state of a rank that runs, that has failed, or whose node was lost."""
 
 from __future__ import annotations
 
