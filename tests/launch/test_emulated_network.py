@@ -108,9 +108,9 @@ def test_compute_rates_are_measured_on_all_ranks_simultaneously(monkeypatch: pyt
     def settle() -> None:
         clock.now += 1.5
 
-    def all_gather(rates: list[torch.Tensor], mine: torch.Tensor) -> None:
+    def all_gather(rates: list[torch.Tensor], own_rate: torch.Tensor) -> None:
         for rank, rate in enumerate(rates):
-            rate.copy_(mine * (1 + rank))
+            rate.copy_(own_rate * (1 + rank))
 
     monkeypatch.setattr(emulated_network.compute_rate, "count_flop", flop_in)
     monkeypatch.setattr(emulated_network.dist, "barrier", lambda: done.append("barrier"))

@@ -292,13 +292,13 @@ def test_preempted_training_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{long}', limits="hang_s = 100")
     submission = Submission(tmp_path, suite)
     (tmp_path / "a").touch()
-    held = {"REPRO_RANK_TARGET": "tests.launch.held_session:run_rank", "FAKE_HOLD": str(tmp_path)}
-    with running(submission, **held) as job:
+    env = {"REPRO_RANK_TARGET": "tests.launch.held_session:run_rank", "FAKE_HOLD": str(tmp_path)}
+    with running(submission, **env) as job:
         job.reach("a", HELD)
         job.signal(signal.SIGUSR2)
         assert job.wait() == 255, job.log()
     assert failure_classes(submission) == {"a": "preempted"}
-    with running(submission, restarts=1, **held) as job:
+    with running(submission, restarts=1, **env) as job:
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok"}
     record = submission.records()[-1]

@@ -79,9 +79,9 @@ class Started(ClusterLaunch):
     listener: Listener
 
     def __init__(self, folder: Path):
-        nobody: Any = None
+        unused: Any = None
         self.stop, self.start_count = AllocationStop("7"), 0
-        super().__init__(JOB, folder / "logs", nobody, ["n1", "n1", "n2"], target="x:y", stop=self.stop)
+        super().__init__(JOB, folder / "logs", unused, ["n1", "n1", "n2"], target="x:y", stop=self.stop)
         self.logs.mkdir()
         self._begin()
 

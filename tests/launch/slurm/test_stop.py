@@ -121,7 +121,7 @@ def test_give_up_requests_a_requeue_and_sigterm_does_not(
     ended.terminate("n2")
     reason = "stopped by SLURM (SIGTERM): cancelled"
     assert (ended.reason, ended.reason, ended.terminated, ended.requeue) == (reason, reason, True, False)
-    assert len(slurm.calls) == 1, "SLURM is asked once"
+    assert len(slurm.calls) == 1, "SLURM is queried once"
 
 
 def test_checkpoint_time_depends_on_the_received_signal() -> None:
