@@ -1,9 +1,9 @@
-"""A session without torch: ranks that beat, sum and wait through files, and misbehave on request.
+"""A rank target without torch: ranks write heartbeats, meet at file barriers and fail on request.
 
-With a path in `FAKE_BUSY`, rank 0 finds its port taken until there is a file.
+With `FAKE_BUSY`, rank 0 reports a port in use once and creates the file of that name.
 An experiment stays in its second step as long as a file of its name is in the folder `FAKE_HOLD`.
-What goes wrong is said in `FAKE_FAULT` as `KIND:NAME:RANK:STEP`
-(several separated by commas) and concerns the experiment of that name, so that its key stays the same.
+`FAKE_FAULT` lists faults as `KIND:NAME:RANK:STEP`, separated by commas. `NAME` is the
+name of an experiment; faults do not change its key.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Diverged(FloatingPointError):
 
 
 class _Ring:
-    """A barrier of `world` processes in the rendezvous' folder; a dead peer is noticed like gloo does."""
+    """A barrier of `world` processes through files; it raises the error of gloo when a peer is dead."""
 
     def __init__(self, url: str, rank: int, world: int):
-        if url.startswith("tcp://"):  # the address with its port is this launch's alone
+        if url.startswith("tcp://"):  # no other launch has this address and port
             self.folder = Path(os.environ["FAKE_RING"]) / url.removeprefix("tcp://")
         else:
             self.folder = Path(url.removeprefix("file://") + ".d")
@@ -38,10 +38,10 @@ class _Ring:
         self.count += 1
         (self.folder / f"at-{self.rank}-{self.count}").touch()
         for peer in range(self.world):
-            there = self.folder / f"at-{peer}-{self.count}"
-            while not there.exists():
-                # On a busy machine a peer may come, finish its work and end between two lines of ours.
-                if self._dead(peer) and not there.exists():
+            arrival = self.folder / f"at-{peer}-{self.count}"
+            while not arrival.exists():
+                # On a loaded machine a peer may arrive and exit between the two checks.
+                if self._dead(peer) and not arrival.exists():
                     raise RuntimeError(f"[gloo/transport] Connection closed by peer {peer}")
                 time.sleep(0.002)
 
@@ -54,9 +54,9 @@ class _Ring:
 def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: Any
 ) -> dict[str, dict[str, Any]]:
-    """Pretend to train every experiment of the job."""
+    """Imitate the training of every experiment of the job."""
     faults = [fault.split(":") for fault in os.environ.get("FAKE_FAULT", "").split(",") if fault]
-    pace = float(os.environ.get("FAKE_STEP_S", "0.01"))
+    step_s = float(os.environ.get("FAKE_STEP_S", "0.01"))
     log = os.environ.get("FAKE_LOG")
     hold = Path(os.environ.get("FAKE_HOLD", "/nonexistent"))
     busy = os.environ.get("FAKE_BUSY")
@@ -83,11 +83,11 @@ def run_rank(
                 if phase == "backward":
                     sequence += 1
                     heartbeat.collective(sequence, "all_reduce", "dp")
-                    for kind, name, who, when in faults:
-                        if (name, int(who), int(when)) == (experiment.name, rank, step):
-                            _misbehave(kind)
+                    for kind, name, fault_rank, fault_step in faults:
+                        if (name, int(fault_rank), int(fault_step)) == (experiment.name, rank, step):
+                            _inject_fault(kind)
                     ring.wait()
-            time.sleep(pace)
+            time.sleep(step_s)
         heartbeat.phase(index, experiment.training.steps, "done")
         results[experiment.key] = _result(experiment, rank, job.rounds)
         if not job.compare:
@@ -111,10 +111,10 @@ ncclRemoteError: A call failed possibly due to a network error or a remote proce
 an illegal memory access was encountered
 CUDA kernel errors might be asynchronously reported at some other API call""",
 }
-"""What C++ prints before it ends a process, by fault."""
+"""Text that the C++ runtime prints before it aborts a process, by fault."""
 
 
-def _misbehave(kind: str) -> None:
+def _inject_fault(kind: str) -> None:
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
@@ -122,9 +122,9 @@ def _misbehave(kind: str) -> None:
     elif kind == "memory-unchecked":
         os.kill(os.getpid(), signal.SIGSEGV)
     elif kind == "memory":
-        held = []
-        while True:  # ends at the limit, which the test sets
-            held.append(bytearray(1 << 20))
+        blocks = []
+        while True:  # ends at the memory limit that the test sets
+            blocks.append(bytearray(1 << 20))
     elif kind in ABORTS:
         os.write(2, b"can't allocate memory is what a library says that then does without\n")
         os.write(2, b"terminate called " + ABORTS[kind] + b"\n")
@@ -144,8 +144,8 @@ def _misbehave(kind: str) -> None:
 
 def _result(experiment: Any, rank: int, rounds: int) -> dict[str, Any]:
     timed = experiment.training.steps - experiment.training.untimed_steps
-    gigantic = {"parameters": 4000, "gradients": 4000, "optimizer": 8000}
-    peak = {"total": 20000, **gigantic, "activations": 2000, "checkpoints": 1000, "communication": 500}
+    states = {"parameters": 4000, "gradients": 4000, "optimizer": 8000}
+    peak = {"total": 20000, **states, "activations": 2000, "checkpoints": 1000, "communication": 500}
     peak |= {"other": 500, "host": 600}
     return {
         "rank": rank,
@@ -158,7 +158,7 @@ def _result(experiment: Any, rank: int, rounds: int) -> dict[str, Any]:
         "rounds": [[0.1 + 0.001 * rank] * timed for _ in range(rounds)],
         "phase_seconds": {"forward": 0.03, "backward": 0.06, "optimizer": 0.01},
         "memory": {
-            "states": {**gigantic, "parameters": 4000 + rank},
+            "states": {**states, "parameters": 4000 + rank},
             "peak": peak,
             "most": {**peak, "checkpoints": 1500, "host": 700},
             "init_peak_bytes": 16000,

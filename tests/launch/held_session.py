@@ -1,4 +1,4 @@
-"""Real ranks that stay at the start of a step until somebody has seen them there, so that no test races with them."""
+"""A rank target that trains as the real session does, but waits in step `HELD` while a test requests it."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from repro.launch.job import STOP_FILE, Job
 from repro.launch.rank_process import HeartbeatWriter
 
 HELD = 3
-"""The step, counted from 0, at whose start experiments are held."""
+"""Step, counted from 0, at whose start the ranks wait."""
 
 
-class _HeldBeacon:
-    """A heartbeat that keeps its rank in step `HELD` as long as the folder `FAKE_HOLD` says so.
+class _HoldingHeartbeat:
+    """A heartbeat that blocks its rank at the start of step `HELD` while a file exists in the folder `FAKE_HOLD`.
 
-    A file `NAME` holds all ranks of the experiment of that name, until they are asked to stop; `NAME.rank-R`
-    holds one, whatever it is asked.  Rank 0 writes to the file `FAKE_LOG` whose turn it is.
+    The file `NAME` blocks all ranks of the experiment `NAME` until a stop is requested. The file `NAME.rank-R` blocks
+    rank R even after a stop request. Rank 0 appends the name of each started experiment to the file `FAKE_LOG`.
     """
 
     def __init__(self, heartbeat: HeartbeatWriter, job: Job, rank: int):
-        self._beacon, self._job = heartbeat, job
+        self._heartbeat, self._job = heartbeat, job
         self._folder, self._rank = Path(os.environ["FAKE_HOLD"]), rank
-        self._turn = -1
+        self._current = -1
         self.collective, self.finished = heartbeat.collective, heartbeat.finished
 
     def phase(self, index: int, step: int, phase: str) -> None:
-        self._beacon.phase(index, step, phase)
+        self._heartbeat.phase(index, step, phase)
         name = self._job.experiments[index].name
-        if phase == "forward" and index != self._turn:
-            self._turn = index
+        if phase == "forward" and index != self._current:
+            self._current = index
             if self._rank == 0 and (log := os.environ.get("FAKE_LOG")):
                 with open(log, "a", encoding="utf-8") as file:
                     file.write(name + "\n")
-        all_of_it, alone = self._folder / name, self._folder / f"{name}.rank-{self._rank}"
-        asked = Path(self._job.folder) / STOP_FILE
-        while step == HELD and ((all_of_it.exists() and not asked.exists()) or alone.exists()):
+        hold_all, hold_rank = self._folder / name, self._folder / f"{name}.rank-{self._rank}"
+        stop_file = Path(self._job.folder) / STOP_FILE
+        while step == HELD and ((hold_all.exists() and not stop_file.exists()) or hold_rank.exists()):
             time.sleep(0.02)
 
 
@@ -47,5 +47,5 @@ def run_rank(
     """Train every experiment of the job."""
     from repro.launch.rank.session import run_rank as run
 
-    held: Any = _HeldBeacon(heartbeat, job, rank)
-    return run(job, rank=rank, world=world, device=device, rendezvous=rendezvous, heartbeat=held)
+    holding: Any = _HoldingHeartbeat(heartbeat, job, rank)
+    return run(job, rank=rank, world=world, device=device, rendezvous=rendezvous, heartbeat=holding)

@@ -1,4 +1,4 @@
-"""Suites for tests and `repro run` as a process of its own, with stand-in or real ranks."""
+"""Helpers that write suites and start `repro run` as a subprocess, with fake or real ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Whoever starts the tests in the background of a shell has them ignore SIGINT, which `repro run` respects.
+# A shell starts background jobs with SIGINT ignored, and `repro run` keeps ignored signals ignored.
 PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,7 +32,7 @@ seq = 16
 
 
 def write_suite(folder: Path, body: str, *, name: str = "faults", limits: str = "hang_s = 60") -> Path:
-    """A suite in `folder` with a tiny model, two ranks and six steps unless `body` says otherwise."""
+    """Write a suite with a tiny model, two ranks and six steps, which `body` may override; return its path."""
     (folder / "tiny.toml").write_text(MODEL)
     path = folder / f"{name}.toml"
     path.write_text(
@@ -51,7 +51,7 @@ def write_suite(folder: Path, body: str, *, name: str = "faults", limits: str = 
 
 
 def experiments(*names: str, extra: str = "") -> str:
-    """`[[experiment]]` tables that differ in their seed only."""
+    """Return `[[experiment]]` tables that differ only in their seed."""
     return "\n".join(
         f'[[experiment]]\nname = "{name}"\ntraining.seed = {seed}\n{extra}' for seed, name in enumerate(names)
     )
@@ -60,7 +60,7 @@ def experiments(*names: str, extra: str = "") -> str:
 def start(
     suite: Path, results: Path, *arguments: str, fake: bool = True, **variables: str
 ) -> subprocess.Popen[str]:
-    """`repro run` in a session of its own."""
+    """Start `repro run` in a new session."""
     environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if fake:
         environment["REPRO_RANK_TARGET"] = FAKE
@@ -75,7 +75,7 @@ def start(
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 250) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
+    """Wait for the process; return its exit code, standard output and standard error."""
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 
@@ -83,12 +83,12 @@ def finish(process: subprocess.Popen[str], timeout: float = 250) -> tuple[int, s
 def run(
     suite: Path, results: Path, *arguments: str, fake: bool = True, **variables: str
 ) -> tuple[int, str, str]:
-    """`repro run` to its end."""
+    """Run `repro run` to its end; return its exit code, standard output and standard error."""
     return finish(start(suite, results, *arguments, fake=fake, **variables))
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks that a `repro run` has started, in order."""
+    """Return the rank processes of a `repro run`, sorted by rank."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
@@ -101,16 +101,16 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Return as soon as `condition` holds; fail if it never does."""
+    """Return as soon as `condition` holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
+        assert time.monotonic() < end, "the condition is still false"
         time.sleep(0.02)
 
 
 @contextmanager
 def no_orphans(process: subprocess.Popen[str]) -> Iterator[list[psutil.Process]]:
-    """Two ranks are running inside; none of them may be left after."""
+    """Yield the two running ranks, and assert at exit that both have ended."""
     wait_for(lambda: len(ranks_of(process)) == 2)
     ranks = ranks_of(process)
     yield ranks
@@ -122,7 +122,7 @@ def no_orphans(process: subprocess.Popen[str]) -> Iterator[list[psutil.Process]]
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int = 1) -> Iterator[Path]:
-    """A tmpfs of a few megabytes, where this user may mount one; the test is skipped elsewhere."""
+    """Mount a tmpfs of a few megabytes and yield its folder; skip the test if mounting is not permitted."""
     disk = folder / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(disk)]
@@ -136,20 +136,20 @@ def small_disk(folder: Path, megabytes: int = 1) -> Iterator[Path]:
 
 
 def synced(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What is synchronised with the disk from now on, by its path at that moment, and the bytes in it then."""
-    seen: dict[str, int] = {}
+    """Return a dictionary that receives the path and size in bytes of each file at each later `fsync`."""
+    synced_bytes: dict[str, int] = {}
     sync = os.fsync
 
     def fsync(descriptor: int) -> None:
         sync(descriptor)
-        seen[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+        synced_bytes[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
 
     monkeypatch.setattr(os, "fsync", fsync)
-    return seen
+    return synced_bytes
 
 
 def fill(disk: Path) -> None:
-    """Take all the room that is left."""
+    """Fill the disk completely."""
     filling = subprocess.run(
         ["dd", "if=/dev/zero", f"of={disk}/filler", "bs=4k"], capture_output=True, text=True, check=False
     )

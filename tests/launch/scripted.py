@@ -1,4 +1,4 @@
-"""Launches that end as a test says."""
+"""A launch whose ranks have scripted exit codes and reports."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def experiment(name: str, **limits: Any) -> Experiment:
 
 
 class Scripted:
-    """A launch whose ranks have ended in ways that real ones do not on request."""
+    """A launch without processes, whose exit codes and reports a test chooses."""
 
     job = Job(experiments=[experiment("a")])
 
     def __init__(self, codes: list[int | None], reports: dict[int, tuple[str, str]], text: str = ""):
-        """`text`: what every rank wrote to standard error."""
+        """Store exit codes and reports by rank, and the text that every rank wrote to standard error."""
         self.codes, self.reports, self.text, self.killed = codes, reports, text, False
         self.world = len(codes)
 

@@ -1,4 +1,4 @@
-"""A training that asks for the same bits gets torch's deterministic algorithms, in its own steps alone."""
+"""Tests of deterministic training: torch's deterministic algorithms are enabled only in its steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from repro.parallel import mesh as meshes
 from tests.training import tiny
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_steps_are_taken_so_and_nothing_else_is(asked: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_only_steps_of_deterministic_experiments_use_deterministic_algorithms(deterministic: bool) -> None:
     seen: list[bool] = []
 
     def report(step: int, phase: Phase) -> None:
@@ -26,22 +26,22 @@ def test_steps_are_taken_so_and_nothing_else_is(asked: bool) -> None:
             seen.append(torch.are_deterministic_algorithms_enabled())
 
     run = ExperimentRun(
-        tiny(Layout(), steps=3, untimed_steps=1, deterministic=asked),
+        tiny(Layout(), steps=3, untimed_steps=1, deterministic=deterministic),
         meshes.single_rank_mesh(),
         torch.device("cpu"),
         report,
     )
     run.prelude()
-    assert set(seen) == {asked}
+    assert set(seen) == {deterministic}
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_settings_are_as_they_were_afterwards_whatever_happens() -> None:
+def test_deterministic_settings_are_restored_after_an_exception() -> None:
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with pytest.raises(RuntimeError, match="of the step, False"), deterministic_algorithms(True):
-            raise RuntimeError(f"of the step, {torch.is_deterministic_algorithms_warn_only_enabled()}")
+        with pytest.raises(RuntimeError, match="warn_only: False"), deterministic_algorithms(True):
+            raise RuntimeError(f"warn_only: {torch.is_deterministic_algorithms_warn_only_enabled()}")
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -49,6 +49,6 @@ def test_settings_are_as_they_were_afterwards_whatever_happens() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(SOURCES.glob("**/*.cu*")), ids=lambda path: path.name)
-def test_our_kernels_add_in_one_order(path: Path) -> None:
-    """No sum depends on which block comes first."""
+def test_cuda_kernels_use_no_atomic_operations(path: Path) -> None:
+    """An atomic addition would make a sum depend on the order of the blocks."""
     assert not re.search(r"atomic|\bred\.|\batom\.", path.read_text(), re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""A suite may hold experiments for a cluster beside their twins: here, only the twins are run."""
+"""Tests of suites with experiments for a cluster: `repro run` starts only experiments that fit this machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from repro.results.store import Store
 from tests.launch.runs import experiments, run, write_suite
 from tests.records import lines, made_up
 
-FULL = '[[experiment]]\nname = "full"\nsystem = "selene"\nlayout.dp = 3072\n'
-NEEDS = "needs 3072 GPUs of system selene; `--evidence simulated` simulates the experiment here"
+CLUSTER_EXPERIMENT = '[[experiment]]\nname = "full"\nsystem = "selene"\nlayout.dp = 3072\n'
+REASON = "needs 3072 GPUs of system selene; `--evidence simulated` simulates the experiment here"
 
 
-def test_what_needs_a_cluster_is_listed_and_not_started(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, FULL + experiments("twin"))
+def test_experiments_for_a_cluster_are_listed_but_not_started(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, CLUSTER_EXPERIMENT + experiments("twin"))
     code, out, err = run(suite, tmp_path / "results")
     assert code == 0, err
     assert out.splitlines()[:3] == [
@@ -27,17 +27,17 @@ def test_what_needs_a_cluster_is_listed_and_not_started(tmp_path: Path) -> None:
     assert [(record["name"], record["outcome"]) for record in records] == [("twin", "ok")]
 
 
-def test_as_data_and_with_a_failure_beside_it(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, FULL + experiments("twin"))
+def test_json_summary_lists_failures_and_experiments_for_a_cluster(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, CLUSTER_EXPERIMENT + experiments("twin"))
     code, out, _ = run(suite, tmp_path / "results", "--json", FAKE_FAULT="raise:twin:1:2")
     assert code == 1
     rows = {row["name"]: row for row in json.loads(out)["experiments"]}
-    assert (rows["full"]["expected"], rows["full"]["reason"]) == (None, NEEDS)
+    assert (rows["full"]["expected"], rows["full"]["reason"]) == (None, REASON)
     assert (rows["twin"]["expected"], rows["twin"]["outcome"]) == (False, "error")
 
 
-def test_a_record_from_elsewhere_is_shown(tmp_path: Path) -> None:
-    path = write_suite(tmp_path, FULL + experiments("twin"))
+def test_record_of_a_cluster_experiment_is_shown(tmp_path: Path) -> None:
+    path = write_suite(tmp_path, CLUSTER_EXPERIMENT + experiments("twin"))
     experiment = suites.load_suite(path).entry("full").experiment
     with Store(tmp_path / "results") as store:
         store.append(made_up("full", key=experiment.key, suite="faults"))

@@ -1,4 +1,4 @@
-"""One experiment on one rank, in this process: what is seen and how it ends."""
+"""Tests of one experiment on one rank in this process: its measurements and its outcomes."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def start(
     experiment: Experiment, profiles: Path | None = None
 ) -> tuple[ExperimentRun, list[tuple[int, str]]]:
     torch.set_num_threads(1)
-    message: list[tuple[int, str]] = []
+    reported: list[tuple[int, str]] = []
     run = ExperimentRun(
         experiment,
         meshes.single_rank_mesh(),
         torch.device("cpu"),
-        lambda step, phase: message.append((step, phase)),
+        lambda step, phase: reported.append((step, phase)),
         profiles=profiles,
     )
-    return run, message
+    return run, reported
 
 
-def test_a_run_reports_all_that_it_saw() -> None:
+def test_result_contains_all_measurements_of_the_run() -> None:
     experiment = tiny(Layout(micro_batch=2, global_batch=4, recompute=True), steps=7, untimed_steps=2)
-    run, message = start(experiment)
+    run, reported = start(experiment)
     run.prelude()
     run.steps(3)
     run.steps(2)
@@ -70,15 +70,15 @@ def test_a_run_reports_all_that_it_saw() -> None:
     assert peak["total"] == sum(size for name, size in peak.items() if name != "total")
     assert peak["activations"] > 0
     assert result["memory"]["cuda"] == {}
-    assert message[0] == (0, "init")
-    assert message[-1] == (6, "optimizer")
-    assert [phase for step, phase in message if step == 3] == ["input", "forward"] + [
+    assert reported[0] == (0, "init")
+    assert reported[-1] == (6, "optimizer")
+    assert [phase for step, phase in reported if step == 3] == ["input", "forward"] + [
         "forward",
         "backward",
     ] * 2 + ["optimizer"]
 
 
-def test_a_profile_has_the_formats_and_names_of_a_predicted_step(tmp_path: Path) -> None:
+def test_profile_has_the_formats_and_names_of_predicted_steps(tmp_path: Path) -> None:
     experiment = tiny(Layout(micro_batch=2, global_batch=4, recompute=True), steps=3, untimed_steps=2)
     results = []
     for profiles in (None, tmp_path):
@@ -86,7 +86,7 @@ def test_a_profile_has_the_formats_and_names_of_a_predicted_step(tmp_path: Path)
         run.prelude()
         run.steps(1)
         results.append(run.result().as_dict())
-    assert [len(result["loss"]) for result in results] == [3, 3], "the profiled step is in no result"
+    assert [len(result["loss"]) for result in results] == [3, 3], "the result excludes the profiled step"
     assert results[0]["loss"] == results[1]["loss"]
     assert results[0]["memory"]["peak"] == results[1]["memory"]["peak"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.json", "rank-0.pickle"]
@@ -116,12 +116,12 @@ def test_a_profile_has_the_formats_and_names_of_a_predicted_step(tmp_path: Path)
     assert len(named) > 10
     attention = "aten::_scaled_dot_product_flash_attention"
     assert named - measured.keys() <= {attention, f"{attention}_backward"}, (
-        "a CPU has other kernels of attention"
+        "attention kernels of a CPU have other names"
     )
 
 
 @pytest.mark.slow
-def test_profiles_of_each_rank_are_in_a_folder_of_the_store(tmp_path: Path) -> None:
+def test_profiles_of_all_ranks_are_written_to_the_store(tmp_path: Path) -> None:
     suite, results = write_suite(tmp_path, experiments("a")), tmp_path / "results"
     for _ in range(2):  # the second run has a record
         code, _, err = run(suite, results, "--profile", fake=False)
@@ -137,26 +137,26 @@ def test_profiles_of_each_rank_are_in_a_folder_of_the_store(tmp_path: Path) -> N
         shutil.rmtree(folder)
 
 
-def test_of_a_gpu_the_allocators_numbers_and_what_is_beside_it_are_kept(
+def test_gpu_memory_contains_allocator_statistics_and_non_torch_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    message = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: message if device.index == 3 else {})
+    statistics = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: statistics if device.index == 3 else {})
     monkeypatch.setattr(experiment_module, "non_torch_bytes", lambda device: 11)
     mesh = replace(meshes.single_rank_mesh(), beside_torch={"start": 4, "world": 6})
-    told = process_memory(RankMemory(), torch.device("cuda", 3), mesh)
-    assert told.cuda == {"allocated_peak": 5, "reserved_peak": 7, "retries": 2}
-    assert told.beside_torch == {"start": 4, "world": 6, "end": 11}
-    none = {"allocated_peak": 0, "reserved_peak": 0, "retries": 0}
-    assert process_memory(RankMemory(), torch.device("cuda", 0), mesh).cuda == none, (
-        "before its first tensor a device says nothing"
+    memory = process_memory(RankMemory(), torch.device("cuda", 3), mesh)
+    assert memory.cuda == {"allocated_peak": 5, "reserved_peak": 7, "retries": 2}
+    assert memory.beside_torch == {"start": 4, "world": 6, "end": 11}
+    zeros = {"allocated_peak": 0, "reserved_peak": 0, "retries": 0}
+    assert process_memory(RankMemory(), torch.device("cuda", 0), mesh).cuda == zeros, (
+        "a device without tensors has no statistics"
     )
     assert process_memory(RankMemory(), torch.device("cpu"), mesh).beside_torch is None
-    held = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
-    assert told.rss_peak_bytes == pytest.approx(held, rel=0.1)
+    peak_rss_bytes = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+    assert memory.rss_peak_bytes == pytest.approx(peak_rss_bytes, rel=0.1)
 
 
-def test_what_is_sent_is_counted_on_the_last_step_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_are_counted_in_the_last_step_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = start(tiny(Layout(), steps=8, untimed_steps=1))
     run.prelude()
     resets: list[int] = []
@@ -166,15 +166,14 @@ def test_what_is_sent_is_counted_on_the_last_step_of_a_round(monkeypatch: pytest
     run.steps(2)
     assert resets == [3, 4, 5, 6]
     assert run.left == 2
-    monkeypatch.setattr(
-        experiment_module, "CollectiveCounter", None
-    )  # the ledger counts what our engine sends
+    # The ledger counts the collectives of the native engine.
+    monkeypatch.setattr(experiment_module, "CollectiveCounter", None)
     with run._counting():
         pass
 
 
 @pytest.mark.parametrize(
-    ("layout", "engine", "known", "by_stages"),
+    ("layout", "engine", "has_known_waits", "has_stage_waits"),
     [
         (Layout(), "native", False, False),
         (Layout(pp=2, global_batch=2), "native", True, False),
@@ -185,17 +184,18 @@ def test_what_is_sent_is_counted_on_the_last_step_of_a_round(monkeypatch: pytest
         (Layout(dp=2), "torch", False, False),
     ],
 )
-def test_for_whom_a_rank_waits_is_known_of_our_engine_and_of_stages_alone(
-    layout: Layout, engine: str, known: bool, by_stages: bool
+def test_waits_are_known_only_for_some_pipeline_layouts(
+    layout: Layout, engine: str, has_known_waits: bool, has_stage_waits: bool
 ) -> None:
+    """The native engine knows the waits of every pipeline, the torch engine only those of a pure pipeline."""
     run: Any = object.__new__(ExperimentRun)
     run.experiment = SimpleNamespace(layout=layout, engine=engine)
     run.clock = StepClock(torch.device("cpu"))
-    assert run._has_known_waits == known
-    assert isinstance(run._clocked(), StageWaits) == by_stages
+    assert run._has_known_waits == has_known_waits
+    assert isinstance(run._clocked(), StageWaits) == has_stage_waits
 
 
-def test_fifty_skipped_steps_in_a_row_are_too_many_and_fewer_are_not() -> None:
+def test_fifty_consecutive_skipped_steps_count_as_divergence() -> None:
     def norms(loss: float, gradient: float, overflow: bool) -> Norms:
         found = {"loss": loss, "gradient": gradient, "overflow": float(overflow)}
         return Norms(**{name: torch.tensor(value) for name, value in found.items()})
@@ -224,7 +224,7 @@ def test_fifty_skipped_steps_in_a_row_are_too_many_and_fewer_are_not() -> None:
             other.read(fp16)
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step() -> None:
+def test_non_finite_loss_raises_diverged_and_names_the_step() -> None:
     run, _ = start(tiny(Layout(), steps=8, untimed_steps=1, lr=1e18, warmup_steps=0, clip=0.0))
     run.prelude()
     with pytest.raises(Diverged, match=r"(loss|gradient norm) is (nan|inf) at step [1-7]"):
@@ -234,7 +234,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step() -> None:
     assert all(math.isfinite(loss) for loss in result["loss"])
 
 
-def test_fp16_that_never_fits_counts_as_diverged() -> None:
+def test_fp16_overflow_in_every_step_raises_diverged() -> None:
     run, _ = start(
         tiny(Layout(precision="fp16"), steps=60, untimed_steps=1, lr=1e30, warmup_steps=0, eps=1e-30)
     )
@@ -243,7 +243,7 @@ def test_fp16_that_never_fits_counts_as_diverged() -> None:
         run.steps(59)
 
 
-def test_skipped_steps_are_counted_and_not_timed() -> None:
+def test_skipped_steps_are_counted_but_not_timed() -> None:
     run, _ = start(tiny(Layout(precision="fp16"), steps=12, untimed_steps=1, loss_scale=2.0**22))
     run.prelude()
     run.steps(11)
@@ -255,7 +255,7 @@ def test_skipped_steps_are_counted_and_not_timed() -> None:
     assert len(result["loss_scale"]) == 12
 
 
-def test_learning_rate() -> None:
+def test_learning_rate_warms_up_and_decays() -> None:
     """Linear warm-up to the peak, then half a cosine down to the minimum, by hand."""
     training = Training(steps=30, warmup_steps=10, lr=1.0, min_lr=0.1, schedule="cosine")
 
@@ -287,16 +287,16 @@ def test_tracker_counts_storages_not_views() -> None:
     assert tracker.peak["total"] == 800
 
 
-def test_only_what_the_forward_pass_makes_is_activations() -> None:
-    """Of what has no mark: the gradients of activations are other things, and so is what the optimizer needs."""
-    held = []
+def test_only_forward_pass_allocations_count_as_activations() -> None:
+    """Unmarked tensors of other phases count as other, for example gradients of activations."""
+    tensors = []
     with MemoryTracker() as tracker:
         for phase in (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.IDLE, Phase.FORWARD):
             tracker.phase = phase
-            held.append(torch.zeros(25))
+            tensors.append(torch.zeros(25))
     live = tracker.live()
     assert (live["activations"], live["other"], live["total"]) == (200, 400, 600)
-    assert len(held) == 6
+    assert len(tensors) == 6
 
 
 def test_clock_splits_a_step_into_phases() -> None:
@@ -313,14 +313,14 @@ def test_clock_splits_a_step_into_phases() -> None:
     assert clock.read() == []
 
 
-def test_clock_tells_computing_from_being_kept_from_a_core() -> None:
+def test_core_time_excludes_sleep_and_idle_phases() -> None:
     clock = StepClock(torch.device("cpu"))
     clock.begin()
     clock.mark("forward")
     time.sleep(0.05)
     clock.mark("idle")
-    spun = time.thread_time()
-    while time.thread_time() - spun < 0.03:  # somebody else's work, as gloo's is: no part of computing
+    start_s = time.thread_time()
+    while time.thread_time() - start_s < 0.03:  # CPU time of an idle phase, as of gloo, is not compute time
         pass
     clock.mark("end")
     (row,) = clock.read()

@@ -1,4 +1,4 @@
-"""A failure gets its class from what ended it, whether its rank, its launch or SLURM says so."""
+"""Tests of failure classes, which follow from the outcome, the reason and the SLURM job state."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ from repro.launch.failures import FAILURE_CLASSES, failure_class
         ("error", "rank 0 ended with exit code 7 at step 1", "", "error"),
     ],
 )  # fmt: skip
-def test_classes_of_failures(outcome: str, reason: str, state: str, expected: str) -> None:
+def test_failure_class_of_outcome_and_job_state(outcome: str, reason: str, state: str, expected: str) -> None:
     assert failure_class(outcome, reason, state) == expected
     assert expected in ("", *FAILURE_CLASSES)

@@ -1,4 +1,4 @@
-"""`repro fit --measure`: real processes that fit or do not, one rank of many, and what a failure was about."""
+"""Tests of `repro fit --measure`: trials with real processes, one rank of many, and causes of failed trials."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from repro.simulate.trace.roles import PipelineRole, trace
 from tests.training import tiny
 
 MODEL = Model(name="tiny", layers=4, hidden=64, heads=4, vocab=512, seq=32)
-GENERATOR_STATE = 16 + 8
+GENERATOR_STATE_BYTES = 16 + 8
 """Bytes of the seed and the offset that fused attention on a GPU retains for its backward pass."""
 TINY = ["--hidden", "256", "--heads", "4", "--vocab", "512", "--seq", "64"]
 
 
 @pytest.mark.slow
-def test_the_largest_that_fits_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The kernel refuses more than the limit: the largest that trained is beside the first that did not."""
-    asked = [
+def test_fit_finds_the_largest_trainable_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernel refuses memory above the limit. The first failing model has one layer more than the largest."""
+    command = [
         "fit",
         "--measure",
         "--system",
@@ -51,7 +51,7 @@ def test_the_largest_that_fits_this_machine(tmp_path: Path, capsys: pytest.Captu
         str(tmp_path),
         "--json",
     ]
-    assert cli.main(asked) == 0
+    assert cli.main(command) == 0
     found = json.loads(capsys.readouterr().out)
     (record,) = Store(tmp_path).records()
     assert isinstance(record, FitRecord)
@@ -75,10 +75,10 @@ def test_the_largest_that_fits_this_machine(tmp_path: Path, capsys: pytest.Captu
     ],
     ids=["z1", "z3-tp4", "pp4-tp2"],
 )
-def test_one_rank_of_many_holds_what_that_rank_would(
+def test_one_rank_trial_allocates_the_simulated_bytes(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real allocations of one process equal the simulated ones of its role; nobody answers its messages."""
+    """One process without peers allocates the bytes that the simulator predicts for the role of its rank."""
     # A trace has no temporaries of initial values. They are small compared with a real model, but not with MODEL.
     monkeypatch.setattr(flat_parameters, "INITIALISED_ELEMENTS", 1024)
     experiment = tiny(layout, MODEL)
@@ -93,73 +93,73 @@ def test_one_rank_of_many_holds_what_that_rank_would(
         assert found["memory"]["states"] == expected.states
         assert tracker.most["parameters"] == expected.most["parameters"]
         assert tracker.most["optimizer"] == expected.most["optimizer"]
-        # The trace is that of a GPU, with the next step's tokens and targets, and a seed and an offset per attention.
+        # The trace of a GPU adds the next step's tokens and targets, and one generator state per attention.
         next_step = 2 * layout.replica_batch * experiment.seq * torch.int64.itemsize
         attentions = 1 if layout.recompute else MODEL.layers // layout.pp * (layout.pp - stage)
-        assert expected.peak_bytes - tracker.peak["total"] == next_step + attentions * GENERATOR_STATE
+        assert expected.peak_bytes - tracker.peak["total"] == next_step + attentions * GENERATOR_STATE_BYTES
 
 
 SIZES = {"hidden": 256, "heads": 4, "vocab": 512}
 
 
-def asked(system: str = "local", gpus: int = 1, **keys: Any) -> LayoutQuery:
+def query(system: str = "local", gpus: int = 1, **keys: Any) -> LayoutQuery:
     return LayoutQuery(system, gpus, {}, **{"seq": 64, "memory_limit": "60MB", **keys})
 
 
-def test_a_process_may_take_what_was_asked_for() -> None:
-    """A processor has no context that takes a part of it."""
-    trials = measured.plan_trials(asked(), None, SIZES, "layers", None, 1)
+def test_cpu_process_gets_the_requested_memory_limit() -> None:
+    """A CPU has no context. On a GPU, the context reduces the limit."""
+    trials = measured.plan_trials(query(), None, SIZES, "layers", None, 1)
     assert (trials.limit, trials.limit_bytes, trials.question.layout.world) == (60_000_000, 60_000_000, 1)
-    assert measured.plan_trials(asked(), None, SIZES, "layers", 3, 4).question.layout.world == 4
+    assert measured.plan_trials(query(), None, SIZES, "layers", 3, 4).question.layout.world == 4
 
 
 @pytest.mark.parametrize(
-    ("wrong", "as_rank", "of", "message"),
+    ("invalid", "as_rank", "of", "message"),
     [
-        (asked("dgx2"), None, 1, "system = 'dgx2': must be one of local, local-gpu with --measure"),
+        (query("dgx2"), None, 1, "system = 'dgx2': must be one of local, local-gpu with --measure"),
         (
-            asked(expandable=True),
+            query(expandable=True),
             None,
             1,
             "expandable: does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF",
         ),
-        (asked(memory_limit=""), None, 1, "memory_limit: is required on processor cores"),
-        (asked(gpus=2), 0, 4, "gpus = 2: must be 1 with --as-rank"),
-        (asked(), 0, 0, "of = 0: must be the number of ranks"),
-        (asked(), 4, 4, "as_rank = 4: must be a rank from 0 to 3"),
-        (asked(), -1, 4, "as_rank = -1: must be a rank from 0 to 3"),
+        (query(memory_limit=""), None, 1, "memory_limit: is required on processor cores"),
+        (query(gpus=2), 0, 4, "gpus = 2: must be 1 with --as-rank"),
+        (query(), 0, 0, "of = 0: must be the number of ranks"),
+        (query(), 4, 4, "as_rank = 4: must be a rank from 0 to 3"),
+        (query(), -1, 4, "as_rank = -1: must be a rank from 0 to 3"),
     ],
 )
-def test_what_cannot_be_tried_is_reported(
-    wrong: LayoutQuery, as_rank: int | None, of: int, message: str
+def test_invalid_queries_are_rejected(
+    invalid: LayoutQuery, as_rank: int | None, of: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        measured.plan_trials(wrong, None, SIZES, "layers", as_rank, of)
+        measured.plan_trials(invalid, None, SIZES, "layers", as_rank, of)
 
 
-def test_as_many_processes_as_there_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_limited_to_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured.local_launch, "count_cuda_devices", lambda: 2)
     monkeypatch.setattr(measured.local_launch, "usable_cores", lambda: 1)
-    most = measured.local_launch.max_ranks().value
+    limit = measured.local_launch.max_ranks().value
     assert (
-        measured.plan_trials(asked("local-gpu", 2), None, SIZES, "layers", None, 1).question.layout.world == 2
+        measured.plan_trials(query("local-gpu", 2), None, SIZES, "layers", None, 1).question.layout.world == 2
     )
     with pytest.raises(
         ConfigError, match="gpus = 3: must be at most the 2 CUDA devices that are visible here"
     ):
-        measured.plan_trials(asked("local-gpu", 3), None, SIZES, "layers", None, 1)
+        measured.plan_trials(query("local-gpu", 3), None, SIZES, "layers", None, 1)
     assert (
-        measured.plan_trials(asked(gpus=most), None, SIZES, "layers", None, 1).question.layout.world == most
+        measured.plan_trials(query(gpus=limit), None, SIZES, "layers", None, 1).question.layout.world == limit
     )
-    with pytest.raises(ConfigError, match=f"gpus = {most + 1}: must be at most {most}"):
-        measured.plan_trials(asked(gpus=most + 1), None, SIZES, "layers", None, 1)
+    with pytest.raises(ConfigError, match=f"gpus = {limit + 1}: must be at most {limit}"):
+        measured.plan_trials(query(gpus=limit + 1), None, SIZES, "layers", None, 1)
 
 
 @pytest.mark.parametrize(("as_rank", "of"), [(None, 1), (0, 4)])
-def test_a_trial_is_a_launch_of_its_own(
+def test_each_trial_is_a_separate_launch(
     monkeypatch: pytest.MonkeyPatch, as_rank: int | None, of: int
 ) -> None:
-    trials = measured.plan_trials(asked(), None, SIZES, "layers", as_rank, of)
+    trials = measured.plan_trials(query(), None, SIZES, "layers", as_rank, of)
     jobs: list[Job] = []
     end = Ending("ok", "", 0, [1.0])
     memories: list[dict[str, Any]] = [{"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}}]
@@ -198,26 +198,26 @@ def test_a_trial_is_a_launch_of_its_own(
 
 
 @pytest.mark.parametrize(("as_rank", "evidence"), [(None, "measured"), (2, "measured (one rank of 4)")])
-def test_the_search_begins_where_the_simulation_says(
+def test_search_starts_at_the_simulated_limit(
     monkeypatch: pytest.MonkeyPatch, as_rank: int | None, evidence: str
 ) -> None:
-    trials = measured.plan_trials(asked(), None, SIZES, "layers", as_rank, 4 if as_rank else 1)
-    guess = SimpleNamespace(largest=FitTrial(3, "ok", 1), first_failing=FitTrial(4, "oom", None))
-    begun: list[Any] = []
+    trials = measured.plan_trials(query(), None, SIZES, "layers", as_rank, 4 if as_rank else 1)
+    simulated = SimpleNamespace(largest=FitTrial(3, "ok", 1), first_failing=FitTrial(4, "oom", None))
+    searches: list[Any] = []
     answer: Any = object()
-    monkeypatch.setattr(measured.fit, "fit_by_simulation", lambda question: guess)
-    monkeypatch.setattr(measured.fit, "search_largest", lambda *given: begun.append(given) or answer)
+    monkeypatch.setattr(measured.fit, "fit_by_simulation", lambda question: simulated)
+    monkeypatch.setattr(measured.fit, "search_largest", lambda *given: searches.append(given) or answer)
     assert trials.run(Interrupt()) is answer
-    ((values, attempt, limit, start),) = begun
+    ((values, attempt, limit, start),) = searches
     assert (list(values), limit, start) == (list(trials.question.values()), 60_000_000, [3, 4])
-    guess.largest = None
+    simulated.largest = None
     trials.run(Interrupt())
-    assert begun[1][3] == [4]
+    assert searches[1][3] == [4]
     monkeypatch.setattr(trials, "_attempt", lambda value, interrupt: value)
     assert attempt(5) == 5
-    told = {"traces": 3, "trace_seconds": 1.0, "largest": {"layers": 3}}
+    document = {"traces": 3, "trace_seconds": 1.0, "largest": {"layers": 3}}
     monkeypatch.setattr(
-        measured.fit, "fit_document", lambda question, found: dict(told) if found is answer else {}
+        measured.fit, "fit_document", lambda question, found: dict(document) if found is answer else {}
     )
     assert trials.document(answer, 1.26) == {
         "largest": {"layers": 3},
@@ -232,10 +232,10 @@ def test_the_search_begins_where_the_simulation_says(
 
 
 @pytest.mark.parametrize(("as_rank", "collectives"), [(2, "no data"), (None, "data")])
-def test_the_record_says_what_was_measured(as_rank: int | None, collectives: str) -> None:
-    """The record has both ends, the failure and the memory of the processes, and no rate or time of a step."""
+def test_fit_record_contains_trials_and_process_memory(as_rank: int | None, collectives: str) -> None:
+    """The record contains both trials at the limit and the memory of the processes, but no step time."""
     gpus, of = (1, 4) if as_rank is not None else (2, 1)
-    trials = measured.plan_trials(asked(gpus=gpus), None, SIZES, "layers", as_rank, of)
+    trials = measured.plan_trials(query(gpus=gpus), None, SIZES, "layers", as_rank, of)
     memory = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "allocated_peak": 6}}
     memory |= {"beside_torch": {"end": 3}, "states": {"parameters": 2, "gradients": 1, "optimizer": 4}}
     fits = FitTrial(3, "ok", 7, "", "", {"memory_of_process": memory})
@@ -255,7 +255,7 @@ def test_the_record_says_what_was_measured(as_rank: int | None, collectives: str
     assert "metrics" not in record.as_dict()
 
 
-def test_a_search_is_recorded_unless_it_is_interrupted(
+def test_interrupted_search_is_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = "oom"
@@ -279,25 +279,25 @@ def test_a_search_is_recorded_unless_it_is_interrupted(
 
 
 GIB = 2**30
-TORCH = (
-    "rank 0 at step 1, backward: OutOfMemoryError: CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total "
-    "capacity of 31.74 GiB of which 1.20 GiB is free. Of the allocated memory {held} is allocated by PyTorch, and "
-    "3.00 GiB is reserved by PyTorch but unallocated."
+TORCH_OOM = (
+    "rank 0 at step 1, backward: OutOfMemoryError: CUDA out of memory. Tried to allocate {requested}. GPU 0 has a "
+    "total capacity of 31.74 GiB of which 1.20 GiB is free. Of the allocated memory {allocated} is allocated by "
+    "PyTorch, and 3.00 GiB is reserved by PyTorch but unallocated."
 )
 
 
 @pytest.mark.parametrize(
     ("reason", "device", "expected"),
     [
-        (TORCH.format(asked="2.00 GiB", held="29.00 GiB"), "cuda", "fragmentation"),
-        (TORCH.format(asked="2.00 GiB", held="31.00 GiB"), "cuda", "allocation"),
-        (TORCH.format(asked="1000.00 MiB", held="31.00 GiB"), "cuda", "fragmentation"),
-        (TORCH.format(asked="900.00 KiB", held="32767.00 MiB"), "cuda", "fragmentation"),
+        (TORCH_OOM.format(requested="2.00 GiB", allocated="29.00 GiB"), "cuda", "fragmentation"),
+        (TORCH_OOM.format(requested="2.00 GiB", allocated="31.00 GiB"), "cuda", "allocation"),
+        (TORCH_OOM.format(requested="1000.00 MiB", allocated="31.00 GiB"), "cuda", "fragmentation"),
+        (TORCH_OOM.format(requested="900.00 KiB", allocated="32767.00 MiB"), "cuda", "fragmentation"),
         ("rank 0 at step 0, init: OutOfMemoryError: something new", "cuda", "allocation"),
         ("rank 3 at step 0, init: killed by SIGKILL; the kernel ran out of memory", "cuda", "host memory"),
         ("rank 3 at step 0, init: RuntimeError: DefaultCPUAllocator: can't allocate memory", "cuda", "host memory"),
         ("rank 0 at step 0, backward: RuntimeError: std::bad_alloc", "cpu", "allocation"),
     ],
 )  # fmt: skip
-def test_what_ran_out(reason: str, device: str, expected: str) -> None:
+def test_memory_failure_kind_follows_from_the_message(reason: str, device: str, expected: str) -> None:
     assert measured.memory_failure_kind(reason, device, 32 * GIB) == expected

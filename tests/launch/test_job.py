@@ -1,4 +1,4 @@
-"""Signals as a flag, and what they leave."""
+"""Tests of `Interrupt`, which stores a received signal, and of workers that end with their parent process."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from repro.launch.job import STOP_TIMEOUT_S, Interrupt
 from repro.util.processes import Workers
 from tests.launch.runs import wait_for
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in NUMBERS}
+def restore_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_signal_sets_the_flag_and_a_second_one_does_not_want_to_wait(number: int) -> None:
-    for one in NUMBERS:
+@pytest.mark.parametrize("number", SIGNALS)
+def test_second_signal_sets_the_stop_timeout_to_zero(number: int) -> None:
+    for one in SIGNALS:
         signal.signal(one, signal.default_int_handler)
     with Interrupt() as interrupt:
         assert (bool(interrupt), interrupt.reason, interrupt.stop_s) == (False, "", STOP_TIMEOUT_S)
@@ -40,11 +40,11 @@ def test_a_signal_sets_the_flag_and_a_second_one_does_not_want_to_wait(number: i
         assert interrupt.stop_s == STOP_TIMEOUT_S
         os.kill(os.getpid(), signal.SIGTERM)
         assert (interrupt.signal, interrupt.again, interrupt.stop_s) == (number, True, 0.0)
-    assert all(signal.getsignal(one) is signal.default_int_handler for one in NUMBERS)
+    assert all(signal.getsignal(one) is signal.default_int_handler for one in SIGNALS)
 
 
-def test_what_is_ignored_stays_so() -> None:
-    """`nohup repro run` goes on when its terminal is closed, and still stops when it is asked to."""
+def test_ignored_signals_remain_ignored() -> None:
+    """`nohup repro run` continues after its terminal closes, and SIGTERM still stops the run."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Interrupt() as interrupt:
@@ -55,9 +55,9 @@ def test_what_is_ignored_stays_so() -> None:
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_workers_are_not_waited_for_by_who_stops() -> None:
-    """Python would join at its end what they are at, and a second Ctrl-C would show where it does."""
-    others = set(active_children())  # pools of ranks stay for other tests
+def test_interrupted_process_terminates_its_workers() -> None:
+    """Otherwise, Python would wait at exit until the workers finish their current calls."""
+    others = set(active_children())  # workers of other tests
     with suppress(KeyboardInterrupt), Workers(2) as workers:
         workers.count = 2
         for _ in workers.completed(time.sleep, [(0,), (100,)]):
@@ -77,21 +77,21 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_workers_end_after_their_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "uses_workers.py"
     script.write_text(USES_WORKERS)
-    quiet = subprocess.DEVNULL  # what it did not clean up is said after it
+    quiet = subprocess.DEVNULL  # Python reports the leaked resources of the killed process
     with subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, stderr=quiet, text=True
     ) as process:
         assert process.stdout is not None
-        found = {int(number) for number in process.stdout.readline().split()}
-        assert found
+        worker_pids = {int(number) for number in process.stdout.readline().split()}
+        assert worker_pids
         process.kill()
-    wait_for(lambda: not any(_runs(number) for number in found))
+    wait_for(lambda: not any(_is_running(number) for number in worker_pids))
 
 
-def _runs(number: int) -> bool:
+def _is_running(number: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

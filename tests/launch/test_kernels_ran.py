@@ -1,4 +1,4 @@
-"""Which kernels ran, from the call that falls back to the record and to the person who reads the terminal."""
+"""Tests of the report of executed kernels: a fallback to torch reaches the record and the terminal."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from repro.results.store import Store
 from tests.records import lines
 from tests.training import tiny
 
-WRONG = 'extern "C" __global__ void gelu(const Arguments a) { nonsense(); }'
+INVALID_SOURCE = 'extern "C" __global__ void gelu(const Arguments a) { nonsense(); }'
 
 
 class Gpu:
-    """A device whose one program is wrong."""
+    """A device whose program does not compile."""
 
     processors = 2
 
@@ -43,13 +43,13 @@ class Gpu:
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """bias_gelu on tensors of the CPU is called as on a GPU, where NVRTC does not like its source."""
+def broken_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Dispatch bias_gelu of CPU tensors as on a GPU, where NVRTC rejects the source."""
     try:
         compiler.nvrtc_version()
     except Unavailable as error:
         pytest.skip(str(error))
-    (tmp_path / "wrong.cu").write_text(WRONG)
+    (tmp_path / "wrong.cu").write_text(INVALID_SOURCE)
     monkeypatch.setattr(programs, "SOURCES", tmp_path)
     monkeypatch.setattr(device, "_ran", Counter())
     monkeypatch.setattr(device, "_reported_reasons", set())
@@ -70,13 +70,13 @@ def results(kernels: str = "fused", **layout: Any) -> dict[str, Any]:
     return run.result().as_dict()
 
 
-def test_a_cpu_and_the_reference_say_so() -> None:
+def test_cpu_and_reference_operators_are_reported_as_torch() -> None:
     assert results()["kernels"] == {"every operator": ["torch: on cpu"]}
     assert results("reference")["kernels"] == {"every operator": ["torch: kernels = reference"]}
 
 
 def recorded(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """What the store has of a result that comes twice."""
+    """Record a result twice and return the first record."""
     experiment = tiny(Layout(), steps=2, untimed_steps=1)
     suite = Suite(name="s", file="s.toml", entries=(Entry(experiment=experiment),))
     with Store(folder / "results") as store, Progress(1, 0) as progress:
@@ -87,29 +87,27 @@ def recorded(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def test_why_a_kernel_did_not_run_is_reported_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fallback_reason_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran = {"bias_gelu": ["torch: no compiler"], "adamw_": ["cuda"]}
     record = recorded(tmp_path, results() | {"kernels": ran})
     assert record["kernels"] == {"bias_gelu": {"torch: no compiler": 1}, "adamw_": {"cuda": 1}}
     assert record["metrics"]["steps"] == 2
-    what = "ran torch's operators in place of CUDA kernels for bias_gelu: no compiler"
-    assert capsys.readouterr().err.count(f"warning: tiny {what}\n") == 1
+    warning = "ran torch's operators in place of CUDA kernels for bias_gelu: no compiler"
+    assert capsys.readouterr().err.count(f"warning: tiny {warning}\n") == 1
 
 
-@pytest.mark.usefixtures("broken")
-def test_a_failed_compilation_reaches_the_record_and_the_terminal(
+@pytest.mark.usefixtures("broken_kernel")
+def test_compilation_error_reaches_the_record_and_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.warns(RuntimeWarning, match=r"repro::bias_gelu runs torch(.|\n)*nonsense") as told:
+    with pytest.warns(RuntimeWarning, match=r"repro::bias_gelu runs torch(.|\n)*nonsense") as caught:
         result = results()
-    assert len(told) == 1
+    assert len(caught) == 1
     record = recorded(tmp_path, result)
-    ((how, ranks),) = record["kernels"]["bias_gelu"].items()
+    ((implementation, ranks),) = record["kernels"]["bias_gelu"].items()
     assert ranks == 1
-    assert how.startswith("torch: wrong does not compile for sm_80: wrong.cu(1): error")
-    assert "nonsense" in how
+    assert implementation.startswith("torch: wrong does not compile for sm_80: wrong.cu(1): error")
+    assert "nonsense" in implementation
     message = capsys.readouterr().err
     assert (
         message.count("warning: tiny ran torch's operators in place of CUDA kernels for bias_gelu: wrong")
@@ -118,15 +116,15 @@ def test_a_failed_compilation_reaches_the_record_and_the_terminal(
     assert "`repro doctor`" in message
 
 
-@pytest.mark.usefixtures("broken")
-def test_what_one_experiment_called_is_not_reported_of_another() -> None:
+@pytest.mark.usefixtures("broken_kernel")
+def test_kernels_are_reported_per_experiment() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert set(results()["kernels"]) == {"bias_gelu"}
         assert results("reference")["kernels"] == {"every operator": ["torch: kernels = reference"]}
 
 
-def test_ranks_that_differ_are_counted() -> None:
+def test_ranks_are_counted_by_kernel_implementation() -> None:
     ranks: list[dict[str, Any]] = [
         {"kernels": {"adamw_": ["cuda"], "bias_gelu": ["cuda"]}},
         {"kernels": {"adamw_": ["cuda", "torch: fp64"], "bias_gelu": ["torch: fp64"]}},

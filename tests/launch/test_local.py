@@ -1,4 +1,4 @@
-"""What this machine can run, and a launch's own files, without starting a rank."""
+"""Tests of the resources of this machine and of the files of a local launch, without rank processes."""
 
 from __future__ import annotations
 
@@ -27,35 +27,33 @@ def experiment(world: int, system: str = "local", **keys: Any) -> Experiment:
     return Experiment(name="a", model=TINY, layout=Layout(dp=world), system=system, **keys)
 
 
-def test_what_this_machine_has_not_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_resources_of_this_machine_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_launch, "count_cuda_devices", lambda: 2)
     monkeypatch.setattr(local_launch, "usable_cores", lambda: 2)
     monkeypatch.setattr(
         engines, "missing_library", lambda engine: "" if engine == "native" else f"engine {engine}"
     )
     monkeypatch.setattr(lab, "missing_requirement", lambda: "namespaces")
-    most, why = 2 * RANKS_PER_CORE.value, RANKS_PER_CORE.why
-    needs = local_launch.missing_resource
-    assert needs(experiment(2, "dgx2")) == "2 GPUs of system dgx2"
-    assert [needs(experiment(world, "local-gpu")) for world in (2, 3)] == [
+    limit, basis = 2 * RANKS_PER_CORE.value, RANKS_PER_CORE.why
+    missing = local_launch.missing_resource
+    assert missing(experiment(2, "dgx2")) == "2 GPUs of system dgx2"
+    assert [missing(experiment(world, "local-gpu")) for world in (2, 3)] == [
         *("", "3 GPUs of system local-gpu, and 2 are visible here")
     ]
-    too_many = (
-        f"{most + 1} processes, and this machine runs at most {most} ({RANKS_PER_CORE.value} a core: {why})"
-    )
-    assert [needs(experiment(world)) for world in (most, most + 1)] == ["", too_many]
-    assert needs(experiment(1, engine="torch")) == "engine torch"
+    too_many = f"{limit + 1} processes, and this machine runs at most {limit} ({RANKS_PER_CORE.value} a core: {basis})"
+    assert [missing(experiment(world)) for world in (limit, limit + 1)] == ["", too_many]
+    assert missing(experiment(1, engine="torch")) == "engine torch"
     network = EmulatedNetwork(nodes=2, ranks_per_node=1, between=1e6)
-    assert needs(experiment(2, network=network)) == "namespaces"
+    assert missing(experiment(2, network=network)) == "namespaces"
 
 
-def test_devices_are_those_that_a_rank_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_count_respects_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for visible, count in (("", 0), ("-1", 0), ("0", 1), ("3, 5,", 2), ("GPU-1,GPU-2,GPU-3", 3)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert local_launch.count_cuda_devices() == count
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
-    def absent() -> None:
+    def fail() -> None:
         raise RuntimeError
 
     driver = SimpleNamespace(
@@ -63,21 +61,21 @@ def test_devices_are_those_that_a_rank_would_see(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     assert local_launch.count_cuda_devices() == 4
-    driver.nvmlInit = absent
+    driver.nvmlInit = fail
     assert local_launch.count_cuda_devices() == 0
 
 
-def test_a_rank_of_one_machine_and_of_an_emulated_node_knows_its_place(
+def test_rank_environment_on_a_machine_and_an_emulated_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(local_launch.os, "sched_getaffinity", lambda pid: set(range(8)))
     before = dict(os.environ)
-    place = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-    own = {"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo", **place}
-    assert local_launch.rank_environment(2, 3) == before | own
-    assert local_launch.rank_environment(2, 3, limited=True) == before | own | {
+    world = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    variables = {"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo", **world}
+    assert local_launch.rank_environment(2, 3) == before | variables
+    assert local_launch.rank_environment(2, 3, limited=True) == before | variables | {
         "MALLOC_MMAP_THRESHOLD_": "262144"
     }
     assert local_launch._on_node(2, 5) == {
@@ -89,19 +87,19 @@ def test_a_rank_of_one_machine_and_of_an_emulated_node_knows_its_place(
 
 
 class Ranks(LocalLaunch):
-    """Three ranks that were never started: the second has ended, the third is stopped."""
+    """Three ranks without processes: the second has ended, the third is stopped."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(local_launch, "scratch_parent", lambda: folder)
         super().__init__(Job(experiments=[experiment(3)]), folder / "logs")
         self.logs.mkdir()
-        self.clock, self.writes_at = Clock(asleep=self._written).rules(monkeypatch, local_launch), 0
+        self.clock, self.dump_poll = Clock(asleep=self._write_stacks).rules(monkeypatch, local_launch), 0
         self.signals: list[int] = []
         for rank in range(3):
             rank_process.error_log_path(self.logs, rank).write_text("a former one (most recent call first)\n")
 
-    def _written(self) -> None:
-        if len(self.clock.slept) == self.writes_at:
+    def _write_stacks(self) -> None:
+        if len(self.clock.slept) == self.dump_poll:
             with rank_process.error_log_path(self.logs, 0).open("a") as file:
                 file.write("File x (most recent call first)\n")
 
@@ -115,14 +113,12 @@ class Ranks(LocalLaunch):
         return rank == 2
 
 
-def test_stacks_are_waited_for_of_those_who_could_write_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stack_dump_waits_only_for_running_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(tmp_path, monkeypatch)
-    ranks.writes_at = 3
+    ranks.dump_poll = 3
     ranks.dump_stacks()
     assert (ranks.signals, len(ranks.clock.slept)) == ([rank_process.STACKS_SIGNAL], 3)
-    ranks.writes_at, ranks.clock.now = 0, 200.0
+    ranks.dump_poll, ranks.clock.now = 0, 200.0
     ranks.dump_stacks()
     assert (
         rank_process.STACKS_TIMEOUT_S
@@ -134,7 +130,7 @@ def test_stacks_are_waited_for_of_those_who_could_write_them(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_report_and_results_are_files_of_the_launch(
+def test_reports_and_results_are_read_from_launch_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(tmp_path, monkeypatch)

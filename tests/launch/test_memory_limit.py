@@ -1,4 +1,4 @@
-"""Ranks under a limit of memory that leaves no room for a process group: they run out of memory, and say so."""
+"""Tests of memory limits that are too small for a process group: the ranks report that they ran out of memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engines.needs import needs
 from tests.training import smallest, tiny
 
 
-def test_the_data_segment_is_counted_in_bytes() -> None:
+def test_data_segment_size_is_in_bytes() -> None:
     before = data_segment_bytes()
     with mmap.mmap(-1, 1 << 26, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
         grown = data_segment_bytes() - before
@@ -30,30 +30,30 @@ def test_the_data_segment_is_counted_in_bytes() -> None:
     assert before % mmap.PAGESIZE == 0
 
 
-@pytest.mark.parametrize(("limit", "each"), [(resource.RLIM_INFINITY, 2 << 20), (8 << 20, 8 << 20)])
-def test_a_group_needs_room_for_three_stacks(monkeypatch: pytest.MonkeyPatch, limit: int, each: int) -> None:
-    """As large as the limit on stacks, or two MiB without one (pthread_create(3))."""
-    groups = SimpleNamespace(_new_process_group_helper=lambda *arguments: "made")
+@pytest.mark.parametrize(("limit", "stack"), [(resource.RLIM_INFINITY, 2 << 20), (8 << 20, 8 << 20)])
+def test_process_group_needs_three_stacks(monkeypatch: pytest.MonkeyPatch, limit: int, stack: int) -> None:
+    """A stack has the size of the stack limit, or 2 MiB without a limit (pthread_create(3))."""
+    groups = SimpleNamespace(_new_process_group_helper=lambda *arguments: "group")
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", groups)
     monkeypatch.setattr(device_settings.resource, "getrlimit", lambda kind: (limit, limit))
-    asked: list[int] = []
+    requested: list[int] = []
 
-    def room(descriptor: int, size: int, flags: int) -> SimpleNamespace:
-        asked.append(size)
-        if len(asked) > 1:
+    def mmap_once(descriptor: int, size: int, flags: int) -> SimpleNamespace:
+        requested.append(size)
+        if len(requested) > 1:
             raise OSError(12, "Cannot allocate memory")
         return SimpleNamespace(close=lambda: None)
 
-    monkeypatch.setattr(device_settings.mmap, "mmap", room)
+    monkeypatch.setattr(device_settings.mmap, "mmap", mmap_once)
     device_settings._check_memory_before_groups()
-    assert groups._new_process_group_helper() == "made"
-    with pytest.raises(MemoryError, match=f"{3 * each} bytes for the threads of a process group"):
+    assert groups._new_process_group_helper() == "group"
+    with pytest.raises(MemoryError, match=f"{3 * stack} bytes for the threads of a process group"):
         groups._new_process_group_helper()
-    assert asked == [3 * each] * 2
+    assert requested == [3 * stack] * 2
 
 
-ROOM = {"native": 20, "torch": 40, "megatron": 40, "deepspeed": 100}
-"""MB: less than the stacks of three threads, or those of the ranks' first group and what each imports meanwhile."""
+LIMIT_MB = {"native": 20, "torch": 40, "megatron": 40, "deepspeed": 100}
+"""Memory limit by engine in MB: less than three thread stacks, or than the first group and concurrent imports."""
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,15 @@ ROOM = {"native": 20, "torch": 40, "megatron": 40, "deepspeed": 100}
         *(pytest.param(name, marks=needs(name)) for name in ("deepspeed", "megatron")),
     ],
 )
-def test_no_room_for_a_group_is_out_of_memory(tmp_path: Path, engine: str) -> None:
-    """gloo alone would end the process by SIGABRT, or never return."""
+def test_process_group_above_the_memory_limit_is_oom(tmp_path: Path, engine: str) -> None:
+    """Without the check of the memory, gloo would abort the process or never return."""
     layout = Layout(dp=2, zero={"megatron": 1}.get(engine, 3), micro_batch=1)
     experiment = tiny(layout, smallest(layout), engine)
-    limits = Limits(timeout_s=60, hang_s=20, memory_bytes=ROOM[engine] * 10**6)
+    limits = Limits(timeout_s=60, hang_s=20, memory_bytes=LIMIT_MB[engine] * 10**6)
     launched = LocalLaunch(Job(experiments=[replace(experiment, limits=limits)]), tmp_path / "logs")
     launched.start()
     ending = watch(launched)
     launched.close(keep_logs=None)
     assert ending.outcome == "oom", ending.reason
-    # DeepSpeed imports so much that what meets the limit first may be a module.
+    # DeepSpeed imports so many modules that an import may reach the limit first.
     assert "for the threads of a process group" in ending.reason or engine == "deepspeed"

@@ -1,4 +1,4 @@
-"""`repro run --dry-run`: what would run, where, and how long; suites by name, several at once."""
+"""Tests of `repro run --dry-run`: state, location and estimated time of each experiment."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 from tests.records import changed, made_up
 
-OTHER = '[suite]\nname = "o"\n[[experiment]]\nname = "far"\nmodel = "gpt2-1.5b"\nsystem = "dgx2"\nlayout.dp = 16\n'
+CLUSTER = '[suite]\nname = "o"\n[[experiment]]\nname = "far"\nmodel = "gpt2-1.5b"\nsystem = "dgx2"\nlayout.dp = 16\n'
 
 
-TORCH = '[[experiment]]\nname = "torch"\nengine = "torch"\nlayout.zero = 1\n'
+TORCH_EXPERIMENT = '[[experiment]]\nname = "torch"\nengine = "torch"\nlayout.zero = 1\n'
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, object]]:
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, object]]:
     assert cli.main(["run", *arguments, "--dry-run", "--json"]) == 0
     found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
     return found
 
 
-def test_what_would_run_where_and_how_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "o.toml").write_text(OTHER)
+def test_dry_run_lists_state_location_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "o.toml").write_text(CLUSTER)
     results = tmp_path / "results"
     known = load_suite(Path("smoke")).entry("states-z0-dp2").experiment
     with Store(results) as store:
@@ -37,15 +37,15 @@ def test_what_would_run_where_and_how_long(tmp_path: Path, capsys: pytest.Captur
         store.append(changed(record, key=known.key, wall_s=12.5))
         store.append(made_up("states-z3-dp2", suite="another", key="other", wall_s=99.0))
     before = sorted(results.rglob("*"))
-    found = asked(capsys, "smoke", "--only", "states-z[03]-dp2", "--results", str(results))
+    found = dry_run(capsys, "smoke", "--only", "states-z[03]-dp2", "--results", str(results))
     assert [(row["name"], row["state"], row["where"], row["last_s"]) for row in found] == [
         ("states-z0-dp2", "in the store", "2 ranks here", 12.5),
         ("states-z3-dp2", "to run", "2 ranks here", None),
     ]
-    (far,) = asked(capsys, str(tmp_path / "o.toml"), "--results", str(results))
+    (far,) = dry_run(capsys, str(tmp_path / "o.toml"), "--results", str(results))
     assert (far["state"], far["name"]) == ("not here", "far")
     assert str(far["where"]).startswith("needs 16 GPUs of system dgx2")
-    both = asked(
+    both = dry_run(
         capsys, "smoke", str(tmp_path / "o.toml"), "--evidence", "simulated", "--results", str(results)
     )
     assert {row["suite"] for row in both} == {"smoke", "o"}
@@ -53,16 +53,16 @@ def test_what_would_run_where_and_how_long(tmp_path: Path, capsys: pytest.Captur
     assert sorted(results.rglob("*")) == before
 
 
-def test_all_that_is_foreseen_of_each(tmp_path: Path) -> None:
+def test_preview_contains_steps_and_time_limits(tmp_path: Path) -> None:
     body = experiments("a", "known") + experiments("far", extra='system = "dgx2"\nlayout.dp = 16\n')
-    suite = write_suite(tmp_path, body + TORCH, limits="timeout_s = 7")
+    suite = write_suite(tmp_path, body + TORCH_EXPERIMENT, limits="timeout_s = 7")
     keys = {entry.experiment.name: entry.experiment.key for entry in load_suite(suite).entries}
     with Store(tmp_path / "results") as store:
         for evidence, seconds in (("measured", 3.0), ("simulated", 4.0)):
             record = made_up("known", suite="faults", key=keys["known"], evidence=evidence, wall_s=seconds)
             store.append(record)
 
-    def seen(evidence: str, system: str = "", rerun: bool = False) -> list[tuple[object, ...]]:
+    def preview(evidence: str, system: str = "", rerun: bool = False) -> list[tuple[object, ...]]:
         return [
             astuple(row)[1:7]
             for row in preview_run([suite], [], tmp_path / "results", rerun, evidence, system)
@@ -75,21 +75,21 @@ def test_all_that_is_foreseen_of_each(tmp_path: Path) -> None:
         ("known", "in the store", "2 ranks here", 6, 3.0, 7.0),
     )
     torch = ("torch", "to run", "2 ranks here", 6, None, 7.0)
-    assert seen("measured") == [a, known, far, torch]
-    assert seen("measured", rerun=True)[1] == ("known", "to run", *known[2:])
-    of = "2 ranks of local, simulated here"
-    native = "needs engine native: only native steps can be simulated"
-    assert seen("simulated") == [
-        ("a", "to run", of, 1, None, 0.0),
-        ("known", "to run", of, 1, 4.0, 0.0),  # that record is of no system of today
+    assert preview("measured") == [a, known, far, torch]
+    assert preview("measured", rerun=True)[1] == ("known", "to run", *known[2:])
+    location = "2 ranks of local, simulated here"
+    needs_native = "needs engine native: only native steps can be simulated"
+    assert preview("simulated") == [
+        ("a", "to run", location, 1, None, 0.0),
+        ("known", "to run", location, 1, 4.0, 0.0),  # the record has another system description
         ("far", "to run", "16 ranks of dgx2, simulated here", 1, None, 0.0),
-        ("torch", "not here", native, 1, None, 0.0),
+        ("torch", "not here", needs_native, 1, None, 0.0),
     ]
-    moved = seen("simulated", "selene")
-    assert moved[0] == ("a@selene", "to run", "2 ranks of selene, simulated here", 1, None, 0.0)
+    on_selene = preview("simulated", "selene")
+    assert on_selene[0] == ("a@selene", "to run", "2 ranks of selene, simulated here", 1, None, 0.0)
 
 
-def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rerun_lists_recorded_experiments_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = load_suite(Path("smoke")).entry("states-z0-dp2").experiment
     with Store(tmp_path) as store:
         store.append(changed(made_up("states-z0-dp2", suite="smoke"), key=known.key, wall_s=2.0))
@@ -111,7 +111,7 @@ def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]
 
 
-def test_an_experiment_without_a_run_has_steps_and_no_time(
+def test_experiments_without_records_have_no_estimated_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = load_suite(Path("smoke")).entry("states-z0-dp2").experiment.training.steps
@@ -126,7 +126,7 @@ def test_an_experiment_without_a_run_has_steps_and_no_time(
         assert message[-1] == row
 
 
-def test_the_answer_counts_what_needs_another_machine(
+def test_dry_run_counts_experiments_for_other_machines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entries = load_suite(Path("zero_throughput")).entries
@@ -134,25 +134,25 @@ def test_the_answer_counts_what_needs_another_machine(
     message = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     here = [entry for entry in entries if entry.experiment.system == "local"]
     wide = [entry for entry in entries if entry.experiment.layout.world == 128]
-    away = len(entries) - len(here)
-    assert message[0] == f"{len(entries)} experiments: {len(here)} to run, 0 in the store, {away} not here."
+    far = len(entries) - len(here)
+    assert message[0] == f"{len(entries)} experiments: {len(here)} to run, 0 in the store, {far} not here."
     assert f"not run: {len(wide)} experiments: needs 128 GPUs of system dgx2." in message
-    assert f"`--evidence simulated` can simulate {away} of these experiments on this machine." in message
+    assert f"`--evidence simulated` can simulate {far} of these experiments on this machine." in message
     steps = sum(entry.experiment.training.steps for entry in here)
     assert f"4 ranks here {len(here)} {steps}" in message
 
 
-def test_suites_by_name() -> None:
+def test_suites_are_found_by_name() -> None:
     assert load_suite(Path("smoke")).name == "smoke"
     assert "yuan" in suites.SUITES.names()
     with pytest.raises(ConfigError, match="suite = 'smok': unknown suite; did you mean smoke"):
         load_suite(Path("smok"))
 
 
-def test_letters_in_brackets_are_shown(
+def test_brackets_in_names_and_messages_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """rich takes them for a style: of `pip install -e '.[engines]'` it left the extra out."""
+    """rich would treat `[engines]` in `pip install -e '.[engines]'` as a style and omit it."""
     monkeypatch.setattr(engines, "missing_library", lambda engine: "b: pip install -e '.[engines]'")
     (tmp_path / "o.toml").write_text(
         '[suite]\nname = "o"\n[[experiment]]\nname = "a[1]"\nmodel = "gpt2-tiny"\n'

@@ -1,4 +1,4 @@
-"""A rank's program in this process: its files, its exit code, and what it calls what was raised."""
+"""Tests of the program of a rank in this process: its files, its exit code and the outcome of exceptions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.training import TINY
 
 
 class Nan(FloatingPointError):
-    """What a target calls diverged."""
+    """Exception of a target whose training diverged."""
 
 
 def experiment(name: str, layers: int, memory: int) -> Experiment:
@@ -29,11 +29,11 @@ def experiment(name: str, layers: int, memory: int) -> Experiment:
     return Experiment(name=name, model=TINY, layout=layout, limits=Limits(memory_bytes=memory))
 
 
-class Ran:
-    """One rank of two experiments, whose target raises or returns what a test says."""
+class RankProgram:
+    """Rank 1 of a job with two experiments, whose target raises `raises` or returns results."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, memory: int = 0):
-        self.folder, self.calls, self.asked = folder, list[Any](), dict[str, Any]()
+        self.folder, self.calls, self.arguments = folder, list[Any](), dict[str, Any]()
         self.raises: BaseException | None = None
         self.job = Job(experiments=[experiment("a", 1, memory), experiment("b", 2, memory)])
         self.job.save(folder / "job.json")
@@ -48,9 +48,9 @@ class Ran:
         monkeypatch.setattr(program, "limit_memory", lambda *given: self.calls.append(("limit", *given)))
         monkeypatch.setattr(program, "lift_memory_limit", lambda: self.calls.append("lift"))
 
-    def _run(self, job: Job, **asked: Any) -> dict[str, dict[str, Any]]:
-        self.asked = {**asked, "folder": job.folder}
-        asked["heartbeat"].finished(0, {"early": True})
+    def _run(self, job: Job, **arguments: Any) -> dict[str, dict[str, Any]]:
+        self.arguments = {**arguments, "folder": job.folder}
+        arguments["heartbeat"].finished(0, {"early": True})
         if self.raises is not None:
             raise self.raises
         return {e.key: {"of": e.name} for e in job.experiments}
@@ -64,27 +64,27 @@ class Ran:
         return {path.name: json.loads(path.read_text()) for path in self.folder.glob("finished-*")}
 
 
-def test_a_rank_hands_in_all_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Ran(tmp_path, monkeypatch)
+def test_rank_writes_all_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = RankProgram(tmp_path, monkeypatch)
     assert rank.main() == (0, {"rank": 1, "outcome": "ok", "reason": ""})
     assert rank.finished() == {"finished-0-1.json": {"of": "a"}, "finished-1-1.json": {"of": "b"}}
-    del rank.asked["heartbeat"]
-    asked = {"rank": 1, "world": 2, "device": "cpu", "rendezvous": "file:///x", "folder": str(tmp_path)}
-    assert rank.asked == asked
+    del rank.arguments["heartbeat"]
+    arguments = {"rank": 1, "world": 2, "device": "cpu", "rendezvous": "file:///x", "folder": str(tmp_path)}
+    assert rank.arguments == arguments
     register = (rank_process.STACKS_SIGNAL, {"all_threads": True})
     assert rank.calls == [("parent", 99), register, ("limit", 0, "cpu"), "lift"]
 
 
-def test_under_a_limit_the_engine_is_there_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Ran(tmp_path, monkeypatch, memory=10**6)
+def test_engine_is_imported_before_the_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = RankProgram(tmp_path, monkeypatch, memory=10**6)
     rank.main()
     assert rank.calls[2:] == [("load", "native", "cpu"), ("limit", 10**6, "cpu"), "lift"]
 
 
-def test_on_a_gpu_its_settings_are_there_before_torch(
+def test_gpu_environment_is_set_before_the_engine_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = Ran(tmp_path, monkeypatch, memory=10**6)
+    rank = RankProgram(tmp_path, monkeypatch, memory=10**6)
     monkeypatch.setattr(
         device_settings,
         "apply_gpu_environment",
@@ -105,7 +105,7 @@ def test_on_a_gpu_its_settings_are_there_before_torch(
         (ValueError(f"two  words\nand {'x' * 400}"), "error", f"ValueError: two words and {'x' * 386}"),
     ],
 )
-def test_what_is_raised_is_reported(
+def test_exceptions_determine_the_reported_outcome(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -113,43 +113,43 @@ def test_what_is_raised_is_reported(
     outcome: str,
     reason: str,
 ) -> None:
-    rank = Ran(tmp_path, monkeypatch)
+    rank = RankProgram(tmp_path, monkeypatch)
     rank.raises = raised
     assert rank.main() == (program.EXIT_CODES[outcome], {"rank": 1, "outcome": outcome, "reason": reason})
-    assert rank.finished() == {"finished-0-1.json": {"early": True}}, "what was handed in early stays"
+    assert rank.finished() == {"finished-0-1.json": {"early": True}}, "the early result remains"
     assert rank.calls[-1] == "lift"
     assert ("Traceback" in capsys.readouterr().err) == (outcome != "interrupted")
 
 
-def test_a_failure_is_reported_before_the_failed_step_is_freed(
+def test_failure_is_reported_before_the_step_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU that may wait for peers."""
-    message: list[bool] = []
+    """On a GPU, the release of the tensors of a step may wait for peers."""
+    reported: list[bool] = []
 
-    class Held:
+    class Tensors:
         def __del__(self) -> None:
-            message.append((tmp_path / "rank-1.json").exists())
+            reported.append((tmp_path / "rank-1.json").exists())
 
-    def run(job: Job, **asked: Any) -> dict[str, dict[str, Any]]:
-        held = Held()
-        raise KeyError(type(held).__name__)
+    def run(job: Job, **arguments: Any) -> dict[str, dict[str, Any]]:
+        tensors = Tensors()
+        raise KeyError(type(tensors).__name__)
 
-    rank = Ran(tmp_path, monkeypatch)
+    rank = RankProgram(tmp_path, monkeypatch)
     monkeypatch.setattr(sys.modules["a_target"], "run", run)
     assert rank.main()[0] == program.EXIT_CODES["error"]
-    assert message == [True]
+    assert reported == [True]
 
 
-def test_every_outcome_has_an_exit_code_of_its_own() -> None:
-    """None is 2, which is argparse's."""
+def test_exit_codes_of_outcomes_are_distinct() -> None:
+    """No outcome has the exit code 2 of argparse."""
     codes = set(program.EXIT_CODES.values())
     assert len(codes) == len(program.EXIT_CODES)
     assert program.EXIT_CODES["ok"] == 0
     assert not codes & {2, *range(126, 256)}
 
 
-def test_only_errors_of_allocators_are_of_memory() -> None:
+def test_only_allocator_errors_count_as_out_of_memory() -> None:
     for text in ("CUDA out of memory", "not enough memory: you tried", "Cannot allocate memory"):
         assert (
             program.classify_error(RuntimeError(text)) == program.classify_error(OSError(12, text)) == "oom"

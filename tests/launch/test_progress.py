@@ -1,4 +1,4 @@
-"""What a person sees of a running launch: steps, rate and time left, in a display or in lines."""
+"""Tests of the progress display: steps, rate and remaining time, as bars on a terminal or as lines."""
 
 from __future__ import annotations
 
@@ -21,79 +21,79 @@ TINY = Model(name="tiny", layers=2, hidden=8, heads=2, vocab=16, seq=4)
 
 def job(*names: str, **keys: Any) -> Job:
     training = Training(steps=12, untimed_steps=2)
-    made = [Experiment(name=name, model=TINY, layout=Layout(), training=training) for name in names]
-    return Job(experiments=made, **keys)
+    experiments = [Experiment(name=name, model=TINY, layout=Layout(), training=training) for name in names]
+    return Job(experiments=experiments, **keys)
 
 
-def at(experiment: int, step: int, phase: Phase = Phase.FORWARD) -> Position:
+def position_at(experiment: int, step: int, phase: Phase = Phase.FORWARD) -> Position:
     return Position(experiment, step, phase, 0, "", "", 0.0)
 
 
-def test_a_rate_leaves_out_the_start_and_the_first_step() -> None:
+def test_rate_excludes_start_up_and_first_step() -> None:
     clock = Clock()
-    course = JobStepCounters(job("a"), clock.monotonic)
+    counters = JobStepCounters(job("a"), clock.monotonic)
     for now, step in ((50.0, 0), (90.0, 1), (92.0, 2), (94.0, 3)):
         clock.now = now
-        steps = course.update(at(0, step))
+        steps = counters.update(position_at(0, step))
     assert (steps.done, steps.total) == (3, 12)
     assert steps.rate == pytest.approx(0.5)
-    assert course.left_s(steps) == pytest.approx(9 / 0.5)
+    assert counters.left_s(steps) == pytest.approx(9 / 0.5)
 
 
-def test_a_resumed_run_counts_no_steps_of_the_former() -> None:
+def test_rate_of_a_resumed_run_excludes_earlier_steps() -> None:
     clock = Clock()
-    course = JobStepCounters(job("a"), clock.monotonic)
+    counters = JobStepCounters(job("a"), clock.monotonic)
     for now, step in ((1.0, 8), (2.0, 9), (6.0, 10)):
         clock.now = now
-        steps = course.update(at(0, step))
+        steps = counters.update(position_at(0, step))
     assert steps.rate == pytest.approx(1 / 4)
-    assert course.left_s(steps) == pytest.approx(8.0)
+    assert counters.left_s(steps) == pytest.approx(8.0)
 
 
-def test_what_takes_turns_has_the_time_of_its_own_turns_and_ends_with_the_others() -> None:
+def test_compared_experiments_have_separate_rates_and_common_time_left() -> None:
     clock = Clock()
-    course = JobStepCounters(job("a", "b", compare=True, rounds=2), clock.monotonic)
-    seen = ((0, 0, 0.0), (0, 1, 1.0), (1, 0, 1.0), (1, 1, 4.0), (0, 2, 5.0), (0, 3, 6.0), (1, 2, 9.0))
-    for experiment, step, now in seen:
+    counters = JobStepCounters(job("a", "b", compare=True, rounds=2), clock.monotonic)
+    positions = ((0, 0, 0.0), (0, 1, 1.0), (1, 0, 1.0), (1, 1, 4.0), (0, 2, 5.0), (0, 3, 6.0), (1, 2, 9.0))
+    for experiment, step, now in positions:
         clock.now = now
-        steps = course.update(at(experiment, step))
-    a, b = course.steps
+        steps = counters.update(position_at(experiment, step))
+    a, b = counters.steps
     assert (a.rate, b.rate) == (pytest.approx(1.0), pytest.approx(1 / 3))
-    assert course.left_s(steps) == course.left_s(a) == pytest.approx(9 * 1 + 10 * 3)
+    assert counters.left_s(steps) == counters.left_s(a) == pytest.approx(9 * 1 + 10 * 3)
 
 
-def test_turns_that_begin_anew_repeat_their_untimed_steps() -> None:
-    course = JobStepCounters(job("a", "b", compare=True, rounds=2, apart=True))
+def test_separate_turns_repeat_the_untimed_steps() -> None:
+    counters = JobStepCounters(job("a", "b", compare=True, rounds=2, apart=True))
     for step in (0, 7, 0, 7):
-        steps = course.update(at(0, step))
+        steps = counters.update(position_at(0, step))
     assert (steps.done, steps.total) == (14, 14)
 
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(1000.0).rules(monkeypatch, progress)
     monkeypatch.setattr(progress, "JobStepCounters", lambda job: JobStepCounters(job, clock.monotonic))
     return clock
 
 
-def test_without_a_terminal_lines_say_it(lines: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.Progress(total=12, known=2) as shown:
-        shown.launch(job("a"))
+def test_lines_show_progress_without_a_terminal(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.Progress(total=12, known=2) as display:
+        display.launch(job("a"))
         for seconds, step in ((3, 0), (4, 1), (8, 2), (10, 2), (16, 4)):
-            lines.now = 1000.0 + seconds
-            shown.tick(at(0, step))
-            shown.tick(at(0, step, Phase.START))
+            clock.now = 1000.0 + seconds
+            display.tick(position_at(0, step))
+            display.tick(position_at(0, step, Phase.START))
         for seconds in (26.0, 26.5):
-            lines.now = 1000.0 + seconds
-            shown.tick(at(0, 6))
-        lines.now = 1121.0
-        shown.tick(at(0, 12, Phase.DONE))
-        shown.ended("a", "oom", "too large", 75.0, expected=False)
-        shown.elsewhere(1)
-        shown.launch(job("b", "c", compare=True))
-        shown.ended("b", "ok", "", 1.0, expected=True)
-        lines.now = 1137.0
-        shown.ended("c", "ok", "", 1.0, expected=True)
+            clock.now = 1000.0 + seconds
+            display.tick(position_at(0, 6))
+        clock.now = 1121.0
+        display.tick(position_at(0, 12, Phase.DONE))
+        display.ended("a", "oom", "too large", 75.0, expected=False)
+        display.elsewhere(1)
+        display.launch(job("b", "c", compare=True))
+        display.ended("b", "ok", "", 1.0, expected=True)
+        clock.now = 1137.0
+        display.ended("c", "ok", "", 1.0, expected=True)
     assert capsys.readouterr().err.splitlines() == [
         "2 already in the store, 12 to run",
         "  a: step 4 of 12, forward, 4 s/step, 0:00:32 left (12 left, 0:16 elapsed)",
@@ -104,31 +104,31 @@ def test_without_a_terminal_lines_say_it(lines: Clock, capsys: pytest.CaptureFix
 
 
 LONG = "second-and-more-letters-than-a-line-of-eighty-columns-has-room-for-beside-the-rest"
-SHOWN = {80: "second-and-more-lette…", 140: LONG}
+LABELS = {80: "second-and-more-lette…", 140: LONG}
 
 
-@pytest.mark.parametrize("width", SHOWN)
-def test_on_a_terminal_every_running_experiment_has_one_line(
-    lines: Clock, monkeypatch: pytest.MonkeyPatch, width: int
+@pytest.mark.parametrize("width", LABELS)
+def test_terminal_shows_one_line_per_running_experiment(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     monkeypatch.setattr(progress, "stderr", lambda: console)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
 
     def drawn() -> list[str]:
-        assert shown._bars is not None
+        assert display._bars is not None
         page = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
         with page.capture() as text:
-            page.print(shown._bars.get_renderable())
+            page.print(display._bars.get_renderable())
         found = [line.rstrip() for line in text.get().splitlines() if line.strip()]
         assert max(map(len, found)) <= width
         return [" ".join(line.split()) for line in found]
 
-    with progress.Progress(total=3, known=0) as shown:
-        shown.launch(job("first", LONG, compare=True, rounds=2))
+    with progress.Progress(total=3, known=0) as display:
+        display.launch(job("first", LONG, compare=True, rounds=2))
         starts = "━━━━━━━━━━━━ 0/? starting"
-        assert drawn() == ["all 0/3 experiments", f"first {starts}", f"{SHOWN[width]} {starts}"]
-        for lines.now, experiment, step in (
+        assert drawn() == ["all 0/3 experiments", f"first {starts}", f"{LABELS[width]} {starts}"]
+        for clock.now, experiment, step in (
             (1000.0, 0, 0),
             (1001.0, 0, 1),
             (1001.5, 0, 2),
@@ -136,17 +136,17 @@ def test_on_a_terminal_every_running_experiment_has_one_line(
             (1003.0, 1, 1),
             (1007.0, 1, 2),
         ):
-            shown.tick(at(experiment, step))
-        left = "0:00:45 left"  # ten steps of half a second, and ten of four
-        second = f"{SHOWN[width]} ━━ 2/12 forward 4 s/step {left}"
+            display.tick(position_at(experiment, step))
+        left = "0:00:45 left"  # 10 steps of 0.5 s and 10 steps of 4 s
+        second = f"{LABELS[width]} ━━ 2/12 forward 4 s/step {left}"
         assert drawn() == ["all 0/3 experiments", f"first ━━ 2/12 forward 2 steps/s {left}", second]
-        shown.ended("first", "ok", "", 1.0, expected=True)
+        display.ended("first", "ok", "", 1.0, expected=True)
         assert drawn() == ["all ━━━━ 1/3 experiments", second]
-        shown.tick(at(0, 12, Phase.DONE))
+        display.tick(position_at(0, 12, Phase.DONE))
         assert drawn() == ["all ━━━━ 1/3 experiments", second]
-        shown.elsewhere(1)
+        display.elsewhere(1)
         assert drawn() == ["all ━━━━━━━━ 2/3 experiments", second]
-        shown.launch(job("alone", "later"))
+        display.launch(job("alone", "later"))
         assert [line.split()[0] for line in drawn()] == ["all", "alone"]
-        shown.tick(at(1, 0))
+        display.tick(position_at(1, 0))
         assert [line.split()[0] for line in drawn()] == ["all", "later"]

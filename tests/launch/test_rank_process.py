@@ -1,4 +1,4 @@
-"""Beacons cost next to nothing, and the launcher reads what was said last."""
+"""Tests of heartbeats: the launcher reads the last position that each rank wrote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "heartbeat"
 
 
-def test_each_rank_has_its_own_place(path: Path) -> None:
+def test_each_rank_has_a_separate_position(path: Path) -> None:
     heartbeats = HeartbeatReader(path, 3)
     HeartbeatWriter(path, 2).phase(1, 7, "backward")
     HeartbeatWriter(path, 0).collective(123, "reduce_scatter", "dp")
@@ -26,7 +26,7 @@ def test_each_rank_has_its_own_place(path: Path) -> None:
     assert heartbeats.position(0).sequence == 123
 
 
-def test_a_position_reads_as_a_sentence(path: Path) -> None:
+def test_position_text_names_step_phase_and_collective(path: Path) -> None:
     heartbeats = HeartbeatReader(path, 1)
     heartbeat = HeartbeatWriter(path, 0)
     heartbeat.phase(0, 7, "backward")
@@ -35,7 +35,7 @@ def test_a_position_reads_as_a_sentence(path: Path) -> None:
     assert str(heartbeats.position(0)) == "at step 7, backward, after all_gather #123 on dp"
 
 
-def test_every_word_is_progress(path: Path) -> None:
+def test_every_heartbeat_counts_as_progress(path: Path) -> None:
     heartbeats = HeartbeatReader(path, 1)
     heartbeat = HeartbeatWriter(path, 0)
     seen = [heartbeats.position(0).seconds]
@@ -47,9 +47,9 @@ def test_every_word_is_progress(path: Path) -> None:
     assert seen == sorted(set(seen))
 
 
-def test_finished_results_reach_the_keeper(path: Path) -> None:
+def test_finished_results_reach_the_callback(path: Path) -> None:
     HeartbeatReader(path, 1)
-    kept: list[tuple[int, dict[str, Any]]] = []
-    HeartbeatWriter(path, 0, lambda index, result: kept.append((index, result))).finished(3, {"rank": 0})
-    assert kept == [(3, {"rank": 0})]
-    HeartbeatWriter(path, 0).finished(3, {"rank": 0})  # nobody keeps it: no harm
+    results: list[tuple[int, dict[str, Any]]] = []
+    HeartbeatWriter(path, 0, lambda index, result: results.append((index, result))).finished(3, {"rank": 0})
+    assert results == [(3, {"rank": 0})]
+    HeartbeatWriter(path, 0).finished(3, {"rank": 0})  # without a callback, the result is dropped

@@ -1,4 +1,4 @@
-"""The last record of a run, where the store cannot take it."""
+"""Tests of the recorder: records on a full disk, the summary of a run and its exit code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.records import made_up
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
-def test_a_full_disk_says_what_did_not_fit_and_any_other_fault_is_itself(number: int) -> None:
-    def fails(record: object) -> None:
+def test_full_disk_error_names_the_lost_outcome(number: int) -> None:
+    def raise_error(record: object) -> None:
         raise OSError(number, "x")
 
-    recorder: Any = SimpleNamespace(store=SimpleNamespace(append=fails, folder="/store"))
+    recorder: Any = SimpleNamespace(store=SimpleNamespace(append=raise_error, folder="/store"))
     record = made_up("a", outcome="oom", reason="out of memory")
     full = number != errno.EACCES
     message = "^out of memory, and the outcome of a did not fit$" if full else "x"
@@ -32,8 +32,8 @@ def test_a_full_disk_says_what_did_not_fit_and_any_other_fault_is_itself(number:
         Recorder._append(recorder, record)
 
 
-def test_every_selected_experiment_has_its_row(tmp_path: Path) -> None:
-    """As expected or not, failed before with logs or without, never run, and of another machine."""
+def test_summary_has_a_row_for_every_selected_experiment(tmp_path: Path) -> None:
+    """The experiments have expected, unexpected or no outcomes, or need another machine."""
     body = experiments("ok", "hung", "new", "far") + experiments(
         "any", extra='expect = ""\ntraining.lr = 0.5\n'
     )
@@ -48,13 +48,13 @@ def test_every_selected_experiment_has_its_row(tmp_path: Path) -> None:
         }
         numbers = {"metric": "samples_per_s", "ratio": 2.0, "low": 1.5, "high": 2.5, "rounds": 5}
         store.append(ComparisonRecord(suite="s", name="x", **sides, **numbers))
-        found = summarise_run(
+        summary = summarise_run(
             suite, list(suite.entries), store, {"ok"}, dict.fromkeys(keys, "") | {"far": "a GPU"}
         )
         without = [entry for entry in suite.entries if entry.experiment.name != "any"]
         assert summarise_run(suite, without, store, set(), dict.fromkeys(keys, ""))["comparisons"] == []
         traced = summarise_run(suite, list(suite.entries), store, set(), dict.fromkeys(keys, ""), "simulated")
-    rows = {row["name"]: row for row in found["experiments"]}
+    rows = {row["name"]: row for row in summary["experiments"]}
     assert {name: (row["outcome"], row["expected"], row["reason"]) for name, row in rows.items()} == {
         "ok": ("ok", True, ""),
         "hung": ("hang", False, "rank 1"),
@@ -64,8 +64,8 @@ def test_every_selected_experiment_has_its_row(tmp_path: Path) -> None:
     }
     assert [name for name, row in rows.items() if not row["already_known"]] == ["ok"]
     assert {name for name, row in rows.items() if row["logs"]} == {"hung"}
-    assert found["counts"] == {"ok": 1, "hang": 1, "not run": 2, "oom": 1}
-    assert found["comparisons"] == [{"subject": "any", "baseline": "ok", **numbers}]
+    assert summary["counts"] == {"ok": 1, "hang": 1, "not run": 2, "oom": 1}
+    assert summary["comparisons"] == [{"subject": "any", "baseline": "ok", **numbers}]
     assert (traced["counts"], traced["comparisons"]) == ({"not run": 5}, [])
 
 
@@ -79,6 +79,6 @@ def test_every_selected_experiment_has_its_row(tmp_path: Path) -> None:
         ([False], "disk full", 2, "disk full", 130),
     ],
 )
-def test_how_a_run_ended(expected: list[Any], failure: str, signal: int, stopped: str, code: int) -> None:
+def test_exit_code_of_a_run(expected: list[Any], failure: str, signal: int, stopped: str, code: int) -> None:
     end = run_end({"experiments": [{"expected": one} for one in expected]}, failure=failure, signal=signal)
     assert (end.summary["stopped"], end.code) == (stopped, code)

@@ -1,4 +1,4 @@
-"""`repro run` that is stopped in a long training, and run again."""
+"""Tests of `repro run` that is interrupted during a long training and then run again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ training = { steps = STEPS, untimed_steps = 2, checkpoint_every = 5, data = "sha
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_where_it_was_on_fewer_ranks(tmp_path: Path) -> None:
-    """Ctrl-C waits for the step and its checkpoint; the next run, of another layout, has the losses from before."""
+def test_interrupted_run_resumes_on_fewer_ranks(tmp_path: Path) -> None:
+    """Ctrl-C waits for a checkpoint. The next run, with another layout, also records the losses of the first run."""
     results = tmp_path / "results"
     suite = write_suite(tmp_path, EXPERIMENT.replace("STEPS", "100_000"), limits="hang_s = 60")
     process = start(suite, results, fake=False)
@@ -31,24 +31,24 @@ def test_a_stopped_run_goes_on_where_it_was_on_fewer_ranks(tmp_path: Path) -> No
     assert "the next run resumes there" in out
     (stopped,) = latest(results).values()
     assert stopped["outcome"] == "interrupted"
-    at = max(int(path.parent.name[5:]) for path in results.glob("checkpoints/*/step-*/index.json"))
-    assert f"after step {at};" in stopped["reason"]
-    text = suite.read_text().replace("100_000", str(at + 6))
+    stop_step = max(int(path.parent.name[5:]) for path in results.glob("checkpoints/*/step-*/index.json"))
+    assert f"after step {stop_step};" in stopped["reason"]
+    text = suite.read_text().replace("100_000", str(stop_step + 6))
     suite.write_text(text.replace("dp = 2", "dp = 1, micro_batch = 1, global_batch = 2"))
     code, out, err = run(suite, results, fake=False)
     assert code == 0, err
     (record,) = (r for r in lines(results) if r["outcome"] == "ok")
-    assert record["series"]["resumed_from"] == [at]
-    assert record["metrics"]["resumed_from"] == at
-    assert record["metrics"]["steps"] == len(record["series"]["loss"]) == at + 6
-    assert sum(map(len, record["series"]["step_seconds"])) == 6 - 2, "times of the last start only"
-    assert record["checkpoints"]["times"] == f"of the steps after {at}, since the last start"
-    assert record["checkpoints"]["written"][-1] == at + 6
+    assert record["series"]["resumed_from"] == [stop_step]
+    assert record["metrics"]["resumed_from"] == stop_step
+    assert record["metrics"]["steps"] == len(record["series"]["loss"]) == stop_step + 6
+    assert sum(map(len, record["series"]["step_seconds"])) == 6 - 2, "only the last start has times"
+    assert record["checkpoints"]["times"] == f"of the steps after {stop_step}, since the last start"
+    assert record["checkpoints"]["written"][-1] == stop_step + 6
     assert not record["checkpoints"]["failures"]
 
 
-def test_a_second_signal_does_not_wait_for_the_checkpoint(tmp_path: Path) -> None:
-    """The stand-in for a training writes none, however long one waits."""
+def test_second_signal_does_not_wait_for_a_checkpoint(tmp_path: Path) -> None:
+    """The fake ranks never write a checkpoint."""
     suite = write_suite(tmp_path, EXPERIMENT.replace("STEPS", "100_000"), limits="hang_s = 60")
     begun = tmp_path / "begun"
     process = start(suite, tmp_path / "results", FAKE_LOG=str(begun))

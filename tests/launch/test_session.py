@@ -1,4 +1,4 @@
-"""Compared experiments on one rank, in this process: what is there at a time, and what is handed in."""
+"""Tests of compared experiments on one rank in this process: live engines and reported results."""
 
 from __future__ import annotations
 
@@ -24,63 +24,63 @@ PAIR = [
 ]
 
 
-class Silent:
-    """A heartbeat of which only what is handed in is looked at."""
+class ResultHeartbeat:
+    """A heartbeat that stores only the finished results."""
 
     def __init__(self) -> None:
-        self.handed: dict[int, dict[str, Any]] = {}
+        self.results_by_index: dict[int, dict[str, Any]] = {}
 
     def phase(self, index: int, step: int, phase: str) -> None: ...
     def collective(self, sequence: int, op: str, group: str) -> None: ...
     def finished(self, index: int, result: dict[str, Any]) -> None:
-        self.handed[index] = result
+        self.results_by_index[index] = result
 
 
 def compared(experiments: list[Experiment], apart: bool) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     job = Job(experiments=experiments, rounds=3, compare=True, apart=apart)
-    heartbeat: Any = Silent()
+    heartbeat: Any = ResultHeartbeat()
     results = session.run_rank(job, rank=0, world=1, device="cpu", rendezvous="", heartbeat=heartbeat)
-    assert heartbeat.handed == {index: results[one.key] for index, one in enumerate(experiments)}
+    assert heartbeat.results_by_index == {index: results[one.key] for index, one in enumerate(experiments)}
     return results
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_what_is_compared_apart_is_never_there_together(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_separate_turns_have_one_live_engine(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engines: list[weakref.ref[Any]] = []
-    most = 0
+    max_live = 0
 
-    class Watched(ExperimentRun):
+    class CountedRun(ExperimentRun):
         def __init__(self, *args: Any, **settings: Any):
-            nonlocal most
+            nonlocal max_live
             super().__init__(*args, **settings)
             engines.append(weakref.ref(self.engine))
             gc.collect()
-            most = max(most, sum(engine() is not None for engine in engines))
+            max_live = max(max_live, sum(engine() is not None for engine in engines))
 
-    monkeypatch.setattr(session, "ExperimentRun", Watched)
+    monkeypatch.setattr(session, "ExperimentRun", CountedRun)
     results = compared(PAIR, apart)
-    assert (len(engines), most) == ((6, 1) if apart else (2, 2))
+    assert (len(engines), max_live) == ((6, 1) if apart else (2, 2))
     for experiment in PAIR:
         result = results[experiment.key]
         assert result["outcome"] == "ok"
         assert [len(steps) for steps in result["rounds"]] == [2, 2, 3]
-        # Apart, the last turn's losses: one untimed step and three timed ones.
+        # Separate turns report the losses of the last turn: one untimed step and three timed steps.
         assert len(result["loss"]) == (4 if apart else 8)
         assert result["memory"]["states"]["optimizer"] > 0
 
 
-def test_one_that_diverges_apart_does_not_end_the_other() -> None:
-    wild = tiny(Layout(micro_batch=4), steps=8, untimed_steps=1, lr=1e18, warmup_steps=0, clip=0.0)
-    results = compared([PAIR[0], wild], apart=True)
-    assert results[wild.key]["outcome"] == "diverged"
+def test_diverged_experiment_does_not_end_its_comparison() -> None:
+    diverging = tiny(Layout(micro_batch=4), steps=8, untimed_steps=1, lr=1e18, warmup_steps=0, clip=0.0)
+    results = compared([PAIR[0], diverging], apart=True)
+    assert results[diverging.key]["outcome"] == "diverged"
     assert results[PAIR[0].key]["outcome"] == "ok"
     assert len(results[PAIR[0].key]["rounds"]) == 3
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_process_group_is_left_on_a_clean_end_only(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's waits for collectives that the peers of a rank that has failed never join."""
+def test_process_group_is_destroyed_only_on_clean_exit(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure, NCCL would wait for collectives that the peers never join."""
     calls: list[str] = []
     monkeypatch.setattr(session.dist, "init_process_group", lambda *given, **how: calls.append(given[0]))
     monkeypatch.setattr(session.dist, "destroy_process_group", lambda: calls.append("destroy"))
@@ -91,19 +91,19 @@ def test_the_process_group_is_left_on_a_clean_end_only(fails: bool, monkeypatch:
     assert calls == (["gloo", "steps"] if fails else ["gloo", "steps", "destroy"])
 
 
-def test_our_groups_are_connected_on_a_gpu_and_a_librarys_are_its_own(
+def test_only_the_native_engine_connects_communicators_on_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    met: list[Mesh] = []
+    connected: list[Mesh] = []
 
     def connect(mesh: Mesh, device: torch.device) -> dict[str, int]:
-        met.append(mesh)
+        connected.append(mesh)
         return {"start": device.index}
 
     monkeypatch.setattr(session, "connect_communicators", connect)
     gpu = torch.device("cuda", 5)
     assert session.make_mesh(PAIR[0], gpu).beside_torch == {"start": 5}
-    assert len(met) == 1
+    assert len(connected) == 1
     assert not session.make_mesh(PAIR[0], torch.device("cpu")).beside_torch
     assert not session.make_mesh(replace(PAIR[0], engine="torch"), gpu).beside_torch
-    assert len(met) == 1
+    assert len(connected) == 1

@@ -1,4 +1,4 @@
-"""`repro run --evidence simulated`: any scale on this machine, recorded beside what was measured."""
+"""Tests of `repro run --evidence simulated`: experiments of any scale run here and have separate records."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from tests.launch.runs import experiments, write_suite
 from tests.launch.runs import run as run_process
 from tests.records import latest, lines
 
-FULL = (
+CLUSTER = (
     '[[experiment]]\nname = "full"\nsystem = "selene"\nlayout = { dp = 64, zero = 2, precision = "fp16" }\n'
 )
 TORCH = '[[experiment]]\nname = "torch"\nengine = "torch"\nlayout.zero = 1\n'
-LIMIT = '[[experiment]]\nname = "limit"\nexpect = "oom"\nlimits.memory_bytes = 100_000\n'
+LIMITED = '[[experiment]]\nname = "limit"\nexpect = "oom"\nlimits.memory_bytes = 100_000\n'
 
 
 @pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting a worker costs more than the small steps here."""
+def use_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate in this process, because a worker starts more slowly than the steps run."""
     monkeypatch.setattr(processes, "usable_cores", lambda: 1)
 
 
@@ -58,8 +58,8 @@ def rows(summary: dict[str, Any]) -> dict[str, tuple[str, Any, bool]]:
     }
 
 
-def test_every_scale_is_simulated_here_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    suite = write_suite(tmp_path, experiments("small") + FULL + TORCH + LIMIT)
+def test_all_scales_are_simulated_exactly_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite = write_suite(tmp_path, experiments("small") + CLUSTER + TORCH + LIMITED)
     code, summary = run(suite, tmp_path / "results", capsys)
     assert code == 0
     assert rows(summary) == {
@@ -80,7 +80,7 @@ def test_every_scale_is_simulated_here_once(tmp_path: Path, capsys: pytest.Captu
     assert len(lines(tmp_path / "results")) == 4
 
 
-def test_a_run_of_several_suites_reads_each_record_once(
+def test_run_of_several_suites_reads_each_record_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [write_suite(tmp_path, experiments("a", "b"), name=name) for name in ("one", "two", "three")]
@@ -91,10 +91,10 @@ def test_a_run_of_several_suites_reads_each_record_once(
     assert read.call_count == len(lines(tmp_path / "results"))
 
 
-def test_the_record_has_a_measured_ones_shape_and_more(
+def test_simulated_record_has_memory_traffic_and_roles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    suite = write_suite(tmp_path, FULL)
+    suite = write_suite(tmp_path, CLUSTER)
     run(suite, tmp_path / "results", capsys)
     (record,) = lines(tmp_path / "results")
     experiment = suites.load_suite(suite).entry("full").experiment
@@ -116,7 +116,7 @@ def test_the_record_has_a_measured_ones_shape_and_more(
     assert ":" in role["peak_line"]
 
 
-def test_measured_and_simulated_records_of_one_key_stay_apart(
+def test_measured_and_simulated_records_are_separate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite = write_suite(tmp_path, experiments("a", "b"))
@@ -124,18 +124,18 @@ def test_measured_and_simulated_records_of_one_key_stay_apart(
     code, _, err = run_process(suite, results, "--only", "a")
     assert code == 0, err
     code, summary = run(suite, results, capsys)
-    assert rows(summary) == {"a": ("ok", True, False), "b": ("ok", True, False)}, "a measured record counts"
+    assert rows(summary) == {"a": ("ok", True, False), "b": ("ok", True, False)}, "measured records count"
     assert len(latest(results)) == 1
     assert len(latest(results, SIMULATED)) == 2
     code, out, err = run_process(suite, results, "--json")
     assert code == 0, err
     assert rows(json.loads(out)) == {"a": ("ok", True, True), "b": ("ok", True, False)}, (
-        "a simulated one does"
+        "simulated records count"
     )
 
 
 @pytest.mark.slow
-def test_it_says_what_a_real_run_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulated_metrics_equal_measured_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = 'layout = { dp = 2, zero = 1, precision = "bf16", recompute = true, global_batch = 4 }'
     suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{layout}', limits="hang_s = 60")
     code, _, err = run_process(suite, tmp_path / "results", fake=False)
@@ -144,16 +144,16 @@ def test_it_says_what_a_real_run_measures(tmp_path: Path, capsys: pytest.Capture
     real, traced = (record["metrics"] for record in lines(tmp_path / "results"))
     shared = {name for name in real if name in traced}
     kinds = ("memory.", "comm.", "parameters", "padding")
-    times = {"memory.rss_peak_bytes"}
-    assert {name for name in real if name.startswith(kinds)} - times <= shared
-    # The live bytes of a moment differ by tokens and scalars, and the real peak is that of the initialisation.
-    moments = {"memory.peak_bytes", "memory.init_peak_bytes", "memory.activations_bytes"}
-    assert {n: traced[n] for n in shared - moments} == {n: real[n] for n in shared - moments}
+    measured_only = {"memory.rss_peak_bytes"}
+    assert {name for name in real if name.startswith(kinds)} - measured_only <= shared
+    # Peak live bytes differ by tokens and scalars, and the real peak occurs during initialisation.
+    peaks = {"memory.peak_bytes", "memory.init_peak_bytes", "memory.activations_bytes"}
+    assert {n: traced[n] for n in shared - peaks} == {n: real[n] for n in shared - peaks}
     assert traced["memory.peak_bytes"] <= real["memory.peak_bytes"]
 
 
 @pytest.mark.slow
-def test_the_peak_has_what_gloo_receives_while_the_next_micro_batch_computes(
+def test_peak_memory_includes_receive_buffers_of_gloo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = "layout = { dp = 2, zero = 2, global_batch = 8 }"
@@ -165,8 +165,8 @@ def test_the_peak_has_what_gloo_receives_while_the_next_micro_batch_computes(
     assert traced["memory.peak_bytes"] == pytest.approx(real["memory.peak_bytes"], rel=0.01)
 
 
-def test_another_system_gets_names_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    suite = write_suite(tmp_path, FULL + LIMIT)
+def test_records_name_the_requested_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite = write_suite(tmp_path, CLUSTER + LIMITED)
     code, summary = run(suite, tmp_path / "results", capsys, "--system", "dgx2", "--only", "f*")
     assert code == 0
     assert rows(summary) == {"full@dgx2": ("ok", None, False)}
@@ -175,10 +175,10 @@ def test_another_system_gets_names_of_its_own(tmp_path: Path, capsys: pytest.Cap
     assert record["simulated_on"]["devices_per_node"] == 16
 
 
-def test_a_corrected_system_makes_older_records_stale(
+def test_changed_system_invalidates_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suite = write_suite(tmp_path, FULL)
+    suite = write_suite(tmp_path, CLUSTER)
     run(suite, tmp_path / "results", capsys)
     monkeypatch.setattr("repro.config.system.System.context", lambda self: 7)
     _, summary = run(suite, tmp_path / "results", capsys)
@@ -186,22 +186,22 @@ def test_a_corrected_system_makes_older_records_stale(
 
 
 @pytest.mark.parametrize(
-    "corrected",
+    "change",
     [
         {"flops_per_device": 90e12},
         {"attention": Quantity(value=90e12, source="a benchmark")},
         {"attention_start": 90.0},
         {"products": Quantity(value=0.9, source="a profile")},
     ],
-    ids=lambda corrected: next(iter(corrected)),
+    ids=lambda change: next(iter(change)),
 )
-def test_a_corrected_generation_makes_its_own_records_stale_and_no_others(
-    monkeypatch: pytest.MonkeyPatch, corrected: dict[str, Any]
+def test_changed_calibration_point_invalidates_only_its_operator_set(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     selene = systems.load_system_file("selene")
     before = {kernels: simulation_facts(selene, kernels) for kernels in OperatorSet}
     points = tuple(
-        replace(point, **corrected) if point.layout.kernels is OperatorSet.FUSED else point
+        replace(point, **change) if point.layout.kernels is OperatorSet.FUSED else point
         for point in calibration.calibration_points()
     )
     monkeypatch.setattr(calibration, "calibration_points", lambda: points)
@@ -209,20 +209,20 @@ def test_a_corrected_generation_makes_its_own_records_stale_and_no_others(
     assert stale == {OperatorSet.FUSED}
 
 
-def test_a_revision_of_what_steps_take_makes_every_record_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_simulator_revision_invalidates_records(monkeypatch: pytest.MonkeyPatch) -> None:
     selene = systems.load_system_file("selene")
     before = simulation_facts(selene, OperatorSet.SOFTMAX)
     monkeypatch.setattr(record, "SIMULATOR_REVISION", record.SIMULATOR_REVISION + 1)
     assert simulation_facts(selene, OperatorSet.SOFTMAX) != before
 
 
-def test_one_that_fails_is_an_outcome(
+def test_simulator_exception_is_an_error_outcome(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def explode(*_: Any, **__: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such\nshape")
 
-    monkeypatch.setattr("repro.simulate.step.simulate", explode)
+    monkeypatch.setattr("repro.simulate.step.simulate", fail)
     suite = write_suite(tmp_path, experiments("a"))
     code, summary = run(suite, tmp_path / "results", capsys)
     assert code == 1
@@ -230,11 +230,11 @@ def test_one_that_fails_is_an_outcome(
     assert (row["outcome"], row["reason"]) == ("error", "RuntimeError: no such shape")
     monkeypatch.undo()
     monkeypatch.setattr(processes, "usable_cores", lambda: 1)
-    assert run(suite, tmp_path / "results", capsys)[0] == 0, "an error is tried again"
+    assert run(suite, tmp_path / "results", capsys)[0] == 0, "a failed simulation runs again"
 
 
 @pytest.mark.slow
-def test_workers_share_a_suite(
+def test_workers_simulate_experiments_of_one_suite(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "usable_cores", lambda: 2)
@@ -244,9 +244,7 @@ def test_workers_share_a_suite(
     assert summary["counts"] == {"ok": 3}
 
 
-def test_several_suites_are_simulated_one_after_the_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_suites_are_simulated_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = write_suite(tmp_path, experiments("one"))
     second = first.with_name("second.toml")
     renamed = first.read_text().replace('name = "one"', 'name = "two"')
@@ -259,28 +257,28 @@ def test_several_suites_are_simulated_one_after_the_other(
     second.write_text(second.read_text().replace('name = "two"', 'name = "two"\nsystem = "dgx22"'))
     assert main([*arguments, "--rerun"]) == 2
     assert "dgx22" in capsys.readouterr().err
-    assert len(lines(tmp_path / "r")) == 2, "the first suite was run before the second was read"
+    assert len(lines(tmp_path / "r")) == 2, "the first suite runs before the second is read"
 
 
-def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
+def test_interrupt_retains_finished_simulations(tmp_path: Path) -> None:
     suite = suites.load_suite(write_suite(tmp_path, experiments("a", "b")))
     interrupt = Interrupt()
     with Store(tmp_path / "results") as store, Progress(total=2, known=0) as progress:
         recorder = Recorder(suite, store, progress, SIMULATED)
-        full = recorder.simulated
+        record_simulation = recorder.simulated
 
-        def then_stop(*arguments: Any) -> None:
-            full(*arguments)
+        def record_and_interrupt(*arguments: Any) -> None:
+            record_simulation(*arguments)
             interrupt.signal = 2
 
-        recorder.simulated = then_stop  # type: ignore[method-assign]
-        on = {entry.experiment.name: simulated.simulated_system(entry.experiment) for entry in suite.entries}
-        simulated._simulate_entries(list(suite.entries), on, recorder, interrupt, processes.Workers(1))
+        recorder.simulated = record_and_interrupt  # type: ignore[method-assign]
+        system_of = {e.experiment.name: simulated.simulated_system(e.experiment) for e in suite.entries}
+        simulated._simulate_entries(list(suite.entries), system_of, recorder, interrupt, processes.Workers(1))
         assert [record.name for record in store.records()] == ["a"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         (["--evidence", "guessed"], "--evidence = 'guessed': must be measured or simulated"),
         (
@@ -295,17 +293,17 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_input_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+def test_invalid_input_prints_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    suite = write_suite(tmp_path, FULL + TORCH)
+    suite = write_suite(tmp_path, CLUSTER + TORCH)
     assert main(["run", str(suite), "--results", str(tmp_path / "results"), *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert complaint in line
+    assert message in line
     assert not (tmp_path / "results").exists()
 
 
-def test_the_torch_engine_gets_no_hint(tmp_path: Path) -> None:
+def test_torch_engine_error_does_not_suggest_simulation(tmp_path: Path) -> None:
     body = TORCH.replace('name = "torch"', 'name = "far"\nsystem = "selene"')
     with pytest.raises(ConfigError, match=r"needs 2 GPUs of system selene$"):
         next(measured.run_suites([write_suite(tmp_path, body)], [], tmp_path / "r", False))

@@ -1,4 +1,4 @@
-"""The first cause is found among what real, misbehaving ranks leave behind."""
+"""Tests of the supervision of a launch: the reported reason is the first cause, also for real ranks that fail."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def launch(
     job = Job(experiments=[experiment("a", **limits), experiment("b", **limits)])
     launched = LocalLaunch(job, tmp_path / "logs", target=FAKE)
     if limits.keys() & {"hang_s", "timeout_s"}:
-        OnceItIsThere(launched).rules(monkeypatch, supervise)
+        FaultClock(launched).rules(monkeypatch, supervise)
     launched.start()
     ending = watch(launched)
     assert all(launched.poll(rank) is not None for rank in range(2)), "a rank was not reaped"
     return ending, launched
 
 
-class OnceItIsThere(Clock):
-    """A clock that stands until the ranks are where a limit is to be met: however slow they are, none is before.
+class FaultClock(Clock):
+    """A clock that advances only while all ranks are in the state in which a limit should end them.
 
-    They are processes, for which nothing is there to wait but their word: so it sleeps indeed.
+    The ranks are real processes of unknown speed, so each sleep also lasts in real time.
     """
 
     def __init__(self, launched: LocalLaunch):
@@ -51,11 +51,11 @@ class OnceItIsThere(Clock):
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
-        if self._there():
+        if self._is_fault_reached():
             super().sleep(seconds)
 
-    def _there(self) -> bool:
-        """Whether a rank is stopped and the others wait for it, or all are held in the second step."""
+    def _is_fault_reached(self) -> bool:
+        """Return whether a rank is stopped and the others wait, or whether all ranks wait in the second step."""
         positions = [self.launched.position(rank) for rank in range(self.launched.world)]
         if len({position.sequence for position in positions}) > 1:
             return False
@@ -78,7 +78,7 @@ CASES = {
     "abort:b:0:1": ("oom", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
     "abort-in-torch:b:0:1": ("oom", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
     "abort-otherwise:b:0:1": ("error", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
-    # As NCCL's watchdog ends a rank whose peer has failed, here before the peer has said why.
+    # NCCL's watchdog aborts a rank whose peer failed, here before the peer reports the cause.
     "watchdog:b:1:2,raise-late:b:0:2": (
         "error",
         "rank 0 at step 2, backward, after all_reduce #9 on dp: KeyError: 'no such thing'",
@@ -87,7 +87,7 @@ CASES = {
         "error",
         "rank 0 was killed by signal 6 (SIGABRT) at step 2, backward, after all_reduce #9 on dp: CUDA error: an",
     ),
-    # oneDNN and others read memory that they could not allocate.
+    # Libraries such as oneDNN access memory after a failed allocation.
     "memory-unchecked:b:0:1": (
         "oom",
         "rank 0 was killed by signal 11 (SIGSEGV) at step 1, backward, after all_reduce #8 on dp: probably a library "
@@ -98,13 +98,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("fault", CASES)
-def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_reason_names_the_first_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     limits = {"memory_bytes": 50_000_000} if fault.startswith("memory") else {}
     ending, launched = launch(tmp_path, monkeypatch, fault, **limits)
     outcome, reason = CASES[fault]
     assert (ending.outcome, ending.experiment) == (outcome, 1)
     assert ending.reason.startswith(reason)
-    assert launched.results(0) is not None, "what had finished before is lost"
+    assert launched.results(0) is not None, "the results of the finished experiment are lost"
     assert launched.results(1) is None
     launched.close(keep_logs=tmp_path / "kept")
     assert (tmp_path / "kept" / "rank-0.err").exists()
@@ -112,7 +112,7 @@ def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> 
     assert not launched.logs.exists()
 
 
-def test_a_hang_leaves_the_stacks_of_those_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hang_logs_the_stacks_of_waiting_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ending, launched = launch(tmp_path, monkeypatch, "stop:a:0:1")
     assert "rank 1 waits at step 1, backward, after all_reduce #2 on dp" in ending.reason
     assert "most recent call first" in launched.error_text(1)
@@ -120,7 +120,7 @@ def test_a_hang_leaves_the_stacks_of_those_who_wait(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_timeout_ends_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_ends_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").touch()
     monkeypatch.setenv("FAKE_HOLD", str(tmp_path))
     ending, launched = launch(tmp_path, monkeypatch, "", timeout_s=2)
@@ -142,7 +142,7 @@ ECHO = ("error", "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection clos
         ([1, 4, 4], {0: ECHO, 1: ("diverged", "nan"), 2: ("diverged", "nan")}, "diverged", 1),
     ],
 )
-def test_the_cause_wins_over_its_echoes(
+def test_cause_takes_precedence_over_errors_of_peers(
     codes: list[int | None], reports: dict[int, tuple[str, str]], outcome: str, rank: int
 ) -> None:
     scripted = Scripted(codes, reports)
@@ -152,7 +152,7 @@ def test_the_cause_wins_over_its_echoes(
     assert scripted.killed
 
 
-def test_an_echo_without_a_cause_is_all_that_is_known() -> None:
+def test_watchdog_error_is_reported_without_a_cause() -> None:
     ending = watch(Scripted([-6, -6], {}, "terminate called: " + fake_session.ABORTS["watchdog"].decode()))
     assert ending.outcome == "error"
     assert (
@@ -164,12 +164,12 @@ def test_an_echo_without_a_cause_is_all_that_is_known() -> None:
 @pytest.mark.parametrize(
     ("reports", "settled_s"),
     [
-        ({0: ECHO, 1: ECHO}, supervise.ECHO_GRACE_S),  # the third rank may know why
+        ({0: ECHO, 1: ECHO}, supervise.ECHO_GRACE_S),  # the third rank may report the cause
         ({0: ECHO, 1: ("error", "ValueError: no")}, supervise.FAILURE_GRACE_S),
         ({0: ("error", "ValueError: no"), 1: ECHO}, supervise.FAILURE_GRACE_S),
     ],
 )
-def test_a_cause_that_is_known_is_not_waited_for(
+def test_known_cause_shortens_the_wait_for_peers(
     monkeypatch: pytest.MonkeyPatch, reports: dict[int, tuple[str, str]], settled_s: float
 ) -> None:
     clock = Clock().rules(monkeypatch, supervise)
@@ -177,7 +177,7 @@ def test_a_cause_that_is_known_is_not_waited_for(
     assert clock.now - 100 == pytest.approx(settled_s, abs=2 * supervise.POLL_INTERVAL_S)
 
 
-def test_a_hang_names_the_rank_with_the_smallest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hang_names_the_rank_with_the_smallest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock().rules(monkeypatch, supervise)
     ending = watch(Scripted([None, None, None], {}))
     assert ending.outcome == "hang"
@@ -190,7 +190,7 @@ PIPELINE = Experiment(
 
 
 @pytest.mark.parametrize(
-    ("places", "expected"),
+    ("states", "expected"),
     [
         # (step, phase, sequence) of ranks 0, 1 (stage 0) and 2, 3 (stage 1), which issue more collectives.
         ([(5, "idle", 40), (5, "idle", 40), (5, "forward", 90), (5, "forward", 91)], [2]),
@@ -201,21 +201,21 @@ PIPELINE = Experiment(
         ([(5, "idle", 40), (5, "idle", 40), (5, "idle", 91), (5, "idle", 91)], [0, 1, 2, 3]),
     ],
 )
-def test_stages_are_not_compared_by_their_collectives(
-    places: list[tuple[int, str, int]], expected: list[int]
+def test_lagging_ranks_ignore_collective_counts_of_other_stages(
+    states: list[tuple[int, str, int]], expected: list[int]
 ) -> None:
-    positions = [Position(0, step, phase, sequence, "send", "pp", 1.0) for step, phase, sequence in places]
+    positions = [Position(0, step, phase, sequence, "send", "pp", 1.0) for step, phase, sequence in states]
     assert supervise.lagging_ranks(positions, Job(experiments=[PIPELINE])) == expected
 
 
-def test_interrupted_says_where_it_was() -> None:
+def test_interrupted_launch_names_rank_positions() -> None:
     ending = watch(Scripted([None, None, None], {}), interrupted=lambda: "stopped by the user")
     assert ending.outcome == "interrupted"
     assert "rank 1 was at step 5" in ending.reason
 
 
 class Timed(Scripted):
-    """Two experiments of a second each, then the end."""
+    """A launch of two experiments that take one second each."""
 
     def __init__(self, clock: Clock, timeout_s: float):
         super().__init__([None] * 3, {})
@@ -231,20 +231,20 @@ class Timed(Scripted):
         return Position(index, 5, "forward", 40, "all_gather", "tp", self.clock.now)
 
 
-def test_time_is_counted_for_each_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharing a launch costs nobody its time: two of one second are both under a limit of 1.5 s."""
+def test_time_limit_applies_to_each_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experiments of 1 s in one launch meet a limit of 1.5 s."""
     ending = watch(Timed(Clock().rules(monkeypatch, supervise), timeout_s=1.5))
     assert ending.outcome == "ok"
     assert ending.spent_s == pytest.approx([1, 1], abs=0.1)
 
 
-def test_a_timeout_says_where_everybody_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_names_the_positions_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = watch(Timed(Clock().rules(monkeypatch, supervise), timeout_s=0.5))
     assert (ending.outcome, ending.experiment) == ("timeout", 0)
     assert "ranks 0, 1, 2 at step 5, forward, after all_gather #40 on tp" in ending.reason
 
 
-def test_the_start_may_take_longer_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_up_has_a_longer_hang_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock().rules(monkeypatch, supervise)
     scripted = Scripted([None] * 3, {})
     monkeypatch.setattr(scripted, "position", lambda rank: Position(0, 0, "start", 0, "", "", 0.0))
@@ -254,7 +254,7 @@ def test_the_start_may_take_longer_than_a_step(monkeypatch: pytest.MonkeyPatch) 
     assert clock.now > 100 + 120
 
 
-def test_cores_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_divide_cores_unless_the_user_sets_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
     assert rank_environment(0, 1)["OMP_NUM_THREADS"] == str(cores)
@@ -264,11 +264,11 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pytest
     assert rank_environment(1, 2)["RANK"] == "1"
 
 
-def test_out_of_memory_has_many_voices() -> None:
+def test_out_of_memory_errors_are_classified_as_oom() -> None:
     class OutOfMemoryError(RuntimeError):
-        """As torch.cuda's."""
+        """An error with the class name of torch.cuda."""
 
-    voices = [
+    errors = [
         MemoryError(),
         OutOfMemoryError("CUDA out of memory"),
         RuntimeError("could not create a primitive"),
@@ -279,31 +279,31 @@ def test_out_of_memory_has_many_voices() -> None:
         RuntimeError("std::bad_alloc"),
         OSError(12, "Cannot allocate memory"),
     ]
-    assert {rank_program.classify_error(voice) for voice in voices} == {"oom"}
+    assert {rank_program.classify_error(error) for error in errors} == {"oom"}
     unsupported = RuntimeError("could not create a primitive descriptor for a matmul primitive")
     assert rank_program.classify_error(unsupported) == "error"
     assert rank_program.classify_error(ValueError("out of memory is not what this is")) == "error"
     assert rank_program.classify_error(FloatingPointError("nan")) == "diverged"
 
 
-def test_job_survives_its_file(tmp_path: Path) -> None:
+def test_saved_job_equals_loaded_job(tmp_path: Path) -> None:
     job = Job(experiments=[experiment("a"), experiment("b")], rounds=3, compare=True)
     job.save(tmp_path / "job.json")
     assert Job.load(tmp_path / "job.json") == job
 
 
-def test_signal_names() -> None:
+def test_signal_name_of_known_and_unknown_numbers() -> None:
     assert signal_name(9) == "SIGKILL"
     assert signal_name(999) == "signal 999"
 
 
-@pytest.mark.parametrize("every", [0, 2])
-def test_only_ranks_that_write_checkpoints_may_end_by_themselves(every: int) -> None:
+@pytest.mark.parametrize("checkpoint_every", [0, 2])
+def test_only_ranks_with_checkpoints_end_on_request(checkpoint_every: int) -> None:
     scripted = Scripted([None] * 3, {})
-    written = experiment("a")
-    written = replace(written, training=replace(written.training, checkpoint_every=every))
-    scripted.job = Job(experiments=[written])
+    trained = experiment("a")
+    trained = replace(trained, training=replace(trained.training, checkpoint_every=checkpoint_every))
+    scripted.job = Job(experiments=[trained])
     ending = watch(scripted, interrupted=lambda: "stopped by the user")
     assert ending.outcome == "interrupted"
     assert ending.reason.startswith("stopped by the user")
-    assert ("stopped on request" in ending.reason) == bool(every)
+    assert ("stopped on request" in ending.reason) == bool(checkpoint_every)

@@ -1,4 +1,4 @@
-"""When a watched launch is ended, to the tick of a clock of its own, and all that is then said of it."""
+"""Tests of the end of a watched launch on a simulated clock: its time and the reported reason."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ AT = "at step 5, forward, after all_gather #{} on tp"
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(supervise, "POLL_INTERVAL_S", TICK)  # sums of it are exact
+    monkeypatch.setattr(supervise, "POLL_INTERVAL_S", TICK)  # sums of ticks are exact
     return Clock().rules(monkeypatch, supervise)
 
 
-class Elsewhere(Scripted):
-    """Ranks of which all are in one place, and some are stopped."""
+class EqualRanks(Scripted):
+    """Ranks with equal positions, of which the first `stopped` ranks are stopped."""
 
     def __init__(self, world: int, phase: str = "forward", stopped: int = 0, **limits: float):
         super().__init__([None] * world, {})
@@ -56,20 +56,20 @@ class Elsewhere(Scripted):
         ("start", {"hang_s": 0.0, "timeout_s": 500.0}, 500.0, f"not done after 500 s (limits.timeout_s) ({STARTS})"),
     ],
 )  # fmt: skip
-def test_a_launch_has_all_of_its_time_and_no_tick_more(
+def test_launch_ends_one_tick_after_its_limit(
     clock: Clock, phase: str, limits: dict[str, float], after: float, message: str
 ) -> None:
-    ending = watch(Elsewhere(1, phase, **limits))
+    ending = watch(EqualRanks(1, phase, **limits))
     assert (ending.outcome, ending.reason) == ("hang" if "progress" in message else "timeout", message)
     assert clock.now - 100 == ending.spent_s[0] == after + TICK
     assert ending.experiment == (-1 if phase == "start" else 0)
 
 
-def test_every_word_of_any_rank_is_progress(clock: Clock) -> None:
-    class Slow(Elsewhere):
+def test_heartbeat_of_any_rank_counts_as_progress(clock: Clock) -> None:
+    class Slow(EqualRanks):
         def position(self, rank: int) -> Position:
-            message = min(clock.now, 103.0) if rank else 1.0
-            return super().position(rank)._replace(seconds=message)
+            heartbeat_s = min(clock.now, 103.0) if rank else 1.0
+            return super().position(rank)._replace(seconds=heartbeat_s)
 
     assert watch(Slow(2, hang_s=2.0)).outcome == "hang"
     assert clock.now == 103.0 + 2.0 + TICK
@@ -84,7 +84,7 @@ def test_every_word_of_any_rank_is_progress(clock: Clock) -> None:
         ([1, 0], {0: ("error", "ValueError")}, 0.0),
     ],
 )
-def test_a_failure_is_judged_when_all_have_spoken_or_had_the_time_to(
+def test_failure_waits_for_reports_of_other_ranks(
     clock: Clock, codes: list[int | None], reports: dict[int, tuple[str, str]], after: float
 ) -> None:
     ending = watch(Scripted(codes, reports))
@@ -92,8 +92,8 @@ def test_a_failure_is_judged_when_all_have_spoken_or_had_the_time_to(
     assert ending.reason == f"rank 0 {AT.format(40)}: {reports[0][1]}"
 
 
-def test_an_end_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suites have many short launches: none lasts a tenth of a second longer than its ranks."""
+def test_end_of_all_ranks_is_noticed_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suites have many short launches, so a launch ends at most 0.1 s after its ranks."""
     clock = Clock().rules(monkeypatch, supervise)
 
     class Short(Scripted):
@@ -104,42 +104,42 @@ def test_an_end_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.now < 100.12
 
 
-def test_who_is_asked_to_stop_has_so_long_for_it(clock: Clock) -> None:
-    class Deaf(Scripted):
-        asked = 0
+def test_ranks_are_killed_after_the_stop_timeout(clock: Clock) -> None:
+    class UnresponsiveRanks(Scripted):
+        stop_requests = 0
 
         def ask_to_stop(self) -> None:
-            self.asked += 1
+            self.stop_requests += 1
 
-    made = Deaf([None, None], {})
-    written = experiment("a", hang_s=50.0)
-    made.job = Job(experiments=[replace(written, training=replace(written.training, checkpoint_every=2))])
+    fake = UnresponsiveRanks([None, None], {})
+    trained = experiment("a", hang_s=50.0)
+    fake.job = Job(experiments=[replace(trained, training=replace(trained.training, checkpoint_every=2))])
     ticks: list[tuple[float, int]] = []
     ending = watch(
-        made,
+        fake,
         interrupted=lambda: "stopped by the user",
         stop_s=lambda: 1.0,
         tick=lambda position, spent_s: ticks.append((clock.now - 100, position.sequence)),
     )
     both = f"rank 0 was {AT.format(40)}; rank 1 was {AT.format(41)}"
     assert (ending.outcome, ending.reason) == ("interrupted", f"stopped by the user ({both})")
-    assert (made.asked, clock.now - 100) == (1, 1.0)
-    assert ticks == [(number * TICK, 40) for number in range(16)], "where rank 0 is"
+    assert (fake.stop_requests, clock.now - 100) == (1, 1.0)
+    assert ticks == [(number * TICK, 40) for number in range(16)], "ticks report the position of rank 0"
 
 
-def test_of_many_ranks_some_are_named(clock: Clock) -> None:
+def test_reason_names_a_limited_number_of_ranks(clock: Clock) -> None:
     at = AT.format(40)
-    assert watch(Elsewhere(7, stopped=6, hang_s=2.0)).reason == (
+    assert watch(EqualRanks(7, stopped=6, hang_s=2.0)).reason == (
         "no progress for 2 s (limits.hang_s): "
         + "; ".join(f"rank {rank} is stopped (SIGSTOP or a debugger) {at}" for rank in range(4))
         + f"; 2 more ranks likewise; rank 6 waits {at}"
     )
-    assert watch(Elsewhere(4, stopped=4, hang_s=2.0)).reason.endswith(
+    assert watch(EqualRanks(4, stopped=4, hang_s=2.0)).reason.endswith(
         f"; rank 3 is stopped (SIGSTOP or a debugger) {at}"
     )
     for world, names in ((8, "0, 1, 2, 3, 4, 5, 6, 7"), (9, "0, 1, 2, 3, 4, 5, 6, 7, ...")):
         assert (
-            watch(Elsewhere(world), interrupted=lambda: "stopped").reason == f"stopped (ranks {names} {at})"
+            watch(EqualRanks(world), interrupted=lambda: "stopped").reason == f"stopped (ranks {names} {at})"
         )
 
 
@@ -154,8 +154,8 @@ def test_of_many_ranks_some_are_named(clock: Clock) -> None:
         (-15, "", [3, 4], "error", f"rank 0 was killed by signal 15 (SIGTERM) {AT.format(40)}"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("reports", [{}, {0: ("ok", "")}], ids=["silent", "done before"])
-def test_what_is_reported_of_a_rank_that_could_not_say_it(
+@pytest.mark.parametrize("reports", [{}, {0: ("ok", "")}], ids=["no report", "ok report"])
+def test_exit_without_failure_report_is_described_by_exit_code(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
     code: int,
@@ -165,28 +165,26 @@ def test_what_is_reported_of_a_rank_that_could_not_say_it(
     reason: str,
     reports: dict[int, tuple[str, str]],
 ) -> None:
-    message = iter(kills)
-    monkeypatch.setattr(supervise, "count_kernel_oom_kills", lambda: next(message))
+    counts = iter(kills)
+    monkeypatch.setattr(supervise, "count_kernel_oom_kills", lambda: next(counts))
     assert watch(Scripted([code], reports, text)) == Ending(outcome, reason, 0, [0.0])
 
 
-def test_who_was_interrupted_says_for_what(clock: Clock) -> None:
+def test_interrupt_reason_precedes_the_report(clock: Clock) -> None:
     stopped = ("interrupted", "stopped on request after step 5")
     for why, failed, reason in (
         ("preempted", stopped, f"preempted: rank 0 {AT.format(40)}: {stopped[1]}"),
         ("", stopped, f"rank 0 {AT.format(40)}: {stopped[1]}"),
         ("preempted", ("oom", "MemoryError"), f"rank 0 {AT.format(40)}: MemoryError"),
     ):
-        made = Scripted([5], {0: failed})
-        written = experiment("a")
-        made.job = Job(experiments=[replace(written, training=replace(written.training, checkpoint_every=2))])
-        made.ask_to_stop = lambda: None  # type: ignore[method-assign]
-        assert watch(made, interrupted=lambda why=why: why) == Ending(failed[0], reason, 0, [0.0])  # type: ignore[misc]
+        fake = Scripted([5], {0: failed})
+        trained = experiment("a")
+        fake.job = Job(experiments=[replace(trained, training=replace(trained.training, checkpoint_every=2))])
+        fake.ask_to_stop = lambda: None  # type: ignore[method-assign]
+        assert watch(fake, interrupted=lambda why=why: why) == Ending(failed[0], reason, 0, [0.0])  # type: ignore[misc]
 
 
-def test_the_kernel_counts_for_the_group_and_else_for_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oom_kills_are_counted_per_cgroup_or_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "Path", lambda name: tmp_path / name.lstrip("/"))
     assert supervise.count_kernel_oom_kills() == 0
 
@@ -196,7 +194,7 @@ def test_the_kernel_counts_for_the_group_and_else_for_the_machine(
 
     write("proc/self/cgroup", "12:memory:/x\n1:name=systemd:/z\n")
     write("proc/vmstat", "nr_free 7\noom_kill 9\n")
-    assert supervise.count_kernel_oom_kills() == 9, "groups of the first version have no such count"
+    assert supervise.count_kernel_oom_kills() == 9, "cgroup version 1 has no such count"
     write("proc/self/cgroup", "12:memory:/x\n0::/a/b\n")
     assert supervise.count_kernel_oom_kills() == 9
     write("sys/fs/cgroup/a/b/memory.events", "low 1\noom 6\noom_kill 5\n")

@@ -151,7 +151,8 @@ def test_the_command_and_the_table(store: list[str], capsys: pytest.CaptureFixtu
     assert main(["validate", "--unknowns", *store]) == 0
     text = capsys.readouterr().out
     assert text.startswith(
-        "Largest of 2 uncertainties: inter-node rings of dgx2, which causes 80.0 % of the widths of all prediction intervals."
+        "Largest of 2 uncertainties: inter-node rings of dgx2, which causes 80.0 % of the widths of all prediction "
+        "intervals."
     )
     rows = [line.split() for line in text.splitlines() if line.startswith((RINGS, PACE))]
     assert [row[0] for row in rows] == [RINGS, PACE]

@@ -1,4 +1,4 @@
-"""What is said of GPUs and of torch on them, by the doctor and by `make test-gpu` before it begins."""
+"""Tests of the checks of GPUs and of their torch build by the doctor and by `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from repro.launch.doctor.machine import (
 def fake_torch(
     capability: tuple[int, int], architectures: list[str], count: int = 1, *, cuda: str | None = "12.6"
 ) -> Any:
-    """With `count` such devices, built for this CUDA or without."""
+    """Return a torch module with `count` such devices; without `cuda`, it is a build for CPUs."""
     device = SimpleNamespace(name="GPU", total_memory=2**35, major=capability[0], minor=capability[1])
     api = SimpleNamespace(
         is_available=lambda: count > 0,
@@ -40,32 +40,32 @@ def fake_torch(
 
 
 @pytest.fixture(autouse=True)
-def outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the tests run."""
+def remove_slurm_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables of a SLURM job in which the tests may run."""
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
 
 
-def test_v100_has_no_bf16_whatever_torch_says() -> None:
+def test_v100_has_no_bf16() -> None:
     _, device = check_gpus(fake_torch((7, 0), ["sm_70", "sm_80"]))
     assert device.state == "yes"
     assert "no bf16" in device.enables
 
 
-def test_v100_with_a_torch_that_dropped_it() -> None:
+def test_v100_needs_torch_with_kernels_for_sm_70() -> None:
     _, device = check_gpus(fake_torch((7, 0), ["sm_80", "sm_90"]))
     assert device.state == "no"
     assert "no kernels for sm_70; torch builds for CUDA 12.6 support this GPU" in device.enables
 
 
-def test_one_gpu_of_several_that_a_task_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_binding_is_checked_only_for_one_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
     one = [check.name for check in check_gpus(fake_torch((9, 0), ["sm_90"]))]
     assert one == ["CUDA", "GPU binding", "cuda:0"]
     assert "GPU binding" not in {check.name for check in check_gpus(fake_torch((9, 0), ["sm_90"], count=4))}
 
 
-def test_several_gpus_and_nccl() -> None:
+def test_each_gpu_has_a_check() -> None:
     checks = check_gpus(fake_torch((9, 0), ["sm_90"], count=4))
     assert [check.name for check in checks] == ["CUDA", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert machine._nccl(fake_torch((9, 0), ["sm_90"])).found == "2.27.3"
@@ -84,7 +84,7 @@ def test_several_gpus_and_nccl() -> None:
         ((9, 0), [], True),
     ],
 )
-def test_which_builds_run_where(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
+def test_torch_has_kernels_for_gpu(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
     assert has_kernels_for(capability, architectures) is runs
 
 
@@ -95,7 +95,7 @@ def test_precisions_by_compute_capability() -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "in_machine", "says"),
+    ("fake", "in_machine", "reason"),
     [
         (fake_torch((7, 0), ["sm_70"]), ["Tesla V100"], ""),
         (fake_torch((7, 0), [], 0), [], "no NVIDIA GPU or driver found"),
@@ -114,17 +114,17 @@ def test_precisions_by_compute_capability() -> None:
     ],
     ids=["runs", "no GPU", "no CUDA", "unusable", "too old"],
 )
-def test_what_keeps_a_gpu_from_being_used_is_one_line(
-    there: Any, in_machine: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+def test_reason_of_an_unusable_gpu_is_one_line(
+    fake: Any, in_machine: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "gpus", lambda: [{"name": name, "driver": "1"} for name in in_machine])
-    found = unusable_reason(there)
-    assert (found.startswith(says) and "\n" not in found) if says else not found
-    assert ("no" in {check.state for check in check_gpus(there)}) is bool(says)
+    found = unusable_reason(fake)
+    assert (found.startswith(reason) and "\n" not in found) if reason else not found
+    assert ("no" in {check.state for check in check_gpus(fake)}) is bool(reason)
 
 
-def test_the_line_and_the_exit_code() -> None:
-    """Also on a machine with GPUs: this process is shown none."""
+def test_machine_check_without_gpus_prints_one_line() -> None:
+    """An empty CUDA_VISIBLE_DEVICES hides the GPUs of the machine."""
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "repro.launch.doctor.machine"], capture_output=True, text=True, env=hidden
@@ -145,7 +145,7 @@ def test_the_line_and_the_exit_code() -> None:
         ({"SLURM_GPUS_ON_NODE": "8"}, "1 of the job's 8 GPUs on this node is visible"),
     ],
 )
-def test_a_task_that_sees_one_gpu_of_several(environment: dict[str, str], found: str) -> None:
+def test_task_with_one_visible_gpu_of_several_is_limited(environment: dict[str, str], found: str) -> None:
     (check,) = check_task_binding(environment, visible=1)
     assert (check.state, check.fatal) == ("limited", False)
     assert check.found.startswith(found)
@@ -164,16 +164,16 @@ def test_a_task_that_sees_one_gpu_of_several(environment: dict[str, str], found:
         {"SLURM_GPUS_PER_TASK": "1", "SLURM_TASKS_PER_NODE": "1(x4)"},
     ],
 )
-def test_the_only_gpu_of_a_machine_or_job(environment: dict[str, str]) -> None:
+def test_task_with_the_only_gpu_is_not_limited(environment: dict[str, str]) -> None:
     assert check_task_binding(environment, visible=1) == []
 
 
-def test_what_a_profile_asks_for() -> None:
+def test_profile_that_binds_gpus_is_reported() -> None:
     assert check_profile_binding({"reservation": "bench", "gpu-bind": "none"}, 8) == []
     (check,) = check_profile_binding({"reservation": "bench", "gpu-bind": "map_gpu:0,1"}, 8)
     assert check.found == "gpu-bind = map_gpu:0,1: a task may see only some of its node's GPUs"
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_nothing_is_lost_of_a_node_with_one_gpu(gpus: int) -> None:
+def test_gpu_binding_on_nodes_with_one_gpu_is_accepted(gpus: int) -> None:
     assert check_profile_binding({"gpus-per-task": "1"}, gpus) == []

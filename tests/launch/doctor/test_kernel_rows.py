@@ -1,4 +1,4 @@
-"""The table of `repro doctor --kernels`: every size class, by a compiler that answers at once."""
+"""Tests of the kernel table of `repro doctor --kernels`, with a fake compiler."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_every_kernel_of_every_size_class_has_a_row() -> None:
     assert all(0 < (part or 0) <= 1 for row in rows for part in (row.occupancy, row.bandwidth))
 
 
-def test_of_a_gpu_of_which_too_little_is_known_what_the_compiler_says() -> None:
+def test_unknown_gpus_have_no_occupancy_or_bandwidth() -> None:
     known, unknown = (kernels.compile_kernel_rows(each) for each in ("sm_80", "sm_86"))
     assert [(row.kernel, row.registers) for row in unknown] == [(row.kernel, row.registers) for row in known]
     assert {(row.occupancy, row.bandwidth) for row in unknown} == {(None, None)}
 
 
-def test_every_hidden_size_is_in_a_class() -> None:
-    """Of every norm, in both directions."""
+def test_every_hidden_size_has_a_norm_kernel() -> None:
+    """Both norms have forward and backward kernels for the hidden size of every model."""
     norms = [each for each in size_classes() if each.program.source.startswith("layernorm")]
     for model in map(models.load_model, models.model_names()):
         centred = int(model.norm == "layer")
@@ -67,13 +67,13 @@ def test_every_hidden_size_is_in_a_class() -> None:
         assert {kernel for each in found for kernel in each.program.kernels} & {"backward", "gradients"}
 
 
-def test_it_is_printed_and_in_the_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_kernel_table_is_printed_and_in_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["doctor", "--kernels", "sm_70,sm_86", "--results", str(tmp_path)]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
     assert "layernorm.forward half by 8" in text
     assert "40/64/–/–" in text
-    assert re.search(r"layernorm\.forward half by 8 centred +\d+ ", text)  # and the columns of its rows
+    assert re.search(r"layernorm\.forward half by 8 centred +\d+ ", text)  # followed by columns
     assert "spilled 8" in text
     assert "bytes in flight can use (Little's law, not measured)" in " ".join(text.split())
     assert cli.main([*arguments, "--json"]) == 0

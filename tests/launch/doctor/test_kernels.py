@@ -1,4 +1,4 @@
-"""What the doctor says of CUDA kernels: without a GPU, with one, with a compiler that fails or is missing."""
+"""Tests of the CUDA kernel checks of the doctor: without a GPU, with GPUs, and with failing compilers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ptxas info    : Used {registers} registers, 400 bytes cmem[0]"""
 
 
 def gpu(capability: tuple[int, int], *, present: bool = True) -> Any:
-    """torch on a machine with two such GPUs, or without any."""
+    """Return a torch module with two GPUs of this compute capability, or without GPUs."""
     properties = SimpleNamespace(major=capability[0], minor=capability[1])
     cuda = SimpleNamespace(
         is_available=lambda: present, device_count=lambda: 2, get_device_properties=lambda index: properties
@@ -49,7 +49,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 
-def test_without_a_gpu_it_says_how_to_compile_for_one() -> None:
+def test_check_without_a_gpu_names_the_compile_command() -> None:
     found = by_name(check_kernels(gpu((0, 0), present=False)))
     assert found["kernels"].state == "yes"
     assert found["NVRTC"].found == "12.9, compiles for sm_70 to sm_90"
@@ -57,7 +57,7 @@ def test_without_a_gpu_it_says_how_to_compile_for_one() -> None:
     assert "repro doctor --kernels sm_80" in found["CUDA kernels"].enables
 
 
-def test_on_a_gpu_every_family_has_its_state() -> None:
+def test_each_kernel_family_has_a_compilation_state() -> None:
     found = by_name(check_kernels(gpu((8, 0))))
     assert {f"{name} (sm_80)" for name in families.FAMILIES} <= set(found)
     assert found["adamw (sm_80)"].found == "not compiled yet"
@@ -70,23 +70,23 @@ def test_on_a_gpu_every_family_has_its_state() -> None:
     assert "1 programs" in found["kernel cache"].found
 
 
-def test_families_are_compiled_where_that_is_asked_for() -> None:
+def test_kernels_are_compiled_for_requested_architectures() -> None:
     found = by_name(check_kernels(gpu((0, 0), present=False), "7.0,sm_90"))
     assert found["adamw (sm_70)"].state == found["adamw (sm_90)"].state == "yes"
     assert found["norm (sm_90)"].state == "no"
     assert found["norm (sm_90)"].found == "failed: norm does not compile: line 7: nonsense"
     assert found["bias and GELU (sm_70)"].state == "limited"
     assert "16 bytes spilled" in found["bias and GELU (sm_70)"].found
-    everywhere = by_name(check_kernels(gpu((0, 0), present=False), "all"))
-    assert {f"adamw (sm_{a})" for a in (70, 80, 90)} <= set(everywhere)
+    all_architectures = by_name(check_kernels(gpu((0, 0), present=False), "all"))
+    assert {f"adamw (sm_{a})" for a in (70, 80, 90)} <= set(all_architectures)
 
 
-def test_what_is_no_architecture() -> None:
+def test_unknown_architecture_is_rejected() -> None:
     with pytest.raises(ConfigError, match="--kernels = 'volta': must be architectures such as sm_70"):
         check_kernels(gpu((8, 0)), "volta")
 
 
-def test_a_compiler_that_is_missing_or_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_too_new_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "supported_architectures", lambda: (75, 80))
     found = by_name(check_kernels(gpu((7, 0))))
     assert found["CUDA kernels"].state == "no"

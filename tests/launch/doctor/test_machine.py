@@ -1,4 +1,4 @@
-"""The doctor: every check says what it enables; only what stops everything makes it fail."""
+"""Tests of `repro doctor`: the checks of this machine, their output and the exit code."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_this_machine_is_usable(
     )
 
 
-def test_json_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_json_output_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["doctor", "--results", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["usable"]
     assert {"name", "state", "found", "enables", "fatal"} == set(document["checks"][0])
 
 
-def test_without_torch_nothing_runs(tmp_path: Path) -> None:
-    """In a new interpreter, where no module that imports torch is loaded."""
+def test_doctor_fails_without_torch(tmp_path: Path) -> None:
+    """A new interpreter is necessary, because modules of this process have imported torch."""
     program = (
         "import sys; sys.modules['torch'] = None; from repro import cli; sys.exit(cli.main(sys.argv[1:]))"
     )
@@ -63,17 +63,17 @@ def test_without_torch_nothing_runs(tmp_path: Path) -> None:
     assert (done.returncode, "until this works: torch" in done.stdout) == (1, True), done.stderr
 
 
-def test_results_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unwritable_results_folder_is_fatal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert by_name(tmp_path / "results")["disk"].fatal
 
 
-def test_results_under_a_file(tmp_path: Path) -> None:
+def test_results_folder_below_a_file_is_fatal(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert by_name(tmp_path / "file" / "results")["disk"].fatal
 
 
-def test_slurm_is_found_by_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_slurm_version_is_read_from_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("sbatch", "srun"):
         (tmp_path / name).write_text("#!/bin/sh\necho slurm 23.11.4\n")
         (tmp_path / name).chmod(0o755)
@@ -82,13 +82,13 @@ def test_slurm_is_found_by_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (check.state, check.found.split(",")[0]) == ("yes", "slurm 23.11.4")
 
 
-def test_a_check_that_passes_is_a_name(
+def test_passed_checks_are_listed_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Without --details only the others have a row; every name is there."""
+    """Without --details, only failed and limited checks have a row."""
     monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["doctor", "--results", str(tmp_path)]) == 0
-    passed, _, others = capsys.readouterr().out.partition("\n\n")
+    passed, _, rows = capsys.readouterr().out.partition("\n\n")
     for check in examine_machine(tmp_path):
         assert check.state != "yes" or check.name in " ".join(passed.split())
-        assert (f"\n{check.state:<9}{check.name} " in others) == (check.state != "yes")
+        assert (f"\n{check.state:<9}{check.name} " in rows) == (check.state != "yes")

@@ -1,4 +1,4 @@
-"""Allocations without SLURM: a job's controller as a plain process, with the environment that SLURM would set."""
+"""Fake allocations: the controller of a job as a process, with the variables that SLURM would set."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ case "$*" in show*) echo "JobId=7 JobState={state} PreemptTime={preempted}";; es
 
 
 class Submission:
-    """A submission with one bundle, made by hand."""
+    """A submission with one bundle, written without `repro submit`."""
 
     def __init__(self, root: Path, suite: Path, *, profile: str = PROFILE, rerun: bool = False):
         self.results = root / "results"
@@ -60,10 +60,10 @@ class Submission:
         self.bin.mkdir()
         self.ring.mkdir()
         self._program("srun", f"#!{sys.executable}\n{Path(fake_srun.__file__).read_text()}")
-        self.says()
+        self.set_job_state()
 
-    def says(self, *, state: str = "RUNNING", preempted: str = "2026-11-21T10:00:00") -> None:
-        """What `scontrol show job` answers."""
+    def set_job_state(self, *, state: str = "RUNNING", preempted: str = "2026-11-21T10:00:00") -> None:
+        """Set the answer of `scontrol show job`."""
         self._program("scontrol", SCONTROL.format(log=self.calls, state=state, preempted=preempted))
 
     def _program(self, name: str, text: str) -> None:
@@ -72,30 +72,30 @@ class Submission:
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
 
     def records(self) -> list[dict[str, Any]]:
-        """All that was recorded."""
+        """Return all records."""
         return lines(self.results)
 
     def outcomes(self) -> dict[str, str]:
-        """Of the newest record of each experiment."""
+        """Return the outcome of the newest record of each experiment."""
         return {r["name"]: r["outcome"] for r in self.records() if r["kind"] == "experiment"}
 
     def reasons(self) -> dict[str, str]:
-        """Of the newest record of each experiment."""
+        """Return the reason of the newest record of each experiment."""
         return {r["name"]: r["reason"] for r in self.records() if r["kind"] == "experiment"}
 
     @property
     def state(self) -> dict[str, Any]:
-        """The bundle's file; empty while there is none."""
+        """Return the contents of the bundle's file; empty before the file exists."""
         path = self.folder / "bundle-0.json"
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return found
 
 
 class Job:
-    """One start of the job: its controller, which starts steps with `fake_srun`."""
+    """One start of the job: the process of the controller, which starts steps with `fake_srun`."""
 
     def __init__(
-        self, submission: Submission, *, nodes: int = 2, per_node: int = 1, restarts: int = 0, **more: str
+        self, submission: Submission, *, nodes: int = 2, per_node: int = 1, restarts: int = 0, **env: str
     ):
         self.submission = submission
         environment = {
@@ -115,7 +115,7 @@ class Job:
             "SLURM_RESTART_COUNT": str(restarts),
             "REPRO_RANK_TARGET": FAKE,
             "FAKE_RING": str(submission.ring),
-            **more,
+            **env,
         }
         self.output = submission.folder / f"job-{restarts}.log"
         with open(self.output, "w") as log:
@@ -129,15 +129,15 @@ class Job:
             )
 
     def wait(self, seconds: float = 100) -> int:
-        """Exit code of the controller."""
+        """Wait for the controller and return its exit code."""
         try:
             return self.controller.wait(seconds)
         finally:
             self.kill()
 
     def signal(self, number: int) -> None:
-        """As slurmstepd: to the controller, and to every process of the ranks' step."""
-        for process in self._family():
+        """Send a signal to the controller, the tasks and the ranks, as slurmstepd does."""
+        for process in self._processes():
             with suppress(psutil.Error):
                 line = process.cmdline()
                 if (
@@ -148,48 +148,48 @@ class Job:
                     process.send_signal(number)
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The ranks that run now."""
+        """Return the running ranks by number."""
         return self._numbered(RANK, lambda process: process.cmdline()[process.cmdline().index("--rank") + 1])
 
     def tasks(self) -> dict[int, psutil.Process]:
-        """What runs a rank each."""
+        """Return the running tasks, each of which runs a rank, by number."""
         return self._numbered(
             "repro.launch.slurm.allocation.task", lambda process: process.environ()["SLURM_PROCID"]
         )
 
     def _numbered(self, word: str, number: Callable[[psutil.Process], str]) -> dict[int, psutil.Process]:
         found = {}
-        for process in self._family():
+        for process in self._processes():
             with suppress(psutil.Error):
                 if word in process.cmdline() and "srun" not in " ".join(process.cmdline()[:3]):
                     found[int(number(process))] = process
         return found
 
-    def _family(self) -> list[psutil.Process]:
+    def _processes(self) -> list[psutil.Process]:
         if self.controller.poll() is not None:
             return []
-        own = psutil.Process(self.controller.pid)
-        return [own, *own.children(recursive=True)]
+        controller = psutil.Process(self.controller.pid)
+        return [controller, *controller.children(recursive=True)]
 
     def reach(self, name: str, step: int = 0) -> dict[int, psutil.Process]:
-        """Wait until experiment `name` is in its `step`-th step or later; its ranks."""
+        """Wait until experiment `name` has reached `step`, and return its ranks."""
 
-        def there() -> bool:
+        def has_reached() -> bool:
             current = self.submission.state.get("current") or {}
             if name not in current.get("names", []) or current["phase"] == "start":
                 return False
             return bool(current["step"] >= step)
 
-        wait_for(there)
+        wait_for(has_reached)
         return self.ranks()
 
     def kill(self) -> None:
-        """Leave nothing behind."""
-        for process in reversed(self._family()):
+        """Kill the controller and its descendants."""
+        for process in reversed(self._processes()):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         self.controller.wait(60)
 
     def log(self) -> str:
-        """What the controller printed."""
+        """Return the output of the controller."""
         return self.output.read_text()

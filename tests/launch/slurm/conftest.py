@@ -1,4 +1,4 @@
-"""A cluster that answers and runs nothing: what is asked of SLURM is tested everywhere, without SLURM."""
+"""Fixtures of a fake SLURM cluster, whose commands answer but run no job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTITIONS = [
 
 
 class FakeSlurm:
-    """The fake's state file."""
+    """The state file of the fake SLURM commands."""
 
     def __init__(self, folder: Path):
         self.path = folder / "slurm.json"
@@ -42,15 +42,15 @@ class FakeSlurm:
         return document
 
     def calls(self, name: str) -> list[list[str]]:
-        """Arguments of every call of one command."""
+        """Return the arguments of every call of a command."""
         return [call[1:] for call in self.state["calls"] if call[0] == name]
 
     def set(self, **values: Any) -> None:
-        """Change what it answers."""
+        """Change the answers of the commands."""
         self.path.write_text(json.dumps(self.state | values))
 
     def job(self, element: str, **values: Any) -> None:
-        """Change one job."""
+        """Change the state of one job."""
         state = self.state
         state["jobs"][element] |= values
         self.path.write_text(json.dumps(state))
@@ -58,12 +58,12 @@ class FakeSlurm:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """SLURM's commands first on the path, as the fake."""
+    """Put fake SLURM commands first on the path."""
     commands = tmp_path / "bin"
     commands.mkdir()
     for name in fake_slurm.COMMANDS:
         program = commands / name
-        # -S -E: a quick start of the interpreter is all that it needs.
+        # -S and -E shorten the start of the interpreter.
         program.write_text(f"#!{sys.executable} -SE\n" + Path(fake_slurm.__file__).read_text())
         program.chmod(0o755)
     fake = FakeSlurm(tmp_path)
@@ -74,7 +74,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A profile for processor cores, two ranks a node."""
+    """Write a profile for processor cores with two ranks per node."""
     path = tmp_path / "site.toml"
     path.write_text(
         '[slurm]\npartition = "debug"\ntasks_per_node = 2\ntime_limit = "00:30:00"\nexclusive = false\n'
@@ -84,5 +84,5 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def submitted(tmp_path: Path, site: Path, slurm: FakeSlurm) -> ThreeCases:
-    """Three cases that wait or run on it."""
+    """Submit three cases to the fake cluster."""
     return ThreeCases(tmp_path, site, slurm)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""SLURM's commands for tests without SLURM: answers from a JSON file, and a log of how often each was called.
+"""Fake SLURM commands, which answer from a JSON file and log each call there.
 
-One file under seven names.  It checks the form of what it is asked and runs nothing.
+The file is installed under seven names. It checks its arguments and runs no job.
 """
 
 import json
@@ -42,7 +42,7 @@ def sbatch(state: dict, arguments: list[str]) -> int:
 
 
 def squeue(state: dict, arguments: list[str]) -> int:
-    assert "-r" in arguments, "arrays must be asked for one element a line"
+    assert "-r" in arguments, "squeue must print one line per array element"
     for element, job in state["jobs"].items():
         if not job.get("forgotten"):
             print(f"{element}|{job['state']}|{job['reason']}|{job['nodes']}")

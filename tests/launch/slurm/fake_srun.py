@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""`srun` for tests without SLURM: a job step as plain processes of this machine, with what SLURM sets in each.
+"""Fake `srun`, which runs a job step as processes of this machine with the variables that SLURM would set.
 
-As the real one it passes SIGUSR1 and SIGUSR2 on, and when it is killed its tasks are.
+Like the real command, it forwards SIGUSR1 and SIGUSR2, and its tasks end when it is killed.
 """
 
 import os
@@ -21,15 +21,15 @@ def main(arguments: list[str]) -> int:
     assert "overlap" in options
     nodes = os.environ["SLURM_JOB_NODELIST"].split(",")[: int(options["nodes"])]
     assert tasks <= len(nodes) * per_node
-    own = {"SLURM_NTASKS": str(tasks)}
+    step_variables = {"SLURM_NTASKS": str(tasks)}
     if "cpus-per-task" in options:
-        own["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
+        step_variables["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
     children = [
         subprocess.Popen(
             arguments,
             env={
                 **os.environ,
-                **own,
+                **step_variables,
                 "SLURM_PROCID": str(task),
                 "SLURM_LOCALID": str(task % per_node),
                 "SLURM_NODEID": str(task // per_node),

@@ -1,4 +1,4 @@
-"""What tasks of a node report of its cards."""
+"""Invented node reports of tasks and their GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def card(name: str, memory: int, capability: str, number: int) -> dict[str, Any]
 def node(
     name: str, index: int, kind: tuple[str, int, str], *, tasks: int = 16, bound: bool = False
 ) -> list[NodeReport]:
-    """All tasks of a node; `bound`: each sees its own GPU only."""
+    """Return the reports of all tasks of a node; with `bound`, each task sees one GPU."""
     cards = [card(*kind, number) for number in range(tasks)]
     return [
         NodeReport(node=name, local=i, task=index * tasks + i,

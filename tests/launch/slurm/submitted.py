@@ -1,4 +1,4 @@
-"""A submission of three cases, and what SLURM, its allocations and the store say of it."""
+"""A submission of three cases, whose states in SLURM, in their jobs and in the store a test chooses."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class ThreeCases:
         self.experiments = {entry.experiment.name: entry.experiment for entry in suite.entries}
         slurm.set(jobs={f"12_{i}": JOB for i in range(3)})
 
-    def says(self, bundle: int, **state: Any) -> None:
-        """What the allocation of a bundle writes about itself."""
+    def report(self, bundle: int, **state: Any) -> None:
+        """Write the progress file of a bundle, as its allocation does."""
         start = {"restarts": 0, "nodes": ["n1"], "current": None, "stopped": None}
         write_json(self.folder / f"bundle-{bundle}.json", start | state)
 
     def record(self, name: str, outcome: str, reason: str = "") -> Experiment:
-        """A record of a case."""
+        """Append a record of a case, and return its experiment."""
         with Store(self.results) as store:
             store.append(
                 experiment_record(
@@ -83,7 +83,7 @@ class ThreeCases:
         return self.experiments[name]
 
     def status(self, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
-        """`repro status` by case."""
+        """Return the rows of `repro status` by case."""
         capsys.readouterr()
         cli.main(["status", "--results", str(self.results), "--json"])
         return {case["name"]: case for case in json.loads(capsys.readouterr().out)["cases"]}

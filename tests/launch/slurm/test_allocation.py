@@ -1,4 +1,4 @@
-"""An allocation does what a local run does, and survives what clusters do to it."""
+"""Tests of fake allocations: results as in a local run, and failures of ranks, nodes, SLURM and disks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def submission(tmp_path: Path) -> Submission:
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Hold:
-    """Keeps experiments in their second step, so that no test races with them."""
+    """Return the hold of this test, which keeps experiments in their second step."""
     return Hold(tmp_path / "hold")
 
 
@@ -42,14 +42,14 @@ def running(submission: Submission, **options: object) -> Iterator[Job]:
 
 
 class Hold:
-    """The folder of `FAKE_HOLD`."""
+    """Files in the folder `FAKE_HOLD`, which keep fake ranks in their second step."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         folder.mkdir()
 
     def __call__(self, *names: str) -> dict[str, str]:
-        """Of these experiments alone: what the controller's environment says of it."""
+        """Hold only these experiments, and return the variables for the controller."""
         for path in self.folder.iterdir():
             path.unlink()
         for name in names:
@@ -57,13 +57,13 @@ class Hold:
         return {"FAKE_HOLD": str(self.folder)}
 
 
-def classes(submission: Submission) -> dict[str, str]:
+def failure_classes(submission: Submission) -> dict[str, str]:
     outcomes, reasons = submission.outcomes(), submission.reasons()
     return {name: failure_class(outcome, reasons[name]) for name, outcome in outcomes.items()}
 
 
-def gone(ranks: dict[int, psutil.Process]) -> bool:
-    """Whether all of them ended; whoever inherits the orphans may reap them late."""
+def all_ended(ranks: dict[int, psutil.Process]) -> bool:
+    """Wait until all ranks have ended; their new parent may reap them later."""
 
     def ended(rank: psutil.Process) -> bool:
         try:
@@ -75,8 +75,8 @@ def gone(ranks: dict[int, psutil.Process]) -> bool:
     return True
 
 
-def test_real_ranks_train_as_locally(tmp_path: Path) -> None:
-    """Real ranks on two nodes, in a comparison: the same losses as the local launcher's, bit for bit."""
+def test_allocation_and_local_run_have_equal_losses(tmp_path: Path) -> None:
+    """Compared experiments with real ranks on two nodes and with the local launcher have bit-identical losses."""
     body = (
         experiments("a", "b", extra="layout = { dp = 1, tp = 2 }")
         + '\n[[compare]]\nbaseline = "a"\nsubjects = ["b"]\nrounds = 2'
@@ -99,12 +99,12 @@ def test_real_ranks_train_as_locally(tmp_path: Path) -> None:
     assert losses(slurm) == losses(local)
     assert len(losses(slurm)) == 2
     assert [r["name"] for r in slurm if r["kind"] == "comparison"] == ["a vs b"]
-    place = slurm[0]["provenance"]["slurm"]
-    assert (place["nodes"], place["tasks_per_node"], place["job_id"]) == (["n1", "n2"], 1, "7")
+    provenance = slurm[0]["provenance"]["slurm"]
+    assert (provenance["nodes"], provenance["tasks_per_node"], provenance["job_id"]) == (["n1", "n2"], 1, "7")
     assert submission.state["phase"] == "ended"
 
 
-def test_each_rank_knows_its_place(tmp_path: Path, hold: Hold) -> None:
+def test_rank_environment_contains_ranks_and_addresses(tmp_path: Path, hold: Hold) -> None:
     suite = write_suite(tmp_path, experiments("a", extra="layout = { dp = 4 }"))
     submission = Submission(tmp_path, suite)
     with running(submission, nodes=2, per_node=2, **hold("a")) as job:
@@ -121,44 +121,42 @@ def test_each_rank_knows_its_place(tmp_path: Path, hold: Hold) -> None:
             assert f"tcp://127.0.0.1:{environment['MASTER_PORT']}" in rank.cmdline()
 
 
-def test_a_killed_rank_costs_one_case(submission: Submission) -> None:
+def test_killed_rank_fails_only_its_case(submission: Submission) -> None:
     with running(submission, FAKE_FAULT="kill:a:1:2") as job:
         assert job.wait() == 0, job.log()
-    assert classes(submission) == {"a": "rank-killed", "b": ""}
+    assert failure_classes(submission) == {"a": "rank-killed", "b": ""}
     assert submission.reasons()["a"].startswith("rank 1 was killed by signal 9 (SIGKILL) at step 2, backward")
     logs = submission.folder / "logs" / "0"
     assert [path.name for path in logs.iterdir()] == [submission.records()[0]["key"]], "logs of failures only"
 
 
-@pytest.mark.parametrize(("private", "others_may"), [("true", 0), ("false", stat.S_IRGRP | stat.S_IROTH)])
-def test_files_are_the_users_own_unless_the_profile_says_otherwise(
-    tmp_path: Path, private: str, others_may: int
-) -> None:
+@pytest.mark.parametrize(("private", "shared_mode"), [("true", 0), ("false", stat.S_IRGRP | stat.S_IROTH)])
+def test_profile_decides_whether_files_are_private(tmp_path: Path, private: str, shared_mode: int) -> None:
     suite = write_suite(tmp_path, experiments("a"))
     profile = f"{PROFILE}[storage]\nprivate = {private}\n"
     submission = Submission(tmp_path, suite, profile=profile)
-    made_here = {*submission.results.rglob("*"), submission.results}
+    written_by_test = {*submission.results.rglob("*"), submission.results}
     with running(submission, FAKE_FAULT="kill:a:1:2") as job:
-        made_here |= {job.output}
+        written_by_test |= {job.output}
         assert job.wait() == 0, job.log()
-    written = [path for path in submission.results.rglob("*") if path not in made_here]
+    written = [path for path in submission.results.rglob("*") if path not in written_by_test]
     kinds = {path.name.rpartition(".")[2] for path in written}
     assert {"jsonl", "out", "err", "pkl"} <= kinds, "records, logs of ranks, submitit's result"
     for path in written:
         if path.suffix == ".pkl" or path.name.startswith("."):
-            continue  # submitit's umask is the script's; what is hidden is for one process
-        assert path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) & ~0o011 == others_may, path
+            continue  # submitit has the umask of the script; hidden files are for one process
+        assert path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) & ~0o011 == shared_mode, path
 
 
-def test_a_case_without_memory_costs_one_case(tmp_path: Path) -> None:
+def test_out_of_memory_fails_only_one_case(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, experiments("a", "b"), limits="hang_s = 60, memory_bytes = 50_000_000")
     submission = Submission(tmp_path, suite)
     with running(submission, FAKE_FAULT="memory:a:1:1") as job:
         assert job.wait() == 0, job.log()
-    assert classes(submission) == {"a": "out-of-memory", "b": ""}
+    assert failure_classes(submission) == {"a": "out-of-memory", "b": ""}
 
 
-def test_a_stopped_rank_is_a_hang(tmp_path: Path) -> None:
+def test_stopped_rank_is_a_hang(tmp_path: Path) -> None:
     body = experiments("a", "b").replace('name = "a"', 'name = "a"\nlimits.hang_s = 4')
     submission = Submission(tmp_path, write_suite(tmp_path, body))
     with running(submission, FAKE_FAULT="stop:a:1:2") as job:
@@ -169,28 +167,28 @@ def test_a_stopped_rank_is_a_hang(tmp_path: Path) -> None:
     assert (
         "rank 1 on n2: at step 2, backward, after all_reduce #3 on dp" in (logs / "positions.txt").read_text()
     )
-    assert "most recent call first" in (logs / "rank-0.err").read_text(), "no stacks of the rank that waits"
+    assert "most recent call first" in (logs / "rank-0.err").read_text(), "the waiting rank has no stacks"
 
 
-def test_a_lost_task_is_named_and_the_rest_is_asked_for_again(submission: Submission, hold: Hold) -> None:
-    """A rank whose task is gone can say nothing any more; its node, named, is none to go on with."""
+def test_lost_task_names_its_node_and_requeues_the_job(submission: Submission, hold: Hold) -> None:
+    """A rank without its task cannot report, and the allocation cannot continue without the node."""
     with running(submission, **hold("a")) as job:
         ranks = job.reach("a")
         job.tasks()[1].kill()
         assert job.wait() == 255, job.log()
-        assert gone(ranks)
-    assert classes(submission) == {"a": "lost-node"}
+        assert all_ended(ranks)
+    assert failure_classes(submission) == {"a": "lost-node"}
     assert "lost node n2: the rank's task ended without a report" in submission.reasons()["a"]
     assert submission.state["phase"] == "stopped"
     assert "requeue 7" in submission.calls.read_text()
     with running(submission, restarts=1) as job:
         assert job.wait() == 0, job.log()
-    assert submission.outcomes() == {"a": "error", "b": "ok"}, "what failed waits until it is asked for"
+    assert submission.outcomes() == {"a": "error", "b": "ok"}, "failed cases run again only on request"
 
 
-def test_tasks_that_end_with_the_whole_job_are_no_lost_node(submission: Submission, hold: Hold) -> None:
-    """SLURM may end the ranks a moment before it tells the controller, which is to run the case again."""
-    submission.says(state="COMPLETING", preempted="None")
+def test_tasks_of_an_ending_job_are_not_lost(submission: Submission, hold: Hold) -> None:
+    """SLURM may end the tasks shortly before it signals the controller, which must then run the case again."""
+    submission.set_job_state(state="COMPLETING", preempted="None")
     with running(submission, **hold("a")) as job:
         job.reach("a")
         for task in job.tasks().values():
@@ -200,21 +198,21 @@ def test_tasks_that_end_with_the_whole_job_are_no_lost_node(submission: Submissi
     assert submission.outcomes() == {"a": "interrupted"}
 
 
-def test_a_step_that_does_not_start_is_reported(submission: Submission) -> None:
-    """A node that is down when the nodes are looked at, and one that goes down later."""
+def test_step_that_does_not_start_is_reported(submission: Submission) -> None:
+    """The node is down during the survey of the nodes, or fails after the survey."""
     srun = submission.bin / "srun"
     working = srun.read_text()
     failing = "#!/bin/sh\necho 'srun: error: Node n2 is not available' >&2\nexit 1\n"
     srun.write_text(failing)
     with running(submission) as job:
         assert job.wait() == 0, job.log()
-    assert classes(submission) == {"a": "lost-node", "b": "lost-node"}
+    assert failure_classes(submission) == {"a": "lost-node", "b": "lost-node"}
     assert "0 of 2 tasks started: srun: error: Node n2 is not available" in submission.reasons()["a"]
-    only_looks = working.replace(
+    survey_only = working.replace(
         "    tasks, per_node", "    assert arguments[2] == NODES, 'no step'\n    tasks, per_node"
     )
     srun.write_text(
-        only_looks.replace("import os\n", 'import os\nNODES = "repro.launch.slurm.allocation.nodes"\n', 1)
+        survey_only.replace("import os\n", 'import os\nNODES = "repro.launch.slurm.allocation.nodes"\n', 1)
     )
     (submission.folder / "bundle-0.json").unlink()
     with running(submission) as job:
@@ -222,14 +220,12 @@ def test_a_step_that_does_not_start_is_reported(submission: Submission) -> None:
     assert "the rank's task did not start: AssertionError: no step" in submission.reasons()["a"]
 
 
-def test_a_step_waits_for_a_slurmctld_that_is_down(submission: Submission) -> None:
-    """srun gives up within seconds; a site's slurmctld is restarted while jobs run."""
+def test_step_waits_while_slurmctld_is_down(submission: Submission) -> None:
+    """srun fails within seconds, but a site may restart slurmctld while jobs run."""
     srun = submission.bin / "srun"
-    gone = "srun: error: Unable to confirm allocation for job 7: Unable to contact slurm controller (connect failure)"
+    error = "srun: error: Unable to confirm allocation for job 7: Unable to contact slurm controller (connect failure)"
     up, refused = submission.ring / "up", submission.ring / "refused"
-    refuse = (
-        f"    if not os.path.exists('{up}'):\n        open('{refused}', 'w')\n        sys.exit('{gone}\\n')\n"
-    )
+    refuse = f"    if not os.path.exists('{up}'):\n        open('{refused}', 'w')\n        sys.exit('{error}\\n')\n"
     srun.write_text(srun.read_text().replace("    options = {}", f"{refuse}    options = {{}}"))
     with running(submission) as job:
         wait_for(refused.exists)
@@ -238,49 +234,48 @@ def test_a_step_waits_for_a_slurmctld_that_is_down(submission: Submission) -> No
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
 
-def test_without_their_controller_tasks_and_ranks_end(submission: Submission, hold: Hold) -> None:
+def test_tasks_and_ranks_end_without_their_controller(submission: Submission, hold: Hold) -> None:
     with running(submission, **hold("a")) as job:
         ranks = {**job.reach("a"), **{2 + number: task for number, task in job.tasks().items()}}
         assert len(ranks) == 4
         job.controller.kill()
         assert job.wait() == -signal.SIGKILL, job.log()
-        assert gone(ranks)
+        assert all_ended(ranks)
     with running(submission, restarts=1) as job:
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
 
-def test_a_port_that_somebody_takes_costs_a_start_and_no_case(submission: Submission) -> None:
+def test_occupied_port_fails_no_case(submission: Submission) -> None:
     with running(submission, FAKE_BUSY=str(submission.ring / "busy")) as job:
         assert job.wait() == 0, job.log()
     assert (submission.ring / "busy").exists()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
 
-def test_a_stranger_does_no_harm(submission: Submission, hold: Hold) -> None:
-    """Whoever has no token is cut off, whatever it says."""
+def test_connections_without_the_token_are_closed(submission: Submission, hold: Hold) -> None:
     with running(submission, **hold("a")) as job:
         ranks = job.reach("a")
-        (place,) = submission.folder.glob("logs/0/*/launch.json")
-        assert place.stat().st_mode & 0o777 == 0o600
-        message = json.loads(place.read_text())
-        for words in (b"GET / HTTP/1.1\r\n", b'{"token":"guessed","rank":0}\n{"say":"ended","code":9}\n'):
-            with socket.create_connection((message["address"], message["port"]), timeout=60) as stranger:
-                stranger.sendall(words)
-                assert stranger.recv(1) == b""
+        (launch_file,) = submission.folder.glob("logs/0/*/launch.json")
+        assert launch_file.stat().st_mode & 0o777 == 0o600
+        message = json.loads(launch_file.read_text())
+        for request in (b"GET / HTTP/1.1\r\n", b'{"token":"guessed","rank":0}\n{"say":"ended","code":9}\n'):
+            with socket.create_connection((message["address"], message["port"]), timeout=60) as client:
+                client.sendall(request)
+                assert client.recv(1) == b""
         assert ranks
         hold()
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
 
-def test_preemption_requeues_and_runs_again_only_what_it_met(submission: Submission, hold: Hold) -> None:
+def test_preemption_repeats_only_the_interrupted_case(submission: Submission, hold: Hold) -> None:
     with running(submission, **hold("b")) as job:
         job.reach("b")
         job.signal(signal.SIGUSR2)
         assert job.wait() == 255, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "interrupted"}
-    assert classes(submission)["b"] == "preempted"
+    assert failure_classes(submission)["b"] == "preempted"
     state = submission.state
     assert (state["phase"], state["stopped"]["signal"]) == ("stopped", "SIGUSR2")
     assert submission.calls.read_text().splitlines()[-1] == "requeue 7"
@@ -288,22 +283,22 @@ def test_preemption_requeues_and_runs_again_only_what_it_met(submission: Submiss
     with running(submission, restarts=1) as job:
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
-    assert len(submission.records()) == before + 1, "what was done is not done again"
+    assert len(submission.records()) == before + 1, "finished cases do not run again"
 
 
-def test_a_long_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """Asked to stop, real ranks write one after the step that they are in; the next start of the job goes on there."""
+def test_preempted_training_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    """After a stop request, real ranks write a checkpoint after their step, and the next start resumes from it."""
     long = "training = { steps = 8, untimed_steps = 1, checkpoint_every = 8 }"
     suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{long}', limits="hang_s = 100")
     submission = Submission(tmp_path, suite)
     (tmp_path / "a").touch()
-    held = {"REPRO_RANK_TARGET": "tests.launch.held_session:run_rank", "FAKE_HOLD": str(tmp_path)}
-    with running(submission, **held) as job:
+    env = {"REPRO_RANK_TARGET": "tests.launch.held_session:run_rank", "FAKE_HOLD": str(tmp_path)}
+    with running(submission, **env) as job:
         job.reach("a", HELD)
         job.signal(signal.SIGUSR2)
         assert job.wait() == 255, job.log()
-    assert classes(submission) == {"a": "preempted"}
-    with running(submission, restarts=1, **held) as job:
+    assert failure_classes(submission) == {"a": "preempted"}
+    with running(submission, restarts=1, **env) as job:
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok"}
     record = submission.records()[-1]
@@ -311,29 +306,29 @@ def test_a_long_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert record["series"]["resumed_from"] == [HELD + 1]
 
 
-def test_a_cancelled_job_is_not_requeued(submission: Submission, hold: Hold) -> None:
-    submission.says(state="CANCELLED", preempted="None")
+def test_cancelled_job_is_not_requeued(submission: Submission, hold: Hold) -> None:
+    submission.set_job_state(state="CANCELLED", preempted="None")
     with running(submission, **hold("a")) as job:
         job.reach("a")
         job.signal(signal.SIGTERM)
         assert job.wait() == 128 + signal.SIGTERM, job.log()
-    assert classes(submission) == {"a": "cancelled"}
+    assert failure_classes(submission) == {"a": "cancelled"}
     assert "requeue" not in submission.calls.read_text()
 
 
-def test_wrong_hardware_starts_nothing(tmp_path: Path) -> None:
+def test_wrong_hardware_fails_all_cases(tmp_path: Path) -> None:
     profile = 'system = "dgx2"\n[slurm]\ngpus_per_node = 16\n[environment]\ninterface = "lo"\n'
     suite = write_suite(tmp_path, experiments("a", "b"))
     submission = Submission(tmp_path, suite, profile=profile)
     with running(submission) as job:
         assert job.wait() == 0, job.log()
     assert set(submission.outcomes().values()) == {"error"}
-    assert set(classes(submission).values()) == {"wrong-hardware"}
+    assert set(failure_classes(submission).values()) == {"wrong-hardware"}
     assert submission.reasons()["a"].startswith("wrong hardware: node n1 has ")
     assert submission.reasons()["a"].endswith(": not comparable")
 
 
-def test_a_full_disk_is_reported(tmp_path: Path, hold: Hold) -> None:
+def test_full_disk_is_reported(tmp_path: Path, hold: Hold) -> None:
     with small_disk(tmp_path) as disk:
         suite = write_suite(tmp_path, experiments("a", "b"))
         submission = Submission(disk, suite)

@@ -1,4 +1,4 @@
-"""Where cases stand, from every mixture of what SLURM, the job and the store say; and what `repro cancel` reaches."""
+"""Tests of case states, which follow from SLURM, progress files and records, and of `repro cancel`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.launch.slurm.submitted import ThreeCases
 from tests.records import latest
 
 
-def test_a_case_waits_runs_and_is_done(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+def test_case_is_pending_running_and_done(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
     submitted.slurm.job("12_0", state="PENDING", reason="Resources", nodes="")
-    place = {"names": ["b"], "case": "b", "step": 3, "steps": 6, "phase": "backward", "steps_per_s": 1.5}
-    submitted.says(1, phase="running", current=place)
+    state = {"names": ["b"], "case": "b", "step": 3, "steps": 6, "phase": "backward", "steps_per_s": 1.5}
+    submitted.report(1, phase="running", current=state)
     submitted.record("c", "ok")
     found = submitted.status(capsys)
     assert (found["a"]["state"], found["a"]["detail"]) == ("pending", "Resources")
@@ -30,12 +30,12 @@ def test_a_case_waits_runs_and_is_done(submitted: ThreeCases, capsys: pytest.Cap
     ("compare", "detail"),
     [(True, "alternates with b in a comparison"), (False, "its job runs other cases first")],
 )
-def test_cases_that_share_a_launch(
+def test_cases_of_one_launch_share_state_and_logs(
     submitted: ThreeCases, capsys: pytest.CaptureFixture[str], compare: bool, detail: str
 ) -> None:
-    """One of them is where the ranks are; its logs are those of the launch."""
-    place = {"names": ["a", "b"], "case": "b", "compare": compare, "step": 3, "steps": 6, "phase": "backward"}
-    submitted.says(0, phase="running", current=place)
+    """The ranks are at a step of one case. The logs of the launch belong to both cases."""
+    state = {"names": ["a", "b"], "case": "b", "compare": compare, "step": 3, "steps": 6, "phase": "backward"}
+    submitted.report(0, phase="running", current=state)
     found = submitted.status(capsys)
     assert (found["a"]["state"], found["a"]["detail"]) == ("running", detail)
     work = submitted.registry.work(submitted.submission)
@@ -44,21 +44,21 @@ def test_cases_that_share_a_launch(
     replace(work, bundles=(replace(work.bundles[0], tasks=(together,)),)).save(submitted.folder)
     logs = submitted.folder / "logs" / "0" / submitted.experiments["a"].key
     logs.mkdir(parents=True)
-    (logs / "rank-0.err").write_text("where both are")
+    (logs / "rank-0.err").write_text("log of both cases")
     assert cli.main(["logs", "b", "--rank", "0", "--results", str(submitted.results)]) == 0
-    assert "where both are" in capsys.readouterr().out
+    assert "log of both cases" in capsys.readouterr().out
 
 
-def test_a_preempted_case_is_requeued_and_says_why(
+def test_preempted_case_is_requeued_with_its_reason(
     submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submitted.record("a", "interrupted", "preempted")
     stopped = {"signal": "SIGUSR2", "reason": "preempted or near its time limit"}
-    submitted.says(0, phase="stopped", stopped=stopped)
+    submitted.report(0, phase="stopped", stopped=stopped)
     submitted.slurm.job("12_0", state="PENDING", reason="BeginTime", nodes="")
     found = submitted.status(capsys)["a"]
     assert (found["state"], found["detail"]) == ("requeued", "preempted or near its time limit, BeginTime")
-    submitted.says(
+    submitted.report(
         0, restarts=1, phase="running", current={"names": ["a"], "case": "a", "step": 1, "steps": 6}
     )
     submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="n1")
@@ -80,9 +80,7 @@ def test_a_preempted_case_is_requeued_and_says_why(
         (None, ("error", "lost: SLURM no longer lists the job, and the job wrote no record")),
     ],
 )
-def test_all_that_slurm_says_of_an_end_is_in_the_reason(
-    job: JobState | None, expected: tuple[str, str]
-) -> None:
+def test_job_state_determines_outcome_without_record(job: JobState | None, expected: tuple[str, str]) -> None:
     assert outcome_without_record(job) == expected
 
 
@@ -99,19 +97,19 @@ def test_all_that_slurm_says_of_an_end_is_in_the_reason(
         ([], 0),
     ],
 )
-def test_the_exit_code_says_whether_it_is_over(states: list[str], expected: int) -> None:
-    words = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12"}
-    assert status_exit_code([CaseState(**words, state=state) for state in states]) == expected
+def test_status_exit_code_follows_from_case_states(states: list[str], expected: int) -> None:
+    known = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12"}
+    assert status_exit_code([CaseState(**known, state=state) for state in states]) == expected
 
 
-def test_a_job_that_nobody_knows_is_lost(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_unknown_to_slurm_is_lost(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
     submitted.slurm.set(jobs={})
     found = submitted.status(capsys)
     assert {case["state"] for case in found.values()} == {"lost"}
     assert "no longer lists the job" in found["a"]["detail"]
 
 
-def test_older_records_do_not_speak_for_a_new_submission(
+def test_older_records_do_not_count_for_new_submissions(
     submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment = submitted.record("a", "error", "an older run")
@@ -121,10 +119,10 @@ def test_older_records_do_not_speak_for_a_new_submission(
     assert experiment.key in latest(submitted.results)
 
 
-def test_the_clock_of_a_node_may_be_behind_that_of_the_submission(
+def test_record_order_does_not_depend_on_node_clocks(
     submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A submission of which the newest older record is known: later ones are its own, whatever their times are."""
+    """Records after the newest record at submission belong to the submission, whatever their times are."""
     submitted.record("a", "error", "an older run")
     with Store(submitted.results) as store:
         store.records()
@@ -137,8 +135,8 @@ def test_the_clock_of_a_node_may_be_behind_that_of_the_submission(
     assert found["b"]["state"] == "done"
 
 
-def test_all_that_is_known_of_a_case(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was never said is empty or none."""
+def test_status_contains_all_case_fields(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unknown fields are empty."""
     submitted.slurm.job("12_0", state="PENDING", reason="JobHeldUser", nodes="")
     case = {"submission": "x", "suite": "faults", "job_state": "PENDING", "nodes": "", "restarts": 0}
     assert submitted.status(capsys)["a"] == {
@@ -153,7 +151,7 @@ def test_all_that_is_known_of_a_case(submitted: ThreeCases, capsys: pytest.Captu
         "recorded": False,
         "failure": "",
     }
-    words = {
+    known = {
         "submission": "x",
         "suite": "s",
         "name": "a",
@@ -163,14 +161,16 @@ def test_all_that_is_known_of_a_case(submitted: ThreeCases, capsys: pytest.Captu
         "state": "done",
     }
     empty = dict.fromkeys(("detail", "outcome", "job_state", "nodes", "failure"), "")
-    assert CaseState(**words).as_dict() == {**words, **empty, "restarts": 0, "recorded": False}  # type: ignore[arg-type]
-    submitted.says(0, restarts=3, nodes=["n4", "n5"], phase="running", current={"names": ["a"], "case": "a"})
+    assert CaseState(**known).as_dict() == {**known, **empty, "restarts": 0, "recorded": False}  # type: ignore[arg-type]
+    submitted.report(
+        0, restarts=3, nodes=["n4", "n5"], phase="running", current={"names": ["a"], "case": "a"}
+    )
     submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="")
     found = submitted.status(capsys)["a"]
     assert (found["restarts"], found["nodes"], found["detail"]) == (3, "n4,n5", "step 0 of 0, ")
 
 
-def test_a_case_that_stopped_itself_and_did_not_start_again_says_both(
+def test_lost_case_names_interrupt_and_job_end(
     submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submitted.record("a", "interrupted", "preempted at step 3")
@@ -183,7 +183,7 @@ def test_a_case_that_stopped_itself_and_did_not_start_again_says_both(
     assert submitted.status(capsys)["a"]["detail"] == "preempted at step 3"
 
 
-def test_the_table_is_for_people(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_table_shows_failures(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
     submitted.record("a", "hang", "no progress for 2 s: rank 1 is behind [at step 3]")
     submitted.record("b", "ok")
     assert cli.main(["status", "--results", str(submitted.results)]) == 3
@@ -193,15 +193,13 @@ def test_the_table_is_for_people(submitted: ThreeCases, capsys: pytest.CaptureFi
     assert "faults: 3 cases: 1 running, 1 done, 1 failed" in out
 
 
-def test_damage_is_one_line(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_submission_file_is_named(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
     (submitted.folder / "submission.json").write_text("{")
     assert cli.main(["status", "--results", str(submitted.results)]) == 2
     assert "submission.json" in capsys.readouterr().err
 
 
-def test_cancel_takes_a_case_a_suite_or_all(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cancel_selects_by_case_or_suite(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
     results = ["--results", str(submitted.results)]
     assert cli.main(["cancel", "nothing", *results]) == 2
     assert "a suite, submission or case that waits or runs: a, b, c" in capsys.readouterr().err

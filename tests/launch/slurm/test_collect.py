@@ -1,4 +1,4 @@
-"""What `repro collect` records of jobs that left nothing, brings to another folder, and says."""
+"""Tests of `repro collect`: records of jobs that wrote none, copies in another folder, and the output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.records import latest, lines
         ({"state": "FAILED", "exit": "1:0"}, "lost", "error"),
     ],
 )
-def test_a_job_that_left_no_record_is_collected_once(
+def test_job_without_a_record_is_recorded_once(
     submitted: ThreeCases,
     capsys: pytest.CaptureFixture[str],
     job: dict[str, str],
@@ -37,26 +37,26 @@ def test_a_job_that_left_no_record_is_collected_once(
     submitted.slurm.job("12_0", **job)
     found = submitted.status(capsys)["a"]
     assert (found["state"], found["failure"], found["recorded"]) == (state, failure, False)
-    for turn in range(2):
+    for attempt in range(2):
         assert cli.main(["collect", "--results", str(submitted.results), "--json"]) == 1
         document = json.loads(capsys.readouterr().out)
-        assert document["recorded"] == ([] if turn else ["a"])
+        assert document["recorded"] == ([] if attempt else ["a"])
         assert document["records"] == 3
     record = latest(submitted.results)[submitted.experiments["a"].key]
     assert record["outcome"] in ("interrupted", "error")
-    assert record["wall_s"] == 0, "nobody knows how long"
+    assert record["wall_s"] == 0, "the duration is unknown"
     assert record["provenance"]["slurm"]["state"] == job["state"]
     assert document["bad_nodes"] == ({"n1": 1} if failure == "node-failure" else {})
-    found = submitted.status(capsys)["a"]  # and it still says the same
+    found = submitted.status(capsys)["a"]  # the new record has the same class
     assert found["failure"] == failure
 
 
-def test_nodes_that_failures_name_are_counted() -> None:
-    """Those that the reason names, or all of the case where it names none; what is no fault of a node counts not."""
+def test_node_failures_are_counted_per_node() -> None:
+    """The reason of a node failure names nodes; without names, all nodes of the case count."""
 
     def case(reason: str, nodes: str = "n[1-3]", outcome: str = "error") -> CaseState:
-        words = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12"}
-        return CaseState(**words, state="failed", detail=reason, outcome=outcome, nodes=nodes)
+        fields = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12"}
+        return CaseState(**fields, state="failed", detail=reason, outcome=outcome, nodes=nodes)
 
     cases = [
         case("lost node n2: no answer from the node for 15 s"),
@@ -68,13 +68,13 @@ def test_nodes_that_failures_name_are_counted() -> None:
     assert count_bad_nodes(cases) == {"n2": 3, "n3": 2, "n1": 1}
 
 
-def test_collect_brings_records_to_another_folder_once(
+def test_collect_copies_records_to_another_folder_once(
     submitted: ThreeCases, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a", "b", "c"):
         submitted.record(name, "ok")
-    torn = next(submitted.results.glob("records/*.jsonl"))
-    torn.write_bytes(torn.read_bytes() + b'{"half": ')
+    damaged = next(submitted.results.glob("records/*.jsonl"))
+    damaged.write_bytes(damaged.read_bytes() + b'{"half": ')
     for copied in (3, 0):
         arguments = ["--results", str(submitted.results), "--into", str(tmp_path / "mine"), "--json"]
         assert cli.main(["collect", *arguments]) == 0
@@ -84,18 +84,18 @@ def test_collect_brings_records_to_another_folder_once(
     assert len(lines(tmp_path / "mine")) == 3
 
 
-def test_what_collect_says_to_people(
+def test_collect_prints_totals_failures_and_bad_nodes(
     submitted: ThreeCases, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submitted.record("a", "hang", "rank 1 is behind")
     submitted.slurm.job("12_1", state="NODE_FAIL", reason="NodeDown")
     results = ["--results", str(submitted.results)]
-    mine = tmp_path / "mine"
-    assert cli.main(["collect", *results, "--into", str(mine)]) == 1
+    target = tmp_path / "mine"
+    assert cli.main(["collect", *results, "--into", str(target)]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "0 of 3 cases done, 1 waiting or running, 1 lost or cancelled and recorded.",
         f"2 records in {submitted.results}/records.",
-        f"2 of the records are new in {mine}/records.",
+        f"2 of the records are new in {target}/records.",
         "1 failure on node n1: `repro submit --exclude n1` excludes this node.",
         "a: hang: rank 1 is behind.",
         "b: node-failure: node failure, on n1, NodeDown.",

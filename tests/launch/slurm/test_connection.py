@@ -1,4 +1,4 @@
-"""A task and its controller over a real connection: what is heard, who is cut off, and how an end is told."""
+"""Tests of the connection between a task and its controller: messages, rejected clients and lost peers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.launch.runs import wait_for
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    made = Listener("127.0.0.1", token="secret")
-    yield made
-    made.close()
-    made.close()  # a second time does no harm
+    created = Listener("127.0.0.1", token="secret")
+    yield created
+    created.close()
+    created.close()  # a second close has no effect
 
 
-def connected(listener: Listener, rank: int = 3) -> Connection:
+def connect(listener: Listener, rank: int = 3) -> Connection:
     return Connection("127.0.0.1", listener.port, token="secret", rank=rank)
 
 
-def heard(
+def receive(
     listener: Listener, until: Callable[[], bool] | None = None, count: int = 0
 ) -> list[tuple[int, Message]]:
     found: list[tuple[int, Message]] = []
@@ -42,24 +42,24 @@ def heard(
     return found
 
 
-def test_a_task_is_heard_until_it_ends(listener: Listener) -> None:
-    task = connected(listener)
+def test_messages_arrive_until_the_task_ends(listener: Listener) -> None:
+    task = connect(listener)
     task.send({"say": "position", "at": [1, 2]})
     task.send({"say": "ended"})
-    assert heard(listener, count=2) == [(3, {"say": "position", "at": [1, 2]}), (3, {"say": "ended"})]
+    assert receive(listener, count=2) == [(3, {"say": "position", "at": [1, 2]}), (3, {"say": "ended"})]
     assert (task.address, task.open) == ("127.0.0.1", True)
     assert (listener.has_connected(3), listener.has_connected(0), listener.ended) == (True, False, {})
     task.wait(0.01)
-    assert task.open, "time has passed, and no more"
+    assert task.open, "the timeout of a wait does not close the connection"
     assert task._socket.gettimeout() is None
     task._socket.close()
-    assert heard(listener, lambda: bool(listener.ended)) == []
+    assert receive(listener, lambda: bool(listener.ended)) == []
     assert (listener.has_connected(3), listener.ended) == (True, {3: TASK_ENDED})
 
 
-def test_the_controllers_last_word_is_that_it_closes(listener: Listener) -> None:
-    task = connected(listener)
-    heard(listener, lambda: listener.has_connected(3))
+def test_task_detects_a_closed_controller(listener: Listener) -> None:
+    task = connect(listener)
+    receive(listener, lambda: listener.has_connected(3))
     listener.close()
     task.wait(10)
     assert not task.open
@@ -72,34 +72,34 @@ def test_the_controllers_last_word_is_that_it_closes(listener: Listener) -> None
     wait_for(refused, 10)
 
 
-def test_the_kernel_is_asked_to_notice_who_is_silent(listener: Listener) -> None:
-    """After five seconds it looks twice, five seconds apart: fifteen in all, as for what it has sent."""
-    task = connected(listener)
-    heard(listener, lambda: listener.has_connected(3))
+def test_sockets_detect_silent_peers_after_15_seconds(listener: Listener) -> None:
+    """After 5 s of silence, the kernel sends two probes, 5 s apart. Sent data has the same timeout of 15 s."""
+    task = connect(listener)
+    receive(listener, lambda: listener.has_connected(3))
     (other,) = listener._rank_of
     for sock in (task._socket, other):
         options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
-        asked = {name: sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in options}
-        assert asked == dict(zip(options, (5, 5, 2, 15_000), strict=True))
+        values = {name: sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in options}
+        assert values == dict(zip(options, (5, 5, 2, 15_000), strict=True))
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-def test_lines_may_come_in_pieces_and_together(listener: Listener) -> None:
+def test_messages_may_arrive_in_pieces_or_together(listener: Listener) -> None:
     hello = json.dumps({"token": "secret", "rank": 1}).encode()
     with socket.create_connection(("127.0.0.1", listener.port)) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         raw.sendall(hello[:7])
-        heard(listener, lambda: any(bytes(kept) == hello[:7] for kept in listener._unfinished.values()))
+        receive(listener, lambda: any(bytes(buffer) == hello[:7] for buffer in listener._unfinished.values()))
         raw.sendall(hello[7:] + b'\n{"say": 1}\n{"say": 2}\n{"sa')
-        assert heard(listener, count=2) == [(1, {"say": 1}), (1, {"say": 2})]
+        assert receive(listener, count=2) == [(1, {"say": 1}), (1, {"say": 2})]
         raw.sendall(b'y": "' + b"x" * (1 << 17) + b'"}\nno json\n')
-        assert heard(listener, count=1) == [(1, {"say": "x" * (1 << 17)})], "ours may say much"
-    assert heard(listener, lambda: bool(listener.ended)) == []
+        assert receive(listener, count=1) == [(1, {"say": "x" * (1 << 17)})], "long messages are accepted"
+    assert receive(listener, lambda: bool(listener.ended)) == []
     assert listener.ended == {1: TASK_ENDED}
 
 
 @pytest.mark.parametrize(
-    "words",
+    "payload",
     [
         b"GET / HTTP/1.1\r\n",
         b'{"token": "guessed", "rank": 0}\n',
@@ -109,28 +109,28 @@ def test_lines_may_come_in_pieces_and_together(listener: Listener) -> None:
         b"[1]\n",
         b"x" * ((1 << 16) + 1),
     ],
-    ids=["http", "another token", "no token", "no rank", "no number", "no table", "too much"],
+    ids=["http", "another token", "no token", "no rank", "no number", "no object", "too long"],
 )
-def test_a_stranger_is_cut_off(listener: Listener, words: bytes) -> None:
+def test_client_without_valid_token_is_disconnected(listener: Listener, payload: bytes) -> None:
     with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as raw:
-        raw.sendall(words[: 1 << 16] if len(words) > 1 << 16 else words)
-        if len(words) > 1 << 16:
-            heard(listener, lambda: [len(kept) for kept in listener._unfinished.values()] == [1 << 16])
-            raw.sendall(words[1 << 16 :])
+        raw.sendall(payload[: 1 << 16] if len(payload) > 1 << 16 else payload)
+        if len(payload) > 1 << 16:
+            receive(listener, lambda: [len(buffer) for buffer in listener._unfinished.values()] == [1 << 16])
+            raw.sendall(payload[1 << 16 :])
         raw.settimeout(0.01)
-        gone: list[bool] = []
+        closed: list[bool] = []
 
         def dropped() -> bool:
             assert listener.messages() == []
             with suppress(TimeoutError):
                 try:
-                    gone.append(raw.recv(1) == b"")
+                    closed.append(raw.recv(1) == b"")
                 except ConnectionResetError:
-                    gone.append(True)
-            return bool(gone)
+                    closed.append(True)
+            return bool(closed)
 
         wait_for(dropped, 10)
-    assert gone == [True]
+    assert closed == [True]
     assert (listener.ended, listener.has_connected(0), dict(listener._unfinished)) == ({}, False, {})
 
 
@@ -142,7 +142,7 @@ def test_a_stranger_is_cut_off(listener: Listener, words: bytes) -> None:
         (errno.ECONNRESET, "connection lost (Connection reset by peer)"),
     ],
 )
-def test_how_a_connection_was_lost_is_reported(listener: Listener, number: int, message: str) -> None:
+def test_error_of_a_lost_connection_is_reported(listener: Listener, number: int, message: str) -> None:
     class Broken(socket.socket):
         def recv(self, *_: Any) -> bytes:
             raise OSError(number, os.strerror(number))
@@ -162,7 +162,7 @@ def test_how_a_connection_was_lost_is_reported(listener: Listener, number: int, 
     ("error", "open"),
     [(TimeoutError("ours"), True), (TimeoutError(errno.ETIMEDOUT, "kernel"), False), (OSError(104, "reset"), False)],
 )  # fmt: skip
-def test_a_controller_that_does_not_answer_is_told_from_time_that_passes(
+def test_only_errors_of_the_kernel_close_the_connection(
     listener: Listener, error: OSError, open: bool
 ) -> None:
     class Silent:
@@ -175,7 +175,7 @@ def test_a_controller_that_does_not_answer_is_told_from_time_that_passes(
         def recv(self, count: int) -> bytes:
             raise error
 
-    task = connected(listener)
+    task = connect(listener)
     with task._socket:
         silent: Any = Silent()
         task._socket = silent

@@ -1,4 +1,4 @@
-"""The task that runs a bundle: what it was given, whom it waits for, what it starts or refuses."""
+"""Tests of the controller of a bundle: its allocation, the survey of its nodes, and refused hardware."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ REPORTS = [NodeReport(node=f"n{task}", local=0, task=task) for task in range(2)]
 SITE = parse_profile({}, file="site.toml")
 
 
-def test_a_job_is_called_as_slurm_does() -> None:
-    one = {"SLURM_JOB_ID": "15"}
-    assert controller.slurm_job_id({**one, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}) == "12_3"
-    assert controller.slurm_job_id({**one, "SLURM_ARRAY_JOB_ID": "12"}) == "15"
-    assert controller.slurm_job_id({**one, "SLURM_ARRAY_TASK_ID": "3"}) == "15"
+def test_job_id_equals_the_slurm_id() -> None:
+    job = {"SLURM_JOB_ID": "15"}
+    assert controller.slurm_job_id({**job, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}) == "12_3"
+    assert controller.slurm_job_id({**job, "SLURM_ARRAY_JOB_ID": "12"}) == "15"
+    assert controller.slurm_job_id({**job, "SLURM_ARRAY_TASK_ID": "3"}) == "15"
     assert controller.slurm_job_id({}) == "0"
 
 
 @pytest.mark.parametrize(
-    ("limits", "wanted"),
+    ("limits", "new_limits"),
     [((1024, 4096), (4096, 4096)), ((1024, 1 << 20), (16384, 1 << 20)), ((1024, -1), (16384, -1)), ((16384, -1), None)],
 )  # fmt: skip
 @pytest.mark.parametrize(("private", "umask"), [("true", 0o077), ("false", 0o022)])
-def test_what_slurm_gave_is_taken_from_its_environment_and_the_profile(
+def test_allocation_is_read_from_environment_and_profile(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     limits: tuple[int, int],
-    wanted: tuple[int, int] | None,
+    new_limits: tuple[int, int] | None,
     private: str,
     umask: int,
 ) -> None:
@@ -59,26 +59,26 @@ def test_what_slurm_gave_is_taken_from_its_environment_and_the_profile(
     (tmp_path / "profile.toml").write_text(
         f'[environment]\ninterface = "lo"\n[storage]\nprivate = {private}\n'
     )
-    given = controller.read_allocation(tmp_path, {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS_PER_NODE": "4"})
-    assert (given.nodes, given.per_node, given.tasks, given.address) == (3, 4, 12, "127.0.0.1")
-    assert (given.umask, masks) == (umask, [umask])
-    assert set_to == ([] if wanted is None else [wanted])
-    alone = controller.read_allocation(tmp_path, {})
-    assert (alone.nodes, alone.per_node) == (1, 1)
+    found = controller.read_allocation(tmp_path, {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS_PER_NODE": "4"})
+    assert (found.nodes, found.per_node, found.tasks, found.address) == (3, 4, 12, "127.0.0.1")
+    assert (found.umask, masks) == (umask, [umask])
+    assert set_to == ([] if new_limits is None else [new_limits])
+    single = controller.read_allocation(tmp_path, {})
+    assert (single.nodes, single.per_node) == (1, 1)
 
 
-class Looks:
-    """The step that looks at the nodes: tasks write their reports, then srun ends."""
+class SurveyStep:
+    """The job step of the node survey: tasks write their reports, then srun ends."""
 
     def __init__(self, reports: list[NodeReport], polls: int):
         self.reports, self.polls, self.ends = reports, polls, 0
-        self.asked: list[Any] = []
+        self.arguments: list[Any] = []
 
     tasks = 2
 
-    def step(self, tasks: int, module: str, folder: Path) -> Looks:
-        self.asked = [tasks, module, folder]
-        assert list(folder.iterdir()) == [], "nothing of a former start is there"
+    def step(self, tasks: int, module: str, folder: Path) -> SurveyStep:
+        self.arguments = [tasks, module, folder]
+        assert list(folder.iterdir()) == [], "the folder has files of an earlier start"
         for report in self.reports:
             (folder / f"report-{report.task}.json").write_text(json.dumps(vars(report)))
         return self
@@ -96,7 +96,7 @@ class Looks:
         return "" if self.polls > 100 else "srun: error: n1 is down"
 
 
-def test_every_node_is_waited_for_and_who_is_silent_is_named(
+def test_survey_waits_for_reports_and_names_lost_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock().rules(monkeypatch, controller)
@@ -104,19 +104,19 @@ def test_every_node_is_waited_for_and_who_is_silent_is_named(
     folder = tmp_path / "nodes"
     folder.mkdir()
     (folder / "report-0.json").touch()
-    full: Any = Looks(REPORTS, polls=3)
+    full: Any = SurveyStep(REPORTS, polls=3)
     assert controller.survey_nodes(full, folder, AllocationStop("7")) == (REPORTS, "")
-    assert full.asked == [2, "repro.launch.slurm.allocation.nodes", folder]
+    assert full.arguments == [2, "repro.launch.slurm.allocation.nodes", folder]
     assert (full.ends, folder.exists(), clock.now) == (
         1,
         False,
         pytest.approx(100 + 3 * controller.POLL_INTERVAL_S),
     )
-    half: Any = Looks(REPORTS[:1], polls=0)
+    half: Any = SurveyStep(REPORTS[:1], polls=0)
     lost = "lost node n1: 1 of 2 tasks started: srun: error: n1 is down"
     assert controller.survey_nodes(half, folder, AllocationStop("7")) == (REPORTS[:1], lost)
     clock.now = 100.0
-    never: Any = Looks([], polls=10**6)
+    never: Any = SurveyStep([], polls=10**6)
     lost = "lost node n0, n1: 0 of 2 tasks started: no report within 300 s"
     assert controller.survey_nodes(never, folder, AllocationStop("7")) == ([], lost)
     assert (
@@ -126,7 +126,7 @@ def test_every_node_is_waited_for_and_who_is_silent_is_named(
     )
     stopped, clock.now = AllocationStop("7"), 100.0
     stopped.give_up("enough")
-    assert controller.survey_nodes(Looks(REPORTS, polls=10**6), folder, stopped)[1] == ""  # type: ignore[arg-type]
+    assert controller.survey_nodes(SurveyStep(REPORTS, polls=10**6), folder, stopped)[1] == ""  # type: ignore[arg-type]
     assert clock.now == 100.0
     monkeypatch.setattr("submitit.slurm.slurm.SlurmJobEnvironment.hostnames", ["n0"])
     assert controller._missing(REPORTS[:1], 2, "x") == "lost node of the allocation: 1 of 2 tasks started: x"
@@ -148,7 +148,7 @@ ENVIRONMENT = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
 
 
 @pytest.mark.parametrize(
-    ("missing", "wrong", "stopped", "found"),
+    ("missing", "mismatch", "stopped", "found"),
     [
         ("", "", False, "ran"),
         ("lost node n2", "", False, "lost node n2"),
@@ -157,13 +157,13 @@ ENVIRONMENT = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
         ("", "wrong hardware: x", True, "wrong hardware: x"),
     ],
 )
-def test_a_bundle_runs_where_its_nodes_are_there_and_right(
-    submission: Path, monkeypatch: pytest.MonkeyPatch, missing: str, wrong: str, stopped: bool, found: str
+def test_bundle_runs_only_on_complete_and_correct_nodes(
+    submission: Path, monkeypatch: pytest.MonkeyPatch, missing: str, mismatch: str, stopped: bool, found: str
 ) -> None:
     ran: list[Any] = []
     allocation = Allocation(nodes=2, per_node=1, site=SITE, address="127.0.0.1", umask=0)
 
-    class Runs:
+    class FakeRunner:
         def __init__(
             self, recorder: Any, progress: Any, interrupt: AllocationStop, launcher: Any, *, rerun: bool
         ):
@@ -186,8 +186,8 @@ def test_a_bundle_runs_where_its_nodes_are_there_and_right(
 
     monkeypatch.setattr(controller, "read_allocation", lambda folder, environment: allocation)
     monkeypatch.setattr(controller, "survey_nodes", survey)
-    monkeypatch.setattr(controller, "describe_wrong_hardware", lambda reports, site: wrong)
-    monkeypatch.setattr(controller, "Runner", Runs)
+    monkeypatch.setattr(controller, "describe_wrong_hardware", lambda reports, site: mismatch)
+    monkeypatch.setattr(controller, "Runner", FakeRunner)
     stop = AllocationStop("7")
     stop.delay_s = 1.0
     if stopped:
@@ -219,14 +219,12 @@ def test_a_bundle_runs_where_its_nodes_are_there_and_right(
     assert message["stopped"] == (None if found else {"signal": "", "reason": "enough"})
 
 
-def test_what_breaks_is_reported_in_the_bundles_file(
-    submission: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> None:
+def test_exceptions_are_written_to_the_bundle_file(submission: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
         raise KeyError("x")
 
     monkeypatch.setattr(controller, "read_allocation", lambda folder, environment: SimpleNamespace(site=SITE))
-    monkeypatch.setattr(controller, "survey_nodes", broken)
+    monkeypatch.setattr(controller, "survey_nodes", fail)
     with pytest.raises(KeyError):
         controller.run_bundle(submission, 0, AllocationStop("7"), {})
     message = json.loads((submission / "bundle-0.json").read_text())
@@ -238,17 +236,17 @@ def test_what_breaks_is_reported_in_the_bundles_file(
     )
 
 
-def test_hardware_is_looked_at_where_the_profile_names_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(controller.nodes, "hardware_mismatch", lambda *given: asked.append(given) or "wrong")
+def test_hardware_is_checked_for_profiles_with_a_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(controller.nodes, "hardware_mismatch", lambda *given: calls.append(given) or "wrong")
     assert controller.describe_wrong_hardware(REPORTS, SITE) == ""
     dgx2 = parse_profile({"system": "dgx2", "slurm": {"gpus_per_node": 4}}, file="f")
     assert controller.describe_wrong_hardware(REPORTS, dgx2) == "wrong"
-    ((reports, system, gpus),) = asked
+    ((reports, system, gpus),) = calls
     assert (reports, system.name, gpus) == (REPORTS, "dgx2", 4)
 
 
-def test_the_address_is_the_interfaces_or_is_asked_for() -> None:
+def test_node_address_is_the_address_of_the_interface() -> None:
     assert controller.node_address("lo", {}, "site.toml") == "127.0.0.1"
     assert controller.node_address("", {"SLURM_JOB_NUM_NODES": "1"}, "site.toml") == "127.0.0.1"
     with pytest.raises(
@@ -257,8 +255,8 @@ def test_the_address_is_the_interfaces_or_is_asked_for() -> None:
         controller.node_address("ib7", {}, "site.toml")
 
 
-def test_among_several_nodes_the_address_is_one_that_this_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its name stands for, or what SLURM says; not the loopback, nor another node's."""
+def test_address_of_several_nodes_belongs_to_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address comes from the host name or from SLURM. The loopback and addresses of other nodes are invalid."""
     ours = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"]}
     entries = {
         name: [SimpleNamespace(family=socket.AF_INET, address=a) for a in own] for name, own in ours.items()

@@ -1,4 +1,4 @@
-"""What a launch on several nodes makes of what its tasks say, on a clock of its own."""
+"""Tests of a launch on several nodes, whose rank states follow from the messages of tasks, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOB = Job(experiments=[Experiment(name="a", model=TINY, layout=Layout(dp=3))])
 
 
 class Step:
-    """One `srun`."""
+    """An `srun` process whose exit code a test sets."""
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -46,22 +46,22 @@ class Step:
 
 
 class Listener:
-    """Tasks that have all come, and say what a test lets them."""
+    """A listener of three connected tasks, whose messages a test chooses."""
 
     port = 1
 
     def __init__(self) -> None:
         self.ended: dict[int, str] = {}
-        self.come = {0, 1, 2}
-        self.printed: list[tuple[int, Message]] = []
+        self.connected = {0, 1, 2}
+        self.queued: list[tuple[int, Message]] = []
         self.open = True
 
     def messages(self) -> list[tuple[int, Message]]:
-        found, self.printed = self.printed, []
+        found, self.queued = self.queued, []
         return found
 
     def has_connected(self, rank: int) -> bool:
-        return rank in self.come
+        return rank in self.connected
 
     def close(self) -> None:
         self.open = False
@@ -79,21 +79,21 @@ class Started(ClusterLaunch):
     listener: Listener
 
     def __init__(self, folder: Path):
-        nobody: Any = None
-        self.stop, self.begun = AllocationStop("7"), 0
-        super().__init__(JOB, folder / "logs", nobody, ["n1", "n1", "n2"], target="x:y", stop=self.stop)
+        unused: Any = None
+        self.stop, self.start_count = AllocationStop("7"), 0
+        super().__init__(JOB, folder / "logs", unused, ["n1", "n1", "n2"], target="x:y", stop=self.stop)
         self.logs.mkdir()
         self._begin()
 
     def _begin(self) -> None:
-        self.begun += 1
+        self.start_count += 1
         self._ports += 1
         self._ranks = [launch._RankStatus() for _ in range(self.world)]
         self.step, self.listener = Step(), Listener()
         self._step, self._listener = self.step, self.listener  # type: ignore[assignment]
 
-    def hears(self, rank: int, say: str, **message: Any) -> None:
-        self.listener.printed.append((rank, {"say": say, **message}))
+    def deliver(self, rank: int, say: str, **message: Any) -> None:
+        self.listener.queued.append((rank, {"say": say, **message}))
         self._receive()
 
 
@@ -102,7 +102,7 @@ def started(clock: Clock, tmp_path: Path) -> Started:
     return Started(tmp_path)
 
 
-def test_all_that_tasks_are_told(tmp_path: Path) -> None:
+def test_launch_file_contains_all_task_settings(tmp_path: Path) -> None:
     environment = {"interface": "ib0", "variables": {"NCCL_IB_HCA": "mlx5"}}
     allocation: Any = SimpleNamespace(
         address="127.0.0.1",
@@ -111,83 +111,85 @@ def test_all_that_tasks_are_told(tmp_path: Path) -> None:
         step=lambda *given: given,
         site=parse_profile({"environment": environment}, file="f"),
     )
-    made = ClusterLaunch(
+    created = ClusterLaunch(
         JOB, tmp_path / "logs", allocation, ["n1", "n1", "n2"], target="x:y", stop=AllocationStop("7")
     )
-    made.start()
-    told = launch.task.TaskLaunch.load(made.logs)
-    assert made._listener is not None
-    assert (told.address, told.port, told.token) == ("127.0.0.1", made._listener.port, made._listener._token)
-    assert (told.per_node, told.device, told.target, told.limited, told.umask) == (
+    created.start()
+    settings = launch.task.TaskLaunch.load(created.logs)
+    assert created._listener is not None
+    assert (settings.address, settings.port, settings.token) == (
+        "127.0.0.1",
+        created._listener.port,
+        created._listener._token,
+    )
+    assert (settings.per_node, settings.device, settings.target, settings.limited, settings.umask) == (
         2,
         "cpu",
         "x:y",
         False,
         0o077,
     )
-    assert (told.interface, told.variables) == ("ib0", {"NCCL_IB_HCA": "mlx5"})
-    assert 0 < told.rendezvous != told.port
-    assert len(told.token) == 32
-    assert (made._ports, made._step) == (1, (3, launch.task.__name__, made.logs))
-    assert Job.load(made.logs / task.JOB_FILE) == JOB
-    made._listener.close()
+    assert (settings.interface, settings.variables) == ("ib0", {"NCCL_IB_HCA": "mlx5"})
+    assert 0 < settings.rendezvous != settings.port
+    assert len(settings.token) == 32
+    assert (created._ports, created._step) == (1, (3, launch.task.__name__, created.logs))
+    assert Job.load(created.logs / task.JOB_FILE) == JOB
+    created._listener.close()
 
 
-def place(seconds: float, step: int = 5) -> list[Any]:
+def position_fields(seconds: float, step: int = 5) -> list[Any]:
     return [0, step, "forward", 40, "all_gather", "tp", seconds]
 
 
-def test_a_position_is_of_the_time_when_it_was_reported_and_only_a_new_word_is_progress(
-    started: Started, clock: Clock
-) -> None:
+def test_position_time_changes_only_with_new_heartbeats(started: Started, clock: Clock) -> None:
     assert [started.position(rank) for rank in range(3)] == [Position(0, 0, Phase.START, 0, "", "", 0.0)] * 3
-    started.hears(1, "position", at=place(7000.0), age=0.5, stopped=False)
+    started.deliver(1, "position", at=position_fields(7000.0), age=0.5, stopped=False)
     clock.now = 130.0
-    started.hears(1, "position", at=place(7000.0, 6), age=30.5, stopped=True)
+    started.deliver(1, "position", at=position_fields(7000.0, 6), age=30.5, stopped=True)
     assert (started.position(1).seconds, started.position(1).step) == (99.5, 5)
     assert [started.stopped(rank) for rank in range(3)] == [False, True, False]
-    started.hears(1, "position", at=place(7030.0, 6), age=0.25, stopped=False)
+    started.deliver(1, "position", at=position_fields(7030.0, 6), age=0.25, stopped=False)
     assert (started.position(1).seconds, started.position(1).step, started.stopped(1)) == (129.75, 6, False)
     assert str(started.position(1)) == "at step 6, forward, after all_gather #40 on tp"
     assert not started.position(0).begun
 
 
 def test_no_rank_hangs_while_srun_waits_for_slurmctld(started: Started, clock: Clock) -> None:
-    class Restarts(Step):
-        """srun is started again when its exit code is asked for."""
+    class RestartingStep(Step):
+        """A step whose srun starts again at each query of its exit code."""
 
         def __getattribute__(self, name: str) -> Any:
             if name == "code":
                 self.starts += 1
             return super().__getattribute__(name)
 
-    restarts: Any = Restarts()
-    started._step = restarts
+    restarting: Any = RestartingStep()
+    started._step = restarting
     started._receive()
     assert [started.position(rank).seconds for rank in range(3)] == [100.0, 0.0, 0.0]
 
 
-def test_results_signals_and_ends_are_kept(started: Started) -> None:
+def test_results_signals_and_exits_are_stored(started: Started) -> None:
     for rank in range(3):
-        started.hears(rank, "result", index=1, result={"rank": rank})
+        started.deliver(rank, "result", index=1, result={"rank": rank})
     assert started.results(1) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
     assert started.results(0) is None
-    started.hears(2, "signal", number=int(signal.SIGUSR2))
+    started.deliver(2, "signal", number=int(signal.SIGUSR2))
     assert not started.stop
-    started.hears(2, "signal", number=int(signal.SIGTERM))
+    started.deliver(2, "signal", number=int(signal.SIGTERM))
     assert (started.stop.terminated, started.stop._terminated_node) == (True, "n2")
-    started.hears(3, "ended", code=1, report=None, errors="of nobody")
+    started.deliver(3, "ended", code=1, report=None, errors="of nobody")
     report = {"rank": 0, "outcome": "oom"}
-    started.hears(0, "ended", code=3, report=report, errors="the end")
+    started.deliver(0, "ended", code=3, report=report, errors="the end")
     assert [started.poll(rank) for rank in range(3)] == [3, None, None]
     assert (started.report(0), started.error_text(0), started.error_text(1)) == (report, "the end", "")
     for rank, number in ((1, errno.ENOSPC), (2, errno.ENOENT)):
-        started.hears(rank, "ended", code=1, report=None, errors="", errno=number, file="/shared/x")
+        started.deliver(rank, "ended", code=1, report=None, errors="", errno=number, file="/shared/x")
     full = {"rank": 1, "outcome": "error", "reason": "disk full while starting the ranks: /shared/x"}
     assert [started.report(rank) for rank in (1, 2)] == [full, None]
 
 
-def test_who_is_gone_is_lost_at_once_or_when_no_signal_came(started: Started, clock: Clock) -> None:
+def test_task_without_signal_is_lost_after_a_delay(started: Started, clock: Clock) -> None:
     started.listener.ended = {2: "no answer from the node for 15 s", 1: TASK_ENDED}
     assert [started.poll(rank) for rank in range(3)] == [None, None, 1]
     clock.now += launch.LOST_TASK_GRACE_S - 0.125
@@ -201,11 +203,11 @@ def test_who_is_gone_is_lost_at_once_or_when_no_signal_came(started: Started, cl
     assert started.stop._why == f"lost node n1: {TASK_ENDED}"
     assert started.stop.requeue
     assert not started.logs.exists()
-    started._receive()  # there is nobody left to hear
+    started._receive()  # after the close, no task sends messages
 
 
-def test_a_task_that_did_not_start_is_lost_with_sruns_words(started: Started, clock: Clock) -> None:
-    started.listener.come = {0, 1}
+def test_task_that_did_not_start_reports_srun_error(started: Started, clock: Clock) -> None:
+    started.listener.connected = {0, 1}
     assert started.poll(0) is None
     assert started.poll(2) is None
     started.step.code = 1
@@ -216,9 +218,7 @@ def test_a_task_that_did_not_start_is_lost_with_sruns_words(started: Started, cl
     assert started.report(2) == {"rank": 2, "outcome": "error", "reason": lost}
 
 
-def test_all_that_runs_is_waited_for_and_its_logs_go_where_they_are_kept(
-    started: Started, tmp_path: Path
-) -> None:
+def test_close_waits_for_tasks_and_moves_logs(started: Started, tmp_path: Path) -> None:
     (started.logs / launch.task.LAUNCH_FILE).touch()
     (started.logs / "rank-0.err").touch()
     started.close(keep_logs=tmp_path / "kept")
@@ -230,33 +230,33 @@ def test_all_that_runs_is_waited_for_and_its_logs_go_where_they_are_kept(
     assert again.logs.exists()
 
 
-@pytest.mark.parametrize("voice", ["report", "errors"])
-def test_another_port_is_tried_twice(started: Started, voice: str) -> None:
+@pytest.mark.parametrize("source", ["report", "errors"])
+def test_occupied_port_is_replaced_twice(started: Started, source: str) -> None:
     taken = "RuntimeError: EADDRINUSE: address already in use"
-    report = {"rank": 0, "outcome": "error", "reason": taken} if voice == "report" else None
-    end: dict[str, Any] = {"code": 1, "report": report, "errors": taken if voice == "errors" else ""}
-    for code, begun in ((None, 2), (None, 3), (1, 3)):
-        started.hears(0, "ended", **end)
-        assert (started.poll(0), started.begun) == (code, begun)
+    report = {"rank": 0, "outcome": "error", "reason": taken} if source == "report" else None
+    end: dict[str, Any] = {"code": 1, "report": report, "errors": taken if source == "errors" else ""}
+    for code, start_count in ((None, 2), (None, 3), (1, 3)):
+        started.deliver(0, "ended", **end)
+        assert (started.poll(0), started.start_count) == (code, start_count)
 
 
-def test_a_port_is_no_reason_for_who_had_begun_or_reported_something_else(started: Started) -> None:
+def test_other_failures_do_not_change_the_port(started: Started) -> None:
     taken = {"code": 1, "report": None, "errors": "Address already in use"}
-    started.hears(0, "ended", **{**taken, "errors": "KeyError"})
-    assert (started.poll(0), started.begun) == (1, 1)
+    started.deliver(0, "ended", **{**taken, "errors": "KeyError"})
+    assert (started.poll(0), started.start_count) == (1, 1)
     started._begin()
-    started.hears(0, "position", at=place(1.0), age=0.0, stopped=False)
-    started.hears(0, "ended", **taken)
-    assert (started.poll(0), started.begun) == (1, 2)
+    started.deliver(0, "position", at=position_fields(1.0), age=0.0, stopped=False)
+    started.deliver(0, "ended", **taken)
+    assert (started.poll(0), started.start_count) == (1, 2)
     started._begin()
     started._ports = 1
-    started.hears(1, "ended", **taken)
-    assert [started.poll(0), started.poll(1), started.begun] == [None, 1, 3]
+    started.deliver(1, "ended", **taken)
+    assert [started.poll(0), started.poll(1), started.start_count] == [None, 1, 3]
 
 
-def test_stacks_are_waited_for_as_long_as_they_may_come(started: Started, clock: Clock) -> None:
-    started.hears(0, "ended", code=0, report=None, errors="")
-    started.hears(1, "position", at=place(1.0), age=0.0, stopped=True)
+def test_stack_dump_waits_for_running_ranks(started: Started, clock: Clock) -> None:
+    started.deliver(0, "ended", code=0, report=None, errors="")
+    started.deliver(1, "position", at=position_fields(1.0), age=0.0, stopped=True)
     started.dump_stacks()
     assert started.step.signals == [rank_process.STACKS_SIGNAL]
     assert (
@@ -264,7 +264,7 @@ def test_stacks_are_waited_for_as_long_as_they_may_come(started: Started, clock:
         <= clock.now - 100 - (rank_process.STACKS_TIMEOUT_S + task.POSITION_INTERVAL_S)
         < 2 * launch.POLL_INTERVAL_S
     )
-    started.hears(2, "stacks")
+    started.deliver(2, "stacks")
     clock.now = 200.0
     started.dump_stacks()
     assert clock.now == 200.0

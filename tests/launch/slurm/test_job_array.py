@@ -1,4 +1,4 @@
-"""Shapes: every rank has a place, and cases of one shape are one array."""
+"""Tests of job arrays: the number of nodes for the ranks, and one array for cases of equal shape."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_ranks_are_spread_evenly_over_the_fewest_nodes(world: int, per_node: int
         assert world % fewer or world // fewer > per_node
 
 
-def test_one_array_for_each_shape_and_work_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_cases_of_equal_shape_share_an_array(tmp_path: Path) -> None:
     body = experiments("a", "b", "c") + experiments("d4", "e4", extra="layout.dp = 4\n")
     body += '\n[[experiment]]\nname = "f"\nlayout.zero = 1\n[[compare]]\nbaseline = "a"\nsubjects = ["f"]\n'
     suite = suites.load_suite(write_suite(tmp_path, body))
@@ -44,6 +44,6 @@ def test_one_array_for_each_shape_and_work_comes_back_as_it_was_written(tmp_path
     assert [b.index for array in found for b in array.bundles] == [0, 1, 2]
     work = SubmissionWork(suite=suite, bundles=tuple(b for array in found for b in array.bundles), rerun=True)
     work.save(tmp_path)
-    again = SubmissionWork.load(tmp_path)
-    assert (again.bundles, again.rerun) == (work.bundles, True)
-    assert [e.experiment for e in again.suite.entries] == [e.experiment for e in suite.entries]
+    loaded = SubmissionWork.load(tmp_path)
+    assert (loaded.bundles, loaded.rerun) == (work.bundles, True)
+    assert [e.experiment for e in loaded.suite.entries] == [e.experiment for e in suite.entries]

@@ -1,4 +1,4 @@
-"""What `repro logs` shows of a rank and of a job."""
+"""Tests of `repro logs` for a rank and for a job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from repro.launch.slurm import commands
 from tests.launch.slurm.submitted import ThreeCases
 
 
-def test_logs_of_a_rank_and_of_the_job(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_show_the_end_of_long_files(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
     results = ["--results", str(submitted.results)]
     folder = submitted.folder / "logs" / "1" / submitted.experiments["b"].key
     folder.mkdir(parents=True)
@@ -25,18 +25,18 @@ def test_logs_of_a_rank_and_of_the_job(submitted: ThreeCases, capsys: pytest.Cap
     assert cli.main(["logs", "b", "--rank", "2", *results]) == 2
 
 
-def test_few_names_are_all_shown_and_of_many_the_nearest() -> None:
+def test_long_lists_show_only_the_nearest_names() -> None:
     assert commands.list_names("x", ["a", "b", "a"]) == "a, b"
     names = [f"case-{i}" for i in range(500)]
     assert commands.list_names("case-77x", names).startswith("case-77, ")
     assert commands.list_names("case-77x", names).endswith(" (8 of 500)")
 
 
-def test_what_logs_prints(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_print_files_with_headings(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
     results = ["--results", str(submitted.results)]
 
-    def printed(*asked: str) -> list[str]:
-        assert cli.main(["logs", *asked, *results]) == 0
+    def printed(*arguments: str) -> list[str]:
+        assert cli.main(["logs", *arguments, *results]) == 0
         return capsys.readouterr().out.splitlines()
 
     assert printed("b") == ["no log: job 12_1 of b"]

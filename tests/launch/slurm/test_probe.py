@@ -1,4 +1,4 @@
-"""How nodes are asked what they have, and what is made of their answers."""
+"""Tests of the inspection of nodes for `repro doctor --profile`: the request and the checks of the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from repro.launch.slurm.scheduler import SchedulerError
 from repro.launch.slurm.submission import probe
 
 SRUN = ["srun", "-N", "2", "--ntasks-per-node=1", "--time=5", "--job-name=repro-doctor"]
-EVERY: dict[str, Any] = {
+ALL_KEYS: dict[str, Any] = {
     "slurm": {
         "partition": "gpu",
         "account": "lab",
@@ -45,7 +45,7 @@ def site(**tables: Any) -> Profile:
     [
         ({}, [], sys.executable),
         (
-            EVERY,
+            ALL_KEYS,
             [
                 *("--partition=gpu", "--account=lab", "--qos=long", "--constraint=nvlink", "--exclude=n3,n4"),
                 *(
@@ -61,32 +61,32 @@ def site(**tables: Any) -> Profile:
         ({"slurm": {"gpus_per_node": 4, "gpu_request": "none"}}, [], sys.executable),
     ],
 )
-def test_nodes_are_asked_for_as_jobs_are(
+def test_probe_requests_nodes_with_the_options_of_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: dict[str, Any], options: list[str], python: str
 ) -> None:
-    asked: list[list[str]] = []
+    commands: list[list[str]] = []
     answers = ["hello from a prologue"] + [json.dumps({"host": host}) for host in ("n1", "n2")]
 
     def call(command: list[str], timeout_s: float) -> str:
-        asked.append(command)
+        commands.append(command)
         assert timeout_s == probe.PROBE_TIMEOUT_S
         (marker,) = tmp_path.iterdir()
         assert marker.read_text() == marker.name.removeprefix(".probe-")
         start = f"exec {shlex.quote(python)} -m {probe.__name__} {marker}"
-        setup = "umask 077" + (" && module load cuda" if tables is EVERY else "")
+        setup = "umask 077" + (" && module load cuda" if tables is ALL_KEYS else "")
         assert command[-3:] == ["bash", "-c", f"{setup} && {start}"]
         return "\n".join(answers)
 
     monkeypatch.setattr(probe, "run_slurm_command", call)
     assert probe.probe_nodes(site(**tables), tmp_path, 2) == [{"host": "n1"}, {"host": "n2"}]
-    assert [command[:-3] for command in asked] == [[*SRUN, *options]]
+    assert [command[:-3] for command in commands] == [[*SRUN, *options]]
     assert list(tmp_path.iterdir()) == []
     del answers[1]
     with pytest.raises(SchedulerError, match="1 of 2 nodes answered"):
         probe.probe_nodes(site(**tables), tmp_path, 2)
 
 
-CARD = {"name": "Tesla V100-SXM3-32GB", "memory_bytes": 34_057_748_480, "compute_capability": "7.0"}
+V100 = {"name": "Tesla V100-SXM3-32GB", "memory_bytes": 34_057_748_480, "compute_capability": "7.0"}
 
 
 def answer(host: str, **more: Any) -> dict[str, Any]:
@@ -96,27 +96,27 @@ def answer(host: str, **more: Any) -> dict[str, Any]:
         "host": host,
         "folder": "",
         "interfaces": interfaces,
-        "gpus": [CARD] * 16,
+        "gpus": [V100] * 16,
         "versions": versions,
     }
     return {**message, "python": "3.12.1", **more}
 
 
-def judged(seen: list[dict[str, Any]], **tables: Any) -> dict[str, tuple[Any, ...]]:
-    found = [(c.name, c.state, c.found, c.enables, c.fatal) for c in probe.check_nodes(site(**tables), seen)]
+def check_rows(nodes: list[dict[str, Any]], **tables: Any) -> dict[str, tuple[Any, ...]]:
+    found = [(c.name, c.state, c.found, c.enables, c.fatal) for c in probe.check_nodes(site(**tables), nodes)]
     return {
-        f"{name} {place}" if name == "GPUs there" else name: row for place, (name, *row) in enumerate(found)
+        f"{name} {index}" if name == "GPUs there" else name: row for index, (name, *row) in enumerate(found)
     }  # type: ignore[misc]
 
 
 DGX2: dict[str, Any] = {"system": "dgx2", "slurm": {"gpus_per_node": 16}}
 
 
-def test_nodes_that_have_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_nodes_pass_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "versions", lambda packages: {"torch": "2.6"})
-    seen = [answer("n1"), answer("n2", versions={"torch": "2.6", "nvidia-nccl-cu13": "2.27"})]
-    has = "GPUs of the profile's system"
-    assert judged(seen, **DGX2, environment={"interface": "ib0"}) == {
+    nodes = [answer("n1"), answer("n2", versions={"torch": "2.6", "nvidia-nccl-cu13": "2.27"})]
+    fits = "GPUs of the profile's system"
+    assert check_rows(nodes, **DGX2, environment={"interface": "ib0"}) == {
         "nodes": ["yes", "n1, n2", "python 3.12.1 and repro can be started on the nodes", False],
         "shared folder": [
             "yes",
@@ -126,17 +126,17 @@ def test_nodes_that_have_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ],
         "interface": ["yes", "ib0 10.0.0.1", "carries collectives", False],
         "torch": ["yes", "n1: torch 2.6; n2: torch 2.6", "ranks start", False],
-        "GPUs there 4": ["yes", "n1: 16 x Tesla V100-SXM3-32GB", has, False],
-        "GPUs there 5": ["yes", "n2: 16 x Tesla V100-SXM3-32GB", has, False],
+        "GPUs there 4": ["yes", "n1: 16 x Tesla V100-SXM3-32GB", fits, False],
+        "GPUs there 5": ["yes", "n2: 16 x Tesla V100-SXM3-32GB", fits, False],
         "NCCL": ["yes", "2.21, 2.27", "collectives between GPUs", False],
     }
 
 
-def test_nodes_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_nodes_fail_the_matching_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "versions", lambda packages: {"torch": "2.6"})
-    bare = answer("n2", folder="other contents", interfaces={"lo": "127.0.0.1"}, versions={}, gpus=[])
-    seen = [answer("n1", versions={"torch": "2.6"}), bare]
-    assert judged(seen, **DGX2, environment={"interface": "ib0"}) == {
+    incomplete = answer("n2", folder="other contents", interfaces={"lo": "127.0.0.1"}, versions={}, gpus=[])
+    nodes = [answer("n1", versions={"torch": "2.6"}), incomplete]
+    assert check_rows(nodes, **DGX2, environment={"interface": "ib0"}) == {
         "nodes": ["yes", "n1, n2", "python 3.12.1 and repro can be started on the nodes", False],
         "shared folder": ["no", "n2: other contents", "set storage.shared and --results", True],
         "interface": [
@@ -155,7 +155,7 @@ def test_nodes_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
         "GPUs there 5": ["no", "n2: 0 x none", "slurm.gpus_per_node is 16", True],
         "NCCL": ["limited", "no NCCL package; torch may contain NCCL", "collectives between GPUs", False],
     }
-    without = judged([answer("n1")])
+    without = check_rows([answer("n1")])
     assert without["interface"] == [
         *(
             "limited",
@@ -164,6 +164,6 @@ def test_nodes_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
             False,
         ),
     ]
-    assert set(without) == {"nodes", "shared folder", "interface", "torch"}, "no GPUs were promised"
-    anywhere = judged([answer("n1", gpus=[{"name": "any"}] * 2)], slurm={"gpus_per_node": 2})
+    assert set(without) == {"nodes", "shared folder", "interface", "torch"}, "the profile requests no GPUs"
+    anywhere = check_rows([answer("n1", gpus=[{"name": "any"}] * 2)], slurm={"gpus_per_node": 2})
     assert anywhere["GPUs there 4"] == ["yes", "n1: 2 x any", "usable", False]

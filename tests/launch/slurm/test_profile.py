@@ -1,4 +1,4 @@
-"""Profiles: the ready ones are right, and every mistake is one line."""
+"""Tests of site profiles: the provided files, the defaults, and errors in one line."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from repro.config.files import read_toml
 from repro.launch.slurm import profile
 from repro.launch.slurm.scheduler import UNLIMITED, format_time_limit, parse_time_limit
 
-READY = sorted((Path(__file__).parents[3] / "slurm").glob("*.toml"))
+PROVIDED = sorted((Path(__file__).parents[3] / "slurm").glob("*.toml"))
 
 
-@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
-def test_ready_profiles_load(path: Path) -> None:
+@pytest.mark.parametrize("path", PROVIDED, ids=lambda path: path.stem)
+def test_provided_profiles_load(path: Path) -> None:
     site = profile.load_profile(path)
     assert site.description
     assert site.ranks_per_node >= 1
 
 
-def test_what_is_left_out_is_as_the_file_to_start_from_has_it() -> None:
-    """But for what that fills in: the system, its GPUs, cores and memory."""
-    written = read_toml(READY[0].with_name("generic.toml"))
+def test_defaults_equal_the_values_of_generic_toml() -> None:
+    """Only the keys in `filled` differ: the file sets the system, its GPUs, cores and memory."""
+    written = read_toml(PROVIDED[0].with_name("generic.toml"))
     filled = {"": {"system", "description"}, "slurm": {"gpus_per_node", "cpus_per_task", "memory"}}
-    left_out = asdict(profile.parse_profile({}, file="mine.toml"))
+    parsed = asdict(profile.parse_profile({}, file="mine.toml"))
     for table, keys in {
         "": written,
         **{key: written[key] for key in ("slurm", "environment", "storage")},
     }.items():
-        defaults = left_out[table] if table else left_out
+        defaults = parsed[table] if table else parsed
         for key, value in keys.items():
             if key not in filled.get(table, ()) and not (table == "" and isinstance(value, dict)):
                 assert defaults[key] == value, key
@@ -53,7 +53,7 @@ def test_what_is_left_out_is_as_the_file_to_start_from_has_it() -> None:
 
 
 @pytest.mark.parametrize("key", ["gpus_per_node", "tasks_per_node", "cpus_per_task", "requeues"])
-def test_a_number_may_be_none_and_not_less(key: str) -> None:
+def test_counts_may_be_zero_but_not_negative(key: str) -> None:
     for table in ("slurm", "case") if key == "requeues" else ("slurm",):
         for value in (0, 1):
             rows = {"match": "x", key: value}
@@ -73,7 +73,7 @@ def test_a_number_may_be_none_and_not_less(key: str) -> None:
         ('[slurm]\npartitions = "x"', "did you mean partition?"),
         ('[slurm]\ntime_limit = "soon"', "slurm.time_limit = 'soon'"),
         ('[slurm]\ntime_limit = "1"', "time_limit = '1': must be longer than signal_delay_s = 90 s"),
-        ('[slurm]\ntime_limit = "01:59"', "longer than signal_delay_s"),  # sbatch takes whole minutes
+        ('[slurm]\ntime_limit = "01:59"', "longer than signal_delay_s"),  # sbatch ignores the seconds
         ('[slurm]\nsignal_delay_s = 60\ntime_limit = "1"', "longer than signal_delay_s = 60 s"),
         ('[[case]]\nmatch = "a*"\ntime_limit = "1"', "case a*.time_limit = '1': must be longer"),
         ('[slurm]\ngpu_request = "please"', "one of gpus-per-node, gres, none"),
@@ -85,7 +85,7 @@ def test_a_number_may_be_none_and_not_less(key: str) -> None:
         ("[slurm", "not TOML"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_profile_error_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as raised:
@@ -97,12 +97,12 @@ def test_a_mistake_is_one_line(tmp_path: Path, text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("limit", "delay"), [("2", 90), ("1", 59), ("UNLIMITED", 90)])
-def test_a_job_has_time_before_it_is_told_to_stop(limit: str, delay: int) -> None:
+def test_time_limits_above_the_signal_delay_are_valid(limit: str, delay: int) -> None:
     table = {"time_limit": limit, "signal_delay_s": delay}
     assert profile.parse_profile({"slurm": table}, file="f").slurm.time_limit == limit
 
 
-def test_the_first_class_that_matches_counts(tmp_path: Path) -> None:
+def test_first_matching_case_class_applies(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[[case]]\nmatch = "a*"\nnodes = 2\n[[case]]\nmatch = "*"\nnodes = 3\n')
     site = profile.load_profile(path)
@@ -121,6 +121,6 @@ def test_the_first_class_that_matches_counts(tmp_path: Path) -> None:
         ("infinite", UNLIMITED),
     ],
 )
-def test_limits_are_read_as_slurm_writes_them(text: str, value: float) -> None:
+def test_time_limits_are_parsed_in_slurm_format(text: str, value: float) -> None:
     assert parse_time_limit(text) == value
     assert parse_time_limit(format_time_limit(value)) == value

@@ -1,4 +1,4 @@
-"""`repro doctor --profile`: found, missing, what to change."""
+"""Tests of `repro doctor --profile` on a fake cluster: passed and failed checks of a profile."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.launch.slurm.conftest import FakeSlurm
 
 
 def examine(
-    path: Path, results: Path, capsys: pytest.CaptureFixture[str], *more: str
+    path: Path, results: Path, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[int, dict[str, str]]:
-    code = cli.main(["doctor", "--profile", str(path), "--results", str(results), "--json", *more])
+    code = cli.main(["doctor", "--profile", str(path), "--results", str(results), "--json", *arguments])
     document = json.loads(capsys.readouterr().out)
     return code, {check["name"]: f"{check['state']}: {check['found']}" for check in document["checks"]}
 
 
-def test_a_good_profile(
+def test_valid_profile_passes(
     slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, checks = examine(site, tmp_path / "results", capsys)
@@ -31,7 +31,7 @@ def test_a_good_profile(
     assert checks["request"].startswith("yes")
 
 
-def test_tasks_that_would_see_their_own_gpu_alone(
+def test_options_that_bind_gpus_are_reported(
     slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.toml"
@@ -43,7 +43,7 @@ def test_tasks_that_would_see_their_own_gpu_alone(
     assert checks["GPU binding"].startswith("limited: gpu-bind = single:1")
 
 
-def test_what_differs_for_some_cases_is_looked_at_too(
+def test_case_classes_have_separate_checks(
     slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
@@ -69,7 +69,7 @@ def test_what_differs_for_some_cases_is_looked_at_too(
         ('gpus_per_node = 4\ngpu_type = "a100"', "GPUs", "slurm.gpu_type is a100"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_failed_check_names_the_wrong_key(
     slurm: FakeSlurm,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_named(
     assert message in checks[name]
 
 
-def test_no_accounting_is_a_limit_and_no_slurm_the_end(
+def test_missing_accounting_is_limited_and_missing_slurm_fatal(
     slurm: FakeSlurm,
     site: Path,
     tmp_path: Path,
@@ -102,7 +102,7 @@ def test_no_accounting_is_a_limit_and_no_slurm_the_end(
     assert "no sbatch" in checks["SLURM"]
 
 
-def test_a_node_that_does_not_answer(
+def test_node_without_an_answer_is_reported(
     slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, checks = examine(site, tmp_path / "results", capsys, "--nodes", "1")
@@ -110,7 +110,7 @@ def test_a_node_that_does_not_answer(
     assert "this is no cluster" in checks["nodes"]
 
 
-def test_what_nodes_say_is_judged(
+def test_node_answers_determine_the_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.toml"
@@ -132,8 +132,8 @@ def test_what_nodes_say_is_judged(
     runpy.run_path(probe.__file__, run_name="__main__")
     assert json.loads(capsys.readouterr().out)["folder"] == ""
     marker.write_text("other")
-    blind = {
+    unshared = {
         check.name: check
         for check in probe.check_nodes(profile.load_profile(path), [probe.inspect_node(marker)])
     }
-    assert blind["shared folder"].fatal
+    assert unshared["shared folder"].fatal

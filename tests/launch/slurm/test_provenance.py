@@ -1,4 +1,4 @@
-"""What a record says of the nodes that it ran on: their hardware, switches and links, and no addresses."""
+"""Tests of the provenance of a record: hardware, switches and links of its nodes, without addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from repro.launch.slurm.allocation.nodes import NodeReport, slurm_provenance
 from tests.launch.slurm.reports import V100, card, node
 
 
-def test_provenance_has_no_addresses_and_groups_equal_nodes() -> None:
+def test_provenance_groups_equal_nodes_without_addresses() -> None:
     environment = {
         "SLURM_ARRAY_JOB_ID": "12",
         "SLURM_ARRAY_TASK_ID": "3",
@@ -24,7 +24,7 @@ def test_provenance_has_no_addresses_and_groups_equal_nodes() -> None:
     assert "me" not in message.values()
 
 
-def test_all_that_a_record_says_of_its_nodes() -> None:
+def test_provenance_contains_all_fields() -> None:
     environment = {
         "SLURM_JOB_ID": "7",
         "SLURM_RESTART_COUNT": "2",
@@ -32,20 +32,20 @@ def test_all_that_a_record_says_of_its_nodes() -> None:
         "SLURM_JOB_PARTITION": "p",
     }
     gpu = {**card(*V100, 1), "driver": "550", "max_sm_mhz": 1597, "memory_mhz": 958, "power_limit_w": 350}
-    told = {"processor": "Xeon", "cores": 6, "memory_bytes": 10**9, "links": {"nvlinks": [6]}}
+    facts = {"processor": "Xeon", "cores": 6, "memory_bytes": 10**9, "links": {"nvlinks": [6]}}
     reports = [
-        NodeReport(node=name, local=local, task=index + local, gpus=[gpu], **told)
+        NodeReport(node=name, local=local, task=index + local, gpus=[gpu], **facts)
         for name, index, local in (("n1", 0, 0), ("n1", 0, 1), ("n2", 1, 0))
     ]
-    known = {
+    gpu_facts = {
         key: gpu[key]
         for key in ("name", "memory_bytes", "driver", "max_sm_mhz", "memory_mhz", "power_limit_w")
     }
-    what = {
+    hardware = {
         "processor": "Xeon",
         "cores_per_task": 6,
         "memory_bytes": 10**9,
-        "gpus": [known],
+        "gpus": [gpu_facts],
         "links": {"nvlinks": [6]},
     }
     assert slurm_provenance(reports, environment) == {
@@ -57,7 +57,7 @@ def test_all_that_a_record_says_of_its_nodes() -> None:
         "nodes": ["n1", "n2"],
         "tasks_per_node": 2,
         "switches": {},
-        "hardware": [{"nodes": ["n1"], "tasks": 2, **what}, {"nodes": ["n2"], "tasks": 1, **what}],
+        "hardware": [{"nodes": ["n1"], "tasks": 2, **hardware}, {"nodes": ["n2"], "tasks": 1, **hardware}],
     }
     bare = slurm_provenance(reports[:1], {})
     assert [bare[key] for key in ("job_id", "restarts", "cluster", "partition", "tasks_per_node")] == [
@@ -69,7 +69,7 @@ def test_all_that_a_record_says_of_its_nodes() -> None:
     ]
 
 
-def test_switches_are_what_slurm_says() -> None:
+def test_switch_path_is_read_from_slurm_variables() -> None:
     message = {"SLURM_TOPOLOGY_ADDR": "core.rack1.n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
     assert nodes.switch_path(message) == "core.rack1"
     assert nodes.switch_path({"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}) == ""
@@ -78,9 +78,9 @@ def test_switches_are_what_slurm_says() -> None:
     assert slurm_provenance(reports, {})["switches"] == {"core.rack1": ["n0", "n1"], "core.rack2": ["n2"]}
 
 
-def test_links_of_gpus_are_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_links_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     class Driver:
-        """Three cards: two of two NVLinks behind one switch, one that has none and hangs on the other socket."""
+        """Three GPUs: two with two NVLinks behind one switch, and one without NVLinks on the other socket."""
 
         NVMLError = RuntimeError
         NVML_NVLINK_MAX_LINKS, NVML_FEATURE_ENABLED = 6, 1

@@ -1,4 +1,4 @@
-"""A rank's process as its task sees it: what is news, how its end is told, what keeps it from starting."""
+"""Tests of the process of a rank in its task: messages on its progress, its exit and failed starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERIMENTS = [Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name i
 
 
 class Process:
-    """A rank that a test moves."""
+    """A rank process whose exit code a test sets."""
 
     pid = 4711
 
@@ -41,15 +41,15 @@ class Process:
 
 
 class Rank(RankProcess):
-    """Rank 1 of two, on a node whose memory is a folder."""
+    """Rank 1 of two ranks, whose shared memory is a folder."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.logs, self.work, self.signals = folder / "logs", folder / "work", []
-        for made in (self.logs, self.work):
-            made.mkdir()
+        for created in (self.logs, self.work):
+            created.mkdir()
         Job(experiments=EXPERIMENTS).save(self.logs / task.JOB_FILE)
         self.child = Process()
-        self.kernel, self.halted = 3, False
+        self.oom_kills, self.halted = 3, False
         self.commands: list[tuple[list[str], dict[str, Any]]] = []
 
         def popen(command: list[str], **how: Any) -> Process:
@@ -57,7 +57,7 @@ class Rank(RankProcess):
             return self.child
 
         monkeypatch.setattr(task, "scratch_parent", lambda: self.work)
-        monkeypatch.setattr(task, "count_kernel_oom_kills", lambda: self.kernel)
+        monkeypatch.setattr(task, "count_kernel_oom_kills", lambda: self.oom_kills)
         monkeypatch.setattr(
             rank_process, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen})
         )
@@ -65,121 +65,119 @@ class Rank(RankProcess):
         monkeypatch.setattr(task.rank_process, "is_stopped", lambda pid: self.halted)
         super().__init__("tcp://n1:5", "cpu", "x:y", self.logs, 1, 2)
 
-    def message(self, now: float) -> list[dict[str, Any]]:
+    def messages(self, now: float) -> list[dict[str, Any]]:
         return list(self.news(now))
 
 
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    with closing(Rank(tmp_path, monkeypatch)) as made:
-        yield made
+    with closing(Rank(tmp_path, monkeypatch)) as created:
+        yield created
 
 
-def test_where_it_is_is_news_now_and_then_and_when_it_begins_another_experiment(rank: Rank) -> None:
+def test_position_is_sent_periodically_and_for_new_experiments(rank: Rank) -> None:
     rank.start({"RANK": "1"})
     ((command, how),) = rank.commands
     (folder,) = rank.work.iterdir()
-    words = {
+    options = {
         "--rank": "1",
         "--device": "cpu",
         "--rendezvous": "tcp://n1:5",
         "--target": "x:y",
         "--folder": str(folder),
     }
-    assert {key: command[command.index(key) + 1] for key in words} == words
+    assert {key: command[command.index(key) + 1] for key in options} == options
     assert (how["env"], how["start_new_session"], how["stdin"]) == ({"RANK": "1"}, True, subprocess.DEVNULL)
     assert (how["stdout"].name, how["stderr"].name) == (f"{rank.logs}/rank-1.out", f"{rank.logs}/rank-1.err")
     heartbeat = HeartbeatWriter(folder / "heartbeat", 1)
-    assert rank.message(50.0) == [], "it has said nothing yet"
-    assert rank.message(50.0 + POSITION_INTERVAL_S - 0.125) == []
+    assert rank.messages(50.0) == [], "no heartbeat was written"
+    assert rank.messages(50.0 + POSITION_INTERVAL_S - 0.125) == []
     heartbeat.phase(0, 3, Phase.FORWARD)
-    (place,) = rank.message(50.0 + POSITION_INTERVAL_S - 0.125)
-    assert place["at"][:3] == [0, 3, "forward"]
-    assert place["stopped"] is False
+    (position,) = rank.messages(50.0 + POSITION_INTERVAL_S - 0.125)
+    assert position["at"][:3] == [0, 3, "forward"]
+    assert position["stopped"] is False
     heartbeat.phase(0, 4, Phase.FORWARD)
-    assert rank.message(50.0 + POSITION_INTERVAL_S) == []
-    (place,) = rank.message(50.0 + 2 * POSITION_INTERVAL_S - 0.125)
-    assert (place["at"][1], place["age"]) == (
+    assert rank.messages(50.0 + POSITION_INTERVAL_S) == []
+    (position,) = rank.messages(50.0 + 2 * POSITION_INTERVAL_S - 0.125)
+    assert (position["at"][1], position["age"]) == (
         4,
-        pytest.approx(50.0 + 2 * POSITION_INTERVAL_S - 0.125 - place["at"][-1]),
+        pytest.approx(50.0 + 2 * POSITION_INTERVAL_S - 0.125 - position["at"][-1]),
     )
     rank.halted = True
-    (place,) = rank.message(60.0)
-    assert place["stopped"] is True
+    (position,) = rank.messages(60.0)
+    assert position["stopped"] is True
 
 
-def test_results_come_one_after_the_other_and_at_the_end_all_that_there_are(rank: Rank) -> None:
+def test_all_results_are_sent_at_the_end(rank: Rank) -> None:
     rank.start({})
     (folder,) = rank.work.iterdir()
-    rank.message(50.0)
+    rank.messages(50.0)
     (folder / "finished-1-1.json").write_text('{"of": 1}')
-    assert rank.message(50.1) == [], "that of the first has yet to come"
+    assert rank.messages(50.1) == [], "the first result is missing"
     (folder / "rank-1.json").write_text('{"rank": 1, "outcome": "error", "reason": "x"}')
     (rank.logs / "rank-1.err").write_text("the end")
     rank.child.code = 3
     report = {"rank": 1, "outcome": "error", "reason": "x"}
     ended = {"say": "ended", "code": 3, "report": report, "errors": "the end"}
-    assert [m for m in rank.message(50.2) if m["say"] != "position"] == [
+    assert [m for m in rank.messages(50.2) if m["say"] != "position"] == [
         *({"say": "result", "index": 1, "result": {"of": 1}}, ended)
     ]
     assert rank.code == 3
 
 
-def test_a_result_is_reported_once(rank: Rank) -> None:
+def test_results_are_sent_once(rank: Rank) -> None:
     rank.start({})
     (folder,) = rank.work.iterdir()
-    rank.message(50.0)
+    rank.messages(50.0)
     for index in range(2):
         (folder / f"finished-{index}-1.json").write_text(json.dumps({"of": index}))
     found = [{"say": "result", "index": index, "result": {"of": index}} for index in range(2)]
-    assert (rank.message(50.1), rank.message(50.2)) == (found, [])
+    assert (rank.messages(50.1), rank.messages(50.2)) == (found, [])
 
 
-@pytest.mark.parametrize(("code", "kills", "known"), [(-9, 1, True), (-9, 0, False), (-15, 1, False)])
-def test_who_was_killed_for_want_of_memory_is_told_by_the_kernels_count(
-    rank: Rank, code: int, kills: int, known: bool
-) -> None:
+@pytest.mark.parametrize(("code", "kills", "is_oom"), [(-9, 1, True), (-9, 0, False), (-15, 1, False)])
+def test_oom_kill_is_detected_by_the_kernel_counter(rank: Rank, code: int, kills: int, is_oom: bool) -> None:
     rank.start({})
-    rank.kernel += kills
+    rank.oom_kills += kills
     rank.child.code = code
     reason = "killed by the kernel, which ran out of memory"
-    report = {"rank": 1, "outcome": "oom", "reason": reason} if known else None
-    assert rank.message(50.0)[-1] == {"say": "ended", "code": code, "report": report, "errors": ""}
+    report = {"rank": 1, "outcome": "oom", "reason": reason} if is_oom else None
+    assert rank.messages(50.0)[-1] == {"say": "ended", "code": code, "report": report, "errors": ""}
     assert rank.code == code
 
 
-def test_its_stacks_are_asked_for_and_seen(rank: Rank) -> None:
+def test_stack_dump_is_requested_and_reported(rank: Rank) -> None:
     rank.start({})
     errors = rank.logs / "rank-1.err"
     errors.write_text("old (most recent call first)\n")
-    rank.message(50.0)
+    rank.messages(50.0)
     rank.dump_stacks()
     assert rank.signals == [(4711, rank_process.STACKS_SIGNAL)]
-    assert rank.message(50.1) == []
+    assert rank.messages(50.1) == []
     errors.write_text(errors.read_text() * 2)
-    assert (rank.message(50.2), rank.message(50.3)) == ([{"say": "stacks"}], [])
+    assert (rank.messages(50.2), rank.messages(50.3)) == ([{"say": "stacks"}], [])
 
 
-def test_the_wish_to_stop_is_passed_on(rank: Rank) -> None:
+def test_stop_request_is_forwarded(rank: Rank) -> None:
     rank.start({})
     (folder,) = rank.work.iterdir()
-    rank.message(50.0)
+    rank.messages(50.0)
     assert not (folder / STOP_FILE).exists()
     (rank.logs / STOP_FILE).touch()
-    rank.message(50.5)
-    assert not (folder / STOP_FILE).exists(), "a shared folder is looked at once a second"
-    rank.message(51.0)
+    rank.messages(50.5)
+    assert not (folder / STOP_FILE).exists(), "the shared folder is polled once per second"
+    rank.messages(51.0)
     assert (folder / STOP_FILE).exists()
 
 
-def test_what_keeps_it_from_starting_is_the_news(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full() -> tuple[Path, int]:
+def test_failed_start_is_reported_as_exit(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> tuple[Path, int]:
         raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x")
 
-    monkeypatch.setattr(task, "claim_rank_folder", full)
+    monkeypatch.setattr(task, "claim_rank_folder", fail)
     rank.start({})
     reason = "not started: OSError: [Errno 28] No space left on device: '/dev/shm/x'"
-    assert rank.message(50.0) == [
+    assert rank.messages(50.0) == [
         {
             "say": "ended",
             "code": 1,
@@ -192,7 +190,7 @@ def test_what_keeps_it_from_starting_is_the_news(rank: Rank, monkeypatch: pytest
     assert rank.code == 1
 
 
-def test_it_leaves_nothing(rank: Rank) -> None:
+def test_close_kills_the_rank_and_removes_its_folder(rank: Rank) -> None:
     rank.start({})
     rank.close()
     assert rank.signals == [(4711, signal.SIGKILL)]

@@ -1,4 +1,4 @@
-"""A submission's name says when and of what it is, and its arrays which job a bundle is."""
+"""Tests of the ids of submissions and of the job ids of their bundles."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from datetime import datetime, timezone
 from tests.launch.slurm.submitted import ThreeCases
 
 
-def test_a_submissions_name_sorts_by_time_and_says_what_it_is(submitted: ThreeCases) -> None:
-    made = submitted.registry.new_id("a suite: of / signs" + "x" * 60)
-    time, clean, digits = re.fullmatch(r"(\d{8}T\d{6}Z)-(.{40})-([0-9a-f]+)", made).groups()  # type: ignore[union-attr]
-    assert clean == "a-suite-of-signs" + "x" * 24
+def test_submission_id_contains_time_and_suite_name(submitted: ThreeCases) -> None:
+    found = submitted.registry.new_id("a suite: of / signs" + "x" * 60)
+    time, name, digits = re.fullmatch(r"(\d{8}T\d{6}Z)-(.{40})-([0-9a-f]+)", found).groups()  # type: ignore[union-attr]
+    assert name == "a-suite-of-signs" + "x" * 24
     assert len(digits) == 4
-    at = datetime.strptime(time, "%Y%m%dT%H%M%SZ").replace(tzinfo=timezone.utc)
-    assert abs((datetime.now(timezone.utc) - at).total_seconds()) < 60
+    created = datetime.strptime(time, "%Y%m%dT%H%M%SZ").replace(tzinfo=timezone.utc)
+    assert abs((datetime.now(timezone.utc) - created).total_seconds()) < 60
     array = submitted.submission.arrays[0]
     assert submitted.submission.jobs() == {0: "12_0", 1: "12_1", 2: "12_2"}
     assert replace(array, bundles=[4]).element(0) == "12"

@@ -1,4 +1,4 @@
-"""What SLURM's commands print, as data; few calls, however many jobs."""
+"""Tests of the output of SLURM commands as data, and of the number of calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JOB = {"state": "RUNNING", "reason": "None", "nodes": "n[1-2]", "exit": "0:0"}
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
+    ("text", "elements"),
     [
         ("12", ["12"]),
         ("12_3", ["12_3"]),
@@ -31,8 +31,8 @@ JOB = {"state": "RUNNING", "reason": "None", "nodes": "n[1-2]", "exit": "0:0"}
         ("12.batch", ["12.batch"]),
     ],
 )
-def test_elements_of_an_array(written: str, meant: list[str]) -> None:
-    assert expand(written) == meant
+def test_array_ids_are_expanded_to_elements(text: str, elements: list[str]) -> None:
+    assert expand(text) == elements
 
 
 def test_hundreds_of_jobs_take_two_calls(slurm: FakeSlurm) -> None:
@@ -46,8 +46,8 @@ def test_hundreds_of_jobs_take_two_calls(slurm: FakeSlurm) -> None:
     assert len(slurm.calls("squeue")) == len(slurm.calls("sacct")) == 1
 
 
-def test_how_a_job_ended_is_asked_of_the_accounting_and_of_one_that_runs_it_is_not(slurm: FakeSlurm) -> None:
-    """The queue forgets soon, and never knows the exit code."""
+def test_only_ended_jobs_are_queried_in_the_accounting(slurm: FakeSlurm) -> None:
+    """squeue lists ended jobs for a short time only, and without their exit codes."""
     failed = {**JOB, "state": "FAILED", "exit": "7:0"}
     slurm.set(jobs={"12_0": JOB, "12_1": failed})
     assert Scheduler().jobs(["12_0"])["12_0"].live
@@ -57,7 +57,7 @@ def test_how_a_job_ended_is_asked_of_the_accounting_and_of_one_that_runs_it_is_n
 
 
 @pytest.mark.parametrize(
-    ("written", "gpus"),
+    ("text", "gpus"),
     [
         ("gpu:v100:8(S:0-1),nic:2", {"v100": 8}),
         ("gpu:8", {"": 8}),
@@ -65,11 +65,11 @@ def test_how_a_job_ended_is_asked_of_the_accounting_and_of_one_that_runs_it_is_n
         ("(null)", {}),
     ],
 )
-def test_gpus_of_a_node_by_type(written: str, gpus: dict[str, int]) -> None:
-    assert _gpus(written) == gpus
+def test_gpus_of_a_node_by_type(text: str, gpus: dict[str, int]) -> None:
+    assert _gpus(text) == gpus
 
 
-def test_without_a_name_the_default_partition_is_meant(slurm: FakeSlurm) -> None:
+def test_empty_partition_name_means_the_default_partition(slurm: FakeSlurm) -> None:
     partitions = Scheduler().partitions()
     assert check_partition(partitions, "", file="f", where="slurm").name == "debug"
     assert check_partition(partitions, "old", file="f", where="slurm").gpus == 4
@@ -81,20 +81,20 @@ def test_without_a_name_the_default_partition_is_meant(slurm: FakeSlurm) -> None
         check_partition(partitions, "", file="f", where="slurm")
 
 
-def test_a_command_line_has_an_end(slurm: FakeSlurm) -> None:
-    """Five hundred jobs of their own are three calls of two hundred at most."""
+def test_job_ids_are_divided_into_several_calls(slurm: FakeSlurm) -> None:
+    """500 job ids are divided into three calls with at most 200 ids each."""
     ids = [str(number) for number in range(100, 600)]
     slurm.set(jobs={one: {**JOB, "state": "COMPLETED", "forgotten": True} for one in ids})
     assert len(Scheduler().jobs(ids)) == 500
-    asked = [arguments[arguments.index("-j") + 1].split(",") for arguments in slurm.calls("sacct")]
-    assert [len(each) for each in asked] == [200, 200, 100]
-    assert sorted(one for each in asked for one in each) == ids
+    batches = [arguments[arguments.index("-j") + 1].split(",") for arguments in slurm.calls("sacct")]
+    assert [len(each) for each in batches] == [200, 200, 100]
+    assert sorted(one for each in batches for one in each) == ids
     Scheduler().cancel(ids[:201])
     assert [len(each) for each in slurm.calls("scancel")] == [200, 1]
     assert Scheduler().jobs([]) == {}
 
 
-def test_a_command_that_fails_or_is_missing_says_so(
+def test_failed_or_missing_command_raises_scheduler_error(
     slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SchedulerError, match=r"scancel: .*Error"):
@@ -104,27 +104,27 @@ def test_a_command_that_fails_or_is_missing_says_so(
         Scheduler().jobs(["12"])
 
 
-class Says:
-    """SLURM's commands in this process, and what they were asked."""
+class FakeCommands:
+    """SLURM commands with fixed answers, which store their arguments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: str | None):
         self.answers = answers
-        self.asked: list[list[str]] = []
+        self.calls: list[list[str]] = []
         monkeypatch.setattr(scheduler, "run_slurm_command", self._call)
 
     def _call(self, command: list[str], timeout_s: float = 0.0) -> str:
-        self.asked.append(command)
-        message = self.answers[command[0]]
-        if message is None:
+        self.calls.append(command)
+        answer = self.answers[command[0]]
+        if answer is None:
             raise SchedulerError(f"{command[0]}: disabled")
-        return message
+        return answer
 
 
-def test_all_that_is_reported_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_states_are_read_from_queue_and_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("getpass.getuser", lambda: "me")
     queue = "12_0|PENDING|Resources|\n12_1|RUNNING|None|n[1-2]\nan|odd|line\n99|RUNNING|None|n9\n"
     sacct = "12_[2-3]|CANCELLED by 1000|None|None assigned|0:15\n12_4||Unknown|n3|1:0\nodd|line\n98|FAILED|x|n|1:0\n"
-    says = Says(monkeypatch, squeue=queue, sacct=sacct)
+    commands = FakeCommands(monkeypatch, squeue=queue, sacct=sacct)
     cancelled = JobState(state="CANCELLED", exit_code="0:15")
     found = Scheduler().jobs([f"12_{index}" for index in range(6)])
     assert found == {
@@ -137,13 +137,13 @@ def test_all_that_is_reported_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(found[f"12_{i}"].live, found[f"12_{i}"].waiting) for i in range(3)] == [
         *((True, True), (True, False), (False, False))
     ]
-    assert says.asked == [
+    assert commands.calls == [
         ["squeue", "-h", "-r", "-t", "all", "-u", "me", "-o", "%i|%T|%r|%N"],
         ["sacct", "-n", "-X", "-P", "-o", "JobID,State,Reason,NodeList,ExitCode", "-j", "12"],
     ]
 
 
-def test_what_the_controller_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scontrol_replaces_a_missing_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol = (
         "No jobs here\n"
         "JobId=13 ArrayJobId=12 ArrayTaskId=1 JobState=FAILED Reason=NonZeroExitCode NodeList=n1 ExitCode=1:0"
@@ -151,30 +151,30 @@ def test_what_the_controller_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
         "JobId=14 ArrayJobId=12 ArrayTaskId=2-3 Reason=None NodeList=(null)\n"
         "JobId=15 JobState=TIMEOUT Reason=TimeLimit NodeList=n2 ExitCode=0:0\nJobId=16 JobState=FAILED\n"
     )
-    says = Says(monkeypatch, squeue="", sacct=None, scontrol=scontrol)
-    asked = Scheduler()
-    assert asked.jobs(["12_1", "12_2", "15", "17"]) == {
+    commands = FakeCommands(monkeypatch, squeue="", sacct=None, scontrol=scontrol)
+    cluster = Scheduler()
+    assert cluster.jobs(["12_1", "12_2", "15", "17"]) == {
         "12_1": JobState(state="FAILED", reason="NonZeroExitCode", nodes="n1", exit_code="1:0", restarts=3),
         "12_2": JobState(state="UNKNOWN"),
         "15": JobState(state="TIMEOUT", reason="TimeLimit", nodes="n2", exit_code="0:0"),
     }
-    assert says.asked[-1] == ["scontrol", "show", "job", "-o"]
-    assert asked.warnings == [
+    assert commands.calls[-1] == ["scontrol", "show", "job", "-o"]
+    assert cluster.warnings == [
         "no accounting on this cluster (sacct: disabled): SLURM reports the end of a job for a few minutes only;"
         " later only the job's files show its end"
     ]
 
 
-def test_all_that_is_reported_of_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_are_merged_from_sinfo_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
         "a*|up|2:00:00|3|gpu:v100:8,gpu:k80:2|96",
         "a*|up|2:00:00|1|gpu:v100:4|48+",
         "b|down|infinite|2|gpu:2|16",
     ]
-    says = Says(monkeypatch, sinfo="\n".join(lines))
-    words = {"name": "a", "default": True, "available": True, "limit_min": 120.0, "nodes": 4, "cores": 48}
+    commands = FakeCommands(monkeypatch, sinfo="\n".join(lines))
+    fields = {"name": "a", "default": True, "available": True, "limit_min": 120.0, "nodes": 4, "cores": 48}
     assert Scheduler().partitions() == {
-        "a": Partition(**words, gpus=10, gpu_types=("k80", "v100")),
+        "a": Partition(**fields, gpus=10, gpu_types=("k80", "v100")),
         "b": Partition(
             name="b",
             default=False,
@@ -186,10 +186,10 @@ def test_all_that_is_reported_of_partitions(monkeypatch: pytest.MonkeyPatch) -> 
             gpu_types=(),
         ),
     }
-    assert says.asked == [["sinfo", "-h", "-o", "%P|%a|%l|%D|%G|%c"]]
+    assert commands.calls == [["sinfo", "-h", "-o", "%P|%a|%l|%D|%G|%c"]]
 
 
-def test_how_a_command_fails() -> None:
+def test_failed_command_names_error_or_exit_code() -> None:
     assert scheduler.run_slurm_command(["sh", "-c", "echo a; echo b >&2"]) == "a\n"
     for script, message in (
         ("exit 3", "sh: exit code 3"),

@@ -1,4 +1,4 @@
-"""What SLURM ends a job for, by what it answers, on a clock of its own."""
+"""Tests of the reason for which SLURM ends a job, from fake answers of SLURM on a simulated clock."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ NOW = 1_800_000_000.0
 
 
 class Slurm:
-    """Answers by command, the last of several for ever, on a clock of its own."""
+    """SLURM commands with given answers, of which the last repeats, on a simulated clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: str | list[str]):
         self.answers = {
-            name: [message] if isinstance(message, str) else message for name, message in answers.items()
+            name: [answer] if isinstance(answer, str) else answer for name, answer in answers.items()
         }
-        self.asked: list[list[str]] = []
+        self.calls: list[list[str]] = []
         self.clock = Clock(NOW).rules(monkeypatch, stop)
-        monkeypatch.setattr(stop, "_query_slurm", self._reported)
+        monkeypatch.setattr(stop, "_query_slurm", self._answer)
 
-    def _reported(self, command: list[str]) -> str:
-        self.asked.append(command)
-        message = self.answers.get(command[0], [""])
-        return message.pop(0) if len(message) > 1 else message[0]
+    def _answer(self, command: list[str]) -> str:
+        self.calls.append(command)
+        queue = self.answers.get(command[0], [""])
+        return queue.pop(0) if len(queue) > 1 else queue[0]
 
 
-def at(seconds: float) -> str:
+def iso(seconds: float) -> str:
     return datetime.fromtimestamp(NOW + seconds).isoformat()
 
 
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (f"JobState=RUNNING StartTime={at(-600)} EndTime={at(60 + TIME_LIMIT_WARNING_S)}", "preempted"),
-        (f"JobState=RUNNING StartTime={at(-600)} EndTime={at(59 + TIME_LIMIT_WARNING_S)}", "time limit"),
-        (f"JobState=RUNNING StartTime={at(-600)} PreemptTime={at(-601)} EndTime={at(0)}", "time limit"),
-        (f"JobState=RUNNING StartTime={at(-600)} PreemptTime={at(-600)} EndTime={at(0)}", "preempted"),
+        (f"JobState=RUNNING StartTime={iso(-600)} EndTime={iso(60 + TIME_LIMIT_WARNING_S)}", "preempted"),
+        (f"JobState=RUNNING StartTime={iso(-600)} EndTime={iso(59 + TIME_LIMIT_WARNING_S)}", "time limit"),
+        (f"JobState=RUNNING StartTime={iso(-600)} PreemptTime={iso(-601)} EndTime={iso(0)}", "time limit"),
+        (f"JobState=RUNNING StartTime={iso(-600)} PreemptTime={iso(-600)} EndTime={iso(0)}", "preempted"),
         ("JobState=CANCELLED", "cancelled"),
         ("JobState=BOOT_FAIL", "node failure"),
         ("JobState=PREEMPTED", "preempted"),
@@ -53,22 +53,22 @@ def at(seconds: float) -> str:
         ("JobState=COMPLETING Reason=NonZeroExitCode", "cancelled"),
     ],
 )
-def test_what_a_job_is_ended_for(monkeypatch: pytest.MonkeyPatch, message: str, expected: str) -> None:
+def test_stop_reason_of_job_states(monkeypatch: pytest.MonkeyPatch, message: str, expected: str) -> None:
     slurm = Slurm(monkeypatch, scontrol=message)
     assert stop.stop_reason("12_3", 60.0, 2) == expected
-    assert slurm.asked == [["scontrol", "show", "job", "-o", "12_3"]]
+    assert slurm.calls == [["scontrol", "show", "job", "-o", "12_3"]]
 
 
-RESTARTED = f"JobState=COMPLETING Reason=None Restarts=2 StartTime={at(-60)}"
+RESTARTED = f"JobState=COMPLETING Reason=None Restarts=2 StartTime={iso(-60)}"
 
 
-def test_the_accounting_is_waited_for_until_it_knows_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requeued_job_waits_for_the_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     first, both = "PREEMPTED\nPENDING\nRUNNING\n", "PREEMPTED\nREQUEUED\n"
     slurm = Slurm(monkeypatch, scontrol=RESTARTED, sacct=[first, first, both], sinfo="n1 mixed\nn2 idle")
     assert stop.stop_reason("7", 60.0, 1) == "preempted, or requeued by hand"
     assert slurm.clock.slept == [ACCOUNTING_DELAY_S / 10] * 2
-    assert slurm.asked[1:3] == [
+    assert slurm.calls[1:3] == [
         ["sacct", "-n", "-X", "-P", "-D", "-j", "7", "-o", "State"],
         ["sinfo", "-h", "-N", "-n", "n[1-2]", "-o", "%N %T"],
     ]
@@ -77,7 +77,7 @@ def test_the_accounting_is_waited_for_until_it_knows_of_this_run(monkeypatch: py
     assert len(never.clock.slept) in (10, 11)
     silent = Slurm(monkeypatch, scontrol=RESTARTED, sacct="")
     assert stop.stop_reason("7", 60.0, 1) == "node failure, or requeued by hand"
-    assert silent.clock.slept == [], "without an accounting there is nothing to wait for"
+    assert silent.clock.slept == [], "without accounting, the query does not wait"
     nodes = "n3 down*\nn1 failing\nn2 mixed\nn3 down*"
     down = Slurm(monkeypatch, scontrol=RESTARTED, sacct=first, sinfo=nodes)
     assert stop.stop_reason("7", 60.0, 1) == "node failure of n1, n3"
@@ -85,10 +85,10 @@ def test_the_accounting_is_waited_for_until_it_knows_of_this_run(monkeypatch: py
     monkeypatch.delenv("SLURM_JOB_NODELIST")
     unknown = Slurm(monkeypatch, scontrol=RESTARTED, sacct=both.replace("REQUEUED", "NODE_FAIL"), sinfo=nodes)
     assert stop.stop_reason("7", 60.0, 1) == "node failure"
-    assert "sinfo" not in [command[0] for command in unknown.asked]
+    assert "sinfo" not in [command[0] for command in unknown.calls]
 
 
-def test_a_command_that_does_not_answer_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_query_returns_empty_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stop._query_slurm(["echo", "a", "b"]) == "a b\n"
     assert stop._query_slurm(["false"]) == ""
     assert stop._query_slurm(["/nowhere/at/all"]) == ""
@@ -96,7 +96,7 @@ def test_a_command_that_does_not_answer_says_nothing(monkeypatch: pytest.MonkeyP
     assert stop._query_slurm(["sleep", "20"]) == ""
 
 
-def test_what_starts_meanwhile_does_not_hear_slurms_signals() -> None:
+def test_child_processes_block_signals_of_slurm() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with stop.signals_blocked():
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before | set(SIGNALS)
@@ -107,25 +107,25 @@ def test_what_starts_meanwhile_does_not_hear_slurms_signals() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-def test_a_reason_of_our_own_is_reported_and_asks_for_another_allocation(
+def test_give_up_requests_a_requeue_and_sigterm_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slurm = Slurm(monkeypatch, scontrol="JobState=CANCELLED")
-    own = stop.AllocationStop("7")
-    assert (own.reason, own.signal, own.requeue, own.terminated) == ("", "", False, False)
-    own.give_up("lost node n2")
-    own.give_up("lost node n3")
-    assert (bool(own), own.reason, own.signal, own.requeue) == (True, "lost node n2", "", True)
-    assert slurm.asked == []
-    theirs = stop.AllocationStop("7")
-    theirs.terminate("n2")
+    lost = stop.AllocationStop("7")
+    assert (lost.reason, lost.signal, lost.requeue, lost.terminated) == ("", "", False, False)
+    lost.give_up("lost node n2")
+    lost.give_up("lost node n3")
+    assert (bool(lost), lost.reason, lost.signal, lost.requeue) == (True, "lost node n2", "", True)
+    assert slurm.calls == []
+    ended = stop.AllocationStop("7")
+    ended.terminate("n2")
     reason = "stopped by SLURM (SIGTERM): cancelled"
-    assert (theirs.reason, theirs.reason, theirs.terminated, theirs.requeue) == (reason, reason, True, False)
-    assert len(slurm.asked) == 1, "SLURM is asked once"
+    assert (ended.reason, ended.reason, ended.terminated, ended.requeue) == (reason, reason, True, False)
+    assert len(slurm.calls) == 1, "SLURM is queried once"
 
 
-def test_a_checkpoint_has_the_time_that_slurm_leaves_it() -> None:
-    """Most of the notice before a time limit; after SIGTERM the little that any site gives."""
+def test_checkpoint_time_depends_on_the_received_signal() -> None:
+    """A checkpoint has most of the warning time before a limit, but only the minimum kill delay after SIGTERM."""
     noticed = stop.AllocationStop("7")
     assert not noticed
     noticed.note(stop.REQUEUE, None)
@@ -137,9 +137,9 @@ def test_a_checkpoint_has_the_time_that_slurm_leaves_it() -> None:
     noticed.note(signal.SIGTERM, None)
     assert (noticed.terminated, noticed.signal) == (True, "SIGUSR2")
     assert noticed.stop_s == stop.MIN_KILL_WAIT_S
-    told = stop.AllocationStop("7")
-    told.terminate("n2")
-    assert (told.stop_s, told.requeue, told.signal) == (stop.MIN_KILL_WAIT_S, False, "SIGTERM")
+    ended = stop.AllocationStop("7")
+    ended.terminate("n2")
+    assert (ended.stop_s, ended.requeue, ended.signal) == (stop.MIN_KILL_WAIT_S, False, "SIGTERM")
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,11 @@ def test_a_checkpoint_has_the_time_that_slurm_leaves_it() -> None:
         ("JobState=RUNNING PreemptTime=2026-11-21T10:00:00", "preempted"),
         (
             "JobState=TIMEOUT PreemptTime=2026-11-21T10:00:00 StartTime=2026-11-21T10:00:00",
-            "preempted",  # as soon as it had started
+            "preempted",  # immediately after its start
         ),
         (
             "JobState=COMPLETING Reason=None PreemptTime=2026-11-21T10:00:00 StartTime=2026-11-21T10:05:00",
-            "cancelled",  # the preemption was of an earlier start
+            "cancelled",  # the preemption belongs to an earlier start
         ),
         ("JobState=RUNNING PreemptTime=None EndTime=2020-01-01T10:00:00", "time limit"),
         ("JobState=RUNNING PreemptTime=None EndTime=2120-01-01T10:00:00", "preempted"),
@@ -169,7 +169,7 @@ def test_a_checkpoint_has_the_time_that_slurm_leaves_it() -> None:
         ("", "preempted or at its time limit"),
     ],
 )
-def test_what_a_signal_means(
+def test_reason_of_a_signal_follows_from_scontrol(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, expected: str
 ) -> None:
     program = tmp_path / "scontrol"
@@ -182,7 +182,7 @@ def test_what_a_signal_means(
     noticed.note(stop.REQUEUE, None)
     assert noticed.reason == f"stopped by SLURM (SIGUSR2): {expected}"
     noticed.give_up("a node is lost")
-    assert noticed.reason == f"stopped by SLURM (SIGUSR2): {expected}", "the first reason stays"
+    assert noticed.reason == f"stopped by SLURM (SIGUSR2): {expected}", "the first reason counts"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_what_a_signal_means(
         ("mixed", "RUNNING", "node failure, or requeued by hand"),
     ],
 )
-def test_why_a_job_is_on_its_way_back_into_the_queue(
+def test_requeue_reason_follows_from_nodes_and_accounting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, accounted: str, expected: str
 ) -> None:
     answers = {

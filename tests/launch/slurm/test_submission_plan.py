@@ -1,4 +1,4 @@
-"""All that a dry run prints, and the same as data."""
+"""Tests of the printed output and of the JSON document of `repro submit --dry-run`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 from tests.records import made_up
 
-FAR = 'system = "dgx2"\nlayout.dp = 16\n'
+OTHER_SYSTEM = 'system = "dgx2"\nlayout.dp = 16\n'
 BODY = experiments("a", "b", "known", "runs") + experiments("c4", extra="layout.dp = 4\n")
-BODY += experiments("far", "further", extra=FAR)
+BODY += experiments("far", "further", extra=OTHER_SYSTEM)
 
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `sbatch` gets has tests of its own."""
+    """Replace the scripts for `sbatch`, which other tests check."""
     monkeypatch.setattr(submission_plan, "_text", lambda planned, results, place, array: f"SCRIPT {place}")
 
 
-def intended(folder: Path, site: Path, *only: str) -> SubmissionPlan:
+def make_plan(folder: Path, site: Path, *only: str) -> SubmissionPlan:
     suite = write_suite(folder, BODY)
     keys = {entry.experiment.name: entry.experiment.key for entry in load_suite(suite).entries}
     with Store(folder / "results") as store:
@@ -43,11 +43,11 @@ def printed(
     return capsys.readouterr().out.splitlines()
 
 
-def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    planned = intended(tmp_path, site)
+def test_dry_run_prints_all_sections(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = make_plan(tmp_path, site)
     answer = [
         "Dry run: 3 cases in 2 job arrays. Nothing is submitted.",
-        # Half an hour of four ranks on two nodes, and two half hours of two ranks on one.
+        # 0.5 h of 4 ranks on 2 nodes, and 2 x 0.5 h of 2 ranks on 1 node.
         "Upper bound from time limits: 4 core-hours.",
         "1 case in a live job: runs (job 12_3)",
         "1 case with a record, which --rerun repeats",
@@ -72,7 +72,7 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "#   b",
         "SCRIPT 1",
     ]
-    assert printed(intended(tmp_path, site, "known", "far"), capsys) == [
+    assert printed(make_plan(tmp_path, site, "known", "far"), capsys) == [
         "Dry run: 0 cases in 0 job arrays. Nothing is submitted.",
         "Upper bound from time limits: 0 core-hours.",
         "1 case with a record, which --rerun repeats",
@@ -80,7 +80,7 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "0 more arrays; --details prints the cases and scripts of all arrays",
     ]
     site.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\ntime_limit = "90"\n')
-    planned = intended(tmp_path, site, "further")
+    planned = make_plan(tmp_path, site, "further")
     assert [line.rstrip() for line in printed(planned, capsys)] == [
         "Dry run: 1 case in 1 job array. Nothing is submitted.",
         "Upper bound from time limits: 24 GPU-hours.",
@@ -93,10 +93,10 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
 
 
-def test_the_answer_of_many_arrays_is_one_screen(
+def test_answer_for_many_arrays_fits_one_screen(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planned = intended(tmp_path, site)
+    planned = make_plan(tmp_path, site)
     many = replace(planned, arrays=planned.arrays * 40, running={f"case-{i}": "12" for i in range(50)})
     lines = printed(many, capsys)
     assert len(lines) <= 24
@@ -104,10 +104,10 @@ def test_the_answer_of_many_arrays_is_one_screen(
     assert lines[-1] == "68 more arrays; --details prints the cases and scripts of all arrays"
 
 
-def test_the_same_as_data(site: Path, tmp_path: Path) -> None:
+def test_dry_run_document_contains_all_cases(site: Path, tmp_path: Path) -> None:
     site.write_text("price_per_gpu_hour = 0.5\n" + site.read_text())
     shape = {"tasks_per_node": 2, "time_limit_s": 1800.0, "partition": "debug"}
-    assert submission_plan.dry_run_document(intended(tmp_path, site), tmp_path) == {
+    assert submission_plan.dry_run_document(make_plan(tmp_path, site), tmp_path) == {
         "arrays": [
             {"nodes": 2, **shape, "bundles": [["c4"]], "script": "SCRIPT 0"},
             {"nodes": 1, **shape, "bundles": [["a"], ["b"]], "script": "SCRIPT 1"},

@@ -1,4 +1,4 @@
-"""`repro submit` with a SLURM that runs nothing: what sbatch gets, how often, and what is refused."""
+"""Tests of `repro submit` on a fake cluster: scripts for sbatch, the number of calls, and refused input."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-def test_what_is_submitted_is_what_a_dry_run_prints(
+def test_submitted_scripts_equal_the_dry_run(
     slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
@@ -68,7 +68,7 @@ def test_what_is_submitted_is_what_a_dry_run_prints(
     assert "--array=0-1%2" in scripts["13"]
 
 
-def test_the_same_suite_twice_submits_nothing_twice(
+def test_live_cases_are_not_submitted_again(
     slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
@@ -78,12 +78,12 @@ def test_the_same_suite_twice_submits_nothing_twice(
     assert submit(suite, site, results) == 0
     assert "Nothing to submit." in capsys.readouterr().out
     assert len(slurm.state["scripts"]) == 3
-    slurm.job("12", state="CANCELLED")  # a case that is lost is submitted again
+    slurm.job("12", state="CANCELLED")  # lost cases are submitted again
     assert submit(suite, site, results) == 0
     assert len(slurm.state["scripts"]) == 4
 
 
-def test_a_submission_names_the_newest_record_before_it(slurm: FakeSlurm, site: Path, tmp_path: Path) -> None:
+def test_submission_stores_the_newest_earlier_record(slurm: FakeSlurm, site: Path, tmp_path: Path) -> None:
     suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
     with Store(results) as store:
         store.append(made_up("other"))
@@ -93,7 +93,7 @@ def test_a_submission_names_the_newest_record_before_it(slurm: FakeSlurm, site: 
     assert submission.newest_record == record.sequence
 
 
-def test_hundreds_of_cases_are_a_handful_of_calls(
+def test_hundreds_of_cases_take_few_slurm_calls(
     slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = experiments(*(f"x{i}" for i in range(200))) + experiments(
@@ -108,14 +108,14 @@ def test_hundreds_of_cases_are_a_handful_of_calls(
     assert len(slurm.calls("squeue")) <= 2
 
 
-def test_files_are_the_users_own(slurm: FakeSlurm, site: Path, tmp_path: Path) -> None:
+def test_submission_files_are_private(slurm: FakeSlurm, site: Path, tmp_path: Path) -> None:
     results = tmp_path / "results"
     assert submit(write_suite(tmp_path, BODY), site, results) == 0
     for path in (results / "jobs").rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
-def test_a_refusal_of_slurm_leaves_what_was_submitted(
+def test_earlier_arrays_remain_after_a_refused_array(
     slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.set(refuse_after=1)
@@ -161,7 +161,7 @@ def test_a_refusal_of_slurm_leaves_what_was_submitted(
         ('[storage]\nshared = "/nowhere/at/all"', "--results"),
     ],
 )
-def test_errors_of_a_profile_come_before_anything_is_submitted(
+def test_profile_errors_prevent_the_submission(
     slurm: FakeSlurm,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -180,7 +180,7 @@ def test_errors_of_a_profile_come_before_anything_is_submitted(
     assert list((tmp_path / "results" / "jobs").glob("*/submission.json")) == []
 
 
-def test_all_that_a_profile_says_is_in_the_script(
+def test_script_contains_all_keys_of_the_profile(
     slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = tmp_path / "mine.toml"
@@ -203,7 +203,7 @@ def test_all_that_a_profile_says_is_in_the_script(
     order = ["module load cuda/12.6", "source /shared/venv/bin/activate", "export NCCL_IB_HCA=mlx5", "srun "]
     assert [text.index(line) for line in order] == sorted(text.index(line) for line in order)
     command = next(line for line in a if line.startswith("srun "))
-    # The controller is alone, outside of the container, which has no srun; the ranks' steps are inside.
+    # The controller runs outside the container, which has no srun. The steps of the ranks run inside.
     for word in ("--nodes=1", "--ntasks=1", "--relative=0", "--overlap", sys.executable):
         assert word in command
     assert "container" not in command
@@ -219,8 +219,8 @@ def test_all_that_a_profile_says_is_in_the_script(
     assert "torchrun" not in text
 
 
-def test_what_a_profile_leaves_out_is_not_asked_for() -> None:
-    def asked(time_min: float, ranks: int = 2, **slurm: Any) -> dict[str, Any]:
+def test_missing_profile_keys_add_no_parameters() -> None:
+    def request(time_min: float, ranks: int = 2, **slurm: Any) -> dict[str, Any]:
         shape = ArrayShape(nodes=3, tasks_per_node=ranks, time_min=time_min, partition="")
         return job_array.submitit_parameters(
             JobArray(shape=shape, bundles=()), profile.parse_profile({"slurm": slurm}, file="f"), "name"
@@ -239,30 +239,30 @@ def test_what_a_profile_leaves_out_is_not_asked_for() -> None:
         "exclusive": True,
         "additional_parameters": {"requeue": True, "distribution": "block"},
     }
-    assert asked(0.5) == common, "no job is of no minute, which SLURM takes for no limit"
-    assert asked(1.9) == common
-    assert asked(2.0) == common | {"time": 2}
+    assert request(0.5) == common, "to SLURM, 0 minutes mean no limit"
+    assert request(1.9) == common
+    assert request(2.0) == common | {"time": 2}
     gpus = {"gpus_per_node": 4, "gpu_type": "a100"}
-    assert asked(1.0, **gpus) == common | {"gpus_per_node": "a100:4"}
-    assert asked(1.0, **gpus, gpu_request="gres") == common | {"gres": "gpu:a100:4"}
-    assert asked(1.0, **gpus, gpu_request="none") == common
+    assert request(1.0, **gpus) == common | {"gpus_per_node": "a100:4"}
+    assert request(1.0, **gpus, gpu_request="gres") == common | {"gres": "gpu:a100:4"}
+    assert request(1.0, **gpus, gpu_request="none") == common
     shared = {key: value for key, value in common.items() if key != "exclusive"}
-    assert asked(1.0, **gpus, exclusive=False) == shared | {"gpus_per_node": "a100:2"}, "what the ranks use"
+    assert request(1.0, **gpus, exclusive=False) == shared | {"gpus_per_node": "a100:2"}, "one GPU per rank"
 
 
-def test_a_job_starts_again_as_often_as_the_profile_says(
+def test_profile_sets_the_number_of_requeues(
     slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """submitit counts down in what it hands to the job."""
+    """submitit stores the remaining requeues in the pickled submission."""
     from submitit.core.utils import DelayedSubmission
 
     site, results = tmp_path / "mine.toml", tmp_path / "results"
     site.write_text('[slurm]\nrequeues = 3\n[[case]]\nmatch = "long"\nrequeues = 7\n')
     assert submit(write_suite(tmp_path, experiments("a", "long")), site, results) == 0
     (folder,) = (results / "jobs").glob("*/submitit")
-    handed = [DelayedSubmission.load(path) for path in sorted(folder.glob("*_submitted.pkl"))]
+    pickled = [DelayedSubmission.load(path) for path in sorted(folder.glob("*_submitted.pkl"))]
     bundles = SubmissionWork.load(folder.parent).bundles
-    found = {bundles[one.function.bundle].experiments[0].name: one._timeout_countdown for one in handed}
+    found = {bundles[one.function.bundle].experiments[0].name: one._timeout_countdown for one in pickled}
     assert found == {"a": 3, "long": 7}
 
 
@@ -297,10 +297,10 @@ time_limit = "1-01:00:00"
 """
 
 
-def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
+def test_dry_run_estimates_hours_and_out_of_memory_cases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By time limits first; by the simulated records as well, once there are some."""
+    """The hours follow from time limits, and also from simulated records if the store has any."""
     site, results = tmp_path / "dgx2.toml", tmp_path / "results"
     site.write_text('system = "dgx2"\nprice_per_gpu_hour = 2.0\n[slurm]\ngpus_per_node = 16\n')
     body = experiments("a", "large", extra='system = "dgx2"\n')
@@ -308,7 +308,7 @@ def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
     assert submit(suite, site, results, "--dry-run", "--details") == 0
     out = capsys.readouterr().out
     assert "# array 0: 2 cases in 2 jobs of 1 node x 2 ranks, 01:00:00 each\n#   a\n#   large\n" in out
-    # Whole nodes: one hour of 16 GPUs for each of two cases.
+    # Full nodes: 1 h of 16 GPUs for each of 2 cases.
     assert "2 cases in 1 job array. Nothing is submitted.\n" in out
     assert "Upper bound from time limits: 32 GPU-hours, 64.00 at 2 per GPU-hour.\n" in out
     assert "No step time is predicted" in out
@@ -321,13 +321,13 @@ def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
             store.append(replace(record, metrics={"step_seconds.median": 30.0}, evidence="simulated"))
     assert submit(suite, site, results, "--dry-run", "--details") == 0
     out = capsys.readouterr().out
-    # Six steps of 30 s on two GPUs.
+    # 6 steps of 30 s on 2 GPUs.
     assert "#   a (0.1 GPU-hours)\n#   large\n" in out
     assert "Predicted steps of 1 case: 0.1 GPU-hours, 0.20 at 2 per GPU-hour.\n" in out
     assert "1 case predicted to run out of memory: large\n" in out
 
 
-def test_too_many_nodes(
+def test_case_with_too_many_nodes_is_refused(
     slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite = write_suite(tmp_path, experiments("big", extra="layout.dp = 16\n"))
@@ -337,7 +337,7 @@ def test_too_many_nodes(
     )
 
 
-def test_another_submit_at_work_is_respected_and_a_dead_one_is_not(
+def test_lock_of_a_dead_submit_process_is_ignored(
     slurm: FakeSlurm,
     site: Path,
     tmp_path: Path,
@@ -350,8 +350,8 @@ def test_another_submit_at_work_is_respected_and_a_dead_one_is_not(
     lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
     assert submit(suite, site, results) == 2
     assert "another `repro submit` uses this store" in refused(capsys)
-    now = time.time() // 1  # times of files are kept in full
-    for age_s, code in ((600, 2), (601, 0)):  # of a host that nobody can ask
+    now = time.time() // 1  # full seconds, as file times
+    for age_s, code in ((600, 2), (601, 0)):  # processes of another host are unknown
         lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
         os.utime(lock, (now - age_s,) * 2)
         with monkeypatch.context() as patched:
@@ -360,7 +360,7 @@ def test_another_submit_at_work_is_respected_and_a_dead_one_is_not(
     lock.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1}))
     assert submit(suite, site, results) == 0
     assert not lock.exists()
-    # Where nobody collects orphans, as in a container without an init, a killed one stays as a zombie.
+    # Without an init process, as in some containers, a killed process remains a zombie.
     with subprocess.Popen(["true"]) as dead:
         os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
         assert Path(f"/proc/{dead.pid}").exists()
@@ -369,7 +369,7 @@ def test_another_submit_at_work_is_respected_and_a_dead_one_is_not(
     assert not lock.exists()
 
 
-def test_a_suite_of_another_system(
+def test_suite_of_another_system_is_refused_without_move(
     slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = tmp_path / "dgx2.toml"
@@ -377,7 +377,7 @@ def test_a_suite_of_another_system(
         'system = "dgx2"\nprice_per_gpu_hour = 2.0\n[slurm]\ngpus_per_node = 16\ngpu_type = "v100"\n'
     )
     suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
-    for how in ([], ["--move"]):  # processor cores' cases do not move
+    for how in ([], ["--move"]):  # cases of system local do not move
         assert submit(suite, site, results, "--dry-run", "--json", *how) == 2
         message = refused(capsys)
         assert f"Use a profile of system local, or `repro run {suite}` on one machine" in message

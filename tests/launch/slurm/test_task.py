@@ -1,4 +1,4 @@
-"""What a task tells its rank of its place, what it does without a controller, and how a job's end is waited for."""
+"""Tests of tasks and of the end of a job: the environment of a rank, its messages, and the requeue of the job."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ LAUNCH = TaskLaunch(
 )
 
 
-def test_a_rank_is_told_its_place_and_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight cores; four ranks on the first node and two on the second share them."""
+def test_task_environment_contains_ranks_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight cores per node are divided by four ranks on the first node and by two ranks on the second."""
     monkeypatch.setattr(task.os, "sched_getaffinity", lambda pid: set(range(8)))
     for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
-    def told(rank: int, launch: TaskLaunch = LAUNCH) -> dict[str, str]:
+    def env(rank: int, launch: TaskLaunch = LAUNCH) -> dict[str, str]:
         return task.task_environment(launch, rank, 6, "127.0.0.1")
 
-    assert {rank: told(rank)["OMP_NUM_THREADS"] for rank in (0, 3, 4, 5)} == {0: "2", 3: "2", 4: "4", 5: "4"}
-    last = told(5)
+    assert {rank: env(rank)["OMP_NUM_THREADS"] for rank in (0, 3, 4, 5)} == {0: "2", 3: "2", 4: "4", 5: "4"}
+    last = env(5)
     assert (last["RANK"], last["WORLD_SIZE"], last["LOCAL_WORLD_SIZE"]) == ("5", "6", "2")
     assert (last["MASTER_ADDR"], last["MASTER_PORT"], last["NCCL_IB_HCA"]) == ("127.0.0.1", "29500", "mlx5")
     assert last["GLOO_SOCKET_IFNAME"] == "lo"
     assert "NCCL_SOCKET_IFNAME" not in last
     assert "MALLOC_MMAP_THRESHOLD_" not in last
-    named = told(0, replace(LAUNCH, interface="ib0", limited=True))
+    named = env(0, replace(LAUNCH, interface="ib0", limited=True))
     assert (named["GLOO_SOCKET_IFNAME"], named["NCCL_SOCKET_IFNAME"]) == ("ib0", "ib0")
     assert named["MALLOC_MMAP_THRESHOLD_"] == str(2**18)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert told(0)["OMP_NUM_THREADS"] == "7", "what the user says counts, unless SLURM binds cores"
+    assert env(0)["OMP_NUM_THREADS"] == "7", "the user's value counts unless SLURM binds cores"
     for given, threads in (("3", "3"), ("9", "8")):
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", given)
-        assert told(0)["OMP_NUM_THREADS"] == threads
+        assert env(0)["OMP_NUM_THREADS"] == threads
 
 
-def test_without_a_controller_a_task_says_so_and_ends(
+def test_task_fails_without_a_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(task.signal, "signal", lambda number, handler: None)
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    with socket.socket() as silent:  # has the port, so that nobody else does, and does not listen
+    with socket.socket() as silent:  # occupies the port without listening
         silent.bind(("127.0.0.1", 0))
         replace(LAUNCH, port=silent.getsockname()[1], umask=0o022).save(tmp_path)
         assert task.main([str(tmp_path)]) == 1
@@ -70,21 +70,21 @@ def test_without_a_controller_a_task_says_so_and_ends(
 
 
 class Rank:
-    """A rank of which there is news three times, then its exit code."""
+    """A rank that sends three messages and then ends with its exit code."""
 
     code: int | None = None
 
-    def __init__(self, *made_of: Any, code: int | None = None, log: list[Any]):
-        self.log, self.end, self.looks = log, code, 0
-        log.append(("made", *made_of))
+    def __init__(self, *arguments: Any, code: int | None = None, log: list[Any]):
+        self.log, self.end, self.polls = log, code, 0
+        log.append(("made", *arguments))
 
     def start(self, environment: dict[str, str]) -> None:
         self.log.append(("started", environment["RANK"], environment["WORLD_SIZE"]))
 
     def news(self, now: float) -> Iterator[dict[str, Any]]:
-        self.looks += 1
-        yield {"say": self.looks}
-        if self.looks == 3:
+        self.polls += 1
+        yield {"say": self.polls}
+        if self.polls == 3:
             self.code = self.end
 
     def dump_stacks(self) -> None:
@@ -94,15 +94,15 @@ class Rank:
         self.log.append("closed")
 
 
-@pytest.mark.parametrize(("code", "printed"), [(0, 0), (7, 7), (-9, 137), (None, 137)])
-def test_a_task_passes_on_what_it_sees_and_ends_as_its_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, printed: int
+@pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (7, 7), (-9, 137), (None, 137)])
+def test_task_forwards_messages_and_exit_code_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, exit_code: int
 ) -> None:
-    """Signals of SLURM's too; without a controller it kills the rank and ends as if it had been killed."""
+    """The task also forwards signals. Without a controller, it kills the rank and exits with code 137 = 128 + 9."""
     handlers: dict[int, Any] = {}
     log: list[Any] = []
 
-    class Line:
+    class FakeConnection:
         def __init__(self, address: str, port: int, *, token: str, rank: int):
             self.address, self.open, self.waits = "127.0.0.1", True, 0
             log.append((address, port, token, rank))
@@ -119,27 +119,27 @@ def test_a_task_passes_on_what_it_sees_and_ends_as_its_rank(
             self.open = self.waits < 4
 
     monkeypatch.setattr(task.signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(task, "Connection", Line)
-    monkeypatch.setattr(task, "RankProcess", lambda *made_of: Rank(*made_of, code=code, log=log))
+    monkeypatch.setattr(task, "Connection", FakeConnection)
+    monkeypatch.setattr(task, "RankProcess", lambda *arguments: Rank(*arguments, code=code, log=log))
     monkeypatch.setattr(task.os, "umask", log.append)
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_NTASKS", "6")
     replace(LAUNCH, port=99).save(tmp_path)
-    assert task.main([str(tmp_path)]) == printed
+    assert task.main([str(tmp_path)]) == exit_code
     assert set(handlers) == {signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1}
-    more = [] if code is not None else [{"say": 4}]
+    fourth = [] if code is not None else [{"say": 4}]
     assert log == [
         0o077,
         ("127.0.0.1", 99, "secret", 3),
         ("made", "tcp://127.0.0.1:29500", "cpu", "x:y", tmp_path, 3, 6),
         ("started", "3", "6"),
         *({"say": 1}, {"say": 2}, "stacks", {"say": "signal", "number": int(signal.SIGTERM)}, {"say": 3}),
-        *(*more, "closed"),
+        *(*fourth, "closed"),
     ]
 
 
 class State:
-    """How a bundle stands at its job's end."""
+    """Progress of a bundle at the end of its job."""
 
     def __init__(self, open: int):
         self.open = open
@@ -159,19 +159,19 @@ class State:
         (2, [signal.SIGTERM, signal.SIGUSR2], 128 + signal.SIGUSR2),
     ],
 )
-@pytest.mark.parametrize("takes", [True, False], ids=["submitit", "nobody"])
-def test_a_job_asks_to_be_requeued_for_what_is_left(
+@pytest.mark.parametrize("has_handler", [True, False], ids=["submitit", "no handler"])
+def test_job_requests_a_requeue_for_open_cases(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     open: int,
     signals: list[int],
     end: int | None,
-    takes: bool,
+    has_handler: bool,
 ) -> None:
-    handed: list[tuple[int, None]] = []
+    calls: list[tuple[int, None]] = []
     waited: list[Any] = []
-    submitits: Any = (lambda number, frame: handed.append((number, frame))) if takes else signal.SIG_DFL
-    handlers: dict[int, Any] = {signal.SIGTERM: "theirs", signal.SIGUSR2: submitits}
+    submitit: Any = (lambda number, frame: calls.append((number, frame))) if has_handler else signal.SIG_DFL
+    handlers: dict[int, Any] = {signal.SIGTERM: "earlier", signal.SIGUSR2: submitit}
     before = dict(handlers)
 
     def swap(number: int, handler: Any) -> Any:
@@ -197,27 +197,27 @@ def test_a_job_asks_to_be_requeued_for_what_is_left(
             run()
         assert left.value.code == end
     assert handlers == before
-    assert handed == ([(signal.SIGUSR2, None)] if takes and end == 128 + signal.SIGUSR2 else [])
+    assert calls == ([(signal.SIGUSR2, None)] if has_handler and end == 128 + signal.SIGUSR2 else [])
     assert len(waited) == int(end == 128 + signal.SIGTERM)
     again = run.checkpoint()
     assert (again.function, again.args, again.kwargs) == (run, (), {})
 
 
-def test_after_sigterm_the_signal_to_requeue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preemption sends both; `scancel` sends none, and then the job ends all the same."""
+def test_sigterm_waits_for_the_requeue_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preemption sends both signals. `scancel` sends only SIGTERM, and the wait ends at its timeout."""
 
     class Stop:
-        asked = 0
+        polls = 0
 
         @property
         def requeue(self) -> bool:
-            self.asked += 1
-            return self.asked > 2
+            self.polls += 1
+            return self.polls > 2
 
     follows, never = Stop(), Stop()
     monkeypatch.setattr(controller, "REQUEUE_SIGNAL_TIMEOUT_S", 60.0)
     controller._wait_for_requeue_signal(follows)  # type: ignore[arg-type]
-    assert follows.asked == 3
+    assert follows.polls == 3
     monkeypatch.setattr(controller, "REQUEUE_SIGNAL_TIMEOUT_S", 0.0)
     controller._wait_for_requeue_signal(never)  # type: ignore[arg-type]
-    assert never.asked == 0
+    assert never.polls == 0
