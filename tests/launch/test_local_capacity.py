@@ -60,7 +60,8 @@ def test_dry_run_names_missing_memory(suite: str, capsys: pytest.CaptureFixture[
     max_count = int(1_557_611_200 * FREE / STATE_BYTES)
     assert reasons["states"] == (
         "needs 37.4 GB of memory for model states alone, and 10 GB are free here; model = 'gpt2-1.5b' has "
-        f"1,557,611,200 parameters, and at most {max_count:,} fit in this layout; `--evidence simulated` simulates the experiment here"
+        f"1,557,611,200 parameters, and at most {max_count:,} fit in this layout; "
+        "`--evidence simulated` simulates the experiment here"
     )
     max_samples = int(reasons["batch"].split("at most ")[1].split(" ")[0])
     states = 16 * 7_248_640
