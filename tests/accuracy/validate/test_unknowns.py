@@ -35,7 +35,7 @@ def ranked(path: Path, published: dict[str, str], *records: ExperimentRecord) ->
 
 
 def test_ranking_counts_shares_rows_and_verdicts(tmp_path: Path) -> None:
-    """Rates of 100 samples. In a, rings change the rate by 10 (10 to 20/s) pace by 2.5 (10 to 12.5/s): 80 % for rings.
+    """Rates of 100 samples. In a, rings change the rate by 10 (10 to 20/s), pace by 2.5 (10 to 12.5/s): 80 % for rings.
     In b, only pace acts. c is on another system, whose rings are another input."""
     found = ranked(
         tmp_path,
