@@ -1,4 +1,4 @@
-"""The mark of a test that an engine trains in."""
+"""Mark of tests that need the library of an engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from repro.engines import missing_library
 
 
 def needs(engine: str) -> pytest.MarkDecorator:
-    """A library beside torch has a run of its own, `make test-engines`.  That of torch is left out with a torch of a
-    user's own (`KEEP_TORCH`) that is too old for it, never with the pinned one (`test_needs.py`)."""
+    """Return the mark of a test that trains in an engine. `make test-engines` runs the tests of libraries except torch.
+    Tests of torch are skipped if the user's torch (`KEEP_TORCH`) is too old; the pinned torch suffices."""
     if engine != "torch":
         return pytest.mark.library(engine)
     lacks = missing_library(engine)

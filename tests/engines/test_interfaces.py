@@ -1,4 +1,4 @@
-"""What libraries send by the counters of the interfaces: the messages that are counted of them, and headers."""
+"""Test of bytes that library engines send: counters of interfaces equal counted messages plus headers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYOUTS = {"deepspeed": "dp = 4, zero = 2", "megatron": "dp = 2, tp = 2", "torch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=needs(name)) for name in LAYOUTS])
-def test_bytes_of_the_interfaces_are_those_counted_and_headers(engine: str, tmp_path: Path) -> None:
+def test_interface_bytes_equal_counted_bytes_plus_headers(engine: str, tmp_path: Path) -> None:
     body = f'[[experiment]]\nname = "one"\nengine = "{engine}"\nnetwork = "slow"\nlayout = {{ {LAYOUTS[engine]} }}\n'
     code, err = run(suite(tmp_path, body), tmp_path / "results")
     assert code == 0, err

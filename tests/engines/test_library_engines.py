@@ -1,4 +1,4 @@
-"""What is seen of an engine that is a library, by the counters outside it: states, peak, messages, and whose it is."""
+"""Test of engine torch with external counters: bytes of states, peak memory, messages and version."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.pool import RankPool
 from tests.training import smallest, tiny
 
 pytestmark = needs("torch")
-SMALL = 2048
-"""More bytes than all of AdamW's step counters, one fp32 a parameter, have here."""
+COUNTER_BYTES = 2048
+"""Upper bound on the bytes of AdamW's step counters, one fp32 number per parameter tensor."""
 
 
-def seen(layout: Layout) -> dict[str, Any]:
+def run_experiment(layout: Layout) -> dict[str, Any]:
     experiment = tiny(layout, smallest(layout), "torch", steps=5, untimed_steps=2)
     run = ExperimentRun(
         experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"), lambda step, phase: None
@@ -30,19 +30,19 @@ def seen(layout: Layout) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_states_of_torchs_strategies(two: RankPool, zero: int) -> None:
-    """In fp32 a parameter has 4 bytes, its gradient 4, its moments 8: whole, or one half on each of two ranks.
+def test_strategies_of_torch_have_the_expected_state_bytes(two: RankPool, zero: int) -> None:
+    """In fp32, a parameter has 4 bytes, its gradient 4 and its moments 8, on each rank or in shards on two ranks.
 
-    ZeroRedundancyOptimizer gives whole parameters to ranks, so that a rank may have more than half of the moments.
+    ZeroRedundancyOptimizer assigns full parameters to ranks, so that a rank may have more than half of the moments.
     """
     layout = Layout(dp=2, zero=zero, micro_batch=4)
-    results = two.run(seen, layout)
+    results = two.run(run_experiment, layout)
     psi = results[0]["parameters"]
-    for part, size in (("parameters", 4 * psi), ("gradients", 4 * psi), ("optimizer", 8 * psi)):
-        held = [result["memory"]["states"][part] for result in results]
-        sharded = zero == 3 or (zero == 1 and part == "optimizer")
-        full = sum(held) if sharded else sum(held) / 2
-        assert size <= full <= size + 2 * SMALL, (part, held)
+    for state, size in (("parameters", 4 * psi), ("gradients", 4 * psi), ("optimizer", 8 * psi)):
+        bytes_by_rank = [result["memory"]["states"][state] for result in results]
+        sharded = zero == 3 or (zero == 1 and state == "optimizer")
+        full = sum(bytes_by_rank) if sharded else sum(bytes_by_rank) / 2
+        assert size <= full <= size + 2 * COUNTER_BYTES, (state, bytes_by_rank)
     for result in results:
         states = sum(result["memory"]["states"].values())
         assert result["memory"]["peak"]["total"] > states > 0

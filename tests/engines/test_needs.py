@@ -1,4 +1,4 @@
-"""What an engine lacks is said before any process starts."""
+"""Tests of the check for the library of an engine before any process starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from repro.engines import missing_library
 
 
 @pytest.mark.parametrize(
-    ("version", "lacks"),
+    ("version", "is_refused"),
     [
         ("2.6.0", True),
         ("2.9.1+cu126", True),
@@ -21,17 +21,17 @@ from repro.engines import missing_library
         ("main", False),
     ],
 )
-def test_torchs_engine_needs_what_torch_has_since_2_10(
-    version: str, lacks: bool, monkeypatch: pytest.MonkeyPatch
+def test_engine_torch_needs_torch_2_10(
+    version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    assert missing_library("torch").startswith(f"torch 2.10 or later: {version} is installed.") is lacks
-    assert lacks or not missing_library("torch")
+    assert missing_library("torch").startswith(f"torch 2.10 or later: {version} is installed.") is is_refused
+    assert is_refused or not missing_library("torch")
     assert not missing_library("native")
 
 
-def test_the_pinned_torch_has_all_that_its_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the tests of engine torch would be left out everywhere, and nobody would see it."""
+def test_pinned_torch_suffices_for_engine_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, all tests of engine torch would be skipped unnoticed."""
     pins = (Path(__file__).parents[2] / "constraints-cpu.txt").read_text()
     (pinned,) = re.findall(r"^torch==(\S+)", pins, re.MULTILINE)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: pinned)

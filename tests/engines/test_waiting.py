@@ -1,4 +1,4 @@
-"""Stages seen to wait, by the clock outside of engines: for messages of any kind, and as long as the schedule says."""
+"""Tests of measured idle times of stages: waits for all kinds of messages, and the bubbles of schedules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from repro.config.enums import Phase
 from repro.measure.timing import StageWaits, StepClock
 from tests.engines.needs import needs
-from tests.engines.slowed import BACKWARD_S, FORWARD_S, SCHEDULES, busy_and_idle, of_formula
-from tests.engines.told_time import told_time
+from tests.engines.stage_waits import BACKWARD_S, FORWARD_S, SCHEDULES, bubble_fraction, busy_and_idle
+from tests.engines.virtual_time import virtual_time
 from tests.pool import RankPool
 
-LATE_S = 0.3
+DELAY_S = 0.3
 
 
 def _irecv(tensor: Tensor) -> None:
@@ -35,40 +35,40 @@ def _all_reduce(tensor: Tensor) -> None:
     dist.all_reduce(tensor)
 
 
-def waited(message: Callable[[Tensor], None]) -> dict[str, float]:
-    """Seconds by phase on each of two ranks, of which the second one comes late to a message."""
-    with told_time() as told:
+def seconds_by_phase(message: Callable[[Tensor], None]) -> dict[str, float]:
+    """Return this rank's seconds by phase; rank 1 sends its message after a delay."""
+    with virtual_time() as time:
         clock = StepClock(torch.device("cpu"))
         clock.begin()
         with StageWaits(clock.mark) as observe:
-            told.sleep(LATE_S * dist.get_rank())
+            time.sleep(DELAY_S * dist.get_rank())
             message(torch.zeros(8))
-            observe(Phase.IDLE)  # an engine's own word for it, which is not heard
-            told.sleep(0.1)
+            observe(Phase.IDLE)  # `StageWaits` ignores the idle phase that an engine reports
+            time.sleep(0.1)
             observe(Phase.OPTIMIZER)
         clock.mark("end")
-        message(torch.zeros(8))  # outside nothing is marked any more
+        message(torch.zeros(8))  # outside `StageWaits`, no wait is marked
         (row,) = clock.read()
     return row
 
 
 @pytest.mark.parametrize("message", [_irecv, _batch, _all_reduce])
-def test_who_waits_for_a_message_is_idle(two: RankPool, message: Callable[[Tensor], None]) -> None:
-    early, late = two.run(waited, message)
-    assert early[Phase.IDLE] == pytest.approx(LATE_S)
+def test_wait_for_a_message_counts_as_idle_time(two: RankPool, message: Callable[[Tensor], None]) -> None:
+    early, late = two.run(seconds_by_phase, message)
+    assert early[Phase.IDLE] == pytest.approx(DELAY_S)
     assert early[Phase.FORWARD] == pytest.approx(0.1)
     assert late[Phase.IDLE] == 0
-    assert late[Phase.FORWARD] == pytest.approx(LATE_S + 0.1)
+    assert late[Phase.FORWARD] == pytest.approx(DELAY_S + 0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", pytest.param("torch", marks=needs("torch"))])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_waits_for_its_part_of_the_passes(two: RankPool, engine: str, name: str) -> None:
-    """Our engine says so of itself too."""
+def test_idle_time_of_schedules_equals_the_bubble_formula(two: RankPool, engine: str, name: str) -> None:
+    """Engine native also reports this idle time."""
     layout = SCHEDULES[name]
-    for busy, idle, own in busy_and_idle(two, layout, engine):
+    for busy, idle, reported in busy_and_idle(two, layout, engine):
         assert busy == pytest.approx(layout.accumulation * layout.chunks * (FORWARD_S + BACKWARD_S))
-        assert idle / busy == pytest.approx(of_formula(layout))
+        assert idle / busy == pytest.approx(bubble_fraction(layout))
         if engine == "native":
-            assert own == pytest.approx(idle)
+            assert reported == pytest.approx(idle)

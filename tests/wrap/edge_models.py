@@ -1,4 +1,4 @@
-"""Unusual modules and passes over them, and how they train: what the tests of `repro.parallelize` share."""
+"""Unusual modules, loss functions and a training loop for the tests of `repro.parallelize`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH, ROWS, STEPS, RANKS = 8, 4, 6, 2
 
 
 class Scaled(nn.Module):
-    """What data decide is which of its parameters a block uses, and in which order."""
+    """A block whose input data select its used parameters and their order."""
 
     def __init__(self, passes: bool) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor, positive: bool) -> Tensor:
         if positive and self.passes:
-            return x  # its own parameters get no gradient, and its output is another module's
+            return x  # the block's parameters get no gradient; its output is another module's
         x = torch.tanh(self.second(self.first(x)) if positive else self.first(self.second(x)))
         return x * self.scale if positive else x
 
 
 class DataDependent(nn.Module):
-    """Ranks use the same modules and different parameters; one block is used twice, or cut off."""
+    """A model whose ranks use different parameters of the same modules; block 0 runs twice and may be detached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class DataDependent(nn.Module):
             x = x + block(x, positive)
         y = self.blocks[0](x, not positive)
         if positive:
-            y = y.detach()  # nothing behind the second use of block 0 has a gradient here
+            y = y.detach()  # the second use of block 0 gets no gradient
         return x + y + (self.bias if positive else 0.0)
 
 
 class Reentrant(nn.Module):
-    """One block is used twice under a reentrant checkpoint, one under a checkpoint and without, one once."""
+    """A model with two blocks that reentrant checkpoints run twice, and one with and without a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,17 +67,17 @@ class Reentrant(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        again = partial(checkpoint, use_reentrant=True)
+        reentrant_checkpoint = partial(checkpoint, use_reentrant=True)
         a, b, c = self.blocks
         x = self.into(x)
-        x = x + again(a, x)
-        x = again(b, x) + again(c, x)
-        x = x + again(c, again(a, x))
+        x = x + reentrant_checkpoint(a, x)
+        x = reentrant_checkpoint(b, x) + reentrant_checkpoint(c, x)
+        x = x + reentrant_checkpoint(c, reentrant_checkpoint(a, x))
         return self.out(b(x))
 
 
 class Segments(nn.Module):
-    """Two blocks a checkpoint, in keyword arguments too; `use_reentrant` of either kind."""
+    """A model with two blocks per checkpoint, reentrant or not; one block gets a keyword argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,15 +88,15 @@ class Segments(nn.Module):
         x = self.into(x)
         for i in (0, 2, 4):
 
-            def two(x: Tensor, i: int = i) -> Tensor:
+            def two_blocks(x: Tensor, i: int = i) -> Tensor:
                 return torch.tanh(self.blocks[i + 1](input=torch.tanh(self.blocks[i](x))))
 
-            x = x + checkpoint(two, x, use_reentrant=i != 2)
+            x = x + checkpoint(two_blocks, x, use_reentrant=i != 2)
         return x
 
 
 class Containers(nn.Module):
-    """Blocks inside dictionaries and lists of lists; parameters in containers, and in a holder of modules."""
+    """A model with blocks in dictionaries and nested lists, and parameters in containers and a forwardless module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Containers(nn.Module):
 
 
 class Routed(nn.Module):
-    """Blocks keep a loss beside their output, made after it: no hook on what they return sees it."""
+    """A model whose blocks store an auxiliary loss in an attribute, which no hook on their output receives."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Routed(nn.Module):
 
 
 class Plain(nn.Module):
-    """Three blocks."""
+    """A model of three residual blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,69 +164,69 @@ class Plain(nn.Module):
         return x
 
 
-Pass = Callable[[nn.Module, Tensor], Tensor]
+LossFn = Callable[[nn.Module, Tensor], Tensor]
 
 
-def once(module: nn.Module, x: Tensor) -> Tensor:
-    """The loss of one forward pass."""
+def loss_fn(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the mean square of the output of one forward pass."""
     return module(x).square().mean()
 
 
-def balanced(module: nn.Module, x: Tensor) -> Tensor:
-    """With what the blocks keep."""
-    return once(module, x) + sum(block.balance for block in module.blocks)
+def routed_loss(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the mean square plus the auxiliary losses of the blocks."""
+    return loss_fn(module, x) + sum(block.balance for block in module.blocks)
 
 
-def evaluate_between(module: nn.Module, x: Tensor) -> Tensor:
-    """Evaluation before a forward pass, and between it and its backward pass."""
+def evaluation_before_backward(module: nn.Module, x: Tensor) -> Tensor:
+    """Evaluate before the forward pass, and between the forward pass and its backward pass."""
     with torch.no_grad():
-        before = once(module, x)
-    loss = once(module, x)
+        before = loss_fn(module, x)
+    loss = loss_fn(module, x)
     with torch.no_grad():
         assert torch.equal(module(x).square().mean(), before)
         module(-x)
     return loss
 
 
-def checkpointed(reentrant: bool, module: nn.Module, x: Tensor) -> Tensor:
-    """The whole module is computed again in the backward pass."""
+def full_checkpoint(reentrant: bool, module: nn.Module, x: Tensor) -> Tensor:
+    """Recompute the full module in the backward pass."""
     return checkpoint(module, x.requires_grad_(), use_reentrant=reentrant).square().mean()
 
 
-def after_failure(module: nn.Module, x: Tensor) -> Tensor:
-    """A backward pass broke off before this one."""
+def failed_backward(module: nn.Module, x: Tensor) -> Tensor:
+    """Run a backward pass that fails, then return the loss."""
     out = module(x)
     out.grad_fn.register_prehook(fail)
     with pytest.raises(ZeroDivisionError):
         out.square().mean().backward()
-    return once(module, x)
+    return loss_fn(module, x)
 
 
 def fail(gradients: Any) -> None:
-    """A hook of the user's."""
+    """Raise an exception, as a hook of the user."""
     raise ZeroDivisionError
 
 
-def nothing(module: nn.Module) -> None:
-    """After a step."""
+def do_nothing(module: nn.Module) -> None:
+    """Do nothing after a step."""
 
 
-def abandoned(module: nn.Module, x: Tensor) -> Tensor:
-    """A forward pass that records gradients and has no backward pass."""
-    once(module, -x)
-    return once(module, x)
+def unused_forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Run a forward pass with a graph but without a backward pass, then return the loss."""
+    loss_fn(module, -x)
+    return loss_fn(module, x)
 
 
 def train(
     kind: type[nn.Module],
     layout: Layout | None,
-    loss_of: Pass = once,
+    loss_of: LossFn = loss_fn,
     after: Callable[[nn.Module], None] = lambda module: None,
     late: bool = False,
 ) -> dict[str, Tensor]:
-    """Parameters after some steps; without a layout of one process that has all ranks' samples, rank by rank.
+    """Return the parameters after training; without a layout, one process trains on the samples of all ranks in turn.
 
-    `after` is called after each step.  `late`: rank 1 sends its new parameters late.
+    `after` is called after each step.  With `late`, rank 1 sends its updated parameters late.
     """
     torch.manual_seed(1)
     module = kind()
@@ -254,13 +254,13 @@ def train(
 
 
 def gather_late(bucket: Bucket) -> Work:
-    """The other ranks wait a while for this rank's part of every bucket."""
+    """Gather a bucket after a delay, so that the other ranks wait for this rank's shard."""
     time.sleep(0.02)
     return Bucket.gather(bucket)
 
 
 @cache
-def alone(kind: type[nn.Module], loss_of: Pass = once) -> dict[str, Tensor]:
+def reference(kind: type[nn.Module], loss_of: LossFn = loss_fn) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     return train(kind, None, loss_of)
 
@@ -268,7 +268,7 @@ def alone(kind: type[nn.Module], loss_of: Pass = once) -> dict[str, Tensor]:
 def assert_same(
     found: list[dict[str, Tensor]], expected: dict[str, Tensor], rtol: float = 1e-4, atol: float = 1e-6
 ) -> None:
-    """Compare every rank's parameters with those of one process."""
+    """Compare the parameters of every rank with those of one process."""
     for mine in found:
         assert mine.keys() == expected.keys()
         for name, value in expected.items():
@@ -278,12 +278,12 @@ def assert_same(
 def parallelize_sgd(
     module: nn.Module, layout: Layout, lr: float = 0.1
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Parallelize a module that plain SGD trains."""
+    """Parallelize a module and an SGD optimizer."""
     return repro.parallelize(module, torch.optim.SGD(module.parameters(), lr=lr), layout)
 
 
 def layout_of(zero: int, pieces: int = 1, bucket_bytes: int = 300) -> Layout:
-    """Buckets that hold one linear layer, so that each is reduced by itself."""
+    """Return a layout whose buckets hold one linear layer, so that each layer is reduced separately."""
     rows = ROWS // pieces
     return Layout(dp=RANKS, zero=zero, micro_batch=rows, global_batch=RANKS * ROWS, bucket_bytes=bucket_bytes)
 
@@ -291,8 +291,8 @@ def layout_of(zero: int, pieces: int = 1, bucket_bytes: int = 300) -> Layout:
 STAGES = pytest.mark.parametrize("zero", range(4))
 
 
-def message_of(call: Callable[..., Any], *arguments: Any) -> str:
-    """What a call raises, on this rank."""
+def error_of(call: Callable[..., Any], *arguments: Any) -> str:
+    """Return the message of the error that a call raises, or an empty string."""
     try:
         call(*arguments)
     except (RuntimeError, ValueError) as error:

@@ -1,11 +1,11 @@
-"""Models of transformers and peft, from their configurations with random weights, and the loop that trains them."""
+"""Models of transformers and peft with random weights, and the loop that trains them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
+os.environ["HF_HUB_OFFLINE"] = "1"  # no downloads
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def llama() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Each rank's data choose other experts."""
+    """Return a mixture of experts, for which the data of each rank select different experts."""
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
             vocab_size=VOCABULARY, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=1, **WIDTHS
@@ -71,11 +71,11 @@ def resnet() -> nn.Module:
 
 
 def lora() -> nn.Module:
-    """A base that is frozen, under checkpoints that need an input with a gradient."""
+    """Return a frozen Llama with adapters; its checkpoints need an input that requires a gradient."""
     from peft import (
         LoraConfig,
         get_peft_model,
-    )  # seconds, which a process that only collects tests does not need
+    )  # takes seconds, which the collection of tests saves
 
     base = llama()
     base.enable_input_require_grads()
@@ -83,18 +83,18 @@ def lora() -> nn.Module:
 
 
 def text(random: torch.Generator) -> dict[str, Tensor]:
-    """Tokens that are their own labels, [ROWS, WORDS]."""
+    """Return tokens that are also the labels, [ROWS, WORDS]."""
     tokens = torch.randint(1, VOCABULARY, (ROWS, WORDS), generator=random)
     return {"input_ids": tokens, "labels": tokens}
 
 
-def pairs(random: torch.Generator) -> dict[str, Tensor]:
-    """Tokens and others to make of them."""
+def text_pairs(random: torch.Generator) -> dict[str, Tensor]:
+    """Return tokens and independent labels, both [ROWS, WORDS]."""
     return {name: text(random)["labels"] for name in ("input_ids", "labels")}
 
 
 def classes(random: torch.Generator) -> dict[str, Tensor]:
-    """Tokens, of which the last are padding, and a class of each row."""
+    """Return tokens, padded in every other row, and a class per row."""
     mask = torch.ones(ROWS, WORDS, dtype=torch.int64)
     mask[::2, -2:] = 0
     labels = torch.randint(2, (ROWS,), generator=random)
@@ -107,7 +107,7 @@ def images(random: torch.Generator) -> dict[str, Tensor]:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Weight decay for matrices alone; an `eps` that keeps gradients of exactly zero from being normed noise."""
+    """Return AdamW with weight decay for matrices only, and an `eps` that damps rounding errors of zero gradients."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if (p.dim() > 1) == many]} for many in (True, False)]
     return torch.optim.AdamW(
@@ -126,13 +126,13 @@ def warmup(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-    """Changes momentum too."""
+    """Return a schedule that also changes the momentum."""
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its data, and the habits of the script that trains it."""
+    """A model, its data and the options of its training script."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], dict[str, Tensor]]
@@ -142,21 +142,21 @@ class Case:
     clip_value: float = 0.0
     accumulation: int = 1
     no_sync: bool = False
-    """Passes of a step but the last are inside `model.no_sync()`."""
+    """Whether all passes of a step except the last one run inside `model.no_sync()`."""
     checkpointing: bool | None = None
-    """`use_reentrant` of `gradient_checkpointing_enable`."""
+    """`use_reentrant` of `gradient_checkpointing_enable`; None disables checkpointing."""
     evaluates: bool = False
     generates: bool = False
     by_rank: bool = False
-    """What it does to a row depends on the others of the pass (batch norm): alone it sees each rank's by themselves."""
+    """Whether the single process runs the rows of each rank separately, because of batch norm."""
 
 
 CASES = {
     "gpt2": Case(gpt2, text, clip_norm=0.5, checkpointing=False, generates=True),
     "llama": Case(llama, text, clip_norm=0.5, accumulation=2, no_sync=True, evaluates=True, generates=True),
     "mixtral": Case(mixtral, text, clip_value=0.01, accumulation=2, evaluates=True),
-    "t5": Case(t5, pairs, clip_norm=1.0, evaluates=True, accumulation=2),
-    "t5-generates": Case(t5, pairs, generates=True),
+    "t5": Case(t5, text_pairs, clip_norm=1.0, evaluates=True, accumulation=2),
+    "t5-generates": Case(t5, text_pairs, generates=True),
     "bert": Case(bert, classes, sgd, one_cycle, clip_value=0.02, evaluates=True),
     "vit": Case(vit, images, clip_norm=0.2, checkpointing=True, evaluates=True),
     "resnet": Case(resnet, images, sgd, one_cycle, accumulation=2, no_sync=True, by_rank=True),
@@ -167,14 +167,14 @@ CASES = {
 @dataclass(frozen=True)
 class Trained:
     losses: list[float]
-    """Of every pass, over this process's rows."""
+    """Losses over this process's rows, and gradient norms, in the order of their computation."""
     tokens: list[Tensor]
-    """What was generated after each step, [rows, words]."""
+    """Generated tokens after each step, [rows, words]."""
     weights: dict[str, Tensor]
 
 
 def train(name: str, zero: int | None) -> Trained:
-    """A case on this rank; without a stage, alone with all ranks' rows."""
+    """Train a case on this rank. With zero = None, a single process trains on the rows of all ranks."""
     case = CASES[name]
     torch.manual_seed(1)
     model = case.make()
@@ -220,7 +220,7 @@ def train(name: str, zero: int | None) -> Trained:
 
 
 def generate(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """As many words for every row, so that all ranks make as many passes."""
+    """Generate the same number of tokens for every row, so that all ranks run the same number of passes."""
     words = batch["input_ids"]
     found: Tensor = model.generate(
         input_ids=words,

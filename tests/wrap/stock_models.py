@@ -1,4 +1,4 @@
-"""Stock PyTorch modules, each awkward in its own way, and the plain training loop on them."""
+"""Stock PyTorch modules with unusual features, and a plain training loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH, STEPS = 8, 8
 
 
 class Tied(nn.Module):
-    """Input and output share a matrix; blocks are in a list."""
+    """A model whose input and output layers share a matrix; its blocks are in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 
 class Unused(nn.Module):
-    """A layer that no step uses, one that only odd steps use, a frozen one and an empty parameter."""
+    """A model with an unused layer, a layer for odd passes only, a frozen layer and an empty parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Unused(nn.Module):
 
 
 class Twice(nn.Module):
-    """The same block is used twice in one pass; the output is a dictionary."""
+    """A model that calls one block twice per pass and returns a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Twice(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Convolution, group norm and a buffer that training changes."""
+    """A model with a convolution, group norm and a buffer that the forward pass changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Buffers(nn.Module):
 
 
 class Encoder(nn.Module):
-    """torch's own transformer, whose attention reads a child's parameters without calling the child."""
+    """A model with `nn.TransformerEncoder`, whose attention reads parameters of a child without calling the child."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Encoder(nn.Module):
 
 
 class SharedBlocks(nn.Module):
-    """Two blocks share a matrix."""
+    """A model in which two blocks share a matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,14 +112,14 @@ class SharedBlocks(nn.Module):
 
 @dataclass
 class Output:
-    """As libraries return theirs; autograd's tree functions do not look into it."""
+    """A dataclass output, as in many libraries; the tree functions of autograd do not traverse it."""
 
     y: Tensor
     hidden: Tensor
 
 
 class Wrapped(nn.Module):
-    """A block that returns a mapping of its own kind, and a model that returns a dataclass."""
+    """A model that returns a dataclass; its blocks return a mapping that is no `dict`."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Wrapped(nn.Module):
 
 
 class Objects(nn.Module):
-    """Blocks and a model that return objects of no kind that anybody knows, which may point at themselves."""
+    """A model that returns an object of an unregistered type; the outputs of its blocks refer to themselves."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -175,7 +175,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def optimizer_of(module: nn.Module, name: str) -> torch.optim.Optimizer:
-    """AdamW with two groups, or SGD with momentum."""
+    """Return AdamW with two parameter groups, or SGD with momentum."""
     trained = [p for p in module.parameters() if p.requires_grad]
     if name == "sgd":
         return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
@@ -191,9 +191,9 @@ def optimizer_of(module: nn.Module, name: str) -> torch.optim.Optimizer:
 def train_stock(
     model: str, optimizer_name: str, layout: repro.Layout | None
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The plain loop; with a layout the module and the optimizer are parallelized, nothing else changes."""
+    """Train a stock model, with a layout in parallel; return the losses and the final parameters."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(rank)  # replicas start differently on purpose: rank 0's values must win
+    torch.manual_seed(rank)  # ranks start with different values on purpose: rank 0 must broadcast its own
     module = MODELS[model]()
     optimizer = optimizer_of(module, optimizer_name)
     pieces, mine = 1, slice(0, BATCH)

@@ -1,4 +1,4 @@
-"""A wrapped module in bf16: every fp32 tensor becomes bf16, and it trains as the stock module in bf16 does."""
+"""Tests of a wrapped module in bf16: each fp32 tensor becomes bf16, and training matches the stock module in bf16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.wrap.edge_models import STAGES, STEPS, WIDTH
 
 
 class Mixed(nn.Module):
-    """Frozen parameters, an empty one and buffers, all fp32 but a counter."""
+    """A model with trained, frozen and empty parameters and a buffer in fp32, and an integer buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Mixed(nn.Module):
 
 
 def train_mixed(zero: int) -> tuple[Tensor, dict[str, torch.dtype], list[float], dict[str, Tensor]]:
-    """First output, data types, losses and parameters in bf16."""
+    """Train `Mixed` in bf16; return the first output, dtypes, losses and final parameters."""
     torch.manual_seed(1)
     module: nn.Module = Mixed()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(
@@ -60,7 +60,7 @@ def train_mixed(zero: int) -> tuple[Tensor, dict[str, torch.dtype], list[float],
 
 
 @STAGES
-def test_bf16_is_the_module_in_bf16(two: RankPool, zero: int) -> None:
+def test_bf16_module_trains_like_stock_module_in_bf16(two: RankPool, zero: int) -> None:
     torch.manual_seed(1)
     stock = Mixed().to(torch.bfloat16)
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(3)).bfloat16()

@@ -1,4 +1,4 @@
-"""A wrapped module under `torch.compile`, which traces hooks too, trains as it does alone."""
+"""Tests that a wrapped module under `torch.compile`, which also traces hooks, trains like the stock module."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from repro.config import Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import STAGES, Plain, alone, assert_same, layout_of, train
+from tests.wrap.edge_models import STAGES, Plain, assert_same, layout_of, reference, train
 
 
 class Compiled(Plain):
-    """The whole module is compiled, without code for the machine."""
+    """A compiled `Plain` without code generation (backend eager)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,5 +28,5 @@ def train_compiled(layout: Layout) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @STAGES
-def test_the_whole_module_compiled(two: RankPool, zero: int) -> None:
-    assert_same(two.run(train_compiled, layout_of(zero)), alone(Plain))
+def test_compiled_module_trains_like_one_process(two: RankPool, zero: int) -> None:
+    assert_same(two.run(train_compiled, layout_of(zero)), reference(Plain))

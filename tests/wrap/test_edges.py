@@ -1,4 +1,4 @@
-"""repro.parallelize where modules and passes are unusual: it trains as one process does."""
+"""Tests of `repro.parallelize` with unusual modules and passes: training matches a single process."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ from tests.wrap.edge_models import (
     Reentrant,
     Routed,
     Segments,
-    abandoned,
-    after_failure,
-    alone,
     assert_same,
-    balanced,
-    checkpointed,
-    evaluate_between,
+    do_nothing,
+    evaluation_before_backward,
+    failed_backward,
+    full_checkpoint,
     layout_of,
-    nothing,
+    reference,
+    routed_loss,
     train,
+    unused_forward,
 )
 
 
 @STAGES
 @pytest.mark.parametrize("kind", [DataDependent, Reentrant, Segments, Containers])
-def test_trains_as_one_process_does(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    assert_same(two.run(train, kind, layout_of(zero)), alone(kind))
+def test_unusual_module_trains_like_one_process(two: RankPool, kind: type[nn.Module], zero: int) -> None:
+    assert_same(two.run(train, kind, layout_of(zero)), reference(kind))
 
 
 @STAGES
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_the_whole_module_under_a_checkpoint(two: RankPool, reentrant: bool, zero: int) -> None:
-    found = two.run(train, Plain, layout_of(zero), partial(checkpointed, reentrant))
-    assert_same(found, alone(Plain))
+def test_module_in_one_checkpoint_trains_like_one_process(two: RankPool, reentrant: bool, zero: int) -> None:
+    found = two.run(train, Plain, layout_of(zero), partial(full_checkpoint, reentrant))
+    assert_same(found, reference(Plain))
 
 
 @STAGES
-def test_losses_that_blocks_keep(two: RankPool, zero: int) -> None:
-    """Also where the parameters that they are made of come late."""
+def test_auxiliary_losses_of_blocks_train_like_one_process(two: RankPool, zero: int) -> None:
+    """The result does not depend on when rank 1 sends its updated parameters."""
     for late in (False, True):
-        found = two.run(train, Routed, layout_of(zero), balanced, nothing, late)
-        assert_same(found, alone(Routed, balanced))
+        found = two.run(train, Routed, layout_of(zero), routed_loss, do_nothing, late)
+        assert_same(found, reference(Routed, routed_loss))
 
 
 @STAGES
-def test_training_goes_on_after_a_backward_pass_that_failed(two: RankPool, zero: int) -> None:
-    assert_same(two.run(train, Plain, layout_of(zero), after_failure), alone(Plain))
+def test_training_continues_after_a_failed_backward_pass(two: RankPool, zero: int) -> None:
+    assert_same(two.run(train, Plain, layout_of(zero), failed_backward), reference(Plain))
 
 
 @STAGES
 @pytest.mark.parametrize("kind", [Reentrant, Segments])
-def test_reentrant_checkpoints_and_accumulation(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    assert_same(two.run(train, kind, layout_of(zero, 2)), alone(kind))
+def test_checkpoints_support_gradient_accumulation(two: RankPool, kind: type[nn.Module], zero: int) -> None:
+    assert_same(two.run(train, kind, layout_of(zero, 2)), reference(kind))
 
 
 @STAGES
-def test_evaluation_between_forward_and_backward(two: RankPool, zero: int) -> None:
-    assert_same(two.run(train, Plain, layout_of(zero), evaluate_between), alone(Plain))
+def test_evaluation_before_backward_does_not_change_training(two: RankPool, zero: int) -> None:
+    assert_same(two.run(train, Plain, layout_of(zero), evaluation_before_backward), reference(Plain))
 
 
 @STAGES
 @pytest.mark.parametrize("kind", [Plain, Reentrant])
-def test_a_forward_pass_without_a_backward_pass(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    assert_same(two.run(train, kind, layout_of(zero), abandoned), alone(kind))
+def test_unused_forward_pass_changes_no_parameter(two: RankPool, kind: type[nn.Module], zero: int) -> None:
+    assert_same(two.run(train, kind, layout_of(zero), unused_forward), reference(kind))

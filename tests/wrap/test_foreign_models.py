@@ -1,4 +1,4 @@
-"""Models and habits of libraries that know nothing of this one: each trains as it does alone."""
+"""Tests of models of transformers and peft: each trains and generates like a single process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.wrap.foreign_models import CASES, Trained, train
 
 
 @cache
-def alone(name: str) -> Trained:
+def reference(name: str) -> Trained:
     torch.set_num_threads(1)
     return train(name, None)
 
@@ -27,8 +27,8 @@ STAGES = [*product(CASES, (0, 3)), ("t5", 1), ("t5", 2)]
 
 
 @pytest.mark.parametrize(("name", "zero"), STAGES)
-def test_a_foreign_model_trains_as_it_does_alone(two: RankPool, name: str, zero: int) -> None:
-    expected = alone(name)
+def test_library_model_trains_like_one_process(two: RankPool, name: str, zero: int) -> None:
+    expected = reference(name)
     found = two.run(train, name, zero)
     means = [sum(both) / len(both) for both in zip(*(each.losses for each in found), strict=True)]
     assert means == pytest.approx(expected.losses, rel=1e-6)

@@ -1,4 +1,4 @@
-"""A module in fp64 trains in fp64, gradients' norms and the optimizer's states included."""
+"""Tests of a module in fp64: parameters, gradient norms and optimizer states stay in fp64."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 import repro
 from repro.config import Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, STAGES, STEPS, WIDTH, Plain, assert_same, layout_of, once
+from tests.wrap.edge_models import RANKS, ROWS, STAGES, STEPS, WIDTH, Plain, assert_same, layout_of, loss_fn
 
-TINY = 1e-13
+TOLERANCE = 1e-13
 
 
 def train(layout: Layout | None) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms of the gradients, and the parameters in the end."""
+    """Train in fp64; return the gradient norms and the final parameters."""
     torch.manual_seed(1)
     module: nn.Module = Plain().double()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
@@ -28,7 +28,7 @@ def train(layout: Layout | None) -> tuple[list[float], dict[str, Tensor]]:
     norms = []
     for _ in range(STEPS):
         x = torch.randn(RANKS, ROWS, WIDTH, generator=data, dtype=torch.float64)
-        once(module, x[mine].flatten(0, 1)).backward()
+        loss_fn(module, x[mine].flatten(0, 1)).backward()
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
         optimizer.step()
         optimizer.zero_grad()
@@ -38,15 +38,15 @@ def train(layout: Layout | None) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @STAGES
-def test_fp64_trains_as_it_does_alone(two: RankPool, zero: int) -> None:
+def test_fp64_module_trains_like_one_process(two: RankPool, zero: int) -> None:
     torch.set_num_threads(1)
     norms, expected = train(None)
     for mine, parameters in two.run(train, layout_of(zero)):
-        assert mine == pytest.approx(norms, rel=TINY)
-        assert_same([parameters], expected, rtol=TINY, atol=TINY)
+        assert mine == pytest.approx(norms, rel=TOLERANCE)
+        assert_same([parameters], expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_fp64_is_not_narrowed_to_fp32_master_weights() -> None:
+def test_bf16_precision_refuses_fp64_parameters() -> None:
     module = Plain().double()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"is float64, .* Call module\.float\(\)"):

@@ -1,4 +1,4 @@
-"""Stage 3: whoever reads a parameter whose values no rank has gets an error that says what to do."""
+"""Tests of released parameters in stage 3: a read raises an error that names `full_parameters()`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.pool import RankPool
-from tests.wrap.edge_models import WIDTH, Plain, gather_late, layout_of, message_of, once, parallelize_sgd
+from tests.wrap.edge_models import WIDTH, Plain, error_of, gather_late, layout_of, loss_fn, parallelize_sgd
 
-HABITS: dict[str, Callable[[Tensor], Any]] = {
+WEIGHT_USES: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda w: w.norm(),
     "print": str,
     "format": lambda w: f"{w}",
@@ -40,49 +40,49 @@ HABITS: dict[str, Callable[[Tensor], Any]] = {
     "address": lambda w: w.data_ptr(),
     "storage": lambda w: w.untyped_storage(),
 }
-"""What scripts do with a weight."""
+"""Uses of a weight in scripts, by name."""
 
 
-def messages(habits: list[str]) -> list[list[str]]:
-    """What each habit raises before training, between forward and backward, and after a step."""
+def error_messages(uses: list[str]) -> list[list[str]]:
+    """Return the error of each use before training, between forward and backward, and after a step."""
     module, optimizer = parallelize_sgd(Plain(), layout_of(3))
     weight = module.blocks[0][0].weight
     found = []
 
-    def look() -> None:
-        for habit in habits:
+    def use_weight() -> None:
+        for use in uses:
             try:
-                HABITS[habit](weight)
-                found.append([habit, ""])
+                WEIGHT_USES[use](weight)
+                found.append([use, ""])
             except RuntimeError as error:
-                found.append([habit, str(error)])
+                found.append([use, str(error)])
 
-    look()
-    loss = once(module, torch.ones(1, WIDTH))
-    look()
+    use_weight()
+    loss = loss_fn(module, torch.ones(1, WIDTH))
+    use_weight()
     loss.backward()
     optimizer.step()
-    look()
+    use_weight()
     return found
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_a_released_parameter_refuses_to_be_read(two: RankPool, habit: str) -> None:
-    for found in two.run(messages, [habit]):
+@pytest.mark.parametrize("use", WEIGHT_USES)
+def test_released_parameter_raises_an_error_on_every_use(two: RankPool, use: str) -> None:
+    for found in two.run(error_messages, [use]):
         assert len(found) == 3
         for _, message in found:
             assert "Call module.repro.full_parameters() on all ranks" in message
 
 
-def what_remains() -> list[Any]:
-    """What may be asked of a released parameter."""
+def metadata_and_hooks() -> list[Any]:
+    """Return hook calls and metadata of a released parameter."""
     module, _ = parallelize_sgd(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), layout_of(3))
     weight = module[0].weight
     seen = []
     weight.register_hook(lambda gradient: seen.append(gradient.shape))
     module.register_forward_hook(lambda *_: seen.append(isinstance(weight, nn.Parameter)))
     module[0].register_forward_pre_hook(lambda block, inputs: seen.append(float(block.weight.norm()) > 0))
-    once(module, torch.ones(1, WIDTH)).backward()
+    loss_fn(module, torch.ones(1, WIDTH)).backward()
     zeros = torch.zeros_like(weight)
     return [
         *seen,
@@ -93,9 +93,9 @@ def what_remains() -> list[Any]:
     ]
 
 
-def test_a_released_parameter_has_its_shape(two: RankPool) -> None:
+def test_released_parameter_retains_metadata_and_hooks(two: RankPool) -> None:
     square = torch.Size((WIDTH, WIDTH))
-    for found in two.run(what_remains):
+    for found in two.run(metadata_and_hooks):
         assert found == [
             *(True, True, square),
             (square, WIDTH**2, torch.float32, "cpu", 2, WIDTH),
@@ -106,7 +106,7 @@ def test_a_released_parameter_has_its_shape(two: RankPool) -> None:
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder that share an embedding; text is made outside its forward pass."""
+    """An encoder and a decoder that share an embedding; `generate` runs outside the forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,36 +142,34 @@ class Translator(nn.Module):
         return self.head(memory) + self.blocks[1].linear1(memory).sum() + self(x)
 
 
-def texts(late: bool) -> list[tuple[Tensor, Tensor]]:
-    """What is generated after each step, and what the parameters say; `late`: rank 1 takes its time."""
+def generated_logits(late: bool) -> list[tuple[Tensor, Tensor]]:
+    """Return the generated logits after each step, and those of a stock module; with `late`, rank 1 sends late."""
     torch.manual_seed(0)
     module, optimizer = parallelize_sgd(Translator(), layout_of(3))
     if late and dist.get_rank():
         for bucket in module.repro.buckets:
             vars(bucket)["gather"] = partial(gather_late, bucket)
-    alone, x, found = Translator(), torch.arange(10).view(5, 2), []
+    stock, x, found = Translator(), torch.arange(10).view(5, 2), []
     for _ in range(3):
-        once(module, x).backward()
+        loss_fn(module, x).backward()
         optimizer.step()
-        alone.load_state_dict(module.repro.full_parameters(), strict=False)  # it has the embedding twice
-        found.append((module.generate(x), alone.generate(x)))
+        stock.load_state_dict(module.repro.full_parameters(), strict=False)  # the embedding has two names
+        found.append((module.generate(x), stock.generate(x)))
     return found
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_parts_of_a_module_are_used_by_themselves_to_look_at_what_they_make(
-    two: RankPool, late: bool
-) -> None:
-    for mine in two.run(texts, late):
+def test_submodules_run_without_gradients_outside_forward(two: RankPool, late: bool) -> None:
+    for mine in two.run(generated_logits, late):
         for found, expected in mine:
             torch.testing.assert_close(found, expected)
 
 
-def a_part_in_training() -> None:
+def train_submodule() -> None:
     module, _ = parallelize_sgd(Translator(), layout_of(3))
     module.encode(torch.arange(10)).sum().backward()
 
 
-def test_parts_of_a_module_are_not_trained_by_themselves(two: RankPool) -> None:
-    for message in two.run(message_of, a_part_in_training):
+def test_submodule_training_outside_forward_raises_an_error(two: RankPool) -> None:
+    for message in two.run(error_of, train_submodule):
         assert "Call module.repro.full_parameters() on all ranks" in message

@@ -1,4 +1,4 @@
-"""repro.parallelize of a module that is trained in part (low-rank adapters): stage 3 partitions the frozen part too."""
+"""Tests of partly frozen modules (low-rank adapters): stage 3 also partitions the frozen parameters."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tests.wrap.edge_models import (
     STAGES,
     WIDTH,
     Plain,
-    alone,
     assert_same,
-    evaluate_between,
+    error_of,
+    evaluation_before_backward,
     layout_of,
-    message_of,
-    once,
+    loss_fn,
+    reference,
     train,
 )
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank adapter beside it."""
+    """A frozen linear layer plus a low-rank adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Adapted(nn.Module):
 
 
 class LoRA(nn.Module):
-    """Blocks with adapters, one that is frozen whole between them, and frozen parameters outside blocks."""
+    """A model with adapters, one fully frozen block, and frozen parameters outside the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class LoRA(nn.Module):
 
 
 class Checkpointed(LoRA):
-    """Each block is computed again in the backward pass."""
+    """`LoRA` with activation checkpointing of each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,35 +75,35 @@ class Checkpointed(LoRA):
 
 @STAGES
 @pytest.mark.parametrize("kind", [LoRA, Checkpointed])
-def test_adapters_train_as_in_one_process(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    assert_same(two.run(train, kind, layout_of(zero)), alone(kind))
-    assert_same(two.run(train, kind, layout_of(zero, 2)), alone(kind))
-    assert_same(two.run(train, kind, layout_of(zero), evaluate_between), alone(kind))
+def test_adapters_train_like_one_process(two: RankPool, kind: type[nn.Module], zero: int) -> None:
+    assert_same(two.run(train, kind, layout_of(zero)), reference(kind))
+    assert_same(two.run(train, kind, layout_of(zero, 2)), reference(kind))
+    assert_same(two.run(train, kind, layout_of(zero), evaluation_before_backward), reference(kind))
 
 
-class Thawing(Plain):
-    """Counts the steps, for what is frozen in some of them."""
+class Counting(Plain):
+    """`Plain` with a counter of steps for `freeze_temporarily`."""
 
     steps = 0
 
 
-def freeze_for_a_while(module: nn.Module) -> None:
-    """A block after the first step, and all that surrounds blocks after the second; trained again after the fourth."""
+def freeze_temporarily(module: nn.Module) -> None:
+    """Freeze block 1 in steps 2 to 4, and layer `into` in steps 3 and 4."""
     module.steps += 1  # type: ignore[operator]
     module.blocks[1].requires_grad_(not 1 <= module.steps < 4)  # type: ignore[operator]
     module.into.requires_grad_(not 2 <= module.steps < 4)  # type: ignore[operator]
 
 
 @STAGES
-def test_what_is_frozen_later_is_left_alone(two: RankPool, zero: int) -> None:
-    expected = train(Thawing, None, after=freeze_for_a_while)
-    assert not torch.equal(expected["into.weight"], alone(Thawing)["into.weight"])
+def test_temporary_freezing_trains_like_one_process(two: RankPool, zero: int) -> None:
+    expected = train(Counting, None, after=freeze_temporarily)
+    assert not torch.equal(expected["into.weight"], reference(Counting)["into.weight"])
     for pieces in (1, 2):
-        assert_same(two.run(train, Thawing, layout_of(zero, pieces), once, freeze_for_a_while), expected)
+        assert_same(two.run(train, Counting, layout_of(zero, pieces), loss_fn, freeze_temporarily), expected)
 
 
-def states_held(precision: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Live bytes by category after two steps on this rank, and the most at any moment."""
+def state_bytes(precision: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return this rank's live bytes by category after two steps, and the peak bytes."""
     with MemoryTracker() as tracker:
         module: nn.Module = LoRA()
         optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -111,41 +111,41 @@ def states_held(precision: str) -> tuple[dict[str, int], dict[str, int]]:
         module, optimizer = repro.parallelize(module, optimizer, layout)
         x = torch.ones(2, WIDTH, dtype=module.scale.dtype)
         for _ in range(2):
-            once(module, x).backward()
+            loss_fn(module, x).backward()
             optimizer.step()
             optimizer.zero_grad()
-        held = tracker.live()
-    return held, tracker.most
+        live = tracker.live()
+    return live, tracker.most
 
 
-def shard_of(*numels: int, ranks: int) -> int:
-    """Elements of one rank's shard of parameters that lie end to end."""
+def shard_numel(*numels: int, ranks: int) -> int:
+    """Return the elements of one rank's shard of contiguous parameters."""
     return -(-sum(numels) // (ranks * ALIGNMENT)) * ALIGNMENT
 
 
 @pytest.mark.parametrize("pool", ["two", "four"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_rank_holds_its_part_of_what_is_frozen_to_the_byte(
+def test_stage_3_allocates_one_shard_of_frozen_parameters(
     request: pytest.FixtureRequest, pool: str, precision: str
 ) -> None:
-    """Values alone, Psi / Nd of them: no gradients, no master weights."""
+    """A rank has Psi / Nd frozen values, without gradients and master weights."""
     ranks: RankPool = request.getfixturevalue(pool)
     n, size = ranks.world, 4 if precision == "fp32" else 2
     linear = WIDTH * WIDTH + WIDTH
-    adapters = 3 * shard_of(2 * WIDTH, 2 * WIDTH, ranks=n) + shard_of(WIDTH, ranks=n)
-    frozen = 5 * shard_of(linear, ranks=n)
-    order = 8 * shard_of(WIDTH, ranks=n)  # int64
-    outer = n * (size * (shard_of(linear, ranks=n) + shard_of(WIDTH, ranks=n)) + order)
-    block = n * size * (shard_of(linear, ranks=n) + shard_of(2 * WIDTH, 2 * WIDTH, ranks=n))
-    for held, most in ranks.run(states_held, precision):
-        assert held[Category.PARAMETERS] == size * (adapters + frozen) + order
-        assert held[Category.GRADIENTS] == size * adapters
-        assert held[Category.OPTIMIZER] == (0 if precision == "fp32" else 4 * adapters)
-        assert held["other"] < size * linear  # what the module was made of is gone
-        assert most[Category.PARAMETERS] <= held[Category.PARAMETERS] + outer + 2 * block
+    adapters = 3 * shard_numel(2 * WIDTH, 2 * WIDTH, ranks=n) + shard_numel(WIDTH, ranks=n)
+    frozen = 5 * shard_numel(linear, ranks=n)
+    order = 8 * shard_numel(WIDTH, ranks=n)  # int64
+    outer = n * (size * (shard_numel(linear, ranks=n) + shard_numel(WIDTH, ranks=n)) + order)
+    block = n * size * (shard_numel(linear, ranks=n) + shard_numel(2 * WIDTH, 2 * WIDTH, ranks=n))
+    for live, peak in ranks.run(state_bytes, precision):
+        assert live[Category.PARAMETERS] == size * (adapters + frozen) + order
+        assert live[Category.GRADIENTS] == size * adapters
+        assert live[Category.OPTIMIZER] == (0 if precision == "fp32" else 4 * adapters)
+        assert live["other"] < size * linear  # the original parameters are freed
+        assert peak[Category.PARAMETERS] <= live[Category.PARAMETERS] + outer + 2 * block
 
 
-def names_and_refusals() -> dict[str, Any]:
+def names_values_and_errors() -> dict[str, Any]:
     module: nn.Module = LoRA()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
@@ -154,22 +154,22 @@ def names_and_refusals() -> dict[str, Any]:
     return {
         "names": list(after) == list(before),
         "values": [name for name in before if not torch.equal(after[name], before[name])],
-        "read": message_of(module.into.weight.norm),
-        "state_dict": message_of(module.blocks[1].state_dict),
-        "use": message_of(module.into, torch.ones(1, WIDTH)),
+        "read": error_of(module.into.weight.norm),
+        "state_dict": error_of(module.blocks[1].state_dict),
+        "use": error_of(module.into, torch.ones(1, WIDTH)),
         "block": module.blocks[1](torch.ones(1, WIDTH)).shape,
     }
 
 
-def test_frozen_parameters_are_parameters_too(two: RankPool) -> None:
+def test_frozen_parameters_retain_values_and_refuse_reads(two: RankPool) -> None:
     torch.manual_seed(0)
-    first, _ = two.run(names_and_refusals)
+    first, _ = two.run(names_values_and_errors)
     assert first["names"]
     assert first["values"] == []
-    for habit, way in {
+    for use, way in {
         "read": "full_parameters",
         "state_dict": "full_state_dict",
         "use": "full_parameters",
     }.items():
-        assert f"module.repro.{way}() on all ranks" in first[habit]
+        assert f"module.repro.{way}() on all ranks" in first[use]
     assert first["block"] == (1, WIDTH)

@@ -1,4 +1,4 @@
-"""Scripts that look at `p.grad`, clip it, accumulate without saying so, or skip a batch, train as they do alone."""
+"""Tests of scripts that read or clip `p.grad`, accumulate, or skip steps: each trains like one process."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from torch import Tensor, nn
 import repro
 from repro.config import Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, layout_of, message_of, once
+from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, error_of, layout_of, loss_fn
 
 Script = Callable[[nn.Module, torch.optim.Optimizer, list[Tensor]], list[float]]
-"""What a script does with eight batches; returns what it logs."""
+"""Training script for eight batches; returns its logged values."""
 
 
-def by_norm(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+def clip_by_norm(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
     norms = []
     for x in batches:
         optimizer.zero_grad()
-        once(module, x).backward()
+        loss_fn(module, x).backward()
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
         optimizer.step()
     return norms
 
 
-def by_largest(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+def clip_by_max(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
     norms = []
     for x in batches:
-        once(module, x).backward()
+        loss_fn(module, x).backward()
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.01, norm_type=float("inf"))))
         optimizer.step()
         optimizer.zero_grad()
     return norms
 
 
-def by_value(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+def clip_by_value(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
     for x in batches:
-        once(module, x).backward()
+        loss_fn(module, x).backward()
         nn.utils.clip_grad_value_(module.parameters(), 0.005)
         optimizer.step()
         optimizer.zero_grad()
     return []
 
 
-def scaled(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """By hand; and what scripts log."""
+def scale_by_hand(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Scale the gradients in place, and log norms."""
     logged = []
     for x in batches:
-        once(module, 8 * x).backward()
+        loss_fn(module, 8 * x).backward()
         for p in module.parameters():
             assert p.grad is not None
             p.grad.mul_(0.125)
@@ -65,11 +65,11 @@ def scaled(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Te
     return logged
 
 
-def pairs(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Two passes a step, of which the layout knows nothing."""
+def two_passes(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Accumulate two passes per step; the layout does not declare them."""
     norms = []
     for i, x in enumerate(batches):
-        (once(module, x) / 2).backward()
+        (loss_fn(module, x) / 2).backward()
         if i % 2:
             norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
             optimizer.step()
@@ -77,23 +77,23 @@ def pairs(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Ten
     return norms
 
 
-def windows(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Windows of three passes, of which the last is shorter."""
+def three_passes(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Accumulate three passes per step; the last step has two."""
     for i, x in enumerate(batches):
-        (once(module, x) / 3).backward()
+        (loss_fn(module, x) / 3).backward()
         if i % 3 == 2 or i == len(batches) - 1:
             optimizer.step()
             optimizer.zero_grad()
     return []
 
 
-def clipped_windows(
+def accumulate_and_clip(
     module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]
 ) -> list[float]:
-    """The last one is clipped before the passes are over that the layout speaks of."""
+    """Clip the last step's gradients after fewer passes than the layout declares."""
     norms = []
     for i, x in enumerate(batches):
-        (once(module, x) / 3).backward()
+        (loss_fn(module, x) / 3).backward()
         if i % 3 == 2 or i == len(batches) - 1:
             norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
             optimizer.step()
@@ -101,42 +101,42 @@ def clipped_windows(
     return norms
 
 
-def unsynchronized(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """With `no_sync`, as DistributedDataParallel's users do."""
+def use_no_sync(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Accumulate four passes per step with `no_sync`, as under DistributedDataParallel."""
     for i, x in enumerate(batches):
         last = i % 4 == 3
         with contextlib.nullcontext() if last else getattr(module, "no_sync", contextlib.nullcontext)():
-            (once(module, x) / 4).backward()
+            (loss_fn(module, x) / 4).backward()
         if last:
             optimizer.step()
             optimizer.zero_grad()
     return []
 
 
-def skips(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Batches that are thrown away after their backward pass."""
+def skip_steps(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Discard the gradients of some batches after their backward pass."""
     for i, x in enumerate(batches):
-        once(module, x).backward()
+        loss_fn(module, x).backward()
         if i % 3 != 1:
             optimizer.step()
         (optimizer if i % 2 else module).zero_grad()
     return []
 
 
-def no_scaler(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Of scripts that ask for one by the precision."""
-    off = torch.amp.GradScaler("cpu", enabled=False)
+def scaler_off(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Use a disabled GradScaler, as scripts for several precisions do."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
     for x in batches:
-        off.scale(once(module, x)).backward()
-        off.unscale_(optimizer)
-        off.step(optimizer)
-        off.update()
+        scaler.scale(loss_fn(module, x)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     return []
 
 
 def train(script: Script, layout: Layout | None, pieces: int = 1) -> tuple[list[float], dict[str, Tensor]]:
-    """What a script logs, and the parameters in the end; without a layout of one process with all samples."""
+    """Run a script; return its log and the final parameters. Without a layout, one process has all samples."""
     torch.manual_seed(1)
     module: nn.Module = Plain()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-4)
@@ -150,31 +150,31 @@ def train(script: Script, layout: Layout | None, pieces: int = 1) -> tuple[list[
 
 
 @cache
-def alone(script: Script) -> tuple[list[float], dict[str, Tensor]]:
+def reference(script: Script) -> tuple[list[float], dict[str, Tensor]]:
     torch.set_num_threads(1)
     return train(script, None)
 
 
 SCRIPTS: list[Any] = [
-    by_norm,
-    by_largest,
-    by_value,
-    scaled,
-    pairs,
-    windows,
-    clipped_windows,
-    unsynchronized,
-    skips,
-    no_scaler,
+    clip_by_norm,
+    clip_by_max,
+    clip_by_value,
+    scale_by_hand,
+    two_passes,
+    three_passes,
+    accumulate_and_clip,
+    use_no_sync,
+    skip_steps,
+    scaler_off,
 ]
 
 
 @STAGES
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_trains_as_it_does_alone(two: RankPool, script: Script, zero: int) -> None:
-    logged, expected = alone(script)
+def test_script_trains_like_one_process(two: RankPool, script: Script, zero: int) -> None:
+    logged, expected = reference(script)
     layouts = [layout_of(zero)]
-    if script in (windows, clipped_windows):
+    if script in (three_passes, accumulate_and_clip):
         layouts.append(Layout(dp=RANKS, zero=zero, micro_batch=ROWS, global_batch=RANKS * ROWS * 3))
     for layout in layouts:
         for mine, parameters in two.run(train, script, layout):
@@ -183,77 +183,77 @@ def test_a_script_trains_as_it_does_alone(two: RankPool, script: Script, zero: i
                 torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_stage_1_as_in_february_2020_accumulates_too(two: RankPool) -> None:
-    _, expected = alone(pairs)
-    for _, parameters in two.run(train, pairs, Layout(dp=RANKS, zero=1, zero1_reduce="all-reduce")):
+def test_stage_1_with_all_reduce_accumulates_gradients(two: RankPool) -> None:
+    _, expected = reference(two_passes)
+    for _, parameters in two.run(train, two_passes, Layout(dp=RANKS, zero=1, zero1_reduce="all-reduce")):
         for name, value in expected.items():
             torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def one_block(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Backward passes for the parameters of one block."""
+def block_backward(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Run backward passes for the parameters of one block."""
     for x in batches:
-        once(module, x).backward(inputs=list(module.blocks[0].parameters()))
+        loss_fn(module, x).backward(inputs=list(module.blocks[0].parameters()))
         optimizer.step()
         optimizer.zero_grad()
     return []
 
 
 @pytest.mark.parametrize("zero", range(3))
-def test_backward_for_given_parameters(two: RankPool, zero: int) -> None:
-    _, expected = alone(one_block)
-    for _, parameters in two.run(train, one_block, layout_of(zero)):
+def test_backward_for_given_parameters_trains_like_one_process(two: RankPool, zero: int) -> None:
+    _, expected = reference(block_backward)
+    for _, parameters in two.run(train, block_backward, layout_of(zero)):
         for name, value in expected.items():
             torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def replaced(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Gradients that no backward pass reduced."""
-    once(module, batches[0]).backward()
+def replace_grads(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Replace the reduced gradients by zeros."""
+    loss_fn(module, batches[0]).backward()
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
     return []
 
 
-def by_hand(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+def assign_grads(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
     parameters = list(module.parameters())
     for p, gradient in zip(
-        parameters, torch.autograd.grad(once(module, batches[0]), parameters), strict=True
+        parameters, torch.autograd.grad(loss_fn(module, batches[0]), parameters), strict=True
     ):
         p.grad = gradient
     optimizer.step()
     return []
 
 
-def too_early(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """A look at what is not reduced yet."""
+def read_unreduced(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Read a gradient before its reduction."""
     with module.no_sync():
-        once(module, batches[0]).backward()
+        loss_fn(module, batches[0]).backward()
     return module.into.weight.grad.abs().flatten().tolist()
 
 
-def histogram(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """What one rank cannot know."""
-    once(module, batches[0]).backward()
+def read_elements(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Read gradient elements, which are partitioned over the ranks."""
+    loss_fn(module, batches[0]).backward()
     return module.into.weight.grad.abs().flatten().tolist()
 
 
-def method(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """A loss of something else than the module's output."""
+def submodule_loss(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Compute the loss from the output of a submodule."""
     module.into(batches[0]).sum().backward()
     optimizer.step()
     return []
 
 
-def closure(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    optimizer.step(lambda: once(module, batches[0]))
+def closure_step(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    optimizer.step(lambda: loss_fn(module, batches[0]))
     return []
 
 
-def optimizers_own(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Clipping what the optimizer has, of which a rank has some only."""
-    once(module, batches[0]).backward()
+def clip_shards(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    """Clip the optimizer's parameters, which are shards of this rank."""
+    loss_fn(module, batches[0]).backward()
     nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
     return []
 
@@ -261,25 +261,25 @@ def optimizers_own(module: nn.Module, optimizer: torch.optim.Optimizer, batches:
 @pytest.mark.parametrize(
     ("script", "zero", "message"),
     [
-        *((replaced, zero, "into.weight.grad: replacing or removing a gradient") for zero in range(4)),
-        *((by_hand, zero, "into.weight.grad: replacing or removing a gradient") for zero in (0, 2)),
-        (too_early, 0, "or before the last backward pass of a step"),
-        *((histogram, zero, "is not supported under zero = 1 to 3") for zero in (1, 2, 3)),
-        *((method, zero, "Call the module itself (not one of its methods)") for zero in (0, 1, 2)),
-        *((optimizers_own, zero, "Use module.parameters()") for zero in range(4)),
-        *((closure, zero, "Call the closure, then") for zero in (0, 3)),
-        (one_block, 3, "backward() for given parameters is not supported under zero = 3"),
+        *((replace_grads, zero, "into.weight.grad: replacing or removing a gradient") for zero in range(4)),
+        *((assign_grads, zero, "into.weight.grad: replacing or removing a gradient") for zero in (0, 2)),
+        (read_unreduced, 0, "or before the last backward pass of a step"),
+        *((read_elements, zero, "is not supported under zero = 1 to 3") for zero in (1, 2, 3)),
+        *((submodule_loss, zero, "Call the module itself (not one of its methods)") for zero in (0, 1, 2)),
+        *((clip_shards, zero, "Use module.parameters()") for zero in range(4)),
+        *((closure_step, zero, "Call the closure, then") for zero in (0, 3)),
+        (block_backward, 3, "backward() for given parameters is not supported under zero = 3"),
     ],
 )
-def test_what_the_step_would_not_see_is_refused(
+def test_unsupported_uses_of_gradients_are_refused(
     two: RankPool, script: Script, zero: int, message: str
 ) -> None:
-    for found in two.run(message_of, train, script, layout_of(zero)):
+    for found in two.run(error_of, train, script, layout_of(zero)):
         assert message in found
 
 
-class Normed(nn.Module):
-    """A batch norm, and a buffer that is replaced."""
+class NormedModel(nn.Module):
+    """A model with batch norm and a buffer that the forward pass replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,9 +297,9 @@ class Normed(nn.Module):
 
 
 def buffers_after_steps(zero: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Buffers after two steps, and this rank's own mean of the last batch."""
+    """Return all buffers after two steps, and this rank's running mean before the last step."""
     torch.manual_seed(1)
-    module: nn.Module = Normed()
+    module: nn.Module = NormedModel()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module, optimizer = repro.parallelize(module, optimizer, layout_of(zero))
     torch.manual_seed(dist.get_rank())
@@ -312,7 +312,7 @@ def buffers_after_steps(zero: int) -> tuple[dict[str, Tensor], Tensor]:
 
 
 @STAGES
-def test_buffers_are_those_of_rank_0(two: RankPool, zero: int) -> None:
+def test_all_ranks_have_the_buffers_of_rank_0(two: RankPool, zero: int) -> None:
     (first, own), (second, other) = two.run(buffers_after_steps, zero)
     assert not torch.equal(own, other)
     assert torch.equal(first["norm.running_mean"], own)

@@ -1,4 +1,4 @@
-"""torch's own GradScaler: gradients are unscaled alike on all ranks, and a step is skipped on all or on none."""
+"""Tests of torch's GradScaler: all ranks unscale gradients alike and skip the same steps."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 import repro
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, layout_of, message_of, once
+from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, error_of, layout_of, loss_fn
 
-OVERFLOWS = (2, 5)
-"""Steps in which one element of one gradient is infinite, which is in one rank's piece."""
+OVERFLOW_STEPS = (2, 5)
+"""Steps in which one gradient element, in the shard of one rank, is infinite."""
 
 Script = Callable[[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, Tensor], float]
 
 
-def clipped(
+def unscale_and_clip(
     module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, x: Tensor
 ) -> float:
-    """As PyTorch's documentation has it."""
+    """Unscale and clip the gradients, as in PyTorch's documentation."""
     optimizer.zero_grad()
-    scaler.scale(once(module, x)).backward()
+    scaler.scale(loss_fn(module, x)).backward()
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(module.parameters(), 0.05)
     scaler.step(optimizer)
@@ -33,25 +33,25 @@ def clipped(
     return float(norm)
 
 
-def accumulated(
+def accumulate(
     module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, x: Tensor
 ) -> float:
-    """Fewer passes than the layout speaks of, and no look at the gradients; `zero_grad` comes last."""
+    """Accumulate fewer passes than the layout declares, without reading the gradients."""
     for piece in x.chunk(2):
-        scaler.scale(once(module, piece) / 2).backward()
+        scaler.scale(loss_fn(module, piece) / 2).backward()
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
     return 0.0
 
 
-def clipped_in_the_step(
+def clip_in_step(
     module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, x: Tensor
 ) -> float:
-    """By the argument of `repro.parallelize`."""
+    """Clip with the argument `clip` of `repro.parallelize`."""
     if not hasattr(module, "repro"):
-        return clipped(module, optimizer, scaler, x) * 0
-    scaler.scale(once(module, x)).backward()
+        return unscale_and_clip(module, optimizer, scaler, x) * 0
+    scaler.scale(loss_fn(module, x)).backward()
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
@@ -59,14 +59,14 @@ def clipped_in_the_step(
 
 
 def train(script: Script, zero: int | None, fused: bool = False) -> tuple[list[float], dict[str, Tensor]]:
-    """The scale and the norm of every step, and the parameters in the end."""
+    """Return the scale and the gradient norm of every step, and the final parameters."""
     torch.manual_seed(1)
     module: nn.Module = Plain()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), 0.01, eps=1e-4, fused=fused)
     step = 0
 
     def overflow(gradient: Tensor) -> Tensor:
-        if step in OVERFLOWS:
+        if step in OVERFLOW_STEPS:
             gradient = gradient.clone()
             gradient[0] = float("inf")
         return gradient
@@ -74,8 +74,8 @@ def train(script: Script, zero: int | None, fused: bool = False) -> tuple[list[f
     module.blocks[1][0].bias.register_hook(overflow)
     mine = list(range(RANKS))
     if zero is not None:
-        layout = layout_of(zero, 4 if script is accumulated else 1)
-        clip = 0.05 if script is clipped_in_the_step else 0.0
+        layout = layout_of(zero, 4 if script is accumulate else 1)
+        clip = 0.05 if script is clip_in_step else 0.0
         module, optimizer = repro.parallelize(module, optimizer, layout, clip=clip)
         mine = [dist.get_rank()]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -83,25 +83,25 @@ def train(script: Script, zero: int | None, fused: bool = False) -> tuple[list[f
     logged = []
     for step in range(8):
         norm = script(module, optimizer, scaler, data[step][:, mine].flatten(0, 1))
-        logged += [scaler.get_scale(), norm if step not in OVERFLOWS else 0.0]
+        logged += [scaler.get_scale(), norm if step not in OVERFLOW_STEPS else 0.0]
     if zero is None:
         return logged, {name: p.detach() for name, p in module.named_parameters()}
     return logged, module.repro.full_parameters()
 
 
 @cache
-def alone(script: Script) -> tuple[list[float], dict[str, Tensor]]:
+def reference(script: Script) -> tuple[list[float], dict[str, Tensor]]:
     torch.set_num_threads(1)
     return train(script, None)
 
 
 @STAGES
 @pytest.mark.parametrize(
-    ("script", "fused"), [(clipped, False), (accumulated, False), (clipped_in_the_step, True)]
+    ("script", "fused"), [(unscale_and_clip, False), (accumulate, False), (clip_in_step, True)]
 )
-def test_a_scaled_loss_trains_as_it_does_alone(two: RankPool, script: Script, fused: bool, zero: int) -> None:
-    logged, expected = alone(script)
-    assert [logged[4], logged[10]] == [2.0**10, 2.0**10]  # grown once, halved; both times
+def test_scaled_loss_trains_like_one_process(two: RankPool, script: Script, fused: bool, zero: int) -> None:
+    logged, expected = reference(script)
+    assert [logged[4], logged[10]] == [2.0**10, 2.0**10]  # both times doubled once, then halved
     for mine, parameters in two.run(train, script, zero, fused):
         assert mine == pytest.approx(logged, rel=1e-4)
         for name, value in expected.items():
@@ -110,14 +110,14 @@ def test_a_scaled_loss_trains_as_it_does_alone(two: RankPool, script: Script, fu
 
 
 def scales_of_a_tiny_module(zero: int) -> list[float]:
-    """Rank 1 has a piece of nothing."""
+    """Return the loss scales for a module whose shard on rank 1 is empty."""
     module: nn.Module = nn.Linear(1, 1)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     module, optimizer = repro.parallelize(module, optimizer, layout_of(zero))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     found = []
     for scale in (1.0, float("inf"), 1.0):
-        scaler.scale(scale * once(module, torch.ones(1, 1))).backward()
+        scaler.scale(scale * loss_fn(module, torch.ones(1, 1))).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(module.parameters(), 1.0, norm_type=float("inf"))
         scaler.step(optimizer)
@@ -130,20 +130,20 @@ def scales_of_a_tiny_module(zero: int) -> list[float]:
 
 
 @STAGES
-def test_a_rank_without_a_piece_goes_along(two: RankPool, zero: int) -> None:
+def test_rank_with_empty_shard_updates_the_loss_scale(two: RankPool, zero: int) -> None:
     assert two.run(scales_of_a_tiny_module, zero) == [[8.0, 4.0, 8.0]] * RANKS
 
 
-def half(zero: int) -> None:
+def scale_fp16(zero: int) -> None:
     module: nn.Module = Plain().half()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module, optimizer = repro.parallelize(module, optimizer, layout_of(zero))
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(once(module, torch.ones(1, WIDTH).half())).backward()
+    scaler.scale(loss_fn(module, torch.ones(1, WIDTH).half())).backward()
     scaler.step(optimizer)
 
 
 @STAGES
-def test_fp16_gradients_are_not_unscaled(two: RankPool, zero: int) -> None:
-    for message in two.run(message_of, half, zero):
+def test_unscaling_fp16_gradients_raises_an_error(two: RankPool, zero: int) -> None:
+    for message in two.run(error_of, scale_fp16, zero):
         assert "Leave the module in fp32 and use autocast" in message

@@ -1,4 +1,4 @@
-"""An optimizer's states: a rank's own, a stock optimizer's, and whole again."""
+"""Tests of optimizer states: shards of each rank, and states of a stock optimizer as input and output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import repro
 from repro.config import Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, layout_of, once
+from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, layout_of, loss_fn
 
 STEPS = 3
 
@@ -32,12 +32,12 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
         x = data[step].flatten(0, 1)
         if hasattr(module, "repro") and dist.is_initialized():
             x = data[step, dist.get_rank()]
-        once(module, x).backward()
+        loss_fn(module, x).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def stock(kind: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def train_stock(kind: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     module: nn.Module = Plain()
     optimizer = optimizer_of(kind, module)
@@ -45,9 +45,9 @@ def stock(kind: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return module, optimizer
 
 
-def resumed(kind: str, layout: Layout, late: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Goes on from a stock optimizer's states, which it has or (late) loads; parameters and states in the end."""
-    module, optimizer = stock(kind, STEPS)
+def resume(kind: str, layout: Layout, late: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Resume from the states of a stock optimizer, present or (late) loaded; return final parameters and states."""
+    module, optimizer = train_stock(kind, STEPS)
     if late:
         states = optimizer.state_dict()
         optimizer = optimizer_of(kind, module)
@@ -60,21 +60,21 @@ def resumed(kind: str, layout: Layout, late: bool) -> tuple[dict[str, Tensor], d
 
 @STAGES
 @pytest.mark.parametrize(("kind", "late"), [("adamw", False), ("adamw", True), ("adagrad", False)])
-def test_a_stock_optimizers_states_go_in_and_come_out(
+def test_stock_optimizer_states_are_imported_and_exported(
     two: RankPool, kind: str, late: bool, zero: int
 ) -> None:
     torch.set_num_threads(1)
-    module, optimizer = stock(kind, 2 * STEPS)
+    module, optimizer = train_stock(kind, 2 * STEPS)
     expected = optimizer.state_dict()
-    for parameters, states in two.run(resumed, kind, layout_of(zero), late):
+    for parameters, states in two.run(resume, kind, layout_of(zero), late):
         for name, value in module.named_parameters():
             torch.testing.assert_close(parameters[name], value.detach(), rtol=1e-4, atol=1e-5, msg=name)
         assert states["param_groups"] == expected["param_groups"]
         torch.testing.assert_close(states["state"], expected["state"], rtol=1e-4, atol=1e-5)
 
 
-def messages(zero: int) -> list[str]:
-    """What loading one's own states says, rank 0's, and those of another layout."""
+def load_errors(zero: int) -> list[str]:
+    """Return the errors of loading states of this rank, the other rank, another stage and another dp."""
     module: nn.Module = Plain()
     module, optimizer = repro.parallelize(module, optimizer_of("adamw", module), layout_of(zero))
     train(module, optimizer, range(1))
@@ -90,8 +90,8 @@ def messages(zero: int) -> list[str]:
 
 
 @STAGES
-def test_another_ranks_states_are_refused(two: RankPool, zero: int) -> None:
-    for own, *others in two.run(messages, zero):
+def test_states_of_another_rank_or_layout_are_refused(two: RankPool, zero: int) -> None:
+    for own, *others in two.run(load_errors, zero):
         assert own == ""
         for message in others:
             assert "Save optimizer.repro.full_state_dict(), which any rank and layout can load" in message

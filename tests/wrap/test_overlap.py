@@ -1,4 +1,4 @@
-"""Stage 3 communicates while the backward pass runs."""
+"""Test that stage 3 communicates during the backward pass."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.pool import RankPool
-from tests.wrap.edge_models import WIDTH, layout_of, once, parallelize_sgd
+from tests.wrap.edge_models import WIDTH, layout_of, loss_fn, parallelize_sgd
 
 
 class Stack(nn.Module):
-    """An embedding and blocks, checkpointed or not."""
+    """A model of an input layer and four blocks, with or without activation checkpointing."""
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
@@ -30,33 +30,31 @@ class Stack(nn.Module):
         return x
 
 
-def order_of_backward(reentrant: bool | None) -> list[str]:
-    """Collectives of the second step's backward pass, and when each block's gradient comes."""
+def backward_events(reentrant: bool | None) -> list[str]:
+    """Return the collectives and gradient accumulations of the second step's backward pass, in order."""
     module, optimizer = parallelize_sgd(Stack(reentrant), layout_of(3))
-    seen: list[str] = []
+    events: list[str] = []
     for i, block in enumerate(module.blocks):
-        block.weight.register_post_accumulate_grad_hook(lambda p, i=i: seen.append(f"block {i}"))
-    module.into.weight.register_post_accumulate_grad_hook(lambda p: seen.append("into"))
+        block.weight.register_post_accumulate_grad_hook(lambda p, i=i: events.append(f"block {i}"))
+    module.into.weight.register_post_accumulate_grad_hook(lambda p: events.append("into"))
     group = module.repro.sharding.group
-    group.ledger.observers.append(lambda sequence, op, name, purpose: seen.append(purpose))
+    group.ledger.observers.append(lambda sequence, op, name, purpose: events.append(purpose))
     for _ in range(2):
-        loss = once(module, torch.ones(1, WIDTH))
-        seen.clear()
+        loss = loss_fn(module, torch.ones(1, WIDTH))
+        events.clear()
         loss.backward()
-        found = list(seen)
+        events_of_step = list(events)
         optimizer.step()
-    return found
+    return events_of_step
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_stage_3_reduces_and_gathers_while_the_backward_pass_runs(
-    two: RankPool, reentrant: bool | None
-) -> None:
-    """As soon as a block has its gradients they are reduced, and what comes after the next is gathered."""
-    last = ["parameters"] if reentrant else []  # under no_grad the last block cannot know that it stays
-    for found in two.run(order_of_backward, reentrant):
-        assert [what for what in found if what != "block 3"][: len(last)] == last
-        assert found[len(last) :] == [
+def test_stage_3_overlaps_collectives_with_the_backward_pass(two: RankPool, reentrant: bool | None) -> None:
+    """After the backward pass of block i, its gradients are reduced and the parameters of block i - 2 gathered."""
+    last = ["parameters"] if reentrant else []  # the first run, under no_grad, releases the last block
+    for events_of_step in two.run(backward_events, reentrant):
+        assert [event for event in events_of_step if event != "block 3"][: len(last)] == last
+        assert events_of_step[len(last) :] == [
             "parameters",
             "block 3",
             *("gradients", "parameters", "block 2"),

@@ -1,4 +1,4 @@
-"""repro.parallelize: a stock module under DP and ZeRO 1-3 trains as it does alone."""
+"""Tests of `repro.parallelize`: a stock module under DP and ZeRO 1-3 trains like one process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.wrap.stock_models import BATCH, MODELS, Tied, optimizer_of, train_sto
 
 
 @cache
-def alone(model: str, optimizer: str) -> tuple[list[float], dict[str, Tensor]]:
+def reference(model: str, optimizer: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.set_num_threads(1)
     return train_stock(model, optimizer, None)
 
 
 def assert_trained_like_one(found: list[Any], model: str, optimizer: str) -> None:
-    losses, parameters = alone(model, optimizer)
+    losses, parameters = reference(model, optimizer)
     mean = torch.tensor([result[0] for result in found]).mean(0)
     torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=0.0)
     assert_same([mine for _, mine in found], parameters, atol=1e-5)
@@ -31,17 +31,17 @@ def assert_trained_like_one(found: list[Any], model: str, optimizer: str) -> Non
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("zero", range(4))
-def test_stock_module(two: RankPool, model: str, zero: int) -> None:
+def test_stock_module_trains_like_one_process(two: RankPool, model: str, zero: int) -> None:
     layout = Layout(dp=2, zero=zero, micro_batch=BATCH // 2, bucket_bytes=600)
     assert_trained_like_one(two.run(train_stock, model, "adamw", layout), model, "adamw")
 
 
 @pytest.mark.parametrize("model", ["tied", "unused"])
 @pytest.mark.parametrize("zero", range(4))
-def test_accumulation_and_another_optimizer(four: RankPool, model: str, zero: int) -> None:
-    """Four ranks, two micro-batches a step, SGD with momentum; module 'unused' uses a layer every other pass."""
+def test_sgd_with_accumulation_trains_like_one_process(four: RankPool, model: str, zero: int) -> None:
+    """Four ranks train with momentum, in two micro-batches per step except for model 'unused'."""
     layout = Layout(dp=4, zero=zero, micro_batch=1, global_batch=BATCH)
-    if model == "unused":  # its second layer is used by every second pass: one process must pass as often
+    if model == "unused":  # only odd passes use its second layer: one process must have as many passes
         layout = Layout(dp=4, zero=zero, micro_batch=2, global_batch=BATCH)
     assert_trained_like_one(four.run(train_stock, model, "sgd", layout), model, "sgd")
 
@@ -54,7 +54,7 @@ def test_one_process_needs_no_process_group(zero: int) -> None:
 
 
 def _clipped_norm(zero: int, clip: float) -> float:
-    """Length of one SGD step of rate 1 whose gradient is clipped."""
+    """Return the norm of the parameter change of one SGD step of rate 1 with a clipped gradient."""
     torch.manual_seed(0)
     module: nn.Module = Tied()
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
@@ -69,7 +69,7 @@ def _clipped_norm(zero: int, clip: float) -> float:
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_clipping_sees_the_global_norm(two: RankPool, zero: int) -> None:
+def test_clipping_limits_the_global_gradient_norm(two: RankPool, zero: int) -> None:
     assert two.run(_clipped_norm, zero, 0.01) == pytest.approx([0.01, 0.01], rel=1e-3)
 
 
@@ -79,7 +79,7 @@ def test_gradients_below_the_limit_are_not_scaled_up(two: RankPool) -> None:
     assert two.run(_clipped_norm, 1, 100.0) == pytest.approx(free)
 
 
-def test_refusals() -> None:
+def test_unsupported_layouts_and_optimizers_are_refused() -> None:
     module = Tied()
     optimizer = optimizer_of(module, "adamw")
     with pytest.raises(ConfigError, match=r"dp = 2: must be the number of processes, 1"):

@@ -1,4 +1,4 @@
-"""Who reads or writes a parameter where no module's forward does: hooks, other methods, code after a step."""
+"""Tests of parameter reads outside of the module's forward pass: in hooks, in methods and after a step."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.wrap.edge_models import (
     WIDTH,
     Containers,
     Plain,
-    alone,
     assert_same,
     layout_of,
-    once,
+    loss_fn,
+    reference,
     train,
 )
 
 
 class Hooked(nn.Module):
-    """Pre-hooks that read the weights: torch's `weight_norm` on every block, and one that scales the input."""
+    """A model with pre-hooks that read weights: `weight_norm` on two blocks, and a hook that scales the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Hooked(nn.Module):
         return x
 
 
-class SideDoor(nn.Module):
-    """A block's parameter is read without calling the block, as a method does."""
+class UncalledBlock(nn.Module):
+    """A model that reads the parameters of a block without calling the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,36 +54,36 @@ class SideDoor(nn.Module):
         return self.blocks[2](torch.tanh(self.blocks[0](x)))
 
 
-def spanning(zero: int) -> Layout:
-    """Every bucket of stages 0 to 2 holds several layers."""
+def large_buckets(zero: int) -> Layout:
+    """Return a layout in which every bucket of stages 0 to 2 contains several layers."""
     return layout_of(zero, bucket_bytes=1000)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 @STAGES
-def test_the_users_own_hooks_see_the_weights(two: RankPool, zero: int) -> None:
-    hooked = two.run(train, Hooked, spanning(zero), once, nothing, True)
-    assert_same(hooked, alone(Hooked))
+def test_forward_pre_hooks_read_current_weights(two: RankPool, zero: int) -> None:
+    hooked = two.run(train, Hooked, large_buckets(zero), loss_fn, do_nothing, True)
+    assert_same(hooked, reference(Hooked))
 
 
-def nothing(module: nn.Module) -> None:
-    """After a step."""
+def do_nothing(module: nn.Module) -> None:
+    """Do nothing after a step."""
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("kind", [Containers, SideDoor])
-def test_no_stale_parameter_is_read(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    assert_same(two.run(train, kind, spanning(zero), once, nothing, True), alone(kind))
+@pytest.mark.parametrize("kind", [Containers, UncalledBlock])
+def test_direct_reads_return_current_parameters(two: RankPool, kind: type[nn.Module], zero: int) -> None:
+    assert_same(two.run(train, kind, large_buckets(zero), loss_fn, do_nothing, True), reference(kind))
 
 
 def read_block(module: nn.Module) -> Tensor:
-    """A block is used outside the module's own forward, as `model.encoder(x)` and `generate` do."""
+    """Call a block outside the module's forward pass, like `model.encoder(x)`."""
     with torch.no_grad():
         return module.blocks[1](torch.ones(1, WIDTH))
 
 
 def read_child(module: nn.Module) -> Tensor:
-    """So is a child that is no block."""
+    """Call a child that is not a block outside the module's forward pass."""
     with torch.no_grad():
         return module.into(torch.ones(1, WIDTH))
 
@@ -93,18 +93,18 @@ def read_weight(module: nn.Module) -> Tensor:
 
 
 def values_read(read: Callable[[nn.Module], Tensor], layout: Layout | None) -> list[Tensor]:
-    """What is read right after every step; the other rank's part of it comes late."""
-    seen: list[Tensor] = []
-    train(Plain, layout, once, lambda module: seen.append(read(module)), late=layout is not None)
-    return seen
+    """Return the values read after every step; rank 1 sends its shards late."""
+    values: list[Tensor] = []
+    train(Plain, layout, loss_fn, lambda module: values.append(read(module)), late=layout is not None)
+    return values
 
 
 @pytest.mark.parametrize(
     ("read", "zero"),
     [(read_block, 2), (read_block, 3), (read_child, 1), (read_child, 2), (read_weight, 1), (read_weight, 2)],
 )
-def test_a_read_after_a_step_sees_the_step(two: RankPool, read: Any, zero: int) -> None:
+def test_reads_after_a_step_return_updated_parameters(two: RankPool, read: Any, zero: int) -> None:
     expected = values_read(read, None)
     assert not torch.equal(expected[0], expected[1])
-    for seen in two.run(values_read, read, spanning(zero)):
-        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
+    for values in two.run(values_read, read, large_buckets(zero)):
+        torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-6)

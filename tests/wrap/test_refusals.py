@@ -1,4 +1,4 @@
-"""What repro.parallelize refuses while it trains, because it would train another model."""
+"""Tests of modules and passes that `repro.parallelize` refuses during training."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.wrap.edge_models import (
     STAGES,
     WIDTH,
     Plain,
-    alone,
     assert_same,
+    error_of,
     layout_of,
-    message_of,
-    once,
+    loss_fn,
     parallelize_sgd,
+    reference,
     train,
 )
 
 
 class CallsItself(nn.Module):
-    """By way of its hooks."""
+    """A model that calls itself, and thus its hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,37 +42,37 @@ class CallsItself(nn.Module):
 
 
 def test_stage_3_refuses_a_module_that_calls_itself(two: RankPool) -> None:
-    for message in two.run(message_of, train, CallsItself, layout_of(3)):
+    for message in two.run(error_of, train, CallsItself, layout_of(3)):
         assert "calls itself in its forward pass is not supported" in message
 
 
-def old_backward() -> None:
-    """A second backward pass through a forward pass, after another one has begun."""
+def backward_of_earlier_forward() -> None:
+    """Run a second backward pass of a forward pass after a later forward pass."""
     module, _ = parallelize_sgd(Plain(), layout_of(3))
-    old = once(module, torch.ones(1, WIDTH))
-    old.backward(retain_graph=True)
-    once(module, torch.ones(1, WIDTH))
-    old.backward()
+    earlier = loss_fn(module, torch.ones(1, WIDTH))
+    earlier.backward(retain_graph=True)
+    loss_fn(module, torch.ones(1, WIDTH))
+    earlier.backward()
 
 
-def test_stage_3_refuses_a_second_backward_pass_of_an_earlier_forward_pass(two: RankPool) -> None:
-    for message in two.run(message_of, old_backward):
+def test_stage_3_refuses_another_backward_of_an_earlier_forward(two: RankPool) -> None:
+    for message in two.run(error_of, backward_of_earlier_forward):
         assert message.startswith("A backward pass through an earlier forward pass")
 
 
 def gradient_of_a_parameter() -> None:
     module, _ = parallelize_sgd(Plain(), layout_of(3))
-    torch.autograd.grad(once(module, torch.ones(1, WIDTH)), [module.blocks[0][0].weight])
+    torch.autograd.grad(loss_fn(module, torch.ones(1, WIDTH)), [module.blocks[0][0].weight])
 
 
 def test_stage_3_refuses_gradients_of_given_parameters(two: RankPool) -> None:
-    for message in two.run(message_of, gradient_of_a_parameter):
+    for message in two.run(error_of, gradient_of_a_parameter):
         assert message.startswith("grad() for given parameters is not supported under zero = 3.")
         assert "Call loss.backward() without inputs, and freeze all other parameters" in message
 
 
 class TiedCheckpoints(nn.Module):
-    """Two modules that reentrant checkpoints run share a matrix, which therefore gets two gradients."""
+    """A model with a matrix in two reentrant checkpoints, which therefore gets two gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,27 +89,27 @@ class TiedCheckpoints(nn.Module):
 
 @pytest.mark.parametrize("pieces", [1, 2])
 @STAGES
-def test_a_late_gradient_is_added_or_refused(two: RankPool, zero: int, pieces: int) -> None:
-    """Stages 0 to 2 cannot know that the matrix gets a second gradient: it comes in time, or it is an error."""
-    found = two.run(message_of, train, TiedCheckpoints, layout_of(zero, pieces))
+def test_second_gradient_of_a_matrix_is_added_or_refused(two: RankPool, zero: int, pieces: int) -> None:
+    """Stages 0 to 2 add the second gradient before the reduction of its bucket, and refuse it afterwards."""
+    found = two.run(error_of, train, TiedCheckpoints, layout_of(zero, pieces))
     assert all(("gradient after the reduction of its bucket" in message) == (zero < 3) for message in found)
     in_time = layout_of(zero, pieces, bucket_bytes=10_000)
-    assert_same(two.run(train, TiedCheckpoints, in_time), alone(TiedCheckpoints))
+    assert_same(two.run(train, TiedCheckpoints, in_time), reference(TiedCheckpoints))
 
 
 @STAGES
-def test_a_second_backward_pass_of_one_forward_pass_is_an_error(zero: int) -> None:
+def test_second_backward_pass_of_a_forward_pass_is_refused(zero: int) -> None:
     module, optimizer = Plain(), None
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module, optimizer = repro.parallelize(module, optimizer, Layout(zero=zero, micro_batch=1, global_batch=2))
-    loss = once(module, torch.ones(1, WIDTH))
+    loss = loss_fn(module, torch.ones(1, WIDTH))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward pass"):
         loss.backward()
 
 
-def sink_twice(stage: int, others: int) -> Tensor:
-    """Two products for one weight in one pass; returns its reduced gradient."""
+def sink_two_products(stage: int, others: int) -> Tensor:
+    """Pass two products for one weight to its gradient sink; return the reduced gradient."""
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2, 2))
     module.weight.used_once = True
@@ -134,8 +134,8 @@ def sink_twice(stage: int, others: int) -> Tensor:
 
 
 @STAGES
-def test_a_second_product_in_the_sink_is_added_or_refused(zero: int) -> None:
-    torch.testing.assert_close(sink_twice(zero, others=1), 3 * torch.eye(2))
-    if zero < 3:  # stage 3 waits for the schedule
+def test_second_product_in_gradient_sink_is_added_or_refused(zero: int) -> None:
+    torch.testing.assert_close(sink_two_products(zero, others=1), 3 * torch.eye(2))
+    if zero < 3:  # stage 3 reduces at the scheduled time, after both products
         with pytest.raises(RuntimeError, match="gradient after the reduction of its bucket"):
-            sink_twice(zero, others=0)
+            sink_two_products(zero, others=0)

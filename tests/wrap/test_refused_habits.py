@@ -1,4 +1,4 @@
-"""Modules, optimizers and habits that would train another model: refused in one line that says what to do."""
+"""Tests of modules, optimizers and uses that `repro.parallelize` refuses with a remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import repro
 from repro.config import ConfigError, Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import STAGES, WIDTH, Plain, layout_of, message_of, once, parallelize_sgd
+from tests.wrap.edge_models import STAGES, WIDTH, Plain, error_of, layout_of, loss_fn, parallelize_sgd
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -23,7 +23,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 class Lamb(torch.optim.Optimizer):
-    """Somebody's optimizer: each matrix takes a step of its own length."""
+    """A custom optimizer whose step depends on the norms of each parameter and its gradient."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -37,7 +37,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 class Sign(Lamb):
-    """Somebody's optimizer that treats each element by itself."""
+    """A custom optimizer that updates each element independently."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -47,8 +47,8 @@ class Sign(Lamb):
                     p.sub_(group["lr"] * p.grad.sign())
 
 
-class Averaged(Lamb):
-    """Somebody's optimizer that looks at all parameters at once."""
+class Normalized(Lamb):
+    """A custom optimizer whose step depends on the gradients of all parameters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -75,7 +75,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.op
     "sparse": (with_embedding(sparse=True), sgd, "sparse=False"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(WIDTH)), sgd, "Run a forward pass before"),
     "nothing to train": (lambda: Plain().requires_grad_(False), sgd, "no parameter requires a gradient"),
-    "foreign": (
+    "unknown parameter": (
         Plain,
         lambda m: torch.optim.SGD([*m.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1),
         r"a parameter \[2, 2\] is not in the module",
@@ -100,43 +100,43 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.op
         sgd,
         r"DataParallel is not supported, .* Pass its \.module",
     ),
-    "swapped": (
+    "swapped arguments": (
         lambda: sgd(Plain()),
         lambda o: Plain(),
         r"a SGD is not supported\. Call repro\.parallelize\(module, optimizer",
     ),
-    "somebody's": (
+    "optimizer wrapper": (
         Plain,
         lambda m: SimpleNamespace(optimizer=sgd(m)),
         "must be a torch.optim.Optimizer",
     ),
     "Lamb": (Plain, lambda m: Lamb(m.parameters(), lr=0.1), "Lamb is not supported, because its update"),
     "warm-up": (Plain, lambda m: Lamb(m.parameters(), lr=0.0), "Lamb is not supported, because its update"),
-    "all at once": (Plain, lambda m: Averaged(m.parameters(), lr=0.1), "depends on other elements"),
+    "normalized": (Plain, lambda m: Normalized(m.parameters(), lr=0.1), "depends on other elements"),
 }
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_what_cannot_be_spread_is_refused(name: str) -> None:
+def test_unsupported_modules_and_optimizers_are_refused(name: str) -> None:
     make, optimizer_of, message = MODULES[name]
     module = make()
     with pytest.raises(ValueError, match=message):
         repro.parallelize(module, optimizer_of(module), Layout(zero=2))
 
 
-def test_somebodys_optimizer_may_treat_elements_alone() -> None:
+def test_custom_elementwise_optimizer_is_supported() -> None:
     module: nn.Module = Plain()
     before = module.into.weight.detach().clone()
     optimizer: torch.optim.Optimizer = Sign(module.parameters(), lr=0.25)
     module, optimizer = repro.parallelize(module, optimizer, Layout(zero=2))
-    assert torch.equal(module.into.weight, before)  # trying it out left no trace
-    once(module, torch.ones(1, WIDTH)).backward()
+    assert torch.equal(module.into.weight, before)  # the trial step leaves the parameters unchanged
+    loss_fn(module, torch.ones(1, WIDTH)).backward()
     optimizer.step()
-    moved = (module.into.weight - before).abs()
-    assert torch.allclose(moved[moved > 0], torch.tensor(0.25))
+    change = (module.into.weight - before).abs()
+    assert torch.allclose(change[change > 0], torch.tensor(0.25))
 
 
-def test_arguments_that_mean_nothing() -> None:
+def test_invalid_arguments_are_refused() -> None:
     module = Plain()
     for clip in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="a positive norm, or 0 for no clipping"):
@@ -153,21 +153,21 @@ def test_arguments_that_mean_nothing() -> None:
             repro.parallelize(full, sgd(full), Layout())
 
 
-def fully_sharded() -> str:
-    """FSDP2's."""
+def fsdp_error() -> str:
+    """Return the error for a module that FSDP2 shards."""
     from torch.distributed.fsdp import fully_shard
 
     module = fully_shard(Plain())
-    return message_of(repro.parallelize, module, sgd(module), layout_of(3))
+    return error_of(repro.parallelize, module, sgd(module), layout_of(3))
 
 
-def test_a_module_that_fsdp_has_is_refused(two: RankPool) -> None:
-    for message in two.run(fully_sharded):
+def test_fsdp_module_is_refused(two: RankPool) -> None:
+    for message in two.run(fsdp_error):
         assert "into.weight is a DTensor, which is not supported" in message
 
 
-class Rows(nn.Module):
-    """Sparse gradients that no module speaks of."""
+class SparseRows(nn.Module):
+    """A model whose functional embedding makes a sparse gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,27 +179,27 @@ class Rows(nn.Module):
 
 
 @STAGES
-def test_a_sparse_gradient_is_refused(zero: int) -> None:
-    module, _ = parallelize_sgd(Rows(), Layout(zero=zero))
+def test_sparse_gradient_is_refused(zero: int) -> None:
+    module, _ = parallelize_sgd(SparseRows(), Layout(zero=zero))
     with pytest.raises(RuntimeError, match=r"sparse gradient of a parameter \[4, 8\].*sparse=False"):
-        once(module, torch.tensor([1, 2])).backward()
+        loss_fn(module, torch.tensor([1, 2])).backward()
 
 
 @STAGES
-def test_a_part_that_is_taken_away_is_missed(zero: int) -> None:
+def test_parallelizing_a_submodule_again_is_refused(zero: int) -> None:
     module, _ = parallelize_sgd(Plain(), Layout(zero=zero))
     block = module.blocks[0]
 
-    def go_on() -> None:
+    def continue_training() -> None:
         repro.parallelize(block, sgd(block), Layout(zero=zero))
-        once(module, torch.ones(1, WIDTH))
+        loss_fn(module, torch.ones(1, WIDTH))
 
     with pytest.raises(RuntimeError, match=r"casting or moving|values exist only"):
-        go_on()
+        continue_training()
 
 
-Habit = Callable[[nn.Module, torch.optim.Optimizer], Any]
-LATER: dict[str, tuple[Habit, str]] = {
+Change = Callable[[nn.Module, torch.optim.Optimizer], Any]
+CHANGES: dict[str, tuple[Change, str]] = {
     "double": (lambda m, o: m.double(), "casting or moving|values exist only"),
     "half a module": (lambda m, o: m.blocks[1].to(torch.bfloat16), "casting or moving|values exist only"),
     "data": (
@@ -217,28 +217,28 @@ LATER: dict[str, tuple[Habit, str]] = {
 
 
 @STAGES
-@pytest.mark.parametrize("name", LATER)
-def test_what_changes_the_module_later_is_refused(name: str, zero: int) -> None:
-    habit, message = LATER[name]
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_a_parallelized_module_are_refused(name: str, zero: int) -> None:
+    change, message = CHANGES[name]
     module, optimizer = parallelize_sgd(Plain(), Layout(zero=zero))
 
-    def go_on() -> None:
-        habit(module, optimizer)
-        once(module, torch.ones(1, WIDTH, dtype=module.into.weight.dtype)).backward()
+    def continue_training() -> None:
+        change(module, optimizer)
+        loss_fn(module, torch.ones(1, WIDTH, dtype=module.into.weight.dtype)).backward()
 
-    once(module, torch.ones(1, WIDTH)).backward()
+    loss_fn(module, torch.ones(1, WIDTH)).backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match=message):
-        go_on()
+        continue_training()
 
 
-def test_unfreezing_later_is_refused() -> None:
+def test_unfreezing_after_parallelize_is_refused() -> None:
     module: nn.Module = Plain()
     module.into.requires_grad_(False)
     module, _ = repro.parallelize(module, sgd(module), Layout(zero=1))
     module.into.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"into\.weight\.requires_grad: unfreezing after"):
-        once(module, torch.ones(1, WIDTH))
+        loss_fn(module, torch.ones(1, WIDTH))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -246,11 +246,11 @@ def test_unfreezing_later_is_refused() -> None:
 @pytest.mark.parametrize(
     "write", [lambda w: w.data.clamp_(-0.01, 0.01), lambda w: nn.init.constant_(w, 0.01)]
 )
-def test_what_is_written_to_a_weight_stays(zero: int, precision: str, write: Callable[[Tensor], Any]) -> None:
+def test_values_written_to_weights_persist(zero: int, precision: str, write: Callable[[Tensor], Any]) -> None:
     module, optimizer = parallelize_sgd(Plain(), Layout(zero=zero, precision=precision), lr=0.0)
     x = torch.ones(1, WIDTH, dtype=module.into.weight.dtype)
     for _ in range(2):
         write(module.into.weight)
-        once(module, x).backward()
+        loss_fn(module, x).backward()
         optimizer.step()
         assert float(module.into.weight.detach().abs().max()) <= 0.011

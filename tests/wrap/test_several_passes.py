@@ -1,4 +1,4 @@
-"""repro.parallelize where one loss is of several forward passes: siamese networks, a module on its own output."""
+"""Tests of losses of several forward passes: siamese networks, triplets, a module on its own output."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tests.wrap.edge_models import (
     STAGES,
     WIDTH,
     DataDependent,
-    Pass,
+    LossFn,
     Plain,
     Reentrant,
     Segments,
-    alone,
     assert_same,
     layout_of,
-    once,
+    loss_fn,
+    reference,
     train,
 )
 
 
-class Shared(nn.Module):
-    """Two blocks that take turns, four times, and a matrix at both ends."""
+class Alternating(nn.Module):
+    """A model that alternates two blocks four times, with one layer as input and output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ class Shared(nn.Module):
         return self.ends(x)
 
 
-def pair(module: nn.Module, x: Tensor) -> Tensor:
-    """Siamese."""
-    return (module(x) - module(x.flip(1))).square().mean() + once(module, -x)
+def siamese(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the loss of a siamese network."""
+    return (module(x) - module(x.flip(1))).square().mean() + loss_fn(module, -x)
 
 
 def triplet(module: nn.Module, x: Tensor) -> Tensor:
@@ -59,12 +59,12 @@ def triplet(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def chain(module: nn.Module, x: Tensor) -> Tensor:
-    """The module on its own output."""
+    """Return the loss of the module on its own output."""
     return module(module(x)).square().mean()
 
 
 def unrolled(module: nn.Module, x: Tensor) -> Tensor:
-    """In time, every state in the loss."""
+    """Return the loss of all states of a recurrence over five steps."""
     state, loss = torch.zeros_like(x), torch.zeros(())
     for step in range(5):
         state = torch.tanh(module(x * step + state))
@@ -72,58 +72,58 @@ def unrolled(module: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def target(module: nn.Module, x: Tensor) -> Tensor:
-    """Of the two outputs one is a target, and between them is one that is for show."""
+def detached_target(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the loss for a detached target, after an evaluation."""
     with torch.no_grad():
         module(-x)
-    wanted = module(x.flip(1)).detach()
-    return (module(x) - wanted).square().mean()
+    target = module(x.flip(1)).detach()
+    return (module(x) - target).square().mean()
 
 
-def kept(module: nn.Module, x: Tensor) -> Tensor:
-    """Rank 1 keeps outputs of which no loss is made."""
+def unused_outputs(module: nn.Module, x: Tensor) -> Tensor:
+    """Retain outputs without a loss on rank 1."""
     outputs = [module(x * i) for i in range(3)]
     if dist.is_initialized() and dist.get_rank() == 0:
         outputs.clear()
-    return once(module, x) + 0 * len(outputs)
+    return loss_fn(module, x) + 0 * len(outputs)
 
 
-def whole_checkpoints(module: nn.Module, x: Tensor) -> Tensor:
-    again = partial(checkpoint, use_reentrant=False)
-    return again(module, again(module, x)).square().mean()
+def checkpointed_chain(module: nn.Module, x: Tensor) -> Tensor:
+    checkpointed = partial(checkpoint, use_reentrant=False)
+    return checkpointed(module, checkpointed(module, x)).square().mean()
 
 
-PASSES: list[Any] = [pair, triplet, chain, unrolled, target, kept, whole_checkpoints]
+LOSSES: list[Any] = [siamese, triplet, chain, unrolled, detached_target, unused_outputs, checkpointed_chain]
 
 
 @pytest.mark.parametrize(
     ("loss_of", "zero"),
-    [*((loss_of, zero) for zero in (2, 3) for loss_of in PASSES), *((chain, zero) for zero in (0, 1))],
+    [*((loss_of, zero) for zero in (2, 3) for loss_of in LOSSES), *((chain, zero) for zero in (0, 1))],
 )
-def test_one_loss_of_several_forward_passes(two: RankPool, loss_of: Pass, zero: int) -> None:
+def test_losses_of_several_passes_train_like_one_process(two: RankPool, loss_of: LossFn, zero: int) -> None:
     """Stages 2 and 3 free gradients or parameters between passes; stages 0 and 1 retain both."""
-    assert_same(two.run(train, Plain, layout_of(zero), loss_of), alone(Plain, loss_of))
+    assert_same(two.run(train, Plain, layout_of(zero), loss_of), reference(Plain, loss_of))
 
 
-UNUSUAL = [
-    *((kind, zero) for kind in (Reentrant, Shared, DataDependent) for zero in (0, 3)),
+UNUSUAL_MODULES = [
+    *((kind, zero) for kind in (Reentrant, Alternating, DataDependent) for zero in (0, 3)),
     *((Segments, zero) for zero in range(4)),
 ]
 
 
-@pytest.mark.parametrize(("kind", "zero"), UNUSUAL)
-def test_unusual_modules_in_several_passes(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    for loss_of in (pair, chain):
-        assert_same(two.run(train, kind, layout_of(zero), loss_of), alone(kind, loss_of))
+@pytest.mark.parametrize(("kind", "zero"), UNUSUAL_MODULES)
+def test_unusual_modules_support_several_passes(two: RankPool, kind: type[nn.Module], zero: int) -> None:
+    for loss_of in (siamese, chain):
+        assert_same(two.run(train, kind, layout_of(zero), loss_of), reference(kind, loss_of))
 
 
 @STAGES
-def test_accumulation_of_several_passes(two: RankPool, zero: int) -> None:
-    assert_same(two.run(train, Plain, layout_of(zero, 2), pair), alone(Plain, pair))
+def test_accumulation_supports_several_passes(two: RankPool, zero: int) -> None:
+    assert_same(two.run(train, Plain, layout_of(zero, 2), siamese), reference(Plain, siamese))
 
 
-def most_parameters(loss_of: Pass, depth: int) -> tuple[int, int]:
-    """Bytes of parameters that this rank holds between steps, and the most at any moment of two steps."""
+def parameter_bytes(loss_of: LossFn, depth: int) -> tuple[int, int]:
+    """Return this rank's parameter bytes between steps, and their peak over two steps."""
     with MemoryTracker() as tracker:
         module: nn.Module = Plain()
         module.blocks.extend(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth - 3))
@@ -133,14 +133,14 @@ def most_parameters(loss_of: Pass, depth: int) -> tuple[int, int]:
             loss_of(module, torch.ones(2, WIDTH)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        rest = tracker.live()
-    return rest[Category.PARAMETERS], tracker.most[Category.PARAMETERS]
+        resident = tracker.live()
+    return resident[Category.PARAMETERS], tracker.most[Category.PARAMETERS]
 
 
-@pytest.mark.parametrize("loss_of", [pair, chain, unrolled])
-def test_parameters_are_freed_between_the_passes(two: RankPool, loss_of: Pass) -> None:
-    """Whole at once are what surrounds the blocks, the last block, which waits for its backward pass, and two."""
+@pytest.mark.parametrize("loss_of", [siamese, chain, unrolled])
+def test_parameters_are_released_between_passes(two: RankPool, loss_of: LossFn) -> None:
+    """At most four units are full at once: the outer layer, the last block until its backward pass, and two blocks."""
     unit = 4 * (WIDTH * WIDTH + WIDTH + 8)
-    for rest, most in two.run(most_parameters, loss_of, 12):
-        assert rest == 13 * unit // RANKS
-        assert most <= rest + 4 * unit
+    for resident, peak in two.run(parameter_bytes, loss_of, 12):
+        assert resident == 13 * unit // RANKS
+        assert peak <= resident + 4 * unit

@@ -1,4 +1,4 @@
-"""`state_dict` of a wrapped module: what it waits for; a stock module's and a rank's own, in and out."""
+"""Tests of the states of a wrapped module: `state_dict`, full states and shards of each rank."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 import repro
 from repro.config import Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, layout_of, message_of, once
+from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, error_of, layout_of, loss_fn
 
 
 def states_after_step(zero: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """`state_dict()` of the module and of a submodule right after a step, and what it must be."""
+    """Return `state_dict()` of the module and of a submodule right after a step, and the expected values."""
     torch.manual_seed(1)
     module: nn.Module = Plain()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     module, optimizer = repro.parallelize(module, optimizer, layout_of(zero))
     for _ in range(2):
-        once(module, torch.ones(1, WIDTH)).backward()
+        loss_fn(module, torch.ones(1, WIDTH)).backward()
         if dist.get_rank():
-            time.sleep(0.2)  # the others' parameters come late
+            time.sleep(0.2)  # rank 1 updates its parameters late
         optimizer.step()
         inner = {name: value.clone() for name, value in module.blocks[1].state_dict().items()}
         full = {name: value.clone() for name, value in module.state_dict().items()}
@@ -44,14 +44,14 @@ def test_state_dict_waits_for_the_step(two: RankPool, zero: int) -> None:
             assert torch.equal(value, expected[f"blocks.1.{name}"]), name
 
 
-def test_stage_3_has_no_state_dict(two: RankPool) -> None:
-    for message in two.run(message_of, states_after_step, 3):
+def test_stage_3_refuses_state_dict(two: RankPool) -> None:
+    for message in two.run(error_of, states_after_step, 3):
         assert message.startswith("state_dict() is not supported under zero = 3")
         assert "module.repro.full_state_dict()" in message
 
 
-class Whole(nn.Module):
-    """Blocks, a matrix with two names, what is frozen or empty, buffers of which one is not saved, and extra state."""
+class Stateful(nn.Module):
+    """A model with a tied matrix, frozen and empty parameters, a buffer that is not persistent, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Whole(nn.Module):
 
 def make(seed: int, layout: Layout | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    module: nn.Module = Whole()
+    module: nn.Module = Stateful()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         [p for p in module.parameters() if p.requires_grad], lr=0.05, eps=1e-4
     )
@@ -89,10 +89,10 @@ def make(seed: int, layout: Layout | None) -> tuple[nn.Module, torch.optim.Optim
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """On the same rows on every rank, so that batch norms are those of one process."""
+    """Train on the same rows on every rank, so that batch norm equals that of one process."""
     for step in steps:
         x = torch.randn(2 * ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
-        once(module, x.to(module.norm.running_mean.dtype)).backward()
+        loss_fn(module, x.to(module.norm.running_mean.dtype)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -101,21 +101,21 @@ def layout_in(zero: int, precision: str) -> Layout:
     return Layout(dp=RANKS, zero=zero, precision=precision, bucket_bytes=300)
 
 
-def saved(zero: int, precision: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """States after two steps: whole, this rank's own, and the optimizer's whole ones."""
+def train_and_save(zero: int, precision: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the full state, this rank's shard and the full optimizer state after two steps."""
     module, optimizer = make(1, layout_in(zero, precision))
     train(module, optimizer, range(2))
     full = optimizer.repro.full_state_dict()  # type: ignore[attr-defined]
     return module.repro.full_state_dict(), module.repro.shard_state_dict(), full
 
 
-def resumed(zero: int, precision: str, by_shard: bool, states: list[Any]) -> dict[str, Any]:
-    """What two more steps make of states that are loaded in the middle of another training; `states` by rank."""
+def load_and_train(zero: int, precision: str, by_shard: bool, states: list[Any]) -> dict[str, Any]:
+    """Load this rank's entry of `states` during another training run; return the full state after two more steps."""
     module, optimizer = make(2, layout_in(zero, precision))
     train(module, optimizer, range(5, 7))
-    full, own, of_optimizer = states[dist.get_rank()]
+    full, shard, of_optimizer = states[dist.get_rank()]
     if by_shard:
-        module.repro.load_shard_state_dict(own)
+        module.repro.load_shard_state_dict(shard)
     else:
         assert not any(module.load_state_dict(full))
     optimizer.load_state_dict(of_optimizer)
@@ -123,7 +123,7 @@ def resumed(zero: int, precision: str, by_shard: bool, states: list[Any]) -> dic
     return module.repro.full_state_dict()
 
 
-def unbroken(zero: int, precision: str) -> dict[str, Any]:
+def train_uninterrupted(zero: int, precision: str) -> dict[str, Any]:
     module, optimizer = make(1, layout_in(zero, precision))
     train(module, optimizer, range(4))
     return module.repro.full_state_dict()
@@ -131,11 +131,11 @@ def unbroken(zero: int, precision: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @STAGES
-def test_training_goes_on_from_states(two: RankPool, zero: int, precision: str) -> None:
-    states = two.run(saved, zero, precision)
-    expected = two.run(unbroken, zero, precision)[0]
+def test_loaded_states_resume_training_exactly(two: RankPool, zero: int, precision: str) -> None:
+    states = two.run(train_and_save, zero, precision)
+    expected = two.run(train_uninterrupted, zero, precision)[0]
     for by_shard in (False, True):
-        for found in two.run(resumed, zero, precision, by_shard, states):
+        for found in two.run(load_and_train, zero, precision, by_shard, states):
             assert found.keys() == expected.keys()
             for key, value in expected.items():
                 assert torch.equal(found[key], value) if isinstance(value, Tensor) else found[key] == value, (
@@ -144,48 +144,48 @@ def test_training_goes_on_from_states(two: RankPool, zero: int, precision: str) 
 
 
 @STAGES
-def test_the_full_states_are_the_stock_modules(two: RankPool, zero: int) -> None:
+def test_full_state_equals_that_of_the_stock_module(two: RankPool, zero: int) -> None:
     torch.set_num_threads(1)
     module, optimizer = make(1, None)
     train(module, optimizer, range(2))
     expected = module.state_dict()
-    for found, *_ in two.run(saved, zero, "fp32"):
+    for found, *_ in two.run(train_and_save, zero, "fp32"):
         assert list(found) == list(expected)
         assert found._metadata == expected._metadata  # type: ignore[attr-defined]
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=key)
-        Whole().load_state_dict(found)
+        Stateful().load_state_dict(found)
 
 
-def refused(zero: int) -> list[str]:
-    """What is said of shards that are another rank's or layout's, of a missing key, and of `assign`."""
+def load_errors(zero: int) -> list[str]:
+    """Return errors for shards of this rank, another rank and layout, an empty shard, `assign` and a missing key."""
     module, _ = make(1, layout_in(zero, "fp32"))
-    own, full = module.repro.shard_state_dict(), module.repro.full_state_dict()
+    shard, full = module.repro.shard_state_dict(), module.repro.full_state_dict()
     found = [
-        message_of(module.repro.load_shard_state_dict, {**own, "repro": {**own["repro"], **mark}})
+        error_of(module.repro.load_shard_state_dict, {**shard, "repro": {**shard["repro"], **mark}})
         for mark in ({}, {"rank": 1 - dist.get_rank()}, {"dp": 4})
     ]
-    found.append(message_of(module.repro.load_shard_state_dict, {**own, "shard": {}}))
-    found.append(message_of(partial(module.load_state_dict, assign=True), module.repro.full_state_dict()))
+    found.append(error_of(module.repro.load_shard_state_dict, {**shard, "shard": {}}))
+    found.append(error_of(partial(module.load_state_dict, assign=True), module.repro.full_state_dict()))
     del full["into.bias"]
-    found.append(message_of(module.load_state_dict, full))
+    found.append(error_of(module.load_state_dict, full))
     assert module.load_state_dict(full, strict=False).missing_keys == ["into.bias"]
-    once(module, torch.ones(2, WIDTH)).backward()
+    loss_fn(module, torch.ones(2, WIDTH)).backward()
     return found
 
 
 @STAGES
-def test_other_states_are_refused(two: RankPool, zero: int) -> None:
-    for own, rank, dp, nothing, assign, missing in two.run(refused, zero):
-        assert own == ""
-        for message in (rank, dp, nothing):
+def test_states_of_another_rank_or_layout_are_refused(two: RankPool, zero: int) -> None:
+    for valid, rank, dp, empty, assign, missing in two.run(load_errors, zero):
+        assert valid == ""
+        for message in (rank, dp, empty):
             assert "Save module.repro.full_state_dict(), which any rank and layout can load" in message
         assert 'Missing key(s) in state_dict: "into.bias"' in missing
         assert assign.endswith("Use assign=False.")
 
 
 @pytest.mark.parametrize("zero", range(3))
-def test_what_was_written_to_a_weight_is_saved(zero: int) -> None:
+def test_values_written_to_a_weight_are_saved(zero: int) -> None:
     module: nn.Module = Plain()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module, optimizer = repro.parallelize(module, optimizer, Layout(zero=zero, precision="bf16"))

@@ -1,4 +1,4 @@
-"""Stage 3: ranks that use different modules are stopped, all of them, before anyone trains on mixed-up weights."""
+"""Tests that stage 3 raises an error on all ranks if they use different modules in a pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, WIDTH, layout_of, once, parallelize_sgd
+from tests.wrap.edge_models import RANKS, ROWS, WIDTH, layout_of, loss_fn, parallelize_sgd
 
 
 class Experts(nn.Module):
-    """Of four experts, the last of which is larger, each rank uses those that it is told to."""
+    """A model of four experts, the last of which is larger; `chosen` lists the experts in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class Experts(nn.Module):
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer, chosen: list[int]) -> None:
     module.chosen = chosen  # type: ignore[assignment]
-    once(module, torch.ones(ROWS, WIDTH)).backward()
+    loss_fn(module, torch.ones(ROWS, WIDTH)).backward()
     optimizer.step()
 
 
 def other_expert(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """As many experts of the same size."""
+    """Use a different expert of equal size on each rank."""
     step(module, optimizer, [1 + dist.get_rank()])
 
 
@@ -51,7 +51,7 @@ def fewer_experts(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     step(module, optimizer, [0, 1][dist.get_rank() :])
 
 
-def none(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def no_expert(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     step(module, optimizer, [0][dist.get_rank() :])
 
 
@@ -60,33 +60,33 @@ def another_order(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def fewer_evaluations(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The last batches of the ranks' parts of a validation set."""
+    """Run one more evaluation batch on rank 1."""
     with torch.no_grad():
         for _ in range(2 + dist.get_rank()):
             module(torch.ones(ROWS, WIDTH))
     step(module, optimizer, [0])
 
 
-Habit = Callable[[nn.Module, torch.optim.Optimizer], None]
+Deviation = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
-def message_of(habit: Habit) -> str:
-    """What a habit raises after two steps in which all ranks did the same."""
+def error_of(deviation: Deviation) -> str:
+    """Return the error of a deviation after two equal steps on all ranks."""
     module, optimizer = parallelize_sgd(Experts(), layout_of(3))
     for _ in range(2):
         step(module, optimizer, [0])
     try:
-        habit(module, optimizer)
+        deviation(module, optimizer)
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-HABITS: list[Any] = [other_expert, larger_expert, fewer_experts, none, another_order, fewer_evaluations]
+CASES: list[Any] = [other_expert, larger_expert, fewer_experts, no_expert, another_order, fewer_evaluations]
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_ranks_that_use_different_modules_are_refused(habit: Habit) -> None:
-    with RankPool(RANKS) as pool:  # of its own: messages remain that nobody receives
-        for message in pool.run(message_of, habit):
+@pytest.mark.parametrize("deviation", CASES)
+def test_ranks_that_use_different_modules_raise_an_error(deviation: Deviation) -> None:
+    with RankPool(RANKS) as pool:  # a separate pool, because messages remain unreceived
+        for message in pool.run(error_of, deviation):
             assert message.startswith("Ranks that use different modules in a pass")

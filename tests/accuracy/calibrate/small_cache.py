@@ -1,4 +1,4 @@
-"""What the ranks run in these tests: the calibration of a machine with a small cache, which is soon flushed."""
+"""Target of the ranks in these tests: the calibration with a small cache, whose flush takes little time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from repro.launch.job import Job
 CACHE = 2**20
 
 
-def run_rank(job: Job, **place: Any) -> dict[str, dict[str, Any]]:
-    """As `repro.accuracy.calibrate.target.run_rank`."""
+def run_rank(job: Job, **options: Any) -> dict[str, dict[str, Any]]:
+    """Run `repro.accuracy.calibrate.target.run_rank` with a small cache."""
     clock.cache_bytes = lambda device: CACHE
-    return target.run_rank(job, **place)
+    return target.run_rank(job, **options)

@@ -1,4 +1,4 @@
-"""`repro calibrate` from the command line: a real, small calibration, what it writes, and what it refuses."""
+"""Tests of `repro calibrate`: a small calibration, its file, and refused arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMALL_CACHE = "tests.accuracy.calibrate.small_cache:run_rank"
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a quick calibration with two ranks."""
+    """Return the file of a quick calibration with two ranks."""
     path = tmp_path_factory.mktemp("calibrate") / "here.toml"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("repro.accuracy.calibrate.calibration.TARGET", SMALL_CACHE)
@@ -47,7 +47,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_file_is_a_system(calibrated: Path) -> None:
+def test_calibration_file_is_a_system_file(calibrated: Path) -> None:
     system = systems.load_system_file(calibrated)
     assert system.devices_per_node.value == 2
     assert system.provenance is not None
@@ -57,7 +57,7 @@ def test_the_file_is_a_system(calibrated: Path) -> None:
         system.provenance.facts
     )
     assert 1e8 < float(system.provenance.facts[COMPUTE_RATE_FACT]) < 1e13, (
-        "of one rank, for the twins of `repro twin`"
+        "the rate of one rank, for the twins of `repro twin`"
     )
     link = system.links["memory"]
     assert set(link.collectives) == set(OPERATIONS)
@@ -82,7 +82,7 @@ def test_the_file_is_a_system(calibrated: Path) -> None:
     ids=["zero2", "sp", "pp"],
 )
 def test_every_operator_of_a_trace_has_a_rate(calibrated: Path, layout: Layout) -> None:
-    """No step takes less than its host needs, and none of these a second."""
+    """Every operator takes time, and the operators of a tiny step take less than 10 s."""
     rates = systems.load_system_file(calibrated).device.operators
     experiment = tiny(layout)
     for role in roles(experiment):
@@ -95,7 +95,7 @@ def test_every_operator_of_a_trace_has_a_rate(calibrated: Path, layout: Layout) 
 
 
 @pytest.mark.slow
-def test_nothing_private_is_written(calibrated: Path) -> None:
+def test_calibration_file_has_no_private_data(calibrated: Path) -> None:
     import getpass
     import platform
 
@@ -105,10 +105,10 @@ def test_nothing_private_is_written(calibrated: Path) -> None:
     assert getpass.getuser() == "root" or getpass.getuser() not in text
 
 
-def test_one_rank_has_no_collectives(
+def test_calibration_of_one_rank_has_no_collectives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rank is this process, and measures the operators of one step."""
+    """This process is the rank, and measures the operators of one step."""
 
     def measure(self: LocalMachine, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
         first = job.experiments[0]
@@ -122,18 +122,18 @@ def test_one_rank_has_no_collectives(
     monkeypatch.setattr(LocalMachine, "measure", measure)
     monkeypatch.setattr(clock, "cache_bytes", lambda device: CACHE)
     path = tmp_path / "one.toml"
-    asked = ["calibrate", "--system", "local", "--gpus", "1", "--output", str(path), "--quick", "--json"]
-    assert cli.main(asked) == 0
+    arguments = ["calibrate", "--system", "local", "--gpus", "1", "--output", str(path), "--quick", "--json"]
+    assert cli.main(arguments) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["file"] == str(path)
     assert "collectives" not in document["system"]["links"]["memory"]
     assert systems.load_system_file(path).links["memory"].collectives == {}
 
 
-def test_a_rank_that_fails_is_an_outcome(
+def test_failed_rank_ends_the_command_with_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is written, the cause is one line, and the exit code says that it failed."""
+    """The command prints the cause and writes no file."""
     monkeypatch.setattr(
         "repro.accuracy.calibrate.calibration.TARGET", "repro.accuracy.calibrate.target:no_such_function"
     )
@@ -179,7 +179,7 @@ def test_a_rank_that_fails_is_an_outcome(
         (["--system", "local", "--profile", "lab.toml"], "SLURM does not answer: sinfo: not found"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(
+def test_invalid_arguments_are_refused_in_one_line(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -188,7 +188,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local_launch, "count_cuda_devices", lambda: 0)
-    monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM here
+    monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM commands
     lab = 'system = "local"\n[slurm]\ntasks_per_node = 2\n'
     Path("lab.toml").write_text(lab)
     Path("shared.toml").write_text(f'{lab}[storage]\nshared = "{tmp_path}/elsewhere"\n')
@@ -200,18 +200,18 @@ def test_what_cannot_be_measured_is_refused_at_once(
     assert message in out.err
 
 
-def test_a_wrong_question_needs_no_torch() -> None:
+def test_invalid_arguments_do_not_import_torch() -> None:
     code = "import sys, repro.cli\nprint(repro.cli.main(['calibrate', '--system', 'dgx2']), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "2 False", done.stderr
 
 
 @pytest.mark.slow
-def test_operators_of_a_suite(
+def test_suite_calibration_measures_the_operators_of_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the sizes of its own steps, whatever networks they are on; of links single messages alone.  Ranks that share a
-    core run the steps too, without messages."""
+    """Steps that differ in their network alone are measured once, and links with single messages only. Ranks on one
+    core also run the steps without messages."""
     layout = "layout = { dp = 2, micro_batch = 1 }"
     suite = tmp_path / "suite.toml"
     suite.write_text(f"""
@@ -254,8 +254,8 @@ model = "own"
     system = systems.load_system_file(output)
     assert system.ranks_per_core == 2
     assert system.provenance is not None
-    assert 0.1 < float(system.provenance.facts[STEP]) < 10, "the step's own operators"
-    assert system.provenance.facts[MESSAGE_CORES_FACT] == 1, "the one core that there is"
+    assert 0.1 < float(system.provenance.facts[STEP]) < 10, "the operators of the step"
+    assert system.provenance.facts[MESSAGE_CORES_FACT] == 1, "the only core"
     assert system.device.operators[MESSAGE].fixed_s > 0
     assert system.device.operators[EXCHANGE].fixed_s > 0
     assert 0 <= system.timing.spread < 1
@@ -264,4 +264,4 @@ model = "own"
     assert "variance over mean" in capsys.readouterr().out
     links = system.links["memory"].collectives
     assert set(links) == {"all_reduce", "send"}
-    assert not links["all_reduce"].groups, "only the ring of all ranks says what messages cost the cores"
+    assert not links["all_reduce"].groups, "only the ring of all ranks measures the CPU time of messages"

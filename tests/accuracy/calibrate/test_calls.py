@@ -1,4 +1,4 @@
-"""Every operator of a traced step runs on real tensors, and is counted as the trace counts it."""
+"""Tests of calibration calls: each operator of a traced step runs on tensors, with the bytes and FLOP of the trace."""
 
 from __future__ import annotations
 
@@ -54,29 +54,29 @@ def test_every_traced_operator_runs(layout: Layout) -> None:
 
 
 def test_operands_are_distributed_as_in_training() -> None:
-    """Normal numbers with mean 0; second moments and sums of exponentials are positive."""
-    given: dict[str, list[torch.Tensor]] = {}
+    """Operands are normal with mean 0. Second moments and sums of exponentials are positive."""
+    operands: dict[str, list[torch.Tensor]] = {}
 
-    def remember(name: str) -> Any:
+    def record(name: str) -> Any:
         def function(*args: Any, **kwargs: Any) -> None:
-            given.setdefault(name, []).extend(leaf for leaf in tree_leaves(args) if torch.is_tensor(leaf))
+            operands.setdefault(name, []).extend(leaf for leaf in tree_leaves(args) if torch.is_tensor(leaf))
 
         return function
 
     generator = torch.Generator().manual_seed(0)
     for call in calls_of(tiny(LAYOUTS["dp"]), gloo=True):
         if call.name in ("aten.mm", "repro.adamw_", "repro.cross_entropy_backward_"):
-            bind(replace(call, function=remember(call.name)), CPU, generator)()
-    factors = torch.cat([tensor.flatten() for tensor in given["aten.mm"]])
+            bind(replace(call, function=record(call.name)), CPU, generator)()
+    factors = torch.cat([tensor.flatten() for tensor in operands["aten.mm"]])
     assert abs(factors.mean()) < 0.02
     assert abs(factors.std() - 1) < 0.02
-    moments = [tensor for tensor in given["repro.adamw_"] if tensor.dim()]
+    moments = [tensor for tensor in operands["repro.adamw_"] if tensor.dim()]
     assert sum(bool((tensor >= 0).all()) for tensor in moments) * 4 == len(moments), "one of four lists"
-    assert bool((given["repro.cross_entropy_backward_"][2] > 0).all())
+    assert bool((operands["repro.cross_entropy_backward_"][2] > 0).all())
 
 
-def test_every_call_is_seen_after_its_block_was_traced_before() -> None:
-    """A trace repeats the events of blocks that it knows; their operators are not called then."""
+def test_calls_include_operators_of_blocks_that_are_already_traced() -> None:
+    """A trace repeats the events of a known block without calling its operators."""
     experiment = tiny(LAYOUTS["dp"])
     for role in roles(experiment):
         trace(experiment, role, gloo=True)
@@ -84,7 +84,7 @@ def test_every_call_is_seen_after_its_block_was_traced_before() -> None:
     assert {"aten.mm", "aten.addmm", "repro.bias_gelu"} <= names
 
 
-def test_the_chosen_sizes_span_all() -> None:
+def test_chosen_sizes_include_the_smallest_and_largest() -> None:
     calls = [call for call in calls_of(tiny(LAYOUTS["dp"]), gloo=True) if call.name == "aten.mm"]
     chosen = choose(calls, 3)
     assert len(chosen) == 3
@@ -93,8 +93,8 @@ def test_the_chosen_sizes_span_all() -> None:
     assert len(choose(calls[:1], 3)) == 1
 
 
-def test_what_is_planned_covers_every_strategy() -> None:
-    """One process, an odd number, a power of two: each has what its devices allow, all with the same repeats."""
+def test_plan_covers_every_strategy() -> None:
+    """The possible strategies depend on the number of ranks; all experiments have equal repeats."""
     for ranks in (1, 2, 3, 4, 8):
         found = plan.step_experiments("local", ranks, "fp32", quick=False)
         assert {experiment.layout.world for experiment in found} == {ranks}
@@ -110,39 +110,39 @@ def test_tensor_parallelism_stays_on_a_node() -> None:
     assert {e.layout.world for e in found} == {8}
 
 
-def test_the_clock_sees_what_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More work takes longer, and the quartiles are about the median: in seconds of this thread's processor, of which
-    what else runs here takes none."""
+def test_clock_distinguishes_short_and_long_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock counts the CPU seconds of this thread, so that other processes do not affect the test. The quartiles
+    enclose the median."""
     monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=time.thread_time))
     clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=3)
     assert clock.cache > 0
     small, large = (torch.ones(n, n) for n in (32, 512))
-    short = clock.time(lambda: lambda: small @ small, 3 * small.nbytes)
-    long = clock.time(lambda: lambda: large @ large, 3 * large.nbytes)
-    assert long.median > 10 * short.median
-    assert long.low <= long.median <= long.high
-    assert long.spread >= 0
+    fast = clock.time(lambda: lambda: small @ small, 3 * small.nbytes)
+    slow = clock.time(lambda: lambda: large @ large, 3 * large.nbytes)
+    assert slow.median > 10 * fast.median
+    assert slow.low <= slow.median <= slow.high
+    assert slow.spread >= 0
 
 
-def test_ranks_that_share_a_cache_flush_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A virtual machine of two cores may be told of the 480 MB of its host: of sixteen ranks each flushes a part."""
+def test_ranks_that_share_a_cache_each_flush_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine with two cores may report the 480 MB cache of its host, too much for each of sixteen ranks."""
     monkeypatch.setattr(clock_module, "cache_bytes", lambda device: 2**20)
-    alone, one_of_eight = (
+    single, one_of_eight = (
         OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=1, neighbours=n) for n in (1, 8)
     )
-    assert (alone.cache, one_of_eight.cache) == (2**20, 2**17)
-    assert alone._wipe.nbytes == 8 * one_of_eight._wipe.nbytes > 2**20
+    assert (single.cache, one_of_eight.cache) == (2**20, 2**17)
+    assert single._wipe.nbytes == 8 * one_of_eight._wipe.nbytes > 2**20
 
 
-def test_a_call_finds_neither_its_operands_nor_the_memory_of_its_result_in_the_cache(
+def test_operands_and_results_of_a_call_are_not_cached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(clock_module, "cache_bytes", lambda device: 2**20)
     read: list[int] = []
     written: list[int] = []
 
-    def make() -> Callable[[], torch.Tensor]:
-        operand = torch.ones(2**15)  # read and written, a quarter of the cache
+    def make_call() -> Callable[[], torch.Tensor]:
+        operand = torch.ones(2**15)  # a quarter of the cache, with the result
 
         def call() -> torch.Tensor:
             result = operand + 1
@@ -153,13 +153,13 @@ def test_a_call_finds_neither_its_operands_nor_the_memory_of_its_result_in_the_c
         return call
 
     clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=3)
-    clock.time(make, 2**18)
-    for places in (read, written):
-        assert all(len(set(places[i : i + 5])) == 5 for i in range(len(read) - 15, len(read) - 5))
+    clock.time(make_call, 2**18)
+    for addresses in (read, written):
+        assert all(len(set(addresses[i : i + 5])) == 5 for i in range(len(read) - 15, len(read) - 5))
 
 
-def test_a_core_s_products_are_measured_as_a_run_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one rank a core, as `rank_flops_per_s` starts them: ranks that take turns on a core would say less of it."""
+def test_one_rank_per_core_measures_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rank_flops_per_s` also starts one rank per core; ranks that share a core would measure a lower rate."""
     monkeypatch.setattr(target.compute_rate, "core_flops_per_s", lambda: 5e9)
     group = meshes.single_rank_mesh().world
     found = [target.products_of_a_core(place, 2, group) for place in range(4)]
@@ -167,7 +167,7 @@ def test_a_core_s_products_are_measured_as_a_run_measures_them(monkeypatch: pyte
 
 
 class Busy:
-    """Calls that take a millisecond of the processor each, and a time that goes on by `wall_s` meanwhile."""
+    """Calls of 1 ms CPU time each, and a clock that advances by `wall_s` per call."""
 
     def __init__(self, wall_s: float):
         self.wall_s, self.calls = wall_s, 0
@@ -183,10 +183,10 @@ class Busy:
 
 
 @pytest.mark.parametrize("wall_s", [1e-3, 4e-3, 1.0])
-def test_a_crowded_clock_says_what_an_equal_part_of_a_core_takes(
+def test_crowded_clock_measures_time_at_an_equal_core_share(
     monkeypatch: pytest.MonkeyPatch, wall_s: float
 ) -> None:
-    """Whether a rank had the core to itself all the while, its part of it, or hardly any."""
+    """The result does not depend on whether the rank had the full core, its share or less during the measurement."""
     monkeypatch.setattr(clock_module, "usable_cores", lambda: 2)
     clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=2, neighbours=8)
     busy = Busy(wall_s)
@@ -195,7 +195,7 @@ def test_a_crowded_clock_says_what_an_equal_part_of_a_core_takes(
     assert busy.calls == pytest.approx(max(1, clock_module.CROWDED_S / wall_s), abs=1)
 
 
-def test_ranks_with_a_core_each_are_timed_by_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_a_core_each_use_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock_module, "usable_cores", lambda: 2)
     clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=2, neighbours=2)
     busy = Busy(3e-3)

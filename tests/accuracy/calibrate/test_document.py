@@ -1,4 +1,4 @@
-"""What is written is read back as it was, and what ranks measured becomes one number."""
+"""Tests of the calibration file: TOML tables are read back, and measurements of ranks become one number."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from repro.accuracy.calibrate.document import _gpu
 from repro.config.files import tomllib
 
 
-def test_tables_come_back() -> None:
-    """Names with dots, numbers beside sources, lists of points, text with quotes."""
+def test_written_tables_are_read_back() -> None:
+    """The tables contain names with dots, numbers with sources, lists of points and text with quotes."""
     tables = {
         "note": 'it is a "note" — \\ here',
         "nodes": {"value": 1, "source": "this machine"},
@@ -24,8 +24,8 @@ def test_tables_come_back() -> None:
     assert tomllib.loads(document.toml_text(tables)) == tables
 
 
-def test_no_payload_takes_longer_than_a_larger_one() -> None:
-    """The slowest rank counts; a small message that was disturbed takes what the next larger one took."""
+def test_smaller_payload_takes_no_longer_than_a_larger_one() -> None:
+    """The slowest rank counts. A disturbed small message gets the seconds of the next larger message."""
 
     def row(*seconds: float) -> list[list[object]]:
         return [[2**10 * 4**i, [s, s, s, 5]] for i, s in enumerate(seconds)]
@@ -34,7 +34,7 @@ def test_no_payload_takes_longer_than_a_larger_one() -> None:
     assert found == [[2**10, 2e-4], [2**12, 2e-4], [2**14, 5e-4]]
 
 
-def test_what_torch_cannot_have_of_a_gpu_is_that_of_the_rank_that_lacks_most() -> None:
+def test_context_bytes_are_the_largest_of_all_ranks() -> None:
     gpu = {"name": "A", "compute_capability": "9.0", "memory_bytes": 80}
     machine = {"gpus": [gpu], "memory": {"total_bytes": 100}, "nvlink": True}
     found = _gpu([{"machine": machine, "context_bytes": size} for size in (5, 7, 6)])

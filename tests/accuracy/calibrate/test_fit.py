@@ -1,4 +1,4 @@
-"""Rates are found again from the points that they make, and never predict less than nothing."""
+"""Tests of fitted rates: known coefficients are recovered, and predicted times are not negative."""
 
 from __future__ import annotations
 
@@ -32,53 +32,53 @@ def test_known_coefficients_are_recovered(fixed: float, per_byte: float, per_flo
 
 
 @given(st.lists(st.floats(min_value=0.9, max_value=1.1), min_size=len(SIZES), max_size=len(SIZES)))
-def test_noise_moves_the_rate_no_further_than_itself(noise: list[float]) -> None:
+def test_noisy_points_change_times_by_less_than_25_percent(noise: list[float]) -> None:
     rate = OperatorRate(fixed_s=1e-5, per_byte_s=1e-10, per_flop_s=1e-11)
     found = fit.fit_rate(points_of(rate, noise))
     assert max(abs(error) for error in fit.relative_errors(found, points_of(rate))) < 0.25
 
 
 @given(st.lists(st.tuples(TERM, TERM, TERM), min_size=1, max_size=8))
-def test_nothing_is_negative(rows: list[tuple[float, float, float]]) -> None:
+def test_fitted_times_are_not_negative_and_increase(rows: list[tuple[float, float, float]]) -> None:
     found = fit.fit_rate([TimedCall(a * 1e6, b * 1e6, c * 1e-4) for a, b, c in rows])
     assert found.seconds(flops=0, nbytes=0) >= 0
     assert found.seconds(flops=1e9, nbytes=1e9) >= found.seconds(flops=1e8, nbytes=1e8)
 
 
-def test_own_rates_only_where_they_differ() -> None:
-    """Streams of one speed share `elementwise`; what is slower, and products, have their own."""
+def test_operators_have_separate_rates_only_if_they_differ() -> None:
+    """Operators of equal speed share `elementwise`; slower operators and products have separate rates."""
     sizes = [2.0**k for k in range(12, 26, 2)]
-    streams = {
+    elementwise = {
         name: [TimedCall(n, 0, 5e-6 + n * 1e-10) for n in sizes]
         for name in ("aten.add", "aten.mul", "aten.sub")
     }
     slow = [TimedCall(n, n, 2e-4 + n * 1e-9) for n in sizes]
     product = [TimedCall(n, n**1.5, 1e-5 + n**1.5 * 1e-11) for n in sizes]
     tiny = [TimedCall(8, 0, 2e-5)]
-    function = [TimedCall(2.0**22, 0, 5e-6 + 2.0**22 * 8e-10)]
+    one_size = [TimedCall(2.0**22, 0, 5e-6 + 2.0**22 * 8e-10)]
     found = fit.operator_rates(
         {
-            **streams,
+            **elementwise,
             "repro.slow": slow,
             "aten.mm": product,
             "aten.bmm": product,
             "aten.sqrt": tiny,
-            "aten.gelu": function,
+            "aten.gelu": one_size,
         }
     )
     assert sorted(found) == ["aten.gelu", "aten.sqrt", "elementwise", "matmul", "repro.slow"]
     assert fit.rate_of(found, "aten.baddbmm") == found["matmul"]
     assert fit.rate_of(found, "repro.slow").fixed_s == pytest.approx(2e-4, rel=1e-3)
-    at_one_size = fit.rate_of(found, "aten.gelu")
-    assert at_one_size.fixed_s == found["elementwise"].fixed_s
-    assert at_one_size.per_byte_s == pytest.approx(8e-10, rel=0.02), "eight times as slow as a stream"
-    of_nothing = fit.rate_of(found, "aten.sqrt")
-    assert of_nothing.fixed_s == pytest.approx(2e-5, rel=0.01)
-    assert of_nothing.per_byte_s == found["elementwise"].per_byte_s, "eight bytes do not tell"
+    gelu = fit.rate_of(found, "aten.gelu")
+    assert gelu.fixed_s == found["elementwise"].fixed_s
+    assert gelu.per_byte_s == pytest.approx(8e-10, rel=0.02), "eight times as slow as elementwise"
+    sqrt = fit.rate_of(found, "aten.sqrt")
+    assert sqrt.fixed_s == pytest.approx(2e-5, rel=0.01)
+    assert sqrt.per_byte_s == found["elementwise"].per_byte_s, "eight bytes do not determine the rate"
 
 
-def test_a_call_of_a_few_bytes_says_nothing_of_the_price_of_a_byte() -> None:
-    """Of two calls, on a number and on a mask, the median would be the first's: thousands of times too much."""
+def test_few_bytes_do_not_determine_the_byte_rate() -> None:
+    """A median over a call on a number and a call on a mask would be thousands of times too large."""
     common = OperatorRate(fixed_s=1e-5, per_byte_s=4e-10)
     number, mask = TimedCall(8, 0, 3e-5), TimedCall(120_000, 0, 3 * 4.8e-5 + 1e-5)
     found = fit.scale_rate(common, [number, mask])

@@ -66,7 +66,7 @@ def test_the_load_lasts_until_the_clock_rate_has_settled(time: Clock) -> None:
     assert gpu.load.medians()["sm_mhz"] == (LOADED_MHZ + gpu.state()["sm_mhz"]) / 2
 
 
-def test_an_idle_device_is_loaded_again_and_a_busy_one_is_not(time: Clock) -> None:
+def test_only_an_idle_device_is_loaded_again(time: Clock) -> None:
     gpu = Gpu(time)
     gpu.load.settle()
     before = gpu.loaded_s
@@ -93,15 +93,13 @@ def test_loads_of_a_calibration_are_bounded(time: Clock) -> None:
     """The clock rate of this device never settles again."""
     gpu = Gpu(time)
     gpu.load.settle()
-    for turn in range(1000):
-        gpu.loaded_s = -1e9 * (turn % 2)
+    for repeat in range(1000):
+        gpu.loaded_s = -1e9 * (repeat % 2)
         gpu.load.settle()
     assert time.now - 100 < clock_module.MAX_LOAD_S + 2 * clock_module.MAX_REWARM_S
 
 
-def test_a_repeat_runs_under_load_and_records_the_clock_rate(
-    time: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeat_runs_under_load_and_records_clock_rate(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products precede the calls, whose seconds do not contain them."""
     clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=3)
     gpu = Gpu(time)
@@ -178,8 +176,8 @@ def fake_rank(monkeypatch: pytest.MonkeyPatch, quick: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
-def test_the_file_of_a_gpu(monkeypatch: pytest.MonkeyPatch, quick: bool) -> None:
-    """Unaligned products have a class of their own, and the host's time is known for both passes."""
+def test_gpu_file_has_rates_of_unaligned_products(monkeypatch: pytest.MonkeyPatch, quick: bool) -> None:
+    """Unaligned products are a separate class, and the file has the host's launch time for both passes."""
     rank = fake_rank(monkeypatch, quick)
     tables = document.system_tables("local-gpu", "bf16", [rank], repeats=3, load=0.0, quick=quick)
     system = parse_system(tables, name="here", file="here.toml")
@@ -195,7 +193,7 @@ def test_the_file_of_a_gpu(monkeypatch: pytest.MonkeyPatch, quick: bool) -> None
 
 
 def test_an_unaligned_vocabulary_adds_only_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its other operators are as in the steps with an aligned vocabulary, whose sizes are measured."""
+    """Its other operators have the sizes of the steps with an aligned vocabulary."""
     rows = fake_rank(monkeypatch, quick=False)["operators"]
     unaligned = [row for row in rows if row["is_unaligned"]]
     assert {row["name"] for row in unaligned} == {"aten.mm"}
@@ -205,7 +203,7 @@ def test_an_unaligned_vocabulary_adds_only_its_products(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("options", [["--quick"], []], ids=["quick", "full"])
-def test_the_command_on_a_gpu(
+def test_calibrate_command_runs_on_a_gpu(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The machine has one GPU, whose rank returns the results of the planned steps."""
@@ -224,7 +222,7 @@ def test_the_command_on_a_gpu(
     assert load_system_file(path).device.name == "NVIDIA Test"
 
 
-def test_the_backward_pass_of_the_host_is_timed_apart() -> None:
+def test_launch_benchmark_times_the_backward_pass_separately() -> None:
     clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1)
     launch = target.LaunchBench(clock, tiny(Layout()))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""How often what is timed is called, and by what its seconds are divided: with a clock that only calls move."""
+"""Tests of repetitions: number of timed calls and divisor of their seconds, with a clock that only calls advance."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def operator_clock(repeats: int) -> OperatorClock:
     return OperatorClock(torch.device("cpu"), WORLD, repeats)
 
 
-def cold(time: Clock, calls: list[int], seconds: float) -> Callable[[], object]:
-    """Something that takes ten times as long when it is called first."""
+def make_cold_call(time: Clock, calls: list[int], seconds: float) -> Callable[[], object]:
+    """Return a call that takes ten times as long the first time."""
     number = len(calls)
     calls.append(0)
 
@@ -41,39 +41,39 @@ def cold(time: Clock, calls: list[int], seconds: float) -> Callable[[], object]:
     return call
 
 
-def test_an_operator_s_seconds_are_those_of_one_warm_call(time: Clock) -> None:
-    """Half a millisecond: four calls a repeat; each set of arguments is used once before it counts."""
+def test_operator_seconds_are_those_of_one_warm_call(time: Clock) -> None:
+    """Calls of 0.5 ms are made four times per repeat. Each set of arguments is used once before the timing."""
     calls: list[int] = []
-    found = operator_clock(repeats=3).time(lambda: cold(time, calls, 0.5e-3), nbytes=1 << 40)
+    found = operator_clock(repeats=3).time(lambda: make_cold_call(time, calls, 0.5e-3), nbytes=1 << 40)
     assert (found.median, found.low, found.high) == pytest.approx((0.5e-3,) * 3)
     assert found.repeats == 3
-    assert calls == [2 + 1 + 1 + 3 * 4]  # what does not fit the cache has one set
+    assert calls == [2 + 1 + 1 + 3 * 4]  # operands beyond the cache have one set
     calls.clear()
-    found = operator_clock(repeats=1).time(lambda: cold(time, calls, 0.5e-3), nbytes=1)
+    found = operator_clock(repeats=1).time(lambda: make_cold_call(time, calls, 0.5e-3), nbytes=1)
     assert found.median == pytest.approx(0.5e-3)
-    assert calls == [2 + 1 + 1 + 1, *[2] * (MOST_CALLS - 1)], "as many sets as may be, which the cache holds"
+    assert calls == [2 + 1 + 1 + 1, *[2] * (MOST_CALLS - 1)], "the maximum number of sets"
 
 
 @pytest.mark.parametrize(("payload", "calls"), [(2**16, 5), (2**16 + 1, 2), (2**20, 2), (2**20 + 1, 1)])
-def test_small_messages_are_sent_several_times_in_a_row(time: Clock, payload: int, calls: int) -> None:
-    made: list[int] = []
+def test_small_messages_are_repeated_within_one_timing(time: Clock, payload: int, calls: int) -> None:
+    runs: list[int] = []
 
     def run() -> None:
-        made.append(0)
+        runs.append(0)
         time.now += 0.25
 
     bench = LinkBench(operator_clock(1), 1024)
     assert bench._seconds(run, payload) == 0.25
-    assert len(made) == calls
+    assert len(runs) == calls
 
 
-def test_a_message_there_and_back_is_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is done once before it is timed; large payloads are timed a third as often."""
+def test_round_trip_counts_as_two_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation runs once before its timing; large payloads have a third of the repeats."""
     bench = LinkBench(operator_clock(2), 2**22)
     runs: Counter[Any] = Counter()
 
     def counted(name: str) -> Callable[..., Callable[[], None]]:
-        return lambda *what: lambda: runs.update([(name, what[-2] if name == "collective" else what[0])])
+        return lambda *args: lambda: runs.update([(name, args[-2] if name == "collective" else args[0])])
 
     monkeypatch.setattr(bench, "_run", counted("collective"))
     monkeypatch.setattr(bench, "_messages", counted("message"))

@@ -1,4 +1,4 @@
-"""Every kind of group that a layout makes of these ranks is measured, and holds all ranks."""
+"""Tests of the measured groups: every kind of group of a layout, and all ranks in each kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from repro.parallel import mesh as meshes
         (16, 8, [(16, 8, 1), (8, 8, 1), (8, 4, 2), (4, 4, 1), (4, 2, 4), (2, 2, 1), (2, 1, 8)]),
     ],
 )
-def test_kinds(
+def test_plan_has_every_kind_of_group_of_the_layouts(
     world: int, per_node: int, expected: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(world):
@@ -43,22 +43,22 @@ def test_kinds(
     ("per_node", "rank", "inside", "between"),
     [(4, 2, (0, 1, 2, 3), None), (2, 1, (0, 1), (1, 3)), (1, 3, None, (0, 1, 2, 3))],
 )
-def test_pipelines(
+def test_pipeline_groups_are_inside_or_between_nodes(
     per_node: int,
     rank: int,
     inside: tuple[int, ...] | None,
     between: tuple[int, ...] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neighbours on a node, and the ranks of one place on each node."""
+    """One group has the neighbours on a node, the other has the ranks of equal position on all nodes."""
     monkeypatch.setattr(meshes, "distributed_mesh", lambda layout, kind: meshes.shape_only_mesh(layout, rank))
     found = {place: group.ranks for place, group in plan.pipeline_groups(4, per_node, "cpu").items()}
     expected = {INSIDE: inside, BETWEEN: between}
     assert found == {place: ranks for place, ranks in expected.items() if ranks is not None}
 
 
-def test_tables_of_two_nodes() -> None:
-    """What is inside a node and what reaches over nodes are two classes, each with its own groups."""
+def test_links_inside_and_between_nodes_have_separate_tables() -> None:
+    """Each of the two link classes has its own groups."""
     timing = (1e-3, 1e-3, 1e-3, 3)
 
     def row(op: str, place: str, seconds: float, **kind: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""A step without its messages: the operators of the real one, on numbers that are none of them tiny."""
+"""Tests of timed steps without messages: operators of the real step, on values that are not subnormal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_it_calls_the_operators_of_the_real_step(layout: Layout) -> None:
+def test_silent_step_calls_the_operators_of_the_real_step(layout: Layout) -> None:
     experiment = tiny(layout)
     clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)
     found = time_silent_step(experiment, clock)
@@ -47,8 +47,8 @@ def test_it_calls_the_operators_of_the_real_step(layout: Layout) -> None:
     assert found["seconds"] > 0
 
 
-def test_it_tells_what_is_computed_between_messages() -> None:
-    """Of each step as many parts as it has messages: together no more than the step, whose end has none."""
+def test_silent_step_returns_compute_seconds_between_messages() -> None:
+    """A step has one interval per message; their sum excludes the end of the step."""
     experiment = tiny(LAYOUTS["tp"])
     clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)
     found = time_silent_step(experiment, clock)
@@ -59,16 +59,17 @@ def test_it_tells_what_is_computed_between_messages() -> None:
 
 
 @pytest.mark.parametrize(("jitter", "spread"), [(1e-3, 0.05), (1e-3, 0.0), (0.0, 0.05), (0.0, 0.0)])
-def test_ranks_differ_from_moment_to_moment_and_from_each_other(jitter: float, spread: float) -> None:
-    """Normal draws of variance `jitter` times the mean, of long and of short parts, on ranks that are slower or faster
-    by a normal draw."""
+def test_jitter_and_spread_of_ranks_are_recovered(jitter: float, spread: float) -> None:
+    """Intervals are normal draws with variance `jitter` times their mean. The speed of ranks is a normal draw with
+    deviation `spread`."""
     draw, ranks = random.Random(1), 64
     parts = [0.01, 0.04, 0.16] * 40
 
     def rank() -> dict[str, object]:
-        slower = draw.gauss(1, spread)
+        slowdown = draw.gauss(1, spread)
         steps = [
-            [slower * draw.gauss(mean, (jitter * mean) ** 0.5) for mean in parts] for _ in range(TIMED_STEPS)
+            [slowdown * draw.gauss(mean, (jitter * mean) ** 0.5) for mean in parts]
+            for _ in range(TIMED_STEPS)
         ]
         return {"between": steps, "seconds": sum(map(sum, steps)) / TIMED_STEPS}
 
@@ -78,18 +79,16 @@ def test_ranks_differ_from_moment_to_moment_and_from_each_other(jitter: float, s
     assert found["spread"] == pytest.approx(spread, rel=0.2, abs=3e-3)
 
 
-def test_what_a_message_brings_is_never_tiny() -> None:
+def test_silent_messages_bring_no_subnormal_values() -> None:
     gathered, received = torch.full((2, 12), 1e-40)
     gathered[4:8] = torch.arange(1.0, 5)
     SilentTransport().all_gather(gathered, gathered[4:8]).wait()
-    assert gathered.tolist() == [1, 2, 3, 4] * 3, (
-        "every rank's part is like this one's, which is a part of the result"
-    )
+    assert gathered.tolist() == [1, 2, 3, 4] * 3, "the parts of other ranks are copies of this rank's part"
     SilentTransport().receive(received, 1, 0).wait()
     assert received.tolist() == [0.5] * 12
 
 
-def test_a_file_says_how_much_longer_a_step_takes_than_its_operators() -> None:
+def test_document_has_the_ratio_of_step_to_operator_seconds() -> None:
     rates = {"matmul": OperatorRate(fixed_s=1.0, per_flop_s=0.5), "elementwise": OperatorRate(fixed_s=2.0)}
     operators = [("aten.mm", 8.0, 6.0, 2), ("aten.add", 8.0, 0.0, 3)]  # 2 * (1 + 3) + 3 * 2 seconds
 
@@ -127,7 +126,7 @@ print(faults() - before)
 """
 
 
-def test_timed_steps_take_no_memory_from_the_kernel() -> None:
-    """Looked at in a process of its own, since there is no way back from a heap that keeps what is freed."""
+def test_timed_steps_cause_no_page_faults() -> None:
+    """A separate process counts the faults, because a heap that retains freed memory cannot be reset."""
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 200

@@ -1,4 +1,4 @@
-"""A machine of sixteen ranks, as `repro calibrate` would write it: round numbers, made up; and a twin for it."""
+"""Calibration file of an artificial machine with sixteen ranks, and a twin for the machine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LOWBW = ["deepspeed_lowbw/lowbw-megatron"]
 
 
 def tables() -> dict[str, Any]:
-    """Products at 20 GFLOP/s a rank, and a step of a ring of all ranks in 2 ms, or 4 ms with 1 MB a rank."""
+    """Return a system file: 20 GFLOP/s per rank, and 2 ms per ring step of all ranks (4 ms with 1 MB per rank)."""
 
-    def known(value: float) -> dict[str, Any]:
+    def number(value: float) -> dict[str, Any]:
         return {"value": value, "source": "made up"}
 
     rate = {"fixed_s": 1e-4, "per_byte_s": 1e-10, "per_flop_s": 0.0}
     return {
-        "devices_per_node": known(RANKS),
-        "nodes": known(1),
-        "context_bytes": known(0),
-        "host_memory_bytes": known(16e9),
+        "devices_per_node": number(RANKS),
+        "nodes": number(1),
+        "context_bytes": number(0),
+        "host_memory_bytes": number(16e9),
         "provenance": {
             "date": "2026-01-01",
             "torch": "2",
@@ -39,18 +39,18 @@ def tables() -> dict[str, Any]:
         },
         "device": {
             "name": "a processor",
-            "memory_bytes": known(1e9),
-            "memory_bandwidth": known(4e9),
-            "peak_flops": {"fp32": known(20e9)},
-            "time": {"jitter_s": known(1e-3)},
+            "memory_bytes": number(1e9),
+            "memory_bandwidth": number(4e9),
+            "peak_flops": {"fp32": number(20e9)},
+            "time": {"jitter_s": number(1e-3)},
             "operators": {"elementwise": rate, "matmul": {**rate, "per_byte_s": 0.0, "per_flop_s": 5e-11}},
         },
         "links": {
             "memory": {
                 "per": "device",
-                "bandwidth": known(300e6),
-                "latency_s": known(1e-3),
-                "overlap_cost": known(0.5),
+                "bandwidth": number(300e6),
+                "latency_s": number(1e-3),
+                "overlap_cost": number(0.5),
                 "collectives": {"all_reduce": {"points": [[16e3, 30 * 2e-3], [16e6, 30 * 4e-3]]}},
             }
         },

@@ -1,4 +1,4 @@
-"""Twins of published comparisons: their numbers are the originals', and so are their predicted ratios."""
+"""Tests of twins of published comparisons: similarity numbers and predicted ratios equal the originals'."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from repro.simulate.time.emulated import emulated_system
 from repro.simulate.time.network import Network
 from tests.accuracy.twins.conftest import LOWBW, tables
 
-TABLE = ["deepspeed_64gpu/64gpu-4b-megatron"]
+DGX2_4B = ["deepspeed_64gpu/64gpu-4b-megatron"]
 
 
 def by_name(found: list[SimilarityNumber]) -> dict[str, SimilarityNumber]:
     return {number.name.partition(",")[0]: number for number in found}
 
 
-def test_one_network_for_the_3p75x_pair(lowbw: Twin) -> None:
+def test_members_of_the_3p75x_pair_run_together(lowbw: Twin) -> None:
     assert lowbw.together == lowbw.members
     assert [m.original.name for m in lowbw.members] == ["lowbw-megatron", "lowbw-deepspeed"]
     for member in lowbw.members:
@@ -41,20 +41,20 @@ def test_one_network_for_the_3p75x_pair(lowbw: Twin) -> None:
         assert member.twin.layout.replica_batch == member.original.layout.replica_batch
 
 
-def test_members_of_one_model_have_one_model(machine: System, catalogue: SuiteCatalogue) -> None:
+def test_members_of_one_model_have_one_twin_model(machine: System, catalogue: SuiteCatalogue) -> None:
     twin = derive(
         named_comparisons(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, TwinOptions(part=4)
     )
     assert len({member.twin.model for member in twin.members}) == 1
-    assert twin.members[0].twin.model.heads == 16, "what tensor parallelism over all ranks divides"
+    assert twin.members[0].twin.model.heads == 16, "tp over all ranks divides the heads"
 
 
-def test_the_numbers_are_kept(lowbw: Twin) -> None:
-    """By products and bytes, with what is left between the members' rates and their common one."""
+def test_twin_preserves_the_similarity_numbers(lowbw: Twin) -> None:
+    """Compute ratios deviate only by a member's useful rate relative to the common rate."""
     rates = [useful_rate(m.after) / useful_rate(m.before) / lowbw.scales[0].rate for m in lowbw.members]
-    for member, apart in zip(lowbw.members, rates, strict=True):
+    for member, ratio in zip(lowbw.members, rates, strict=True):
         found = by_name(similarity_numbers(member, lowbw.members[0]))
-        assert found["compute / data-parallel communication"].change == pytest.approx(1 / apart - 1, abs=2e-3)
+        assert found["compute / data-parallel communication"].change == pytest.approx(1 / ratio - 1, abs=2e-3)
         assert found["attention / other products"].kept
         assert found["vocabulary / layers"].kept
         assert found["bucket / gradients"].change == pytest.approx(0, abs=0.02)
@@ -65,15 +65,15 @@ def test_the_numbers_are_kept(lowbw: Twin) -> None:
     )
 
 
-def test_the_ratio_differs_by_what_is_reported(lowbw: Twin) -> None:
-    """Put back latency, depth, rates and optimizer, and the original's ratio is there."""
+def test_reported_effects_explain_the_difference_of_ratios(lowbw: Twin) -> None:
+    """With the original's latency, depth, rates and optimizer, the twin has the original's ratio."""
     ratio = ratio_of(lowbw.members[1], lowbw.members[0], lowbw.scales[0])
     assert ratio.rest == pytest.approx(ratio.original, rel=0.01)
     assert all(abs(effect.ratio / ratio.twin - 1) > 1e-3 for effect in ratio.effects)
 
 
-def test_communication_beside_compute_is_no_compute(machine: System, catalogue: SuiteCatalogue) -> None:
-    """Else links would be made for a rate that cores have while they carry messages as fast as they can."""
+def test_overlapped_communication_is_not_compute(machine: System, catalogue: SuiteCatalogue) -> None:
+    """Otherwise, links would be scaled to the rate of cores that also carry messages."""
     twin = derive(
         named_comparisons(["slow_links/slow-zero1"], catalogue.suites)[0], machine, TwinOptions(width=400)
     )
@@ -84,7 +84,7 @@ def test_communication_beside_compute_is_no_compute(machine: System, catalogue: 
     )
 
 
-def test_a_rank_as_fast_as_ten_wants_links_ten_times_as_fast(
+def test_10_times_faster_ranks_need_10_times_faster_links(
     machine: System, lowbw: Twin, catalogue: SuiteCatalogue
 ) -> None:
     rates = {
@@ -107,11 +107,11 @@ def test_a_rank_as_fast_as_ten_wants_links_ten_times_as_fast(
     assert other.within == pytest.approx(10 * slow.within, rel=0.02)
 
 
-def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
+def test_group_on_one_of_several_adapters_has_another_network(
     machine: System, catalogue: SuiteCatalogue
 ) -> None:
-    """4B on DGX-2: four groups of Megatron's use four adapters of a node, DeepSpeed's one group uses one."""
-    twin = derive(named_comparisons(TABLE, catalogue.suites)[0], machine, TwinOptions(width=288))
+    """4B on DGX-2: four groups of Megatron use four adapters of a node, the one group of DeepSpeed uses one."""
+    twin = derive(named_comparisons(DGX2_4B, catalogue.suites)[0], machine, TwinOptions(width=288))
     assert len(twin.together) == 1
     for member in twin.members:
         found = by_name(similarity_numbers(member, twin.members[0]))
@@ -123,11 +123,9 @@ def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
     assert "times the message rate" in twin.unlimited[0]
 
 
-def test_who_needs_the_baselines_network_takes_turns_with_it(
-    machine: System, catalogue: SuiteCatalogue
-) -> None:
-    """Sums of every layer over the slow link need what gradients do; messages between stages of one layer in place of
-    twelve, faster links."""
+def test_members_with_the_baseline_network_run_together(machine: System, catalogue: SuiteCatalogue) -> None:
+    """All-reduces of every layer over the slow link need the link rate of gradients. Messages between stages with one
+    layer instead of twelve need faster links."""
     twin = derive(
         named_comparisons(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, TwinOptions(width=400)
     )
@@ -139,7 +137,7 @@ def test_who_needs_the_baselines_network_takes_turns_with_it(
     assert share.twin < 10 * share.original
 
 
-def test_links_of_the_original_may_be_asked_for(
+def test_link_rate_of_the_original_can_be_an_option(
     machine: System, catalogue: SuiteCatalogue, lowbw: Twin
 ) -> None:
     original = named_comparisons(LOWBW, catalogue.suites)[0]
@@ -147,17 +145,15 @@ def test_links_of_the_original_may_be_asked_for(
     assert half.members[0].network.between == pytest.approx(lowbw.members[0].network.between / 2, rel=0.02)
     assert half.members[0].network.within == pytest.approx(lowbw.members[0].network.within, rel=0.02)
     fast = derive(original, machine, TwinOptions(width=400, between=19.2e9))
-    assert fast.together == fast.members, (
-        "rings are held up inside the nodes, and their link is as fast for all"
-    )
+    assert fast.together == fast.members, "links inside the nodes limit all rings to one rate"
     assert fast.members[0].network.between == pytest.approx(4 * lowbw.members[0].network.between, rel=0.02)
     assert inside_rate(half.members[0].system) == pytest.approx(15.75e9 * 0.381)
 
 
-def test_which_experiments_are_compared(catalogue: SuiteCatalogue) -> None:
-    """Baselines bring their subjects, others are compared with each other, a claim names its own."""
-    both = named_comparisons([*LOWBW, *TABLE], catalogue.suites)
-    assert [[e.name for e in members] for members in both] == [
+def test_names_and_claims_select_the_compared_experiments(catalogue: SuiteCatalogue) -> None:
+    """A baseline selects its subjects. Other names are compared with each other. A claim selects its comparison."""
+    comparisons = named_comparisons([*LOWBW, *DGX2_4B], catalogue.suites)
+    assert [[e.name for e in members] for members in comparisons] == [
         ["lowbw-megatron", "lowbw-deepspeed"],
         ["64gpu-4b-megatron", "64gpu-4b-deepspeed"],
     ]
@@ -166,40 +162,40 @@ def test_which_experiments_are_compared(catalogue: SuiteCatalogue) -> None:
     )
     assert [[e.name for e in members] for members in two] == [["25b-one-dgx2", "40b-two-dgx2"]]
     claims = {claim.id: claim for claim in load_ledger().claims}
-    assert claim_comparisons(claims["ds-3p75x-lowbw"], catalogue.suites) == both[:1]
+    assert claim_comparisons(claims["ds-3p75x-lowbw"], catalogue.suites) == comparisons[:1]
     with pytest.raises(ConfigError, match=r"\[\[compare\]\] table"):
         claim_comparisons(claims["zero-bw-cliff"], catalogue.suites)
     with pytest.raises(ConfigError, match="on a system with a file"):
         named_comparisons(["smoke/states-z0-dp2", "smoke/states-z1-dp2"], catalogue.suites)
 
 
-def test_a_file_of_other_ranks_is_refused(machine: System) -> None:
+def test_calibration_of_another_number_of_ranks_is_refused(machine: System) -> None:
     with pytest.raises(ConfigError, match="--gpus 8"):
         emulated_system(machine, EmulatedNetwork(nodes=2, ranks_per_node=4, between=1e7))
 
 
-def test_an_emulated_network_is_what_its_buckets_let_through(machine: System, lowbw: Twin) -> None:
+def test_emulated_bandwidth_is_the_rate_of_token_buckets(machine: System, lowbw: Twin) -> None:
     network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=20e6)
     system = emulated_system(machine, network)
     layouts = [member.twin.layout for member in lowbw.members]
     rates = [Network(system, layout).bus_bandwidth("dp") / payload_share(network) for layout in layouts]
-    assert rates == [pytest.approx(2e6), pytest.approx(8e6)], "four groups share a node's link, or one has it"
+    assert rates == [pytest.approx(2e6), pytest.approx(8e6)], "a node's link has four groups, or one"
     assert Network(system, layouts[0]).bus_bandwidth("tp") == pytest.approx(20e6 * payload_share(network))
 
 
-def test_a_step_of_a_ring_takes_its_link_or_the_cores(machine: System, lowbw: Twin) -> None:
-    """Sixteen messages share two cores; behind a slow link the second of two segments takes its half of that."""
+def test_ring_step_takes_link_time_or_cpu_time(machine: System, lowbw: Twin) -> None:
+    """Sixteen messages share the cores. On a slow link, the second of two segments adds half of the CPU time."""
     network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=20e6)
     system, layout = emulated_system(machine, network), lowbw.members[0].twin.layout
     over_nodes = Network(system, layout)
     small, large = (over_nodes.seconds("all_reduce", "dp", size) for size in (8, 40_000_000))
-    assert small == pytest.approx(6 * 2e-3, rel=1e-2), "gloo has rings alone: six messages, no tree"
+    assert small == pytest.approx(6 * 2e-3, rel=1e-2), "gloo has only rings: six messages, no tree"
     assert large == pytest.approx(6 * (10e6 / (2e6 * payload_share(network)) + 2e-3 / 2), rel=1e-6)
     fast = Network(emulated_system(machine, EmulatedNetwork(nodes=1, ranks_per_node=16)), layout)
     assert fast.seconds("all_reduce", "tp", 1_000_000) == pytest.approx(6 * 2.5e-3, rel=1e-2)
 
 
-def test_a_file_without_a_ring_of_all_ranks_is_refused() -> None:
+def test_calibration_without_a_ring_of_all_ranks_is_refused() -> None:
     found = tables()
     del found["links"]["memory"]["collectives"]
     with pytest.raises(ConfigError, match="run repro calibrate again"):
@@ -208,10 +204,10 @@ def test_a_file_without_a_ring_of_all_ranks_is_refused() -> None:
         )
 
 
-def test_the_suite_is_the_twin(
+def test_written_suite_equals_the_twin(
     lowbw: Twin, machine: System, catalogue: SuiteCatalogue, tmp_path: Path
 ) -> None:
-    table = derive(named_comparisons(TABLE, catalogue.suites)[0], machine, TwinOptions(width=288))
+    table = derive(named_comparisons(DGX2_4B, catalogue.suites)[0], machine, TwinOptions(width=288))
     file = tmp_path / "windtunnel_x.toml"
     file.write_text(
         suite_text(
@@ -236,21 +232,23 @@ def test_the_suite_is_the_twin(
     first, second = (suite.entry(name).experiment.twin for name in ("lowbw-megatron", "lowbw-deepspeed"))
     assert first is not None
     assert second is not None
-    assert first.between == pytest.approx(0.96 * 5e9), "40 Gbit/s of Ethernet, less what its frames cost"
+    assert first.between == pytest.approx(0.96 * 5e9), "40 Gbit/s Ethernet minus the overhead of frames"
     assert TWIN_RATIO in second.numbers
     assert TWIN_RATIO not in first.numbers
     assert [row.subjects for row in suite.comparisons] == [("lowbw-deepspeed",)]
 
 
 @pytest.mark.slow
-def test_both_sides_say_what_they_rest_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The original's V100 is known by a published point, the twin's machine was measured."""
+def test_output_states_the_calibration_of_both_sides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The original's V100 has a published calibration point. The twin's machine is calibrated."""
     path = tmp_path / "here.toml"
     path.write_text(toml(tables()))
-    asked = ["twin", "ds-3p75x-lowbw", "--machine", str(path)]
-    assert main([*asked, "--details"]) == 0
+    arguments = ["twin", "ds-3p75x-lowbw", "--machine", str(path)]
+    assert main([*arguments, "--details"]) == 0
     assert f"Basis of times: {PUBLISHED_POINT}, {CALIBRATED}. " in capsys.readouterr().out
-    assert main([*asked, "--json"]) == 0
+    assert main([*arguments, "--json"]) == 0
     members = [member for each in json.loads(capsys.readouterr().out) for member in each["members"]]
     assert [member["rests_on"] for member in members] == [
         {"original": PUBLISHED_POINT, "twin": CALIBRATED} for _ in members

@@ -1,4 +1,4 @@
-"""Predictions of runs on emulated networks: as records of a store, and beside what was measured."""
+"""Tests of predicted runs on emulated networks: records of a store, and predictions of measured runs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.training import tiny
     ("nodes", "layout", "op", "messages"),
     [
         (1, Layout(dp=16, zero=3), "all_gather", 30),
-        (4, Layout(dp=16, zero=3), "all_gather", 1),  # round a ring of the nodes, by gloo itself
+        (4, Layout(dp=16, zero=3), "all_gather", 1),  # a ring of the nodes, in gloo
         (4, Layout(dp=4, tp=4, zero=1), "reduce_scatter", 6),  # one rank of each node
         (1, Layout(dp=16, zero=3), "all_reduce", 1),
-        (1, Layout(tp=16), "all_gather", 1),  # of data parallelism, of which there is none
+        (1, Layout(tp=16), "all_gather", 1),  # no data parallelism
     ],
 )
-def test_a_rank_begins_as_many_messages_as_its_transport(
+def test_predicted_messages_equal_those_of_the_transport(
     machine: System, nodes: int, layout: Layout, op: str, messages: int
 ) -> None:
     between = 8e6 if nodes > 1 else 0.0
@@ -47,9 +47,7 @@ def test_a_rank_begins_as_many_messages_as_its_transport(
 
 
 @pytest.mark.slow
-def test_the_records_of_a_twin_have_the_seconds_of_its_network(
-    machine: System, lowbw: Twin, tmp_path: Path
-) -> None:
+def test_simulated_records_have_the_seconds_of_the_twin(machine: System, lowbw: Twin, tmp_path: Path) -> None:
     here, file = tmp_path / "here.toml", tmp_path / "windtunnel_x.toml"
     here.write_text(document.toml_text(tables()))
     file.write_text(
@@ -67,45 +65,46 @@ def test_the_records_of_a_twin_have_the_seconds_of_its_network(
     assert all(record.experiment.network is not None for record in read_records(results))  # type: ignore[union-attr]
 
 
-def calibrated(**facts: float) -> System:
-    """The machine with what its file says of itself."""
+def machine_with_facts(**facts: float) -> System:
+    """Return the machine with additional facts in its calibration file."""
     found = tables()
     found["provenance"]["facts"] |= facts
     return parse_system(found, name="here", file="here.toml")
 
 
-def test_links_are_as_fast_as_a_run_here_would_make_them() -> None:
-    """A suite's rates hold for ranks of one rate of compute: a run scales them, and so does what is expected of it."""
-    here = calibrated(**{COMPUTE_RATE_FACT: 10e9})
+def test_predicted_links_scale_with_the_compute_rate() -> None:
+    """Link rates of a suite hold for its compute rate. Runs and predictions scale the link rates."""
+    here = machine_with_facts(**{COMPUTE_RATE_FACT: 10e9})
     written = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=2e7, flops_per_s=5e9)
     as_run = EmulatedNetwork(nodes=4, ranks_per_node=4, between=16e6, within=4e7)
     assert emulated_system(here, written).links == emulated_system(here, as_run).links
 
 
-def test_a_file_that_does_not_say_how_fast_ranks_compute_cannot_scale_links() -> None:
+def test_scaled_links_need_a_measured_compute_rate() -> None:
     network = EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7, flops_per_s=5e9)
     with pytest.raises(ConfigError, match=f"{COMPUTE_RATE_FACT}.*run repro calibrate again"):
-        emulated_system(calibrated(), network)
+        emulated_system(machine_with_facts(), network)
 
 
-def test_a_rank_has_its_share_of_a_core() -> None:
-    found = emulated_system(calibrated(), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))
-    for name, rate in calibrated().device.operators.items():
+def test_rank_computes_with_its_share_of_a_core() -> None:
+    found = emulated_system(machine_with_facts(), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))
+    for name, rate in machine_with_facts().device.operators.items():
         assert found.device.operators[name] == rate.slowed(1 / CORES_SHARE)
 
 
-def test_a_file_of_ranks_on_all_cores_is_not_of_ranks_that_leave_half_of_them_to_messages() -> None:
+def test_calibration_without_cores_for_messages_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="half of the cores on which ranks compute: repro calibrate --suite"
     ):
         emulated_system(
-            calibrated(**{MESSAGE_CORES_FACT: 0}), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7)
+            machine_with_facts(**{MESSAGE_CORES_FACT: 0}),
+            EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7),
         )
 
 
-def test_a_run_is_predicted_on_the_links_that_it_had() -> None:
-    """They are made for the rate at which ranks compute just then, which is not that of the hour of the file."""
-    here = calibrated(**{COMPUTE_RATE_FACT: 5e9})
+def test_prediction_of_a_run_uses_its_recorded_links() -> None:
+    """A run scales its links to its own compute rate, which can differ from that of the calibration file."""
+    here = machine_with_facts(**{COMPUTE_RATE_FACT: 5e9})
     network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=2e7, flops_per_s=5e9)
 
     def predicted(times: float, **changed: float) -> float:
@@ -123,11 +122,11 @@ def test_a_run_is_predicted_on_the_links_that_it_had() -> None:
             )
         ]
         experiment = tiny(Layout(dp=16))
-        on = replace(experiment, network=replace(network, **changed))
-        record = made_up("a", experiment=on.as_dict(), metrics={STEP_SECONDS: 1.0})
+        on_network = replace(experiment, network=replace(network, **changed))
+        record = made_up("a", experiment=on_network.as_dict(), metrics={STEP_SECONDS: 1.0})
         found = predict_measured_runs([replace(record, network=NetworkReport.from_ranks(ranks))], here)
         assert not found.missing
         return found.pairs[0].predicted
 
     assert predicted(0.5) > 1.2 * predicted(1.0)
-    assert predicted(0.5) == predicted(0.5, flops_per_s=50e9, between=1e6), "whatever was asked for"
+    assert predicted(0.5) == predicted(0.5, flops_per_s=50e9, between=1e6), "requested rates have no effect"

@@ -1,4 +1,4 @@
-"""The rules of similarity keep both ratios, whatever the sizes: counted from bytes and FLOP, not from the rule."""
+"""Tests that similarity rules preserve ratios of compute to communication, counted from bytes and FLOP."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ CASES = 50
 
 
 def tp_ratio(hidden: float, tokens: float, layout: Layout, rate: float, link: float) -> float:
-    """Seconds of a layer's products over those of its six all-reduces over tp (recomputed), on rings of `link`."""
+    """Return seconds of a layer's products / seconds of its six all-reduces over tp, with recomputation."""
     products = 8 / 2 * 24 * tokens * hidden**2 / 2 / layout.tp / rate
     hops = RING_PASSES["all_reduce"] * (layout.tp - 1) / layout.tp
     return products / (6 * hops * tokens * hidden * ELEMENT_BYTES[layout.precision] / link)
 
 
 def dp_ratio(hidden: float, tokens: float, layout: Layout, rate: float, link: float) -> float:
-    """Seconds of a layer's products over those of an all-reduce of its gradients."""
+    """Return seconds of a layer's products / seconds of an all-reduce of its gradients."""
     products = 4 * 24 * tokens * hidden**2 / layout.tp / rate
     hops = RING_PASSES["all_reduce"] * (layout.dp - 1) / layout.dp
     return products / (hops * 12 * hidden**2 * layout.grad_bytes / layout.tp / link)
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_both_ratios_are_kept(seed: int) -> None:
-    """For any width, tokens, degrees and rates; one factor for both where degrees stay."""
+def test_scale_preserves_tp_and_dp_ratios(seed: int) -> None:
+    """Widths, tokens, degrees and rates are random. With equal degrees, both links have one factor."""
     pick = random.Random(seed)
     before = Layout(tp=pick.choice([2, 4, 8, 16]), dp=pick.choice([2, 4, 8, 64]), precision="fp16")
-    stays = pick.random() < 0.5
+    fixed = pick.random() < 0.5
     after = Layout(
-        tp=before.tp if stays else pick.choice([2, 4]), dp=before.dp if stays else pick.choice([2, 4])
+        tp=before.tp if fixed else pick.choice([2, 4]), dp=before.dp if fixed else pick.choice([2, 4])
     )
     hidden, seq = 8 * pick.randint(100, 2500), 64 * pick.randint(8, 64)
     k = 1 / pick.choice([2, 4, 8, 16])
@@ -53,13 +53,13 @@ def test_both_ratios_are_kept(seed: int) -> None:
         original = ratio(hidden, 8 * seq, before, fast, link)
         twin = ratio(hidden * k, 8 * seq * k, after, slow, link * factor)
         assert twin == pytest.approx(original, rel=1e-9), name
-    if stays:
+    if fixed:
         assert links["tp"] == pytest.approx(links["dp"] * (2 if has_fp32_gradients else 1))
         assert links["tp"] == pytest.approx(slow / fast * 2 / k)
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_a_model_keeps_the_shares_of_attention_and_vocabulary(seed: int) -> None:
+def test_scaled_model_preserves_attention_and_vocabulary_shares(seed: int) -> None:
     pick = random.Random(seed)
     original = Model(
         name="o",
@@ -80,8 +80,8 @@ def test_a_model_keeps_the_shares_of_attention_and_vocabulary(seed: int) -> None
     assert twin.heads % tp == twin.vocab % tp == twin.seq % tp == 0
 
 
-def test_stages_keep_compute_over_messages() -> None:
-    """96 h (l/p) W / (t e F): a stage's compute over the tensor that it sends on."""
+def test_scale_preserves_the_ratio_of_stage_compute_to_messages() -> None:
+    """The ratio of a stage's compute to its sent tensor is 96 h (l/p) W / (t e F)."""
     before = Layout(tp=8, pp=12, precision="fp16")
     after = Layout(tp=4, pp=4)
     scale = Scale(width=1 / 32, tokens=1 / 32, element=2.0, rate=1e-4)
@@ -96,7 +96,7 @@ def test_stages_keep_compute_over_messages() -> None:
     assert scale.pp_link(before, Layout(), (96, 4)) == 0
 
 
-def test_other_layers_have_other_ratios() -> None:
+def test_models_with_other_layers_are_refused() -> None:
     model = Model(name="llama", layers=2, hidden=64, heads=8, vocab=64, seq=32, norm="rms", kv_heads=2)
     with pytest.raises(
         ConfigError, match=r"model = 'llama': must be a model with GPT-2's layer.* another norm"

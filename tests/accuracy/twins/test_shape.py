@@ -1,4 +1,4 @@
-"""Where a layout's ranks go when there are fewer."""
+"""Tests of the placement of a layout on fewer ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from repro.config import Layout, systems
 from repro.config.errors import ConfigError
 
 
-def test_enough_ranks_change_nothing() -> None:
+def test_sufficient_ranks_preserve_the_layout() -> None:
     layout = Layout(tp=4, dp=4, micro_batch=8)
     assert shape_of(layout, systems.load_system_file("lowbw-v100"), 16) == TwinShape(4, 4, 4, 1, 4)
 
@@ -20,15 +20,15 @@ def test_enough_ranks_change_nothing() -> None:
         (Layout(tp=2, dp=32), TwinShape(4, 4, 2, 1, 8)),
         (Layout(dp=64), TwinShape(4, 4, 1, 1, 16)),
         (Layout(tp=4, dp=16), TwinShape(4, 4, 4, 1, 4)),
-        (Layout(tp=16, dp=4), TwinShape(4, 4, 4, 1, 4)),  # a node each, as before
-        (Layout(tp=32), TwinShape(2, 8, 16, 1, 1)),  # over two nodes, as before
+        (Layout(tp=16, dp=4), TwinShape(4, 4, 4, 1, 4)),  # one node per tp group, as in the original
+        (Layout(tp=32), TwinShape(2, 8, 16, 1, 1)),  # two nodes per tp group, as in the original
     ],
 )
-def test_nodes_stay_and_have_fewer_ranks(layout: Layout, shape: TwinShape) -> None:
+def test_twin_has_as_many_nodes_with_fewer_ranks(layout: Layout, shape: TwinShape) -> None:
     assert shape_of(layout, systems.load_system_file("dgx2"), 16) == shape
 
 
-def test_a_node_of_one_group_may_become_one_rank() -> None:
+def test_node_of_one_group_can_become_one_rank() -> None:
     layout = Layout(tp=16, dp=8, micro_batch=48, zero=2, pa=True, recompute=True)
     shape = shape_of(layout, systems.load_system_file("dgx2"), 16, tp=1)
     assert shape == TwinShape(16, 1, 1, 1, 16)
@@ -36,7 +36,7 @@ def test_a_node_of_one_group_may_become_one_rank() -> None:
     assert (twin.replica_batch, twin.pa, twin.precision) == (48, False, "fp32")
 
 
-def test_stages_stay_as_far_as_there_are_ranks() -> None:
+def test_stages_are_preserved_if_ranks_suffice() -> None:
     layout = Layout(tp=8, pp=12, dp=4, micro_batch=1, global_batch=1536)
     with pytest.raises(ConfigError, match="nodes"):
         shape_of(layout, systems.load_system_file("selene"), 16)

@@ -35,7 +35,7 @@ SUITES = (
 
 
 def quantity_of(values: Sequence[float], scale: float = 1.0) -> Quantity:
-    """Return the median of `values`, with ends twice as far on a logarithmic scale as the least and the most."""
+    """Return the median of `values`, with ends twice as far on a logarithmic scale as the minimum and maximum."""
     middle = median(values)
     ends = (min(values) ** 2 / middle * scale, max(values) ** 2 / middle * scale)
     source = "other devices; low: other devices; high: other devices"
@@ -75,7 +75,7 @@ def predicted_rates(device: str, step: int = 1) -> list[Point]:
         for suite, experiment in entries
         if experiment.system in systems.system_names()
     ]
-    there = [one for one in published if one[2].device.compute_capability == capability]
+    on_device = [one for one in published if one[2].device.compute_capability == capability]
     with (
         patch.object(calibration, "uncalibrated_kernels", lambda system: found),
         patch.object(
@@ -90,7 +90,7 @@ def predicted_rates(device: str, step: int = 1) -> list[Point]:
         ),
     ):
         records = [
-            simulate_experiment(experiment, system, suite) for suite, experiment, system in there[::step]
+            simulate_experiment(experiment, system, suite) for suite, experiment, system in on_device[::step]
         ]
         judged = judge(load_ledger(), records)
         return [one for one in points(judged, records) if one.kind == RATE and not one.left_out]
@@ -99,5 +99,5 @@ def predicted_rates(device: str, step: int = 1) -> list[Point]:
 if __name__ == "__main__":
     for device in DEVICES:
         rates = predicted_rates(device)
-        held, error = sum(rate.holds for rate in rates), median(abs(rate.error) for rate in rates)
-        print(f"| {device} | {len(rates)} | {held} | {100 * error:.1f} |", flush=True)
+        covered, error = sum(rate.holds for rate in rates), median(abs(rate.error) for rate in rates)
+        print(f"| {device} | {len(rates)} | {covered} | {100 * error:.1f} |", flush=True)

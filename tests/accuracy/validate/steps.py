@@ -1,4 +1,4 @@
-"""Made-up steps whose unknowns move them, and claims of their rates."""
+"""Artificial steps whose seconds depend on unknowns, and claims about their rates."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MODEL = Model(name="m", layers=2, hidden=32, heads=2, vocab=256, seq=32)
 RINGS = "links.inter-node.rings"
 
 
-def on(system: str, name: str, **moves: tuple[float, float]) -> ExperimentRecord:
-    """A step of 10 s and 100 samples on `system`; `moves`: its seconds at both ends of an unknown."""
+def step_record(system: str, name: str, **moves: tuple[float, float]) -> ExperimentRecord:
+    """Return a step of 10 s and 100 samples on `system`; `moves` has its seconds at both ends of an unknown."""
     keys = {"rings": RINGS, "pace": PACE}
-    made = [
+    sensitivities = [
         Sensitivity(key=keys[key], low=1, best=2, high=3, low_s=low, high_s=high)
         for key, (low, high) in moves.items()
     ]
-    record = simulated(f"s/{name}", 10.0, StepInterval(draws=[10.0] * 4, moves=made))
+    record = simulated(f"s/{name}", 10.0, StepInterval(draws=[10.0] * 4, moves=sensitivities))
     layout = Layout(precision="fp16", kernels=OperatorSet.UNFUSED)
     experiment = Experiment(name=name, model=MODEL, layout=layout, system=system)
     return changed(record, experiment=experiment.as_dict(), key=experiment.key)
 
 
-def judged(path: Path, published: dict[str, str], *records: ExperimentRecord) -> list[ClaimResult]:
-    """A row for each published rate of a step, samples a second."""
+def judge_rates(path: Path, published: dict[str, str], *records: ExperimentRecord) -> list[ClaimResult]:
+    """Judge one row per published rate of a step, in samples per second."""
     rows = ",\n".join(
         f'{{ label = "{name}", published = "{value}", unit = "samples/s", {rate(f"s/{name}")} }}'
         for name, value in published.items()

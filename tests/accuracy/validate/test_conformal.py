@@ -1,4 +1,4 @@
-"""What the model's error in other reports adds: by hand, never from the row's own report, and covering nine of ten."""
+"""Tests of conformal margins: values by hand, independence of a row's own report, and 90 % coverage."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def residual(report: str, value: float, run: str = "", kind: str = "rate") -> Re
     return Residual(kind, frozenset({report}), frozenset({run} if run else ()), value)
 
 
-def test_a_score_is_how_far_outside_and_negative_inside() -> None:
+def test_score_is_a_log_distance_and_negative_inside() -> None:
     assert conformity_score(10, 20, 40) == pytest.approx(log(2))
     assert conformity_score(10, 20, 5) == pytest.approx(log(2))
     assert conformity_score(10, 20, 12) == pytest.approx(-log(1.2))
 
 
-def test_the_quantile_by_hand() -> None:
-    """Of 9 scores the 9th, ceil(10 x 0.9); of 19 the 18th; of 8 none: the 9th would be one that is not there."""
+def test_margin_is_the_90_percent_quantile() -> None:
+    """The margin is the 9th of 9 scores, ceil(10 x 0.9), and the 18th of 19; of 8 scores, the 9th does not exist."""
     assert conformal_margin([0.1 * n for n in range(1, 10)]) == pytest.approx(0.9)
     assert conformal_margin([0.1 * n for n in range(19, 0, -1)]) == pytest.approx(1.8)
     assert conformal_margin([0.1] * 8) is None
     assert conformal_margin([]) is None
-    assert conformal_margin([-0.3] * 9) == 0.0, "an interval is not made narrower"
+    assert conformal_margin([-0.3] * 9) == 0.0, "a margin must not narrow an interval"
 
 
-def test_without_other_reports_there_is_none() -> None:
+def test_margin_needs_other_reports() -> None:
     assert conformal_margins([residual("A", 0.1) for _ in range(50)]) == [None] * 50
 
 
@@ -45,29 +45,27 @@ def test_without_other_reports_there_is_none() -> None:
     ),
     st.floats(5, 10),
 )
-def test_a_rows_own_report_and_its_own_runs_never_enter(
-    rows: list[tuple[str, float, str]], far: float
-) -> None:
-    """Whatever all rows of a report, and those of the same runs elsewhere, come to, its margin stays."""
+def test_margin_ignores_the_same_report_and_runs(rows: list[tuple[str, float, str]], far: float) -> None:
+    """Scores of the row's report, and of its runs in other reports, do not change the margin."""
     residuals = [residual(*row) for row in rows]
-    own = residuals[0]
+    row = residuals[0]
     changed = [
-        one if one.apart(own) else replace(one, score=far if number % 2 else -far)
+        one if one.apart(row) else replace(one, score=far if number % 2 else -far)
         for number, one in enumerate(residuals)
     ]
     assert conformal_margins(residuals)[0] == conformal_margins(changed)[0]
-    others = [replace(one, score=far) if one.apart(own) else one for one in residuals]
+    others = [replace(one, score=far) if one.apart(row) else one for one in residuals]
     if (found := conformal_margins(others)[0]) is not None:
-        assert found == far, "the others do"
+        assert found == far, "scores of other reports must count"
 
 
-def test_a_row_that_cites_two_reports_keeps_both_out() -> None:
+def test_margin_ignores_both_reports_of_a_row() -> None:
     others = [residual("C", 0.1) for _ in range(9)]
     both = Residual("rate", frozenset({"A", "B"}), frozenset(), 0.0)
     assert conformal_margins([both, residual("B", 5.0), residual("A", 5.0), *others])[0] == pytest.approx(0.1)
 
 
-def test_rates_and_ratios_have_scores_of_their_own() -> None:
+def test_rates_and_ratios_have_separate_margins() -> None:
     rates = [residual("A", 0.1) for _ in range(9)]
     ratios = [residual("A", 0.7, kind="ratio") for _ in range(9)]
     assert conformal_margins([residual("B", 0.0), residual("B", 0.0, kind="ratio"), *rates, *ratios])[:2] == [
@@ -76,14 +74,14 @@ def test_rates_and_ratios_have_scores_of_their_own() -> None:
     ]
 
 
-def test_nine_of_ten_are_held_where_reports_are_alike() -> None:
-    """Intervals of inputs that hold nothing like nine of ten; errors of the same kind in every report."""
+def test_margins_cover_90_percent_of_similar_reports() -> None:
+    """Without margins, the intervals cover less than 30 %. Errors have one distribution in all reports."""
     random = Random(0)
     rows = []
     for number in range(2000):
         predicted = exp(random.gauss(0, 0.1))
         rows.append((f"report {number % 20}", conformity_score(0.98 * predicted, 1.02 * predicted, 1.0)))
     found = conformal_margins([residual(report, value) for report, value in rows])
-    held = sum(value <= (width or 0.0) for (_, value), width in zip(rows, found, strict=True))
+    covered = sum(value <= (margin or 0.0) for (_, value), margin in zip(rows, found, strict=True))
     assert sum(value <= 0 for _, value in rows) < 600
-    assert held / len(rows) == pytest.approx(0.9, abs=0.01)
+    assert covered / len(rows) == pytest.approx(0.9, abs=0.01)

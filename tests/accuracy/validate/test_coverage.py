@@ -1,4 +1,4 @@
-"""`repro validate --covered`: so many published values lie in their intervals, or the exit code says they do not."""
+"""Tests of `repro validate --covered`: the exit code states whether the coverage is in a range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from repro import cli
 from repro.accuracy.validate.published import ALL_RATES, RATIOS, FamilyStatistics
 from repro.report.text import validate as view
 
-LEAST, MOST = 80.0, 97.0
+MIN_PERCENT, MAX_PERCENT = 80.0, 97.0
 
 
 def family(name: str, held: int, wider: int = 100) -> FamilyStatistics:
@@ -24,7 +24,7 @@ def family(name: str, held: int, wider: int = 100) -> FamilyStatistics:
 @pytest.mark.parametrize(
     ("rates", "ratios", "code"), [(80, 97, 0), (92, 79, 1), (98, 90, 1), (79, 98, 1), (100, 100, 1)]
 )
-def test_both_have_to_be_between(
+def test_rates_and_ratios_must_both_be_in_the_range(
     rates: int,
     ratios: int,
     code: int,
@@ -34,23 +34,21 @@ def test_both_have_to_be_between(
 ) -> None:
     found = [family("V100", 0), family(ALL_RATES, rates), family(RATIOS, ratios)]
     monkeypatch.setattr(view.published, "family_statistics", lambda points: found)
-    assert view.print_coverage(tmp_path, (LEAST, MOST)) == code
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.startswith(
+    assert view.print_coverage(tmp_path, (MIN_PERCENT, MAX_PERCENT)) == code
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.startswith(
         f"{rates} of 100 rates and {ratios} of 100 ratios lie in their wider 90 % intervals"
     )
-    assert ("not both between 80 and 97 %" in told) == bool(code)
+    assert ("not both between 80 and 97 %" in output) == bool(code)
 
 
-def test_a_store_without_predictions_covers_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_store_without_predictions_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["validate", "--results", str(tmp_path), "--covered", "80", "97"]) == 1
     assert "This store has too few predictions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [("97", "80"), ("-1", "50"), ("80", "101")])
-def test_what_is_no_range_of_percentages_is_refused(
+def test_invalid_range_of_percentages_is_refused(
     words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["validate", "--results", str(tmp_path), "--covered", *words]) == 2
@@ -59,6 +57,6 @@ def test_what_is_no_range_of_percentages_is_refused(
     )
 
 
-def test_it_goes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_covered_excludes_other_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["validate", "--results", str(tmp_path), "--covered", "80", "97", "--unknowns"]) == 2
     assert "excludes --svg" in " ".join(capsys.readouterr().err.split())

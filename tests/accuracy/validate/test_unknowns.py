@@ -1,4 +1,4 @@
-"""The numbers that would settle most rows: counted by hand on made-up records, and each with what measures it."""
+"""Tests of ranked unknowns: shares by hand on artificial records, and advice on their measurement."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from repro.simulate.time.calibration import (
     calibration_points,
     uncertain_numbers,
 )
-from tests.accuracy.validate.steps import RINGS, judged, on
+from tests.accuracy.validate.steps import RINGS, judge_rates, step_record
 from tests.claims.test_judge import HEAD
 from tests.claims.test_possible import rate
 from tests.records import changed
 
 
-def listed(path: Path, published: dict[str, str], *records: ExperimentRecord) -> RankedInputs:
-    return rank_inputs(judged(path, published, *records), records)
+def ranked(path: Path, published: dict[str, str], *records: ExperimentRecord) -> RankedInputs:
+    return rank_inputs(judge_rates(path, published, *records), records)
 
 
-def test_shares_rows_and_verdicts_by_hand(tmp_path: Path) -> None:
-    """Rates of 100 samples.  a: rings move it by 10 (10 to 20/s), pace by 2.5 (8 to 10.5...): 80 %; b: pace alone; c is
-    on another machine, whose rings are another number."""
-    found = listed(
+def test_ranking_counts_shares_rows_and_verdicts(tmp_path: Path) -> None:
+    """Rates of 100 samples. In a, rings change the rate by 10 (10 to 20/s), pace by 2.5 (10 to 12.5/s): 80 % for rings.
+    In b, only pace acts. c is on another system, whose rings are another input."""
+    found = ranked(
         tmp_path,
         {"a": "18", "b": "10", "c": "10"},
-        on("dgx2", "a", rings=(10.0, 5.0), pace=(8.0, 10.0)),
-        on("dgx2", "b", pace=(8.0, 12.5)),
-        on("selene", "c", rings=(10.0, 12.5)),
+        step_record("dgx2", "a", rings=(10.0, 5.0), pace=(8.0, 10.0)),
+        step_record("dgx2", "b", pace=(8.0, 12.5)),
+        step_record("selene", "c", rings=(10.0, 12.5)),
     )
     assert (found.rows, found.possible, found.settled_by_the_first) == (3, 1, 3)
     by_name = {(one.key, one.system): one for one in found.inputs}
@@ -53,27 +53,27 @@ def test_shares_rows_and_verdicts_by_hand(tmp_path: Path) -> None:
     assert (pace.rows, pace.settles, pace.possible) == (["a-claim/a", "a-claim/b"], ["a-claim/b"], [])
     assert pace.share == pytest.approx((2.5 / 12.5 + 1) / 3)
     assert sum(one.share for one in found.inputs) == pytest.approx(1)
-    assert found.inputs[0] is pace, "one row each: then by share"
+    assert found.inputs[0] is pace, "equal rows are ordered by share"
     assert "adapter" in rings.source
-    assert (rings.low, rings.best, rings.high) == (1, 2, 3), "as the record has it"
+    assert (rings.low, rings.best, rings.high) == (1, 2, 3), "the values of the record"
 
 
-def test_what_carries_half_of_a_row_does_not_settle_it(tmp_path: Path) -> None:
-    both = on("dgx2", "a", rings=(10.0, 5.0), pace=(5.0, 10.0))
-    assert [one.settles for one in listed(tmp_path, {"a": "10"}, both).inputs] == [[], []]
+def test_input_with_half_of_a_width_settles_no_row(tmp_path: Path) -> None:
+    record = step_record("dgx2", "a", rings=(10.0, 5.0), pace=(5.0, 10.0))
+    assert [one.settles for one in ranked(tmp_path, {"a": "10"}, record).inputs] == [[], []]
 
 
-def test_a_published_point_is_one_number_on_every_system(tmp_path: Path) -> None:
+def test_calibration_point_is_one_input_on_all_systems(tmp_path: Path) -> None:
     (point,) = (p for p in calibration_points() if p.name == "Megatron-LM of September 2019 on V100")
     move = Sensitivity(key=point.rate.key, low=1, best=2, high=3, low_s=10, high_s=12)
     interval = StepInterval(draws=[10.0] * 4, moves=[move])
-    records = [changed(on(name, name), interval=interval.as_dict()) for name in ("dgx2", "dgx2h")]
-    found = listed(tmp_path, {"dgx2": "10", "dgx2h": "10"}, *records)
+    records = [changed(step_record(name, name), interval=interval.as_dict()) for name in ("dgx2", "dgx2h")]
+    found = ranked(tmp_path, {"dgx2": "10", "dgx2h": "10"}, *records)
     assert [(one.key, one.system, len(one.rows)) for one in found.inputs] == [(point.rate.key, "dgx2h", 2)]
 
 
-def rank(nvlink: bool) -> dict[str, Any]:
-    """What a rank of four on two nodes of two GPUs hands in."""
+def rank_result(nvlink: bool) -> dict[str, Any]:
+    """Return the result of one of four ranks on two nodes with two GPUs each."""
     timing = (1e-3, 1e-3, 1e-3, 3)
     call = {"median": 1e-3, "low": 1e-3, "high": 1e-3, "is_unaligned": False}
     gpu = {"name": "GPU", "memory_bytes": 2**30, "compute_capability": "8.0", "driver": "1"}
@@ -113,41 +113,41 @@ def rank(nvlink: bool) -> dict[str, Any]:
     }
 
 
-def test_every_unknown_has_what_measures_it_and_the_fact_is_written() -> None:
-    seen = {}
+def test_every_unknown_has_advice_and_its_fact_is_written() -> None:
+    advice = {}
     for name in systems.system_names():
         system = load_system(name)
-        ranks = [rank("nvlink" in system.links)] * 4
+        ranks = [rank_result("nvlink" in system.links)] * 4
         written = document.system_tables("local-gpu", "fp16", ranks, repeats=3, load=0.0, quick=False)
         for kernels in OperatorSet:
             for one in uncertain_numbers(system, calibration_point_of(kernels, system)):
-                seen[one.key] = how = measurement_advice(one.key, name)
+                advice[one.key] = how = measurement_advice(one.key, name)
                 assert how.how, one.key
                 assert bool(how.command) == bool(how.fact), one.key
-                at: Any = written
+                table: Any = written
                 for part in how.fact.split(".") if how.fact else ():
-                    assert part in at, f"{one.key} of {name}: {how.fact} is not in the document"
-                    at = at[part]
+                    assert part in table, f"{one.key} of {name}: {how.fact} is not in the document"
+                    table = table[part]
     rates = {point.rate.key for point in calibration_points()}
-    assert {RINGS, PACE, "kernels of other devices: products"} <= set(seen)
-    runs_of_others = {"device.time.spread"} | rates & set(seen)
-    assert {key for key, how in seen.items() if not how.command} == runs_of_others != {"device.time.spread"}
+    assert {RINGS, PACE, "kernels of other devices: products"} <= set(advice)
+    unmeasurable = {"device.time.spread"} | rates & set(advice)
+    assert {key for key, how in advice.items() if not how.command} == unmeasurable != {"device.time.spread"}
     assert "--system dgx2 --profile" in measurement_advice(RINGS, "dgx2").command
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> list[str]:
-    """With a ledger of one row beside the packaged ones."""
+    """Return the options of a store and of an additional ledger with one row."""
     ledger = tmp_path / "mine.toml"
     text = HEAD.replace('id = "a-claim"', 'id = "my-claim"').replace('key = "PAPER"', 'key = "MY-PAPER"')
     row = f'{{ label = "a", published = "18", {rate("s/a")} }}'
     ledger.write_text(text.replace('["PAPER p.1"]', '["MY-PAPER p.1"]') + row + "]\n")
     with Store(tmp_path / "results") as opened:
-        opened.append(on("dgx2", "a", rings=(10.0, 5.0), pace=(8.0, 10.0)))
+        opened.append(step_record("dgx2", "a", rings=(10.0, 5.0), pace=(8.0, 10.0)))
     return ["--results", str(tmp_path / "results"), "--ledger", str(ledger)]
 
 
-def test_the_command_and_the_table(store: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_and_export_list_unknowns(store: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--unknowns", *store]) == 0
     text = capsys.readouterr().out
     assert text.startswith(

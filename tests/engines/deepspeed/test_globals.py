@@ -1,4 +1,4 @@
-"""DeepSpeed leaves nothing behind in a process that goes on with other experiments, prints nothing, writes nothing."""
+"""Tests that DeepSpeed leaves no global state in the process, prints nothing and writes no file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PARTITIONED = Layout(tp=2, dp=2, zero=2, micro_batch=2, global_batch=8, recomput
 PLAIN = Layout(dp=4, zero=3, micro_batch=2, global_batch=8, recompute=True)
 
 
-def by_turns(layouts: list[tuple[Layout, str]]) -> list[list[float]]:
-    """Losses of some experiments that take one step each, in turns."""
+def alternating_losses(layouts: list[tuple[Layout, str]]) -> list[list[float]]:
+    """Return the losses of experiments that alternate after each step."""
     experiments = [tiny(layout, smallest(layout), engine) for layout, engine in layouts]
     grids = [meshes.distributed_mesh(layout, "cpu") for layout, _ in layouts]
     engines = [build_engine(e, m, torch.device("cpu")) for e, m in zip(experiments, grids, strict=True)]
@@ -38,36 +38,36 @@ def by_turns(layouts: list[tuple[Layout, str]]) -> list[list[float]]:
     return found
 
 
-def test_turns_do_not_disturb_each_other(four: RankPool) -> None:
-    """What checkpointing and groups remember is swapped with the turn: alone, each has the same losses to the bit."""
-    turns = [(PARTITIONED, "deepspeed"), (PLAIN, "native"), (PLAIN, "deepspeed"), (PARTITIONED, "native")]
-    alone = [four.run(by_turns, [turn])[0][0] for turn in turns]
-    assert four.run(by_turns, turns)[0] == alone
+def test_alternating_experiments_have_unchanged_losses(four: RankPool) -> None:
+    """Each step restores the global state of checkpointing and groups; losses equal those of separate runs."""
+    runs = [(PARTITIONED, "deepspeed"), (PLAIN, "native"), (PLAIN, "deepspeed"), (PARTITIONED, "native")]
+    separate = [four.run(alternating_losses, [run])[0][0] for run in runs]
+    assert four.run(alternating_losses, runs)[0] == separate
 
 
-def everything_of_torch() -> dict[str, int]:
-    """What DeepSpeed is known to replace, and with it all of these modules."""
-    places: list[Any] = [torch, torch.nn.functional, torch.nn.Module, torch.Tensor, torch.autograd, dist]
-    return {f"{place}.{name}": id(vars(place)[name]) for place in places for name in vars(place)}
+def torch_attributes() -> dict[str, int]:
+    """Return the identities of all attributes of modules in which DeepSpeed replaces functions."""
+    modules: list[Any] = [torch, torch.nn.functional, torch.nn.Module, torch.Tensor, torch.autograd, dist]
+    return {f"{module}.{name}": id(vars(module)[name]) for module in modules for name in vars(module)}
 
 
-def changed(layouts: list[Layout]) -> list[str]:
-    before = everything_of_torch()
+def changed_attributes(layouts: list[Layout]) -> list[str]:
+    before = torch_attributes()
     for layout in layouts:
         train(tiny(layout, smallest(layout), "deepspeed", steps=4))
-    after = everything_of_torch()
+    after = torch_attributes()
     return [name for name in before if after.get(name) != before[name]]
 
 
-def test_torch_is_as_it_was(two: RankPool) -> None:
+def test_training_leaves_torch_unchanged(two: RankPool) -> None:
     layouts = [Layout(dp=2, zero=zero, micro_batch=4, recompute=zero == 3) for zero in range(4)]
-    two.run(train, tiny(layouts[0], engine="deepspeed", steps=4))  # what torch itself imports on first use
-    assert two.run(changed, layouts) == [[], []]
+    two.run(train, tiny(layouts[0], engine="deepspeed", steps=4))  # torch imports modules on first use
+    assert two.run(changed_attributes, layouts) == [[], []]
 
 
-ALONE = """
+SCRIPT = """
 from repro import engines
-engines.import_libraries("deepspeed", "cpu")  # as before a limit of memory is set
+engines.import_libraries("deepspeed", "cpu")  # as before a memory limit
 from repro.config import Layout
 from tests.training import tiny, train
 trained = train(tiny(Layout(zero=2, micro_batch=8, precision="bf16"), engine="deepspeed", steps=4))
@@ -75,12 +75,12 @@ assert len(trained.loss) == 4 and trained.parameters
 """
 
 
-def test_one_process_prints_and_writes_nothing(tmp_path: Path) -> None:
-    """Without a launcher, one process: no logging, no compiled extension, no cache in the home directory."""
+def test_single_process_prints_and_writes_nothing(tmp_path: Path) -> None:
+    """Without a launcher, there is no log, no compiled extension and no cache in the home directory."""
     environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TORCH_EXTENSIONS_DIR", None)
     done = subprocess.run(
-        [sys.executable, "-c", ALONE],
+        [sys.executable, "-c", SCRIPT],
         env=environment,
         cwd=tmp_path,
         capture_output=True,

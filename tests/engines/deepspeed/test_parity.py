@@ -1,4 +1,4 @@
-"""DeepSpeed trains what our engine trains: the same losses, norms and parameters from the same weights and data."""
+"""Parity tests: DeepSpeed and engine native have equal losses, norms and parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VARIED = {
 
 
 def compare(found: list[Trained], expected: list[Trained], rtol: float) -> None:
-    """Losses, norms and skipped steps of every rank, and parameters as one vector."""
+    """Compare losses, norms and skipped steps of every rank, and parameters as one vector."""
     for theirs, ours in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.tensor(theirs.loss), torch.tensor(ours.loss), rtol=rtol, atol=0.0)
         torch.testing.assert_close(
@@ -34,33 +34,33 @@ def compare(found: list[Trained], expected: list[Trained], rtol: float) -> None:
         )
         assert theirs.skipped == ours.skipped
         assert theirs.parameters.keys() == ours.parameters.keys()
-        mine = torch.cat([p.float().flatten() for p in ours.parameters.values()])
+        vector = torch.cat([p.float().flatten() for p in ours.parameters.values()])
         other = torch.cat([theirs.parameters[name].float().flatten() for name in ours.parameters])
-        assert (mine - other).norm() <= rtol * mine.norm()
+        assert (vector - other).norm() <= rtol * vector.norm()
 
 
-def both(
+def train_both(
     pool: RankPool, layout: Layout, model: Model | None = None, **training: Any
 ) -> tuple[list[Trained], list[Trained]]:
-    """What DeepSpeed's ranks saw and what ours did."""
+    """Return the results of all ranks in DeepSpeed and in engine native."""
     model = model or smallest(layout)
     plain = replace(layout, offload_optimizer=False)
     theirs, ours = (
-        pool.run(train, tiny(spread, model, engine, **training))
-        for spread, engine in ((layout, "deepspeed"), (plain, "native"))
+        pool.run(train, tiny(used, model, engine, **training))
+        for used, engine in ((layout, "deepspeed"), (plain, "native"))
     )
-    assert ours[0].loss[-1] < 0.9 * ours[0].loss[0], "the run must learn, or parity shows little"
+    assert ours[0].loss[-1] < 0.9 * ours[0].loss[0], "the loss must fall, or parity proves little"
     return theirs, ours
 
 
 @pytest.mark.parametrize("layout", PLAIN, ids=lambda layout: f"z{layout.zero}")
-def test_twenty_steps_have_our_losses(two: RankPool, layout: Layout) -> None:
-    compare(*both(two, layout), 1e-5)
+def test_20_steps_agree_with_engine_native(two: RankPool, layout: Layout) -> None:
+    compare(*train_both(two, layout), 1e-5)
 
 
 @pytest.mark.parametrize("layout", VARIED.values(), ids=VARIED)
-def test_nothing_else_changes_them(two: RankPool, layout: Layout) -> None:
-    compare(*both(two, layout, **LEARNING), 1e-5)
+def test_accumulation_buckets_and_overlap_preserve_parity(two: RankPool, layout: Layout) -> None:
+    compare(*train_both(two, layout, **LEARNING), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -73,56 +73,55 @@ def test_nothing_else_changes_them(two: RankPool, layout: Layout) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else f"tp{value.tp}-z{value.zero}",
 )
-def test_other_layers_than_gpt2s(two: RankPool, family: str, layout: Layout) -> None:
-    compare(*both(two, layout, FAMILIES[family], **LEARNING), 1e-5)
+def test_other_architectures_agree_with_engine_native(two: RankPool, family: str, layout: Layout) -> None:
+    compare(*train_both(two, layout, FAMILIES[family], **LEARNING), 1e-5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("zero", range(4))
-def test_mixed_precision_within_its_rounding(two: RankPool, zero: int, precision: str) -> None:
+def test_mixed_precision_agrees_within_rounding(two: RankPool, zero: int, precision: str) -> None:
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     layout = Layout(dp=2, zero=zero, micro_batch=4, global_batch=8, precision=precision)
-    # Stage 0 adds gradients up before it divides by dp, and so overflows at half the scale: a small one here.
-    theirs, ours = both(two, layout, loss_scale=2.0**12, **LEARNING)
+    # Stage 0 sums gradients before it divides by dp, so that half the scale overflows: use a small scale.
+    theirs, ours = train_both(two, layout, loss_scale=2.0**12, **LEARNING)
     compare(theirs, ours, 4 * unit)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_loss_scale_goes_where_ours_goes(two: RankPool, zero: int) -> None:
-    """Overflows at the start, with hysteresis: the same steps are skipped."""
+def test_loss_scales_and_skipped_steps_agree(two: RankPool, zero: int) -> None:
+    """The first steps overflow; with hysteresis, both engines skip the same steps."""
     layout = Layout(dp=2, zero=zero, micro_batch=4, global_batch=8, precision="fp16")
     rules = {"loss_scale": 2.0**22, "steps": 20, "lr": 6e-3}
-    theirs, ours = both(two, layout, **rules)
+    theirs, ours = train_both(two, layout, **rules)
     assert len(ours[0].skipped) > 3
     assert theirs[0].skipped == ours[0].skipped
     assert theirs[0].scale == ours[0].scale
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_tensor_parallel_through_mpu(four: RankPool, zero: int) -> None:
+def test_tensor_parallel_training_agrees_with_engine_native(four: RankPool, zero: int) -> None:
     layout = Layout(tp=2, dp=2, zero=zero, micro_batch=4, global_batch=8)
-    compare(*both(four, layout, **LEARNING), 1e-5)
+    compare(*train_both(four, layout, **LEARNING), 1e-5)
 
 
 @pytest.mark.parametrize(
     "keys", [{"pa": True}, {"pa": True, "pa_cpu": True}, {"pa": True, "md": True}], ids=str
 )
-def test_partitioned_activations(four: RankPool, keys: dict[str, bool]) -> None:
+def test_partitioned_activations_agree_with_engine_native(four: RankPool, keys: dict[str, bool]) -> None:
     layout = replace(Layout(tp=2, dp=2, zero=2, micro_batch=2, global_batch=8, recompute=True), **keys)
-    compare(*both(four, layout, **LEARNING), 1e-5)
+    compare(*train_both(four, layout, **LEARNING), 1e-5)
 
 
 @pytest.mark.parametrize(("precision", "rtol"), [("fp32", 1e-5), ("bf16", 4 * 2.0**-8)])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_offloaded_optimizer(two: RankPool, zero: int, precision: str, rtol: float) -> None:
-    """Also over several micro-batches, whose gradients then wait in host memory."""
+def test_offloaded_optimizer_preserves_parity(two: RankPool, zero: int, precision: str, rtol: float) -> None:
+    """Gradients of several micro-batches accumulate in host memory."""
     layout = Layout(
         dp=2, zero=zero, micro_batch=2, global_batch=8, precision=precision, offload_optimizer=True
     )
-    compare(*both(two, layout, **LEARNING), rtol)
+    compare(*train_both(two, layout, **LEARNING), rtol)
 
 
 @pytest.mark.parametrize("layout", [PLAIN[0], PLAIN[2]], ids=lambda layout: f"z{layout.zero}")
-def test_without_clipping(two: RankPool, layout: Layout) -> None:
-    """The norm is known all the same."""
-    compare(*both(two, layout, clip=0.0, **LEARNING), 1e-5)
+def test_norms_agree_without_clipping(two: RankPool, layout: Layout) -> None:
+    compare(*train_both(two, layout, clip=0.0, **LEARNING), 1e-5)

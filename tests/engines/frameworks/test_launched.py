@@ -1,4 +1,4 @@
-"""Written files train: DeepSpeed's by its launch script, and Megatron-LM's by the engine that its table configures."""
+"""Tests that written files train: DeepSpeed's in its launch script, Megatron-LM's in engine megatron."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def end(counter):
 """
 
 
-def written(key: str, layout: Layout, folder: Path) -> Experiment:
-    """A tiny experiment whose files are in the folder."""
+def write_tiny_experiment(key: str, layout: Layout, folder: Path) -> Experiment:
+    """Write the launch files of a tiny experiment to a folder; return the experiment."""
     experiment = tiny(layout, smallest(layout), key, steps=STEPS, untimed_steps=1, warmup_steps=0, lr=6e-3)
     write_files(key, experiment, layout.world, folder)
     return experiment
@@ -84,8 +84,8 @@ def dp_bytes(rows: list[dict[str, Any]]) -> int:
     return sum(row["sent_bytes"] for row in rows if row["group"] == "dp")
 
 
-def measured(experiment: Experiment) -> dict[str, Any]:
-    """The result of the suite's engine on this rank."""
+def run_engine(experiment: Experiment) -> dict[str, Any]:
+    """Return the result of the experiment's engine on this rank."""
     run = ExperimentRun(
         experiment,
         meshes.distributed_mesh(experiment.layout, "cpu"),
@@ -99,10 +99,10 @@ def measured(experiment: Experiment) -> dict[str, Any]:
 
 @needs("deepspeed")
 @pytest.mark.parametrize("zero", [1, 3])
-def test_the_launch_script_of_deepspeed_trains_the_plan(two: RankPool, zero: int, tmp_path: Path) -> None:
-    """Losses and parameters are those of engine `native`, and bytes of stage 1 those of engine `deepspeed`."""
+def test_deepspeed_launch_script_trains_the_experiment(two: RankPool, zero: int, tmp_path: Path) -> None:
+    """Losses and parameters equal those of engine `native`. Bytes of stage 1 equal those of engine `deepspeed`."""
     layout = Layout(dp=2, zero=zero, micro_batch=2, global_batch=8, gather_overlap=False)
-    experiment = written("deepspeed", layout, tmp_path)
+    experiment = write_tiny_experiment("deepspeed", layout, tmp_path)
     (tmp_path / "my_model.py").write_text(MODEL)
     (tmp_path / "experiment.pickle").write_bytes(pickle.dumps(experiment))
     root = Path(__file__).parents[3]
@@ -122,9 +122,9 @@ def test_the_launch_script_of_deepspeed_trains_the_plan(two: RankPool, zero: int
     for seen, mine in zip(ranks, ours, strict=True):
         assert [len(losses) for losses in seen["losses"]] == [layout.accumulation] * STEPS
         assert seen["parameters"] == sum(value.numel() for value in mine.parameters.values())
-    if zero == 1:  # what stage 3 gathers depends on the step that is counted, and on `zero.Init`
-        # The suite's engine also averages the loss over dp: one number.
-        for seen, result in zip(ranks, two.run(measured, experiment), strict=True):
+    if zero == 1:  # stage 3 gathers depend on the counted step and on `zero.Init`
+        # Engine deepspeed also averages the loss over dp, which is one number.
+        for seen, result in zip(ranks, two.run(run_engine, experiment), strict=True):
             assert dp_bytes(seen["comm"]) == pytest.approx(dp_bytes(result["comm"]), abs=64)
     means = torch.tensor([[sum(step) / len(step) for step in seen["losses"]] for seen in ranks]).mean(0)
     torch.testing.assert_close(means, torch.tensor(ours[0].loss), rtol=1e-5, atol=0.0)
@@ -141,16 +141,16 @@ MEGATRON = {
 
 @needs("megatron")
 @pytest.mark.parametrize("name", MEGATRON)
-def test_the_script_of_megatron_lm_configures_and_trains_the_plan(
+def test_megatron_script_configures_and_trains_the_experiment(
     two: RankPool, name: str, tmp_path: Path
 ) -> None:
-    """megatron-core has no `pretrain_gpt.py`. Its arguments of the name of a field are that field
-    (`core_transformer_config_from_args`). The experiment of the script trains with the losses of engine `megatron`."""
+    """Arguments with the name of a field of TransformerConfig set this field (`core_transformer_config_from_args`).
+    megatron-core has no `pretrain_gpt.py`, so that engine megatron trains the experiment of the script."""
     from megatron.core.transformer import TransformerConfig
 
     from repro.engines.megatron import model
 
-    experiment = written("megatron", MEGATRON[name], tmp_path)
+    experiment = write_tiny_experiment("megatron", MEGATRON[name], tmp_path)
     tokens = shlex.split(
         (tmp_path / "megatron.sh").read_text().split("ARGUMENTS=(")[1].split("\n)")[0], comments=True
     )
@@ -183,4 +183,4 @@ def test_the_script_of_megatron_lm_configures_and_trains_the_plan(
     for their, our in zip(theirs, ours, strict=True):
         torch.testing.assert_close(torch.tensor(their.loss), torch.tensor(our.loss), rtol=1e-5, atol=0.0)
         counts = [sum(value.numel() for value in one.parameters.values()) for one in (their, our)]
-        assert counts[0] == counts[1] or found.layout.tp > 1  # one side is of a tp rank
+        assert counts[0] == counts[1] or found.layout.tp > 1  # with tp, one count is that of one rank

@@ -1,4 +1,4 @@
-"""Tables of frameworks: what is written is read back, every key has an option or a reason, and scripts of users."""
+"""Tests of framework tables: files are read back, keys have options or reasons, and user scripts are read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GPT, LLAMA = models.load_model("megatron-8.3b"), models.load_model("llama3-8b")
 LAUNCHER_OPTIONS = (
     "nproc_per_node nnodes node_rank master_addr master_port rdzv_id rdzv_backend rdzv_endpoint standalone"
 )
-"""Options of torchrun, which scripts have as well."""
-ALWAYS = {
+"""Options of torchrun, which scripts also contain."""
+KEYS = {
     "megatron": {
         "tp",
         "pp",
@@ -37,11 +37,11 @@ ALWAYS = {
     "deepspeed": {"dp", "zero", "micro_batch", "global_batch", "precision", "grad_dtype", "overlap", "pa"},
     "nanotron": {"tp", "pp", "cp", "dp", "sp", "micro_batch", "global_batch", "precision"},
 }
-"""Keys of a layout that each framework expresses, so that no difference is an answer."""
+"""Keys of a layout that each framework can express and must not list as differences."""
 
 
 def random_layouts(count: int) -> list[Layout]:
-    """Valid layouts of engine `native` with keys of all kinds, from a fixed seed."""
+    """Return valid layouts of engine `native` with random keys, from a fixed seed."""
     draw, found = random.Random(52), []
     while len(found) < count:
         schedule = draw.choice(["1f1b", "gpipe", "interleaved"])
@@ -71,7 +71,7 @@ def random_layouts(count: int) -> list[Layout]:
 
 @pytest.mark.parametrize("key", RULES)
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
-def test_fifty_layouts_are_read_back_or_differ_as_stated(key: str, model: Any, tmp_path: Path) -> None:
+def test_50_layouts_are_read_back_or_differ_as_stated(key: str, model: Any, tmp_path: Path) -> None:
     framework = load_framework(key)
     for layout in random_layouts(50):
         experiment = Experiment(name="x", model=model, layout=layout, training=Training(seq=1024))
@@ -80,25 +80,25 @@ def test_fifty_layouts_are_read_back_or_differ_as_stated(key: str, model: Any, t
         written = {path.name: path.read_text() for path in write_files(key, experiment, 8, tmp_path)}
         assert all(any(line in text for text in written.values()) for line in differences)
         assert "@" not in "".join(written.values()).replace("${ARGUMENTS[@]}", "")
-        # The JSON file has no degrees: the command line says them.
+        # The JSON file has no parallel degrees; the command line gives them.
         given = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp")} if key == "deepspeed" else {}
         name = model.name if key == "deepspeed" else ""
         found, reading = read_experiment(tmp_path / framework.file, layout.world, given, name)
         assert not reading.unread
         wanted = settings_of(experiment)
-        if key in ("deepspeed", "torchtitan"):  # code in addition to the file has the rest
+        if key in ("deepspeed", "torchtitan"):  # generated code has the other settings
             wanted = {name: value for name, value in wanted.items() if name.startswith("layout.")}
         unlike = {name for name, value in wanted.items() if settings_of(found).get(name) != value} - {"model"}
-        unlike -= {"model.seq"} if "model.positions" in differing else set()  # of learned positions only
+        unlike -= {"model.seq"} if "model.positions" in differing else set()  # learned positions only
         assert unlike <= differing | ({"training.seq", "training.steps"} if key == "deepspeed" else set())
-        assert not {f"layout.{name}" for name in ALWAYS[key]} & (
+        assert not {f"layout.{name}" for name in KEYS[key]} & (
             unlike if layout.precision != "fp16" else set()
         ) - ({"layout.grad_dtype"} if key == "torchtitan" else set())
 
 
 @pytest.mark.parametrize("key", RULES)
-def test_every_key_of_a_layout_has_an_option_or_a_reason(key: str) -> None:
-    """A new key of `Layout` fails here until the table says what the framework does with it."""
+def test_every_layout_key_has_an_option_or_a_reason(key: str) -> None:
+    """A new key of `Layout` fails this test until the table contains an option or a reason."""
     framework = load_framework(key)
     plain = Layout(tp=2, pp=2, dp=2, zero=1, sp=True, recompute=True, global_batch=4, precision="bf16")
     options = framework.options_of(
@@ -109,7 +109,7 @@ def test_every_key_of_a_layout_has_an_option_or_a_reason(key: str) -> None:
     assert all(reason or name.startswith("training.") for name, (_, reason) in framework.limits.items())
 
 
-def test_uneven_stages_go_to_megatron_and_torchtitan_and_back(tmp_path: Path) -> None:
+def test_megatron_and_torchtitan_files_preserve_uneven_stages(tmp_path: Path) -> None:
     layout = Layout(pp=4, stage_layers=(6, 9, 9, 8), global_batch=8, precision="bf16", grad_dtype="fp32")
     experiment = Experiment(name="x", model=LLAMA, layout=layout, training=Training(seq=1024))
     for key in ("megatron", "torchtitan"):
@@ -118,7 +118,7 @@ def test_uneven_stages_go_to_megatron_and_torchtitan_and_back(tmp_path: Path) ->
         assert found.layout.stage_layers == layout.stage_layers
 
 
-USER = r"""#!/bin/bash
+SCRIPT = r"""#!/bin/bash
 TP=2
 PP=${PP:-4}
 GPUS_PER_NODE=8
@@ -137,10 +137,10 @@ torchrun ${DISTRIBUTED[@]} pretrain_gpt.py ${MODEL[@]} $TRAINING --tensor-model-
 """
 
 
-def test_a_users_script(tmp_path: Path) -> None:
-    """Variables, arrays, quoted lists and comments, as in the examples of Megatron-LM."""
+def test_user_script_with_shell_syntax_is_read(tmp_path: Path) -> None:
+    """The script has variables, arrays, quoted lists and comments, as in the examples of Megatron-LM."""
     script = tmp_path / "user.sh"
-    script.write_text(USER)
+    script.write_text(SCRIPT)
     files = LaunchFiles(source=script)
     found, notes = files.read("", 32, {}, 0)
     assert found is not None
@@ -167,10 +167,10 @@ def test_a_users_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says"),
+    ("name", "text", "message"),
     [
         ("a.sh", "--num-layers many", "num_layers = 'many': must be an integer"),
-        ("a.sh", USER.replace("-parallel-size $TP", "-parallel-size 3"), "--gpus = 32: must be 24"),
+        ("a.sh", SCRIPT.replace("-parallel-size $TP", "-parallel-size 3"), "--gpus = 32: must be 24"),
         ("a.sh", "--normalization Batch", "normalization = 'Batch': must be one of LayerNorm, RMSNorm"),
         ("a.json", "{}", "the file does not contain the sizes of the model; add --model NAME"),
         ("a.json", "{", "cannot be read as JSON"),
@@ -178,15 +178,15 @@ def test_a_users_script(tmp_path: Path) -> None:
         ("a.txt", "", "must be a file that ends in .sh, .toml, .json"),
     ],
 )
-def test_a_wrong_file_gets_one_line(tmp_path: Path, name: str, text: str, says: str) -> None:
+def test_invalid_file_is_named_in_the_error(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError) as error:
         read_experiment(tmp_path / name, 32, {})
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert name in str(error.value)
 
 
-def test_unknown_keys_of_deepspeed_are_named(tmp_path: Path) -> None:
+def test_unknown_deepspeed_keys_are_named(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(
         '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}'
@@ -199,7 +199,7 @@ def test_unknown_keys_of_deepspeed_are_named(tmp_path: Path) -> None:
 
 
 def test_torchtitan_distributes_layers_by_its_own_rule(tmp_path: Path) -> None:
-    """Without options, the embedding and the logits count as a layer each: 34 over 4 stages are 9, 9, 8, 8."""
+    """Without options, embedding and logits count as one layer each: 34 layers over 4 stages are 9, 9, 8, 8."""
     path = tmp_path / "t.toml"
     path.write_text('[model]\nflavor = "8B"\n[parallelism]\npipeline_parallel_degree = 4\n')
     found, reading = read_experiment(path, 8, {})
@@ -213,38 +213,38 @@ def test_torchtitan_distributes_layers_by_its_own_rule(tmp_path: Path) -> None:
     assert any("activation_checkpoint.mode = selective" in remark for remark in reading.remarks)
 
 
-def test_arguments_of_all_forms() -> None:
+def test_all_forms_of_arguments_are_parsed() -> None:
     text = "A='--x 1 --y'\nB=2\nrun.py $A --z=$B --w ${C:-3} --flag # --no\n"
     assert parse_arguments(text) == {"x": 1, "y": True, "z": 2, "w": 3, "flag": True}
 
 
-def test_a_model_of_ones_own_is_a_flavor_of_torchtitan(tmp_path: Path) -> None:
+def test_custom_model_becomes_a_flavor_of_torchtitan(tmp_path: Path) -> None:
     model = replace(LLAMA, name="mine", ffn=5000, heads=16, kv_heads=4, head_dim=0)
     experiment = Experiment(name="x", model=model, layout=Layout(), training=Training(seq=64))
     code = next(path for path in write_files("torchtitan", experiment, 8, tmp_path) if path.suffix == ".py")
     found: dict[str, Any] = {}
     text = "\n".join(line for line in code.read_text().splitlines() if "import" not in line)
     exec(text, {"TransformerModelArgs": dict, "llama3_args": found})
-    made = found["mine"]
+    args = found["mine"]
     # torchtitan/models/llama3/model/model.py, class FeedForward
-    width = int(made["ffn_dim_multiplier"] * int(2 * 4 * made["dim"] / 3))
-    assert made["multiple_of"] * ((width + made["multiple_of"] - 1) // made["multiple_of"]) == 5000
+    width = int(args["ffn_dim_multiplier"] * int(2 * 4 * args["dim"] / 3))
+    assert args["multiple_of"] * ((width + args["multiple_of"] - 1) // args["multiple_of"]) == 5000
 
 
 @pytest.mark.parametrize("key", ["megatron", "torchtitan", "nanotron"])
-def test_every_option_is_one_of_the_frameworks_sources(key: str) -> None:
-    """DeepSpeed's are tried by itself, in `test_launched.py`."""
+def test_every_option_exists_in_the_framework_sources(key: str) -> None:
+    """`test_launched.py` runs DeepSpeed with its options."""
     known = read_toml(Path(__file__).parent / "option_names.toml")[key]["names"].split()
     framework = load_framework(key)
     launcher = set(LAUNCHER_OPTIONS.split()) if key == "megatron" else set()
     assert {*framework.rules, *framework.ignored} - launcher <= set(known)
 
 
-def test_the_differences_of_the_page_are_those_of_its_layout() -> None:
+def test_documented_differences_match_the_documented_layout() -> None:
     layout = Layout(
         tp=2, dp=8, sp=True, zero=1, grad_dtype="fp32", precision="bf16", global_batch=64, micro_batch=1
     )
     experiment = Experiment(name="x", model=LLAMA, layout=layout, training=Training())
     page = (Path(__file__).parents[3] / "docs/launch.md").read_text()
-    shown = [line.strip()[2:] for line in page.splitlines() if line.startswith("    # layout.")]
-    assert shown == load_framework("torchtitan").differences(experiment)
+    documented = [line.strip()[2:] for line in page.splitlines() if line.startswith("    # layout.")]
+    assert documented == load_framework("torchtitan").differences(experiment)

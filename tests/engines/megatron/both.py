@@ -1,4 +1,4 @@
-"""One experiment by megatron-core and by this suite's own engine, on the same ranks; runs inside rank pools."""
+"""Training of one experiment in megatron-core and in engine native on the same ranks; runs inside rank pools."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ needs_megatron = needs("megatron")
 
 
 def build(experiment: Experiment) -> Any:
-    """Its engine on this rank."""
+    """Return the engine of an experiment on this rank."""
     return build_engine(experiment, meshes.distributed_mesh(experiment.layout, "cpu"), torch.device("cpu"))
 
 
-def take(engine: Any, experiment: Experiment, trained: Trained, step: int) -> None:
-    """One step."""
+def train_step(engine: Any, experiment: Experiment, trained: Trained, step: int) -> None:
+    """Train one step and record its results."""
     scale = engine.loss_scale()
     if scale is not None:
         trained.scale.append(scale.item())
@@ -33,22 +33,22 @@ def take(engine: Any, experiment: Experiment, trained: Trained, step: int) -> No
     trained.norm.append(norms.gradient.item())
 
 
-def finish(engine: Any, trained: Trained) -> Trained:
-    """With the rank's share of the parameters, under this suite's names, and what it says of its stage."""
+def collect(engine: Any, trained: Trained) -> Trained:
+    """Add this rank's parameters, under the names of engine native, and its pipeline report to the results."""
     engine.synchronize()
     trained.parameters, trained.pipeline = engine.full_parameters(), engine.pipeline_report()
     return trained
 
 
 def train(experiment: Experiment) -> Trained:
-    """All steps."""
+    """Train all steps of an experiment and return the results."""
     engine, trained = build(experiment), Trained([], [], {})
     for step in range(experiment.training.steps):
-        take(engine, experiment, trained, step)
-    return finish(engine, trained)
+        train_step(engine, experiment, trained, step)
+    return collect(engine, trained)
 
 
 def train_both(layout: Layout, **training: Any) -> tuple[Trained, Trained]:
-    """By megatron-core and by this suite."""
+    """Return the results of megatron-core and of engine native."""
     megatron = tiny(layout, smallest(layout), "megatron", **training)
     return train(megatron), train(replace(megatron, engine="native"))

@@ -1,4 +1,4 @@
-"""megatron-core and this suite's engine train the same model: losses, norms and parameters, layout by layout."""
+"""Parity tests: megatron-core and engine native have equal losses, norms and parameters in each layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS = {
     "pp": Layout(pp=2, micro_batch=2, global_batch=B),
     "pp-interleaved": Layout(pp=2, schedule="interleaved", chunks=2, micro_batch=2, global_batch=B),
     "pp-uneven": Layout(pp=2, stage_layers=(1, 2), micro_batch=2, global_batch=B),
-    "pp-ends-alone": Layout(
+    "pp-separate-ends": Layout(
         pp=2, schedule="interleaved", chunks=2, stage_layers=(0, 1, 1, 0), micro_batch=2, global_batch=B
     ),
     "dp": Layout(dp=2, micro_batch=4, global_batch=B),
@@ -58,21 +58,21 @@ import torch
 from repro.config import Layout
 from repro.engines import build_engine
 from repro.parallel import mesh as meshes
-from tests.engines.megatron.both import finish, take
+from tests.engines.megatron.both import collect, train_step
 from tests.training import Trained, tiny
 
 for name in ("megatron", "native"):
     experiment, trained = tiny(Layout(micro_batch=8), engine=name), Trained([], [], {})
     engine = build_engine(experiment, meshes.single_rank_mesh(), torch.device("cpu"))
     for step in range(experiment.training.steps):
-        take(engine, experiment, trained, step)
-    finish(engine, trained)
+        train_step(engine, experiment, trained, step)
+    collect(engine, trained)
     print(*trained.loss)
 """
 
 
-def test_one_rank_without_a_process_group() -> None:
-    """The process starts as a rank of a job of one rank starts, which joins no process group."""
+def test_one_rank_trains_without_a_process_group() -> None:
+    """The process starts like the rank of a job of one rank, which joins no process group."""
     done = subprocess.run([sys.executable, "-c", ONE_RANK], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found, expected = ([float(loss) for loss in line.split()] for line in done.stdout.splitlines())
@@ -84,10 +84,10 @@ def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Between all parameters as one vector, relative to its length."""
+    """Return the relative distance between all parameters as one vector."""
     assert found.keys() == expected.keys()
-    mine, theirs = (torch.cat([p[name].float().flatten() for name in expected]) for p in (found, expected))
-    return float((mine - theirs).norm() / theirs.norm())
+    vector, target = (torch.cat([p[name].float().flatten() for name in expected]) for p in (found, expected))
+    return float((vector - target).norm() / target.norm())
 
 
 def assert_same(megatron: Trained, native: Trained, loss: float, norm: float, parameters: float) -> None:
@@ -100,28 +100,28 @@ def assert_same(megatron: Trained, native: Trained, loss: float, norm: float, pa
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_fp32_to_1e5_over_20_steps(request: pytest.FixtureRequest, name: str) -> None:
+def test_fp32_training_agrees_to_1e5_over_20_steps(request: pytest.FixtureRequest, name: str) -> None:
     layout = LAYOUTS[name]
     for megatron, native in pool_of(request, layout).run(train_both, layout):
-        assert native.loss[-1] < 0.9 * native.loss[0], "the run must learn, or parity shows little"
-        assert sum(norm > 0.3 for norm in native.norm) > 10, "clipping must act, or a wrong norm goes unseen"
+        assert native.loss[-1] < 0.9 * native.loss[0], "the loss must fall, or parity proves little"
+        assert sum(norm > 0.3 for norm in native.norm) > 10, "clipping must act, so that a wrong norm shows"
         assert_same(megatron, native, loss=1e-5, norm=1e-5, parameters=1e-5)
 
 
-def test_without_clipping_and_with_a_cosine(two: RankPool) -> None:
+def test_training_agrees_without_clipping_under_cosine_decay(two: RankPool) -> None:
     layout = Layout(tp=2, micro_batch=8, global_batch=B)
-    for megatron, native in two.run(_train_with_a_cosine, layout):
+    for megatron, native in two.run(_train_with_cosine, layout):
         assert_same(megatron, native, loss=1e-5, norm=1e-5, parameters=1e-5)
 
 
-def _train_with_a_cosine(layout: Layout) -> tuple[Trained, Trained]:
+def _train_with_cosine(layout: Layout) -> tuple[Trained, Trained]:
     return train_both(layout, **LEARNING | {"clip": 0.0, "schedule": "cosine", "weight_decay": 0.3})
 
 
 @pytest.mark.parametrize("name", ["tp-sp", "pp-interleaved", "dp", "zero1", "recompute"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bits_within_their_rounding(two: RankPool, name: str, precision: str) -> None:
-    """The first loss is that of the same 16-bit weights.  In bf16 megatron-core sums gradients in fp32, we do not."""
+def test_16_bit_training_agrees_within_rounding(two: RankPool, name: str, precision: str) -> None:
+    """The first loss is that of equal 16-bit weights. In bf16, only megatron-core sums gradients in fp32."""
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     layout = LAYOUTS[name]
     for megatron, native in two.run(_train_in, layout, precision):
@@ -131,7 +131,7 @@ def test_16_bits_within_their_rounding(two: RankPool, name: str, precision: str)
 
 @pytest.mark.parametrize("name", ["dp-accumulate", "zero1-accumulate"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_fp32_gradients_are_summed_alike(two: RankPool, name: str, precision: str) -> None:
+def test_fp32_gradients_of_16_bit_training_agree(two: RankPool, name: str, precision: str) -> None:
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     layout = replace(LAYOUTS[name], precision=precision, grad_dtype="fp32")
     for megatron, native in two.run(_train_in, layout, precision):
@@ -142,10 +142,10 @@ def _train_in(layout: Layout, precision: str) -> tuple[Trained, Trained]:
     return train_both(replace(layout, precision=precision), steps=10)
 
 
-def test_loss_scale_and_skipped_steps(two: RankPool) -> None:
-    """A scale that overflows at first: both skip the same steps and halve and double at the same ones."""
+def test_loss_scales_and_skipped_steps_agree(two: RankPool) -> None:
+    """The first scale overflows; both engines skip, halve and double at the same steps."""
     for megatron, native in two.run(_train_overflowing, LAYOUTS["tp"]):
-        assert native.skipped, "nothing overflowed"
+        assert native.skipped, "a step must overflow"
         assert len(set(native.scale)) > 2
         assert megatron.skipped == native.skipped
         assert megatron.scale == native.scale
@@ -163,22 +163,22 @@ def _train_overflowing(layout: Layout) -> tuple[Trained, Trained]:
 
 @pytest.mark.parametrize("name", ["tp", "pp-interleaved", "zero1"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_starts_from_the_same_bits(two: RankPool, name: str, precision: str) -> None:
-    for theirs, ours in two.run(_first_parameters, LAYOUTS[name], precision):
-        assert theirs.keys() == ours.keys()
-        for parameter, value in ours.items():
-            assert torch.equal(theirs[parameter], value), parameter
+def test_initial_parameters_are_equal_bit_for_bit(two: RankPool, name: str, precision: str) -> None:
+    for megatron, native in two.run(_first_parameters, LAYOUTS[name], precision):
+        assert megatron.keys() == native.keys()
+        for parameter, value in native.items():
+            assert torch.equal(megatron[parameter], value), parameter
 
 
 def _first_parameters(layout: Layout, precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     experiment = tiny(replace(layout, precision=precision), smallest(layout), "megatron")
-    theirs = build(experiment).full_parameters()
-    return theirs, build(replace(experiment, engine="native")).full_parameters()
+    megatron = build(experiment).full_parameters()
+    return megatron, build(replace(experiment, engine="native")).full_parameters()
 
 
-def test_loss_of_every_token_of_the_first_batch(two: RankPool) -> None:
-    for theirs, ours in two.run(_first_losses, LAYOUTS["tp"]):
-        torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=0.0)
+def test_losses_of_all_tokens_of_the_first_batch_agree(two: RankPool) -> None:
+    for megatron, native in two.run(_first_losses, LAYOUTS["tp"]):
+        torch.testing.assert_close(megatron, native, rtol=1e-6, atol=0.0)
 
 
 def _first_losses(layout: Layout) -> tuple[Tensor, Tensor]:
@@ -189,9 +189,9 @@ def _first_losses(layout: Layout) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         positions = torch.arange(experiment.seq).expand_as(batch.tokens)
         with engine.active:
-            theirs = engine.models[0](batch.tokens, positions, None, labels=batch.targets)
+            megatron = engine.models[0](batch.tokens, positions, None, labels=batch.targets)
         model = native.parts[0].model
         x = model.embed(batch.tokens, batch.place)
         for block in model.blocks.values():
             x = block(x, batch.place)
-        return theirs.flatten(), model.head(x, batch.targets)
+        return megatron.flatten(), model.head(x, batch.targets)

@@ -1,4 +1,4 @@
-"""Captured micro-batches: what prevents a capture, what the record says, and steps that are predicted without the host.
+"""Tests of captured micro-batches: obstacles of a capture, the record, and the predicted step time.
 
 The capture itself needs a GPU (`tests/gpu/test_step.py`).
 """
@@ -33,7 +33,7 @@ GRAPHS = Layout(micro_batch=2, global_batch=4, cuda_graphs=True)
         ({"recompute": True, "pa_cpu": True}, {}, "host memory"),
     ],
 )
-def test_what_prevents_a_capture(
+def test_unsupported_settings_prevent_a_capture(
     change: dict[str, object], training: dict[str, float], obstacle: str
 ) -> None:
     found = capture_obstacle(replace(GRAPHS, **change), Training(**training))  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def test_what_prevents_a_capture(
     assert bool(obstacle) == bool(found)
 
 
-def test_the_record_says_why_passes_were_not_captured() -> None:
+def test_record_states_why_passes_are_not_captured() -> None:
     device = torch.device("cpu")
     engine = NativeEngine(tiny(GRAPHS), meshes.single_rank_mesh(), device)
     assert engine.captured is None
@@ -50,7 +50,7 @@ def test_the_record_says_why_passes_were_not_captured() -> None:
     assert eager.report().configuration == {}
 
 
-def test_a_captured_step_of_small_kernels_is_predicted_without_the_host() -> None:
+def test_predicted_time_of_captured_step_excludes_the_host() -> None:
     def seconds(layout: Layout) -> float:
         experiment = Experiment(name="a", model=TINY, layout=layout, system="dgx-h200")
         found = simulate(experiment, load_system_file("dgx-h200"), time=True)
@@ -60,6 +60,6 @@ def test_a_captured_step_of_small_kernels_is_predicted_without_the_host() -> Non
     layout = replace(GRAPHS, precision="bf16")
     captured, eager = seconds(layout), seconds(replace(layout, cuda_graphs=False))
     assert captured < eager / 3
-    # A capture that is prevented changes nothing.
+    # A prevented capture does not change the predicted time.
     prevented = replace(layout, recompute=True, pa_cpu=True)
     assert seconds(prevented) == seconds(replace(prevented, cuda_graphs=False))

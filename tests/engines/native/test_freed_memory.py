@@ -1,4 +1,4 @@
-"""An experiment that has ended leaves no tensor behind, so that the next one in the process has its memory."""
+"""Test that an ended experiment frees its tensors, so that the next experiment can use their memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_an_ended_experiment_leaves_no_tensor(name: str) -> None:
+def test_ended_experiment_frees_all_tensors(name: str) -> None:
     def run() -> None:
         experiment = ExperimentRun(
             tiny(LAYOUTS[name], steps=3, untimed_steps=1),

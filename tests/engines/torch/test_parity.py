@@ -1,4 +1,4 @@
-"""Under every strategy of torch the model trains as one process of ours does: losses, norms, parameters."""
+"""Parity tests: each strategy of torch trains like one process of engine native."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.training import LEARNING, Trained, smallest, tiny, train
 
 pytestmark = needs("torch")
 COSINE: dict[str, Any] = {**LEARNING, "schedule": "cosine", "min_lr": 3e-4}
-"""The weights move as far as in 20 steps of the ordinary rate."""
-DROPPED: dict[str, Any] = {"steps": 6, "dropout": 0.1, "attention_dropout": 0.1, "clip": 1e3}
-"""No norm reaches the limit: gradients are left as they are, not brought up to it."""
+"""Training in which weights change as in 20 steps with the default rate."""
+DROPOUT: dict[str, Any] = {"steps": 6, "dropout": 0.1, "attention_dropout": 0.1, "clip": 1e3}
+"""Training with dropout, whose gradient norms stay below the clipping limit."""
 FP16: dict[str, Any] = {"steps": 6, "loss_scale": 2.0**12, "loss_scale_hysteresis": 1}
 
 
-def of(world: int, **settings: Any) -> Layout:
-    """A layout of two micro-batches a replica, or of four through a pipeline."""
+def build(world: int, **settings: Any) -> Layout:
+    """Return a layout of two micro-batches per replica, or of four with a pipeline."""
     replica = BATCH // settings.get("dp", 1)
     parts = 4 if "pp" in settings else 2
     layout = Layout(micro_batch=replica // parts, global_batch=BATCH, **settings)
@@ -34,7 +34,7 @@ def of(world: int, **settings: Any) -> Layout:
 
 
 def name_of(layout: Layout) -> str:
-    """What differs from the defaults."""
+    """Return the settings that differ from the defaults."""
     plain = {**vars(Layout()), "micro_batch": 0, "global_batch": BATCH, "chunks": layout.chunks}
     differing = {k: v for k, v in vars(layout).items() if k in plain and plain[k] != v and k != "micro_batch"}
     return "-".join(f"{key}={value}" for key, value in differing.items())
@@ -42,19 +42,19 @@ def name_of(layout: Layout) -> str:
 
 INTERLEAVED: dict[str, Any] = {"pp": 2, "schedule": "interleaved", "chunks": 2}
 FP32 = [
-    *(of(2, dp=2, zero=zero, recompute=zero in (1, 3)) for zero in range(4)),
-    of(2, dp=2, gradient_as_bucket_view=False),
-    of(2, tp=2),
-    of(2, tp=2, sp=True, recompute=True),
-    of(2, pp=2, schedule="gpipe"),
-    of(2, pp=2, recompute=True),
-    of(2, **INTERLEAVED),
-    of(2, stage_layers=(0, 1, 1, 0), **INTERLEAVED),
-    of(4, dp=2, tp=2, sp=True),
-    of(4, dp=2, tp=2, zero=3),
-    of(4, dp=2, pp=2),
-    of(4, dp=2, pp=2, zero=2),
-    of(4, tp=2, sp=True, **INTERLEAVED),
+    *(build(2, dp=2, zero=zero, recompute=zero in (1, 3)) for zero in range(4)),
+    build(2, dp=2, gradient_as_bucket_view=False),
+    build(2, tp=2),
+    build(2, tp=2, sp=True, recompute=True),
+    build(2, pp=2, schedule="gpipe"),
+    build(2, pp=2, recompute=True),
+    build(2, **INTERLEAVED),
+    build(2, stage_layers=(0, 1, 1, 0), **INTERLEAVED),
+    build(4, dp=2, tp=2, sp=True),
+    build(4, dp=2, tp=2, zero=3),
+    build(4, dp=2, pp=2),
+    build(4, dp=2, pp=2, zero=2),
+    build(4, tp=2, sp=True, **INTERLEAVED),
 ]
 
 
@@ -64,43 +64,43 @@ def run(request: pytest.FixtureRequest, layout: Layout, **training: Any) -> list
 
 
 def assert_same(found: list[Trained], expected: Trained, loss: float, parameters: float) -> None:
-    """Relative distances: of losses, of norms within 10 times that, and of all of a rank's parameters as one vector."""
+    """Compare losses, norms (10 times the tolerance) and each rank's parameters as one vector."""
     assert {name for trained in found for name in trained.parameters} == expected.parameters.keys()
     for trained in found:
-        for mine, theirs, tolerance in (
+        for values, target, tolerance in (
             (trained.loss, expected.loss, loss),
             (trained.norm, expected.norm, 10 * loss),
         ):
-            torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=tolerance, atol=0.0)
+            torch.testing.assert_close(torch.tensor(values), torch.tensor(target), rtol=tolerance, atol=0.0)
         names = list(trained.parameters)
-        reference = torch.cat([expected.parameters[name].float().flatten() for name in names])
-        mine = torch.cat([trained.parameters[name].float().flatten() for name in names])
-        assert (mine - reference).norm() <= parameters * reference.norm()
+        target = torch.cat([expected.parameters[name].float().flatten() for name in names])
+        values = torch.cat([trained.parameters[name].float().flatten() for name in names])
+        assert (values - target).norm() <= parameters * target.norm()
         assert trained.skipped == expected.skipped
 
 
-TOGETHER = [
+FP32_CASES = [
     pytest.param(layout, marks=pytest.mark.slow if layout in (FP32[11], FP32[13], FP32[15]) else ())
     for layout in FP32
 ]
-"""Of those on four ranks one under each of FSDP and pipelines is quick; two ranks have every axis by itself."""
+"""FP32 layouts with marks. Two ranks test each axis; on four ranks, one FSDP and one pipeline layout are fast."""
 
 
-@pytest.mark.parametrize("layout", TOGETHER, ids=name_of)
-def test_fp32(request: pytest.FixtureRequest, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", FP32_CASES, ids=name_of)
+def test_fp32_training_agrees_with_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
     expected = alone(model=smallest(layout), **COSINE)
-    assert expected.loss[-1] < 0.95 * expected.loss[0], "the run must learn, or parity shows little"
+    assert expected.loss[-1] < 0.95 * expected.loss[0], "the loss must fall, or parity proves little"
     assert_same(run(request, layout, **COSINE), expected, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("layout", [FP32[3], FP32[6], FP32[9], replace(FP32[0], recompute=True)], ids=name_of)
-def test_dropout(request: pytest.FixtureRequest, layout: Layout) -> None:
-    """The same elements are dropped, again where a layer is computed again."""
-    expected = alone(model=smallest(layout), **DROPPED)
-    assert_same(run(request, layout, **DROPPED), expected, 1e-5, 1e-5)
+def test_dropout_drops_the_elements_of_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
+    """Recomputation drops the same elements again."""
+    expected = alone(model=smallest(layout), **DROPOUT)
+    assert_same(run(request, layout, **DROPOUT), expected, 1e-5, 1e-5)
 
 
-HALF = [
+CASES_16_BIT = [
     pytest.param(
         layout,
         precision,
@@ -112,9 +112,9 @@ HALF = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "precision"), HALF)
-def test_16_bits(request: pytest.FixtureRequest, layout: Layout, precision: str) -> None:
-    """Equal to a few units in the last place: torch rounds at other places than we do."""
+@pytest.mark.parametrize(("layout", "precision"), CASES_16_BIT)
+def test_16_bit_losses_are_close(request: pytest.FixtureRequest, layout: Layout, precision: str) -> None:
+    """The tolerance is a few units in the last place, because torch rounds at other operations."""
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     training = FP16 if precision == "fp16" else {"steps": FP16["steps"]}
     expected = alone(precision, smallest(layout), **training)
@@ -125,34 +125,34 @@ def test_16_bits(request: pytest.FixtureRequest, layout: Layout, precision: str)
 
 @pytest.mark.parametrize("layout", [FP32[1], FP32[2], FP32[6], FP32[8]], ids=name_of)
 def test_overflow_skips_the_step_on_all_ranks(request: pytest.FixtureRequest, layout: Layout) -> None:
-    """The scale is far too large: GradScaler halves it each time, no parameter and no learning rate moves."""
+    """GradScaler halves the scale, which is too large, at each step; no parameter changes."""
     training = {**FP16, "loss_scale": 2.0**60, "steps": 3, "untimed_steps": 1}
-    start = start_of(smallest(layout))
+    start = initial_parameters(smallest(layout))
     for trained in run(request, replace(layout, precision="fp16"), **training):
         assert trained.skipped == [0, 1, 2]
         assert trained.scale == [2.0**60, 2.0**59, 2.0**58]
         assert all(torch.equal(value, start[name]) for name, value in trained.parameters.items())
 
 
-def start_of(model: Model) -> dict[str, torch.Tensor]:
-    """Our first weights."""
+def initial_parameters(model: Model) -> dict[str, torch.Tensor]:
+    """Return the initial parameters of engine native."""
     return build_engine(
         tiny(Layout(), model), meshes.single_rank_mesh(), torch.device("cpu")
     ).full_parameters()
 
 
-def starts(layout: Layout) -> dict[str, torch.Tensor]:
+def initial_shards(layout: Layout) -> dict[str, torch.Tensor]:
     experiment = tiny(layout, smallest(layout), "torch")
     mesh = meshes.distributed_mesh(layout, "cpu")
     return build_engine(experiment, mesh, torch.device("cpu")).full_parameters()
 
 
 @pytest.mark.parametrize("layout", [FP32[3], FP32[6], FP32[9], FP32[11]], ids=name_of)
-def test_the_start_is_ours_to_the_bit(request: pytest.FixtureRequest, layout: Layout) -> None:
-    """However it is sharded, padded and split."""
-    expected = start_of(smallest(layout))
+def test_initial_parameters_are_equal_bit_for_bit(request: pytest.FixtureRequest, layout: Layout) -> None:
+    """This holds for sharded, padded and split parameters."""
+    expected = initial_parameters(smallest(layout))
     pool: RankPool = request.getfixturevalue({2: "two", 4: "four"}[layout.world])
-    ranks = pool.run(starts, layout)
+    ranks = pool.run(initial_shards, layout)
     assert {name for found in ranks for name in found} == expected.keys()
     for found in ranks:
         for name, value in found.items():

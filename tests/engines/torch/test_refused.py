@@ -1,4 +1,4 @@
-"""What torch has nothing for, alone or together with something else, is refused before anything starts."""
+"""Tests that engine torch refuses settings, or combinations of settings, without a counterpart in torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from repro.config.errors import ConfigError
 from tests.training import tiny
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "one buffer": ({"dp": 2, "cb": False}, {}, "layout.cb = false: must be true"),
+    "no constant buffers": ({"dp": 2, "cb": False}, {}, "layout.cb = false: must be true"),
     "no overlap": ({"dp": 2, "overlap": False}, {}, "layout.overlap = false: must be true"),
-    "operators of 2019": ({"kernels": "unfused"}, {}, "layout.kernels = 'unfused': must be fused"),
+    "unfused operators": ({"kernels": "unfused"}, {}, "layout.kernels = 'unfused': must be fused"),
     "P_a": ({"tp": 2, "recompute": True, "pa": True}, {}, "layout.pa = true: must be false"),
     "stage 1 and tp": (
         {"dp": 2, "tp": 2, "zero": 1},
@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_one_line(name: str) -> None:
+def test_unsupported_setting_is_refused_in_one_line(name: str) -> None:
     layout, training, line = REFUSED[name]
     with pytest.raises(ConfigError) as caught:
         tiny(Layout(**layout), engine="torch", **training)
@@ -56,5 +56,5 @@ def test_refused_in_one_line(name: str) -> None:
     ],
     ids=["no dp to shard over", "gpipe", "all axes"],
 )
-def test_what_is_near_it_is_not(layout: Layout) -> None:
+def test_similar_supported_layouts_are_accepted(layout: Layout) -> None:
     tiny(layout, engine="torch")

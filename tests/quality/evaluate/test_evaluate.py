@@ -1,4 +1,4 @@
-"""Protocols on texts that are counted by hand, and the whole command."""
+"""Tests of evaluation protocols on texts with known counts, and of the full command."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from repro.quality.evaluate.samples import (
 from repro.quality.weights import open_weights
 from repro.results.schema import EvaluationRecord
 from repro.results.store import read_records
-from tests.quality.evaluate.made_up import CONTEXT, SIZE, write_tokenizer, write_weights
+from tests.quality.evaluate.known_logits import CONTEXT, VOCAB, write_tokenizer, write_weights
 
 RAW = " = Robert = \n Robert 's cat , 3 @.@ 5 kg , ate 1 @,@ 000 fish ( all cold ) . \n"
-WRITTEN = " = Robert =\nRobert's cat, 3.5 kg, ate 1,000 fish (all cold).\n"
+DETOKENIZED = " = Robert =\nRobert's cat, 3.5 kg, ate 1,000 fish (all cold).\n"
 WORDS, BYTES = 23, 61
-"""Of `RAW` without its ends, by single spaces (the line break is one), and of `WRITTEN`."""
+"""Words of `RAW` without its ends, separated by single spaces or the line break, and bytes of `DETOKENIZED`."""
 
 
-def test_wikitext_is_written_as_people_write() -> None:
-    assert detokenize(RAW) == WRITTEN
+def test_detokenizer_restores_a_wikitext_line() -> None:
+    assert detokenize(RAW) == DETOKENIZED
 
 
 @pytest.mark.parametrize(
-    ("raw", "written"),
+    ("raw", "detokenized"),
     [
         ("well @-@ known", "well-known"),
         ("the dogs ' bowl", "the dogs' bowl"),
@@ -55,8 +55,8 @@ def test_wikitext_is_written_as_people_write() -> None:
         ("an <unk> N times", "an <unk> 1 times"),
     ],
 )
-def test_each_rule_of_the_detokenizer(raw: str, written: str) -> None:
-    assert detokenize(raw) == written
+def test_detokenizer_applies_each_rule(raw: str, detokenized: str) -> None:
+    assert detokenize(raw) == detokenized
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_each_rule_of_the_detokenizer(raw: str, written: str) -> None:
         (3, 2, [(0, 3, 2)]),
     ],
 )
-def test_windows_of_four_tokens(tokens: int, stride: int, expected: list[tuple[int, int, int]]) -> None:
+def test_windows_advance_by_stride(tokens: int, stride: int, expected: list[tuple[int, int, int]]) -> None:
     assert list(split_windows(tokens, 4, stride)) == expected
 
 
 @pytest.mark.parametrize("tokens", range(2, 40))
-def test_every_token_but_the_first_counts_once_after_as_many_as_there_are(tokens: int) -> None:
+def test_every_token_except_the_first_is_scored_once(tokens: int) -> None:
     for context in (3, 8):
         for stride in (1, 2, context):
             counted = []
@@ -87,7 +87,7 @@ def test_every_token_but_the_first_counts_once_after_as_many_as_there_are(tokens
 
 
 def lambada(text: str, name: str, context: int = 100) -> tuple[str, str]:
-    """What comes before what is to be predicted, and this, of one text in bytes."""
+    """Return the context and the target of one text in bytes."""
     found = last_word_samples([text], find_protocol("lambada", name), ByteTokenizer(), context)
     ((_, _, scored),) = found.spans.tolist()
     full = bytes(found.tokens.tolist())
@@ -95,7 +95,7 @@ def lambada(text: str, name: str, context: int = 100) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "before", "last"),
+    ("text", "name", "context", "target"),
     [
         ("the cat sat on a mat", "megatron", "the cat sat on a", " mat"),
         ("  at the bat at \n", "megatron", "at the bat", " at"),
@@ -103,17 +103,17 @@ def lambada(text: str, name: str, context: int = 100) -> tuple[str, str]:
         (" “no” , he said ", "gpt2", '\n"no" , he sai', "d"),
     ],
 )
-def test_what_is_to_be_predicted(text: str, name: str, before: str, last: str) -> None:
-    assert lambada(text, name) == (before, last)
+def test_protocol_defines_context_and_target(text: str, name: str, context: str, target: str) -> None:
+    assert lambada(text, name) == (context, target)
 
 
-def test_a_text_that_is_too_long_loses_its_beginning() -> None:
+def test_long_text_is_truncated_at_its_beginning() -> None:
     assert lambada("the cat sat on a mat", "megatron", context=6) == ("n a", " mat")
     found = last_word_samples(["a b", "the cat", "the dog"], find_protocol("lambada"), ByteTokenizer(), 5)
     assert found.truncated == 2
 
 
-def test_stop_words_are_whole_words_of_the_vocabulary(tmp_path: Path) -> None:
+def test_stop_word_tokens_are_full_words(tmp_path: Path) -> None:
     vocab = write_tokenizer(tmp_path)
     words = read_stop_words(None)
     assert len(words) == 127
@@ -123,7 +123,7 @@ def test_stop_words_are_whole_words_of_the_vocabulary(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights that find ` the` most likely everywhere, and ` mat` next."""
+    """Return weights that predict ` the` first and ` mat` second at every position."""
     path = tmp_path_factory.mktemp("known")
     vocab = write_tokenizer(path)
     write_weights(path, {vocab["Ġthe"]: 2.0, vocab["Ġmat"]: 1.0})
@@ -131,19 +131,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LAMBADA = ["a cat on a mat", "this is the", "we saw the mat", "he is a dog"]
-Z = math.exp(2) + math.exp(1) + SIZE - 2
+Z = math.exp(2) + math.exp(1) + VOCAB - 2
 
 
 @pytest.mark.parametrize(
     ("name", "accuracy", "filtered", "losses"),
     [
-        # ` mat`, ` the`, ` mat`, and ` dog` in four tokens
+        # the targets are ` mat`, ` the`, ` mat`, and ` dog` in four tokens
         ("megatron", 1 / 4, 2 / 4, [math.log(Z) - 1, math.log(Z) - 2, math.log(Z) - 1, 4 * math.log(Z)]),
-        # the same, but `g` alone
+        # the last target is `g`
         ("last-token", 1 / 4, 2 / 4, [math.log(Z) - 1, math.log(Z) - 2, math.log(Z) - 1, math.log(Z)]),
     ],
 )
-def test_lambada_by_hand(
+def test_lambada_scores_have_the_expected_values(
     folder: Path, tmp_path: Path, name: str, accuracy: float, filtered: float, losses: list[float]
 ) -> None:
     data = tmp_path / "texts.jsonl"
@@ -167,25 +167,25 @@ def test_lambada_by_hand(
     assert found["samples"] == 4
 
 
-def arguments(weights: Path, data: Path, *more: str) -> list[str]:
-    return ["evaluate", "--weights", str(weights), "--data", str(data), *more]
+def command(weights: Path, data: Path, *options: str) -> list[str]:
+    return ["evaluate", "--weights", str(weights), "--data", str(data), *options]
 
 
 @pytest.mark.slow
-def test_the_whole_command_on_two_ranks(
+def test_command_evaluates_on_two_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights of zeros find all 256 bytes equally likely, so that every perplexity is a power of 256."""
+    """Zero weights give all 256 bytes equal probability, so that each perplexity is a power of 256."""
     monkeypatch.chdir(tmp_path)
     write_weights(tmp_path / "zeros", {}, size=256)
     data = tmp_path / "wiki.test.tokens"
     data.write_text(RAW)
-    more = ["--task", "wikitext103", "--tokenizer", "bytes", "--pp", "2", "--stride", "5", "--json"]
-    assert main(arguments(tmp_path / "zeros", data, *more)) == 0
-    told = json.loads(capsys.readouterr().out)
+    options = ["--task", "wikitext103", "--tokenizer", "bytes", "--pp", "2", "--stride", "5", "--json"]
+    assert main(command(tmp_path / "zeros", data, *options)) == 0
+    output = json.loads(capsys.readouterr().out)
     (record,) = read_records(Path("results"))
     assert isinstance(record, EvaluationRecord)
-    assert record.as_dict() == told
+    assert record.as_dict() == output
     assert record.metrics == pytest.approx(
         {
             "samples": 1 + math.ceil((BYTES - 1 - CONTEXT) / 5),
@@ -206,7 +206,7 @@ def test_the_whole_command_on_two_ranks(
     assert set(record.weights["files"]) == {"model.safetensors"}
 
 
-def test_gpt2_divides_by_all_words() -> None:
+def test_gpt2_protocol_divides_by_all_words() -> None:
     samples = Samples(torch.arange(BYTES).numpy(), torch.zeros(1, 3).long().numpy(), words=WORDS)
     rows = [(0, math.log(256) * (BYTES - 1), False, False)]
     found = compute_metrics(find_protocol("wikitext103", "gpt2"), samples, rows, filtered=False)
@@ -214,7 +214,7 @@ def test_gpt2_divides_by_all_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("options", "message"),
     [
         (["--task", "glue"], "--task = 'glue': must be one of wikitext103, lambada"),
         (["--task", "lambada", "--protocol", "x"], "must be one of megatron, last-token, gpt2"),
@@ -233,21 +233,21 @@ def test_gpt2_divides_by_all_words() -> None:
         (["--task", "lambada", "--tokenizer", "nowhere"], "needs vocab.json and merges.txt"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_starts(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], says: str
+def test_invalid_options_are_refused_in_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     data = tmp_path / "texts.txt"
     data.write_text("a cat on a mat\n")
     results = tmp_path / "results"
-    assert main([*arguments(folder, data, *more), "--results", str(results)]) == 2
+    assert main([*command(folder, data, *options), "--results", str(results)]) == 2
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     assert len(error.splitlines()) == 1
     assert not results.exists()
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
+    ("task", "message"),
     [
         (
             "wikitext103",
@@ -256,14 +256,14 @@ def test_bad_input_is_one_line_before_anything_starts(
         ("lambada", "sha256 4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"),
     ],
 )
-def test_a_missing_text_says_what_to_fetch(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, says: str
+def test_missing_text_is_refused_with_its_source(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, message: str
 ) -> None:
-    assert main(arguments(folder, tmp_path / "none", "--task", task)) == 2
-    assert says in capsys.readouterr().err
+    assert main(command(folder, tmp_path / "none", "--task", task)) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_a_tokenizer_of_another_model_is_told(folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     write_weights(tmp_path, {}, size=200)
     data = tmp_path / "texts.txt"
     data.write_text("a cat on the mat\n")
@@ -272,7 +272,7 @@ def test_a_tokenizer_of_another_model_is_told(folder: Path, tmp_path: Path) -> N
         run_evaluation(options, tmp_path)
 
 
-def test_lines_that_are_no_samples_are_told(tmp_path: Path) -> None:
+def test_lines_without_a_sample_are_refused(tmp_path: Path) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text('{"text": "a b"}\n{"words": 3}\n')
     with pytest.raises(ConfigError, match=r'line 2.* must be a JSON object with the key "text"'):

@@ -1,4 +1,4 @@
-"""Small random models of each family: our logits are transformers' own, and the way back is the same tensors."""
+"""Tests of small random models of each family: logits equal those of transformers, and exports are exact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from repro.quality.weights.huggingface import export_huggingface, family_of_mode
 from repro.quality.weights.source import WeightSource
 
 pytestmark = pytest.mark.xdist_group("ranks")
-"""With the other tests that import transformers, which takes seconds."""
+"""Group of tests that import transformers, which takes seconds."""
 transformers = pytest.importorskip("transformers", reason="not installed: pip install -e '.[test]'")
 
 VOCAB, SEQ = 90, 24
@@ -40,7 +40,7 @@ NEOX = {
 }
 FALCON = {**LLAMA, "hidden_size": 32, "num_kv_heads": 2, "ffn_hidden_size": 128}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 6, **ENDS}
-"""Six heads: no power of two, of which ALiBi's slopes are another rule's."""
+"""Configuration with six heads, because ALiBi has another rule of slopes if their number is no power of two."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**LLAMA, "num_key_value_heads": 2, "rms_norm_eps": 1e-3}),
     "llama-all-keys": ("Llama", {**LLAMA, "num_key_value_heads": 4, "head_dim": 6}),
@@ -54,8 +54,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def made(name: str) -> Any:
-    """A model whose every parameter, biases and norms too, is random and of some size."""
+def random_model(name: str) -> Any:
+    """Return a model with random parameters, including biases and norms."""
     kind, config = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**config)
     found = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
@@ -68,8 +68,8 @@ def made(name: str) -> Any:
     return found
 
 
-def ours(source: WeightSource, tokens: Tensor) -> Tensor:
-    """Our GPT's logits of the weights."""
+def native_logits(source: WeightSource, tokens: Tensor) -> Tensor:
+    """Return the logits of the native GPT with these weights."""
     module = GPT(source.model, Layout(), Training(), meshes.single_rank_mesh().tp).requires_grad_(False)
     owners = dict(module.named_modules())
     for name, place in source.parameter_shapes.items():
@@ -84,23 +84,23 @@ def ours(source: WeightSource, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers_there_and_back(name: str, tmp_path: Path) -> None:
-    model = made(name)
+def test_logits_equal_those_of_transformers_after_import_and_export(name: str, tmp_path: Path) -> None:
+    model = random_model(name)
     tokens = torch.randint(VOCAB, (3, SEQ), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected = model(tokens).logits
     model.save_pretrained(tmp_path / "theirs")
     source = open_weights(tmp_path / "theirs")
     source.check()
-    assert expected.std() > 0.3, "logits that are all alike would show little"
-    torch.testing.assert_close(ours(source, tokens), expected, rtol=1e-5, atol=1e-5)
+    assert expected.std() > 0.3, "equal logits would prove little"
+    torch.testing.assert_close(native_logits(source, tokens), expected, rtol=1e-5, atol=1e-5)
     export_huggingface(source, tmp_path / "ours", shard_bytes=20_000)
-    again, told = transformers.AutoModelForCausalLM.from_pretrained(
+    reloaded, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(loading_info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        torch.testing.assert_close(again.eval()(tokens).logits, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(reloaded.eval()(tokens).logits, expected, rtol=1e-6, atol=1e-6)
     first, second = source, open_weights(tmp_path / "ours")
     for key, place in first.parameter_shapes.items():
         size = torch.Size(place.shape).numel()
@@ -108,23 +108,22 @@ def test_logits_are_those_of_transformers_there_and_back(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["falcon-7b", "falcon-40b", "bloom-176b", "gpt-neox-20b", "qwen2.5-7b"])
-def test_transformers_counts_as_many_parameters(name: str) -> None:
-    """Of its own modules, in shape only."""
+def test_transformers_has_an_equal_number_of_parameters(name: str) -> None:
     model = load_model(name)
     family = family_of_model(model)
     assert family is not None
     document = family.document(model, model.vocab)
     config = transformers.AutoConfig.for_model(document.pop("model_type"), **document)
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(config)
-    theirs.tie_weights()
-    assert sum(p.numel() for p in theirs.parameters()) == total_parameters(model)
+        model_of_transformers = transformers.AutoModelForCausalLM.from_config(config)
+    model_of_transformers.tie_weights()
+    assert sum(p.numel() for p in model_of_transformers.parameters()) == total_parameters(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon-40b", "neox"])
-def test_a_rank_gets_its_elements_of_its_part(name: str, tmp_path: Path) -> None:
-    """Any stretch of any tp rank; of keys that are on more ranks than they have heads, all."""
-    made(name).save_pretrained(tmp_path)
+def test_rank_reads_any_range_of_its_shard(name: str, tmp_path: Path) -> None:
+    """Each tp rank reads ranges of its shard, and full keys if tp exceeds the number of key heads."""
+    random_model(name).save_pretrained(tmp_path)
     source = open_weights(tmp_path)
     padded = VOCAB + 2
     for ranks in (2, 4):
@@ -144,7 +143,7 @@ def test_a_rank_gets_its_elements_of_its_part(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "says"),
+    ("name", "change", "message"),
     [
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type = 'llama3': must be default"),
         ("llama", {"attention_bias": True}, "attention_bias = true: must be False"),
@@ -164,20 +163,20 @@ def test_a_rank_gets_its_elements_of_its_part(name: str, tmp_path: Path) -> None
         ),
     ],
 )
-def test_what_our_gpt_is_not_is_told_in_one_line(
-    name: str, change: dict[str, Any], says: str, tmp_path: Path
+def test_unsupported_configuration_is_refused_in_one_line(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    made(name).save_pretrained(tmp_path)
+    random_model(name).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(ConfigError, match=says.replace("(", r"\(")) as error:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")) as error:
         open_weights(tmp_path)
     assert "\n" not in str(error.value)
     assert "config.json" in str(error.value)
 
 
-def test_a_layer_that_no_family_has_is_not_written(tmp_path: Path) -> None:
-    made("llama").save_pretrained(tmp_path)
+def test_export_of_a_layer_without_a_family_is_refused(tmp_path: Path) -> None:
+    random_model("llama").save_pretrained(tmp_path)
     source = open_weights(tmp_path)
     source.model = type(source.model)(**{**vars(source.model), "positions": "alibi", "rotary_base": 10000.0})
     with pytest.raises(

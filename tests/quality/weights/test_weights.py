@@ -1,4 +1,4 @@
-"""Others' weights as ours and back, against transformers itself."""
+"""Tests of imported and exported weights against transformers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from repro.quality.weights.huggingface import export_huggingface
 from repro.quality.weights.source import WeightSource
 from tests.engines.native.checkpoint.saved import HALF, LAYOUTS, checkpoint, experiment, start
 from tests.pool import RankPool
-from tests.quality.weights.made_by_hand import (
+from tests.quality.weights.reference_weights import (
     HEADS,
     HIDDEN,
     LAYERS,
     VOCAB,
-    cloned,
+    clone_tensors,
     gpt2,
     megatron_ranks,
     save_megatron,
@@ -37,12 +37,12 @@ from tests.quality.weights.made_by_hand import (
 from tests.training import whole_parameters
 
 pytestmark = pytest.mark.xdist_group("ranks")
-"""With the other tests that import transformers, which takes seconds."""
+"""Group of tests that import transformers, which takes seconds."""
 transformers = pytest.importorskip("transformers", reason="not installed: pip install -e '.[test]'")
 
 
 def read_all(source: WeightSource) -> dict[str, Tensor]:
-    """Every parameter of ours, in one piece."""
+    """Return all parameters under native names."""
     found = {}
     for name, place in source.parameter_shapes.items():
         size = torch.Size(place.shape)
@@ -50,8 +50,8 @@ def read_all(source: WeightSource) -> dict[str, Tensor]:
     return found
 
 
-def by_hand(model: Any) -> dict[str, Tensor]:
-    """A `GPT2LMHeadModel`'s parameters as our GPT has them."""
+def native(model: Any) -> dict[str, Tensor]:
+    """Return the parameters of a `GPT2LMHeadModel` in the layout of the native GPT."""
     state = {name.removeprefix("transformer."): value for name, value in model.state_dict().items()}
     found = {"embed.tokens": state["wte.weight"], "embed.positions": state["wpe.weight"]}
     found |= {"head.norm": state["ln_f.weight"], "head.norm_bias": state["ln_f.bias"]}
@@ -73,7 +73,7 @@ def by_hand(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -85,41 +85,41 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize("shard", ["50GB", "20KB"])
-def test_a_folder_of_transformers(model: Any, tmp_path: Path, shard: str) -> None:
+def test_folder_of_transformers_is_read(model: Any, tmp_path: Path, shard: str) -> None:
     model.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
     source = open_weights(tmp_path)
     source.check()
-    same(read_all(source), by_hand(model))
+    compare(read_all(source), native(model))
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_torch_files_of_any_age_with_masks_and_heads(model: Any, tmp_path: Path, zipped: bool) -> None:
-    """As GPT-2's own on the hub: without a prefix, the causal masks beside the weights, in the format of 2019."""
+def test_old_torch_files_with_causal_masks_are_read(model: Any, tmp_path: Path, zipped: bool) -> None:
+    """GPT-2's files on the hub have no prefix, contain causal masks, and use the format of 2019."""
     model.config.save_pretrained(tmp_path)
     state = {name.removeprefix("transformer."): value for name, value in model.state_dict().items()}
     state |= {f"h.{i}.attn.bias": torch.ones(1, 1, 4, 4) for i in range(LAYERS)}
     names = sorted(state)
     parts = [names[::2], names[1::2]]
-    where = {}
+    file_of = {}
     for number, part in enumerate(parts):
         file = f"pytorch_model-{number + 1:05d}-of-00002.bin"
         torch.save(
             {name: state[name] for name in part}, tmp_path / file, _use_new_zipfile_serialization=zipped
         )
-        where |= dict.fromkeys(part, file)
+        file_of |= dict.fromkeys(part, file)
     index = tmp_path / "pytorch_model.bin.index.json"
-    index.write_text(json.dumps({"weight_map": where}))
+    index.write_text(json.dumps({"weight_map": file_of}))
     source = open_weights(tmp_path)
     source.check()
-    same(read_all(source), by_hand(model))
+    compare(read_all(source), native(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bits_become_the_same_numbers(model: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_16_bit_weights_are_converted_exactly(model: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     half = gpt2().to(dtype)
     half.save_pretrained(tmp_path)
-    same(read_all(open_weights(tmp_path)), {name: value.float() for name, value in by_hand(half).items()})
+    compare(read_all(open_weights(tmp_path)), {name: value.float() for name, value in native(half).items()})
 
 
 @pytest.mark.parametrize(
@@ -132,22 +132,22 @@ def test_megatron_ranks_are_merged(
     save_megatron(tmp_path, megatron_ranks(model, tp, pp, version, chunks), version)
     source = open_weights(tmp_path)
     source.check()
-    same(read_all(source), by_hand(model))
-    same(read_all(open_weights(tmp_path / "iter_0000100")), by_hand(model))
+    compare(read_all(source), native(model))
+    compare(read_all(open_weights(tmp_path / "iter_0000100")), native(model))
 
 
 class DynamicLossScaler:
-    """As `fp16.loss_scaler` had it, whose name the oldest checkpoints call."""
+    """The class `fp16.loss_scaler.DynamicLossScaler`, which the oldest checkpoints contain."""
 
     def __init__(self) -> None:
         self.cur_scale = 2.0**16
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_what_training_leaves_in_a_megatron_checkpoint_is_passed_over(
+def test_training_state_in_megatron_checkpoints_is_ignored(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool
 ) -> None:
-    """Arguments, loss scaler and states of random numbers; flat names of 2019, and no arguments, but for --model."""
+    """The checkpoint has a loss scaler, random states, flat names of 2019, and no arguments: --model is needed."""
     (state,) = megatron_ranks(model, 1, 1, 0).values()
     language = state["model"]["language_model"]
     flat = {f"transformer.{name}": value for name, value in language["transformer"].items()}
@@ -159,7 +159,7 @@ def test_what_training_leaves_in_a_megatron_checkpoint_is_passed_over(
     monkeypatch.setitem(sys.modules, "fp16.loss_scaler", module)
     content = {
         "iteration": 7,
-        "model": cloned(flat),
+        "model": clone_tensors(flat),
         "optimizer": {"loss_scaler": DynamicLossScaler(), "overflow": False},
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
@@ -172,21 +172,21 @@ def test_what_training_leaves_in_a_megatron_checkpoint_is_passed_over(
     with pytest.raises(ConfigError, match=r"heads: is unknown: .* --model"):
         open_weights(tmp_path)
     sizes = Model(name="like", layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq=12)
-    same(read_all(open_weights(tmp_path, sizes)), by_hand(model))
+    compare(read_all(open_weights(tmp_path, sizes)), native(model))
 
 
-class Evil:
-    """A pickle that calls something."""
+class Malicious:
+    """An object whose pickle calls a function."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("/tmp/evil",)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_file_that_calls_something_is_refused(tmp_path: Path, model: Any, zipped: bool) -> None:
+def test_file_that_calls_a_function_is_refused(tmp_path: Path, model: Any, zipped: bool) -> None:
     model.config.save_pretrained(tmp_path)
     path = tmp_path / "pytorch_model.bin"
-    torch.save({"wte.weight": Evil()}, path, _use_new_zipfile_serialization=zipped)
+    torch.save({"wte.weight": Malicious()}, path, _use_new_zipfile_serialization=zipped)
     with pytest.raises(
         ConfigError,
         match=r"must contain only tensors and plain values; loading this file would call posix\.mkdir",
@@ -198,8 +198,8 @@ def test_a_file_that_calls_something_is_refused(tmp_path: Path, model: Any, zipp
         open_weights(tmp_path)
 
 
-def test_a_stand_in_is_never_the_thing(tmp_path: Path) -> None:
-    """What is accepted by name is not imported: attributes are kept, nothing is run."""
+def test_allowed_classes_become_placeholders(tmp_path: Path) -> None:
+    """Classes that are accepted by name are not imported; placeholders retain their attributes."""
     from repro.quality.weights.tensor_files import Placeholder, read_torch_file
 
     path = tmp_path / "a.pt"
@@ -210,7 +210,7 @@ def test_a_stand_in_is_never_the_thing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected_message"),
     [
         ({"drop": "transformer.h.1.mlp.c_fc.weight"}, r"missing tensor h\.1\.mlp\.c_fc\.weight"),
         ({"add": "transformer.h.9.ln_1.bias"}, r"unknown tensor h\.9\.ln_1\.bias"),
@@ -224,8 +224,8 @@ def test_a_stand_in_is_never_the_thing(tmp_path: Path) -> None:
         ({"config": {"model_type": "opt"}}, r"model_type = 'opt'"),
     ],
 )
-def test_what_is_not_our_gpt_is_told_in_one_line(
-    model: Any, tmp_path: Path, change: dict[str, Any], says: str
+def test_unsupported_model_is_refused_in_one_line(
+    model: Any, tmp_path: Path, change: dict[str, Any], expected_message: str
 ) -> None:
     config = {**model.config.to_dict(), **change.get("config", {})}
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
@@ -239,14 +239,14 @@ def test_what_is_not_our_gpt_is_told_in_one_line(
     if name := change.get("head"):
         state[name] = state[name] + 1
     torch.save(state, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=says) as error:
+    with pytest.raises(ConfigError, match=expected_message) as error:
         open_weights(tmp_path).check()
     assert "\n" not in str(error.value)
 
 
-def test_ranks_that_are_not_of_one_model_are_told(model: Any, tmp_path: Path) -> None:
+def test_ranks_of_different_models_are_refused(model: Any, tmp_path: Path) -> None:
     ranks = megatron_ranks(model, 2, 1, 3.0)
-    ranks[1, 0] = cloned(ranks[1, 0])
+    ranks[1, 0] = clone_tensors(ranks[1, 0])
     ranks[1, 0]["model"]["language_model"]["transformer"]["layers.0.input_layernorm.bias"][0] += 1
     save_megatron(tmp_path, ranks, 3.0)
     with pytest.raises(
@@ -259,7 +259,7 @@ def test_ranks_that_are_not_of_one_model_are_told(model: Any, tmp_path: Path) ->
     save_megatron(tmp_path / "uneven", ranks, 3.0)
     with pytest.raises(
         ConfigError, match=r"mp_rank_00: .*must have \[44, 24\]"
-    ):  # of 89 rows the half of a whole number
+    ):  # the two ranks have 89 rows, an odd number
         open_weights(tmp_path / "uneven")
     (tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt").rename(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"must be in mp_rank_00"):
@@ -267,33 +267,33 @@ def test_ranks_that_are_not_of_one_model_are_told(model: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("message", "says"),
+    ("arguments", "expected_message"),
     [
         ({"bias_gelu_fusion": False}, "GELU by the tanh approximation"),
         ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights"),
         ({"layernorm_epsilon": 1e-6}, "layernorm_epsilon"),
     ],
 )
-def test_a_megatron_model_that_ours_is_not_is_refused(
-    model: Any, tmp_path: Path, message: dict[str, Any], says: str
+def test_unsupported_megatron_model_is_refused(
+    model: Any, tmp_path: Path, arguments: dict[str, Any], expected_message: str
 ) -> None:
-    args = argparse.Namespace(num_attention_heads=HEADS, **message)
+    args = argparse.Namespace(num_attention_heads=HEADS, **arguments)
     save_megatron(tmp_path, megatron_ranks(model, 1, 1, 3.0), 3.0, args=args)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=expected_message):
         open_weights(tmp_path)
 
 
-def test_a_folder_of_nothing_known_says_what_is_known(tmp_path: Path) -> None:
+def test_unknown_folder_is_refused_with_the_known_formats(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"must be a folder of Hugging Face transformers .* Megatron-LM .* `repro run`"
     ):
         open_weights(tmp_path)
 
 
-def learnt(wrote: Experiment, root: Path) -> dict[str, Tensor]:
-    """Train to a checkpoint, and what the parameters are then, complete."""
+def train_to_checkpoint(trained: Experiment, root: Path) -> dict[str, Tensor]:
+    """Train to a checkpoint and return the full parameters."""
     torch.set_num_threads(1)
-    run = start(wrote, root)
+    run = start(trained, root)
     run.prelude()
     run.steps(HALF - run.index)
     run.engine.synchronize()
@@ -301,28 +301,28 @@ def learnt(wrote: Experiment, root: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2-z3"])
-def test_our_own_checkpoints_of_any_layout(two: RankPool, tmp_path: Path, layout: str) -> None:
-    """Also by the folder with all steps; and transformers computes what they computed."""
-    wrote = experiment(LAYOUTS[layout])
-    expected = two.run(learnt, wrote, tmp_path)[0]
-    folder = checkpoint(tmp_path, wrote)
+def test_native_checkpoints_of_any_layout_are_exported(two: RankPool, tmp_path: Path, layout: str) -> None:
+    """The folder of one step and the folder of all steps are read; transformers loads the export."""
+    trained = experiment(LAYOUTS[layout])
+    expected = two.run(train_to_checkpoint, trained, tmp_path)[0]
+    folder = checkpoint(tmp_path, trained)
     source = open_weights(folder)
-    same(read_all(source), expected)
-    same(read_all(open_weights(folder.parent)), expected)
+    compare(read_all(source), expected)
+    compare(read_all(open_weights(folder.parent)), expected)
     tokens = expected["embed.tokens"]
-    third = source.elements("embed.tokens", 5, tokens.numel() // 2 + 32, 1, 2, rows=tokens.shape[0] + 2)
+    shard = source.elements("embed.tokens", 5, tokens.numel() // 2 + 32, 1, 2, rows=tokens.shape[0] + 2)
     padded = torch.cat([tokens, torch.zeros(2, tokens.shape[1])]).chunk(2)[1].reshape(-1)
-    assert torch.equal(third, padded[5 : tokens.numel() // 2 + 32])
+    assert torch.equal(shard, padded[5 : tokens.numel() // 2 + 32])
     export_huggingface(source, tmp_path / "out")
-    same(read_all(open_weights(tmp_path / "out")), expected)
+    compare(read_all(open_weights(tmp_path / "out")), expected)
     transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_gets_its_elements_of_its_part(model: Any, tmp_path: Path, ranks: int) -> None:
-    """Any stretch, of any tp rank, whatever ranks the files are of; beyond the vocabulary there are zeros."""
+def test_rank_reads_any_range_of_its_shard(model: Any, tmp_path: Path, ranks: int) -> None:
+    """Each tp rank reads ranges of its shard from files of two ranks; padding of the vocabulary is zero."""
     save_megatron(tmp_path, megatron_ranks(model, 2, 1, 2.0), 2.0)
-    source, expected = open_weights(tmp_path), by_hand(model)
+    source, expected = open_weights(tmp_path), native(model)
     padded = VOCAB + 2
     expected["embed.tokens"] = torch.cat([expected["embed.tokens"], torch.zeros(2, HIDDEN)])
     draw = random.Random(5)
@@ -340,7 +340,7 @@ def test_a_rank_gets_its_elements_of_its_part(model: Any, tmp_path: Path, ranks:
 
 
 @pytest.mark.parametrize("shard", [5_000_000_000, 20_000])
-def test_transformers_loads_what_is_exported(model: Any, tmp_path: Path, shard: int) -> None:
+def test_transformers_loads_exported_weights(model: Any, tmp_path: Path, shard: int) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     save_megatron(theirs, megatron_ranks(model, 2, 2, 2.0), 2.0)
     written = export_huggingface(open_weights(theirs), ours, shard_bytes=shard)
@@ -348,16 +348,16 @@ def test_transformers_loads_what_is_exported(model: Any, tmp_path: Path, shard: 
     count = len(files)
     assert (count > 1) == (shard == 20_000)
     numbered = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    assert files == (numbered if count > 1 else ["model.safetensors"]), "as everybody numbers them"
-    loaded, told = transformers.GPT2LMHeadModel.from_pretrained(ours, output_loading_info=True)
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert files == (numbered if count > 1 else ["model.safetensors"]), "files have the usual names"
+    loaded, loading_info = transformers.GPT2LMHeadModel.from_pretrained(ours, output_loading_info=True)
+    assert not any(loading_info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.config.eos_token_id == loaded.config.vocab_size - 1
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
-    same(read_all(open_weights(ours)), by_hand(model))
+    compare(read_all(open_weights(ours)), native(model))
 
 
-def test_padding_is_left_out_of_an_export(
+def test_export_omits_the_padding_of_the_vocabulary(
     model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"

@@ -16,7 +16,7 @@ from repro.parallel import mesh as meshes
 from tests.training import TINY, tiny
 
 MODEL = replace(TINY, name="tiny-2", layers=2)
-HALF, WHOLE = 3, 6
+HALF, STEPS = 3, 6
 LAYOUTS = {
     "dp1": Layout(micro_batch=2, global_batch=4),
     "dp2-z0": Layout(dp=2, micro_batch=1, global_batch=4),
@@ -35,7 +35,7 @@ LAYOUTS = {
 
 
 def experiment(
-    layout: Layout, steps: int = WHOLE, every: int = HALF, model: Model = MODEL, **training: Any
+    layout: Layout, steps: int = STEPS, every: int = HALF, model: Model = MODEL, **training: Any
 ) -> Experiment:
     settings = {"untimed_steps": 1, "dropout": 0.1, "checkpoint_every": every, **training}
     return tiny(layout, model, steps=steps, **settings)
@@ -48,8 +48,8 @@ def start(experiment: Experiment, root: Path, device: str = "cpu") -> Experiment
     return ExperimentRun(experiment, mesh, torch.device(device), lambda step, phase: None, place)
 
 
-def train(experiment: Experiment, root: Path, until: int = WHOLE, device: str = "cpu") -> dict[str, Any]:
-    """One start of a run; it goes on from what is in `root` and is broken off after step `until`."""
+def train(experiment: Experiment, root: Path, until: int = STEPS, device: str = "cpu") -> dict[str, Any]:
+    """Resume a run from the checkpoints in `root`, stop it after step `until`, and return its result."""
     torch.set_num_threads(1)
     run = start(experiment, root, device)
     run.prelude()

@@ -1,4 +1,4 @@
-"""A training that was stopped goes on under the same layout as if nothing had been, and under any other."""
+"""Tests that training resumes from checkpoints: exactly under the same layout, and under other layouts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from repro.engines.native.checkpoint.state import STATES, Rectangle, matrix_rows
 from repro.launch.job import Stopped
 from repro.launch.rank.checkpoints import TRAINING_FILE
 from repro.launch.rank.device_settings import DETERMINISTIC_ENVIRONMENT
-from tests.engines.native.checkpoint.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train
+from tests.engines.native.checkpoint.saved import HALF, LAYOUTS, STEPS, checkpoint, experiment, start, train
 from tests.launch.runs import fill, small_disk
 from tests.parallel.test_architectures import FAMILIES
 from tests.pool import RankPool, forks
 from tests.training import TINY
 
 
-def pass_on(experiment: Experiment, root: Path) -> int:
+def rewrite(experiment: Experiment, root: Path) -> int:
     """Read a checkpoint and write it again; returns its step."""
     run = start(experiment, root)
     assert run.checkpoints is not None
@@ -34,8 +34,8 @@ def pass_on(experiment: Experiment, root: Path) -> int:
     return run.index
 
 
-def on(layout: Layout, request: pytest.FixtureRequest) -> Any:
-    """Calls a function on as many ranks as the layout has, and returns what rank 0 makes of it."""
+def run_on(layout: Layout, request: pytest.FixtureRequest) -> Any:
+    """Return a function that calls its argument on the ranks of a layout and returns the result of rank 0."""
     if layout.world == 1:
         return lambda function, *arguments: function(*arguments)
     pool: RankPool = request.getfixturevalue({2: "two", 4: "four"}[layout.world])
@@ -60,7 +60,7 @@ def read_states(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> list[float]:
-    """The losses of one process that nobody stops."""
+    """Return the losses of one process without interruption."""
     losses: list[float] = train(experiment(LAYOUTS["dp1"], every=0), Path())["loss"]
     return losses
 
@@ -78,46 +78,46 @@ def uninterrupted() -> list[float]:
         ("cp2-dp2-z3", "dp2-z1"),
     ],
 )
-def test_any_layout_reads_what_any_layout_wrote(
+def test_each_layout_reads_checkpoints_of_other_layouts(
     first: str,
     then: str,
     tmp_path: Path,
     request: pytest.FixtureRequest,
     uninterrupted: list[float],
 ) -> None:
-    """Bit for bit, and the losses go on as if one process had taken all steps."""
-    hand_over(experiment(LAYOUTS[first]), experiment(LAYOUTS[then]), tmp_path, request, uninterrupted)
+    """States are equal bit for bit, and the next losses are those of one process without interruption."""
+    resume_elsewhere(experiment(LAYOUTS[first]), experiment(LAYOUTS[then]), tmp_path, request, uninterrupted)
 
 
 @pytest.mark.parametrize(("first", "then"), [("tp4", "dp2-z3"), ("dp1", "tp4"), ("tp4", "tp2-pp2")])
-def test_keys_on_more_ranks_than_they_have_heads(
+def test_replicated_key_heads_are_split_and_merged(
     first: str, then: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Whole on all ranks of one layout, split by the other."""
+    """One layout replicates the key heads on all ranks, the other splits the key heads."""
     model = replace(FAMILIES["llama"], biases="qkv")
     layouts = {**LAYOUTS, "tp4": Layout(tp=4, micro_batch=2, global_batch=4)}
     losses = train(experiment(LAYOUTS["dp1"], every=0, model=model), Path())["loss"]
-    wrote, reads = (experiment(layouts[name], model=model) for name in (first, then))
-    hand_over(wrote, reads, tmp_path, request, losses)
+    saved, other = (experiment(layouts[name], model=model) for name in (first, then))
+    resume_elsewhere(saved, other, tmp_path, request, losses)
 
 
-def hand_over(
-    wrote: Experiment, reads: Experiment, tmp_path: Path, request: pytest.FixtureRequest, losses: list[float]
+def resume_elsewhere(
+    saved: Experiment, other: Experiment, tmp_path: Path, request: pytest.FixtureRequest, losses: list[float]
 ) -> None:
-    """Train, read and write again, and train on: `losses` are those of one process that nobody stops."""
-    on(wrote.layout, request)(train, wrote, tmp_path, HALF)
-    written = read_states(checkpoint(tmp_path, wrote))
-    assert on(reads.layout, request)(pass_on, reads, tmp_path) == HALF
-    again = read_states(checkpoint(tmp_path, reads))
-    assert written.keys() == again.keys()
+    """Train, rewrite the checkpoint under another layout and resume; compare with the losses of one process."""
+    run_on(saved.layout, request)(train, saved, tmp_path, HALF)
+    written = read_states(checkpoint(tmp_path, saved))
+    assert run_on(other.layout, request)(rewrite, other, tmp_path) == HALF
+    rewritten = read_states(checkpoint(tmp_path, other))
+    assert written.keys() == rewritten.keys()
     for name, values in written.items():
-        assert torch.equal(values, again[name]), name
-    index.remove(checkpoint(tmp_path, reads))
-    result = on(reads.layout, request)(train, reads, tmp_path)
+        assert torch.equal(values, rewritten[name]), name
+    index.remove(checkpoint(tmp_path, other))
+    result = run_on(other.layout, request)(train, other, tmp_path)
     assert [start["step"] for start in result["checkpoints"]["resumed"]] == [HALF]
-    assert result["checkpoints"]["resumed"][0]["key"] == wrote.key
+    assert result["checkpoints"]["resumed"][0]["key"] == saved.key
     assert result["loss"] == pytest.approx(losses, rel=1e-6)
-    assert sum(map(len, result["rounds"])) == WHOLE - HALF - 1, "times of the last start only"
+    assert sum(map(len, result["rounds"])) == STEPS - HALF - 1, "times of the last start only"
 
 
 @pytest.mark.parametrize(
@@ -131,59 +131,59 @@ def hand_over(
         ),
     ],
 )
-def test_the_same_layout_goes_on_to_the_bit(
+def test_same_layout_resumes_bit_for_bit(
     name: str, precision: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Weights, moments, losses, norms, and in fp16 the scaler: halved, and grown by steps on both sides of the stop."""
-    goes_on_to_the_bit(replace(LAYOUTS[name], precision=precision), tmp_path, on(LAYOUTS[name], request))
+    """In fp16, the loss scale is halved before the stop and grows by counts from before and after the stop."""
+    assert_resumes(replace(LAYOUTS[name], precision=precision), tmp_path, run_on(LAYOUTS[name], request))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_on_a_gpu_that_needs_deterministic_algorithms(
+def test_gpu_with_deterministic_algorithms_resumes_bit_for_bit(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which every operator of the step has."""
+    """Every operator of the step has a deterministic algorithm."""
     for name, value in DETERMINISTIC_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     layout = replace(LAYOUTS["dp1"], precision=precision)
-    there = lambda function, *arguments: function(*arguments, device="cuda")
-    goes_on_to_the_bit(layout, tmp_path, there, deterministic=True)
+    on_gpu = lambda function, *arguments: function(*arguments, device="cuda")
+    assert_resumes(layout, tmp_path, on_gpu, deterministic=True)
 
 
-def goes_on_to_the_bit(layout: Layout, root: Path, run: Any, **training: Any) -> None:
-    """Train through, and with a stop: everything is equal."""
+def assert_resumes(layout: Layout, root: Path, run: Any, **training: Any) -> None:
+    """Compare a run without interruption with a run that resumes from its first checkpoint."""
     if layout.precision == "fp16":
         training |= {"loss_scale": 2.0**19, "loss_scale_window": 2, "loss_scale_hysteresis": 1}
-    through, halves = (experiment(layout, **training) for _ in range(2))
-    reference = run(train, through, root / "through")
-    run(train, halves, root / "halves", HALF)
-    result = run(train, halves, root / "halves")
+    full, parts = (experiment(layout, **training) for _ in range(2))
+    reference = run(train, full, root / "full")
+    run(train, parts, root / "parts", HALF)
+    result = run(train, parts, root / "parts")
     for series in ("loss", "grad_norm", "loss_scale", "skipped_steps"):
         assert result[series] == reference[series], series
     if layout.precision == "fp16":
         scale = reference["loss_scale"]
-        assert min(reference["skipped_steps"]) < HALF - 1, "then a good step, which counts for the growth"
+        assert min(reference["skipped_steps"]) < HALF - 1, "a good step must precede the stop"
         assert scale[HALF - 1] == scale[HALF] < scale[HALF + 1]
-    expected = read_states(checkpoint(root / "through", through, WHOLE))
-    for key, values in read_states(checkpoint(root / "halves", halves, WHOLE)).items():
+    expected = read_states(checkpoint(root / "full", full, STEPS))
+    for key, values in read_states(checkpoint(root / "parts", parts, STEPS)).items():
         assert torch.equal(values, expected[key]), key
 
 
-def test_interleaved_stages_name_their_layers_as_the_model_does(tmp_path: Path, two: RankPool) -> None:
-    """Two chunks a stage, the tied embedding on both, fp16 with master weights."""
+def test_interleaved_stages_use_the_layer_names_of_the_model(tmp_path: Path, two: RankPool) -> None:
+    """The layout has two chunks per stage, the tied embedding on both stages, and fp16 with master weights."""
     layout = Layout(pp=2, chunks=2, schedule="interleaved", micro_batch=1, global_batch=4, precision="fp16")
-    wrote = experiment(layout, model=TINY)
-    reads = experiment(replace(LAYOUTS["dp1"], precision="fp16"), model=TINY)
-    two.run(train, wrote, tmp_path, HALF)
-    assert pass_on(reads, tmp_path) == HALF
-    written, again = read_states(checkpoint(tmp_path, wrote)), read_states(checkpoint(tmp_path, reads))
-    assert written.keys() == again.keys()
-    assert all(torch.equal(values, again[name]) for name, values in written.items())
+    saved = experiment(layout, model=TINY)
+    other = experiment(replace(LAYOUTS["dp1"], precision="fp16"), model=TINY)
+    two.run(train, saved, tmp_path, HALF)
+    assert rewrite(other, tmp_path) == HALF
+    written, rewritten = read_states(checkpoint(tmp_path, saved)), read_states(checkpoint(tmp_path, other))
+    assert written.keys() == rewritten.keys()
+    assert all(torch.equal(values, rewritten[name]) for name, values in written.items())
 
 
-def test_each_rank_writes_only_what_it_owns(tmp_path: Path, two: RankPool) -> None:
-    """Nothing twice, not even what all replicas have, and replicas share the work."""
+def test_ranks_write_each_element_once_and_share_the_work(tmp_path: Path, two: RankPool) -> None:
+    """Replicated states are written once; no rank writes 62 % of the bytes."""
     for name in ("dp2-z0", "dp2-z3", "tp2", "pp2"):
         written = experiment(LAYOUTS[name])
         two.run(train, written, tmp_path / name, HALF)
@@ -199,44 +199,42 @@ def test_each_rank_writes_only_what_it_owns(tmp_path: Path, two: RankPool) -> No
         assert matrix_rows(loaded.shapes["blocks.0.attention.qkv"], 1) == 3
 
 
-def test_a_run_keeps_the_newest_two_and_in_the_end_one(tmp_path: Path) -> None:
-    kept = experiment(LAYOUTS["dp1"], every=1)
-    root = tmp_path / kept.key
-    train(kept, tmp_path, 4)
+def test_run_retains_two_checkpoints_and_finally_one(tmp_path: Path) -> None:
+    frequent = experiment(LAYOUTS["dp1"], every=1)
+    root = tmp_path / frequent.key
+    train(frequent, tmp_path, 4)
     assert index.complete(root) == [3, 4]
-    result = train(kept, tmp_path)
-    assert index.complete(root) == [WHOLE]
-    assert result["checkpoints"]["written"] == [5, WHOLE]
-    assert train(kept, tmp_path)["checkpoints"]["resumed"] == [], (
-        "what is done and is wanted again begins again"
+    result = train(frequent, tmp_path)
+    assert index.complete(root) == [STEPS]
+    assert result["checkpoints"]["written"] == [5, STEPS]
+    assert train(frequent, tmp_path)["checkpoints"]["resumed"] == [], (
+        "a repeated run of a finished experiment must start from step 0"
     )
 
 
-def test_a_longer_run_of_the_same_name_goes_on_from_the_end(
-    tmp_path: Path, uninterrupted: list[float]
-) -> None:
+def test_longer_run_of_same_name_resumes_at_the_end(tmp_path: Path, uninterrupted: list[float]) -> None:
     train(experiment(LAYOUTS["dp1"], steps=4), tmp_path, 4)
     result = train(experiment(LAYOUTS["dp1"]), tmp_path)
     assert [start["step"] for start in result["checkpoints"]["resumed"]] == [4]
     assert result["loss"] == uninterrupted
 
 
-def test_another_name_is_continued_only_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_run_of_another_name_resumes_only_on_request(tmp_path: Path) -> None:
     train(experiment(LAYOUTS["dp1"]), tmp_path, HALF)
     other = replace(experiment(LAYOUTS["dp1"], every=3), name="other")
     assert start(other, tmp_path).resumed == []
-    asked = replace(other, training=replace(other.training, continues="tiny"))
-    assert [found["step"] for found in start(asked, tmp_path).resumed] == [HALF]
-    lost = replace(other, training=replace(other.training, continues="nobody"))
+    continuing = replace(other, training=replace(other.training, continues="tiny"))
+    assert [found["step"] for found in start(continuing, tmp_path).resumed] == [HALF]
+    unknown = replace(other, training=replace(other.training, continues="nobody"))
     with pytest.raises(ValueError, match=r"continues = 'nobody': must be an experiment .* run it first"):
-        start(lost, tmp_path)
+        start(unknown, tmp_path)
 
 
-# -- being stopped -----------------------------------------------------------------------------------
+# -- interruptions -----------------------------------------------------------------------------------
 
 
-def stopped(experiment: Experiment, root: Path) -> str:
-    """A run that finds the launcher's request after its third step."""
+def run_until_stopped(experiment: Experiment, root: Path) -> str:
+    """Run until the stop request of the launcher after step 3, and return the message."""
     run = start(experiment, root)
     run.prelude()
     run.steps(1)
@@ -247,18 +245,18 @@ def stopped(experiment: Experiment, root: Path) -> str:
     return str(caught.value)
 
 
-def test_all_ranks_stop_after_the_same_step_and_go_on_from_there(tmp_path: Path, two: RankPool) -> None:
-    wanted = experiment(LAYOUTS["dp2-z2"], every=WHOLE)
-    message = two.run(stopped, wanted, tmp_path)
+def test_all_ranks_stop_and_resume_at_the_same_step(tmp_path: Path, two: RankPool) -> None:
+    wanted = experiment(LAYOUTS["dp2-z2"], every=STEPS)
+    message = two.run(run_until_stopped, wanted, tmp_path)
     assert message == ["stopped on request after step 3; the next run resumes there"] * 2
     (tmp_path / "stop").unlink()
     result = two.run(train, wanted, tmp_path)[0]
     assert [start["step"] for start in result["checkpoints"]["resumed"]] == [3]
-    assert len(result["loss"]) == WHOLE
+    assert len(result["loss"]) == STEPS
 
 
-def dies(experiment: Experiment, root: Path, moment: str) -> None:
-    """A run that is killed while it writes its second checkpoint."""
+def train_and_die(experiment: Experiment, root: Path, moment: str) -> None:
+    """Train until the process is killed while it writes its second checkpoint."""
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -278,24 +276,24 @@ def dies(experiment: Experiment, root: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["in the data", "before the index", "before the index has its name"])
-def test_a_kill_in_mid_write_leaves_the_checkpoint_before(
+def test_kill_during_a_write_leaves_the_preceding_checkpoint(
     moment: str, tmp_path: Path, uninterrupted: list[float]
 ) -> None:
-    killed = experiment(LAYOUTS["dp1"], every=HALF - 1, steps=WHOLE)
-    process = forks().Process(target=dies, args=(killed, tmp_path, moment))
+    killed = experiment(LAYOUTS["dp1"], every=HALF - 1, steps=STEPS)
+    process = forks().Process(target=train_and_die, args=(killed, tmp_path, moment))
     process.start()
     process.join(250)
     assert process.exitcode == -signal.SIGKILL
     root = tmp_path / killed.key
     assert index.complete(root) == [HALF - 1]
-    assert (root / f"step-{2 * (HALF - 1)}").is_dir(), "it was killed in the middle"
+    assert (root / f"step-{2 * (HALF - 1)}").is_dir(), "the kill must leave a partial folder"
     result = train(killed, tmp_path)
     assert [start["step"] for start in result["checkpoints"]["resumed"]] == [HALF - 1]
     assert result["loss"] == uninterrupted
-    assert [path.name for path in root.glob("step-*")] == [f"step-{WHOLE}"]
+    assert [path.name for path in root.glob("step-*")] == [f"step-{STEPS}"]
 
 
-def test_a_full_disk_keeps_the_old_checkpoint_and_does_not_end_the_run(
+def test_full_disk_retains_old_checkpoint_without_ending_the_run(
     tmp_path: Path, uninterrupted: list[float]
 ) -> None:
     full = experiment(LAYOUTS["dp1"])
@@ -308,7 +306,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_does_not_end_the_run(
         result = run.result().as_dict()
         assert result["checkpoints"]["written"] == [HALF]
         (failure,) = result["checkpoints"]["failures"]
-        assert failure["step"] == WHOLE
+        assert failure["step"] == STEPS
         assert failure["reason"] == f"rank 0: No space left on device: {disk / full.key / TRAINING_FILE}"
         assert result["loss"] == uninterrupted
         (disk / "filler").unlink()
@@ -316,14 +314,14 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_does_not_end_the_run(
         assert start(full, disk).index == HALF
 
 
-def runs_out(experiment: Experiment, root: Path) -> dict[str, Any]:
-    """A run on two ranks, of which the second has no room for its part of the second checkpoint."""
+def train_with_full_disk(experiment: Experiment, root: Path) -> dict[str, Any]:
+    """Train on two ranks, of which rank 1 has no disk space for its file of the second checkpoint."""
     run = start(experiment, root)
     run.prelude()
     run.steps(HALF - 1)
     if dist.get_rank():
-        index.rank_file(index.folder_of(root / experiment.key, WHOLE), 1).parent.mkdir()
-        os.symlink("/dev/full", index.rank_file(index.folder_of(root / experiment.key, WHOLE), 1))
+        index.rank_file(index.folder_of(root / experiment.key, STEPS), 1).parent.mkdir()
+        os.symlink("/dev/full", index.rank_file(index.folder_of(root / experiment.key, STEPS), 1))
     dist.barrier()
     assert run.checkpoints is not None
     run.checkpoints._make = lambda folder: None  # type: ignore[method-assign]
@@ -331,10 +329,10 @@ def runs_out(experiment: Experiment, root: Path) -> dict[str, Any]:
     return run.result().as_dict()
 
 
-def test_a_checkpoint_that_one_rank_cannot_write_is_none(tmp_path: Path, two: RankPool) -> None:
-    lacking = experiment(LAYOUTS["dp2-z1"])
-    results = two.run(runs_out, lacking, tmp_path)
+def test_checkpoint_that_one_rank_cannot_write_is_removed(tmp_path: Path, two: RankPool) -> None:
+    incomplete = experiment(LAYOUTS["dp2-z1"])
+    results = two.run(train_with_full_disk, incomplete, tmp_path)
     assert [result["checkpoints"]["written"] for result in results] == [[HALF]] * 2
     assert [len(result["checkpoints"]["failures"]) for result in results] == [0, 1]
-    assert index.complete(tmp_path / lacking.key) == [HALF]
-    assert not checkpoint(tmp_path, lacking, WHOLE).exists()
+    assert index.complete(tmp_path / incomplete.key) == [HALF]
+    assert not checkpoint(tmp_path, incomplete, STEPS).exists()

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say, which bytes a reader takes from them, and what is said of damaged ones."""
+"""Tests of checkpoint files: their content, the bytes that a reader takes, and errors of damaged files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ QUICK = settings(max_examples=60)
 
 
 @st.composite
-def cuts(draw: st.DrawFn, rows: int, width: int, tp: int) -> list[Rectangle]:
-    """A matrix cut by tp into blocks of columns, and each of these by ZeRO, anywhere."""
+def partitions(draw: st.DrawFn, rows: int, width: int, tp: int) -> list[Rectangle]:
+    """Draw the partition of a matrix by tp into blocks of columns, which ZeRO cuts at any element."""
     found = []
     for rank in range(tp):
         numel = rows * width // tp
@@ -34,50 +34,50 @@ def cuts(draw: st.DrawFn, rows: int, width: int, tp: int) -> list[Rectangle]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[int, int, list[Rectangle], list[Rectangle]]:
+def partition_pairs(draw: st.DrawFn) -> tuple[int, int, list[Rectangle], list[Rectangle]]:
     rows, width = draw(st.integers(1, 7)), 12 * draw(st.integers(1, 3))
-    written, read = (draw(cuts(rows, width, draw(st.sampled_from([1, 2, 3, 4])))) for _ in range(2))
+    written, read = (draw(partitions(rows, width, draw(st.sampled_from([1, 2, 3, 4])))) for _ in range(2))
     return rows, width, written, read
 
 
 @QUICK
-@given(layouts())
+@given(partition_pairs())
 def test_every_element_is_written_once_and_read_once(
     case: tuple[int, int, list[Rectangle], list[Rectangle]],
 ) -> None:
     rows, width, written, read = case
-    for side in (written, read):
+    for partition in (written, read):
         count = torch.zeros(rows, width)
-        for cut in side:
+        for cut in partition:
             assert cut.size > 0
             count[cut.row : cut.row + cut.rows, cut.column : cut.column + cut.columns] += 1
         assert bool((count == 1).all())
     for wanted in read:
         overlaps = [part for piece in written if (part := wanted.overlap(piece))]
         assert sum(part.size for part in overlaps) == wanted.size
-        assert all(part.size > 0 for part in overlaps), "nothing is no overlap"
+        assert all(part.size > 0 for part in overlaps), "an overlap must not be empty"
 
 
 @QUICK
-@given(layouts(), st.sampled_from([1, 5, 1000]), st.sampled_from([0, 3, 1000]))
-def test_any_cut_can_be_read_from_any_other(
+@given(partition_pairs(), st.sampled_from([1, 5, 1000]), st.sampled_from([0, 3, 1000]))
+def test_each_partition_is_readable_from_any_other(
     tmp_path: Path,
     case: tuple[int, int, list[Rectangle], list[Rectangle]],
     slice_: int,
     gap: int,
 ) -> None:
-    """Through a file, whatever is read at once; without reading over gaps, exactly the bytes that are wanted."""
+    """The size of a read has no effect; with gap 0, the reader takes exactly the needed bytes."""
     rows, width, written, read = case
     matrix = torch.randn(rows, width)
 
-    def of(cut: Rectangle) -> torch.Tensor:
+    def values_of(cut: Rectangle) -> torch.Tensor:
         return matrix[cut.row : cut.row + cut.rows, cut.column : cut.column + cut.columns].flatten()
 
     with pytest.MonkeyPatch.context() as patch, files.Reader() as reader:
         patch.setattr(files, "SLICE", slice_)
         patch.setattr(files, "GAP", gap)
         path = tmp_path / "rank-0.safetensors"
-        entries = [(files.TensorEntry("a.b", "weight", cut), of(cut)) for cut in written]
+        entries = [(files.TensorEntry("a.b", "weight", cut), values_of(cut)) for cut in written]
         files.write_rank_file(path, entries, {"a.b": (rows, width)}, lambda: None)
         found, shapes = files.read_contents(path)
         assert shapes == {"a.b": (rows, width)}
@@ -88,10 +88,10 @@ def test_any_cut_can_be_read_from_any_other(
                 part = wanted.overlap(entry.rectangle)
                 if part is not None:
                     reader.read(path, at, entry.rectangle, part, wanted.view(into, part))
-            assert torch.equal(into, of(wanted))
+            assert torch.equal(into, values_of(wanted))
         if gap == 0:
             assert reader.bytes_read == 4 * matrix.numel()
-        assert reader._buffer.numel() <= slice_, "more than a slice at once"
+        assert reader._buffer.numel() <= slice_, "a read must not exceed a slice"
 
 
 @pytest.mark.parametrize(
@@ -99,40 +99,38 @@ def test_any_cut_can_be_read_from_any_other(
     [(1000, 3, 6, 4 * 6), (1000, 4, 6, 3 * 10 + 6), (5, 6, 4, 4 * 4)],
     ids=["a large gap", "a small gap", "rows longer than a slice"],
 )
-def test_small_gaps_are_read_over_and_larger_ones_are_not(
+def test_reader_reads_over_small_gaps_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_: int, gap: int, columns: int, elements: int
 ) -> None:
-    """Some of ten columns of four rows: row by row, or from the first to the last of them with what lies between."""
+    """The reader takes some of ten columns of four rows, row by row or in one range with the gaps."""
     monkeypatch.setattr(files, "SLICE", slice_)
     monkeypatch.setattr(files, "GAP", gap)
-    complete, path = Rectangle(0, 4, 0, 10), tmp_path / "rank-0.safetensors"
+    full, path = Rectangle(0, 4, 0, 10), tmp_path / "rank-0.safetensors"
     files.write_rank_file(
-        path, [(files.TensorEntry("a", "weight", complete), torch.zeros(40))], {"a": (4, 10)}, lambda: None
+        path, [(files.TensorEntry("a", "weight", full), torch.zeros(40))], {"a": (4, 10)}, lambda: None
     )
     ((_, at),) = files.read_contents(path)[0]
     with files.Reader() as reader:
-        reader.read(path, at, complete, Rectangle(0, 4, 2, columns), torch.empty(4, columns))
+        reader.read(path, at, full, Rectangle(0, 4, 2, columns), torch.empty(4, columns))
         assert reader.bytes_read == 4 * elements
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_a_parameter_as_a_matrix_has_the_parts_of_tp_as_columns(
-    shape: list[int], data: st.DataObject
-) -> None:
-    """However tensor parallelism cuts a parameter, a rank's part is what its columns are, in the same order."""
+def test_tp_shards_are_columns_of_the_parameter_matrix(shape: list[int], data: st.DataObject) -> None:
+    """For each split dimension, a rank's shard equals its columns in the same order."""
     tp = data.draw(st.integers(1, 4))
     split = data.draw(st.integers(0, len(shape) - 1))
     shape[split] *= tp
-    complete = torch.arange(math.prod(shape)).view(shape)
+    full = torch.arange(math.prod(shape)).view(shape)
     rows = matrix_rows(shape, split)
-    width = complete.numel() // rows // tp
-    for rank, part in enumerate(complete.chunk(tp, dim=split)):
-        columns = complete.view(rows, -1)[:, rank * width : (rank + 1) * width]
+    width = full.numel() // rows // tp
+    for rank, part in enumerate(full.chunk(tp, dim=split)):
+        columns = full.view(rows, -1)[:, rank * width : (rank + 1) * width]
         assert torch.equal(part.flatten(), columns.flatten())
 
 
 def test_files_are_safetensors(tmp_path: Path) -> None:
-    """By the format's own description: length, header in JSON, tensors without gaps, 8-byte aligned."""
+    """The format has a length, a JSON header that ends at a multiple of 8 bytes, and tensors without gaps."""
     written = experiment(LAYOUTS["dp1"])
     train(written, tmp_path, HALF)
     raw = index.rank_file(checkpoint(tmp_path, written), 0).read_bytes()
@@ -150,19 +148,19 @@ def test_files_are_safetensors(tmp_path: Path) -> None:
     assert "embed.tokens/weight/0:1,0:3072" in header
 
 
-def test_a_checkpoint_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank's file and the index, whole, and then their names: an index that is seen has its files."""
+def test_write_syncs_the_checkpoint_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full files are synced before their names, so that a visible index has all its files."""
     written = experiment(LAYOUTS["dp1"])
     run = start(written, tmp_path)
-    seen = synced(monkeypatch)
+    synced_sizes = synced(monkeypatch)
     assert run.checkpoints is not None
     assert run.checkpoints.write(HALF, {})
     folder = checkpoint(tmp_path, written)
     ranks = index.rank_file(folder, 0)
-    assert seen[str(ranks)] == ranks.stat().st_size
-    partial = [size for path, size in seen.items() if Path(path).name.startswith(f".{index.FILE}.")]
+    assert synced_sizes[str(ranks)] == ranks.stat().st_size
+    partial = [size for path, size in synced_sizes.items() if Path(path).name.startswith(f".{index.FILE}.")]
     assert partial == [(folder / index.FILE).stat().st_size]
-    assert {str(folder), str(folder.parent)} <= set(seen)
+    assert {str(folder), str(folder.parent)} <= set(synced_sizes)
 
 
 # -- damage ------------------------------------------------------------------------------------------
@@ -170,7 +168,7 @@ def test_a_checkpoint_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of one checkpoint."""
+    """Return the contents of the files of one checkpoint."""
     root = tmp_path_factory.mktemp("written")
     train(experiment(LAYOUTS["dp1"]), root, HALF)
     folder = root / experiment(LAYOUTS["dp1"]).key
@@ -179,15 +177,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture
 def folder(tmp_path: Path, written: dict[str, bytes]) -> Path:
-    """A checkpoint to be damaged."""
+    """Return the folder of a checkpoint that a test can damage."""
     for name, content in written.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     return checkpoint(tmp_path, experiment(LAYOUTS["dp1"]))
 
 
-def message(folder: Path) -> str:
-    """The one line about it, without where the folder is."""
+def error_of(folder: Path) -> str:
+    """Return the one-line error of a resume, without the path of the folder."""
     with pytest.raises(ConfigError) as caught:
         start(experiment(LAYOUTS["dp1"]), folder.parents[1])
     line = str(caught.value)
@@ -200,25 +198,25 @@ def change(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_without_an_index_there_is_no_checkpoint(folder: Path) -> None:
+def test_folder_without_an_index_is_ignored(folder: Path) -> None:
     (folder / index.FILE).unlink()
     assert start(experiment(LAYOUTS["dp1"]), folder.parents[1]).index == 0
 
 
-def test_a_truncated_or_missing_file_is_named(folder: Path) -> None:
+def test_truncated_or_missing_file_is_named(folder: Path) -> None:
     path = index.rank_file(folder, 0)
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-4])
     hint = "remove the folder to resume from the preceding checkpoint"
-    assert message(folder) == f"rank-0.safetensors: size = {size - 4}: must be {size} bytes; {hint}"
+    assert error_of(folder) == f"rank-0.safetensors: size = {size - 4}: must be {size} bytes; {hint}"
     path.unlink()
     assert (
-        message(folder)
+        error_of(folder)
         == f"rank-0.safetensors: is missing: the checkpoint needs this file of {size} bytes; {hint}"
     )
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
+def test_file_that_shrinks_during_reading_is_named(folder: Path) -> None:
     loaded = index.read_index(folder)
     path = index.rank_file(folder, 0)
     path.write_bytes(path.read_bytes()[:-4])
@@ -230,41 +228,41 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
             read(name, "moment2", last.rectangle, into)
 
 
-def test_an_index_of_another_version_is_refused(folder: Path) -> None:
+def test_index_of_another_version_is_refused(folder: Path) -> None:
     change(folder, format=9)
-    assert message(folder) == "index.json: format = 9: must be 1, the version that this release reads"
+    assert error_of(folder) == "index.json: format = 9: must be 1, the version that this release reads"
 
 
-def test_an_index_that_is_no_json_or_lacks_something_is_refused(folder: Path) -> None:
+def test_invalid_or_incomplete_index_is_refused(folder: Path) -> None:
     right = (
         "must be a checkpoint index that `repro run` has written; "
         "remove the folder to resume from the preceding checkpoint"
     )
     change(folder, history=None, scalars=None, files=3, parameters=[])
-    assert message(folder) == f"index.json: not an index: {right}"
+    assert error_of(folder) == f"index.json: not an index: {right}"
     (folder / index.FILE).write_text("{")
-    assert message(folder) == f"index.json: not an index: {right}"
+    assert error_of(folder) == f"index.json: not an index: {right}"
 
 
-def test_a_checkpoint_of_another_model_is_refused(folder: Path) -> None:
-    course = json.loads((folder / index.FILE).read_text())["training"]
-    change(folder, training={**course, "model": {**course["model"], "hidden": 64}})
+def test_checkpoint_of_another_model_is_refused(folder: Path) -> None:
+    training = json.loads((folder / index.FILE).read_text())["training"]
+    change(folder, training={**training, "model": {**training["model"], "hidden": 64}})
     assert (
-        message(folder)
+        error_of(folder)
         == "index.json: model.hidden = 64: must be 32, as in the experiment that resumes from this checkpoint"
     )
-    change(folder, training={**course, "global_batch": 8})
+    change(folder, training={**training, "global_batch": 8})
     assert (
-        message(folder)
+        error_of(folder)
         == "index.json: global_batch = 8: must be 4, as in the experiment that resumes from this checkpoint"
     )
 
 
-def test_a_piece_that_the_index_lacks_is_named(folder: Path) -> None:
+def test_piece_missing_from_the_index_is_named(folder: Path) -> None:
     parameters = json.loads((folder / index.FILE).read_text())["parameters"]
     del parameters["blocks.1.mlp.up"]["pieces"][0]
     change(folder, parameters=parameters)
     assert (
-        message(folder)
+        error_of(folder)
         == "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the checkpoint contains 0"
     )

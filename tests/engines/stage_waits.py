@@ -1,4 +1,4 @@
-"""A step whose passes are of told length, and what is seen of its stages' waiting; runs inside rank pools."""
+"""A step with fixed durations of passes, and the idle times of its pipeline stages; runs inside rank pools."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from repro.config.enums import Phase
 from repro.engines import build_engine
 from repro.measure.timing import COMPUTE_PHASES, StageWaits, StepClock
 from repro.parallel import mesh as meshes
-from tests.engines.told_time import ToldTime, told_time
+from tests.engines.virtual_time import VirtualClock, virtual_time
 from tests.pool import RankPool
 from tests.training import TINY, micro_batches, tiny
 
 FORWARD_S, BACKWARD_S = 0.04, 0.08
-"""Of a pass of a block."""
+"""Durations of the forward and the backward pass of a block, in seconds."""
 
 
-def _slow(time: ToldTime, module: Any, inputs: Any, output: Any) -> None:
-    time.sleep(FORWARD_S)
-    (output[0] if isinstance(output, tuple) else output).register_hook(lambda _: time.sleep(BACKWARD_S))
+def _add_delays(clock: VirtualClock, module: Any, inputs: Any, output: Any) -> None:
+    clock.sleep(FORWARD_S)
+    (output[0] if isinstance(output, tuple) else output).register_hook(lambda _: clock.sleep(BACKWARD_S))
 
 
 def busy_and_idle(pool: RankPool, layout: Layout, engine: str) -> list[tuple[float, float, float]]:
-    """Seconds that each rank computed and waited as seen, and waited by the engine's own word, in its second step."""
+    """Return each rank's compute and idle seconds in step 2, and the idle seconds that the engine reports."""
     return pool.run(_second_step, layout, engine)
 
 
 def _second_step(layout: Layout, engine: str) -> tuple[float, float, float]:
-    with told_time() as time:
-        return _seen(time, layout, engine)
+    with virtual_time() as clock:
+        return _measure(clock, layout, engine)
 
 
-def _seen(time: ToldTime, layout: Layout, engine: str) -> tuple[float, float, float]:
+def _measure(clock: VirtualClock, layout: Layout, engine: str) -> tuple[float, float, float]:
     blocks = layout.pp * layout.chunks
     experiment = tiny(layout, replace(TINY, name=f"tiny-{blocks}", layers=blocks), engine)
     built: Any = build_engine(experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"))
@@ -44,23 +44,23 @@ def _seen(time: ToldTime, layout: Layout, engine: str) -> tuple[float, float, fl
     for part in getattr(built, parts):
         for module in getattr(part, "model", part).modules():
             if type(module).__name__ in ("Block", "PlainBlock", "TransformerLayer"):
-                module.register_forward_hook(partial(_slow, time))
+                module.register_forward_hook(partial(_add_delays, clock))
     batches = micro_batches(experiment, 0, 0)
     built.step(batches, lambda phase: None)
-    seen, message = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
-    for clock in (seen, message):
-        clock.begin()
-    with StageWaits(seen.mark) as watch:
+    measured, reported = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
+    for step_clock in (measured, reported):
+        step_clock.begin()
+    with StageWaits(measured.mark) as watch:
 
         def observe(phase: Phase) -> None:
             watch(phase)
-            message.mark(phase)
+            reported.mark(phase)
 
         built.step(batches, observe)
-    for clock in (seen, message):
-        clock.mark("end")
-    ((row,), (own,)) = seen.read(), message.read()
-    return sum(row[phase] for phase in COMPUTE_PHASES), row[Phase.IDLE], own[Phase.IDLE]
+    for step_clock in (measured, reported):
+        step_clock.mark("end")
+    ((row,), (reported_row,)) = measured.read(), reported.read()
+    return sum(row[phase] for phase in COMPUTE_PHASES), row[Phase.IDLE], reported_row[Phase.IDLE]
 
 
 PLAIN = Layout(pp=2, micro_batch=1, global_batch=4)
@@ -71,6 +71,6 @@ SCHEDULES = {
 }
 
 
-def of_formula(layout: Layout) -> float:
-    """(p - 1)/(v m), 2104.04473 sec. 2.2."""
+def bubble_fraction(layout: Layout) -> float:
+    """Return the ratio of bubble time to compute time, (p - 1)/(v m) (2104.04473 sec. 2.2)."""
     return (layout.pp - 1) / (layout.chunks * layout.accumulation)

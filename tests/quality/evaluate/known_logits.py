@@ -1,4 +1,4 @@
-"""A tokenizer of 262 tokens, and a GPT-2 whose every prediction is known by hand: logits that depend on nothing."""
+"""A tokenizer of 262 tokens, and weights of a GPT-2 whose logits do not depend on the input."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from repro.quality.weights.families import GPT2
 from tests.training import TINY
 
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ġ", "m"), ("a", "t"), ("Ġm", "at")]
-"""Six beyond the bytes; ` the` and ` mat` are tokens."""
-SIZE = 256 + len(MERGES)
+"""Merges that add six tokens to the 256 bytes; ` the` and ` mat` are tokens."""
+VOCAB = 256 + len(MERGES)
 CONTEXT = 16
 
 
 def write_tokenizer(folder: Path) -> dict[str, int]:
-    """`vocab.json` and `merges.txt`; ids by token."""
+    """Write `vocab.json` and `merges.txt`; return ids by token."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     names = [*sorted(ByteLevel.alphabet()), *(a + b for a, b in MERGES)]
@@ -30,12 +30,12 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
     return vocab
 
 
-def write_weights(folder: Path, logits: dict[int, float], size: int = SIZE) -> None:
-    """Weights with which the logits are these everywhere, and 0 for the other tokens.
+def write_weights(folder: Path, logits: dict[int, float], vocab_size: int = VOCAB) -> None:
+    """Write weights that give these logits at every position, and 0 for the other tokens.
 
-    The last norm gives its bias, which is 1 in the first place; there the embedding has the logits.
+    The final norm returns its bias, which is 1 in element 0. The embedding has the logits in element 0.
     """
-    model = replace(TINY, layers=2, vocab=size, seq=CONTEXT)
+    model = replace(TINY, layers=2, vocab=vocab_size, seq=CONTEXT)
     tensors = {pair.theirs: torch.zeros(pair.shape) for pair in GPT2.counterparts(model)}
     tensors["ln_f.bias"][0] = 1
     for token, logit in logits.items():
@@ -43,4 +43,4 @@ def write_weights(folder: Path, logits: dict[int, float], size: int = SIZE) -> N
     folder.mkdir(parents=True, exist_ok=True)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     write_safetensors(folder / "model.safetensors", shapes, lambda name: [tensors[name].reshape(-1)], {})
-    (folder / "config.json").write_text(json.dumps(GPT2.document(model, size)))
+    (folder / "config.json").write_text(json.dumps(GPT2.document(model, vocab_size)))

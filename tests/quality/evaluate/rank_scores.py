@@ -1,4 +1,4 @@
-"""What ranks do in tests of scores; nothing here imports transformers, which takes a rank seconds."""
+"""Functions that ranks run in tests of scores, without the slow import of transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from repro.quality.evaluate import rank as ranks_part
 from repro.quality.evaluate.rank import Scorer
 from repro.quality.evaluate.samples import Samples, split_windows
 from repro.quality.weights import open_weights
-from tests.quality.weights.made_by_hand import SEQ, VOCAB, tokens
+from tests.quality.weights.reference_weights import SEQ, VOCAB, tokens
 
 STRIDE, LENGTH = 5, 40
 FORBIDDEN = list(range(0, VOCAB, 2))
@@ -34,13 +34,13 @@ def scorer(layout: Layout, folder: Path, forbidden: list[int]) -> Scorer:
 
 
 def samples(seq: int = SEQ) -> Samples:
-    """Overlapping windows of one text."""
+    """Return overlapping windows of one text."""
     spans = list(split_windows(LENGTH, seq, STRIDE))
     return Samples(tokens(1, LENGTH)[0].numpy(), np.array(spans))
 
 
 def score(layout: Layout, folder: Path) -> list[tuple[int, float, bool, bool]]:
-    """What this rank hands in."""
+    """Return the rows of scores of this rank."""
     torch.set_num_threads(1)
     mesh = meshes.distributed_mesh(layout, "cpu") if dist.is_initialized() else meshes.single_rank_mesh()
     source = open_weights(folder)
@@ -50,24 +50,24 @@ def score(layout: Layout, folder: Path) -> list[tuple[int, float, bool, bool]]:
     )
 
 
-def continued(layout: Layout, folder: Path, count: int, forbidden: list[int]) -> list[list[int]]:
-    """Greedy continuations of three prompts of five tokens, one token a pass; empty but on the last stage."""
-    ours, ids = scorer(layout, folder, forbidden), tokens(3, 5)
+def continue_greedily(layout: Layout, folder: Path, count: int, forbidden: list[int]) -> list[list[int]]:
+    """Continue three prompts of five tokens greedily, by one token per pass."""
+    native, ids = scorer(layout, folder, forbidden), tokens(3, 5)
     for _ in range(count):
         counts = torch.zeros_like(ids, dtype=torch.bool)
         counts[:, -1] = True
-        found = ours.score(ids, ids, counts)
+        found = native.score(ids, ids, counts)
         assert found is not None
         ids = torch.cat([ids, (found.allowed if forbidden else found.predicted)[:, None]], 1)
     return ids.tolist()
 
 
-def held_bytes(folder: Path) -> int:
-    """Bytes of live tensors' storages after a pass under stage 3."""
+def state_bytes(folder: Path) -> int:
+    """Return bytes of parameters, gradients and optimizer states after a pass under stage 3."""
     with MemoryTracker() as tracker:
-        ours = scorer(Layout(dp=2, zero=3, micro_batch=3), folder, [])
+        native = scorer(Layout(dp=2, zero=3, micro_batch=3), folder, [])
         ids = tokens()
-        ours.score(ids, ids, torch.ones_like(ids, dtype=torch.bool))
-        ours.finish()
+        native.score(ids, ids, torch.ones_like(ids, dtype=torch.bool))
+        native.finish()
         live = tracker.live()
     return int(live["parameters"] + live["gradients"] + live["optimizer"])
