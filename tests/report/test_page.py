@@ -96,8 +96,8 @@ def too_large(site: dict[str, str]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(built: Path) -> Path:
-    return Path(os.environ.get("REPRO_SITE") or built)
+def folder(site_dir: Path) -> Path:
+    return Path(os.environ.get("REPRO_SITE") or site_dir)
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def pages(folder: Path) -> dict[str, Page]:
 
 
 @pytest.fixture(scope="module")
-def text(built: Path) -> str:
-    return (built / "index.html").read_text(encoding="utf-8")
+def text(site_dir: Path) -> str:
+    return (site_dir / "index.html").read_text(encoding="utf-8")
 
 
 def test_every_page_is_well_formed_with_unique_ids_and_links_that_lead_somewhere(
@@ -157,10 +157,10 @@ def test_every_page_is_below_the_limits(folder: Path) -> None:
     assert list(too_large(site)) == []
 
 
-def test_the_claims_say_what_the_judge_says(pages: dict[str, Page], built: Path, found: JudgedStore) -> None:
-    judged = judge(found.ledger, found.records, found.references)
+def test_pages_have_the_judges_verdicts(pages: dict[str, Page], site_dir: Path, store: JudgedStore) -> None:
+    judged = judge(store.ledger, store.records, store.references)
     wanted = {f"claim-{result.claim.id}": result.verdict for result in judged}
-    site = read_pages(built)
+    site = read_pages(site_dir)
     rows = site["claims.html"].rows
     assert {row["id"]: row["data-verdict"] for row in rows} == wanted
     assert len(rows) == len(judged)
@@ -168,19 +168,19 @@ def test_the_claims_say_what_the_judge_says(pages: dict[str, Page], built: Path,
     assert {row["id"]: row["data-verdict"] for row in lists} == wanted
     assert len(lists) == len(judged)
     for result in judged:
-        page = (built / "claims" / f"{result.claim.id}.html").read_text(encoding="utf-8")
+        page = (site_dir / "claims" / f"{result.claim.id}.html").read_text(encoding="utf-8")
         assert f" {result.verdict}</span>" in page[page.index("<h1>") : page.index("<main>")]
 
 
-def test_headline_claims_come_first(text: str, built: Path, found: JudgedStore) -> None:
-    lines = headline_lines(found.ledger, found.judged)
+def test_headline_claims_come_first(text: str, site_dir: Path, store: JudgedStore) -> None:
+    lines = headline_lines(store.ledger, store.judged)
     table = text[text.index('class="stack cards headlines"') : text.index("</table>")]
     assert re.findall(r'href="claims/(.*?).html"', table) == [line.claim for line in lines]
     assert re.findall(r"badge [^>]*>. (.*?)</span>", table) == [line.verdict for line in lines]
     published = map(html.unescape, re.findall(r'"Published">(.*?)</td>', table))
     assert list(published) == [line.published for line in lines]
     first = list(dict.fromkeys(line.claim for line in lines))
-    rows = Page((built / "claims.html").read_text(encoding="utf-8")).rows
+    rows = Page((site_dir / "claims.html").read_text(encoding="utf-8")).rows
     assert [str(row["id"]).removeprefix("claim-") for row in rows][: len(first)] == first
 
 
@@ -192,12 +192,12 @@ def test_sources_are_in_the_order_of_publication_and_the_others_last(text: str) 
     assert named == list(SOURCE_FIGURES)
 
 
-def test_records_and_claims_lead_to_each_other(pages: dict[str, Page], built: Path) -> None:
-    rows = stored_rows((built / "records.js").read_text(encoding="utf-8"))
+def test_records_and_claims_lead_to_each_other(pages: dict[str, Page], site_dir: Path) -> None:
+    rows = stored_rows((site_dir / "records.js").read_text(encoding="utf-8"))
     forth = {(row["anchor"], claim) for row in rows for claim in row["claims"]}
     back = {
         (unquote(link).partition("#")[2], Path(path).stem)
-        for path, page in read_pages(built).items()
+        for path, page in read_pages(site_dir).items()
         if path.startswith("claims/")
         for link in page.links
         if "experiments.html#" in link
@@ -205,15 +205,15 @@ def test_records_and_claims_lead_to_each_other(pages: dict[str, Page], built: Pa
     assert forth == back != set()
 
 
-def test_measured_evidence_of_the_store_is_judged(built: Path) -> None:
-    assert "scaled twin" in (built / "claims/zero-mem-formula-stages.html").read_text(encoding="utf-8")
+def test_measured_evidence_of_the_store_is_judged(site_dir: Path) -> None:
+    assert "scaled twin" in (site_dir / "claims/zero-mem-formula-stages.html").read_text(encoding="utf-8")
 
 
-def test_reference_records_are_marked_with_machine_and_day(text: str, built: Path) -> None:
-    details = (built / "claims/zero-ddp-oom-limit.html").read_text(encoding="utf-8")
+def test_reference_records_are_marked_with_machine_and_day(text: str, site_dir: Path) -> None:
+    details = (site_dir / "claims/zero-ddp-oom-limit.html").read_text(encoding="utf-8")
     assert "one rank of 64, as measured on NVIDIA H200, 2026-" in details
     assert "come from reference records of this package" in text
-    devices = (built / "machines.html").read_text(encoding="utf-8").partition('id="devices"')[2]
+    devices = (site_dir / "machines.html").read_text(encoding="utf-8").partition('id="devices"')[2]
     assert (
         "as measured on NVIDIA H200, 2026-"
         in devices[: devices.index('href="claims/zero-ddp-oom-limit.html"')]
@@ -227,41 +227,41 @@ def test_the_footer_says_which_program_wrote_it(text: str) -> None:
     assert f"of repro {__version__}{' at ' if commit else ''}{commit}" in footer
 
 
-def test_reasons_are_escaped(built: Path) -> None:
+def test_reasons_are_escaped(site_dir: Path) -> None:
     """`site.js` makes text nodes of the data, and no HTML."""
-    assert "step 1 <not enough>" in (built / "records.js").read_text(encoding="utf-8")
-    assert "innerHTML" not in (built / "site.js").read_text(encoding="utf-8")
+    assert "step 1 <not enough>" in (site_dir / "records.js").read_text(encoding="utf-8")
+    assert "innerHTML" not in (site_dir / "site.js").read_text(encoding="utf-8")
 
 
-def test_failures_and_missing_intervals_are_reported(text: str, built: Path) -> None:
+def test_failures_and_missing_intervals_are_reported(text: str, site_dir: Path) -> None:
     assert "without a conclusive result: smoke/fp16-z2-dp2 (hang)" in text
-    assert "no interval" in (built / "experiments.html").read_text(encoding="utf-8")
+    assert "no interval" in (site_dir / "experiments.html").read_text(encoding="utf-8")
 
 
 def test_every_figure_is_on_one_page_and_beside_it(
-    built: Path, pages: dict[str, Page], report: Report
+    site_dir: Path, pages: dict[str, Page], report: Report
 ) -> None:
-    shown = [one for page in read_pages(built).values() for one in page.ids if one.startswith("figure-")]
+    shown = [one for page in read_pages(site_dir).values() for one in page.ids if one.startswith("figure-")]
     assert len(shown) == len(set(shown))
     assert {f"figure-{path.stem}" for path in report.figures} <= set(shown)
     assert {f"figure-{name}" for name in " ".join(SOURCE_FIGURES.values()).split()} <= set(shown)
-    zero = (built / "source-zero.html").read_text(encoding="utf-8")
+    zero = (site_dir / "source-zero.html").read_text(encoding="utf-8")
     for name in ("states", "communication", "peak"):
         assert f'<img src="figures/{name}.svg" alt=' in zero
     for name in ("states", "communication", "loss", "peak"):
-        assert (built / "figures" / f"{name}.svg").read_text().startswith("<svg")
-        assert (built / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (site_dir / "figures" / f"{name}.svg").read_text().startswith("<svg")
+        assert (site_dir / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_figures_have_the_colours_of_a_light_and_a_dark_page(built: Path) -> None:
+def test_figures_have_the_colours_of_a_light_and_a_dark_page(site_dir: Path) -> None:
     """A figure that is white where the page is dark, or has letters in other colours, is hard to read."""
-    style = (built / "style.css").read_text(encoding="utf-8")
+    style = (site_dir / "style.css").read_text(encoding="utf-8")
     themes = re.findall(r"--([a-z]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", style)
     light, dark = ({name: colours[place] for name, *colours in themes} for place in (0, 1))
     names = ("ink", "muted", "line", "page")
     assert [light[name] for name in names] == [INK, MUTED, GRID, "#ffffff"] == list(DARK_THEME)
     assert [dark[name] for name in names] == list(DARK_THEME.values())
-    for path in (built / "figures").glob("*.svg"):
+    for path in (site_dir / "figures").glob("*.svg"):
         rules = re.search(
             r"<style>@media screen and \(prefers-color-scheme: dark\) (.*?)</style>", path.read_text()
         )

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from overlaps import troubles
+from overlaps import text_layout_errors
 from rich.console import Console
 
 from repro import cli
@@ -245,7 +245,7 @@ def test_pictures_of_odd_sizes_can_be_read(sizes: tuple[str, int, int, int]) -> 
         for axes in figure.axes:
             for text in axes.texts:  # inside their cells, by their sizes
                 text.set_visible(False)
-        assert troubles(figure) == []
+        assert text_layout_errors(figure) == []
 
 
 def test_the_numbers_can_be_read_on_every_shade() -> None:
