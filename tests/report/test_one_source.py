@@ -95,9 +95,7 @@ def test_data_frames_have_the_numbers_of_the_claims(claims: list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exports_have_the_claims_numbers(
-    claims: list[dict[str, Any]], exported: pd.DataFrame, kind: str
-) -> None:
+def test_exports_match_the_claims(claims: list[dict[str, Any]], exported: pd.DataFrame, kind: str) -> None:
     labels = [(claim["id"], row["label"], row["verdict"]) for claim in claims for row in claim["rows"]]
     assert list(exported[["claim", "value", "verdict"]].itertuples(index=False, name=None)) == labels
     for (_, line), row in zip(exported.iterrows(), rows(claims), strict=True):

@@ -1,6 +1,6 @@
-"""The site: small pages that need no network, the same verdicts as the judge, every claim and record reachable.
+"""Tests of the site: small pages without network access, the judge's verdicts, links to every claim and record.
 
-With REPRO_SITE=DIR the tests of every page look at that site, for example at the one of `make smoke`.
+With REPRO_SITE=DIR the tests of every page read the site in DIR, for example the site of `make smoke`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from repro.report.page.context import SOURCE_FIGURES
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img", "wbr"}
 MAX_BYTES, MAX_NODES = 1_000_000, 5_000
-"""Of a page, with the data that it loads."""
+"""Limits of a page, including the data that it loads."""
 
 
 class Page(HTMLParser):
-    """Tags, ids, links and whether every tag is closed."""
+    """Parser that collects the ids, links and rows of a page and checks that every tag is closed."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -46,7 +46,7 @@ class Page(HTMLParser):
         self.sources: list[str] = []
         self.rows: list[dict[str, str | None]] = []
         self.values: list[tuple[str, str]] = []
-        """Kind and number of every piece of evidence, in the page's order."""
+        """Kind and value of every piece of evidence, in the order of the page."""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -71,13 +71,13 @@ class Page(HTMLParser):
 
 
 def read_pages(folder: Path) -> dict[str, Page]:
-    """The pages of a site, except for its notebooks, by their paths."""
+    """Return the pages of a site by path, without its notebooks."""
     paths = [*folder.glob("*.html"), *folder.glob("claims/*.html")]
     return {str(path.relative_to(folder)): Page(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def stored_rows(script: str) -> list[dict[str, Any]]:
-    """The rows of the table of experiments, from the text of `records.js`."""
+    """Return the rows of the table of experiments from the text of `records.js`."""
     found = json.loads(script.removeprefix("const STORE = ").strip().removesuffix(";"))
     rows = [dict(zip(found["keys"], row, strict=True)) for row in found["rows"]]
     for row in rows:
@@ -85,8 +85,8 @@ def stored_rows(script: str) -> list[dict[str, Any]]:
     return rows
 
 
-def too_large(site: dict[str, str]) -> Iterator[str]:
-    """The pages of a site that are above the limits; `site`: texts by path."""
+def oversized_pages(site: dict[str, str]) -> Iterator[str]:
+    """Yield the pages of a site that exceed the limits; `site`: texts by path."""
     data = len(site["records.js"].encode())
     for path, text in site.items():
         if path.endswith(".html"):
@@ -110,9 +110,7 @@ def text(site_dir: Path) -> str:
     return (site_dir / "index.html").read_text(encoding="utf-8")
 
 
-def test_every_page_is_well_formed_with_unique_ids_and_links_that_lead_somewhere(
-    pages: dict[str, Page], folder: Path
-) -> None:
+def test_every_page_has_closed_tags_unique_ids_and_valid_links(pages: dict[str, Page], folder: Path) -> None:
     records = {row["anchor"] for row in stored_rows((folder / "records.js").read_text(encoding="utf-8"))}
     filters = ("verdict", "machine")
     for path, page in pages.items():
@@ -127,8 +125,7 @@ def test_every_page_is_well_formed_with_unique_ids_and_links_that_lead_somewhere
                 assert part in known or (target.name == "experiments.html" and part in records), (path, link)
 
 
-def test_every_page_leads_to_every_other(pages: dict[str, Page], folder: Path) -> None:
-    """From the first page, each page is at most two links away."""
+def test_every_page_is_at_most_two_links_from_the_first(pages: dict[str, Page], folder: Path) -> None:
     reached = {"index.html"}
     for _ in range(2):
         found = [
@@ -150,11 +147,11 @@ def test_every_page_needs_only_files_of_the_site(pages: dict[str, Page], folder:
     assert not re.search(r"https?:|fetch\(|XMLHttpRequest|import ", script)
 
 
-def test_every_page_is_below_the_limits(folder: Path) -> None:
+def test_every_page_is_below_the_size_limits(folder: Path) -> None:
     paths = [*folder.glob("*.*"), *folder.glob("claims/*.html")]
     site = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in paths}
     assert len(site) > 100
-    assert list(too_large(site)) == []
+    assert list(oversized_pages(site)) == []
 
 
 def test_pages_have_the_judges_verdicts(pages: dict[str, Page], site_dir: Path, store: JudgedStore) -> None:
@@ -184,7 +181,7 @@ def test_headline_claims_come_first(text: str, site_dir: Path, store: JudgedStor
     assert [str(row["id"]).removeprefix("claim-") for row in rows][: len(first)] == first
 
 
-def test_sources_are_in_the_order_of_publication_and_the_others_last(text: str) -> None:
+def test_sources_are_in_the_order_of_publication(text: str) -> None:
     named = re.findall(r'href="source-(.*?).html"', text[: text.index("</nav>")])
     assert named == [
         *("megatron-2019", "zero", "deepspeed-feb2020", "turing-nlg", "megatron-2021", "yuan", "beyond"),
@@ -192,7 +189,7 @@ def test_sources_are_in_the_order_of_publication_and_the_others_last(text: str) 
     assert named == list(SOURCE_FIGURES)
 
 
-def test_records_and_claims_lead_to_each_other(pages: dict[str, Page], site_dir: Path) -> None:
+def test_records_and_claims_link_to_each_other(pages: dict[str, Page], site_dir: Path) -> None:
     rows = stored_rows((site_dir / "records.js").read_text(encoding="utf-8"))
     forth = {(row["anchor"], claim) for row in rows for claim in row["claims"]}
     back = {
@@ -209,7 +206,7 @@ def test_measured_evidence_of_the_store_is_judged(site_dir: Path) -> None:
     assert "scaled twin" in (site_dir / "claims/zero-mem-formula-stages.html").read_text(encoding="utf-8")
 
 
-def test_reference_records_are_marked_with_machine_and_day(text: str, site_dir: Path) -> None:
+def test_reference_records_are_marked_with_device_and_date(text: str, site_dir: Path) -> None:
     details = (site_dir / "claims/zero-ddp-oom-limit.html").read_text(encoding="utf-8")
     assert "one rank of 64, as measured on NVIDIA H200, 2026-" in details
     assert "come from reference records of this package" in text
@@ -220,15 +217,15 @@ def test_reference_records_are_marked_with_machine_and_day(text: str, site_dir: 
     )
 
 
-def test_the_footer_says_which_program_wrote_it(text: str) -> None:
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout[:9]
+def test_footer_has_version_and_commit_of_the_program(text: str) -> None:
+    rev_parse = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(rev_parse, capture_output=True, text=True, check=False).stdout[:9]
     footer = text[text.index("<footer>") :]
     assert f"of repro {__version__}{' at ' if commit else ''}{commit}" in footer
 
 
-def test_reasons_are_escaped(site_dir: Path) -> None:
-    """`site.js` makes text nodes of the data, and no HTML."""
+def test_failure_reasons_are_escaped(site_dir: Path) -> None:
+    """`site.js` inserts the data as text nodes, never as HTML."""
     assert "step 1 <not enough>" in (site_dir / "records.js").read_text(encoding="utf-8")
     assert "innerHTML" not in (site_dir / "site.js").read_text(encoding="utf-8")
 
@@ -238,7 +235,7 @@ def test_failures_and_missing_intervals_are_reported(text: str, site_dir: Path) 
     assert "no interval" in (site_dir / "experiments.html").read_text(encoding="utf-8")
 
 
-def test_every_figure_is_on_one_page_and_beside_it(
+def test_every_figure_is_on_one_page_with_its_files(
     site_dir: Path, pages: dict[str, Page], report: Report
 ) -> None:
     shown = [one for page in read_pages(site_dir).values() for one in page.ids if one.startswith("figure-")]
@@ -254,7 +251,7 @@ def test_every_figure_is_on_one_page_and_beside_it(
 
 
 def test_figures_have_the_colours_of_a_light_and_a_dark_page(site_dir: Path) -> None:
-    """A figure that is white where the page is dark, or has letters in other colours, is hard to read."""
+    """Each SVG has the colours of the light page and style rules for the dark page."""
     style = (site_dir / "style.css").read_text(encoding="utf-8")
     themes = re.findall(r"--([a-z]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", style)
     light, dark = ({name: colours[place] for name, *colours in themes} for place in (0, 1))
@@ -268,7 +265,7 @@ def test_figures_have_the_colours_of_a_light_and_a_dark_page(site_dir: Path) -> 
         assert rules, path
         for before, after in DARK_THEME.items():
             assert f'[style*="fill: {before}"], [fill="{before}"]) {{ fill: {after} !important }}' in rules[1]
-        assert ':not(text):is([style*="fill: #ffffff"]' in rules[1], "white letters stand on coloured fields"
+        assert ':not(text):is([style*="fill: #ffffff"]' in rules[1], "white letters are on coloured areas"
 
 
 def test_json_is_one_document(
@@ -282,7 +279,7 @@ def test_json_is_one_document(
     assert len(document["figures"]) >= 10
 
 
-def test_empty_store_gives_the_ledger_and_says_what_to_run(
+def test_empty_store_gives_the_ledger_and_commands_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
@@ -302,7 +299,7 @@ def test_empty_store_gives_the_ledger_and_says_what_to_run(
     assert not (tmp_path / "results").exists()
 
 
-def test_out_that_is_a_file_is_one_clear_error(synthetic_results: Path, tmp_path: Path) -> None:
+def test_output_path_of_a_file_is_an_error(synthetic_results: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"out = '.*file'"):
         build_report(synthetic_results, tmp_path / "file")
