@@ -91,7 +91,7 @@ def test_flops_give_the_published_throughput(name: str, samples_per_s: float, te
     assert flops / 1e12 == pytest.approx(teraflops, abs=0.06)
 
 
-def test_yuans_step_is_13_76_exaflop_and_44_85_percent_of_peak() -> None:
+def test_flops_of_yuans_step_and_its_share_of_peak() -> None:
     layers = 4 * layers_forward(load_model("yuan-1.0-245b"), 2048, 3360)  # the source leaves the logits out
     assert f"{layers / 1e18:.2f}" == "13.76"
     assert f"{100 * layers / 46.20 / 2128 / 312e12:.2f}" == "44.85"

@@ -17,7 +17,7 @@ def rendered(*systems: str) -> str:
     )
 
 
-def test_each_row_has_the_published_value_and_every_systems_prediction() -> None:
+def test_rows_have_the_published_value_and_all_predictions() -> None:
     text = rendered("dgx-h100", "dgx-h200")
     assert text.count("<b>1.5x [1.25, 4]</b>") == 2
     assert text.count("a smaller gain (or as then)") == 2

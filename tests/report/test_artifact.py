@@ -31,7 +31,7 @@ def test_appendix_has_every_claim_once_with_its_command() -> None:
     assert "400 GPUs of dgx2" in appendix()
 
 
-def test_commands_of_a_claim_run_only_the_experiments_it_reads() -> None:
+def test_commands_of_a_claim_run_only_its_experiments() -> None:
     catalogue = SuiteCatalogue()
     for claim in load_ledger().claims:
         required = set(experiments_of(claim.rows))

@@ -58,7 +58,7 @@ def final_values(axes: Any) -> dict[str, float]:
     return found
 
 
-def test_each_line_ends_at_its_loss_distance_from_one_process() -> None:
+def test_lines_end_at_their_loss_distance_from_one_process() -> None:
     drawing = drawn(records())
     left, middle, right = drawing.figure.axes
     kinds = [3e-6, 4e-6, 5e-6, 6e-6, 7e-6]

@@ -148,7 +148,7 @@ def test_machines_are_distinguished_by_host() -> None:
     assert Machines([changed(records[0], provenance={})]).entries[0]["commit"] == "not a checkout"
 
 
-def test_small_tick_labels_leave_the_axis_label_inside_the_svg() -> None:
+def test_small_tick_labels_leave_axis_labels_inside_the_svg() -> None:
     """An SVG draws letters at their exact width, so the layout must not round the widths to pixels."""
     with figure_style():
         figure, axes = make_axes(2)

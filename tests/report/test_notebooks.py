@@ -40,7 +40,7 @@ def test_every_family_of_claims_has_a_notebook() -> None:
 
 
 @pytest.mark.slow
-def test_a_notebook_runs_on_a_store_and_becomes_a_page(synthetic_results: Path, tmp_path: Path) -> None:
+def test_notebook_runs_on_a_store_and_becomes_a_page(synthetic_results: Path, tmp_path: Path) -> None:
     """Run one notebook in a Jupyter kernel; continuous integration runs all of them on the store of `make smoke`."""
     pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")
     shutil.copy(SOURCES[0], tmp_path)
@@ -75,7 +75,7 @@ def test_notebook_runs_on_an_empty_store(path: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_every_notebook_has_a_kernel_a_title_and_short_cells(path: Path) -> None:
+def test_notebooks_have_a_kernel_title_and_short_cells(path: Path) -> None:
     notebook = build.read_notebook(path)
     assert notebook.metadata["kernelspec"]["name"] == "python3"
     assert notebook.cells[0].cell_type == "markdown"

@@ -49,7 +49,7 @@ def test_executing_notebooks_writes_nothing_to_standard_error(tmp_path: Path) ->
     assert (tmp_path / "out/01_small.html").is_file()
 
 
-def test_cache_of_a_user_without_a_home_is_not_writable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_without_a_home_is_not_writable(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container whose user has no entry in /etc/passwd, no folder named `~` is created in the current folder."""
     monkeypatch.delenv(compiler.CACHE_VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -178,7 +178,7 @@ def drawn_cells(axes: Axes) -> dict[str, list[tuple[float, float]]]:
 
 
 @pytest.mark.parametrize("layout", [{"dp": 4, "zero": 1}, {"pp": 2, "dp": 2}, {"tp": 2}, {}])
-def test_picture_of_a_step_has_its_compute_and_communication_times(layout: dict[str, int]) -> None:
+def test_picture_has_the_compute_and_communication_times(layout: dict[str, int]) -> None:
     """Passes minus waits are compute time; messages are all communication of the step, exposed or overlapped."""
     sizes = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 512, "seq": 128}
     experiment = Experiment(

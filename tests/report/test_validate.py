@@ -135,7 +135,7 @@ def test_gains_in_percent_are_not_ratios() -> None:
     assert gain.predicted == pytest.approx(7)
 
 
-def test_peak_memory_has_its_own_limit_and_errors_by_source() -> None:
+def test_peak_memory_has_an_error_limit_and_source_statistics() -> None:
     """Published: 15,215.4 and 16,713.4 MiB allocated, 29 GiB used, and 24.2 GB in the caching allocator."""
     seen = all_points(
         record("memory", "vocabulary-32k-s2048", 1e12, peak=15215.4 * 1.04 * 2**20),

@@ -115,14 +115,14 @@ def test_bubble_uses_the_steps_that_all_stages_finished() -> None:
     assert build(ranks).metrics["pipeline.undisturbed_steps"] == 4
 
 
-def test_bubble_ignores_steps_in_which_a_rank_lost_its_core() -> None:
+def test_bubble_ignores_steps_of_ranks_without_a_core() -> None:
     assert pipeline(0, 1)["pipeline.bubble"] == pytest.approx(0.2 + 3 * 0.01)
     nothing = pipeline(0, 1, 2, 3, 4)
     assert "pipeline.bubble" not in nothing
     assert (nothing["pipeline.in_flight"], nothing["pipeline.undisturbed_steps"]) == (2, 0)
 
 
-def test_gpu_memory_outside_torch_is_that_of_the_fullest_rank() -> None:
+def test_memory_outside_torch_is_that_of_the_fullest_rank() -> None:
     ranks = results()
     assert "memory.context_bytes" not in build(ranks).metrics
     for rank, end in zip(ranks, (7, 5), strict=True):

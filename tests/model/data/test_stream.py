@@ -116,7 +116,7 @@ def test_suffix_of_a_binary_file_gives_its_id_width(tmp_path: Path, suffix: str,
     assert tokens.samples(0, 1).tolist() == [ids.tolist()]
 
 
-def test_an_id_beyond_the_vocabulary_is_reported_when_it_is_read(tmp_path: Path) -> None:
+def test_an_id_beyond_the_vocabulary_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     ids = np.arange(33, dtype="<u2")
     ids[21] = 300
