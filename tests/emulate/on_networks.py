@@ -1,4 +1,4 @@
-"""Suites on a small emulated network, and what their records say."""
+"""Suites on a small emulated network, and their records."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ ranks_per_node = 2
 between = 8e6
 """
 TOO_FAST = EmulatedNetwork(nodes=min(4 * processes.usable_cores(), 200), ranks_per_node=1, between=4e9)
-"""Half of the nodes send at once, two of them for each core; a core that does nothing else carries one such link."""
+"""Network that is too fast to emulate: two links per core send at once, and a core can carry one such link."""
 
 
 def suite(folder: Path, body: str) -> Path:
-    """A suite with a model whose messages are larger than their headers."""
+    """Write a suite with a model whose messages are larger than their headers."""
     path = runs.write_suite(folder, NETWORK + body, limits="hang_s = 60")
     (folder / "tiny.toml").write_text("layers = 2\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
     return path
 
 
 def run(path: Path, results: Path) -> tuple[int, str]:
-    """Exit code and errors."""
+    """Return the exit code and the standard error of `repro run`."""
     process = runs.start(path, results, fake=False)
     code, _, err = runs.finish(process)
     return code, err
 
 
 def experiments(results: Path) -> Iterator[ExperimentRecord]:
-    """Records of experiments."""
+    """Yield the records of experiments in a store."""
     with Store(results) as store:
         yield from (record for record in store.records() if isinstance(record, ExperimentRecord))
 
 
 def most_over_ledger(network: NetworkReport) -> float:
-    """Data has a header for each packet at most, and an acknowledgement comes back for each at most."""
+    """Return the maximum ratio of interface bytes to ledger bytes, with a header and an acknowledgement per packet."""
     packet = network.mtu - HEADER_BYTES
     return (packet + 2 * (HEADER_BYTES + ETHERNET_BYTES)) / packet

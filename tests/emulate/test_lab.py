@@ -1,4 +1,4 @@
-"""`repro lab`: a network that stays, by hand."""
+"""Tests of `repro lab`: an emulated network that runs until a command stops it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from repro.emulate import lab
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apart from a network that the user has up."""
+def isolate_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Isolate the tests from a running network of the user."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulation")
-def test_a_network_stays_is_shown_runs_commands_and_goes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lab_starts_shows_uses_and_stops_a_network(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "check"]) == 0
     assert main(["lab", "up", "--nodes", "2", "--between", "8e6"]) == 0
     try:
@@ -43,21 +43,21 @@ def test_a_network_stays_is_shown_runs_commands_and_goes(capfd: pytest.CaptureFi
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulation")
-def test_after_a_kill_of_its_keeper_no_network_is_up_and_another_can_be() -> None:
+def test_another_network_can_start_after_its_keeper_is_killed() -> None:
     assert main(["lab", "up", "--nodes", "2", "--between", "8e6"]) == 0
-    there = lab.require_network()
-    os.kill(there.facts.keeper, signal.SIGKILL)
-    os.waitpid(there.facts.keeper, 0)
+    network = lab.require_network()
+    os.kill(network.facts.keeper, signal.SIGKILL)
+    os.waitpid(network.facts.keeper, 0)
     assert lab.find_network() is None
     assert main(["lab", "up", "--nodes", "2", "--between", "8e6"]) == 0
-    assert lab.require_network().facts.keeper != there.facts.keeper
+    assert lab.require_network().facts.keeper != network.facts.keeper
     assert main(["lab", "down"]) == 0
 
 
-def test_what_is_missing_is_one_line(
+def test_missing_requirements_are_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without `nsenter` on the path, say."""
+    """With an empty PATH, `nsenter` is missing."""
     monkeypatch.setenv("PATH", "/nowhere")
     lab.missing_requirement.cache_clear()
     try:

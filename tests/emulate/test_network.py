@@ -1,4 +1,4 @@
-"""Emulated networks, really built: what links carry, that nothing is left behind, and what is refused."""
+"""Tests of emulated networks in kernel namespaces: rates of links, cleanup of processes, and refused networks."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ else:
 """
 
 
-def messages(network: RunningNetwork, source: int, target: int, most: dict[int, float]) -> list[float]:
-    """Seconds of a message of each size from one rank to another, and of the one byte that answers it.
+def send_times(network: RunningNetwork, source: int, target: int, limits: dict[int, float]) -> list[float]:
+    """Return the seconds of a message of each size from one rank to another, including the reply of one byte.
 
-    The least of seven, or of all until one takes no more than `most` says: what else runs here only adds.
+    The value is the minimum of 7 repetitions, or of more until it is below `limits`: other processes only add time.
     """
     per_node = network.network.ranks_per_node
     address = f"10.77.{target // per_node}.{target % per_node + 1}"
@@ -62,7 +62,7 @@ def messages(network: RunningNetwork, source: int, target: int, most: dict[int, 
     try:
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "ready\n"
-        sizes = [f"{size}:{seconds}" for size, seconds in most.items()]
+        sizes = [f"{size}:{seconds}" for size, seconds in limits.items()]
         sender = network.facts.exec_command(source, [*command, "+", address, *sizes])
         done = subprocess.run(sender, capture_output=True, text=True, check=True)
     finally:
@@ -72,16 +72,16 @@ def messages(network: RunningNetwork, source: int, target: int, most: dict[int, 
 
 
 @pytest.mark.parametrize(("target", "rate"), [(1, SLOW.within), (2, SLOW.between)])
-def test_a_single_message_takes_its_size_over_the_rate_of_the_slowest_link(target: int, rate: float) -> None:
-    """Less what a full bucket lets pass at once, which is at most a frame and what comes while the kernel wakes up."""
+def test_message_time_is_size_over_the_slowest_rate(target: int, rate: float) -> None:
+    """A full token bucket lets a frame, and the bytes of one wake-up of the kernel, pass at once."""
     sizes = [30_000, 100_000, 1_000_000]
     with closing(RunningNetwork(SLOW)) as network:
         ideal = {size: size / network.facts.payload_share / rate for size in sizes}
-        most = {size: 1.05 * seconds + 1e-3 for size, seconds in ideal.items()}
-        found = messages(network, 0, target, most)
+        limits = {size: 1.05 * seconds + 1e-3 for size, seconds in ideal.items()}
+        found = send_times(network, 0, target, limits)
         frame = max(network.facts.mtu, rate * 200e-6 * 2)
     for size, spent in zip(sizes, found, strict=True):
-        assert ideal[size] - frame / rate - 400e-6 < spent < most[size], f"{size} bytes in {spent} s"
+        assert ideal[size] - frame / rate - 400e-6 < spent < limits[size], f"{size} bytes in {spent} s"
 
 
 def test_every_link_is_measured_in_both_directions() -> None:
@@ -92,16 +92,16 @@ def test_every_link_is_measured_in_both_directions() -> None:
             assert rates[f"{kind} {side}"] == pytest.approx([rate] * count, rel=0.05)
 
 
-def test_ranks_of_a_node_are_not_held_where_no_rate_is_asked() -> None:
+def test_links_inside_a_node_are_unlimited_without_a_rate() -> None:
     with closing(RunningNetwork(EmulatedNetwork(nodes=2, ranks_per_node=2, between=4e6))) as network:
-        asked = {1: 0.04, 2: 1.0}
-        inside, outside = (messages(network, 0, to, {1_000_000: most})[0] for to, most in asked.items())
+        limits = {1: 0.04, 2: 1.0}
+        inside, outside = (send_times(network, 0, to, {1_000_000: limit})[0] for to, limit in limits.items())
     assert outside > 0.2
-    assert inside < asked[1]
+    assert inside < limits[1]
 
 
-def test_what_the_machine_cannot_carry_is_refused_in_one_line() -> None:
-    """The line names the link, what was asked and what was measured."""
+def test_networks_above_the_machines_rate_are_refused() -> None:
+    """The one-line error names the link, the requested rate and the measured rate."""
     with pytest.raises(NoNetwork) as refused:
         RunningNetwork(TOO_FAST)
     message = "MB/s on its link instead of 4e+03 MB/s: 15 measurements differ by more than 5%"
@@ -109,13 +109,13 @@ def test_what_the_machine_cannot_carry_is_refused_in_one_line() -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_delay_is_kept_or_refused() -> None:
-    """By whether the kernel has netem."""
-    asked = EmulatedNetwork(nodes=2, ranks_per_node=1, between=4e6, delay_s=2e-3)
+def test_a_delay_is_applied_or_refused() -> None:
+    """A delay needs a kernel with netem."""
+    delayed = EmulatedNetwork(nodes=2, ranks_per_node=1, between=4e6, delay_s=2e-3)
     trips: list[float] = []
     try:
-        while len(trips) < 10 and (not trips or min(trips) > 8e-3):  # what else runs here only adds
-            with closing(RunningNetwork(asked)) as network:
+        while len(trips) < 10 and (not trips or min(trips) > 8e-3):  # other processes only add time
+            with closing(RunningNetwork(delayed)) as network:
                 trips.append(network.facts.round_trip_s["between"])
         assert 4e-3 < min(trips) < 8e-3
     except NoNetwork as refused:
@@ -125,39 +125,39 @@ def test_a_delay_is_kept_or_refused() -> None:
     assert not message or "delay_s = 0.002 needs a kernel with netem" in message
 
 
-def holders(facts_of: RunningNetwork) -> list[int]:
-    """Processes that hold a network."""
-    facts = facts_of.facts
+def network_processes(network: RunningNetwork) -> list[int]:
+    """Return the processes of a network."""
+    facts = network.facts
     return [facts.keeper, *facts.ranks, *facts.nodes]
 
 
-def gone(processes: list[int]) -> bool:
-    """Whether none of these runs; a zombie does not."""
+def have_ended(processes: list[int]) -> bool:
+    """Return whether all processes have ended; a zombie has ended."""
     return not any(
         psutil.pid_exists(one) and psutil.Process(one).status() != psutil.STATUS_ZOMBIE for one in processes
     )
 
 
-def soon(processes: list[int]) -> bool:
-    """Whether they go, on a busy machine too."""
+def end_soon(processes: list[int]) -> bool:
+    """Return whether all processes end within 60 s."""
     end = time.monotonic() + 60
-    while not gone(processes) and time.monotonic() < end:
+    while not have_ended(processes) and time.monotonic() < end:
         time.sleep(0.05)
-    return gone(processes)
+    return have_ended(processes)
 
 
-def test_nothing_is_left_when_it_is_closed_or_its_keeper_is_killed() -> None:
+def test_no_process_remains_after_close_or_kill_of_keeper() -> None:
     with closing(RunningNetwork(SLOW)) as network:
-        first = holders(network)
-        assert not gone(first[:1])
-    assert soon(first)
+        first = network_processes(network)
+        assert not have_ended(first[:1])
+    assert end_soon(first)
     with closing(RunningNetwork(SLOW)) as network:
-        second = holders(network)
+        second = network_processes(network)
         os.kill(network.facts.keeper, signal.SIGKILL)
-        assert soon(second)
+        assert end_soon(second)
 
 
-def test_nothing_is_left_when_whoever_started_it_is_killed() -> None:
+def test_no_process_remains_after_kill_of_the_starting_program() -> None:
     program = (
         "import sys; from repro.config import EmulatedNetwork; from repro.emulate.network import RunningNetwork\n"
         "f = RunningNetwork(EmulatedNetwork(nodes=2, ranks_per_node=2, between=4e6)).facts\n"
@@ -176,7 +176,7 @@ def test_nothing_is_left_when_whoever_started_it_is_killed() -> None:
     assert len(found) == 7
     runner.kill()
     runner.communicate()
-    assert soon(found)
+    assert end_soon(found)
 
 
 AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
@@ -195,21 +195,21 @@ else:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_who_is_not_root_has_a_network_in_a_user_namespace(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
+def test_unprivileged_users_have_a_network_in_a_user_namespace(tmp_path: Path) -> None:
     needed = (
         "import subprocess as s, sys; s.run([sys.executable, '-c', 'import repro.emulate.links'], check=True)"
     )
     pythons = [sys.executable, "/usr/bin/python3"]
-    able = [
+    readable = [
         one
         for one in pythons
         if subprocess.run([*AS_NOBODY, one, "-c", needed], cwd=tmp_path).returncode == 0
     ]
-    if not able:
-        pytest.skip("no Python here that somebody else may read, packages included")
+    if not readable:
+        pytest.skip("no Python with its packages is readable by other users")
     done = subprocess.run(
-        [*AS_NOBODY, able[0], "-c", UNPRIVILEGED], capture_output=True, text=True, cwd=tmp_path
+        [*AS_NOBODY, readable[0], "-c", UNPRIVILEGED], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     if "refused" in done.stdout:

@@ -1,4 +1,4 @@
-"""`repro run` of experiments on an emulated network: what the record says, and what a kill leaves."""
+"""Tests of `repro run` on an emulated network: bytes and rates of records, cores of ranks, and cleanup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emulation")]
 LAYOUTS = {"dp": "dp = 4", "zero": "dp = 4, zero = 2", "tp": "dp = 2, tp = 2"}
 
 
-def test_bytes_of_the_interfaces_are_the_ledgers_and_headers(tmp_path: Path) -> None:
+def test_interface_bytes_are_ledger_bytes_plus_headers(tmp_path: Path) -> None:
     body = "".join(
         f'[[experiment]]\nname = "{name}"\nnetwork = "slow"\nlaunch = "one"\nlayout = {{ {layout} }}\n'
         for name, layout in LAYOUTS.items()
@@ -39,21 +39,21 @@ def test_bytes_of_the_interfaces_are_the_ledgers_and_headers(tmp_path: Path) -> 
         most = most_over_ledger(network)
         for rank, rows in enumerate(record.comm_by_rank):
             ledger = sum(row.sent_bytes for row in rows)
-            # gloo names a message in a few hundred bytes, and a step has few.
+            # gloo adds a few hundred bytes to each of a step's few messages.
             assert ledger <= network.sent_bytes[rank] <= most * ledger + 20_000, (name, rank)
         assert len(network.node_sent_bytes) == 2
-        if name == "zero":  # a part enters and leaves a node once, round a ring of all ranks
+        if name == "zero":  # in a ring of all ranks, a chunk enters and leaves a node once
             ledger = max(sum(row.sent_bytes for row in rows) for rows in record.comm_by_rank)
             assert max(network.node_sent_bytes) <= most * ledger + 40_000
-        if name == "tp":  # what the ranks of a node exchange stays there
+        if name == "tp":  # messages between ranks of a node do not cross its link
             outside = [sum(r.sent_bytes for r in rows if r.group == "dp") for rows in record.comm_by_rank]
             for node, sent in enumerate(network.node_sent_bytes):
                 crossing = sum(outside[2 * node : 2 * node + 2])
                 assert 0 < crossing <= sent <= most * crossing + 40_000
 
 
-def test_links_are_as_fast_as_ranks_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates that hold for ranks of half the rate are twice as high."""
+def test_link_rates_scale_with_the_compute_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Link rates given for ranks of 1.5 GFLOP/s are doubled for ranks of 3 GFLOP/s."""
     monkeypatch.setattr(compute_rate, "rank_flops_per_s", {4: 3e9}.__getitem__)
     network = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, flops_per_s=1.5e9)
     model = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
@@ -72,7 +72,7 @@ def test_a_killed_run_leaves_no_process_and_no_network(tmp_path: Path) -> None:
     body = '[[experiment]]\nname = "long"\nnetwork = "slow"\nlayout = { dp = 4 }\ntraining.steps = 2000\n'
     process = runs.start(suite(tmp_path, body), tmp_path / "results", fake=False)
     started = psutil.Process(process.pid)
-    # Ranks, the keeper, what holds namespaces.
+    # Ranks, the keeper, and the processes of the namespaces.
     runs.wait_for(lambda: len(started.children(recursive=True)) >= 4 + 1 + 7)
     children = started.children(recursive=True)
     process.send_signal(signal.SIGKILL)
@@ -81,8 +81,8 @@ def test_a_killed_run_leaves_no_process_and_no_network(tmp_path: Path) -> None:
     assert not [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_what_carries_messages_is_never_where_ranks_compute(tmp_path: Path) -> None:
-    """Nor those that ZeRO's rings are on, which begin with the first of them.  One core does both."""
+def test_communication_threads_are_not_on_compute_cores(tmp_path: Path) -> None:
+    """This includes the threads of ZeRO's rings. With one core, ranks and messages share the core."""
     network = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6)
     model = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
     experiment = Experiment(
@@ -101,15 +101,15 @@ def test_what_carries_messages_is_never_where_ranks_compute(tmp_path: Path) -> N
                 continue
             where = {thread.id: os.sched_getaffinity(thread.id) for thread in rank.threads()}
             assert where.pop(rank.pid) <= compute
-            assert len(where) >= 4, "those of gloo, and the ring's"
+            assert len(where) >= 4, "threads of gloo and of the ring"
             assert all(found <= carrying for found in where.values()), where
     finally:
         launched.close(keep_logs=None)
 
 
-def test_timed_steps_take_no_memory_from_the_kernel(tmp_path: Path) -> None:
-    """A page costs up to 20 us, and a rank that computes so much longer keeps all others waiting: pages that a rank's
-    own thread touches first, in its second timed step and the five after it."""
+def test_timed_steps_have_few_page_faults(tmp_path: Path) -> None:
+    """All ranks wait while one rank handles a page fault of up to 20 us. The test counts the page faults of each
+    rank's main thread in five timed steps."""
     network = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6)
     model = Model(name="wide", layers=2, hidden=128, heads=4, vocab=64, seq=512)
     experiment = Experiment(
@@ -130,16 +130,16 @@ def test_timed_steps_take_no_memory_from_the_kernel(tmp_path: Path) -> None:
     finally:
         launched.close(keep_logs=None)
     assert len(before) == 4
-    assert max(after[rank] - before[rank] for rank in before) < 200, "of 4 kB"
+    assert max(after[rank] - before[rank] for rank in before) < 200, "pages of 4 kB"
 
 
 def faults_of_thread(thread: int) -> int:
-    """Minor page faults of a process's first thread (proc(5))."""
+    """Return the minor page faults of a process's first thread (proc(5))."""
     fields = Path(f"/proc/{thread}/task/{thread}/stat").read_text().rpartition(")")[2].split()
     return int(fields[7])
 
 
-def test_a_network_that_cannot_be_had_is_an_error_of_one_line(tmp_path: Path) -> None:
+def test_an_impossible_network_is_the_error_of_a_record(tmp_path: Path) -> None:
     network = f"{{ nodes = {TOO_FAST.nodes}, ranks_per_node = 1, between = {TOO_FAST.between:g} }}"
     body = f'[[experiment]]\nname = "fast"\nlayout = {{ dp = {TOO_FAST.world} }}\nnetwork = {network}\n'
     code, _ = run(suite(tmp_path, body), tmp_path / "results")

@@ -1,4 +1,4 @@
-"""Every operator with its CUDA binding."""
+"""CUDA bindings of all operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel tests share: the dtypes, and how far a result may be from the fp64 reference."""
+"""Fixtures of the kernel tests: dtypes, tolerances relative to the fp64 reference, and launchers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from repro.kernels.cuda import device
 from tests.kernels.on_cpu import COMPILER, Host
-from tests.kernels.on_gpu import Elsewhere
+from tests.kernels.on_gpu import GpuHost
 
 EPSILON = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -29,7 +29,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def close() -> Callable[..., None]:
-    """close(actual, expected fp64, roundings=1): equal within so many roundings of the actual's dtype."""
+    """Return close(actual, expected in fp64, roundings=1): it asserts equality within `roundings` of the dtype."""
 
     def check(
         actual: Tensor, expected: Tensor, roundings: float = 1.0, dtype: torch.dtype | None = None
@@ -43,9 +43,9 @@ def close() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def gpu() -> Elsewhere:
-    """The first GPU, with the kernels as they are compiled for it."""
-    return Elsewhere(device.cuda_launcher(0), "cuda")
+def gpu() -> GpuHost:
+    """Return the first GPU, with the kernels compiled for it."""
+    return GpuHost(device.cuda_launcher(0), "cuda")
 
 
 @pytest.fixture(scope="session")
@@ -56,9 +56,9 @@ def session_host(tmp_path_factory: pytest.TempPathFactory) -> Host:
 
 
 @pytest.fixture(params=["", "reversed", pytest.param("gpu", marks=pytest.mark.gpu)])
-def host(request: pytest.FixtureRequest) -> Host | Elsewhere:
-    """Runs CUDA sources on the CPU, the threads in either order; and on a GPU where there is one."""
-    found: Host | Elsewhere = request.getfixturevalue("gpu" if request.param == "gpu" else "session_host")
+def host(request: pytest.FixtureRequest) -> Host | GpuHost:
+    """Return a launcher of CUDA sources: on the CPU with threads in either order, or on a GPU."""
+    found: Host | GpuHost = request.getfixturevalue("gpu" if request.param == "gpu" else "session_host")
     found.reversed = request.param == "reversed"
     found.launched.clear()
     return found

@@ -1,32 +1,32 @@
-// Writes down every access to memory of a kernel on the CPU: the compiler is told to announce each, as it does for
-// an address sanitizer, and this answers. Stacks of threads are left out; everything else is kept, in order.
+// Logs every memory access of a kernel on the CPU, in order. The compiler inserts the calls of an address sanitizer,
+// and the functions below log the accesses. Accesses to the stacks of threads are omitted.
 #pragma once
 #include <cstdlib>
 
-#define UNWATCHED __attribute__((no_sanitize("kernel-address")))
+#define NOT_SANITIZED __attribute__((no_sanitize("kernel-address")))
 
 namespace counting {
 struct Access { unsigned long long address; unsigned size, write; };
 static Access* log;
-static size_t used, room;
+static size_t used, limit;
 
-UNWATCHED static void note(unsigned long address, size_t size, unsigned write) {
-  const char* at = (const char*)address;
-  if (at >= on_cpu::stacks && at < on_cpu::stacks + on_cpu::MOST * on_cpu::STACK) return;
-  if (used == room) log = (Access*)realloc(log, sizeof(Access) * (room = room ? 2 * room : 4096));
+NOT_SANITIZED static void record(unsigned long address, size_t size, unsigned write) {
+  const char* pointer = (const char*)address;
+  if (pointer >= on_cpu::stacks && pointer < on_cpu::stacks + on_cpu::MAX_THREADS * on_cpu::STACK) return;
+  if (used == limit) log = (Access*)realloc(log, sizeof(Access) * (limit = limit ? 2 * limit : 4096));
   log[used++] = {address, (unsigned)size, write};
 }
 }  // namespace counting
 
 extern "C" {
-#define ANNOUNCED(size)                                                                                    \
-  UNWATCHED void __asan_load##size##_noabort(unsigned long at) { counting::note(at, size, 0); }            \
-  UNWATCHED void __asan_store##size##_noabort(unsigned long at) { counting::note(at, size, 1); }
-ANNOUNCED(1) ANNOUNCED(2) ANNOUNCED(4) ANNOUNCED(8) ANNOUNCED(16)
-UNWATCHED void __asan_loadN_noabort(unsigned long at, size_t size) { counting::note(at, size, 0); }
-UNWATCHED void __asan_storeN_noabort(unsigned long at, size_t size) { counting::note(at, size, 1); }
-UNWATCHED void __asan_handle_no_return() {}
-UNWATCHED const counting::Access* counted(size_t* count) {
+#define SANITIZER_CALLS(size)                                                                          \
+  NOT_SANITIZED void __asan_load##size##_noabort(unsigned long at) { counting::record(at, size, 0); }  \
+  NOT_SANITIZED void __asan_store##size##_noabort(unsigned long at) { counting::record(at, size, 1); }
+SANITIZER_CALLS(1) SANITIZER_CALLS(2) SANITIZER_CALLS(4) SANITIZER_CALLS(8) SANITIZER_CALLS(16)
+NOT_SANITIZED void __asan_loadN_noabort(unsigned long at, size_t size) { counting::record(at, size, 0); }
+NOT_SANITIZED void __asan_storeN_noabort(unsigned long at, size_t size) { counting::record(at, size, 1); }
+NOT_SANITIZED void __asan_handle_no_return() {}
+NOT_SANITIZED const counting::Access* counted(size_t* count) {
   *count = counting::used;
   counting::used = 0;
   return counting::log;

@@ -1,9 +1,9 @@
-// Runs a CUDA source on a CPU, one block after the other, to find errors where there is no GPU.
+// Runs a CUDA source on a CPU, one block after the other, to find errors without a GPU.
 //
-// Every thread of a block is a fiber. It runs until a barrier or a shuffle and goes on when all that must have
-// arrived. Barriers that not all threads reach, accesses that are not aligned and shuffles of part of a warp end
-// in an error, not in luck: fault() keeps the first one, and the launch returns it. REVERSED runs the threads in
-// the other order, which shows races between barriers.
+// Every thread of a block is a fiber. A fiber runs until a barrier or a shuffle, and continues when all participants
+// have arrived. Barriers that not all threads reach, misaligned accesses and shuffles of part of a warp are errors:
+// fault() stores the first error, and the launch returns it. With `reversed`, threads run in decreasing order, which
+// reveals races between barriers.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -28,25 +28,25 @@ static Index threadIdx, blockIdx, blockDim, gridDim;
 namespace on_cpu {
 
 constexpr size_t STACK = 64 * 1024;
-constexpr int MOST = 1024;
+constexpr int MAX_THREADS = 1024;
 
 struct Fiber {
-  jmp_buf place;
+  jmp_buf context;
   ucontext_t entry;
   bool started, done;
 };
 
-static Fiber fibers[MOST];
+static Fiber fibers[MAX_THREADS];
 static char* stacks;
 static jmp_buf home;
 static ucontext_t scheduler;
 static int current, threads, alive;
 static long progress;        // arrivals at barriers and ends of threads
-static const char* waiting;  // what the latest fiber that waits would be guilty of
+static const char* waiting;  // error if the fiber that waits last never continues
 static int arrived, generation;                    // of the block's barrier
-static int warp_arrived[32], warp_generation[32];  // of each warp's
-static unsigned slots[2][MOST];                    // what lanes offer each other, for this shuffle and the next
-static int shuffles[MOST];
+static int warp_arrived[32], warp_generation[32];  // of the barriers of warps
+static unsigned slots[2][MAX_THREADS];             // values of the lanes, for two consecutive shuffles
+static int shuffles[MAX_THREADS];
 static char error[256];
 static void (*body)();
 
@@ -55,7 +55,7 @@ static void fault(const char* message) {
 }
 
 static void yield() {
-  if (!_setjmp(fibers[current].place)) _longjmp(home, 1);
+  if (!_setjmp(fibers[current].context)) _longjmp(home, 1);
 }
 
 static void enter() {
@@ -71,7 +71,7 @@ static void resume(int t) {
   threadIdx.x = t;
   if (_setjmp(home)) return;
   Fiber& fiber = fibers[t];
-  if (fiber.started) _longjmp(fiber.place, 1);
+  if (fiber.started) _longjmp(fiber.context, 1);
   fiber.started = true;
   getcontext(&fiber.entry);
   fiber.entry.uc_stack.ss_sp = stacks + t * STACK;
@@ -81,23 +81,23 @@ static void resume(int t) {
   setcontext(&fiber.entry);
 }
 
-static void wait(int& count, int& round, int all, const char* what) {
-  int mine = round;
+static void wait(int& count, int& round, int all, const char* message) {
+  int arrival_round = round;
   ++progress;
   if (++count == all) {
     count = 0;
     ++round;
     return;
   }
-  while (round == mine) {
-    waiting = what;
+  while (round == arrival_round) {
+    waiting = message;
     yield();
   }
 }
 
-// Blocks 0 .. blocks - 1 of `count` threads; the first error, or an empty text.
+// Runs blocks 0 .. blocks - 1 of `count` threads; returns the first error, or an empty string.
 static const char* run(int blocks, int count, bool reversed, void (*kernel)()) {
-  if (!stacks) stacks = (char*)malloc(MOST * STACK);
+  if (!stacks) stacks = (char*)malloc(MAX_THREADS * STACK);
   error[0] = 0;
   body = kernel;
   threads = count;

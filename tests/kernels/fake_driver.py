@@ -1,4 +1,4 @@
-"""A CUDA driver that launches nothing: what our Python does for a launch, without a GPU."""
+"""A fake CUDA driver that launches nothing, to test the Python code of a launch without a GPU."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ INVALID_CONTEXT, REFUSED = 201, 1
 
 
 class Driver:
-    """Answers as NVIDIA's module does, and keeps what was launched."""
+    """Fake of NVIDIA's driver module that records the launches."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_INVALID_CONTEXT=INVALID_CONTEXT)
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
-        self.answers: list[int] = []
-        """Of the coming launches; then all succeed."""
+        self.statuses: list[int] = []
+        """Status codes of the next launches; all later launches succeed."""
         self.contexts = 0
         self.keep = True
 
     def cuLaunchKernel(self, *arguments: Any) -> tuple[int]:
-        if self.answers and (answer := self.answers.pop(0)):
-            return (answer,)
+        if self.statuses and (status := self.statuses.pop(0)):
+            return (status,)
         if self.keep:
             self.launches.append(arguments)
         return (0,)
@@ -51,7 +51,7 @@ class Driver:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Tensors of the CPU count as those of one H100 whose programs are compiled at once."""
+    """Install the fake driver: CPU tensors are treated as tensors of one H100, and nothing is compiled."""
     driver = Driver()
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
@@ -65,7 +65,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def passed(launch: tuple[Any, ...], size: int) -> bytes:
-    """What the driver finds where the arguments should be, while they live."""
+def launch_arguments(launch: tuple[Any, ...], size: int) -> bytes:
+    """Return the arguments that a launch passes to the driver; they are valid only during the launch."""
     (first,) = (ctypes.c_void_p * 1).from_address(launch[9])
     return ctypes.string_at(first, size)

@@ -1,4 +1,4 @@
-"""Results and gradients of an operator, and of its reference in fp64."""
+"""Results and gradients of an operator and of its fp64 reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A launcher that runs the kernels' own sources on the CPU: the bindings and sources of a GPU, tested without one."""
+"""A launcher that runs the CUDA sources on the CPU, to test sources and bindings without a GPU."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ extern "C" const char* on_cpu_{name}(int blocks, int reversed, const void* argum
 
 
 class Host:
-    """Stands for a device of two multiprocessors."""
+    """Launcher that represents a device with two multiprocessors."""
 
     processors = 2
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.reversed = False
-        """The threads of a block run in the other order."""
+        """Whether the threads of a block run in decreasing order."""
         self.launched: list[str] = []
         self.headers = [HEADER]
         self.options: list[str] = []
-        """Of the compiler, besides the usual ones."""
+        """Additional options of the compiler."""
         self._loaded: dict[Program, HostProgram] = {}
 
     @cached_property
     def header(self) -> Path:
-        """What every source begins with: the headers, parsed once, which takes longer than most sources."""
+        """Return the header of every source, precompiled because parsing takes longer than most sources."""
         path = self.folder / "headers.h"
         path.write_text("".join(f'#include "{header}"\n' for header in self.headers))
         self.compile(path, path.with_suffix(".h.gch"), "-xc++-header")
         return path
 
     def compile(self, source: Path, target: Path, *options: str) -> None:
-        """By the host's compiler, always in the same way, or a header could not be used parsed."""
+        """Compile with the host's compiler; a precompiled header needs the same options in every call."""
         command = [COMPILER or "g++", "-std=c++17", "-O1", "-w", "-fPIC", "-fno-strict-aliasing"]
         command += ["-U_FORTIFY_SOURCE", *self.options, *options, "-o", str(target), str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:3000]
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A binding on tensors of the CPU."""
+        """Call a binding on tensors of the CPU."""
         return function(self, *arguments)
 
-    def after(self, library: ctypes.CDLL) -> None:
-        """Called after each launch."""
+    def after_launch(self, library: ctypes.CDLL) -> None:
+        """Do nothing after a launch; a subclass may read results from the library."""
 
     def load(self, program: Program) -> HostProgram:
         if program not in self._loaded:
@@ -71,7 +71,7 @@ class Host:
 
 
 class HostProgram:
-    """A program as a shared object."""
+    """A program compiled to a shared object."""
 
     def __init__(self, host: Host, program: Program, path: Path):
         self.host = host
@@ -88,7 +88,7 @@ class HostProgram:
         error = function(blocks, int(self.host.reversed), arguments).decode()
         assert not error, f"{kernel}: {error}"
         self.host.launched.append(kernel)
-        self.host.after(self.library)
+        self.host.after_launch(self.library)
 
 
 def placed(value: Tensor, offset: int = 0) -> tuple[Tensor, Callable[[], None]]:

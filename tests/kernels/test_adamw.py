@@ -1,4 +1,4 @@
-"""AdamW over flat shards against torch.optim.AdamW in fp64 and fp32."""
+"""Tests of AdamW over flat shards against torch.optim.AdamW in fp64 and fp32."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def torch_adamw(
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize("copied", [False, True], ids=["", "copies"])
-def test_follows_torch_over_steps_with_a_skip(
+def test_adamw_equals_torchs_with_a_skipped_step(
     dtype: torch.dtype, scaled: bool, copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adamw, "CPU_CHUNK_ELEMENTS", 50)
@@ -87,8 +87,8 @@ def test_fused_and_reference_agree(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("function", [adamw_, partial(adamw_, plain=True), adamw.reference])
-def test_epsilon_is_outside_of_the_root(function: Callable[..., None]) -> None:
-    """By hand: after one step the moments, corrected, are g and g^2: p (1 - lr wd) - lr g / (|g| + eps)."""
+def test_epsilon_is_added_outside_the_root(function: Callable[..., None]) -> None:
+    """By hand: after one step the corrected moments are g and g^2, and p is p (1 - lr wd) - lr g / (|g| + eps)."""
     master, first, second = torch.ones(1), torch.zeros(1), torch.zeros(1)
     settings = {"beta1": 0.9, "beta2": 0.95, "eps": 0.25, "weight_decay": 0.1}
     scalars = {"step": torch.tensor(1.0), "lr": torch.tensor(0.5)}
@@ -112,7 +112,7 @@ def test_parameters_are_written_without_autograd() -> None:
     chunk=st.integers(1, 50),
     seed=st.integers(0, 99),
 )
-def test_any_sizes_and_chunks(sizes: list[int], chunk: int, seed: int) -> None:
+def test_adamw_of_any_sizes_and_chunks(sizes: list[int], chunk: int, seed: int) -> None:
     torch.manual_seed(seed)
     masters, grads = shards(*sizes), [g.bfloat16() for g in shards(*sizes)]
     moments = [[torch.zeros_like(m) for m in masters] for _ in range(2)]
@@ -124,7 +124,7 @@ def test_any_sizes_and_chunks(sizes: list[int], chunk: int, seed: int) -> None:
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
-def test_lists_that_do_not_match() -> None:
+def test_mismatched_lists_are_refused() -> None:
     one, scalars = [torch.ones(3)], {"step": torch.tensor(1.0), "lr": torch.tensor(0.1), **OPTIONS}
     with pytest.raises(ValueError, match="per master"):
         adamw_(one, [], one, one, [], **scalars)

@@ -1,4 +1,4 @@
-"""Causal attention against its definition, and its shapes on meta against what runs."""
+"""Tests of causal attention against its definition, and of its shapes on the meta device."""
 
 from __future__ import annotations
 
@@ -23,51 +23,51 @@ from repro.model.operator_sets import alibi_bias, alibi_slopes
         (2, 6, 1, 3, 9, False),
     ],
 )
-def test_equals_its_definition_and_has_its_shapes_on_meta(
+def test_attention_matches_its_definition_and_meta_shapes(
     b: int, heads: int, key_heads: int, queries: int, keys: int, biased: bool
 ) -> None:
-    """Queries are the last of the sequence; ALiBi's bias, and heads of keys that several heads of queries share."""
+    """Queries are the last positions of the sequence; cases have ALiBi's bias and grouped-query heads."""
     torch.manual_seed(0)
-    given = [torch.randn(b, n, keys, 4, dtype=torch.float64) for n in (heads, key_heads, key_heads)]
-    full_bias = alibi_bias(heads, range(heads), range(keys), given[0]) if biased else None
-    expected = reference(*given, full_bias)[:, :, keys - queries :]
-    given = [x.requires_grad_() for x in (given[0][:, :, keys - queries :].clone(), *given[1:])]
-    bias = alibi_bias(heads, range(heads), range(keys - queries, keys), given[0]) if biased else None
-    found = causal_attention(*given, bias)
+    inputs = [torch.randn(b, n, keys, 4, dtype=torch.float64) for n in (heads, key_heads, key_heads)]
+    full_bias = alibi_bias(heads, range(heads), range(keys), inputs[0]) if biased else None
+    expected = reference(*inputs, full_bias)[:, :, keys - queries :]
+    inputs = [x.requires_grad_() for x in (inputs[0][:, :, keys - queries :].clone(), *inputs[1:])]
+    bias = alibi_bias(heads, range(heads), range(keys - queries, keys), inputs[0]) if biased else None
+    found = causal_attention(*inputs, bias)
     torch.testing.assert_close(found, expected)
     upstream = torch.randn_like(found)
-    mine = torch.autograd.grad(found, given, upstream)
-    for a, e in zip(mine, torch.autograd.grad(reference(*given, bias), given, upstream), strict=True):
+    actual = torch.autograd.grad(found, inputs, upstream)
+    for a, e in zip(actual, torch.autograd.grad(reference(*inputs, bias), inputs, upstream), strict=True):
         torch.testing.assert_close(a, e)
-    shapes_only = [torch.empty_like(x, device="meta", dtype=torch.float16).requires_grad_() for x in given]
+    shapes_only = [torch.empty_like(x, device="meta", dtype=torch.float16).requires_grad_() for x in inputs]
     on_meta = causal_attention(*shapes_only, None if bias is None else bias.half().to("meta"))
     assert on_meta.shape == found.shape
     gradients = torch.autograd.grad(on_meta, shapes_only, torch.empty_like(on_meta))
-    assert [x.shape for x in gradients] == [x.shape for x in given]
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]
 
 
-def test_alibi_by_hand() -> None:
-    """2108.12409 sec. 3: of 8 heads 1/2 to 1/256; of 3 those of 2, and the first of 4."""
+def test_alibi_slopes_and_bias_by_hand() -> None:
+    """2108.12409 sec. 3: 8 heads have 1/2 to 1/256; 3 heads have the slopes of 2 heads and the first of 4."""
     assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     assert alibi_slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]
     inf = float("inf")
-    own = alibi_bias(8, range(1, 2), range(3), torch.empty(0, dtype=torch.float16))
-    assert own.tolist() == [[[[0, -inf, -inf], [-0.25, 0, -inf], [-0.5, -0.25, 0]]]]
+    bias = alibi_bias(8, range(1, 2), range(3), torch.empty(0, dtype=torch.float16))
+    assert bias.tolist() == [[[[0, -inf, -inf], [-0.25, 0, -inf], [-0.5, -0.25, 0]]]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_shapes_on_meta(dtype: torch.dtype) -> None:
-    """The same sizes, types and gradients; nothing as large as the scores is made."""
+def test_attention_on_meta_allocates_no_scores(dtype: torch.dtype) -> None:
+    """Shapes and dtypes are those of a real call; no tensor as large as the scores is allocated."""
     from repro.measure.memory import MemoryTracker
 
-    given = [torch.empty(2, 3, 512, 8, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)]
+    inputs = [torch.empty(2, 3, 512, 8, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)]
     tracker = MemoryTracker()
     tracker.phase = "forward"
     with tracker:
-        y = causal_attention(*given)
+        y = causal_attention(*inputs)
         y.backward(torch.empty_like(y))
-    assert y.shape == given[0].shape
+    assert y.shape == inputs[0].shape
     assert y.dtype == dtype
-    assert all(x.grad is not None and x.grad.shape == x.shape for x in given)
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in inputs)
     scores = 2 * 3 * 512 * 512 * dtype.itemsize
     assert tracker.peak["total"] < scores

@@ -1,4 +1,4 @@
-"""The logic of the GPU benchmark, on a CPU: a clock of made-up events, every case and way on small tensors."""
+"""Tests of the GPU benchmark on a CPU: clocks with fake events, and every case and implementation on small tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES = cases()
 
 
 class Device:
-    """A device whose work has given durations, and a host whose calls take `host_ms` each.
+    """Fake device whose work has given durations, with a host whose calls take `host_ms` each.
 
     `reached` is the time at which the device reaches an event; `host_time_ms` is the time of the host.
     """
@@ -81,7 +81,7 @@ class Device:
         return Event()
 
 
-def test_the_clock_counts_the_call_and_not_the_flush() -> None:
+def test_clock_measures_the_call_without_the_cache_flush() -> None:
     device = Device()
     hold = lambda s: device.log.append("hold")
     clock = DeviceCallClock(DeviceClock(device.event, lambda: device.work("flush", 7.0), hold))
@@ -93,8 +93,8 @@ def test_the_clock_counts_the_call_and_not_the_flush() -> None:
 
 
 @pytest.mark.parametrize("calls", [1, 5])
-def test_the_device_s_seconds_contain_no_host_time(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host needs ten times as long for a call as the device; its time is a number of its own."""
+def test_device_time_contains_no_host_time(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call takes the host ten times as long as the device; the clock measures host time separately."""
     device = Device(host_ms=1.0)
     monkeypatch.setattr(clocks, "time", device)
     clock = DeviceClock(device.event, lambda: None, device.hold)
@@ -103,7 +103,7 @@ def test_the_device_s_seconds_contain_no_host_time(calls: int, monkeypatch: pyte
     assert clock.host_s == pytest.approx(calls * 1e-3)
 
 
-def test_a_call_that_waits_for_the_device_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_waits_for_the_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(host_ms=1.0)
     monkeypatch.setattr(clocks, "time", device)
 
@@ -116,30 +116,30 @@ def test_a_call_that_waits_for_the_device_is_measured_all_the_same(monkeypatch: 
     assert device.log.count("call") == clocks.MAX_TRIES
 
 
-def test_the_median_of_inputs_that_take_turns() -> None:
-    device, turns = Device(), []
+def test_median_is_over_alternating_inputs() -> None:
+    device, order = Device(), []
     clock = DeviceCallClock(DeviceClock(device.event, lambda: None, device.hold))
 
     def call(name: str, ms: float) -> None:
-        turns.append(name)
+        order.append(name)
         device.work(name, ms)
 
     seconds = median_seconds(clock, [lambda: call("a", 1.0), lambda: call("b", 3.0)], rounds=4, warm=2)
-    assert turns == ["a", "b"] * 3
+    assert order == ["a", "b"] * 3
     assert seconds == pytest.approx(2e-3)
 
 
-def test_a_copy_reads_and_writes() -> None:
+def test_copy_bandwidth_counts_reads_and_writes() -> None:
     device = Device()
     clock = DeviceCallClock(DeviceClock(device.event, lambda: None, device.hold))
-    untouched = clock.run
-    clock.run = lambda call: untouched(lambda: device.work("copy", 0.5))  # type: ignore[method-assign,assignment]
+    run = clock.run
+    clock.run = lambda call: run(lambda: device.work("copy", 0.5))  # type: ignore[method-assign,assignment]
     assert copy_bandwidth(clock, CPU, size=1000, rounds=3) == pytest.approx(2 * 1000 / 0.5e-3)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_way_runs_on_a_cpu(case: BenchCase) -> None:
-    """`torch.compile` apart, which takes its time: what it compiles is `eager`."""
+def test_every_implementation_runs_on_a_cpu(case: BenchCase) -> None:
+    """`torch.compile` is omitted: it is slow and compiles the `eager` implementation."""
     assert case.names[0] == KERNEL
     assert {EAGER, COMPILED} <= set(case.names)
     clock = HostClock()
@@ -151,40 +151,40 @@ def test_every_way_runs_on_a_cpu(case: BenchCase) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if PLAIN in c.names], ids=lambda case: case.name)
-def test_ways_do_the_same_work(case: BenchCase) -> None:
-    """As far as dropout, whose elements torch chooses by itself, lets them be compared."""
+def test_implementations_give_the_same_results(case: BenchCase) -> None:
+    """Eager dropout is omitted, because torch's generator drops other elements."""
     torch.manual_seed(0)
     inputs = case.inputs(CPU, torch.float32, 64)
 
-    def done(who: str) -> list[Tensor]:
-        def copied(value: Any) -> Any:
+    def tensors_of(who: str) -> list[Tensor]:
+        def copy(value: Any) -> Any:
             return (
                 value.detach().clone().requires_grad_(value.requires_grad)
                 if isinstance(value, Tensor)
                 else value
             )
 
-        own = torch.utils._pytree.tree_map(copied, inputs)
-        result = case.way(who)(own)
-        own.pop(who, None)
-        own.pop("optimizer", None)
-        changed = [own[name] for name in ("states", "tensors") if name in own]
+        copies = torch.utils._pytree.tree_map(copy, inputs)
+        result = case.way(who)(copies)
+        copies.pop(who, None)
+        copies.pop("optimizer", None)
+        changed = [copies[name] for name in ("states", "tensors") if name in copies]
         return [t.detach() for t in tree_leaves((result, changed)) if isinstance(t, Tensor)]
 
-    expected = done(KERNEL)
+    expected = tensors_of(KERNEL)
     for who in case.names:
         if who not in (KERNEL, COMPILED) and not ("dropout" in case.name and who == EAGER):
-            found = done(who)
+            found = tensors_of(who)
             for a, b in zip(found, expected, strict=False):
                 if a.shape == b.shape:
                     torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bytes_are_those_of_the_formulas(case: BenchCase) -> None:
-    """None is free, and 16 bits are no more than 32."""
+def test_cases_in_16_bits_need_no_more_bytes(case: BenchCase) -> None:
+    """Every case accesses memory, and 16-bit inputs need no more bytes than fp32 inputs."""
     small, wide = case.inputs(CPU, torch.bfloat16, 64), case.inputs(CPU, torch.float32, 64)
-    assert 0 < case.nbytes(small) <= case.nbytes(wide)  # AdamW has a copy in 16 bits, and none in 32
+    assert 0 < case.nbytes(small) <= case.nbytes(wide)  # in 16 bits, AdamW writes a copy of parameters
 
 
 ROWS = [
@@ -195,7 +195,7 @@ ROWS = [
 ]
 
 
-def test_the_table_shows_shares_goals_and_who_is_faster() -> None:
+def test_table_shows_bandwidth_shares_goals_and_faster_implementations() -> None:
     lines = render_table(ROWS, copy=1.05e12)
     assert lines[0] == "copy: 1,050 GB/s"
     assert lines[2].split() == ["bias_gelu", "bf16", "kernel", "1000.0", "1000", "95%", "90%", "1.00", "8.2"]
@@ -205,7 +205,7 @@ def test_the_table_shows_shares_goals_and_who_is_faster() -> None:
     assert lines[7] == "faster than the kernel: norm fp32: eager"
 
 
-def test_the_record_says_what_was_measured_where(tmp_path: Path) -> None:
+def test_record_has_the_rows_and_the_device(tmp_path: Path) -> None:
     written = record(ROWS, 1.05e12, "NVIDIA Test", {"git": None})
     with Store(tmp_path) as store:
         store.append(written)
@@ -223,4 +223,4 @@ def test_the_record_says_what_was_measured_where(tmp_path: Path) -> None:
     }
     assert read["provenance"] == {"git": None}
     with Store(tmp_path) as store:
-        assert by_key(store.records()) == {}, "no experiment"
+        assert by_key(store.records()) == {}, "by_key selects experiments only"

@@ -1,4 +1,4 @@
-"""Bytes that the CUDA sources touch, counted access by access on the CPU, beside those of the formulas."""
+"""Tests of the bytes that CUDA sources access on the CPU, against the bytes of the cost formulas."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from repro.kernels import (
 from tests.kernels.on_cpu import COMPILER, HEADER, Host
 
 ACCESS = np.dtype([("address", np.uint64), ("size", np.uint32), ("write", np.uint32)])
-ANNOUNCE = ["-fsanitize=kernel-address", "-fno-sanitize-address-use-after-scope"]
+SANITIZER_OPTIONS = ["-fsanitize=kernel-address", "-fno-sanitize-address-use-after-scope"]
 for _parameter in ("instrumentation-with-call-threshold", "stack", "globals"):
-    ANNOUNCE += ["--param", f"asan-{_parameter}=0"]
+    SANITIZER_OPTIONS += ["--param", f"asan-{_parameter}=0"]
 
 
 class CountingHost(Host):
-    """A host whose programs write down what they access."""
+    """Host whose programs log their memory accesses."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.headers = [HEADER, HEADER.with_name("counting.h")]
-        self.options = ANNOUNCE
+        self.options = SANITIZER_OPTIONS
         self.accesses: list[np.ndarray[Any, Any]] = []
 
-    def after(self, library: ctypes.CDLL) -> None:
+    def after_launch(self, library: ctypes.CDLL) -> None:
         count = ctypes.c_size_t()
         library.counted.restype = ctypes.c_void_p
         address = library.counted(ctypes.byref(count))
@@ -51,8 +51,8 @@ class CountingHost(Host):
             raw = ctypes.string_at(address, count.value * ACCESS.itemsize)
             self.accesses.append(np.frombuffer(raw, ACCESS))
 
-    def touched(self, tensor: Tensor, *, write: bool) -> tuple[int, int]:
-        """(bytes touched at least once, bytes of all accesses) of a tensor."""
+    def accessed_bytes(self, tensor: Tensor, *, write: bool) -> tuple[int, int]:
+        """Return (bytes accessed at least once, bytes of all accesses) of a tensor."""
         found = np.concatenate(self.accesses)
         start, size = tensor.data_ptr(), tensor.nbytes
         found = found[
@@ -148,7 +148,7 @@ SAMPLES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "norm_squared": (norm.launch_norm_squared, lambda: ([sixteen(16391), sixteen(5)],)),
     "sum_rows": (column_sums.launch_sum_rows, lambda: (sixteen(45, 64),)),
 }
-"""Of every operator: its binding, and operands of which no two are the same tensor."""
+"""Binding of every operator, and a function that returns distinct operands."""
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -161,22 +161,22 @@ def test_operands_are_read_once_and_results_written_once(name: str, host: Counti
     written = {
         t.data_ptr(): t for t in [*operands, *tree_leaves(results)] if isinstance(t, Tensor) and t.nbytes
     }
-    read = [host.touched(t, write=False) for t in operands]
-    wrote = [host.touched(t, write=True) for t in written.values()]
-    if name == "cross_entropy_backward_":  # a place that is read and then written at once is announced once
+    read = [host.accessed_bytes(t, write=False) for t in operands]
+    wrote = [host.accessed_bytes(t, write=True) for t in written.values()]
+    if name == "cross_entropy_backward_":  # the sanitizer reports a read with a write of one address once
         wrote[0] = (max(read[0][0], wrote[0][0]),) * 2
     price = cost(name, *arguments)
     assert sum(distinct for distinct, _ in wrote) == sum(total for _, total in wrote) == price.bytes_written
     if name.startswith("causal_softmax"):
-        # The formula counts scores of the future too, as a kernel that masks has to read them; this one does not.
+        # The formula includes the masked scores of future positions, which this kernel does not read.
         assert 0.5 * price.bytes_read < sum(distinct for distinct, _ in read) < 0.6 * price.bytes_read
     else:
         assert sum(distinct for distinct, _ in read) == price.bytes_read
     largest = max(t.nbytes for t in operands)
-    again = {"cross_entropy_sums": 9 * 2}.get(name, 0)  # the targets' logits
+    repeated = {"cross_entropy_sums": 9 * 2}.get(name, 0)  # the targets' logits
     for tensor, (distinct, total) in zip(operands, read, strict=True):
         if tensor.nbytes == largest:
-            assert total - distinct == again, "a large operand is read from memory twice"
+            assert total - distinct == repeated, "a large operand is read from memory twice"
 
 
 def test_all_operators_are_counted() -> None:
@@ -185,12 +185,12 @@ def test_all_operators_are_counted() -> None:
     assert set(SAMPLES) == set(FORMULAS)
 
 
-def test_results_have_the_announced_shapes(host: CountingHost) -> None:
-    """The bindings' own results beside the shape functions', dtypes and strides included."""
+def test_results_have_the_shapes_of_meta_functions(host: CountingHost) -> None:
+    """Shapes, dtypes and strides of the bindings' results equal those of the meta functions."""
     for name, (binding, sample) in SAMPLES.items():
         arguments = sample()
         found = [t for t in tree_leaves(host.call(binding, *arguments)) if isinstance(t, Tensor)]
         meta = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to("meta"), arguments)
-        announced = tree_leaves(getattr(torch.ops.repro, name).default(*meta))
-        for a, b in zip(found, [t for t in announced if isinstance(t, Tensor)], strict=True):
+        expected = tree_leaves(getattr(torch.ops.repro, name).default(*meta))
+        for a, b in zip(found, [t for t in expected if isinstance(t, Tensor)], strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), name

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross-entropy: the pieces against fp64, and put together against torch's own loss."""
+"""Tests of vocabulary-parallel cross-entropy: operators against fp64, and the parallel loss against torch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repro.kernels.cross_entropy import reference_gradient, reference_max, refer
 from tests.kernels.gradients import Close
 
 
-def test_pieces_against_reference(dtype: torch.dtype, close: Close) -> None:
+def test_operators_match_fp64_reference(dtype: torch.dtype, close: Close) -> None:
     logits = (torch.randn(9, 31) * 4).to(dtype)
     targets, grad = torch.randint(90, 160, (9,)), torch.randn(9)
     targets[0], targets[1] = 100, 130
@@ -30,7 +30,7 @@ def test_pieces_against_reference(dtype: torch.dtype, close: Close) -> None:
 
 
 def parallel_loss(logits: Tensor, targets: Tensor, shards: int) -> tuple[Tensor, Tensor]:
-    """Loss per row and gradient of its mean, computed as `shards` ranks would."""
+    """Return the loss of each row and the gradient of the mean loss, computed like `shards` ranks."""
     parts = [part.clone() for part in logits.tensor_split(shards, dim=1)]
     starts = [sum(p.shape[1] for p in parts[:i]) for i in range(shards)]
     maximum = torch.stack([cross_entropy_max(p) for p in parts]).amax(0)
@@ -52,7 +52,7 @@ def parallel_loss(logits: Tensor, targets: Tensor, shards: int) -> tuple[Tensor,
     shift=st.sampled_from([0.0, 1e4, -1e4]),
     seed=st.integers(0, 1000),
 )
-def test_equals_torch_for_any_sharding(
+def test_parallel_loss_equals_torchs_for_any_sharding(
     rows: int, size: int, shards: int, chunk: int, shift: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -69,7 +69,7 @@ def test_equals_torch_for_any_sharding(
     torch.testing.assert_close(actual_gradient, gradient, rtol=1e-8, atol=1e-8)
 
 
-def test_padded_vocabulary_and_ignored_rows() -> None:
+def test_padded_columns_and_ignored_rows_have_no_gradient() -> None:
     logits = torch.randn(3, 8)
     logits[:, 6:] = float("-inf")
     targets = torch.tensor([1, -100, 5])
@@ -85,7 +85,7 @@ def test_padded_vocabulary_and_ignored_rows() -> None:
     assert (logits[:, 6:] == 0).all()
 
 
-def test_sizes_that_do_not_agree() -> None:
+def test_mismatched_sizes_are_refused() -> None:
     logits, ones, targets = torch.ones(2, 3), torch.ones(2), torch.zeros(2, dtype=torch.long)
     with pytest.raises(ValueError, match=r"\[n, v\]"):
         cross_entropy_max(torch.ones(3))

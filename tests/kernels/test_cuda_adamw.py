@@ -1,4 +1,4 @@
-"""The CUDA source of AdamW, run on the CPU, against the reference in fp64."""
+"""Tests of the CUDA source of AdamW on the CPU, against the fp64 reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_dec
 def run(
     host: Host, groups: list[list[Tensor]], step: float, scale: float | None, found: float | None
 ) -> list[list[Tensor]]:
-    """The binding on the groups; what the reference makes of them in fp64."""
+    """Update the groups with the binding, and return the groups that the fp64 reference updates."""
     wide = [[t.double() for t in group] for group in groups]
     scalars = [None if v is None else torch.tensor(v) for v in (step, 3e-3, scale, found)]
     precise = dict(
@@ -57,7 +57,7 @@ def compare(groups: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
     copied=st.booleans(),
     agree=st.booleans(),
 )
-def test_any_sizes_and_alignments(
+def test_adamw_of_any_sizes_and_alignments(
     host: Host,
     shapes: list[tuple[int, int]],
     kind: torch.dtype,
@@ -87,7 +87,7 @@ def test_any_sizes_and_alignments(
         check()
 
 
-def test_more_shards_than_one_launch_takes(host: Host) -> None:
+def test_many_shards_need_several_launches(host: Host) -> None:
     count = binding.MAX_SHARDS + 3
     groups = [[torch.rand(5 + i) for i in range(count)] for _ in range(4)]
     expected = run(host, [*groups, []], 2.0, None, None)
@@ -95,7 +95,7 @@ def test_more_shards_than_one_launch_takes(host: Host) -> None:
     assert host.launched == ["adamw", "adamw"]
 
 
-def test_mixed_gradients_and_what_is_not_finite(host: Host) -> None:
+def test_mixed_dtypes_and_non_finite_gradients(host: Host) -> None:
     groups = [[torch.randn(40), torch.randn(9)] for _ in range(3)]
     groups += [[torch.rand(40), torch.rand(9)]]
     groups[1][0][[3, 17]] = torch.tensor([float("nan"), float("inf")])
@@ -106,7 +106,7 @@ def test_mixed_gradients_and_what_is_not_finite(host: Host) -> None:
     assert host.launched == ["adamw", "adamw"]
 
 
-def test_what_it_refuses(host: Host) -> None:
+def test_adamw_refuses_other_dtypes_and_strides(host: Host) -> None:
     ok = [torch.ones(4)]
     scalars = (torch.tensor(1.0), torch.tensor(0.1), *OPTIONS.values(), None, None)
     with pytest.raises(Unavailable, match="fp32"):

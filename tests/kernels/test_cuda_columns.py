@@ -1,4 +1,4 @@
-"""The CUDA sources of bias and GELU and of bias, dropout and residual, run on the CPU."""
+"""Tests of the CUDA sources of bias and GELU, and of bias, dropout and residual, on the CPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.kernels.on_cpu import Host, placed
 
 KINDS = [torch.float32, torch.float16, torch.bfloat16]
 CASES = [((5, 3, 16), torch.bfloat16, 0), ((70, 48), torch.float32, 0), ((9, 7), torch.float16, 0)]
-"""Shape and dtype of x, and elements by which it is off an aligned address."""
+"""Shape and dtype of x, and its offset from an aligned address, in elements."""
 
 
 @pytest.mark.parametrize(("shape", "kind", "offset"), [*CASES, ((33, 16), torch.float32, 1)])
-def test_gelu(
+def test_gelu_matches_fp64_reference(
     host: Host, shape: tuple[int, ...], kind: torch.dtype, offset: int, close: Callable[..., None]
 ) -> None:
     x, untouched_x = placed((3 * torch.randn(shape)).to(kind), offset)
@@ -62,7 +62,7 @@ def test_gelu_of_any_size_and_alignment(
     untouched()
 
 
-def test_gelu_far_out_and_not_finite(host: Host) -> None:
+def test_gelu_of_extreme_and_non_finite_values(host: Host) -> None:
     x = torch.tensor([[-1e20, -50.0, 50.0, 1e20], [float("nan"), float("inf"), 0.0, -0.0]])
     y = host.call(gelu.launch_bias_gelu, x, torch.zeros(4))
     torch.testing.assert_close(y[0], torch.tensor([0.0, 0.0, 50.0, 1e20]), rtol=1e-6, atol=1e-6)
@@ -81,7 +81,7 @@ def test_gelu_far_out_and_not_finite(host: Host) -> None:
     given=st.sampled_from([(True, True), (False, False)]),
     jump=st.sampled_from([0, 1, 40]),
 )
-def test_dropout(
+def test_dropout_matches_fp64_reference(
     host: Host,
     kind: torch.dtype,
     shape: tuple[int, int, int],
@@ -102,24 +102,24 @@ def test_dropout(
     y = host.call(dropout.launch_bias_dropout_residual, x, bias, residual, *arguments, *further)
     tolerance = 2e-6 if kind == torch.float32 else 2e-3
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
-    # With the key in memory the arguments' key and sample do not count.
+    # With a key in device memory, the arguments for key and sample are ignored.
     replayed = (p, 0, 0, *arguments[3:], *further, torch.tensor(random.device_key(key, first_sample)))
     again = host.call(dropout.launch_bias_dropout_residual, x, bias, residual, *replayed)
     assert torch.equal(again, y)
     grad = torch.randn(shape).to(kind)
-    asked = [t for t in wide[:2] if t is not None]
-    slopes = torch.autograd.grad(expected, asked, grad.double())
+    inputs = [t for t in wide[:2] if t is not None]
+    slopes = torch.autograd.grad(expected, inputs, grad.double())
     has_bias = bias is not None
     results = host.call(dropout.launch_bias_dropout_residual_backward, grad, has_bias, *arguments, *further)
     repeated = host.call(dropout.launch_bias_dropout_residual_backward, grad, has_bias, *replayed)
     assert all(torch.equal(*pair) for pair in zip(repeated, results, strict=True))
-    # The same elements are dropped, to the last one.
+    # Exactly the same elements are dropped.
     assert torch.equal(results[0] == 0, (slopes[0] == 0) | (grad == 0))
     for actual, slope in zip(results, slopes, strict=has_bias):
         torch.testing.assert_close(actual.double(), slope, rtol=tolerance, atol=8 * tolerance)
 
 
-def test_dropped_nan_is_dropped_and_kept_nan_is_kept(host: Host) -> None:
+def test_only_nan_values_that_are_not_dropped_remain(host: Host) -> None:
     x = torch.full((1, 50, 8), float("nan"))
     keep = random.keep_mask(torch.arange(50), 8, 0.4, 11).view(1, 50, 8)
     y = host.call(dropout.launch_bias_dropout_residual, x, None, None, 0.4, 11, 0, 50, 0)
@@ -127,7 +127,7 @@ def test_dropped_nan_is_dropped_and_kept_nan_is_kept(host: Host) -> None:
     assert torch.equal(y[~keep], torch.zeros(int((~keep).sum())))
 
 
-def test_without_dropout_and_refused(host: Host) -> None:
+def test_p_0_empty_tensors_and_refused_dtypes(host: Host) -> None:
     x, bias, residual = torch.randn(2, 5, 9), torch.randn(9), torch.randn(2, 5, 9)
     y = host.call(dropout.launch_bias_dropout_residual, x, bias, residual, 0.0, 1, 0, 5, 0)
     assert torch.equal(y, x + bias + residual)
@@ -163,7 +163,7 @@ def test_a_grid_covers_every_row_and_column(rows: int, vectors: int, processors:
     assert blocks * 256 >= at_once * vectors
 
 
-def test_sums_of_columns(host: Host, dtype: torch.dtype, close: Callable[..., None]) -> None:
+def test_column_sums_match_torch(host: Host, dtype: torch.dtype, close: Callable[..., None]) -> None:
     matrices: Tensor = torch.randn(2, 45, 70)
     loaded = host.load(column_sums.program(TYPES[dtype]))
     found = host.call(lambda on, x: column_sums.launch_column_sums(loaded, x, dtype), matrices)
@@ -171,12 +171,12 @@ def test_sums_of_columns(host: Host, dtype: torch.dtype, close: Callable[..., No
 
 
 @pytest.mark.parametrize("shape", [(45, 64), (3, 70), (1, 8), (700, 24)], ids=str)
-def test_sums_of_rows(
+def test_sums_over_rows_match_torch(
     shape: tuple[int, int], host: Host, dtype: torch.dtype, close: Callable[..., None]
 ) -> None:
     rows = torch.randn(shape).to(dtype)
     close(host.call(column_sums.launch_sum_rows, rows), rows.double().sum(0), 2)
 
 
-def test_sums_of_no_rows_are_zero(host: Host) -> None:
+def test_sums_over_no_rows_are_zero(host: Host) -> None:
     assert host.call(column_sums.launch_sum_rows, torch.ones(0, 5)).tolist() == [0] * 5

@@ -1,4 +1,4 @@
-"""Every CUDA source compiles for V100, A100, H100 and B200 without a GPU, and nothing is spilled."""
+"""Tests that every CUDA source compiles for V100, A100, H100 and B200 without register spills; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 @pytest.mark.parametrize("architecture", [70, 90])
 @pytest.mark.parametrize("program", families.example_programs(), ids=lambda program: program.name)
-def test_compiles_without_spills(program: Program, architecture: int) -> None:
+def test_example_programs_compile_without_spills(program: Program, architecture: int) -> None:
     if architecture not in ARCHITECTURES:
         pytest.skip(f"NVRTC {compiler.nvrtc_version()} does not compile for sm_{architecture}")
     check(program, compiler.CompileTarget(f"sm_{architecture}"))
@@ -38,7 +38,7 @@ def check(program: Program, target: compiler.CompileTarget) -> None:
     assert set(found) == set(program.kernels)
     for kernel in found.values():
         assert kernel.spilled_bytes == kernel.stack_bytes == 0
-        # Of the 65536 of a multiprocessor; 512 threads with 16 bytes each on the way still fill its memory's pipe.
+        # A multiprocessor has 65,536 registers, and 512 threads that load 16 bytes each saturate its memory.
         assert kernel.registers <= 128
         assert kernel.registers * program.threads <= 65536
         assert kernel.shared_bytes <= 48 * 1024
@@ -53,21 +53,21 @@ PARTS = 12
 def test_every_size_of_every_suite_compiles_without_spills(part: int, architecture: int) -> None:
     if architecture not in ARCHITECTURES:
         pytest.skip(f"NVRTC {compiler.nvrtc_version()} does not compile for sm_{architecture}")
-    asked = [*families.example_programs(), *(each.program for each in size_classes())]
-    programs = {program.text: program for program in asked}
+    requested = [*families.example_programs(), *(each.program for each in size_classes())]
+    programs = {program.text: program for program in requested}
     for program in list(programs.values())[part::PARTS]:
         check(program, compiler.CompileTarget(f"sm_{architecture}"))
 
 
-def test_the_message_of_the_compiler_reaches_the_user() -> None:
+def test_compiler_errors_are_reported() -> None:
     good = families.example_programs()[0]
     bad = Program(good.source, (*good.definitions, ("float", "nonsense")), good.arguments, good.kernels, 256)
     with pytest.raises(Unavailable, match=r"does not compile for sm_80: (.|\n)*nonsense"):
         compiler.compile_cuda_program(bad, compiler.CompileTarget("sm_80"))
 
 
-def test_an_empty_log_leaves_pythons_own_bytes_alone() -> None:
-    """In a process of its own, which the fault would poison: intermediate code has no assembler's log, just its NUL."""
+def test_an_empty_log_does_not_corrupt_pythons_bytes() -> None:
+    """PTX code has an empty log with only a NUL. A subprocess runs the check, because a fault corrupts the process."""
     script = """
 from repro.kernels import families
 from repro.kernels.cuda import compile as compiler
@@ -81,7 +81,7 @@ print([n for n in range(256) if bytes([n])[0] != n])
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr[-2000:]
 
 
-def test_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_target_is_the_newest_supported_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "supported_architectures", lambda: (75, 80, 90))
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: (13, 0))
     assert compiler.compile_target((8, 0)).architecture == "sm_80"

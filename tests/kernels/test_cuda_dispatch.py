@@ -1,4 +1,4 @@
-"""What is done about kernels without a GPU: the cache, the fallback and what is said of it."""
+"""Tests of the dispatch of CUDA kernels without a GPU: the cache of programs, fallbacks and their warnings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TARGET = CompileTarget("sm_80")
 
 @pytest.fixture
 def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A compiler that counts, and a cache of its own."""
+    """Install a fake compiler and an empty cache; return the list of compiled architectures."""
     calls: list[str] = []
 
     def compile(program: Program, target: CompileTarget) -> CompiledProgram:
@@ -45,7 +45,7 @@ def test_a_program_is_compiled_once(compilations: list[str]) -> None:
     assert compilations == ["sm_80", "sm_90"]
 
 
-def test_another_compiler_or_source_is_another_program(
+def test_cache_key_depends_on_compiler_and_source(
     compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {compiler.cache_key(PROGRAM, TARGET)}
@@ -58,17 +58,17 @@ def test_another_compiler_or_source_is_another_program(
     assert len(keys) == 4
 
 
-def test_a_damaged_file_is_compiled_again(compilations: list[str]) -> None:
+def test_damaged_cache_files_are_compiled_again(compilations: list[str]) -> None:
     compiler.compile_cached(PROGRAM, TARGET)
     (file,) = compiler.cache_folder().iterdir()
-    untouched = file.read_bytes()
-    for damaged in (untouched[:-1], b"", b"\xff", b"[]\n", untouched[: untouched.index(b"\n")]):
+    intact = file.read_bytes()
+    for damaged in (intact[:-1], b"", b"\xff", b"[]\n", intact[: intact.index(b"\n")]):
         file.write_bytes(damaged)
         assert compiler.compile_cached(PROGRAM, TARGET).code == b"code\nof sm_80"
-        assert file.read_bytes() == untouched
+        assert file.read_bytes() == intact
 
 
-def test_a_folder_that_cannot_be_written_is_reported(
+def test_an_unwritable_cache_folder_is_reported(
     compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -82,7 +82,7 @@ def _write(folder: Path, content: int) -> None:
         compiler._write_cached(folder / "program", CompiledProgram(bytes([content]) * 20000, "log"))
 
 
-def test_many_writers_leave_one_whole_file(tmp_path: Path) -> None:
+def test_concurrent_writers_leave_one_complete_file(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_write, args=(tmp_path, i)) for i in range(3)]
     for writer in writers:
@@ -92,37 +92,37 @@ def test_many_writers_leave_one_whole_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["program"]
 
 
-def _ask(answers: Any) -> None:
+def _compile_repeatedly(answers: Any) -> None:
     for _ in range(20):
         answers.put(compiler.compile_cached(PROGRAM, TARGET).code)
 
 
 @pytest.mark.usefixtures("compilations")
-def test_many_ranks_that_begin_with_a_torn_file_all_get_the_program() -> None:
+def test_ranks_with_a_torn_cache_file_get_the_program() -> None:
     compiler.compile_cached(PROGRAM, TARGET)
     (file,) = compiler.cache_folder().iterdir()
-    untouched = file.read_bytes()
-    file.write_bytes(untouched[:-3])
+    intact = file.read_bytes()
+    file.write_bytes(intact[:-3])
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
-    ranks = [context.Process(target=_ask, args=(answers,)) for _ in range(4)]
+    ranks = [context.Process(target=_compile_repeatedly, args=(answers,)) for _ in range(4)]
     for rank in ranks:
         rank.start()
     assert {answers.get() for _ in range(20 * len(ranks))} == {b"code\nof sm_80"}
     for rank in ranks:
         rank.join(250)
-    assert [path.read_bytes() for path in compiler.cache_folder().iterdir()] == [untouched]
+    assert [path.read_bytes() for path in compiler.cache_folder().iterdir()] == [intact]
 
 
 @pytest.fixture
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_ran", Counter())
     monkeypatch.setattr(device, "_reported_reasons", set())
     monkeypatch.setattr(device, "cuda_launcher", lambda index: f"gpu {index}")
 
 
-@pytest.mark.usefixtures("forgetful")
-def test_the_kernel_runs_where_it_can() -> None:
+@pytest.mark.usefixtures("fresh_dispatch")
+def test_available_kernels_are_dispatched() -> None:
     call = device.cuda_dispatcher("twice", lambda on, x: (on, x), lambda x: "torch")
     x = torch.ones(1)
     assert call(x) == ("gpu -1", x)
@@ -130,8 +130,8 @@ def test_the_kernel_runs_where_it_can() -> None:
     assert device.ran() == {("twice", "cuda"): 2}
 
 
-@pytest.mark.usefixtures("forgetful")
-def test_a_fallback_is_told_once_for_each_reason() -> None:
+@pytest.mark.usefixtures("fresh_dispatch")
+def test_a_fallback_warns_once_per_reason() -> None:
     def binding(on: Any, x: torch.Tensor) -> None:
         raise Unavailable("no NVRTC; pip install")
 
@@ -146,8 +146,8 @@ def test_a_fallback_is_told_once_for_each_reason() -> None:
     assert device.ran() == {("twice", why): 2, ("thrice", why): 1}
 
 
-@pytest.mark.usefixtures("forgetful")
-def test_errors_of_a_launch_are_no_reason_to_fall_back() -> None:
+@pytest.mark.usefixtures("fresh_dispatch")
+def test_launch_errors_cause_no_fallback() -> None:
     def binding(on: Any, x: torch.Tensor) -> None:
         raise RuntimeError("was not launched")
 
@@ -155,13 +155,13 @@ def test_errors_of_a_launch_are_no_reason_to_fall_back() -> None:
         device.cuda_dispatcher("twice", binding, lambda x: "torch")(torch.ones(1))
 
 
-def test_a_failed_compilation_is_not_tried_again(
+def test_a_failed_compilation_is_not_repeated(
     compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[str] = []
+    attempts: list[str] = []
 
     def compile(program: Program, target: CompileTarget) -> CompiledProgram:
-        tried.append(program.source)
+        attempts.append(program.source)
         raise Unavailable("line 3: nonsense")
 
     properties = SimpleNamespace(major=8, minor=0, multi_processor_count=108)
@@ -172,14 +172,14 @@ def test_a_failed_compilation_is_not_tried_again(
     for _ in range(3):
         with pytest.raises(Unavailable, match="line 3: nonsense"):
             device.cuda_launcher(0).load(PROGRAM)
-    assert tried == [PROGRAM.source]
+    assert attempts == [PROGRAM.source]
 
 
-def test_a_device_that_nvrtc_does_not_know_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+def test_an_unsupported_device_is_queried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries: list[int] = []
 
     def properties(index: int) -> Any:
-        asked.append(index)
+        queries.append(index)
         return SimpleNamespace(major=7, minor=0, multi_processor_count=80)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
@@ -189,4 +189,4 @@ def test_a_device_that_nvrtc_does_not_know_is_not_asked_again(monkeypatch: pytes
     for _ in range(2):
         with pytest.raises(Unavailable, match="does not compile for sm_70"):
             device.cuda_launcher(0)
-    assert asked == [0]
+    assert queries == [0]

@@ -1,4 +1,4 @@
-"""The CUDA source of layer norm, run on the CPU, against the reference in fp64."""
+"""Tests of the CUDA source of layer norm on the CPU, against the fp64 reference."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CASES = [
     ((3, 2, 37), torch.float32, torch.float32, 0),
     ((40, 64), torch.float32, torch.float32, 1),
 ]
-"""Shape of x, its dtype, that of the weights, elements by which x is off an aligned address."""
+"""Shape and dtype of x, dtype of the weights, and offset of x from an aligned address, in elements."""
 EPS = 0.5
-"""Large, so that it shows beside a variance of 9."""
+"""Epsilon that is not negligible relative to a variance of 9."""
 
 
 @pytest.mark.parametrize(("shape", "kind", "weights", "offset"), CASES)
-def test_forward_and_backward(
+def test_layer_norm_matches_fp64(
     host: Host,
     shape: tuple[int, ...],
     kind: torch.dtype,
@@ -54,14 +54,14 @@ def test_forward_and_backward(
 
 @settings(max_examples=10)
 @given(case=st.sampled_from(CASES), rows=st.integers(1, 30), seed=st.integers(0, 99))
-def test_any_number_of_rows(
+def test_layer_norm_of_any_number_of_rows(
     host: Host, case: tuple[tuple[int, ...], torch.dtype, torch.dtype, int], rows: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    (*_, column_sums), kind, weights, offset = case
-    x, untouched = placed((3 * torch.randn(rows, column_sums) + 5).to(kind), offset)
-    grad = torch.randn(rows, column_sums).to(kind)
-    weight, bias = torch.randn(column_sums).to(weights), torch.randn(column_sums).to(weights)
+    (*_, columns), kind, weights, offset = case
+    x, untouched = placed((3 * torch.randn(rows, columns) + 5).to(kind), offset)
+    grad = torch.randn(rows, columns).to(kind)
+    weight, bias = torch.randn(columns).to(weights), torch.randn(columns).to(weights)
     y, mean, rstd = host.call(binding.launch_layer_norm, x, weight, bias, 1e-5)
     found = host.call(binding.launch_layer_norm_backward, grad, x, mean, rstd, weight)
     for actual, value in zip([y, *found], in_fp64(layernorm.reference, grad, x, weight, bias), strict=True):
@@ -70,13 +70,13 @@ def test_any_number_of_rows(
     untouched()
 
 
-def test_a_large_mean_leaves_the_variance(host: Host, close: Callable[..., None]) -> None:
+def test_rows_with_a_large_mean_stay_accurate(host: Host, close: Callable[..., None]) -> None:
     x = 1000 + torch.randn(4, 64)
     y = host.call(binding.launch_layer_norm, x, torch.ones(64), torch.zeros(64), 1e-5)[0]
     close(y, layernorm.reference(x.double(), torch.ones(64), torch.zeros(64)), 100)
 
 
-def test_what_is_not_finite_stays_in_its_row(host: Host) -> None:
+def test_non_finite_values_stay_in_their_row(host: Host) -> None:
     x = torch.randn(3, 64)
     x[1, 5] = float("nan")
     x[2, 60] = float("inf")
@@ -88,7 +88,7 @@ def test_what_is_not_finite_stays_in_its_row(host: Host) -> None:
     assert dx[1:].isnan().all()
 
 
-def test_empty_and_refused(host: Host) -> None:
+def test_empty_tensors_and_refused_dtypes(host: Host) -> None:
     one = torch.ones(8)
     assert host.call(binding.launch_layer_norm, torch.ones(0, 8), one, one, 1e-5)[1].shape == (0, 1)
     assert host.call(
@@ -101,17 +101,17 @@ def test_empty_and_refused(host: Host) -> None:
     assert not host.launched
 
 
-LONG = [
+LONG_ROWS = [
     ((3, 33024), torch.bfloat16, torch.bfloat16),
     ((1, 2, 16387), torch.float16, torch.float32),
     ((5, 12288), torch.float32, torch.float32),
 ]
-"""Shape, dtypes of x and of the weights; the last is held in forward."""
+"""Shape and dtype of x, and dtype of the weights; a block stores rows of the last case in the forward pass."""
 
 
 @pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
-@pytest.mark.parametrize(("shape", "kind", "weights"), LONG)
-def test_rows_that_no_block_holds(
+@pytest.mark.parametrize(("shape", "kind", "weights"), LONG_ROWS)
+def test_rows_longer_than_a_block(
     host: Host,
     shape: tuple[int, ...],
     kind: torch.dtype,
@@ -141,12 +141,12 @@ def test_rows_that_no_block_holds(
 
 @pytest.mark.parametrize("width", [1, 4, 8])
 @pytest.mark.parametrize("backward", [False, True])
-def test_rows_fit_their_threads(width: int, backward: bool) -> None:
-    most, threads = (16, 512) if backward else (32, 1024)
+def test_row_shapes_fit_the_limit_of_threads(width: int, backward: bool) -> None:
+    limit, threads = (16, 512) if backward else (32, 1024)
     for size in (1, 7, 64, 1023, 1600, 4256, 5120, 8191, 8192):
-        shape = column_sums.row_shape(size, width, most, threads)
+        shape = column_sums.row_shape(size, width, limit, threads)
         assert shape is not None, size
         assert shape[0] % 32 == 0
         assert shape[0] <= threads
-        assert shape[1] * width <= most
+        assert shape[1] * width <= limit
         assert shape[0] * shape[1] * width >= size

@@ -1,4 +1,4 @@
-"""The CUDA source of the norm, run on the CPU."""
+"""Tests of the CUDA source of the norm on the CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_norm_of_any_sizes_and_alignments(host: Host, shapes: list[tuple[int, in
         check()
 
 
-def test_norm_of_what_is_not_finite(host: Host) -> None:
+def test_norm_of_non_finite_values(host: Host) -> None:
     x = torch.ones(5000)
     for value in (float("inf"), float("-inf"), 1e20):
         x[4321] = value
@@ -46,14 +46,14 @@ def test_norm_of_what_is_not_finite(host: Host) -> None:
     assert math.isnan(host.call(norm.launch_norm_squared, [x]).item())
 
 
-def test_norm_of_many_equal_numbers_and_tensors(host: Host) -> None:
+def test_norm_of_many_tensors_and_long_sums(host: Host) -> None:
     tensors = [torch.full((3,), 0.1)] * (norm.MAX_TENSORS + 2)
     assert host.call(norm.launch_norm_squared, tensors).item() == pytest.approx(0.03 * len(tensors), rel=1e-6)
     assert host.launched == ["partial", "partial", "total"]
     assert host.call(norm.launch_norm_squared, [torch.full((300000,), 0.1)]).item() == pytest.approx(
         3000, rel=1e-6
     )
-    # In fp32, to which 2^26 + 1 is 2^26, the ones would be lost one by one.
+    # In fp32, 2^26 + 1 rounds to 2^26, so adding the ones one by one would lose them.
     large = [torch.full((1,), 8192.0), *[torch.ones(1)] * 128]
     assert (
         host.call(norm.launch_norm_squared, large).item() == 2**26 + 128

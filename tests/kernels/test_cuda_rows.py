@@ -1,4 +1,4 @@
-"""The CUDA sources of the causal softmax and of cross-entropy, run on the CPU."""
+"""Tests of the CUDA sources of causal softmax and cross-entropy on the CPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.kernels.on_cpu import Host, placed
 
 QUICK = settings(max_examples=8)
 SCORES = [((2, 3, 24, 24), torch.float16, 0), ((19, 19), torch.float32, 0), ((2, 72, 72), torch.bfloat16, 1)]
-"""Shape, dtype, and elements by which the scores are off an aligned address."""
+"""Shape and dtype of the scores, and their offset from an aligned address, in elements."""
 
 
 @pytest.mark.parametrize(("shape", "kind", "offset"), SCORES)
-def test_softmax(
+def test_softmax_matches_fp64_reference(
     host: Host, shape: tuple[int, ...], kind: torch.dtype, offset: int, close: Callable[..., None]
 ) -> None:
     scores, untouched = placed((4 * torch.randn(shape)).to(kind), offset)
@@ -57,7 +57,7 @@ def test_softmax_of_any_number_of_matrices(
     untouched()
 
 
-def test_softmax_reads_no_future_and_keeps_what_is_not_finite(host: Host) -> None:
+def test_softmax_ignores_the_future_and_propagates_nan(host: Host) -> None:
     scores = torch.randn(24, 24)
     expected = softmax.reference(scores, 1.0)
     scores[torch.ones(24, 24).triu(1).bool()] = float("nan")
@@ -71,7 +71,7 @@ def test_softmax_reads_no_future_and_keeps_what_is_not_finite(host: Host) -> Non
     assert y[9, :10].isnan().all()
 
 
-def test_softmax_refuses(host: Host) -> None:
+def test_softmax_refuses_long_rows_and_mixed_dtypes(host: Host) -> None:
     assert host.call(softmax.launch_causal_softmax, torch.ones(0, 8, 8), 1.0).shape == (0, 8, 8)
     with pytest.raises(Unavailable, match="up to 16384 scores, not 20000"):
         softmax.program("half", 20000, 8, True)
@@ -89,7 +89,7 @@ def test_softmax_refuses(host: Host) -> None:
         (3, 5, torch.bfloat16, 1),
     ],
 )
-def test_cross_entropy(
+def test_cross_entropy_matches_fp64_reference(
     host: Host, rows: int, columns: int, kind: torch.dtype, offset: int, close: Callable[..., None]
 ) -> None:
     logits, untouched = placed((3 * torch.randn(rows, columns)).to(kind), offset)
@@ -99,7 +99,7 @@ def test_cross_entropy(
     grad = torch.randn(rows)
     maximum = host.call(cross_entropy.launch_cross_entropy_max, logits)
     assert torch.equal(maximum, cross_entropy.reference_max(logits).float())
-    maximum += 0.5  # of other ranks' columns
+    maximum += 0.5  # maximum over the columns of other ranks
     precise = (logits.double(), maximum.double())
     sums = host.call(cross_entropy.launch_cross_entropy_sums, logits, maximum, targets, start)
     expected = cross_entropy.reference_sums(*precise, targets, start)
@@ -136,7 +136,7 @@ def test_cross_entropy_of_any_size_and_alignment(
     untouched()
 
 
-def test_cross_entropy_of_what_is_not_finite(host: Host) -> None:
+def test_cross_entropy_propagates_non_finite_values(host: Host) -> None:
     logits = torch.randn(3, 600)
     logits[1, 599] = float("nan")
     logits[2, 300] = float("inf")
@@ -150,14 +150,14 @@ def test_cross_entropy_of_what_is_not_finite(host: Host) -> None:
     assert torch.equal(sums[0].isnan(), torch.tensor([False, True, True]))
 
 
-def test_cross_entropy_refuses(host: Host) -> None:
+def test_cross_entropy_refuses_other_dtypes_and_strides(host: Host) -> None:
     logits, one = torch.ones(2, 8), torch.ones(2)
     assert host.call(cross_entropy.launch_cross_entropy_max, torch.ones(0, 8)).shape == (0,)
     with pytest.raises(Unavailable, match="int64"):
         host.call(cross_entropy.launch_cross_entropy_sums, logits, one, one.int(), 0)
     with pytest.raises(Unavailable, match="fp32"):
         host.call(cross_entropy.launch_cross_entropy_sums, logits, one.half(), one.long(), 0)
-    sums, turned = torch.ones(2, 2), torch.ones(8, 2).t()
+    sums, transposed = torch.ones(2, 2), torch.ones(8, 2).t()
     with pytest.raises(Unavailable, match="overwrites"):
-        host.call(cross_entropy.launch_cross_entropy_backward_, turned, one, sums, one.long(), 0, one)
+        host.call(cross_entropy.launch_cross_entropy_backward_, transposed, one, sums, one.long(), 0, one)
     assert not host.launched

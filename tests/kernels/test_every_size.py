@@ -1,6 +1,6 @@
-"""For every sequence of every suite whose scores are written there is a softmax: none falls back to torch's.
+"""Tests that the CUDA softmax supports the sequence lengths of all suites, without a fallback to torch.
 
-Norms have kernels for rows of any length, others work on any.
+All other operators have kernels for rows of any length.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from repro.kernels.families import size_classes
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_softmax_holds_every_row_that_is_read_singly(backward: bool) -> None:
-    """As where an address is not aligned.  That 16 bytes are read at once where it is, `size_classes` asks itself."""
+def test_softmax_supports_every_row_length_without_vector_loads(backward: bool) -> None:
+    """Rows at unaligned addresses are read one element at a time; `size_classes` itself checks aligned rows."""
     rows = [each for each in size_classes() if each.program.source == "softmax"]
     assert rows
     for program, sizes in rows:

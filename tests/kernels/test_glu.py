@@ -1,4 +1,4 @@
-"""SwiGLU and its CUDA source, run on the CPU, against the reference in fp64."""
+"""Tests of SwiGLU and of its CUDA source on the CPU, against the fp64 reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kernels.on_cpu import Host, placed
 
 @pytest.mark.parametrize("shape", [(3, 5, 40), (7, 6), (0, 4)])
 @pytest.mark.parametrize("plain", [False, True])
-def test_forward_and_backward(shape: tuple[int, ...], plain: bool, dtype: torch.dtype, close: Close) -> None:
+def test_swiglu_matches_fp64(shape: tuple[int, ...], plain: bool, dtype: torch.dtype, close: Close) -> None:
     x, grad = (torch.randn(shape) * 3).to(dtype), torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
     assert_matches(lambda t: swiglu(t, plain=plain), reference, grad, [x], close)
 
@@ -25,7 +25,7 @@ def test_the_gate_is_the_first_half() -> None:
     torch.testing.assert_close(swiglu(torch.cat([gate, up], -1)), torch.nn.functional.silu(gate) * up)
 
 
-def test_gradcheck_and_halves() -> None:
+def test_gradcheck_and_odd_widths() -> None:
     assert torch.autograd.gradcheck(swiglu, torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True))
     with pytest.raises(ValueError, match=r"swiglu of \[2, 3\] needs an even last dimension"):
         swiglu(torch.ones(2, 3))
@@ -40,7 +40,7 @@ def test_gradcheck_and_halves() -> None:
         ((6, 32), torch.float32, 1),
     ],
 )
-def test_the_cuda_source(
+def test_cuda_source_matches_fp64_reference(
     host: Host, shape: tuple[int, ...], kind: torch.dtype, offset: int, close: Close
 ) -> None:
     x, untouched = placed((4 * torch.randn(shape)).to(kind), offset)
@@ -51,7 +51,7 @@ def test_the_cuda_source(
     untouched()
 
 
-def test_the_cuda_source_at_the_ends(host: Host) -> None:
+def test_cuda_source_of_extreme_values_and_empty_tensors(host: Host) -> None:
     x = torch.tensor([[-1e30, -200.0, 200.0, float("nan"), 1.0, 1.0, 1.0, 1.0]])
     y = host.call(binding.launch_swiglu, x)
     assert y[0, :3].tolist() == [0, 0, 200]

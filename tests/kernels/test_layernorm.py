@@ -1,4 +1,4 @@
-"""Layer norm against its fp64 reference."""
+"""Tests of layer norm against the fp64 reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kernels.gradients import Close, assert_matches, in_fp64, saved_for_ba
 
 
 @pytest.mark.parametrize("shape", [(4, 7, 64), (3, 33), (1, 1, 8)])
-def test_forward_and_backward(shape: tuple[int, ...], dtype: torch.dtype, close: Close) -> None:
+def test_layer_norm_matches_fp64(shape: tuple[int, ...], dtype: torch.dtype, close: Close) -> None:
     x = (torch.randn(shape) * 3 + 1).to(dtype)
     weight, bias, grad = (torch.randn(s).to(dtype) for s in (shape[-1], shape[-1], shape))
     assert_matches(layer_norm, reference, grad, [x, weight, bias], close)
@@ -29,7 +29,7 @@ def test_fp32_weights_with_16_bit_rows(close: Close) -> None:
     close(y, reference(x.double(), weight.double(), bias.double()))
 
 
-def test_statistics_are_fp32_and_only_they_are_saved(dtype: torch.dtype) -> None:
+def test_statistics_are_fp32_and_saved_for_backward(dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(2, 3, 8).to(dtype), torch.ones(8).to(dtype), torch.zeros(8).to(dtype)
     _, mean, rstd = forward_operator(x, weight, bias, 1e-5)
     assert mean.dtype == rstd.dtype == torch.float32
@@ -38,7 +38,7 @@ def test_statistics_are_fp32_and_only_they_are_saved(dtype: torch.dtype) -> None
     assert sorted(t.shape for t in saved) == sorted([x.shape, mean.shape, rstd.shape, weight.shape])
 
 
-def test_rows_far_from_zero_keep_their_digits(close: Close) -> None:
+def test_rows_with_a_large_mean_stay_accurate(close: Close) -> None:
     x = torch.randn(4, 256, dtype=torch.float64) + 1000
     y = layer_norm(x.float(), torch.ones(256), torch.zeros(256))
     close(
@@ -54,12 +54,12 @@ def test_gradcheck(plain: bool) -> None:
 
 @settings(max_examples=30)
 @given(rows=st.integers(0, 40), h=st.integers(1, 70), seed=st.integers(0, 1000))
-def test_odd_sizes_and_strides(rows: int, h: int, seed: int) -> None:
+def test_any_sizes_and_strides(rows: int, h: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(h, rows, generator=generator).t()
     grad = torch.randn(h, rows, generator=generator).t()
     weight, bias = torch.randn(h, generator=generator), torch.randn(h, generator=generator)
-    # A large epsilon: a row of one or two nearly equal values gives a quotient of rounding errors.
+    # A large epsilon, because rows of one or two nearly equal values give a quotient of rounding errors.
     actual = with_gradients(lambda *t: layer_norm(*t, eps=1e-1), grad, x, weight, bias)
     expected = in_fp64(lambda *t: reference(*t, eps=1e-1), grad, x, weight, bias)
     for a, e in zip(actual, expected, strict=True):
@@ -67,7 +67,7 @@ def test_odd_sizes_and_strides(rows: int, h: int, seed: int) -> None:
 
 
 def test_epsilon_is_added_to_the_variance() -> None:
-    """By hand: a row of -1 and 1 with eps 3 is halved; one of variance 3e-5 is divided by the root of 4e-5."""
+    """By hand: with eps 3, the row (-1, 1) is halved; a row of variance 3e-5 is divided by the root of 4e-5."""
     row = torch.tensor([[-1.0, 1.0]])
     weight, bias = torch.tensor([2.0, 4.0]), torch.tensor([1.0, 1.0])
     small = row * math.sqrt(3e-5)
@@ -77,6 +77,6 @@ def test_epsilon_is_added_to_the_variance() -> None:
         torch.testing.assert_close(function(small, weight, bias), expected)
 
 
-def test_sizes_that_do_not_agree() -> None:
+def test_mismatched_weights_are_refused() -> None:
     with pytest.raises(ValueError, match=r"layer_norm of \[2, 3\]"):
         layer_norm(torch.ones(2, 3), torch.ones(4), torch.ones(4))

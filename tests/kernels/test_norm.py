@@ -1,4 +1,4 @@
-"""Sum of squares against its reference."""
+"""Tests of the sum of squares against the fp64 reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from repro.kernels import norm, norm_squared
 from repro.kernels.norm import _norm_squared
 
 
-def test_norm_squared(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_squared_matches_fp64_reference(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "CPU_CHUNK_ELEMENTS", 100)
     monkeypatch.setattr(norm, "CPU_ROW_ELEMENTS", 16)
     tensors = [torch.randn(s).to(dtype) for s in ((7, 30), (1,), (0,), (100,), (3, 2, 2))]
@@ -24,7 +24,7 @@ def test_norm_squared(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_overflow_shows(bad: float, dtype: torch.dtype) -> None:
+def test_non_finite_values_give_a_non_finite_norm(bad: float, dtype: torch.dtype) -> None:
     tensors = [torch.randn(70).to(dtype), torch.randn(70).to(dtype)]
     assert norm_squared(tensors).isfinite()
     tensors[1][69] = bad
@@ -45,6 +45,6 @@ def test_empty_tensors_add_nothing() -> None:
     assert norm_squared([torch.ones(0), torch.ones(2, 0)]).item() == 0
 
 
-def test_empty_list_has_no_device() -> None:
+def test_an_empty_list_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         norm_squared([])

@@ -1,4 +1,4 @@
-"""Every CUDA source compiles by NVRTC 13 too, for A100, H100 and B200, in a process that finds no other NVRTC."""
+"""Tests that every CUDA source compiles with NVRTC 13 for A100, H100 and B200, in a process without another NVRTC."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(json.dumps({"version": compiler.nvrtc_version(), "oldest": oldest, "found"
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (FOLDER / ".installed").exists(),
-    reason="no NVRTC 13 beside the environment: `make test-slow` installs it",
+    reason="NVRTC 13 is not installed: `make test-slow` installs it",
 )
 def test_every_source_compiles_without_spills() -> None:
     (library,) = FOLDER.glob("nvidia/*/lib/libnvrtc.so.13")

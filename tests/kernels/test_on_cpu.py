@@ -1,4 +1,4 @@
-"""The header that runs CUDA sources on the CPU finds the mistakes that a GPU would not forgive."""
+"""Tests of the header that runs CUDA sources on the CPU: it reports errors that fail or hang on a GPU."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def build(
 ) -> Callable[[str], Callable[[torch.Tensor], None]]:
     monkeypatch.setattr(program, "SOURCES", tmp_path)
 
-    def of(body: str) -> Callable[[torch.Tensor], None]:
+    def build_kernel(body: str) -> Callable[[torch.Tensor], None]:
         (tmp_path / "k.cu").write_text(START + body + "}")
-        made = Program("k", (), struct.Struct("P"), ("k",), 64)
-        loaded = session_host.load(made)
-        return lambda x: loaded.launch("k", 2, made.arguments.pack(x.data_ptr()))
+        kernel = Program("k", (), struct.Struct("P"), ("k",), 64)
+        loaded = session_host.load(kernel)
+        return lambda x: loaded.launch("k", 2, kernel.arguments.pack(x.data_ptr()))
 
-    return of
+    return build_kernel
 
 
-def test_threads_barriers_and_shuffles(
+def test_threads_barriers_and_shuffles_work_in_either_order(
     build: Callable[[str], Callable[[torch.Tensor], None]], session_host: Host
 ) -> None:
     run = build(
@@ -50,17 +50,17 @@ def test_threads_barriers_and_shuffles(
         assert torch.equal(x, expected)
 
 
-def test_barriers_that_not_all_reach(build: Callable[[str], Callable[[torch.Tensor], None]]) -> None:
+def test_divergent_barriers_are_errors(build: Callable[[str], Callable[[torch.Tensor], None]]) -> None:
     with pytest.raises(AssertionError, match="barrier that not all threads reach"):
         build("if (threadIdx.x < 40) __syncthreads();")(torch.zeros(1))
 
 
-def test_shuffles_of_part_of_a_warp(build: Callable[[str], Callable[[torch.Tensor], None]]) -> None:
+def test_shuffles_of_part_of_a_warp_fail(build: Callable[[str], Callable[[torch.Tensor], None]]) -> None:
     with pytest.raises(AssertionError, match="not all lanes"):
         build("if (threadIdx.x < 40) a.x[0] = __shfl_xor_sync(0xffffffffu, 1.0f, 16);")(torch.zeros(1))
 
 
-def test_access_that_is_not_aligned(build: Callable[[str], Callable[[torch.Tensor], None]]) -> None:
+def test_misaligned_accesses_are_errors(build: Callable[[str], Callable[[torch.Tensor], None]]) -> None:
     run = build("float v[4]; load(v, a.x); a.x[0] = v[1];")
     run(placed(torch.zeros(8))[0])
     with pytest.raises(AssertionError, match="not aligned"):

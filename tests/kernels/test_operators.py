@@ -1,4 +1,4 @@
-"""What holds for every operator: schema, shape function, one event per call, and its cost."""
+"""Tests of every operator: schema, meta function, one dispatched operator per pass, and cost."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ NAMES = sorted(samples(torch.float32))
 def results_of(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     """Call an operator and return its results: returned tensors, and arguments after the call.
 
-    The gradients of AdamW are left out, because its contract allows any content after the call.
+    The gradients of AdamW are omitted, because its contract allows any content after the call.
     """
     returned = getattr(torch.ops.repro, name).default(*arguments)
     if name == "adamw_":
@@ -90,12 +90,12 @@ def test_results_exclude_overwritten_gradients_only(name: str) -> None:
     assert not {id(gradient) for gradient in gradients} & found
 
 
-def test_every_operator_is_sampled() -> None:
+def test_every_operator_has_samples() -> None:
     assert set(FORMULAS) == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_opcheck(name: str) -> None:
+def test_operators_pass_opcheck(name: str) -> None:
     arguments = samples(torch.float32)[name]
     torch.library.opcheck(
         getattr(torch.ops.repro, name).default, arguments, test_utils=("test_schema", "test_faketensor")
@@ -115,7 +115,7 @@ def test_meta_has_the_same_shapes_and_dtypes(name: str, dtype: torch.dtype) -> N
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
-class Names(TorchDispatchMode):
+class OperatorNames(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
@@ -135,18 +135,18 @@ class Names(TorchDispatchMode):
         ("bias_dropout_residual", lambda x, h: kernels.bias_dropout_residual(x, h, x, 0.2, 1, 0, 3, 0, True)),
     ],
 )
-def test_a_dispatch_mode_sees_one_operator_each_way(
+def test_forward_and_backward_dispatch_one_operator_each(
     name: str, call: Callable[[Tensor, Tensor], Tensor], device: str
 ) -> None:
     x = torch.randn(2, 3, 8, device=device, requires_grad=True)
     h = torch.randn(8, device=device, requires_grad=True)
-    with Names() as seen:
+    with OperatorNames() as seen:
         y = call(x, h)
         torch.autograd.grad(y, [x, h], torch.ones_like(y))
     ours = [c for c in seen.calls if c.startswith("repro.")]
     assert ours == [f"repro.{name}.default", f"repro.{name}_backward.default"]
-    rest = {c.split(".")[1] for c in seen.calls if not c.startswith("repro.")}
-    assert rest <= {"ones_like", "add", "detach", "empty_strided", "_to_copy"}, rest
+    others = {c.split(".")[1] for c in seen.calls if not c.startswith("repro.")}
+    assert others <= {"ones_like", "add", "detach", "empty_strided", "_to_copy"}, others
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -157,7 +157,7 @@ def test_flop_counter_knows_every_operator(name: str) -> None:
     assert counter.get_total_flops() == cost(name, *arguments).flops
 
 
-def test_costs_by_hand() -> None:
+def test_costs_equal_values_computed_by_hand() -> None:
     assert cost("layer_norm", (2, 3, 8), (8,), (8,)) == Cost(8 * 48 + 4 * 6, 4 * 64, 4 * 48 + 8 * 6)
     assert cost("repro::bias_gelu.default", (4, 8), (8,), itemsize=2) == Cost(8 * 32, 2 * 40, 2 * 32)
     assert cost("bias_dropout_residual", (1, 2, 8), None, (1, 2, 8)) == Cost(16, 4 * 32, 4 * 16)
@@ -169,7 +169,7 @@ def test_costs_by_hand() -> None:
     assert cost("norm_squared", [(4, 10), (3,)]) == Cost(86, 4 * 43, 4)
     assert cost("sum_rows", (6, 8), itemsize=2) == Cost(48, 96, 16)
     row, statistic = (2, 3, 8), (2, 3, 1)
-    # Three of 48 elements go in or out, two of 6 statistics, and three of 8 weights.
+    # Read or written: three tensors of 48 elements, two of 6 statistics, and three of 8 weights.
     assert cost("layer_norm_backward", row, row, statistic, statistic, (8,)) == Cost(
         14 * 48, 4 * (2 * 48 + 2 * 6 + 8), 4 * (48 + 2 * 8)
     )
@@ -179,14 +179,14 @@ def test_costs_by_hand() -> None:
     )
     assert cost("swiglu", (4, 16), itemsize=2) == Cost(3 * 32, 2 * 64, 2 * 32)
     assert cost("swiglu_backward", (4, 8), (4, 16), itemsize=2) == Cost(8 * 32, 2 * 96, 2 * 64)
-    # Of three heads of 6 two are turned, 4 elements of each.
+    # Two of three heads of width 6 are rotated, 4 elements of each.
     assert cost("rotary", (2, 5, 18), 2, 6, 4) == Cost(3 * 10 * 8, 4 * 180, 4 * 180)
     assert cost("bias_gelu_backward", (4, 8), (4, 8), (8,), itemsize=2) == Cost(17 * 32, 2 * 72, 2 * 40)
     assert cost("bias_dropout_residual_backward", (1, 2, 8), True) == Cost(32, 64, 64 + 4 * 8)
     targets = torch.empty(4, dtype=torch.int64, device="meta")
     sums = Cost(3 * 40 + 4, 4 * 40 + 4 * 4 + 8 * 4, 2 * 4 * 4)
     assert cost("cross_entropy_sums", (4, 10), (4,), targets, 0) == sums
-    # Logits, maxima, the first row of sums, targets, the loss's gradients; logits again.
+    # Read: logits, maxima, the first row of sums, targets, gradients of the loss. Written: logits.
     gradient = Cost(3 * 40 + 2 * 4, 4 * 40 + 4 * 4 + 4 * 4 + 8 * 4 + 4 * 4, 4 * 40)
     assert cost("cross_entropy_backward_", (4, 10), (4,), (2, 4), targets, 0, (4,)) == gradient
     bf16, fp32 = torch.empty(10, dtype=torch.bfloat16, device="meta"), torch.empty(10, device="meta")
@@ -194,8 +194,8 @@ def test_costs_by_hand() -> None:
     assert cost("adamw_", [fp32], [bf16], [fp32], [fp32], [bf16]) == Cost(140, 140, 140)
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of an fp32 tensor that any of torch's operators gave."""
+class LargestResult(TorchDispatchMode):
+    """Dispatch mode that records the largest number of elements of an fp32 result of torch's operators."""
 
     elements = 0
 
@@ -220,13 +220,13 @@ class Largest(TorchDispatchMode):
         (dropout._backward, ("samples", True, 0.3, 7, 0, 15, 0)),
     ],
 )
-def test_16_bit_rows_are_widened_a_chunk_at_a_time(
+def test_16_bit_rows_are_converted_to_fp32_in_chunks(
     function: Callable[..., Any], arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """60 rows of 64: of a chunk of 1000 elements 15 rows, whatever the operator takes for a row."""
+    """A chunk of 1000 elements has 15 of 60 rows of 64 elements, for every operator's definition of a row."""
     monkeypatch.setattr("repro.kernels.library.CPU_CHUNK", 500)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    given = {
+    tensors = {
         "rows": torch.randn(60, 64).bfloat16(),
         "squares": torch.randn(4, 15, 8, 8).bfloat16(),
         "samples": torch.randn(4, 15, 64).bfloat16(),
@@ -235,13 +235,13 @@ def test_16_bit_rows_are_widened_a_chunk_at_a_time(
         "sums": torch.ones(2, 60),
         "targets": torch.arange(60),
     }
-    with Largest() as seen:
-        function(*(given.get(a, a) if isinstance(a, str) else a for a in arguments))
+    with LargestResult() as seen:
+        function(*(tensors.get(a, a) if isinstance(a, str) else a for a in arguments))
     assert seen.elements == 15 * 64
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_never_exceed_the_operands(name: str) -> None:
+def test_bytes_read_do_not_exceed_the_operands(name: str) -> None:
     arguments = samples(torch.float32, "meta")[name]
     flat = [t for a in arguments for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
     limit = sum(t.nbytes for t in flat)
@@ -250,6 +250,6 @@ def test_bytes_never_exceed_the_operands(name: str) -> None:
     assert price.bytes_written > 0
 
 
-def test_unknown_operator() -> None:
+def test_cost_of_an_unknown_operator_is_an_error() -> None:
     with pytest.raises(ValueError, match="no operator repro::softmax"):
         cost("softmax", (1,))

@@ -1,4 +1,4 @@
-"""The counter-based generator: exact definition, uniformity, independence, and no dependence on slicing."""
+"""Tests of the counter-based generator: exact definition, uniformity, independence, and slices."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def signs(values: torch.Tensor, bit: int) -> torch.Tensor:
 
 
 def score(products: torch.Tensor) -> float:
-    """The sum of independent signs in standard deviations."""
+    """Return the sum of independent signs, in standard deviations."""
     return abs(products.sum().item()) / products.numel() ** 0.5
 
 
@@ -96,7 +96,7 @@ def test_high_bits_are_fair_and_independent(key: int) -> None:
         )
 
 
-def test_masks_of_all_pairs_of_rows_and_columns_are_uncorrelated() -> None:
+def test_masks_of_rows_and_columns_are_uncorrelated() -> None:
     p, rows, columns = 0.1, 1024, 512
     kept = keep_mask(torch.arange(rows), columns, p, 99).double()
     standard = (kept - (1 - p)) / (p * (1 - p)) ** 0.5
@@ -113,7 +113,7 @@ def test_values_are_uniform() -> None:
     assert stats.kstest(uniform[::4].numpy(), "uniform").pvalue > 1e-3
 
 
-def test_normal_moments_and_independence() -> None:
+def test_normal_values_have_normal_moments_and_are_independent() -> None:
     count = 400_000
     x, other_key = normal(0, count, 1, "cpu").double(), normal(0, count, 2, "cpu").double()
     assert x.dtype == torch.float64
@@ -129,11 +129,11 @@ def test_normal_moments_and_independence() -> None:
 
 @settings(max_examples=25)
 @given(start=st.integers(0, 2**60), count=st.integers(2, 300), data=st.data())
-def test_slices_are_slices(start: int, count: int, data: st.DataObject) -> None:
+def test_values_of_a_slice_are_a_slice_of_values(start: int, count: int, data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, count - 1))
-    untouched = normal(start, count, 11, "cpu")
+    full = normal(start, count, 11, "cpu")
     assert torch.equal(
-        untouched, torch.cat([normal(start, cut, 11, "cpu"), normal(start + cut, count - cut, 11, "cpu")])
+        full, torch.cat([normal(start, cut, 11, "cpu"), normal(start + cut, count - cut, 11, "cpu")])
     )
     rows = torch.arange(start, start + count)
     bits = uniform_bits(rows, 7, 11)
@@ -143,24 +143,24 @@ def test_slices_are_slices(start: int, count: int, data: st.DataObject) -> None:
 
 
 def test_normal_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    untouched = normal(5, 1000, 3, "cpu")
+    full = normal(5, 1000, 3, "cpu")
     monkeypatch.setattr("repro.kernels.library.CPU_CHUNK", 7)
-    assert torch.equal(untouched, normal(5, 1000, 3, "cpu"))
+    assert torch.equal(full, normal(5, 1000, 3, "cpu"))
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
-def test_impossible_probability_is_refused(p: float) -> None:
+def test_invalid_probabilities_are_refused(p: float) -> None:
     with pytest.raises(ValueError, match="probability"):
         keep_mask(torch.arange(2), 2, p, 0)
 
 
-def test_probabilities_at_the_ends() -> None:
+def test_masks_of_probabilities_near_0_and_1() -> None:
     rows = torch.arange(64)
     assert keep_mask(rows, 64, 0.0, 1).all()
     assert not keep_mask(rows, 64, 1 - 1e-12, 1).any()
 
 
-def test_meta() -> None:
+def test_meta_results_have_shapes_and_dtypes() -> None:
     assert uniform_bits(torch.arange(3, device="meta"), 5, 1).shape == (3, 5)
     assert keep_mask(torch.arange(3, device="meta"), 5, 0.1, 1).dtype == torch.bool
     assert normal(0, 2**50, 1, "meta").shape == (2**50,)

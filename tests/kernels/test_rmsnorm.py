@@ -1,4 +1,4 @@
-"""Root mean square norm and its CUDA source, run on the CPU, against the reference in fp64."""
+"""Tests of RMS norm and of its CUDA source on the CPU, against the fp64 reference."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tests.kernels.on_cpu import Host, placed
 
 @pytest.mark.parametrize("shape", [(4, 7, 64), (3, 33), (0, 8)])
 @pytest.mark.parametrize("plain", [False, True])
-def test_forward_and_backward(shape: tuple[int, ...], plain: bool, dtype: torch.dtype, close: Close) -> None:
+def test_rms_norm_matches_fp64(shape: tuple[int, ...], plain: bool, dtype: torch.dtype, close: Close) -> None:
     x = (torch.randn(shape) * 3 + 1).to(dtype)
     weight, grad = torch.randn(shape[-1]).to(dtype), torch.randn(shape).to(dtype)
     assert_matches(lambda *t: rms_norm(*t, plain=plain), reference, grad, [x, weight], close)
 
 
-def test_it_is_torchs_own() -> None:
+def test_rms_norm_equals_torchs() -> None:
     x, weight = torch.randn(5, 24), torch.randn(24)
     torch.testing.assert_close(
         rms_norm(x, weight, 1e-3), torch.nn.functional.rms_norm(x, (24,), weight, 1e-3)
     )
 
 
-def test_a_strided_gradient_and_gradcheck() -> None:
+def test_strided_gradients_and_gradcheck() -> None:
     x, grad = torch.randn(12, 5).t(), torch.randn(12, 5).t()
     weight = torch.randn(12)
     actual = with_gradients(rms_norm, grad, x, weight)
@@ -38,7 +38,7 @@ def test_a_strided_gradient_and_gradcheck() -> None:
     assert torch.autograd.gradcheck(rms_norm, leaves)
 
 
-def test_sizes_that_do_not_agree() -> None:
+def test_mismatched_weight_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rms_norm of \[2, 3\] needs a weight of \[3\], not \[4\]"):
         rms_norm(torch.ones(2, 3), torch.ones(4))
 
@@ -51,7 +51,7 @@ def test_sizes_that_do_not_agree() -> None:
         ((41, 64), torch.float32, torch.float32, 1),
     ],
 )
-def test_the_cuda_source(
+def test_cuda_source_matches_fp64_reference(
     host: Host,
     shape: tuple[int, ...],
     kind: torch.dtype,
@@ -71,7 +71,7 @@ def test_the_cuda_source(
     untouched()
 
 
-def test_the_cuda_source_refuses(host: Host) -> None:
+def test_cuda_source_of_empty_tensors_and_mixed_dtypes(host: Host) -> None:
     assert host.call(binding.launch_rms_norm, torch.ones(0, 8), torch.ones(8), 1e-5)[1].shape == (0, 1)
     empty = [torch.ones(0, 8)] * 2
     assert host.call(binding.launch_rms_norm_backward, *empty, torch.ones(0, 1), torch.ones(8))[1].shape == (

@@ -1,4 +1,4 @@
-"""Scale + causal mask + softmax against its fp64 reference."""
+"""Tests of scale, causal mask and softmax against the fp64 reference."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from repro.kernels import causal_softmax
 from repro.kernels.softmax import reference
 from tests.kernels.gradients import Close, assert_matches, in_fp64, saved_for_backward, with_gradients
-from tests.kernels.test_operators import Names
+from tests.kernels.test_operators import OperatorNames
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 9, 9), (4, 16, 16), (1, 1), (2, 1, 33, 33)])
-def test_forward_and_backward(shape: tuple[int, ...], dtype: torch.dtype, close: Close) -> None:
+def test_softmax_matches_fp64(shape: tuple[int, ...], dtype: torch.dtype, close: Close) -> None:
     scores, grad = ((torch.randn(shape) * 5).to(dtype) for _ in range(2))
-    # The gradient comes from weights that have been rounded.
+    # The gradient is computed from rounded weights.
     assert_matches(
         lambda t: causal_softmax(t, 0.3), lambda t: reference(t, 0.3), grad, [scores], close, roundings=8
     )
 
 
-def test_the_future_has_neither_weight_nor_gradient() -> None:
+def test_future_positions_have_no_weight_and_no_gradient() -> None:
     scores = torch.randn(2, 7, 7)
     scores[..., 0, 1:] = float("inf")
     y, slope = with_gradients(lambda t: causal_softmax(t, 2.0), torch.randn(2, 7, 7), scores)
@@ -37,7 +37,7 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
     torch.testing.assert_close(y[0, 3], torch.full((4,), 0.25, dtype=dtype))
 
 
-def test_only_the_weights_are_saved() -> None:
+def test_softmax_saves_only_its_weights() -> None:
     results: list[torch.Tensor] = []
     scores = torch.randn(2, 5, 5, requires_grad=True)
     saved = saved_for_backward(lambda: results.append(causal_softmax(scores, 0.5)))
@@ -45,9 +45,9 @@ def test_only_the_weights_are_saved() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_one_operator_each_way(device: str) -> None:
+def test_forward_and_backward_dispatch_one_operator_each(device: str) -> None:
     scores = torch.randn(2, 5, 5, device=device, requires_grad=True)
-    with Names() as seen:
+    with OperatorNames() as seen:
         y = causal_softmax(scores, 0.5)
         torch.autograd.grad(y, scores, torch.ones_like(y))
     ours = [call for call in seen.calls if call.startswith("repro.")]
@@ -67,7 +67,7 @@ def test_gradcheck() -> None:
     scale=st.floats(1e-3, 10),
     seed=st.integers(0, 99),
 )
-def test_odd_sizes_strides_and_chunks(b: int, s: int, chunk: int, scale: float, seed: int) -> None:
+def test_any_sizes_strides_and_chunks(b: int, s: int, chunk: int, scale: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores, grad = (torch.randn(s, b, s, generator=generator).transpose(0, 1) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
@@ -79,6 +79,6 @@ def test_odd_sizes_strides_and_chunks(b: int, s: int, chunk: int, scale: float, 
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3, 4)])
-def test_sizes_that_do_not_agree(shape: tuple[int, ...]) -> None:
+def test_scores_must_be_square(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"needs scores \[..., s, s\]"):
         causal_softmax(torch.ones(shape), 1.0)

@@ -1,4 +1,4 @@
-"""The whole training step by the CUDA sources, run on the CPU: nothing that a step asks of them is refused."""
+"""Tests of a complete training step with the CUDA sources on the CPU: no operator falls back to torch."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tests.training import TINY, tiny, train
 
 SMALL = replace(TINY, name="two", layers=2)
 SCORES = {"causal_softmax", "causal_softmax_backward"}
-"""What only the operator set `softmax` calls."""
+"""Operators that only the operator set `softmax` calls."""
 GPT2 = {"layer_norm", "layer_norm_backward", "bias_gelu", "bias_gelu_backward"}
 LLAMA = {"rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rotary"}
 
 
 @pytest.fixture
 def sources(session_host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Operators on the CPU call the bindings, as they do on a GPU; a fallback fails."""
+    """Register the CUDA bindings for tensors on the CPU; a fallback is an error."""
     session_host.reversed = False
     monkeypatch.setattr(device, "_ran", Counter())
     monkeypatch.setattr(device, "_reported_reasons", set())
     monkeypatch.setattr(device, "cuda_launcher", lambda index: session_host)
 
-    def never(*arguments: Any) -> None:
+    def forbidden(*arguments: Any) -> None:
         raise AssertionError("torch's operators ran")
 
     library = torch.library.Library("repro", "IMPL")
     for name, binding in BINDINGS.items():
-        library.impl(name, device.cuda_dispatcher(name, binding, never), "CPU", allow_override=True)
+        library.impl(name, device.cuda_dispatcher(name, binding, forbidden), "CPU", allow_override=True)
     yield
     library._destroy()
 
@@ -48,10 +48,10 @@ def sources(session_host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     [("fp16", "fused", GPT2), ("bf16", "softmax", GPT2), ("bf16", "fused", LLAMA)],
     ids=["fp16", "bf16-softmax", "bf16-llama"],
 )
-def test_it_trains_as_torchs_operators_do(
+def test_cuda_sources_train_like_torch_operators(
     precision: str, kernels: str, layer: set[str], request: pytest.FixtureRequest
 ) -> None:
-    """Loss scaling, clipping, dropout, recomputation; within a few roundings after three updates."""
+    """The steps have loss scaling, clipping, dropout and recomputation; losses agree within a few roundings."""
     layout = Layout(micro_batch=2, global_batch=4, precision=precision, kernels=kernels, recompute=True)
     dropouts = {"dropout": 0.1, "attention_dropout": 0.1 if kernels == "softmax" else 0.0}
     model = SMALL if layer is GPT2 else FAMILIES["llama"]
@@ -61,7 +61,7 @@ def test_it_trains_as_torchs_operators_do(
     found = train(experiment)
     ran = device.ran()
     others = (GPT2 | LLAMA) - layer | (SCORES if kernels == "fused" else set())
-    # Sums of rows of a tensor that is not on a GPU are torch's.
+    # Sums over rows of a CPU tensor are computed by torch.
     assert {name for name, _ in ran} == set(BINDINGS) - others - {"sum_rows"}
     assert {how for _, how in ran} == {"cuda"}
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]

@@ -1,4 +1,4 @@
-"""The local machine as a system: what it reports is read, and nothing is assumed."""
+"""Tests of the local machine as a system: reported properties are read, and unknown properties have no value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from repro.measure import local_system
 from repro.measure.local_system import load_system
 
 
-def test_local_is_discovered_not_invented() -> None:
+def test_local_system_has_no_assumed_properties() -> None:
     local = load_system("local")
     assert local.device.memory_bytes.value
     assert local.device.memory_bandwidth.value is None
@@ -20,7 +20,7 @@ def test_local_is_discovered_not_invented() -> None:
         local.peak("fp16")
 
 
-def test_local_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_system_has_the_properties_of_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_system, "has_nvlink", lambda: True)
     gpu = {"name": "V100", "compute_capability": "7.0", "memory_bytes": 2**34}
     monkeypatch.setattr(local_system, "gpus", lambda: [gpu, gpu | {"name": "A100"}])
@@ -37,7 +37,7 @@ def test_local_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_system("local").link_inside() == "pcie"
 
 
-def test_local_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_system_without_gpus_uses_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_system, "gpus", list)
     system = load_system("local")
     assert system.link_inside() == "memory"
@@ -45,7 +45,7 @@ def test_local_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("states", "answer"), [([0, 1], True), ([0, 0], False), (None, False)])
-def test_nvlink_is_asked_of_the_driver(
+def test_nvlink_is_read_from_the_driver(
     monkeypatch: pytest.MonkeyPatch, states: list[int] | None, answer: bool
 ) -> None:
     class Driver:

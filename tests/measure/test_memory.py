@@ -1,4 +1,4 @@
-"""What the tracker keeps count of is what is there, after every operator of whole steps of every engine."""
+"""Tests of the memory tracker: its counts equal the live storages after every operator of a step of every engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.pool import RankPool
 from tests.training import micro_batches, smallest, tiny
 
 
-class Checked(MemoryTracker):
-    """Asks every live storage after each operator, as the count must not need to."""
+class CheckedTracker(MemoryTracker):
+    """Memory tracker that compares its counts with all live storages after each operator."""
 
     operators = 0
 
@@ -28,11 +28,11 @@ class Checked(MemoryTracker):
         out = super().__torch_dispatch__(*call, **named)
         self.operators += 1
         if out is not NotImplemented and not self._agrees():
-            raise AssertionError(f"{call[0]}: {self._now} counted, {self.live()} there")
+            raise AssertionError(f"{call[0]}: {self._now} counted, {self.live()} live")
         return out
 
     def _agrees(self) -> bool:
-        """A thread of gloo's may let go of a buffer between the two readings; a wrong count stays wrong."""
+        """Return whether counts equal live bytes; retry, because a gloo thread may free a buffer between readings."""
         for _ in range(3):
             if self._now == self.live():
                 return True
@@ -40,11 +40,11 @@ class Checked(MemoryTracker):
         return False
 
 
-def follow(layout: Layout, engine: str) -> tuple[int, dict[str, int]]:
-    """Operators of construction and two steps, and the peak."""
+def track_steps(layout: Layout, engine: str) -> tuple[int, dict[str, int]]:
+    """Return the number of operators of construction and two steps, and the peak bytes."""
     experiment = tiny(layout, smallest(layout), engine)
     mesh = meshes.distributed_mesh(layout, "cpu")
-    tracker = Checked()
+    tracker = CheckedTracker()
     with tracker:
         built = build_engine(experiment, mesh, torch.device("cpu"))
     for step in range(2):
@@ -70,15 +70,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("engine", "layout"), CASES)
-def test_the_count_is_what_is_there(two: RankPool, engine: str, layout: dict[str, Any]) -> None:
-    for operators, peak in two.run(follow, Layout(**layout), engine):
+def test_tracked_bytes_equal_live_bytes(two: RankPool, engine: str, layout: dict[str, Any]) -> None:
+    for operators, peak in two.run(track_steps, Layout(**layout), engine):
         assert operators > 100
         assert peak["total"] > 0
 
 
-def test_storages_that_are_marked_resized_and_freed() -> None:
-    """Between operators and outside of the context, too."""
-    with Checked() as tracker:
+def test_marked_resized_and_freed_storages_are_counted() -> None:
+    """Storages may change between operators and outside the tracker's context."""
+    with CheckedTracker() as tracker:
         one, two = torch.zeros(100), torch.zeros(10)
         storage.mark(one, Category.PARAMETERS)
         storage.release(one)
@@ -96,8 +96,8 @@ def test_storages_that_are_marked_resized_and_freed() -> None:
     assert (tracker.peak["total"], tracker.live()["total"]) == (2000, 2000)
 
 
-def calls(live: int) -> int:
-    """Functions called in 300 small operators while so many tensors are alive."""
+def function_calls(live: int) -> int:
+    """Return the number of function calls in 300 small operators while `live` tensors are alive."""
     called = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -105,26 +105,25 @@ def calls(live: int) -> int:
         called += event in ("call", "c_call")
 
     with MemoryTracker():
-        kept = torch._foreach_add(torch.zeros(live).split(1), 1.0)  # storages of their own
-        kept[0].add(1)  # takes note of them all
+        tensors = torch._foreach_add(torch.zeros(live).split(1), 1.0)  # separate storages
+        tensors[0].add(1)  # the tracker registers all storages
         before = sys.getprofile()
         sys.setprofile(count)
         try:
-            for tensor in kept[:300]:
+            for tensor in tensors[:300]:
                 tensor.add(1)
         finally:
             sys.setprofile(before)
     return called
 
 
-def test_an_operator_costs_the_same_however_much_is_alive() -> None:
-    """When every live storage was asked after each operator, 27 times as many cost 25 times as much."""
-    few, many = calls(300), calls(8000)
+def test_tracking_cost_does_not_depend_on_live_tensors() -> None:
+    few, many = function_calls(300), function_calls(8000)
     assert few > 300
     assert many < 1.1 * few
 
 
-def test_a_history_has_segments_in_sequence_and_free_blocks() -> None:
+def test_allocation_history_has_segments_and_free_blocks() -> None:
     history = AllocationHistory(lambda: "model.py:7")
     history.resize(1, 512, "grads", "aten.mm", "forward")
     history.resize(2, 1024, "params", "aten.mm", "forward")

@@ -1,4 +1,4 @@
-"""The counter outside the engines sees what they send: ours by its own ledger, torch's by what its strategies are."""
+"""Tests of the collective counter: it agrees with the native engine's ledger and with torch's known volumes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from tests.training import LEARNING, micro_batches, smallest, tiny
 
 
 def sent(ledger: CommLedger, names: dict[str, frozenset[int]]) -> dict[frozenset[int], int]:
-    """Bytes by the ranks of a group, whatever operation carries them."""
+    """Return the sent bytes of each group of ranks, summed over operations."""
     found: Counter[frozenset[int]] = Counter()
     for row in ledger.rows():
         found[names[row["group"]]] += row["sent_bytes"]
     return dict(found)
 
 
-def both_ways(layout: Layout, engine: str) -> tuple[Any, ...]:
-    """Bytes of the second step by the engine's ledger and by the watch, the watch's rows and the parameters' sizes."""
+def count_both_ways(layout: Layout, engine: str) -> tuple[Any, ...]:
+    """Return the second step's bytes in the ledger and in the counter, the counter's rows, and parameter sizes."""
     experiment = tiny(layout, smallest(layout), engine, **LEARNING)
     mesh = meshes.distributed_mesh(layout, "cpu")
     built = build_engine(experiment, mesh, torch.device("cpu"))
     batches = micro_batches(experiment, mesh.dp.rank, 0)
     built.step(batches, lambda phase: None)
     built.synchronize()
-    watch = CollectiveCounter(mesh)
+    counter = CollectiveCounter(mesh)
     mesh.ledger.reset()
-    with watch:
+    with counter:
         built.step(batches, lambda phase: None)
         built.synchronize()
     groups = (mesh.world, mesh.dp, mesh.tp, mesh.pp, mesh.embedding)
     ranks = {group.name: frozenset(group.ranks) for group in groups}
-    seen = sent(mesh.ledger, ranks), sent(watch.ledger, ranks), watch.ledger.rows()
+    seen = sent(mesh.ledger, ranks), sent(counter.ledger, ranks), counter.ledger.rows()
     return *seen, {name: parameter.numel() for name, parameter in built.full_parameters().items()}
 
 
@@ -59,30 +59,28 @@ NATIVE = [
 
 
 @pytest.mark.parametrize("layout", NATIVE, ids=str)
-def test_our_engine_counted_both_ways(two: RankPool, layout: Layout) -> None:
-    """Every byte that a group's ledger has passes by the watch, and no other."""
-    for ledger, watch, _, _ in two.run(both_ways, layout, "native"):
-        assert ledger == watch
-        assert sum(watch.values()) > 0
+def test_counter_agrees_with_the_native_engines_ledger(two: RankPool, layout: Layout) -> None:
+    for ledger, counter, _, _ in two.run(count_both_ways, layout, "native"):
+        assert ledger == counter
+        assert sum(counter.values()) > 0
 
 
-def test_products_counted_both_ways(four: RankPool) -> None:
-    """Groups of an axis are kept apart."""
+def test_counter_separates_the_groups_of_an_axis(four: RankPool) -> None:
     for layout in (Layout(dp=2, tp=2, micro_batch=2, zero=2), Layout(dp=2, pp=2, micro_batch=2, zero=1)):
-        for ledger, watch, _, _ in four.run(both_ways, layout, "native"):
-            assert ledger == watch
-            assert len(watch) > 2
+        for ledger, counter, _, _ in four.run(count_both_ways, layout, "native"):
+            assert ledger == counter
+            assert len(counter) > 2
 
 
 @needs("torch")
 @pytest.mark.parametrize("zero", range(4))
-def test_what_torchs_strategies_send(two: RankPool, zero: int) -> None:
-    """DDP's all-reduce, ZeroRedundancyOptimizer's broadcasts after it, FSDP2's gathers: in elements.
+def test_torch_strategies_send_their_known_volumes(two: RankPool, zero: int) -> None:
+    """Elements of DDP's all-reduce, ZeroRedundancyOptimizer's additional broadcasts, and FSDP2's all-gathers.
 
-    Under stage 3 FSDP2 gathers the blocks once more, not what is outside of them.  Norm and loss are what is beyond.
+    In stage 3, FSDP2 gathers only the blocks a second time. The tolerance covers the norm and the loss.
     """
     layout = Layout(dp=2, micro_batch=4, zero=zero)
-    for _, _, rows, parameters in two.run(both_ways, layout, "torch"):
+    for _, _, rows, parameters in two.run(count_both_ways, layout, "torch"):
         psi = sum(parameters.values())
         blocks = sum(size for name, size in parameters.items() if name.startswith("blocks."))
         expected = (2 * psi, 3 * psi, 2 * psi, 2 * psi + blocks)[zero]

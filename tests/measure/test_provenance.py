@@ -1,4 +1,4 @@
-"""Provenance: JSON data, no torch import, git states, no private values, tolerant of a bare machine."""
+"""Tests of provenance: JSON data, no torch import, git states, no private values, missing git and drivers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_is_json_and_says_what_matters() -> None:
+def test_provenance_is_json_with_the_documented_keys() -> None:
     record = json.loads(json.dumps(provenance(), allow_nan=False))
     assert set(record) == {
         "git",
@@ -50,7 +50,7 @@ def test_is_json_and_says_what_matters() -> None:
     assert record["memory"]["total_bytes"] > 2**28
 
 
-def test_does_not_import_torch_and_knows_its_build() -> None:
+def test_provenance_reads_torchs_build_without_importing_torch() -> None:
     code = (
         "import sys, json; from repro.measure.provenance import provenance; p = provenance();"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; print(json.dumps(p['torch']))"
@@ -64,7 +64,7 @@ def test_does_not_import_torch_and_knows_its_build() -> None:
     assert build["git"] == torch.version.git_version
 
 
-def test_clean_and_changed_checkouts(checkout: Path) -> None:
+def test_git_state_distinguishes_clean_and_changed_checkouts(checkout: Path) -> None:
     commit = git(checkout, "rev-parse", "HEAD")
     assert git_state(checkout) == {"commit": commit, "dirty": False, "diff": None}
     (checkout / "file").write_text("two\n")
@@ -93,7 +93,7 @@ def test_changes_are_unknown_if_one_git_command_fails(
     assert found["commit"]
 
 
-def test_untracked_contents_count(checkout: Path) -> None:
+def test_git_state_includes_untracked_files(checkout: Path) -> None:
     hashes = set()
     for text in ("a", "b"):
         (checkout / "new").write_text(text)
@@ -103,7 +103,7 @@ def test_untracked_contents_count(checkout: Path) -> None:
     assert len(hashes) == 2
 
 
-def test_no_commit_yet_and_no_checkout(tmp_path: Path) -> None:
+def test_git_state_without_commit_or_checkout(tmp_path: Path) -> None:
     assert git_state(tmp_path) is None
     git(tmp_path, "init", "-q")
     (tmp_path / "file").write_text("one\n")
@@ -113,18 +113,18 @@ def test_no_commit_yet_and_no_checkout(tmp_path: Path) -> None:
     assert state["dirty"] is True
 
 
-def test_a_package_inside_someone_elses_checkout_is_not_ours(checkout: Path) -> None:
+def test_a_package_inside_another_checkout_has_no_git_state(checkout: Path) -> None:
     inner = checkout / "site-packages"
     inner.mkdir()
     assert git_state(inner) is None
 
 
-def test_no_git(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+def test_git_state_is_none_without_git(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
     monkeypatch.setenv("PATH", "")
     assert git_state(checkout) is None
 
 
-def test_slow_git_is_given_up(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+def test_git_state_is_none_after_a_timeout(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
     def slow(*arguments: Any, **keywords: Any) -> None:
         raise subprocess.TimeoutExpired("git", keywords["timeout"])
 
@@ -132,9 +132,9 @@ def test_slow_git_is_given_up(monkeypatch: pytest.MonkeyPatch, checkout: Path) -
     assert git_state(checkout) is None
 
 
-def test_environment_keeps_what_matters_and_nothing_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "0"}
-    dropped = {
+def test_environment_has_listed_and_no_private_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    safe = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "0"}
+    private = {
         "SLURM_JWT": "x",
         "SLURM_JOB_USER": "x",
         "SLURM_SUBMIT_DIR": "x",
@@ -142,11 +142,11 @@ def test_environment_keeps_what_matters_and_nothing_private(monkeypatch: pytest.
         "TORCH_HOME": "x",
         "AWS_SECRET": "x",
     }
-    for key, value in (kept | dropped).items():
+    for key, value in (safe | private).items():
         monkeypatch.setenv(key, value)
     found = environment()
-    assert kept.items() <= found.items()
-    assert not dropped.keys() & found.keys()
+    assert safe.items() <= found.items()
+    assert not private.keys() & found.keys()
 
 
 def test_gpu_fields_that_the_driver_refuses_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

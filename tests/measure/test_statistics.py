@@ -1,4 +1,4 @@
-"""Summaries and ratio intervals: known values, determinism, degenerate samples."""
+"""Tests of summaries and ratio intervals: known values, determinism and degenerate samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_summary_is_median_and_20_80_quantiles() -> None:
 
 
 @given(st.lists(POSITIVE, min_size=1, max_size=20), st.floats(0, 1))
-def test_quantile_is_numpys(values: list[float], q: float) -> None:
+def test_quantile_equals_numpys(values: list[float], q: float) -> None:
     assert quantile(values, q) == pytest.approx(float(np.quantile(values, q)))
 
 
@@ -65,17 +65,17 @@ def test_coverage_of_the_true_median_ratio() -> None:
     assert hits >= 34
 
 
-def test_few_rounds_give_no_interval_and_say_so() -> None:
+def test_few_rounds_give_no_interval() -> None:
     assert ratio_interval([(2.0, 3.0)]) == (1.5, None, None)
     assert ratio_interval([(2.0, 3.0), (2.0, 5.0)]) == (2.0, None, None)
 
 
-def test_equal_rounds_give_a_point() -> None:
+def test_equal_rounds_give_an_interval_of_zero_width() -> None:
     assert ratio_interval([(2.0, 3.0)] * 6) == (1.5, 1.5, 1.5)
 
 
 def test_undefined_bca_falls_back_to_percentile() -> None:
-    # Leaving out any one of these rounds leaves the median where it is: no acceleration can be computed.
+    # Omitting any one of these rounds does not change the median, so the acceleration of BCa is undefined.
     pairs = [(1.0, r) for r in (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0)]
     ratio, low, high = ratio_interval(pairs)
     assert (ratio, low) == (1.0, 1.0)
@@ -85,7 +85,7 @@ def test_undefined_bca_falls_back_to_percentile() -> None:
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=9))
-def test_every_sample_gives_finite_ordered_json(pairs: list[tuple[float, float]]) -> None:
+def test_intervals_are_finite_and_ordered(pairs: list[tuple[float, float]]) -> None:
     ratio, low, high = ratio_interval(pairs)
     json.dumps([ratio, low, high], allow_nan=False)
     if low is not None and high is not None:
@@ -94,6 +94,6 @@ def test_every_sample_gives_finite_ordered_json(pairs: list[tuple[float, float]]
 
 
 @pytest.mark.parametrize("pairs", [[], [(1.0,)], [(0.0, 1.0)], [(1.0, float("nan"))], [(1.0, -2.0)]])
-def test_bad_rounds_are_refused(pairs: list[tuple[float, ...]]) -> None:
+def test_invalid_rounds_are_refused(pairs: list[tuple[float, ...]]) -> None:
     with pytest.raises(ValueError, match="round"):
         ratio_interval(pairs)

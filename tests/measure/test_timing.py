@@ -1,4 +1,4 @@
-"""Phases, steps and CPU time of the step clock, with clocks that the test sets."""
+"""Tests of the step clock with fake clocks: times of phases and steps, and CPU time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from repro.config.enums import Phase
 from repro.measure.timing import CORE_TIME, StepClock
 
 
-def test_each_phase_lasts_until_the_next_and_only_passes_count_cpu_time(
+def test_only_forward_and_backward_passes_count_cpu_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wall, cpu = iter([10.0, 11.0, 14.0, 15.5, 100.0, 102.0]), iter([1.0, 1.5, 3.5, 4.25, 7.0, 8.0])

@@ -1,4 +1,4 @@
-"""Ranks and traces do without torch's compiler, whose import takes longer than most of them, and leave it as it is."""
+"""Tests that ranks and traces do not import torch's compiler, whose import takes longer than most traces."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("code", [TORCH, RECORDS], ids=["torch", "records"])
-def test_what_is_not_imported(code: str) -> None:
-    """The mode that follows memory, then a trace: no compiler.  Whether a simulated record is up to date: no torch."""
+def test_compiler_and_torch_are_not_imported(code: str) -> None:
+    """The memory tracker and traces need no compiler; the check of a simulated record's age needs no torch."""
     subprocess.run([sys.executable, "-c", code], check=True)

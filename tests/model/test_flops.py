@@ -1,4 +1,4 @@
-"""FLOP counts against Megatron's equation, torch's counter and figures derived in the sources."""
+"""Tests of FLOP counts against Megatron-LM's equation, torch's counter and published throughputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from repro.model.counts import hardware_flops, layers_forward, logits_forward, m
 
 
 @pytest.mark.parametrize("name", ["gpt2-1.5b", "megatron-2020-4b", "yuan-1.0-245b"])
-def test_both_counts_are_the_papers_equation(name: str) -> None:
+def test_flop_counts_equal_the_papers_equation(name: str) -> None:
     model, samples = load_model(name), 24
     s, layers, h, v = model.seq, model.layers, model.hidden, model.vocab
 
@@ -28,7 +28,7 @@ def test_both_counts_are_the_papers_equation(name: str) -> None:
     assert model_flops(model, s, samples) == equation(72, 12)
 
 
-def test_recomputation_is_one_more_forward_of_the_layers_only() -> None:
+def test_recomputation_adds_a_forward_pass_of_the_layers() -> None:
     model = load_model("smoke-speed")
     layers, logits = layers_forward(model, 96, 3), logits_forward(model, 96, 3)
     assert hardware_flops(model, 96, 3, recompute=True) == 4 * layers + 3 * logits
@@ -36,7 +36,7 @@ def test_recomputation_is_one_more_forward_of_the_layers_only() -> None:
 
 @pytest.mark.parametrize("ffn", [0, 80])
 @pytest.mark.parametrize("head_dim", [0, 24])
-def test_torch_counts_the_same_products(ffn: int, head_dim: int) -> None:
+def test_torch_counts_the_same_flops(ffn: int, head_dim: int) -> None:
     model = Model(name="x", layers=3, hidden=64, heads=4, vocab=96, seq=32, ffn=ffn, head_dim=head_dim)
     samples, s, h, inner = 2, 20, model.hidden, model.heads * model.head_width
     weight = {
@@ -63,8 +63,8 @@ def test_torch_counts_the_same_products(ffn: int, head_dim: int) -> None:
     assert counter.get_total_flops() == model_flops(model, s, samples)
 
 
-def test_shared_keys_and_a_gate_by_hand() -> None:
-    """Llama 2 70B: products with q and out, with k and v an eighth as wide, three matrices of the MLP, a head."""
+def test_flops_of_grouped_query_attention_and_gated_mlp() -> None:
+    """Llama 2 70B has q and output matrices, k and v matrices of 1/8 width, three MLP matrices and an LM head."""
     model = load_model("llama2-70b")
     h, f, s = 8192, 28672, 4096
     per_token = 2 * (2 * h * h + 2 * h * h // 8 + 3 * h * f) + 4 * s * h
@@ -86,17 +86,17 @@ def test_shared_keys_and_a_gate_by_hand() -> None:
         ("deepspeed-20b", 12.65, 32.9),
     ],
 )
-def test_the_release_tables_throughput(name: str, samples_per_s: float, teraflops: float) -> None:
+def test_flops_give_the_published_throughput(name: str, samples_per_s: float, teraflops: float) -> None:
     flops = hardware_flops(load_model(name), 1024, 1, recompute=True) * samples_per_s / 64
     assert flops / 1e12 == pytest.approx(teraflops, abs=0.06)
 
 
-def test_yuans_step_is_13_76_exaflop_and_44_85_percent_of_peak() -> None:
+def test_flops_of_yuans_step_and_its_share_of_peak() -> None:
     layers = 4 * layers_forward(load_model("yuan-1.0-245b"), 2048, 3360)  # the source leaves the logits out
     assert f"{layers / 1e18:.2f}" == "13.76"
     assert f"{100 * layers / 46.20 / 2128 / 312e12:.2f}" == "44.85"
 
 
-def test_only_a_gpt_has_flops() -> None:
+def test_only_gpt_models_have_flops() -> None:
     with pytest.raises(ConfigError, match="bert-large"):
         model_flops(load_model("bert-large"), 512, 1)

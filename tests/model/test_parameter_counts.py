@@ -1,4 +1,4 @@
-"""Exact counts against published ones, Megatron's equation and torch's own modules."""
+"""Tests of parameter counts against published counts, Megatron-LM's equation and torch's modules."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ GPTS = [
     for n in model_names()
     if (m := load_model(n)).architecture == "gpt" and not m.ffn and not m.departures()
 ]
-"""GPT-2's layer with an MLP of 4h, as the equation has it."""
+"""Models with GPT-2's layer and an MLP of width 4h, as in the equation."""
 
 
 def equation_2(model: Model) -> Fraction:
-    """P = 12 l h^2 (1 + 13/12h + (V+s)/12lh), 2104.04473 sec. 5."""
+    """Return P = 12 l h^2 (1 + 13/12h + (V+s)/12lh), 2104.04473 sec. 5."""
     layers, h = model.layers, model.hidden
     extra = Fraction(13, 12 * h) + Fraction(model.vocab + model.seq, 12 * layers * h)
     return 12 * layers * h**2 * (1 + extra)
 
 
-def test_a_gpt_is_equation_2_and_the_final_norm() -> None:
+def test_gpt_parameters_are_equation_2_plus_the_final_norm() -> None:
     for model in map(load_model, GPTS):
         assert total_parameters(model) == equation_2(model) + 2 * model.hidden, model.name
 
@@ -44,7 +44,7 @@ def test_a_gpt_is_equation_2_and_the_final_norm() -> None:
     seq=st.integers(1, 20),
 )
 @settings(max_examples=30)
-def test_a_gpt_counts_what_torch_modules_of_its_sizes_hold(
+def test_gpt_parameters_equal_those_of_torch_modules(
     layers: int, heads: int, width: int, ffn: int, vocab: int, seq: int
 ) -> None:
     h = heads * width
@@ -90,12 +90,12 @@ def test_a_gpt_counts_what_torch_modules_of_its_sizes_hold(
         ("deepspeed-20b", "20"),
     ],
 )
-def test_the_printed_size_is_the_rounded_count(name: str, published: str) -> None:
+def test_published_sizes_are_rounded_parameter_counts(name: str, published: str) -> None:
     decimals = len(published.partition(".")[2])
     assert f"{total_parameters(load_model(name)) / 1e9:.{decimals}f}" == published
 
 
-def test_the_papers_1_38b_has_1_21b() -> None:
+def test_published_1_38b_model_has_1_21b_parameters() -> None:
     model = load_model("zero-1.38b")
     assert f"{total_parameters(model) / 1e9:.2f}" == "1.21"
     assert "1.21B" in model.note
@@ -103,7 +103,7 @@ def test_the_papers_1_38b_has_1_21b() -> None:
 
 
 @pytest.mark.parametrize(("layers", "printed"), [(88, 40), (132, 60)])
-def test_table_4s_hidden_4096_cannot_be_right(layers: int, printed: int) -> None:
+def test_hidden_size_4096_of_table_4_contradicts_its_parameters(layers: int, printed: int) -> None:
     right = load_model(f"zero-{printed}b")
     wrong = replace(right, hidden=4096)
     assert right.layers == layers
@@ -121,7 +121,7 @@ def test_table_4s_hidden_4096_cannot_be_right(layers: int, printed: int) -> None
         (48, 1600, 25, 1_557_611_200),
     ],
 )
-def test_gpt2s_released_checkpoints(layers: int, hidden: int, heads: int, released: int) -> None:
+def test_parameters_of_released_gpt2_checkpoints(layers: int, hidden: int, heads: int, released: int) -> None:
     model = Model(name="gpt2", layers=layers, hidden=hidden, heads=heads, vocab=50257, seq=1024)
     assert total_parameters(model) == released
     if layers == 48:
@@ -129,8 +129,8 @@ def test_gpt2s_released_checkpoints(layers: int, hidden: int, heads: int, releas
 
 
 RELEASED = {
-    # Elements of the released tensors, as each release's page on huggingface.co counts them; of BLOOM and GPT-NeoX as
-    # their cards print them.  (Falcon's: tests/quality/weights/test_families.py.)
+    # Elements of the released tensors, from the model pages on huggingface.co; of BLOOM and GPT-NeoX, from the cards.
+    # tests/quality/weights/test_families.py tests Falcon.
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,
@@ -151,12 +151,12 @@ RELEASED = {
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_released_checkpoints_of_other_layers(name: str) -> None:
+def test_parameters_of_other_released_checkpoints(name: str) -> None:
     assert total_parameters(load_model(name)) == RELEASED[name]
 
 
-def test_berts_released_checkpoints() -> None:
-    heads = ("word_head", "sentence_head")  # the checkpoints' encoders come without them
+def test_parameters_of_released_bert_checkpoints() -> None:
+    heads = ("word_head", "sentence_head")  # the released checkpoints do not contain the heads
     large = parameters_by_part(load_model("bert-large"))
     assert sum(large.values()) - sum(large[part] for part in heads) == 335_141_888
     base = replace(load_model("bert-large"), layers=12, hidden=768, heads=12)
@@ -173,7 +173,7 @@ def test_berts_released_checkpoints() -> None:
         (24, 1024, 65536, 128, 128, 11_307_321_344),
     ],
 )
-def test_t5s_released_checkpoints(
+def test_parameters_of_released_t5_checkpoints(
     layers: int, hidden: int, ffn: int, heads: int, head_dim: int, released: int
 ) -> None:
     model = replace(

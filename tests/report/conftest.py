@@ -30,42 +30,42 @@ def synthetic_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def report(synthetic_results: Path) -> Report:
-    """What `repro report` made of the synthetic store."""
+    """Return the report that `repro report` builds for the synthetic store."""
     from repro.report.page.build import build_report
 
     return build_report(synthetic_results, synthetic_results.parent / "out")
 
 
 @pytest.fixture(scope="session")
-def built(report: Report) -> Path:
-    """The folder of that report."""
+def site_dir(report: Report) -> Path:
+    """Return the folder of the synthetic store's report."""
     return report.page.parent
 
 
-READ_ONCE = functools.cache(reader.load_ledger)
-ONE_CATALOGUE = functools.cache(run_commands.SuiteCatalogue)
+CACHED_LEDGER_READER = functools.cache(reader.load_ledger)
+CACHED_CATALOGUE = functools.cache(run_commands.SuiteCatalogue)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def read_once() -> Iterator[None]:
-    """The ledger's and the suites' files, which no test here changes, are read and checked once."""
+def cache_product_files() -> Iterator[None]:
+    """Read and check the files of the ledger and the suites once, because no test in this folder changes them."""
     from repro.report.page import build
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (reader, evidence, artifact):
-            patch.setattr(module, "load_ledger", READ_ONCE)
+            patch.setattr(module, "load_ledger", CACHED_LEDGER_READER)
         for module in (run_commands, artifact, build):
-            patch.setattr(module, "SuiteCatalogue", ONE_CATALOGUE)
+            patch.setattr(module, "SuiteCatalogue", CACHED_CATALOGUE)
         yield
 
 
 @pytest.fixture(scope="session")
-def found(synthetic_results: Path) -> JudgedStore:
-    """The synthetic store and its judged ledger."""
+def store(synthetic_results: Path) -> JudgedStore:
+    """Return the synthetic store and its judged ledger."""
     return evidence.read_store(synthetic_results)
 
 
 @pytest.fixture
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports draw nothing, which is most of their work: for what a page says beside its figures."""
+    """Skip the figures of a report, which take most of its time, in tests of a page's text."""
     monkeypatch.setattr("repro.report.figures.draw_all", lambda *of: [])

@@ -1,4 +1,4 @@
-"""A large synthetic store: invented numbers under the names of all suites, reruns, failures, many nodes and commits."""
+"""A large synthetic store: invented records of all suites' experiments, reruns, failures, many hosts and commits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FILES, COMMITS, HOSTS = 25, 30, 40
 
 
 @lru_cache(maxsize=1)
-def _shapes() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """A measured, a simulated and a comparison record in their real shape and size."""
+def _template_records() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a measured, a simulated and a comparison record with the fields and the size of real records."""
     e = synthetic.experiment("shape", dp=2, tp=2, zero=2, global_batch=4)
     common = {"suite": "shape", "provenance": synthetic.PROVENANCE}
     measured = experiment_record(e, synthetic.results(e), wall_s=1.0, **common)
@@ -30,20 +30,20 @@ def _shapes() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 
 
 def store(root: Path, count: int) -> Path:
-    """A store with `count` records: first every experiment of every suite, then others and reruns."""
+    """Write a store with `count` records: first every experiment of every suite, then other names and reruns."""
     named = [
         (suite.name, entry.experiment.name, entry.experiment.as_dict())
         for suite in SuiteCatalogue().suites.values()
         for entry in suite.entries
     ]
-    measured, simulated, comparison = _shapes()
+    measured, simulated, comparison = _template_records()
     lines: list[list[str]] = [[] for _ in range(FILES)]
     for number in range(count):
         suite, name, experiment = named[number // 2 % len(named)]
-        again = number // (2 * len(named))
-        if again % 2:  # every other turn is of experiments that no claim knows
-            name = f"{name}-{again}"
-        own = {
+        repetition = number // (2 * len(named))
+        if repetition % 2:  # odd repetitions are experiments that no claim reads
+            name = f"{name}-{repetition}"
+        fields = {
             "id": f"{number:032x}",
             "suite": suite,
             "name": name,
@@ -58,10 +58,10 @@ def store(root: Path, count: int) -> Path:
             sides = {
                 side: {"name": f"{name}-{side}", "key": f"{side}{number}"} for side in ("baseline", "subject")
             }
-            record = {**comparison, **own, **sides}
+            record = {**comparison, **fields, **sides}
         else:
             shape = simulated if number % 2 else measured
-            record = {**shape, **own, "key": f"{number:016x}", "experiment": experiment}
+            record = {**shape, **fields, "key": f"{number:016x}", "experiment": experiment}
             if number % 37 == 0:
                 record |= {"outcome": "hang", "reason": "rank 3 stopped", "metrics": {}, "series": {}}
         lines[number % FILES].append(json.dumps(record, separators=(",", ":")))

@@ -1,4 +1,4 @@
-"""Synthetic records for the report's tests: invented numbers in the real records' shape, never measured."""
+"""Synthetic records for the report's tests: invented numbers in the format of real records."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def experiments() -> list[Experiment]:
 
 
 def records() -> list[Record]:
-    """All experiments ok, one that ran out of memory, one that failed, and three comparisons."""
+    """Return records of all experiments, of which one ran out of memory and one hung, and of three comparisons."""
     common = {"suite": "smoke", "provenance": PROVENANCE}
     found: list[Record] = [experiment_record(e, results(e), wall_s=1.0, **common) for e in experiments()]
     limit = experiment("limit-z0-dp2", dp=2, micro_batch=2)

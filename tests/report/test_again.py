@@ -1,4 +1,4 @@
-"""The page's section of claims asked again: what the answers say, and nothing without them."""
+"""Tests of the page's section on other systems: published ratios and their predictions on systems of today."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ QUESTIONS = load_questions(committed.ledger()).asked
 
 
 def rendered(*systems: str) -> str:
-    made = Answer(question=QUESTIONS[0], value=1.5, low=1.25, high=4.0, word="a smaller gain (or as then)")
-    lacking = Answer(question=QUESTIONS[1], lacks="1.5b-dp: the step does not fit in memory")
+    gain = Answer(question=QUESTIONS[0], value=1.5, low=1.25, high=4.0, word="a smaller gain (or as then)")
+    unanswered = Answer(question=QUESTIONS[1], lacks="1.5b-dp: the step does not fit in memory")
     return template("again.html").render(
-        again={system: [made, lacking] for system in systems}, ledger=committed.ledger()
+        again={system: [gain, unanswered] for system in systems}, ledger=committed.ledger()
     )
 
 
-def test_a_line_has_what_was_published_and_an_answer_of_every_system() -> None:
+def test_rows_have_the_published_value_and_all_predictions() -> None:
     text = rendered("dgx-h100", "dgx-h200")
     assert text.count("<b>1.5x [1.25, 4]</b>") == 2
     assert text.count("a smaller gain (or as then)") == 2
@@ -28,11 +28,11 @@ def test_a_line_has_what_was_published_and_an_answer_of_every_system() -> None:
     assert "no verdicts" in text
 
 
-def test_without_simulations_there_is_no_section() -> None:
+def test_section_is_empty_without_simulations() -> None:
     assert rendered().strip() == ""
 
 
-def test_what_an_answer_rests_on_is_reported() -> None:
+def test_basis_of_an_answer_is_reported() -> None:
     answer = Answer(question=QUESTIONS[0], value=1.5, rests_on="published point")
     text = template("again.html").render(again={"dgx-h100": [answer]}, ledger=committed.ledger())
     assert 'title="rests on: published point"' in text

@@ -1,4 +1,4 @@
-"""The artifact appendix is what the ledger and the suites say now, with every claim in it."""
+"""Tests of the artifact appendix: it has every claim of the ledger, with the commands of the suites."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ def appendix() -> str:
     return artifact.appendix()
 
 
-def test_the_committed_file_is_up_to_date() -> None:
+def test_committed_artifact_appendix_is_up_to_date() -> None:
     assert (ROOT / "reports/artifact.md").read_text(encoding="utf-8") == appendix(), "run `make artifact`"
 
 
-def test_every_claim_is_there_once_with_its_command() -> None:
+def test_appendix_has_every_claim_once_with_its_command() -> None:
     named = re.findall(r"^### (\S+)$", appendix(), re.MULTILINE)
     assert sorted(named) == sorted(claim.id for claim in load_ledger().claims)
     assert "repro submit suites/zero_r.toml --profile slurm/dgx2.toml" in appendix()
     assert "400 GPUs of dgx2" in appendix()
 
 
-def test_commands_name_what_a_claim_reads_and_nothing_else() -> None:
+def test_commands_of_a_claim_run_only_its_experiments() -> None:
     catalogue = SuiteCatalogue()
     for claim in load_ledger().claims:
-        wanted = set(experiments_of(claim.rows))
-        asked = set()
-        for command in catalogue.commands(wanted):
+        required = set(experiments_of(claim.rows))
+        commanded = set()
+        for command in catalogue.commands(required):
             patterns = re.findall(r"--only '([^']+)'", command.text) or ["*"]
             names = [entry.experiment.name for entry in catalogue.suites[command.suite].entries]
             chosen = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
             assert chosen == set(command.names), (claim.id, command.text)
-            asked |= {(command.kind, f"{command.suite}/{name}") for name in chosen}
-        assert wanted <= asked, claim.id
-        # What is read as simulated may also be measured on its cluster; nothing else is asked for.
-        assert {name for _, name in asked} == {name for _, name in wanted}, claim.id
+            commanded |= {(command.kind, f"{command.suite}/{name}") for name in chosen}
+        assert required <= commanded, claim.id
+        # A command for a simulated experiment may also measure it on its cluster.
+        assert {name for _, name in commanded} == {name for _, name in required}, claim.id
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def test_commands_name_what_a_claim_reads_and_nothing_else() -> None:
         ({"a", "ab"}, ["a", "ab"], ["a*"]),
     ],
 )
-def test_globs_are_short_and_exact(names: set[str], every: list[str], expected: list[str]) -> None:
+def test_covering_globs_are_short_and_exact(names: set[str], every: list[str], expected: list[str]) -> None:
     assert covering_globs(names, every) == expected
 
 
-def test_it_is_written_where_it_is_asked(
+def test_appendix_is_written_to_the_output_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = appendix()

@@ -1,7 +1,7 @@
-"""The site in a real browser: headless Chromium, offline, at the width of a desk and of a phone.
+"""Tests of the site in headless Chromium, offline, at the width of a desktop and of a phone.
 
-Without Chromium or playwright the tests are skipped; with REPRO_BROWSER=1 they fail then.  With
-REPRO_SCREENSHOTS=DIR the pages are saved there as pictures, to be looked at.
+Without Chromium or playwright the tests are skipped, or fail if REPRO_BROWSER=1 is set. With REPRO_SCREENSHOTS=DIR,
+screenshots of the pages are saved in DIR.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PAGES = ("index.html", "claims.html", "source-zero.html", "experiments.html", "m
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-def missing(what: str) -> NoReturn:
+def skip_or_fail(reason: str) -> NoReturn:
     if os.environ.get("REPRO_BROWSER"):
-        pytest.fail(f"REPRO_BROWSER is set, and there is {what}")
-    pytest.skip(f"{what}: the page is not tested in a browser")
+        pytest.fail(f"REPRO_BROWSER is set, and there is {reason}")
+    pytest.skip(f"{reason}: the page is not tested in a browser")
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +38,11 @@ def browser() -> Iterator[Any]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        missing("no playwright; it is in the extra test")
+        skip_or_fail("no playwright; it is in the extra test")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
-        missing(f"no {' or '.join(NAMES)} on the path (Debian: apt-get install chromium)")
-    # Where a container has no user namespaces Chromium's sandbox cannot start; the page is our own.
+        skip_or_fail(f"no {' or '.join(NAMES)} on the path (Debian: apt-get install chromium)")
+    # Chromium's sandbox cannot start in a container without user namespaces; the page is trusted.
     with sync_playwright() as driver:
         opened = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield opened
@@ -50,7 +50,7 @@ def browser() -> Iterator[Any]:
 
 
 class Visit:
-    """One page in a fresh offline context, with what it asked for and complained about."""
+    """One page in a new offline browser context, with its requests and its console errors."""
 
     def __init__(self, browser: Any, address: str, size: dict[str, int], scheme: str = "light"):
         self.context = browser.new_context(
@@ -58,26 +58,26 @@ class Visit:
         )
         self.page = self.context.new_page()
         self.page.set_default_timeout(90_000)
-        self.asked: list[str] = []
-        self.complaints: list[str] = []
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.requests: list[str] = []
+        self.console_errors: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("console", self._console)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("pageerror", lambda error: self.console_errors.append(str(error)))
         self.page.goto(address)
 
     def _console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
-            self.complaints.append(message.text)
+            self.console_errors.append(message.text)
 
     def shown(self) -> list[str]:
-        """Ids of the claims that no filter hides."""
+        """Return the ids of the claims that no filter hides."""
         found: list[str] = self.page.eval_on_selector_all(
             "tr[data-verdict]:not([hidden])", "all => all.map(one => one.id.slice('claim-'.length))"
         )
         return found
 
     def names(self) -> list[str]:
-        """Names in the rows of the table of experiments that are in view."""
+        """Return the names in the visible rows of the table of experiments."""
         found: list[str] = self.page.eval_on_selector_all(
             "#records a", "all => all.map(one => one.textContent)"
         )
@@ -85,13 +85,13 @@ class Visit:
 
 
 @pytest.fixture
-def visit(browser: Any, built: Path) -> Iterator[Any]:
-    """Opens a page of the synthetic store's site: `visit(address, size, scheme)`."""
+def visit(browser: Any, site_dir: Path) -> Iterator[Any]:
+    """Return a function that opens a page of the synthetic store's site: `visit(address, size, scheme)`."""
     visits: list[Visit] = []
 
     def open_page(address: str, size: dict[str, int] = DESK, scheme: str = "light") -> Visit:
         name, mark, part = address.partition("#")
-        visits.append(Visit(browser, (built / name).as_uri() + mark + part, size, scheme))
+        visits.append(Visit(browser, (site_dir / name).as_uri() + mark + part, size, scheme))
         return visits[-1]
 
     yield open_page
@@ -100,24 +100,24 @@ def visit(browser: Any, built: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def records(built: Path) -> list[dict[str, Any]]:
-    return stored_rows((built / "records.js").read_text(encoding="utf-8"))
+def records(site_dir: Path) -> list[dict[str, Any]]:
+    return stored_rows((site_dir / "records.js").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", PAGES)
-def test_loads_alone_and_without_complaint(
-    visit: Any, name: str, size: dict[str, int], scheme: str, built: Path, tmp_path: Path
+def test_pages_load_offline_without_console_errors(
+    visit: Any, name: str, size: dict[str, int], scheme: str, site_dir: Path, tmp_path: Path
 ) -> None:
     seen = visit(name, size, scheme)
     seen.page.wait_for_load_state("load")
-    assert [url for url in seen.asked if not url.startswith(("data:", built.as_uri()))] == []
-    assert seen.complaints == []
+    assert [url for url in seen.requests if not url.startswith(("data:", site_dir.as_uri()))] == []
+    assert seen.console_errors == []
     assert seen.page.evaluate("document.getElementsByTagName('*').length") < MAX_NODES
-    # Nothing but tables and pictures, which scroll by themselves, is wider than the window.
+    # Only tables and pictures, which have their own scroll bars, may be wider than the window.
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-    if size is DESK:  # where no table has to
+    if size is DESK:  # no table scrolls at this width
         wide = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
         assert seen.page.evaluate(wide) == 0
     light = seen.page.evaluate(
@@ -146,12 +146,12 @@ def test_a_figure_has_the_background_of_its_page(visit: Any, scheme: str) -> Non
     assert usual == ((255, 255, 255) if scheme == "light" else (0x14, 0x19, 0x1F))
 
 
-def test_every_filter_leaves_what_the_ledger_says(visit: Any, found: JudgedStore) -> None:
-    page, about = visit("claims.html"), found.ledger.about
-    first = list(dict.fromkeys(line.claim for line in headline_lines(found.ledger, found.judged)))
-    others = [result.claim.id for result in found.judged if result.claim.id not in first]
+def test_each_filter_shows_the_matching_claims(visit: Any, store: JudgedStore) -> None:
+    page, about = visit("claims.html"), store.ledger.about
+    first = list(dict.fromkeys(line.claim for line in headline_lines(store.ledger, store.judged)))
+    others = [result.claim.id for result in store.judged if result.claim.id not in first]
     everything = [*first, *others]
-    results = {result.claim.id: result for result in found.judged}
+    results = {result.claim.id: result for result in store.judged}
     files = {claim: results[claim].claim.file for claim in everything}
     assert page.shown() == everything
 
@@ -163,10 +163,10 @@ def test_every_filter_leaves_what_the_ledger_says(visit: Any, found: JudgedStore
 
     zero = [claim for claim in everything if about[files[claim]] == "ZeRO"]
     assert choose("source", "zero") == zero != []
-    beyond = [claim for claim in everything if not found.ledger.dates[files[claim]]]
+    beyond = [claim for claim in everything if not store.ledger.dates[files[claim]]]
     assert choose("source", "beyond") == beyond != []
     choose("source", "")
-    for verdict in {result.verdict for result in found.judged}:
+    for verdict in {result.verdict for result in store.judged}:
         wanted = [claim for claim in everything if results[claim].verdict == verdict]
         assert choose("verdict", verdict) == wanted
     choose("verdict", "")
@@ -182,20 +182,20 @@ def test_every_filter_leaves_what_the_ledger_says(visit: Any, found: JudgedStore
     assert page.shown() == [claim for claim in everything if "zero-fig1" in claim]
 
 
-def test_a_verdict_of_the_first_page_leads_to_its_claims_and_back(visit: Any, found: JudgedStore) -> None:
+def test_verdict_tiles_link_to_their_claims_and_back(visit: Any, store: JudgedStore) -> None:
     page = visit("index.html")
     page.page.click(".tile.not-comparable")
-    wanted = sorted(result.claim.id for result in found.judged if result.verdict == "not comparable")
+    wanted = sorted(result.claim.id for result in store.judged if result.verdict == "not comparable")
     assert sorted(page.shown()) == wanted != []
     page.page.click("tr[data-verdict]:not([hidden]) a")
     assert page.page.inner_text("header .badge").endswith("not comparable")
     page.page.go_back()
     page.page.wait_for_selector("#count")
-    assert sorted(page.shown()) == wanted, "the address keeps the filter"
+    assert sorted(page.shown()) == wanted, "the address contains the filter"
 
 
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_a_claim_has_everything_about_it(visit: Any, size: dict[str, int]) -> None:
+def test_claim_page_has_conditions_source_verdict_and_commands(visit: Any, size: dict[str, int]) -> None:
     seen = visit("claims.html", size)
     seen.page.click("#claim-zero-mem-formula-stages a")
     text = seen.page.inner_text("body")
@@ -207,7 +207,7 @@ def test_a_claim_has_everything_about_it(visit: Any, size: dict[str, int]) -> No
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
 
 
-def test_a_link_leads_from_a_claim_to_a_record_and_back(visit: Any) -> None:
+def test_claims_and_records_link_to_each_other(visit: Any) -> None:
     page = visit(CLAIM).page
     page.click("summary >> text=List of the records")
     page.click("a[href*='experiments.html#run-']")
@@ -218,7 +218,7 @@ def test_a_link_leads_from_a_claim_to_a_record_and_back(visit: Any) -> None:
     assert page.url.endswith(CLAIM)
 
 
-def test_only_rows_in_view_exist_and_every_row_can_be_reached(
+def test_table_renders_visible_rows_and_scrolling_reaches_all(
     visit: Any, records: list[dict[str, Any]]
 ) -> None:
     seen = visit("experiments.html", {"width": 1280, "height": 300})
@@ -231,7 +231,7 @@ def test_only_rows_in_view_exist_and_every_row_can_be_reached(
     assert reached == {row["name"] for row in records}
 
 
-def test_experiments_are_searched_and_sorted(visit: Any, records: list[dict[str, Any]]) -> None:
+def test_experiments_can_be_searched_and_sorted(visit: Any, records: list[dict[str, Any]]) -> None:
     seen = visit("experiments.html", {"width": 1280, "height": 6000})
     page = seen.page
     assert page.inner_text("#count") == f"{len(records)} of {len(records)} experiments"
@@ -248,7 +248,7 @@ def test_experiments_are_searched_and_sorted(visit: Any, records: list[dict[str,
             if key != "name":
                 texts = page.locator(cells).all_inner_texts()
                 assert [float(text) for text in texts if text != "–"] == values
-                assert texts[len(values) :] == ["–"] * (len(records) - len(values)), "without a value: last"
+                assert texts[len(values) :] == ["–"] * (len(records) - len(values)), "missing values are last"
     page.fill("[name=text]", "PARITY-Z3")
     assert sorted(seen.names()) == sorted(row["name"] for row in records if "parity-z3" in row["name"])
     page.select_option("[name=outcome]", "hang")
@@ -277,7 +277,7 @@ def test_an_experiment_is_opened_and_closed_with_the_keyboard(
     page.wait_for_function("document.getElementById('records').scrollTop > 0")
 
 
-def test_prints_without_its_controls(visit: Any, tmp_path: Path) -> None:
+def test_printed_page_has_no_filters_and_navigation(visit: Any, tmp_path: Path) -> None:
     page = visit("claims.html").page
     page.emulate_media(media="print")
     assert page.is_hidden("#filters")

@@ -1,4 +1,4 @@
-"""Two stores side by side: what is slower, larger, failed or judged otherwise, and what is noise."""
+"""Tests of `repro compare`: differences of speed, memory and outcome between two stores or commits, and noise."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tests.records import made_up
 from tests.report import synthetic
 
 
-def written(
+def append_launches(
     root: Path,
     e: Experiment,
     *,
     seconds: float = 1.0,
     outcome: str = "ok",
     commit: str = "",
-    grown: float = 1.0,
+    memory_factor: float = 1.0,
     launches: int = MIN_LAUNCHES,
 ) -> ExperimentRecord:
     found = synthetic.results(e, seconds) if outcome == "ok" else []
     source = {"git": {"commit": commit}}
     record = experiment_record(e, found, suite="s", provenance=source, wall_s=1.0, outcome=outcome, reason="")
     if "memory.peak_bytes" in record.metrics:
-        record.metrics["memory.peak_bytes"] *= grown
+        record.metrics["memory.peak_bytes"] *= memory_factor
     with Store(root) as store:
         for _ in range(launches):
             store.append(record)
@@ -48,7 +48,7 @@ def e() -> Experiment:
     return synthetic.experiment("case", dp=2)
 
 
-def compared(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
+def run_compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
     code = cli.main(["compare", *arguments, "--json"])
     changes = json.loads(capsys.readouterr().out)["changes"]
     return code, {change["kind"]: change for change in changes}
@@ -60,12 +60,12 @@ def compared(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
         ({"seconds": 2.0}, "speed", "worse", 1),
         ({"seconds": 0.5}, "speed", "better", 0),
         ({}, "speed", "same", 0),
-        ({"grown": 1.2}, "memory", "worse", 1),
-        ({"grown": 0.8}, "memory", "better", 0),
+        ({"memory_factor": 1.2}, "memory", "worse", 1),
+        ({"memory_factor": 0.8}, "memory", "better", 0),
         ({"outcome": "hang"}, "outcome", "worse", 1),
     ],
 )
-def test_what_changed_is_judged(
+def test_differences_are_judged(
     tmp_path: Path,
     e: Experiment,
     capsys: pytest.CaptureFixture[str],
@@ -75,16 +75,16 @@ def test_what_changed_is_judged(
     code: int,
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    written(a, e)
-    written(b, e, **change)
-    found = compared(capsys, str(a), str(b))
+    append_launches(a, e)
+    append_launches(b, e, **change)
+    found = run_compare(capsys, str(a), str(b))
     assert (found[0], found[1][kind]["judged"]) == (code, judged)
 
 
-def test_two_commits_of_one_store(tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path, e, commit="aaaa1111")
-    written(tmp_path, e, seconds=2.0, commit="bbbb2222")
-    code, found = compared(capsys, "aaaa", "bbbb", "--results", str(tmp_path))
+def test_two_commits_are_compared(tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
+    append_launches(tmp_path, e, commit="aaaa1111")
+    append_launches(tmp_path, e, seconds=2.0, commit="bbbb2222")
+    code, found = run_compare(capsys, "aaaa", "bbbb", "--results", str(tmp_path))
     assert (code, found["speed"]["judged"]) == (1, "worse")
     assert found["speed"]["low"] <= found["speed"]["ratio"] <= found["speed"]["high"]
     assert cli.main(["compare", "aaaa", "cccc", "--results", str(tmp_path)]) == 2
@@ -92,13 +92,13 @@ def test_two_commits_of_one_store(tmp_path: Path, e: Experiment, capsys: pytest.
 
 
 @pytest.mark.parametrize("launches", [1, 5])
-def test_few_launches_decide_no_speed(
+def test_speed_is_undecided_with_few_launches(
     tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str], launches: int
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    written(a, e)
-    written(b, e, seconds=2.0, launches=launches)
-    code, found = compared(capsys, str(a), str(b))
+    append_launches(a, e)
+    append_launches(b, e, seconds=2.0, launches=launches)
+    code, found = run_compare(capsys, str(a), str(b))
     assert (code, found["speed"]["judged"], found["speed"]["low"]) == (0, "not decided", None)
     assert cli.main(["compare", str(a), str(b)]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -106,14 +106,14 @@ def test_few_launches_decide_no_speed(
     assert "fewer than 6 launches of A or B" in out
 
 
-def test_an_interval_wider_than_the_tolerance_decides_nothing(
+def test_speed_is_undecided_with_an_interval_wider_than_tolerance(
     tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     for index in range(8):
-        written(a, e, launches=1)
-        written(b, e, seconds=0.8 if index % 2 else 1.25, launches=1)
-    code, found = compared(capsys, str(a), str(b))
+        append_launches(a, e, launches=1)
+        append_launches(b, e, seconds=0.8 if index % 2 else 1.25, launches=1)
+    code, found = run_compare(capsys, str(a), str(b))
     assert (code, found["speed"]["judged"]) == (0, "not decided")
     assert found["speed"]["low"] < 0.95
     assert found["speed"]["high"] > 1.05
@@ -128,11 +128,11 @@ SHORTEST_STEPS_MS = np.fromstring(
     """,
     sep=" ",
 )
-"""Shortest step of each of 70 launches of one program, one after the other on two cores that other programs used."""
+"""Shortest step of each of 70 consecutive launches of one program, on two cores that other programs used as well."""
 
 
-def launches_in_turns(draw: np.random.Generator, count: int, slower: float) -> list[list[ExperimentRecord]]:
-    """Two sides of launches A B, B A, ... from runs of four consecutive measured launches; B takes `slower` times."""
+def alternate_launches(draw: np.random.Generator, count: int, slower: float) -> list[list[ExperimentRecord]]:
+    """Return sides A and B of launches in the order A B, B A, ...; B takes `slower` times as long."""
     starts = draw.integers(0, len(SHORTEST_STEPS_MS) - 4, count)
     steps = [step for start in starts for step in SHORTEST_STEPS_MS[start : start + 4]]
     sides = [
@@ -141,18 +141,18 @@ def launches_in_turns(draw: np.random.Generator, count: int, slower: float) -> l
     return [[made_up("a", series={"step_seconds": [[step, 2 * step]]}) for step in side] for side in sides]
 
 
-def test_launches_of_the_same_program_are_rarely_apart() -> None:
-    """Of 100 comparisons 95 % are expected inside; with fewer than 88 the chance is below 1 in 200."""
+def test_launches_of_one_program_rarely_differ() -> None:
+    """95 % intervals contain 1 in 95 of 100 comparisons on average; fewer than 88 have a probability below 0.5 %."""
     draw = np.random.default_rng(1)
-    found = [speed_ratio(*launches_in_turns(draw, 12, 1.0)) for _ in range(100)]
+    found = [speed_ratio(*alternate_launches(draw, 12, 1.0)) for _ in range(100)]
     assert sum(one is not None and one[1] <= 1 <= one[2] for one in found) >= 88  # type: ignore[operator]
 
 
-def test_a_step_that_is_15_percent_slower_is_found_beside_other_programs() -> None:
+def test_a_15_percent_slower_step_is_detected_under_load() -> None:
     draw = np.random.default_rng(2)
 
     def compare_launches(slower: float) -> str:
-        a, b = launches_in_turns(draw, MAX_LAUNCHES, slower)
+        a, b = alternate_launches(draw, MAX_LAUNCHES, slower)
         ratios = (speed_ratio(a[:count], b[:count]) for count in range(MIN_LAUNCHES, MAX_LAUNCHES + 1))
         decided = (judge_speed(ratio, 0.05) for ratio in ratios if ratio is not None)
         return next((judged for judged in decided if judged != "not decided"), "not decided")
@@ -161,7 +161,7 @@ def test_a_step_that_is_15_percent_slower_is_found_beside_other_programs() -> No
     assert sum(compare_launches(1.0) in ("worse", "better") for _ in range(20)) <= 1
 
 
-def test_two_commits_run_in_turns_from_worktrees(
+def test_two_commits_run_alternately_in_worktrees(
     tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
@@ -171,12 +171,12 @@ def test_two_commits_run_in_turns_from_worktrees(
         assert (tree / "repro" / "__init__.py").is_file()
         ran.append(store.name)
         trees.add(tree)
-        written(store, e, seconds=1.0 if store.name == "a" else 2.0, launches=1)
+        append_launches(store, e, seconds=1.0 if store.name == "a" else 2.0, launches=1)
 
     monkeypatch.setattr(compare, "_run_suite", run_suite)
     suite = write_suite(tmp_path, '[[experiment]]\nname = "one"')
-    asked = ("HEAD~1", "HEAD", "--suite", str(suite), "--results", str(tmp_path / "new"))
-    code, found = compared(capsys, *asked)
+    arguments = ("HEAD~1", "HEAD", "--suite", str(suite), "--results", str(tmp_path / "new"))
+    code, found = run_compare(capsys, *arguments)
     assert (code, found["speed"]["judged"]) == (1, "worse")
     assert ran == ["a", "b", "b", "a"] * 3  # six launches decide a factor of two
     assert len(trees) == 2
@@ -188,19 +188,19 @@ def test_two_commits_run_in_turns_from_worktrees(
 
 
 @pytest.mark.slow
-def test_a_commit_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_launch_of_a_commit_decides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite = write_suite(tmp_path, '[[experiment]]\nname = "one"')
-    asked = ("HEAD", "HEAD", "--suite", str(suite), "--results", str(tmp_path), "--launches", "1")
-    code, found = compared(capsys, *asked)
+    arguments = ("HEAD", "HEAD", "--suite", str(suite), "--results", str(tmp_path), "--launches", "1")
+    code, found = run_compare(capsys, *arguments)
     assert (code, found["speed"]["judged"]) == (0, "not decided")
 
 
-def test_nothing_in_common_and_too_few_steps(
+def test_comparison_needs_common_experiments_and_enough_steps(
     tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    written(a, e)
-    written(b, synthetic.experiment("other", dp=4))
+    append_launches(a, e)
+    append_launches(b, synthetic.experiment("other", dp=4))
     assert cli.main(["compare", str(a), str(b)]) == 2
     assert "records of an experiment that" in capsys.readouterr().err
     short = made_up("a", series={"step_seconds": [[1.0, 1.0]]})

@@ -1,4 +1,4 @@
-"""The figure of loss curves: lines are the records' distances, kinds are told apart, and what is missing is said."""
+"""Tests of the figure of loss curves: loss distances, categories of runs, and the command for missing records."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ def drawn(found: list[Any]) -> Any:
         return loss_curves.draw_convergence(found)
 
 
-def lines(axes: Any) -> dict[str, float]:
-    """Of each kind the last point of its first line."""
+def final_values(axes: Any) -> dict[str, float]:
+    """Return the last value of the first line of each label."""
     found: dict[str, float] = {}
     for line in axes.lines:
         found.setdefault(line.get_label(), line.get_ydata()[-1])
     return found
 
 
-def test_every_kind_stands_at_its_distance_from_one_process() -> None:
+def test_lines_end_at_their_loss_distance_from_one_process() -> None:
     drawing = drawn(records())
     left, middle, right = drawing.figure.axes
     kinds = [3e-6, 4e-6, 5e-6, 6e-6, 7e-6]
-    wanted = dict(zip(loss_curves.LAYOUT_COLOURS, kinds, strict=True))
-    assert {kind: lines(middle)[kind] for kind in wanted} == pytest.approx(wanted)
+    expected = dict(zip(loss_curves.LAYOUT_COLOURS, kinds, strict=True))
+    assert {kind: final_values(middle)[kind] for kind in expected} == pytest.approx(expected)
     assert [note.get_text() for note in middle.texts] == ["rate + 0.01 %"]
-    assert lines(right) == pytest.approx({"other seeds": 0.1, "fp16": 0.01})
-    assert lines(left)["fp16, bf16"] == pytest.approx(2.02)
+    assert final_values(right) == pytest.approx({"other seeds": 0.1, "fp16": 0.01})
+    assert final_values(left)["fp16, bf16"] == pytest.approx(2.02)
     (band,) = middle.collections
     assert sorted({*band.get_paths()[0].vertices[:, 1]}) == pytest.approx([1e-6, 2e-6])
     assert drawing.missing == ""
@@ -78,15 +78,15 @@ def test_every_kind_stands_at_its_distance_from_one_process() -> None:
     )
 
 
-def test_without_one_process_or_its_controls_there_is_no_figure() -> None:
+def test_figure_needs_the_one_process_run_and_its_controls() -> None:
     for prefix in ("fp32", "order-"):
         drawing = drawn([one for one in records() if not one.name.startswith(prefix)])
         assert drawing.figure is None
         assert drawing.missing == loss_curves.CONVERGENCE.missing
 
 
-def test_what_has_no_loss_of_every_step_or_failed_is_left_out() -> None:
-    spoiled = [
+def test_failed_runs_and_incomplete_losses_are_omitted() -> None:
+    incomplete = [
         replace(one, series=replace(one.series, loss=[None, *(one.series.loss or [])[1:]]))
         if one.name == "fp16"
         else replace(one, outcome="oom")
@@ -94,10 +94,10 @@ def test_what_has_no_loss_of_every_step_or_failed_is_left_out() -> None:
         else one
         for one in records()
     ]
-    drawing = drawn(spoiled)
+    drawing = drawn(incomplete)
     assert not {"convergence/fp16", "convergence/pp2"} & {*drawing.records}
-    assert drawing.missing == loss_curves.CONVERGENCE.missing, "no 16 bits are left"
+    assert drawing.missing == loss_curves.CONVERGENCE.missing, "no run in 16 bits has all losses"
 
 
-def test_records_of_other_suites_are_not_meant() -> None:
+def test_records_of_other_suites_are_ignored() -> None:
     assert drawn([replace(one, suite="mine") for one in records()]).figure is None

@@ -1,4 +1,4 @@
-"""The notebook with controls shows what `repro simulate` prints for the same layout."""
+"""Tests of the notebook with controls: it shows the values that `repro simulate` prints for the same layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOURCE = build.NOTEBOOKS_FOLDER / "09_explore.py"
 
 
 class Explorer:
-    """The notebook after all of its cells ran in this process, where no front end shows its outputs."""
+    """The notebook after all of its cells ran in this process, without a front end."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from IPython.core import display_functions
@@ -43,7 +43,7 @@ class Explorer:
         self.updates += update
 
     def choose(self, **values: Any) -> None:
-        """Move the controls as a person does, one after the other."""
+        """Set the controls one after the other."""
         for name, value in values.items():
             self.scope["controls"][name].value = value
 
@@ -85,11 +85,11 @@ def explorer() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _first_state(explorer: Explorer) -> None:
+def _initial_controls(explorer: Explorer) -> None:
     explorer.choose(**explorer.scope["FIRST"])
 
 
-def test_the_first_state_is_drawn_and_has_the_numbers_of_the_command(
+def test_initial_output_has_the_numbers_of_the_command(
     explorer: Explorer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert explorer.updates >= 2
@@ -129,7 +129,7 @@ def test_a_control_changes_the_output(explorer: Explorer, name: str, value: int)
         ({"zero": 3}, "--zero = 3: must be 0, 1 or 2 with pp = 4"),
     ],
 )
-def test_an_invalid_layout_has_the_message_of_the_command(
+def test_invalid_layouts_show_the_error_of_the_command(
     explorer: Explorer, values: dict[str, Any], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     explorer.choose(**values)
@@ -142,9 +142,7 @@ def test_an_invalid_layout_has_the_message_of_the_command(
     assert explorer.picture, "a valid layout is drawn again"
 
 
-def test_what_does_not_fit_is_red_beyond_the_limit(
-    explorer: Explorer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_above_the_limit_is_red(explorer: Explorer, capsys: pytest.CaptureFixture[str]) -> None:
     explorer.choose(zero=0, tp=4)
     assert cli.main(explorer.command()) == 1
     printed = " ".join(capsys.readouterr().out.split())
@@ -152,19 +150,19 @@ def test_what_does_not_fit_is_red_beyond_the_limit(
     assert f"{cause} are missing." in explorer.text
     assert cause.endswith(" GB")
     assert "No step time: the step does not fit the device's memory." in explorer.text
-    few = explorer.red_pixels
-    assert few
+    red_pixels = explorer.red_pixels
+    assert red_pixels
     explorer.choose(tp=2)
-    assert explorer.red_pixels > few, "twice as much memory"
+    assert explorer.red_pixels > red_pixels, "half as many shards need more memory"
 
 
 @pytest.mark.slow
 def test_a_control_changes_the_output_in_a_kernel(tmp_path: Path) -> None:
     pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")
     shutil.copy(SOURCE, tmp_path)
-    moved = tmp_path / "10_moved.py"
-    moved.write_text(f"{SOURCE.read_text()}\n\n# %%\ncontrols['tp'].value = 3\n")
-    still, changed = (build.execute(path, tmp_path / "results") for path in (tmp_path / SOURCE.name, moved))
+    edited = tmp_path / "10_moved.py"
+    edited.write_text(f"{SOURCE.read_text()}\n\n# %%\ncontrols['tp'].value = 3\n")
+    still, changed = (build.execute(path, tmp_path / "results") for path in (tmp_path / SOURCE.name, edited))
     _, text, figure = still.cells[-1].outputs
     assert "Fits: " in text.data["text/markdown"]
     assert "image/png" in figure.data

@@ -1,4 +1,4 @@
-"""Exports hold the numbers that `repro claims --json` and the store hold, in every format."""
+"""Tests of `repro export`: every table has the numbers of the claims and the store, in every format."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def exported(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form != "parquet"])
-# A store that predicts nothing has no unknowns: tests/accuracy/validate/test_unknowns.py has one that does.
+# The table of unknown inputs needs predictions: see tests/accuracy/validate/test_unknowns.py.
 @pytest.mark.parametrize("table", [table for table in TABLES if table != "unknowns"])
-def test_every_table_in_every_format(
+def test_every_table_is_exported_in_every_format(
     synthetic_results: Path, capsys: pytest.CaptureFixture[str], table: str, form: str
 ) -> None:
-    """A table of a paper has at most six columns."""
+    """A table for a paper, in Markdown or LaTeX, has three to six columns."""
     text = exported(capsys, "--results", str(synthetic_results), "--table", table, "--format", form)
     assert len(text.splitlines()) > 3
     if form == "csv":
@@ -36,7 +36,7 @@ def test_every_table_in_every_format(
     assert 3 <= len(first.strip("|").split("|" if form == "markdown" else " & ")) <= 6
 
 
-def test_rows_columns_and_units(synthetic_results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_and_columns_are_selected(synthetic_results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = ["--results", str(synthetic_results), "--format", "latex"]
     chosen = [*results, "--table", "values", "--claims", "zero-fig2-*", "--columns", "claim,value,published"]
     lines = exported(capsys, *chosen).splitlines()
@@ -52,7 +52,7 @@ def test_rows_columns_and_units(synthetic_results: Path, capsys: pytest.CaptureF
     assert headline.count("15 PFLOP/s") == 1
 
 
-def test_parquet_reads_back(
+def test_parquet_has_the_claims_of_the_csv(
     synthetic_results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pyarrow", reason="pyarrow writes parquet; it is in the extra test")
@@ -63,7 +63,7 @@ def test_parquet_reads_back(
     assert list(pd.read_parquet(path)["claim"]) == list(pd.read_csv(io.StringIO(text))["claim"])
 
 
-def test_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = exported(capsys, "--results", str(tmp_path))
     assert "zero-mem-formula-stages" in text
     assert (
@@ -87,15 +87,15 @@ def test_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.CaptureFix
         ("--output /nowhere/x.csv", "a file in an existing folder"),
     ],
 )
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+def test_option_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
     assert cli.main(["export", *arguments.split()]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_what_does_not_fit_has_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its record has the seconds of its operators, which claims hold against a published rate; no table has."""
+def test_steps_that_do_not_fit_have_no_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The record has operator times, which claims compare with published rates, but no table contains them."""
     with Store(tmp_path) as store:
         for name, dp in (("fits", 16), ("does-not", 1)):
             experiment = Experiment(

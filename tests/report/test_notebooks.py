@@ -1,5 +1,4 @@
-"""Every notebook runs on a store with records and on an empty one, holds no number that the store should give,
-and opens in Jupyter."""
+"""Tests of the notebooks: each runs on a store with records and on an empty store, and opens in Jupyter."""
 
 from __future__ import annotations
 
@@ -25,39 +24,39 @@ NAMES = (
 
 
 @lru_cache(maxsize=1)
-def traced() -> dict[str, float | str]:
+def simulated_tiny_step() -> dict[str, float | str]:
     return simulated_step("gpt2-tiny", "dgx2", precision="fp16")
 
 
 def tiny_step(model: str, system: str, **layout: Any) -> dict[str, float | str]:
-    """Stands for a trace of the notebook's own model, which the run in kernels does."""
+    """Return the simulated step of a tiny model in place of the notebook's model, which takes longer."""
     assert model in models.model_names()
     assert system in systems.system_names()
-    return traced()
+    return simulated_tiny_step()
 
 
-def test_there_is_one_for_every_family() -> None:
+def test_every_family_of_claims_has_a_notebook() -> None:
     assert tuple(path.stem for path in SOURCES) == NAMES
 
 
 @pytest.mark.slow
-def test_one_runs_on_a_store_and_becomes_a_page(synthetic_results: Path, tmp_path: Path) -> None:
-    """In a kernel of its own, as all of them do in continuous integration on the store of `make smoke`."""
+def test_notebook_runs_on_a_store_and_becomes_a_page(synthetic_results: Path, tmp_path: Path) -> None:
+    """Run one notebook in a Jupyter kernel; continuous integration runs all of them on the store of `make smoke`."""
     pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")
     shutil.copy(SOURCES[0], tmp_path)
     ((page_file, title),) = build.write_notebooks(synthetic_results, tmp_path / "notebooks", tmp_path)
     page = page_file.read_text(encoding="utf-8")
     text = page.partition("</style>")[2]
-    for foreign in ("<script", 'src="http', "<link", "Traceback"):
-        assert foreign not in text
+    for forbidden in ("<script", 'src="http', "<link", "Traceback"):
+        assert forbidden not in text
     assert title
-    assert "states-z3-dp4" in text, "the store's own experiment, which the notebook found by itself"
+    assert "states-z3-dp4" in text, "the notebook reads the experiments of the store"
     assert "data:image/png" in text
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_runs_on_an_empty_store(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cells one after the other in this process, which costs no kernel; every step traced is a tiny one."""
+def test_notebook_runs_on_an_empty_store(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the cells in this process, without a kernel, and simulate a tiny model in every step."""
     import matplotlib
 
     monkeypatch.setattr(evidence, "simulated_step", tiny_step)
@@ -76,7 +75,7 @@ def test_runs_on_an_empty_store(path: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_is_a_notebook_that_opens_and_says_what_it_is(path: Path) -> None:
+def test_notebooks_have_a_kernel_title_and_short_cells(path: Path) -> None:
     notebook = build.read_notebook(path)
     assert notebook.metadata["kernelspec"]["name"] == "python3"
     assert notebook.cells[0].cell_type == "markdown"
@@ -85,7 +84,7 @@ def test_is_a_notebook_that_opens_and_says_what_it_is(path: Path) -> None:
     assert any("## Change something" in cell.source or "BEFORE" in cell.source for cell in notebook.cells)
 
 
-def test_a_cell_that_fails_is_one_line_with_its_place(tmp_path: Path) -> None:
+def test_error_of_a_cell_names_its_number_and_source(tmp_path: Path) -> None:
     pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")
     path = tmp_path / "01_bad.py"
     path.write_text("# %% [markdown]\n# # Bad\n\n# %%\n1 + 1\n\n# %%\nraise KeyError('no such record')\n")
@@ -97,12 +96,12 @@ def test_a_cell_that_fails_is_one_line_with_its_place(tmp_path: Path) -> None:
     )
 
 
-def test_without_notebooks_the_folder_is_named(tmp_path: Path) -> None:
+def test_missing_notebooks_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a checkout with reports/\*\.py"):
         build.find_notebooks(tmp_path)
 
 
-def test_the_store_is_found_from_the_folder_of_the_notebooks(
+def test_default_store_is_found_from_the_folder_of_notebooks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(STORE_VARIABLE, raising=False)

@@ -1,4 +1,4 @@
-"""The page, the notebooks' frames, `repro claims --json` and the exports hold the same numbers."""
+"""Tests that the page, the data frames of notebooks, `repro claims --json` and the exports have the same numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.report.synthetic import experiment
 from tests.report.test_page import read_pages
 
 
-def message(*command: str) -> str:
+def output_of(*command: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert cli.main([*command]) == 0
     return out.getvalue()
@@ -30,36 +30,36 @@ def message(*command: str) -> str:
 
 @pytest.fixture(scope="module")
 def claims(synthetic_results: Path) -> list[dict[str, Any]]:
-    """What `repro claims --json` says."""
+    """Return the claims of `repro claims --json`."""
     found: list[dict[str, Any]] = json.loads(
-        message("claims", "--json", "--results", str(synthetic_results))
+        output_of("claims", "--json", "--results", str(synthetic_results))
     )["claims"]
     return found
 
 
 @pytest.fixture(scope="module")
 def exported(synthetic_results: Path) -> pd.DataFrame:
-    """What `repro export --table values` writes."""
+    """Return the table of `repro export --table values`."""
     command = ["export", "--table", "values", "--format", "csv", "--results", str(synthetic_results)]
-    return pd.read_csv(io.StringIO(message(*command)), keep_default_na=False, dtype=str)
+    return pd.read_csv(io.StringIO(output_of(*command)), keep_default_na=False, dtype=str)
 
 
 def rows(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for claim in claims for row in claim["rows"]]
 
 
-def number(value: Any) -> str:
+def as_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def test_the_page(claims: list[dict[str, Any]], built: Path) -> None:
-    pages = read_pages(built)
+def test_page_has_the_numbers_of_the_claims(claims: list[dict[str, Any]], site_dir: Path) -> None:
+    pages = read_pages(site_dir)
     values = [value for claim in claims for value in pages[f"claims/{claim['id']}.html"].values]
-    wanted = [
-        (finding["kind"], number(finding["value"])) for row in rows(claims) for finding in row["evidence"]
+    expected = [
+        (finding["kind"], as_text(finding["value"])) for row in rows(claims) for finding in row["evidence"]
     ]
-    assert values == wanted
-    assert sum(value != "" for _, value in wanted) > 100
+    assert values == expected
+    assert sum(value != "" for _, value in expected) > 100
     shown = {row["id"]: row for row in pages["claims.html"].rows}
     assert sorted(shown, key=str) == sorted(f"claim-{claim['id']}" for claim in claims)
     assert [shown[f"claim-{claim['id']}"]["data-verdict"] for claim in claims] == [
@@ -71,10 +71,10 @@ def test_the_page(claims: list[dict[str, Any]], built: Path) -> None:
     assert all(source == "beyond" for source, about in authors if about in ("this suite", "one node of 2023"))
 
 
-def test_the_frames_of_the_notebooks(claims: list[dict[str, Any]], found: JudgedStore) -> None:
-    frame = found.values()
+def test_data_frames_have_the_numbers_of_the_claims(claims: list[dict[str, Any]], store: JudgedStore) -> None:
+    frame = store.values()
     assert list(frame["verdict"]) == [row["verdict"] for row in rows(claims)]
-    assert list(found.claims()["verdict"]) == [claim["verdict"] for claim in claims]
+    assert list(store.claims()["verdict"]) == [claim["verdict"] for claim in claims]
     for (_, line), row in zip(frame.iterrows(), rows(claims), strict=True):
         for kind in KINDS:
             seen = [finding for finding in row["evidence"] if finding["kind"] == kind]
@@ -85,9 +85,9 @@ def test_the_frames_of_the_notebooks(claims: list[dict[str, Any]], found: Judged
                 assert value == seen[0]["value"]
                 if not isinstance(value, str):  # a word has no interval
                     assert (low, high) == (seen[0]["low"], seen[0]["high"])
-    table = found.table()
+    table = store.table()
     assert list(table["verdict"]) == list(frame["verdict"])
-    tidy = found.tidy()
+    tidy = store.tidy()
     numbers = frame.loc[
         frame["analytic"].map(lambda value: isinstance(value, int | float)), "analytic"
     ].dropna()
@@ -95,18 +95,18 @@ def test_the_frames_of_the_notebooks(claims: list[dict[str, Any]], found: Judged
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_exports(claims: list[dict[str, Any]], exported: pd.DataFrame, kind: str) -> None:
+def test_exports_match_the_claims(claims: list[dict[str, Any]], exported: pd.DataFrame, kind: str) -> None:
     labels = [(claim["id"], row["label"], row["verdict"]) for claim in claims for row in claim["rows"]]
     assert list(exported[["claim", "value", "verdict"]].itertuples(index=False, name=None)) == labels
     for (_, line), row in zip(exported.iterrows(), rows(claims), strict=True):
         seen = next((finding for finding in row["evidence"] if finding["kind"] == kind), {})
         value = seen.get("value")
-        same = float(line[kind]) == value if isinstance(value, int | float) else line[kind] == number(value)
+        same = float(line[kind]) == value if isinstance(value, int | float) else line[kind] == as_text(value)
         assert same, (line["claim"], line["value"])
 
 
-def test_the_summary_counts_what_the_claims_say(claims: list[dict[str, Any]], found: JudgedStore) -> None:
-    frame = found.summary().set_index("about")
+def test_summary_counts_the_verdicts_of_the_claims(claims: list[dict[str, Any]], store: JudgedStore) -> None:
+    frame = store.summary().set_index("about")
     assert frame.loc["all", "claims"] == len(claims) == frame["claims"].iloc[:-1].sum()
     for about, line in frame.iloc[:-1].iterrows():
         verdicts = [claim["verdict"] for claim in claims if claim["about"] == about]
@@ -118,17 +118,17 @@ def test_the_summary_counts_what_the_claims_say(claims: list[dict[str, Any]], fo
 @pytest.mark.parametrize(
     ("outcome", "left"), [("hang", True), ("error", True), ("ok", False), ("oom", False)]
 )
-def test_what_failed_is_still_to_be_run(tmp_path: Path, kind: str, outcome: str, left: bool) -> None:
-    """What ran on an emulated network is a measurement by its record, and has run."""
+def test_failed_experiments_remain_to_be_run(tmp_path: Path, kind: str, outcome: str, left: bool) -> None:
+    """The record of a run on an emulated network has measured evidence."""
     ledger = load_ledger()
     claim = next(claim for claim in ledger.claims if kind in dict(experiments_of(claim.rows)))
     ledger = replace(ledger, claims=(claim,))
-    nothing = JudgedStore(tmp_path, [], [], ledger).to_run(claim.id)
-    assert nothing
+    all_commands = JudgedStore(tmp_path, [], [], ledger).to_run(claim.id)
+    assert all_commands
     records: list[Record] = []
     for read_as, at in experiments_of(claim.rows):
         suite, _, name = at.partition("/")
         stored = "simulated" if read_as == "simulated" else "measured"
         conditions = experiment(name).as_dict()
         records.append(made_up(name, suite=suite, evidence=stored, outcome=outcome, experiment=conditions))
-    assert JudgedStore(tmp_path, records, [], ledger).to_run(claim.id) == nothing * left
+    assert JudgedStore(tmp_path, records, [], ledger).to_run(claim.id) == all_commands * left

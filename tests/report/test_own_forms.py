@@ -1,4 +1,4 @@
-"""Figures with a form of their own: each shows its records' numbers, and says what to run where there are none."""
+"""Tests of figures with one function each: values of their records, and the command for missing records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import synthetic
-from overlaps import troubles
+from overlaps import text_layout_errors
 
 from repro.claims.judge import judge
 from repro.claims.reader import load_ledger
@@ -33,7 +33,7 @@ GB = 10**9
 
 
 def record(suite: str, name: str, metrics: dict[str, float], **layout: Any) -> ExperimentRecord:
-    """An invented simulation."""
+    """Return a simulated record with invented metrics."""
     model = replace(synthetic.MODEL, heads=16, hidden=64)
     made = failed_record(
         Experiment(name=name, model=model, layout=Layout(**layout)), "", suite=suite, wall_s=0.1
@@ -52,18 +52,18 @@ def drawn(draw: Callable[..., Drawing], *arguments: Any) -> Drawing:
         return draw(*arguments)
 
 
-def words(drawing: Drawing, axes: int = 0) -> list[str]:
+def texts(drawing: Drawing, axes: int = 0) -> list[str]:
     assert drawing.figure is not None
     return [text.get_text() for text in drawing.figure.axes[axes].texts]
 
 
-def readable(drawing: Drawing) -> bool:
+def has_readable_texts(drawing: Drawing) -> bool:
     assert drawing.figure is not None
     with figure_style():
-        return troubles(drawing.figure) == []
+        return text_layout_errors(drawing.figure) == []
 
 
-def test_without_records_each_names_its_remedy(view: View) -> None:
+def test_figures_without_records_name_the_command_to_run(view: View) -> None:
     with figure_style():
         drawings = [
             layout_fit.draw_degrees(view, []),
@@ -77,9 +77,9 @@ def test_without_records_each_names_its_remedy(view: View) -> None:
         assert drawing.missing.startswith("repro run suites/")
 
 
-def test_model_states_stand_beside_the_published_totals(view: View) -> None:
+def test_model_states_are_drawn_next_to_published_totals(view: View) -> None:
     drawing = drawn(zero_stages.draw_published_states, view, [])
-    assert words(drawing) == [
+    assert texts(drawing) == [
         "published 120, simulated: not run, analytic 120",
         "published 31.4, simulated: not run, analytic 31.41",
         "published 16.6, simulated: not run, analytic 16.64",
@@ -93,14 +93,14 @@ def test_model_states_stand_beside_the_published_totals(view: View) -> None:
             View(judge(load_ledger(), simulated), simulated), simulated
         )
     assert drawing.records == ("zero_memory/7.5b-z1-n64",)
-    assert words(drawing)[1] == "published 31.4, simulated 31.4, analytic 31.41"
+    assert texts(drawing)[1] == "published 31.4, simulated 31.4, analytic 31.41"
     assert drawing.figure is not None
     filled = [bar.get_width() for bar in drawing.figure.axes[0].patches if bar.get_facecolor()[3]]
     assert filled == pytest.approx([15, 15, 1.4])
-    assert readable(drawing)
+    assert has_readable_texts(drawing)
 
 
-def test_degrees_say_what_is_needed_and_what_fits(view: View) -> None:
+def test_tensor_parallel_degrees_show_required_memory_and_fit(view: View) -> None:
     def at(degree: int, need: float) -> ExperimentRecord:
         metrics = {
             "memory.peak_bytes": need,
@@ -111,14 +111,14 @@ def test_degrees_say_what_is_needed_and_what_fits(view: View) -> None:
         return changed(found, outcome="ok" if need <= 32 * GB else "oom")
 
     drawing = drawn(layout_fit.draw_degrees, view, [at(4, 28.0 * GB), at(2, 41.0 * GB), at(1, 100.0 * GB)])
-    assert [text for text in words(drawing) if text != "▲"] == ["30", "43", "102 ↑"]
-    assert words(drawing).count("▲") == 2
-    assert words(drawing, 1) == ["32"]
+    assert [text for text in texts(drawing) if text != "▲"] == ["30", "43", "102 ↑"]
+    assert texts(drawing).count("▲") == 2
+    assert texts(drawing, 1) == ["32"]
     assert drawing.missing == layout_fit.DEGREES.missing
-    assert readable(drawing)
+    assert has_readable_texts(drawing)
 
 
-def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
+def test_parts_of_a_step_sum_to_the_step_time(view: View) -> None:
     times = {
         "step_seconds.median": 50.0,
         "time.compute_s": 40.0,
@@ -143,32 +143,32 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
     assert found["waits between stages"] == 0.4
     assert sum(found.values()) == pytest.approx(50)
     drawing = drawn(predicted_steps.draw_breakdown, view, [fine])
-    assert words(drawing) == ["46.20 s", "50.00 s"]
+    assert texts(drawing) == ["46.20 s", "50.00 s"]
     assert drawing.caption.endswith(f"Times rest on: {UNCALIBRATED} (1)."), (
-        "made up for a machine that nobody calibrated"
+        "the system of the record is not calibrated"
     )
     assert "repro run suites/megatron_2021.toml --evidence simulated" in drawing.missing
-    assert readable(drawing)
+    assert has_readable_texts(drawing)
     turing = record("turing_nlg", "zero2-mp4", times)
     drawing = drawn(predicted_steps.draw_breakdown, view, [turing])
-    assert words(drawing) == ["50 s"], "its panel is the only one"
-    assert readable(drawing)
+    assert texts(drawing) == ["50 s"], "the figure has only the panel of turing_nlg"
+    assert has_readable_texts(drawing)
 
 
-def test_schedules_are_those_that_the_runner_executes(view: View) -> None:
+def test_drawn_schedules_are_those_of_the_runner(view: View) -> None:
     drawing = drawn(schedules.draw_schedules, view)
     actions = sum(len(stage) for name, _, v in schedules.SCHEDULES for stage in build_schedule(name, 4, 8, v))
-    assert sum(len(words(drawing, axes)) for axes in range(3)) == actions
+    assert sum(len(texts(drawing, axes)) for axes in range(3)) == actions
     assert drawing.figure is not None
     for axes in drawing.figure.axes:
-        assert axes.get_xlim() == (0, 33), "GPipe's 8 x 3 and 3 x 3 idle: no panel cuts another's actions"
+        assert axes.get_xlim() == (0, 33), "all panels have the width of GPipe: 8 x 3 busy and 3 x 3 idle"
     titles = [axes.get_title("left") for axes in drawing.figure.axes]
     assert ["37.5 %" in title for title in titles] == [True, True, False]
     assert all("twin not measured" in title for title in titles)
     assert drawing.missing == schedules.PAPER_SCHEDULES.missing
 
 
-def test_the_timeline_stacks_what_is_live(view: View) -> None:
+def test_timeline_stacks_live_bytes_by_category(view: View) -> None:
     memory = {
         "unit": 10**6,
         "bytes": {"parameters": [15000], "activations": [0, 500, 1000, 500], "host": [7]},
@@ -185,7 +185,7 @@ def test_the_timeline_stacks_what_is_live(view: View) -> None:
     drawing = drawn(peak_memory.draw_timelines, [made, older])
     assert drawing.records == ("zero_memory/7.5b-z1-n64",)
     assert drawing.missing.count("--rerun") == 2
-    assert readable(drawing)
+    assert has_readable_texts(drawing)
 
 
 def test_bytes_of_a_sample_are_summed_over_all_gpus() -> None:
@@ -198,12 +198,12 @@ def test_bytes_of_a_sample_are_summed_over_all_gpus() -> None:
     assert zero_stages.sample_bytes_by_link(made) == {"nvlink": 2e9, "inter-node": 0.25e9}
     drawing = drawn(zero_stages.draw_link_traffic, [made])
     assert drawing.records == ("zero_throughput/fig2-8b-zero",)
-    assert words(drawing, 1) == ["no record"] * 9
+    assert texts(drawing, 1) == ["no record"] * 9
     assert drawing.missing == zero_stages.LINKS.missing
-    assert readable(drawing)
+    assert has_readable_texts(drawing)
 
 
-def test_only_predictions_for_this_machine_are_held_against_its_measurements() -> None:
+def test_measurements_are_compared_with_predictions_for_this_machine_only() -> None:
     measured = changed(record("machine", "dp-on-2", {"step_seconds.median": 2.0}, dp=2), evidence="measured")
     here = record("machine", "dp-on-2@here", {"step_seconds.median": 2.2}, dp=2)
     other = changed(
@@ -214,4 +214,4 @@ def test_only_predictions_for_this_machine_are_held_against_its_measurements() -
     drawing = drawn(predicted_steps.draw_machine, [measured], [here, other])
     assert "seconds of a step: 1 run, median error 10.0 %" in drawing.caption
     assert drawing.missing == predicted_steps.MACHINE_COMMAND
-    assert readable(drawing)
+    assert has_readable_texts(drawing)

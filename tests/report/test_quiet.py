@@ -1,4 +1,4 @@
-"""`repro report` where the home folder cannot be written: no library says so on standard error."""
+"""Tests of `repro report` with a home folder that is not writable: no library warns on standard error."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ build.write_notebooks(Path("results"), Path("out"), Path("."))
 """
 
 
-def errors(program: str, folder: Path) -> str:
-    """Return the standard error of a program in `folder`, with a home that takes no files, even from root."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("XDG_", "MPL", "IPYTHON"))}
+def standard_error(program: str, folder: Path) -> str:
+    """Return the standard error of a program in `folder`, with a home that is not writable, even by root."""
+    base = {key: value for key, value in os.environ.items() if not key.startswith(("XDG_", "MPL", "IPYTHON"))}
     return subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
-        env={**kept, "HOME": "/dev/null"},
+        env={**base, "HOME": "/dev/null"},
         capture_output=True,
         text=True,
         check=True,
     ).stderr
 
 
-def test_figures_are_drawn_without_a_word(tmp_path: Path) -> None:
-    assert errors(DRAW, tmp_path) == ""
+def test_drawing_figures_writes_nothing_to_standard_error(tmp_path: Path) -> None:
+    assert standard_error(DRAW, tmp_path) == ""
 
 
 @pytest.mark.slow
-def test_notebooks_are_executed_without_a_word(tmp_path: Path) -> None:
+def test_executing_notebooks_writes_nothing_to_standard_error(tmp_path: Path) -> None:
     pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")
     cell = "import matplotlib.pyplot\nimport repro\nprint(repro.__version__)"
     (tmp_path / "01_small.py").write_text(f"# %% [markdown]\n# # Small\n\n# %%\n{cell}\n")
-    assert errors(EXECUTE, tmp_path) == ""
+    assert standard_error(EXECUTE, tmp_path) == ""
     assert (tmp_path / "out/01_small.html").is_file()
 
 
-def test_a_user_without_a_home_has_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose user is in no list; no error, and no folder named `~` in the current one."""
+def test_cache_folder_without_a_home_is_not_writable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container whose user has no entry in /etc/passwd, no folder named `~` is created in the current folder."""
     monkeypatch.delenv(compiler.CACHE_VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)

@@ -1,4 +1,4 @@
-"""The sources' figures show the ledger's published values, the judge's values, and what is missing."""
+"""Tests of redrawn published figures: the ledger's published values, the judge's values, and missing records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from overlaps import troubles
+from overlaps import text_layout_errors
 
 from repro.claims.expression import parse
 from repro.claims.judge import experiments_read, judge
@@ -48,7 +48,7 @@ def ledger() -> Ledger:
 
 
 def invented(name: str, metric: str) -> float:
-    """A number that has nothing to do with what is published, the same each time."""
+    """Return a reproducible number that does not depend on the published value."""
     share = int(hashlib.sha256(f"{name} {metric}".encode()).hexdigest()[:8], 16) / 2**32
     size = SIZES.get(metric, 20e9 if "bytes" in metric else 3e9 if "parameters" in metric else 10.0)
     return size * (0.7 + 0.6 * share)
@@ -56,7 +56,7 @@ def invented(name: str, metric: str) -> float:
 
 @functools.cache
 def records() -> tuple[ExperimentRecord, ...]:
-    """An invented simulation of every experiment that the ledger reads or a figure shows, but for twins."""
+    """Return an invented simulation of every experiment that the ledger reads or a figure shows, except twins."""
     found = []
     for path in sorted(SUITES.glob("*.toml")):
         here = ("smoke", "machine", "kernels", "quality", "convergence")
@@ -76,13 +76,13 @@ def records() -> tuple[ExperimentRecord, ...]:
 
 
 @pytest.fixture(scope="module")
-def full(ledger: Ledger) -> list[Drawing]:
+def drawings(ledger: Ledger) -> list[Drawing]:
     simulated = list(records())
     return draw_all([], [], simulated, [], judge(ledger, simulated))
 
 
 @pytest.fixture(scope="module")
-def empty(ledger: Ledger) -> list[Drawing]:
+def blank_drawings(ledger: Ledger) -> list[Drawing]:
     return draw_all([], [], [], [], judge(ledger, []))
 
 
@@ -90,8 +90,8 @@ def by_id(drawings: list[Drawing], name: str) -> Drawing:
     return next(drawing for drawing in drawings if drawing.id == name)
 
 
-def alone(name: str, ledger: Ledger, simulated: list[dict[str, Any]]) -> Drawing:
-    """One figure, of the ledger judged on these records."""
+def draw_one(name: str, ledger: Ledger, simulated: list[dict[str, Any]]) -> Drawing:
+    """Return one figure, drawn from the ledger judged on these records."""
     entry = next(entry for entry in redrawn.load_entries() if entry.id == name)
     claims = tuple(claim for claim in ledger.claims if claim.id in entry.claims)
     with figure_style():
@@ -99,33 +99,33 @@ def alone(name: str, ledger: Ledger, simulated: list[dict[str, Any]]) -> Drawing
 
 
 def heights(drawing: Drawing, *, hatched: bool, axes: int = 0) -> list[float]:
-    """Of the bars of a panel, by place."""
+    """Return the heights of a panel's bars, from left to right."""
     assert drawing.figure is not None
     bars = [bar for bar in drawing.figure.axes[axes].patches if bool(bar.get_hatch()) is hatched]
     return [bar.get_height() for bar in sorted(bars, key=lambda bar: bar.get_x()) if bar.get_facecolor()[3]]
 
 
-def printed(ledger: Ledger, claim: str, end: str) -> list[float]:
+def published_values(ledger: Ledger, claim: str, end: str) -> list[float]:
     rows = [row for row in ledger.claim(claim).rows if row.label.endswith(end)]
     return [row.printed.value for row in rows if row.printed]
 
 
-def test_published_bars_are_the_ledgers_values(ledger: Ledger, full: list[Drawing]) -> None:
-    drawing = by_id(full, "zero-fig2")
-    zero = printed(ledger, "zero-fig2-throughput", ": ZeRO per GPU")
-    megatron = printed(ledger, "zero-fig2-throughput", ": baseline per GPU")
+def test_published_bars_are_the_ledgers_values(ledger: Ledger, drawings: list[Drawing]) -> None:
+    drawing = by_id(drawings, "zero-fig2")
+    zero = published_values(ledger, "zero-fig2-throughput", ": ZeRO per GPU")
+    megatron = published_values(ledger, "zero-fig2-throughput", ": baseline per GPU")
     assert len(zero) == 9
     assert heights(drawing, hatched=False) == [
         value for pair in zip(zero, megatron, strict=True) for value in pair
     ]
-    speed_up = printed(ledger, "zero-fig2-throughput", ": speed-up")
+    speed_up = published_values(ledger, "zero-fig2-throughput", ": speed-up")
     assert heights(drawing, hatched=False, axes=2) == speed_up
     assert 38.7 in zero
     assert 10.23 in speed_up
 
 
-def test_ours_are_the_judges_values_and_their_records_are_named(full: list[Drawing]) -> None:
-    drawing = by_id(full, "zero-fig2")
+def test_simulated_bars_are_the_judges_values_with_their_records(drawings: list[Drawing]) -> None:
+    drawing = by_id(drawings, "zero-fig2")
     sizes = ("1.5b", "8b", "40b", "60b", "80b", "100b", "120b", "140b", "170b")
     names = [f"zero_throughput/fig2-{size}-{system}" for size in sizes for system in ("zero", "megatron")]
     metric = "hardware_flops_per_s.device"
@@ -134,19 +134,19 @@ def test_ours_are_the_judges_values_and_their_records_are_named(full: list[Drawi
     assert (drawing.missing, drawing.evidence) == ("", SIMULATED)
 
 
-def test_a_figure_of_rates_says_what_they_rest_on_and_one_of_bytes_does_not(full: list[Drawing]) -> None:
-    drawing = by_id(full, "zero-fig2")
+def test_only_figures_of_rates_name_the_basis_of_times(drawings: list[Drawing]) -> None:
+    drawing = by_id(drawings, "zero-fig2")
     rates, speed_ups = (heights(drawing, hatched=True, axes=axes) for axes in (0, 2))
     assert f"Times rest on: {PUBLISHED_POINT} ({len(rates) + len(speed_ups)})." in drawing.caption
-    assert "Times rest on" not in by_id(full, "zero-fig7").caption
+    assert "Times rest on" not in by_id(drawings, "zero-fig7").caption
 
 
-def test_the_error_is_drawn_and_filled_where_the_judge_accepts(ledger: Ledger) -> None:
+def test_error_markers_are_filled_where_the_judge_accepts(ledger: Ledger) -> None:
     sizes = {"fig3-64": 25.7, "fig3-128": 37.6, "fig3-256": 39.0, "fig3-400": 36.6}
     simulated = [changed(record) for record in records() if record.name in sizes]
     for record, share in zip(simulated, (1.0, 1.5, 1.0, 1.0), strict=True):
         record.metrics["hardware_flops_per_s.device"] = share * sizes[record.name] * 1e12
-    drawing = alone("zero-fig3", ledger, simulated)
+    drawing = draw_one("zero-fig3", ledger, simulated)
     assert drawing.figure is not None
     lower = drawing.figure.axes[1]
     assert [text.get_text() for text in lower.texts] == ["0%", "+50%", "0%", "0%"]
@@ -157,30 +157,30 @@ def test_the_error_is_drawn_and_filled_where_the_judge_accepts(ledger: Ledger) -
     assert "3 of " in drawing.caption
 
 
-def test_without_records_nothing_is_drawn_and_the_remedy_is_named(empty: list[Drawing]) -> None:
+def test_figures_without_records_name_the_command_to_run(blank_drawings: list[Drawing]) -> None:
     for entry in redrawn.load_entries():
-        drawing = by_id(empty, entry.id)
+        drawing = by_id(blank_drawings, entry.id)
         assert (drawing.figure, drawing.records) == (None, ())
         assert "--evidence simulated" in drawing.missing, entry.id
         assert entry.claims[0] in drawing.caption
 
 
-def test_what_is_missing_keeps_its_place_beside_the_published_value(ledger: Ledger) -> None:
+def test_missing_values_leave_a_gap_next_to_published_bars(ledger: Ledger) -> None:
     some = [record for record in records() if record.name == "fig4-4b-zero"]
-    drawing = alone("zero-fig4", ledger, some)
+    drawing = draw_one("zero-fig4", ledger, some)
     assert len(heights(drawing, hatched=True)) == 1
-    assert heights(drawing, hatched=False) == printed(
+    assert heights(drawing, hatched=False) == published_values(
         ledger, "zero-table10-fig4-dp-only", " DDP: per GPU"
-    ) + printed(ledger, "zero-table10-fig4-dp-only", " ZeRO: per GPU")
+    ) + published_values(ledger, "zero-table10-fig4-dp-only", " ZeRO: per GPU")
     assert drawing.figure is not None
     assert [text.get_text() for text in drawing.figure.axes[1].texts].count("no\nrecord") == 10
     assert drawing.missing == "repro run suites/zero_throughput.toml --evidence simulated"
     assert "For 10 of 11 published values this store has no result" in drawing.caption
     with figure_style():
-        assert troubles(drawing.figure) == []
+        assert text_layout_errors(drawing.figure) == []
 
 
-def test_a_measurement_takes_the_bar_and_the_simulation_stays_visible() -> None:
+def test_bar_shows_the_measurement_and_dot_the_simulation() -> None:
     common = {"low": 30.0, "high": 30.0, "agrees": True, "runs": ("s/a",), "fits": True}
     found = [Ours(kind=kind, value=30.0 + n, **common) for n, kind in enumerate(("measured", SIMULATED))]  # type: ignore[arg-type]
     number = parse_printed_number("31")
@@ -191,12 +191,12 @@ def test_a_measurement_takes_the_bar_and_the_simulation_stays_visible() -> None:
         values.draw_legend(figure, {"a": "#0072b2"}, [value])
     assert [(bar.get_height(), bar.get_hatch()) for bar in axes.patches] == [(31, None), (30, ".....")]
     assert [tuple(dots.get_offsets()[0]) for dots in axes.collections] == [(pytest.approx(0.1974), 31)]
-    words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == ["published", "measured", "simulated (also measured)"]
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["published", "measured", "simulated (also measured)"]
 
 
-def test_what_unknown_inputs_decide_is_a_prediction_with_its_interval() -> None:
-    """20 % off and possible; the interval from -40 % to beyond the axis is cut at +-30 %."""
+def test_predictions_with_unknown_inputs_are_drawn_with_their_intervals() -> None:
+    """The error of +20 % is possible; the interval from -40 % to +100 % is cut at the axis limits of 30 %."""
     ours = Ours(
         kind=SIMULATED, value=12.0, low=6.0, high=20.0, agrees=None, runs=("s/a",), fits=True, possible=True
     )
@@ -211,35 +211,35 @@ def test_what_unknown_inputs_decide_is_a_prediction_with_its_interval() -> None:
     ends = [tuple(line.get_ydata()) for line in axes.lines]
     assert ends[0] == (0, pytest.approx(0.2))
     assert ends[1] == pytest.approx((-0.3, 0.3))
-    words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == ["published", "simulated", "?: in the interval from unknown inputs"]
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["published", "simulated", "?: in the interval from unknown inputs"]
 
 
-def test_a_step_that_does_not_fit_says_so(ledger: Ledger) -> None:
+def test_steps_that_do_not_fit_are_marked(ledger: Ledger) -> None:
     simulated = [replace(r, outcome="oom") if r.name == "fig4-13b-zero" else r for r in records()]
-    drawing = alone("zero-fig4", ledger, simulated)
+    drawing = draw_one("zero-fig4", ledger, simulated)
     assert drawing.figure is not None
     assert [text.get_text() for text in drawing.figure.axes[0].texts].count("×") == 1
-    words = [text.get_text() for legend in drawing.figure.legends for text in legend.get_texts()]
-    assert "does not fit, simulated" in words
+    texts = [text.get_text() for legend in drawing.figure.legends for text in legend.get_texts()]
+    assert "does not fit, simulated" in texts
 
 
-def test_what_the_time_model_is_calibrated_on_is_no_prediction(full: list[Drawing]) -> None:
-    drawing = by_id(full, "megatron-2020")
+def test_calibration_values_are_marked(drawings: list[Drawing]) -> None:
+    drawing = by_id(drawings, "megatron-2020")
     assert drawing.figure is not None
-    words = [text.get_text() for text in drawing.figure.axes[1].texts]
-    assert words.count("cal.") == 2
+    texts = [text.get_text() for text in drawing.figure.axes[1].texts]
+    assert texts.count("cal.") == 2
 
 
-def test_no_text_overlaps_another_or_leaves_the_picture(full: list[Drawing]) -> None:
+def test_texts_neither_overlap_nor_leave_the_figure(drawings: list[Drawing]) -> None:
     with figure_style():
-        found = {drawing.id: troubles(drawing.figure) for drawing in full if drawing.figure is not None}
+        found = {one.id: text_layout_errors(one.figure) for one in drawings if one.figure is not None}
     assert {name: lines for name, lines in found.items() if lines} == {}
     assert len(found) >= len(redrawn.load_entries())
 
 
-def test_every_simulated_record_of_a_row_is_listed(ledger: Ledger, full: list[Drawing]) -> None:
-    drawing = by_id(full, "megatron-2021")
+def test_every_simulated_record_of_a_row_is_listed(ledger: Ledger, drawings: list[Drawing]) -> None:
+    drawing = by_id(drawings, "megatron-2021")
     rows = [row for row in ledger.claim("meg2-table1-weak-scaling").rows if row.label.endswith(": per GPU")]
     expected = {
         name
@@ -251,7 +251,7 @@ def test_every_simulated_record_of_a_row_is_listed(ledger: Ledger, full: list[Dr
     assert set(drawing.records) == expected
 
 
-def test_a_mistake_in_a_figure_names_it(ledger: Ledger, tmp_path: Path) -> None:
+def test_errors_in_a_figures_file_name_the_rows(ledger: Ledger, tmp_path: Path) -> None:
     file = tmp_path / "redrawn.toml"
     head = '[[figure]]\nid = "f"\ntitle = "t"\ntext = "x"\nclaims = []\n[[figure.panel]]\nlabel = "GB"\n'
     file.write_text(head + 'series = [{ name = "a", rows = "zero-fig1-7p5b/P_os" }]\n', encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`repro schedule`: the terminal drawing, the JSON document, the picture and the errors."""
+"""Tests of `repro schedule`: the terminal drawing, the JSON document, the picture and the errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from overlaps import troubles
+from overlaps import text_layout_errors
 from rich.console import Console
 
 from repro import cli
@@ -46,7 +46,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_drawing_shows_every_action_and_the_summary_every_cost(
+def test_drawing_has_every_action_and_summary_every_cost(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = printed(capsys, "--pp", "2", "--micro-batches", "3")
@@ -57,7 +57,7 @@ def test_the_drawing_shows_every_action_and_the_summary_every_cost(
     assert "F0 F1 ······B0─── F2 B1─── ···B2───" in lines[1]
     assert "···F0 B0─── F1 B1─── F2 B2─── ······" in lines[2]
     assert [line.split()[-1] for line in lines[1:3]] == ["2", "1"]
-    words = " ".join(out.split())
+    output = " ".join(out.split())
     for expected in (
         "1F1B with flush: 2 stages, 3 micro-batches (p = 2, m = 3, v = 1)",
         "1/3 = 33.3 % of the ideal time; (p - 1) / m",
@@ -67,21 +67,21 @@ def test_the_drawing_shows_every_action_and_the_summary_every_cost(
         "at most 2 x 1/2 of the layers: 1 micro-batch through all layers; GPipe: 1.5",
         "6 tensors per step between stages: 3 x 1 activations and as many gradients",
     ):
-        assert expected in words
+        assert expected in output
 
 
-def test_the_stages_in_the_middle_of_a_long_pipeline_are_details(capsys: pytest.CaptureFixture[str]) -> None:
+def test_middle_stages_of_long_pipelines_need_the_details_option(capsys: pytest.CaptureFixture[str]) -> None:
     for stages, hidden in ((10, 0), (11, 2), (64, 55)):
         arguments = "--pp", str(stages), "--micro-batches", "64"
         lines = printed(capsys, *arguments).splitlines()
         assert len(lines) <= 24
         assert lines.count(f"  ... {hidden} stages: --details") == bool(hidden)
-        every = printed(capsys, *arguments, "--details").splitlines()
-        assert sum(line[:6].strip().isdigit() for line in every) == stages
+        all_stages = printed(capsys, *arguments, "--details").splitlines()
+        assert sum(line[:6].strip().isdigit() for line in all_stages) == stages
         assert sum(line[:6].strip().isdigit() for line in lines) == stages - hidden
 
 
-def test_yuan_and_a_single_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bubble_of_yuan_and_of_a_single_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "37/480 = 7.7 % of the ideal time" in printed(capsys, *YUAN)
     alone = printed(capsys, "--pp", "1", "--micro-batches", "2")
     assert "bubble       none" in alone
@@ -90,7 +90,7 @@ def test_yuan_and_a_single_stage(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("arguments", [YUAN, ["--pp", "4", "--micro-batches", "8", "--chunks", "2"]])
 @pytest.mark.parametrize("width", [60, 80, 130])
-def test_the_drawing_fits_the_width(width: int, arguments: list[str]) -> None:
+def test_drawing_fits_the_terminal_width(width: int, arguments: list[str]) -> None:
     plan = make_schedule(
         "", int(arguments[1]), int(arguments[3]), int(arguments[5]) if len(arguments) > 4 else 1
     )
@@ -101,8 +101,8 @@ def test_the_drawing_fits_the_width(width: int, arguments: list[str]) -> None:
         assert max(map(len, rows)) <= width
 
 
-def test_lines_of_time_hold_the_whole_step() -> None:
-    """A broken drawing has every action, here with breaks between labels."""
+def test_wrapped_drawing_has_every_action() -> None:
+    """The drawing is wider than the terminal, and its lines break between the labels of actions."""
     plan = make_schedule("interleaved", 2, 4, 2)
     lines = [line.plain for line in draw_text(plan, Console(width=61, color_system=None))]
     rows = "".join(line[6:-10] for line in lines if line.startswith("    0 "))
@@ -110,7 +110,7 @@ def test_lines_of_time_hold_the_whole_step() -> None:
     assert re.findall(r"[FB]\d(?:\.\d)?", rows) == [str(action) for action in plan.schedule[0]]
 
 
-def test_shares_of_a_part_of_the_step_add_up() -> None:
+def test_busy_shares_sum_to_the_time_of_all_passes() -> None:
     plan = make_schedule("1f1b", 3, 7, forward="1.3", backward="17/7")
     for columns in (1, 10, 333):
         part = float(plan.total) / columns
@@ -139,7 +139,7 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_times_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_are_exact_fractions(capsys: pytest.CaptureFixture[str]) -> None:
     assert make_schedule("1f1b", 3, 4, forward="1/3", backward="0.7").total == 6 * (
         Fraction(1, 3) + Fraction(7, 10)
     )
@@ -148,25 +148,25 @@ def test_times_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def parsed(document: str) -> tuple[ElementTree.Element, list[str]]:
-    """An SVG document, and its texts."""
+    """Return the root element of an SVG document and its texts."""
     root = ElementTree.fromstring(document)
     assert root.tag == f"{SVG}svg"
     return root, ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
 
 
-def test_the_picture_has_a_cell_and_a_number_for_every_action(capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_has_a_number_for_every_action(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "--pp", "4", "--micro-batches", "8", "--chunks", "2", "--svg")
     _, texts = parsed(out)
     assert texts.count("7") == 4 * 2 * 2 + 1, (
-        "each forward and backward of the last one, and what stage 2 keeps"
+        "forward and backward passes of micro-batch 7, and 7 passes in flight on stage 2"
     )
-    words = " ".join(texts)
+    output = " ".join(texts)
     for expected in ("Bubble 3/16 = 18.8 %", "ideal time 24", "4.5 idle", "in flight", "forward", "idle"):
-        assert expected in words
+        assert expected in output
 
 
 def drawn_cells(axes: Axes) -> dict[str, list[tuple[float, float]]]:
-    """Return the beginning and the end of each cell of a colour."""
+    """Return the start and the end of each cell, by colour."""
     return {
         to_hex(patch.get_facecolor()): [
             (left, right)
@@ -178,8 +178,8 @@ def drawn_cells(axes: Axes) -> dict[str, list[tuple[float, float]]]:
 
 
 @pytest.mark.parametrize("layout", [{"dp": 4, "zero": 1}, {"pp": 2, "dp": 2}, {"tp": 2}, {}])
-def test_a_predicted_step_has_the_times_of_its_parts(layout: dict[str, int]) -> None:
-    """Cells less waits are computation; messages are all communication of the step, hidden or not."""
+def test_picture_has_the_compute_and_communication_times(layout: dict[str, int]) -> None:
+    """Passes minus waits are compute time; messages are all communication of the step, exposed or overlapped."""
     sizes = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 512, "seq": 128}
     experiment = Experiment(
         name="e", model=Model(name="m", **sizes), layout=Layout(precision="fp16", **layout)
@@ -198,57 +198,57 @@ def test_a_predicted_step_has_the_times_of_its_parts(layout: dict[str, int]) -> 
     computed = ms["forward"] + ms["backward"] + ms["update"] - ms["waiting"]
     assert computed == pytest.approx(1e3 * busy, rel=1e-6)
     sent = sum(
-        seconds / (1 + (label == STAGE_SEND))  # both stages count a message, which is drawn where it arrives
+        seconds / (1 + (label == STAGE_SEND))  # both stages count a message, which is drawn at its receiver
         for stage in step.stages
         for label, seconds in stage.communication.items()
     )
     messages = sum(time for name, time in ms.items() if name.endswith("messages"))
     assert messages == pytest.approx(1e3 * sent, rel=1e-6)
     groups = {name.split()[0] for name, time in ms.items() if name.endswith("messages") and time}
-    assert groups == {*layout} - {"zero"} | ({"dp"} if layout else set()), "all ranks agree on the norm"
+    assert groups == {*layout} - {"zero"} | ({"dp"} if layout else set()), "dp: all ranks reduce the norm"
     assert [tick.get_text() for tick in axes.get_yticklabels()] == [
         f"stage {n}" for n in range(layout.get("pp", 1))
     ]
 
 
 @pytest.mark.parametrize(("name", "chunks", "window"), [("1f1b", 1, (0, 33)), ("interleaved", 2, (5, 11))])
-def test_cells_are_where_the_actions_are(name: str, chunks: int, window: tuple[float, float]) -> None:
+def test_cells_have_the_times_of_the_actions(name: str, chunks: int, window: tuple[float, float]) -> None:
     rows = make_schedule(name, 4, 8, chunks).slots
     axes = Figure().subplots()
     draw_actions(axes, rows, window, (600, 20))
     area = {fill: sum(right - left for left, right in cells) for fill, cells in drawn_cells(axes).items()}
-    seen: dict[str, float] = {}
+    expected: dict[str, float] = {}
     for row in rows:
         for action, start, stop in row:
             fill = action_colours(action.kind, action.chunk, chunks)[1]
-            seen[fill] = seen.get(fill, 0) + max(0, min(stop, window[1]) - max(start, window[0]))
-    assert area == pytest.approx({fill: float(time) for fill, time in seen.items()})
+            expected[fill] = expected.get(fill, 0) + max(0, min(stop, window[1]) - max(start, window[0]))
+    assert area == pytest.approx({fill: float(time) for fill, time in expected.items()})
 
 
-def test_a_large_picture_is_small_and_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_picture_is_complete_and_below_2_mb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "yuan.svg"
     assert printed(capsys, *YUAN, "--out", str(path)).strip() == str(path)
     assert path.stat().st_size < 2_000_000
     _, texts = parsed(path.read_text(encoding="utf-8"))
-    words = " ".join(texts)
+    output = " ".join(texts)
     for expected in ("The full step", "passes of the first 123", "passes of the last 123"):
-        assert expected in words
+        assert expected in output
 
 
 @pytest.mark.parametrize(
     "sizes", [("gpipe", 1, 1, 1), ("1f1b", 2, 480, 1), ("interleaved", 64, 64, 2), ("interleaved", 2, 2, 20)]
 )
-def test_pictures_of_odd_sizes_can_be_read(sizes: tuple[str, int, int, int]) -> None:
+def test_pictures_of_unusual_sizes_are_readable(sizes: tuple[str, int, int, int]) -> None:
     plan = make_schedule(*sizes)
     with figure_style():
         figure = draw_picture(plan.slots, plan.title, "facts")
         for axes in figure.axes:
-            for text in axes.texts:  # inside their cells, by their sizes
+            for text in axes.texts:  # labels of cells are sized to fit
                 text.set_visible(False)
-        assert troubles(figure) == []
+        assert text_layout_errors(figure) == []
 
 
-def test_the_numbers_can_be_read_on_every_shade() -> None:
+def test_labels_contrast_with_every_cell_colour() -> None:
     for chunks in range(1, 9):
         for kind in "FB":
             for chunk in range(chunks):
@@ -265,7 +265,7 @@ def _luminance(colour: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ("--pp 4 --micro-batches 6 --chunks 2", "--micro-batches = 6: must be a multiple of"),
         ("--pp 0 --micro-batches 6", "--pp = 0: must be an integer of at least 1"),
@@ -283,10 +283,10 @@ def _luminance(colour: str) -> float:
         ("--pp 2", "Missing option '--micro-batches'"),
     ],
 )
-def test_errors_are_one_line(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert schedule(*arguments.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
     assert err.startswith("error: ")
-    assert says in err
+    assert message in err

@@ -1,4 +1,4 @@
-"""Simulated records have a table of their own and are in no picture of what was measured."""
+"""Tests of simulated records on the page: they have their own rows and are in no figure of measured records."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from repro.simulate.record import failed_record
 from repro.simulate.time.calibration import BASES, PUBLISHED_POINT
 from tests.report.test_page import stored_rows
 
-ONE = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16")
+MEASURED_EXPERIMENT = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16")
 
 
 @pytest.fixture(scope="module")
-def traced() -> list[ExperimentRecord]:
-    """A trace of an experiment that the synthetic store has measured, one that does not fit, and a failure."""
+def simulated() -> list[ExperimentRecord]:
+    """Return simulations: of an experiment that the synthetic store has measured, of one that does not fit, failed."""
     layout = {"tp": 2, "pp": 2, "global_batch": 2, "scatter_gather": True, "recompute": True, "pa": True}
     deep = synthetic.experiment("deep", **layout)
     small = Experiment(name="tight", model=deep.model, layout=deep.layout, system="selene")
     records = [
         simulate_experiment(e, systems.load_system_file("selene"), "smoke")
-        for e in (replace(ONE, system="selene"), small)
+        for e in (replace(MEASURED_EXPERIMENT, system="selene"), small)
     ]
     records[1].metrics.pop("memory.reserved_bytes")
     reason = "middle <stage>: out of memory, 8599967744 bytes requested of 32317748480"
@@ -40,41 +40,41 @@ def traced() -> list[ExperimentRecord]:
     return [*records, failed_record(deep, "ValueError: no", suite="smoke", wall_s=0.1)]
 
 
-def test_figures_show_measured_records_only(traced: list[ExperimentRecord]) -> None:
+def test_figures_show_measured_records_only(simulated: list[ExperimentRecord]) -> None:
     measured = synthetic.records()
-    both, alone = select([*measured, *traced]), select(measured)
+    both, alone = select([*measured, *simulated]), select(measured)
     assert both.measured == alone.measured
     assert [record.name for record in both.simulated] == ["deep", "states-z1-dp2", "tight"]
     assert both.older == alone.older == 0
-    for drawing in draw_all(select(traced).measured, []):
+    for drawing in draw_all(select(simulated).measured, []):
         assert drawing.figure is None
 
 
-def test_rows(traced: list[ExperimentRecord]) -> None:
-    row = record_row(traced[0])
+def test_rows_have_bytes_step_times_and_their_basis(simulated: list[ExperimentRecord]) -> None:
+    row = record_row(simulated[0])
     assert (row["anchor"], row["outcome"]) == ("sim-smoke.states-z1-dp2", "ok")
     facts = row["facts"]
     assert facts["System"] == "2 x selene"
-    assert row["states_gb"] == pytest.approx(traced[0].metrics["memory.states_bytes"] / 1e9, rel=1e-3)
+    assert row["states_gb"] == pytest.approx(simulated[0].metrics["memory.states_bytes"] / 1e9, rel=1e-3)
     assert facts["Reserved memory"] != "–"
     assert facts["Memory limit"] == "83.7 GB"
     assert facts["Sent between nodes"] == "0 B", "two GPUs of one node"
-    assert row["step_s"] == pytest.approx(traced[0].metrics["step_seconds.median"], rel=1e-3)
-    assert facts["Basis of the step time"] == PUBLISHED_POINT, "fused kernels on an A100"
-    tight = record_row(traced[1])
+    assert row["step_s"] == pytest.approx(simulated[0].metrics["step_seconds.median"], rel=1e-3)
+    assert facts["Basis of the step time"] == PUBLISHED_POINT, "fused kernels are calibrated on an A100"
+    tight = record_row(simulated[1])
     assert (tight["step_s"], tight["facts"]["Basis of the step time"]) == (None, ""), (
-        "what does not fit takes no time"
+        "a step that does not fit has no time"
     )
     assert tight["layout"] == "tp 2 x pp 2, fp32, 1f1b, recomputation, P_a, scatter/gather, micro-batch 1"
     assert tight["facts"]["Reserved memory"] == "–"
     assert tight["facts"]["Peak memory in"].endswith("stage")
-    assert record_row(traced[2])["peak_gb"] is None
+    assert record_row(simulated[2])["peak_gb"] is None
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_page(traced: list[ExperimentRecord], tmp_path: Path) -> None:
+def test_page_lists_measured_and_simulated_records(simulated: list[ExperimentRecord], tmp_path: Path) -> None:
     with Store(tmp_path / "results") as store:
-        for record in [*synthetic.records()[:6], *traced]:
+        for record in [*synthetic.records()[:6], *simulated]:
             store.append(record)
     report = build_report(tmp_path / "results", tmp_path / "out")
     assert (report.experiments, report.simulated) == (6, 3)
@@ -92,6 +92,6 @@ def test_page(traced: list[ExperimentRecord], tmp_path: Path) -> None:
         assert f"<dt>{basis}</dt><dd>{meaning.partition('`')[0]}" in page
 
 
-def test_tidy_views_tell_the_evidence(traced: list[ExperimentRecord]) -> None:
-    records = [*synthetic.records()[:2], *traced]
+def test_tidy_rows_name_the_kind_of_evidence(simulated: list[ExperimentRecord]) -> None:
+    records = [*synthetic.records()[:2], *simulated]
     assert [experiment_row(record)["evidence"] for record in records] == ["measured"] * 2 + ["simulated"] * 3

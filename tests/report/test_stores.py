@@ -1,4 +1,4 @@
-"""Stores that are not as one would wish: empty, all failed, cut, edited, of another protocol, large."""
+"""Tests of the commands on unusual stores: empty, failures only, damaged lines, another protocol, many records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from repro.report.page.context import MAX_RECORDS
 from repro.results.measured import experiment_record
 from repro.results.select import select
 from tests.report import large, synthetic
-from tests.report.test_page import too_large
+from tests.report.test_page import oversized_pages
 
 COMMANDS = (
     ["claims"],
@@ -31,7 +31,7 @@ COMMANDS = (
 )
 
 
-def lines(root: Path, *texts: str | bytes) -> Path:
+def write(root: Path, *texts: str | bytes) -> Path:
     folder = root / "results" / "records"
     folder.mkdir(parents=True)
     path = folder / "writer.jsonl"
@@ -39,8 +39,8 @@ def lines(root: Path, *texts: str | bytes) -> Path:
     return path
 
 
-def good(**changes: Any) -> str:
-    """The first synthetic record, changed."""
+def valid(**changes: Any) -> str:
+    """Return the line of the first synthetic record with changed fields."""
     e = synthetic.experiments()[0]
     made = experiment_record(
         e, synthetic.results(e), suite="smoke", provenance=synthetic.PROVENANCE, wall_s=1
@@ -49,25 +49,25 @@ def good(**changes: Any) -> str:
 
 
 def without(key: str) -> str:
-    record = json.loads(good())
+    record = json.loads(valid())
     del record[key]
     return json.dumps(record)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("store", ["empty", "failures", "damaged"])
-def test_every_command_that_reads_says_something_clear(
+def test_commands_report_damaged_lines_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], store: str, command: list[str]
 ) -> None:
     (tmp_path / "results").mkdir()
     if store == "failures":
         kinds = ("hang", "error", "timeout", "oom", "diverged")
         failed = [
-            good(outcome=k, reason=f"it was {k}", metrics={}, series={}, memory_by_rank=[]) for k in kinds
+            valid(outcome=k, reason=f"it was {k}", metrics={}, series={}, memory_by_rank=[]) for k in kinds
         ]
-        lines(tmp_path, *failed)
+        write(tmp_path, *failed)
     elif store == "damaged":
-        lines(tmp_path, good(), '{"kind": "experiment"', without("metrics"), good(protocol=PROTOCOL + 1))
+        write(tmp_path, valid(), '{"kind": "experiment"', without("metrics"), valid(protocol=PROTOCOL + 1))
     assert cli.main([*command, "--results", str(tmp_path / "results")]) == 0
     err = capsys.readouterr().err
     assert "Traceback" not in err
@@ -77,9 +77,9 @@ def test_every_command_that_reads_says_something_clear(
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_a_store_of_failures_only_has_a_page_that_says_so(tmp_path: Path) -> None:
+def test_page_of_a_store_with_only_failures_reports_them(tmp_path: Path) -> None:
     kinds = ("hang", "error", "timeout")
-    lines(tmp_path, *(good(name=k, outcome=k, reason=f"it was {k}", metrics={}, series={}) for k in kinds))
+    write(tmp_path, *(valid(name=k, outcome=k, reason=f"it was {k}", metrics={}, series={}) for k in kinds))
     report = build_report(tmp_path / "results", tmp_path / "out")
     assert any("without a conclusive result: smoke/error (error)" in remark for remark in report.remarks)
     assert "it was timeout" in (tmp_path / "out/records.js").read_text()
@@ -95,16 +95,16 @@ def test_a_store_of_failures_only_has_a_page_that_says_so(tmp_path: Path) -> Non
         ("[1]", "not a record"),
         ("{}", "kind: must be one of experiment"),
         (without("metrics"), "metrics: missing in a record of kind experiment"),
-        (good(metrics=[]), "metrics: of another type in a record of kind experiment"),
-        (good(experiment={}), "experiment.model: missing in a record of kind experiment"),
+        (valid(metrics=[]), "metrics: of another type in a record of kind experiment"),
+        (valid(experiment={}), "experiment.model: missing in a record of kind experiment"),
         ('{"kind": "comparison"}', "suite: missing in a record of kind comparison"),
     ],
     ids=["cut", "bytes", "deep", "list", "empty", "no metrics", "odd metrics", "no model", "comparison"],
 )
-def test_a_line_that_is_no_record_is_named_and_the_rest_is_read(
+def test_invalid_lines_are_named_and_other_lines_are_read(
     tmp_path: Path, line: str | bytes, message: str
 ) -> None:
-    path = lines(tmp_path, good(), line, good(name="after"))
+    path = write(tmp_path, valid(), line, valid(name="after"))
     found = evidence.read_store(tmp_path / "results")
     assert [record.name for record in found.records] == ["states-z0-dp1", "after"]
     assert len(found.torn) == 1
@@ -112,9 +112,9 @@ def test_a_line_that_is_no_record_is_named_and_the_rest_is_read(
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_bad_lines_and_other_protocols_are_on_the_page_counted_where_there_are_many(tmp_path: Path) -> None:
-    others = [good(protocol=protocol, name="of-another-protocol") for protocol in (PROTOCOL + 1, None)]
-    path = lines(tmp_path, *["{"] * 25, *others, good(name="now"))
+def test_page_counts_invalid_lines_and_records_of_other_protocols(tmp_path: Path) -> None:
+    others = [valid(protocol=protocol, name="of-another-protocol") for protocol in (PROTOCOL + 1, None)]
+    path = write(tmp_path, *["{"] * 25, *others, valid(name="now"))
     report = build_report(tmp_path / "results", tmp_path / "out")
     assert report.remarks[0] == f"{path}:1: not a record, skipped"
     assert report.remarks[10:12] == [
@@ -128,7 +128,7 @@ def test_bad_lines_and_other_protocols_are_on_the_page_counted_where_there_are_m
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_results_that_are_a_file_are_an_empty_store_or_a_clear_error(
+def test_results_option_with_a_file_gives_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -139,14 +139,14 @@ def test_results_that_are_a_file_are_an_empty_store_or_a_clear_error(
 
 @pytest.mark.slow
 def test_a_large_store_has_pages_below_the_limits(tmp_path: Path) -> None:
-    """2,100 records, without figures; `make benchmarks` has 10,000, figures and the clock."""
+    """The store has 2,100 records and no figures; `make benchmarks` measures 10,000 records with figures."""
     found = evidence.read_store(large.store(tmp_path / "results", 2_100))
     assert len(found.records) == 2_100
     chosen = select(found.records)
     assert min(len(chosen.measured), len(chosen.simulated)) > 2 * MAX_RECORDS
     values = context.context(found, chosen, [], [], SuiteCatalogue())
     site = context.render_site({**values, "notebooks": []})
-    assert list(too_large(site)) == []
+    assert list(oversized_pages(site)) == []
     text = site["experiments.html"]
     assert "that no claim and no figure reads are not listed here" in text
     assert "repro export --table experiments --format csv" in text

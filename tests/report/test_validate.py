@@ -1,4 +1,4 @@
-"""`repro validate`: what counts once, what not at all, the statistics and the picture, on made-up records."""
+"""Tests of `repro validate` with constructed records: counted and omitted points, statistics and the figure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import synthetic
-from overlaps import troubles
+from overlaps import text_layout_errors
 
 from repro.accuracy.validate import machine as validate_machine
 from repro.accuracy.validate.published import (
@@ -50,7 +50,7 @@ FOLDER = Path(__file__).parents[2] / "suites"
 
 
 def record(suite: str, name: str, flops: float, samples: float = 100.0, **memory: float) -> ExperimentRecord:
-    """A run of a suite with invented rates and bytes of `memory`, in the shape of a simulated record."""
+    """Return a simulated record of a suite's experiment with invented rates and bytes of `memory`."""
     (entry,) = (e for e in committed.suite(FOLDER / f"{suite}.toml").entries if e.experiment.name == name)
     metrics = {
         "hardware_flops_per_s.device": flops,
@@ -64,17 +64,17 @@ def record(suite: str, name: str, flops: float, samples: float = 100.0, **memory
     return replace(made, outcome="ok", metrics=metrics)
 
 
-def counted(*records: ExperimentRecord) -> dict[str, Point]:
-    return {point.name: point for point in found(*records) if not point.left_out}
+def counted_points(*records: ExperimentRecord) -> dict[str, Point]:
+    return {point.name: point for point in all_points(*records) if not point.left_out}
 
 
-def found(*records: ExperimentRecord) -> list[Point]:
+def all_points(*records: ExperimentRecord) -> list[Point]:
     return points(judge(LEDGER, records), records)
 
 
 def test_one_run_counts_once_in_its_family() -> None:
-    """142 published; also as PFLOP/s of all GPUs and as a share of peak."""
-    seen = found(record("megatron_2021", "table1-7.5b", 150e12))
+    """The paper prints 142 TFLOP/s per GPU, and the same rate in PFLOP/s of all GPUs and as a share of peak."""
+    seen = all_points(record("megatron_2021", "table1-7.5b", 150e12))
     assert {point.runs for point in seen} == {("megatron_2021/table1-7.5b",)}
     (point,) = (point for point in seen if not point.left_out)
     assert (point.unit, point.family, point.kind) == ("TFLOP/s", A100_MEGATRON, RATE)
@@ -83,29 +83,29 @@ def test_one_run_counts_once_in_its_family() -> None:
     assert len(seen) == 3
 
 
-def test_a_point_rests_on_the_weaker_of_its_runs() -> None:
-    """Published points are under Megatron-LM's kernels on a V100, and nothing is under the fused ones there."""
+def test_a_point_has_the_weaker_basis_of_its_runs() -> None:
+    """On a V100, Megatron-LM's kernels are calibrated on published points; the fused kernels are not calibrated."""
     megatron, zero = (record("zero_throughput", f"fig2-8b-{name}", 40e12) for name in ("megatron", "zero"))
-    assert {point.rests_on for point in found(megatron, zero)} == {PUBLISHED_POINT}
+    assert {point.rests_on for point in all_points(megatron, zero)} == {PUBLISHED_POINT}
     assert zero.experiment.layout.kernels == "unfused"
     layout = {**zero.conditions["layout"], "kernels": "fused"}
-    seen = found(megatron, changed(zero, experiment={**zero.conditions, "layout": layout}))
+    seen = all_points(megatron, changed(zero, experiment={**zero.conditions, "layout": layout}))
     bases = {(point.kind, point.runs): point.rests_on for point in seen}
     assert bases[RATE, (zero.label,)] == UNCALIBRATED
     assert bases[RATE, (megatron.label,)] == PUBLISHED_POINT
     assert {basis for (kind, _), basis in bases.items() if kind == RATIO} == {UNCALIBRATED}
 
 
-def test_times_are_compared_as_rates() -> None:
-    (point,) = counted(record("yuan", "yuan-245b", 1e12, samples=3360 / 50)).values()
+def test_step_times_are_compared_as_rates() -> None:
+    (point,) = counted_points(record("yuan", "yuan-245b", 1e12, samples=3360 / 50)).values()
     assert (point.unit, point.published, point.predicted) == ("s", 46.20, 50)
     assert point.error == pytest.approx(46.20 / 50 - 1)
 
 
-def test_calibration_and_bounds_count_for_nothing() -> None:
+def test_calibration_values_and_bounds_are_omitted() -> None:
     base = record("megatron_2019", "meg1-1.2b-mp1", 39e12)
-    assert {point.left_out for point in found(base)} == {CALIBRATION}
-    seen = found(record("zero_throughput", "fig2-100b-zero", 40e12))
+    assert {point.left_out for point in all_points(base)} == {CALIBRATION}
+    seen = all_points(record("zero_throughput", "fig2-100b-zero", 40e12))
     reasons = {point.label: point.left_out for point in seen if point.claim == "zero-fig2-throughput"}
     assert reasons == {
         "100B per GPU (text)": BOUND,
@@ -114,30 +114,30 @@ def test_calibration_and_bounds_count_for_nothing() -> None:
     }
 
 
-def test_ratios_have_two_runs_and_a_side() -> None:
+def test_ratios_have_two_runs_and_a_side_of_one() -> None:
     name = "ds-64gpu-table/4B:-DeepSpeed-over-Megatron"
     both = [record("deepspeed_64gpu", f"64gpu-4b-{who}", 1e12) for who in ("deepspeed", "megatron")]
     for megatron, right in ((50, True), (120, False)):
         both[1].metrics["samples_per_s"] = megatron
-        point = counted(*both)[name]
+        point = counted_points(*both)[name]
         assert (point.kind, point.family, point.right_side) == (RATIO, V100_ZERO, right)
         assert point.predicted == 100 / megatron
 
 
-def test_a_gain_is_no_ratio() -> None:
-    """+19 % against +7 % is 12 points; as ratios, 1.19 and 1.07 would be near, and as shares on one side of 1."""
+def test_gains_in_percent_are_not_ratios() -> None:
+    """+19 % published and +7 % predicted differ by 12 points, although the ratios 1.19 and 1.07 are close."""
     both = [record("megatron_2021", f"gpt3-1024{kernels}", 1e12) for kernels in ("", "-unfused")]
     both[0].metrics["hardware_flops_per_s.device"] = 1.07e12
     (gain,) = (
-        point for point in found(*both) if (point.claim, point.label) == ("meg2-fused-kernels", "175B")
+        point for point in all_points(*both) if (point.claim, point.label) == ("meg2-fused-kernels", "175B")
     )
     assert gain.left_out == GAIN
     assert gain.predicted == pytest.approx(7)
 
 
-def test_peak_memory_is_a_family_with_its_own_limit_and_errors_by_source() -> None:
-    """15,215.4 and 16,713.4 MiB allocated, 29 GiB used; 24.2 GB are cached of a paper's step."""
-    seen = found(
+def test_peak_memory_has_an_error_limit_and_source_statistics() -> None:
+    """Published: 15,215.4 and 16,713.4 MiB allocated, 29 GiB used, and 24.2 GB in the caching allocator."""
+    seen = all_points(
         record("memory", "vocabulary-32k-s2048", 1e12, peak=15215.4 * 1.04 * 2**20),
         record("memory", "vocabulary-64k-s2048", 1e12, peak=16713.4 * 0.94 * 2**20),
         record("memory", "bloom-181b-dp4-tp8-pp12-mb1", 1e12, used=29 * 2**30),
@@ -149,11 +149,11 @@ def test_peak_memory_is_a_family_with_its_own_limit_and_errors_by_source() -> No
     assert (by_name["peak memory"].points, by_name["peak memory"].close) == (4, 2)
     by_source = {source.name: (source.points, source.close) for source in source_statistics(seen)}
     assert by_source == {"ZERO3": (1, 0), "VOCAB": (2, 1), "BIGSCIENCE": (1, 1)}
-    assert not any(point.kind == MEMORY for point in found(record("megatron_2021", "table1-7.5b", 150e12)))
+    assert not any(p.kind == MEMORY for p in all_points(record("megatron_2021", "table1-7.5b", 150e12)))
 
 
-def test_statistics_by_family() -> None:
-    seen = found(
+def test_families_have_median_and_worst_errors() -> None:
+    seen = all_points(
         record("zero_throughput", "fig2-8b-megatron", 23.2e12 * 1.1),
         record("zero_throughput", "fig2-40b-megatron", 5.0e12 * 2),
         record("zero_throughput", "fig2-8b-zero", 36.9e12 * 0.95),
@@ -165,7 +165,7 @@ def test_statistics_by_family() -> None:
     assert by_name["all rates"].median == pytest.approx(0.1)
     assert by_name["all rates"].worst.label == "40B: baseline per GPU"
     assert family_statistics([]) == []
-    (slow, _) = family_statistics(found(record("zero_throughput", "fig2-8b-megatron", 23.2e12 * 0.6)))
+    (slow, _) = family_statistics(all_points(record("zero_throughput", "fig2-8b-megatron", 23.2e12 * 0.6)))
     assert (slow.points, slow.close, slow.median) == (1, 0, pytest.approx(0.4))
 
 
@@ -181,7 +181,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "results"
 
 
-def test_the_command(
+def test_validate_command_prints_text_json_and_figure(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture = tmp_path / "x.svg"
@@ -195,7 +195,7 @@ def test_the_command(
     assert "Omitted: calibration values" in text
     assert re.search(r"8B: speed-up .* published *\n", text)
     assert BASES[PUBLISHED_POINT] in " ".join(text.split())
-    assert BASES[UNCALIBRATED] not in " ".join(text.split()), "nothing here rests on it"
+    assert BASES[UNCALIBRATED] not in " ".join(text.split()), "no record has this basis"
     assert picture.read_text().startswith("<svg")
     assert main(["validate", "--results", str(store), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -207,8 +207,8 @@ def test_the_command(
     ]
 
 
-def test_what_is_far_off_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """80B and 100B for one reason, once; 8B is near, and the value that calibrates is on no side of 1."""
+def test_large_errors_are_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """80B and 100B share one explanation; 8B has a small error; a calibration value has no side of 1."""
     with Store(tmp_path) as opened:
         for name, flops in (("80b-megatron", 2e12), ("100b-megatron", 2e12), ("8b-zero", 36.9e12)):
             opened.append(record("zero_throughput", f"fig2-{name}", flops))
@@ -217,21 +217,21 @@ def test_what_is_far_off_is_explained(tmp_path: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert "wrong side of 1" not in text
     section = text.partition("rows with an error above 25 %")[2].partition("in wider interval")[0]
-    words = " ".join(section.split())
-    assert words.count("The simulated collective spans all nodes") == 1
-    assert "8B: ZeRO" not in words
-    assert {size for size in ("80B", "100B") if f"{size}: baseline" in words} == {"80B", "100B"}
+    output = " ".join(section.split())
+    assert output.count("The simulated collective spans all nodes") == 1
+    assert "8B: ZeRO" not in output
+    assert {size for size in ("80B", "100B") if f"{size}: baseline" in output} == {"80B", "100B"}
 
 
-def test_nothing_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_predictions_name_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--results", str(tmp_path)]) == 0
     assert "--evidence simulated" in capsys.readouterr().out
     assert main(["validate", "--results", str(tmp_path), "--svg", str(tmp_path / "x.svg")]) == 2
     assert "error: --svg" in capsys.readouterr().err
 
 
-def test_the_picture_shows_what_counts() -> None:
-    seen = found(
+def test_figure_shows_only_counted_points() -> None:
+    seen = all_points(
         record("zero_throughput", "fig2-8b-megatron", 40e12),
         record("zero_throughput", "fig2-8b-zero", 40e12),
         record("megatron_2019", "meg1-1.2b-mp1", 39e12),
@@ -242,40 +242,40 @@ def test_the_picture_shows_what_counts() -> None:
     left, right = drawing.figure.axes
     texts = [text.get_text() for axes in (left, right) for text in axes.texts]
     assert "zero-fig2-throughput, 8B" in texts
-    assert left.get_legend() is None, "a legend inside a panel would lie on what is named there"
+    assert left.get_legend() is None, "a legend inside a panel would cover labels"
     (legend,) = drawing.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [V100_MEGATRON, V100_ZERO]
     with figure_style():
-        assert troubles(drawing.figure) == []
+        assert text_layout_errors(drawing.figure) == []
     assert validation.draw_validation([]).missing == validation.VALIDATION_COMMAND
 
 
-def test_every_family_is_named_inside_the_picture() -> None:
-    (rate,) = counted(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
+def test_legend_names_every_family_inside_the_figure() -> None:
+    (rate,) = counted_points(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
     drawing = validation.draw_validation([replace(rate, family=family) for family in FAMILIES])
     assert drawing.figure is not None
     with figure_style():
-        assert troubles(drawing.figure) == []
+        assert text_layout_errors(drawing.figure) == []
     (legend,) = drawing.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(FAMILIES)
 
 
-def test_the_picture_has_an_upright_line_for_each_interval() -> None:
-    """In TFLOP/s of a device, also of a step that was published in seconds, where the longest is the slowest."""
-    (rate,) = counted(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
-    (time,) = counted(record("yuan", "yuan-245b", 100e12, samples=3360 / 50)).values()
+def test_figure_has_a_vertical_line_for_each_interval() -> None:
+    """Intervals are in TFLOP/s of a device; the longest published step time is the lowest rate."""
+    (rate,) = counted_points(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
+    (time,) = counted_points(record("yuan", "yuan-245b", 100e12, samples=3360 / 50)).values()
     drawn = validation.draw_validation(
         [replace(rate, low=30.0, high=44.0), replace(time, low=40.0, high=80.0)]
     )
     assert drawn.figure is not None
-    upright = [
+    vertical = [
         sorted(line.get_ydata()) for line in drawn.figure.axes[0].lines if len(set(line.get_xdata())) == 1
     ]
-    assert upright == [pytest.approx([30, 44]), pytest.approx([100 * 50 / 80, 100 * 50 / 40])]
+    assert vertical == [pytest.approx([30, 44]), pytest.approx([100 * 50 / 80, 100 * 50 / 40])]
 
 
-def test_a_margin_is_of_other_reports_and_verdicts_know_nothing_of_it() -> None:
-    """Two reports of ten rows: each row gets the margin of the other, and rows that do not count none."""
+def test_margins_come_from_other_reports_only() -> None:
+    """Each row of one report has the margin of the other report; omitted rows have no margin."""
     names = [
         f"table1-{size}"
         for size in ("1.7b", "3.6b", "7.5b", "18.4b", "39.1b", "76.1b", "145.6b", "310.1b", "529.6b", "1t")
@@ -285,7 +285,7 @@ def test_a_margin_is_of_other_reports_and_verdicts_know_nothing_of_it() -> None:
     ]
     records_ = [record("megatron_2021", name, 150e12) for name in names]
     records_ += [record("zero_throughput", name, 30e12) for name in others]
-    seen = found(*records_)
+    seen = all_points(*records_)
     rates = [point for point in seen if point.kind == RATE and not point.left_out]
     assert (
         {"MEG2" in point.reports for point in rates}
@@ -303,8 +303,8 @@ def test_a_margin_is_of_other_reports_and_verdicts_know_nothing_of_it() -> None:
         assert point.wider == pytest.approx((point.low * exp(-point.margin), point.high * exp(point.margin)))
     assert len({point.margin for point in rates}) == 2
     assert all(point.margin is None for point in seen if point.left_out)
-    alone = found(*records_[: len(names)])
-    assert all(point.margin is None for point in alone), "no other report"
+    alone = all_points(*records_[: len(names)])
+    assert all(point.margin is None for point in alone), "a margin needs another report"
     (family,) = (one for one in family_statistics(seen) if one.name == "all rates")
     assert (family.wider, family.held_wider) == (len(rates), sum(point.holds_wider for point in rates))
     assert sum(claim.points for claim in claim_statistics(seen)) == sum(not point.left_out for point in seen)
@@ -313,7 +313,7 @@ def test_a_margin_is_of_other_reports_and_verdicts_know_nothing_of_it() -> None:
 def test_measured_runs_are_predicted_on_a_system_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of this machine that ended ok, and no others; what cannot be predicted says why."""
+    """Only runs of this machine with outcome ok are predicted; a run without a prediction has a reason."""
     names = ("parity-single", "parity-z1-dp2", "states-z1-dp2", "limit-z0-dp2")
     records = [record for record in synthetic.records() if record.name in names]
     machine = validate_machine.predict_measured_runs(records, load_system("dgx2"))

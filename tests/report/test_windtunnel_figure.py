@@ -1,4 +1,4 @@
-"""Every point of the figure of twins is a comparison's ratio at its original's link; curves are what records say."""
+"""Tests of the figure of scaled twins: measured ratios at their originals' link bandwidth, and predicted curves."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ RATES = {1.2: 2.0, 4.8: 3.0, 19.2: 2.5}
 
 
 def twins(suite: str, link: str, rate: float, ratio: float) -> tuple[list[Any], Any]:
-    """A pair of twins for `rate` GB/s, of which the subject is `ratio` times as fast, and their comparison."""
+    """Return a pair of twins for `rate` GB/s, whose subject is `ratio` times as fast, and their comparison."""
     common = {"suite": suite, "provenance": synthetic.PROVENANCE}
     sides = {"between": 4.8e9, "within": 6e9, link: rate * 1e9}
     numbers = [{}, {TWIN_RATIO: (ratio + 0.1, ratio + 0.2)}]
-    made = [
+    pair = [
         replace(
             synthetic.experiment(f"{name}-{link}{rate}"),
             layout=Layout(dp=2, zero=zero),
             network=replace(
                 NETWORK, between=1e7 * rate, within=1e7 if suite == comparisons.LARGER_TWIN_SUITE else 0.0
             ),
-            twin=TwinOf(original=name, part=0.2, numbers=message, **sides),
+            twin=TwinOf(original=name, part=0.2, numbers=predicted, **sides),
         )
-        for (name, zero), message in zip((("megatron", 0), ("deepspeed", 1)), numbers, strict=True)
+        for (name, zero), predicted in zip((("megatron", 0), ("deepspeed", 1)), numbers, strict=True)
     ]
-    results = [synthetic.results(e, seconds) for e, seconds in zip(made, (ratio, 1.0), strict=True)]
-    ran = [experiment_record(e, found, wall_s=1.0, **common) for e, found in zip(made, results, strict=True)]
-    return ran, comparison_record(made[0], made[1], (results[0], results[1]), **common)
+    results = [synthetic.results(e, seconds) for e, seconds in zip(pair, (ratio, 1.0), strict=True)]
+    ran = [experiment_record(e, found, wall_s=1.0, **common) for e, found in zip(pair, results, strict=True)]
+    return ran, comparison_record(pair[0], pair[1], (results[0], results[1]), **common)
 
 
 def drawn(*pairs: tuple[list[Any], Any]) -> Any:
@@ -50,7 +50,7 @@ def lines(axes: Any) -> dict[str, Any]:
     return {line.get_label(): line.get_xydata() for line in axes.lines}
 
 
-def test_points_stand_at_the_originals_link_over_both_predictions() -> None:
+def test_points_are_at_the_link_bandwidth_of_their_originals() -> None:
     pairs = [twins("windtunnel_between", "between", rate, ratio) for rate, ratio in RATES.items()]
     drawing = drawn(*reversed(pairs), twins(comparisons.LARGER_TWIN_SUITE, "between", 4.8, 3.2))
     (axes,) = drawing.figure.axes
@@ -65,13 +65,13 @@ def test_points_stand_at_the_originals_link_over_both_predictions() -> None:
     assert len(drawing.records) == 4
 
 
-def test_both_sweeps_are_two_panels_and_one_point_is_no_sweep() -> None:
+def test_each_sweep_of_several_points_has_a_panel() -> None:
     outside = [twins("windtunnel_between", "between", rate, ratio) for rate, ratio in RATES.items()]
     inside = [twins("windtunnel_within", "within", rate, ratio) for rate, ratio in RATES.items()]
     drawing = drawn(*outside, *inside, twins(comparisons.LARGER_TWIN_SUITE, "between", 4.8, 3.2))
     assert len(drawing.figure.axes) == 2
     assert drawing.missing == ""
-    assert "published" not in lines(drawing.figure.axes[1]), "nobody published where on this axis it was"
-    alone = drawn(outside[0])
-    assert alone.figure is None
-    assert alone.missing == comparisons.BANDWIDTHS.missing
+    assert "published" not in lines(drawing.figure.axes[1]), "no published value at this link"
+    single = drawn(outside[0])
+    assert single.figure is None
+    assert single.missing == comparisons.BANDWIDTHS.missing

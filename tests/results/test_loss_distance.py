@@ -1,4 +1,4 @@
-"""How far curves are apart, by numbers worked out by hand."""
+"""Tests of distances between loss curves, with expected values computed by hand."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ FLAT = [2.0] * (3 * LOSS_STRETCH_STEPS)
 
 
 def shifted(*relative: float) -> list[float]:
-    """`FLAT`, each stretch moved by so much of it."""
+    """Return `FLAT` with a relative change of each stretch of steps."""
     return [2.0 * (1 + by) for by in relative for _ in range(LOSS_STRETCH_STEPS)]
 
 
-def test_distances_are_relative_and_leave_out_what_was_no_number() -> None:
+def test_distances_are_relative_and_ignore_missing_losses() -> None:
     assert loss_distances([2.0, 2.2], [2.0, 2.0]) == pytest.approx([0, 0.1])
     assert loss_distances([None, 2.0], [2.0, 2.0]) == [0]
 
 
-def test_the_worst_stretch_counts_beside_the_controls_there() -> None:
-    """The controls' root mean squares are 5, 5 and 50 millionths; the curve is once, four times and once that."""
+def test_loss_distance_is_that_of_the_worst_stretch() -> None:
+    """The controls' root mean squares are 5e-6, 5e-6 and 5e-5; the curve has 1, 4 and 1 times these distances."""
     controls = [shifted(1e-6, 7e-6, 1e-5), shifted(-7e-6, 1e-6, 7e-5)]
     curve = shifted(5e-6, -2e-5, 5e-5)
     assert relative_loss_distance(curve, FLAT, controls) == pytest.approx(4, rel=1e-6)
     assert relative_loss_distance(curve, FLAT, controls[:1]) == pytest.approx(5, rel=1e-6), (
-        "5 over 1 in the first stretch"
+        "5e-6 / 1e-6 in the first stretch"
     )
 
 
-def test_growth_that_the_controls_share_is_not_held_against_a_curve() -> None:
+def test_loss_distance_is_relative_to_the_controls() -> None:
     controls = [shifted(1e-7, 1e-5, 1e-3)]
     assert relative_loss_distance(shifted(2e-7, 2e-5, 2e-3), FLAT, controls) == pytest.approx(2, rel=1e-6)
     assert relative_loss_distance(shifted(1e-4, 1e-5, 1e-3), FLAT, controls) == pytest.approx(1000, rel=1e-6)
 
 
-def test_no_control_is_finer_than_a_loss_in_fp32() -> None:
+def test_control_distance_is_at_least_the_fp32_rounding() -> None:
     curve = shifted(0, 0, 4 * FP32_ROUNDING)
     assert relative_loss_distance(curve, FLAT, [FLAT]) == pytest.approx(4, rel=1e-6)
     assert relative_loss_distance(FLAT, FLAT, [FLAT]) == 0
@@ -51,14 +51,14 @@ def test_no_control_is_finer_than_a_loss_in_fp32() -> None:
     ("curve", "controls"),
     [(FLAT, []), (FLAT[1:], [FLAT]), (FLAT, [FLAT[1:]]), ([None, *FLAT[1:]], [FLAT])],
 )
-def test_curves_without_controls_or_with_gaps_are_not_judged(
+def test_loss_distance_needs_controls_and_complete_losses(
     curve: list[float | None], controls: list[list[float]]
 ) -> None:
     with pytest.raises(ValueError, match="needs control runs of the training, and the losses of all steps"):
         relative_loss_distance(curve, FLAT, controls)
 
 
-def test_the_end_is_the_mean_of_the_last_stretch() -> None:
+def test_final_loss_is_the_mean_of_the_last_stretch() -> None:
     assert final_loss(shifted(0, 0.5, 0.25)) == pytest.approx(2.5)
     assert final_loss([None, *FLAT]) == 2.0
     for losses in (FLAT[: LOSS_STRETCH_STEPS - 1], [*FLAT, None]):

@@ -1,4 +1,4 @@
-"""The last appended record is the newest, whatever the clocks of its writers show."""
+"""Tests of the order of records: the last appended record is the newest, for any clocks of the writers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_old_lines(root: Path, *moments: datetime) -> None:
             file.write(json.dumps(record.as_dict()) + "\n")
 
 
-def test_a_record_after_a_step_back_of_the_clock_is_the_newest(tmp_path: Path) -> None:
+def test_last_record_is_newest_after_a_clock_step_back(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         append(store, NOON, outcome="error")
     with Store(tmp_path) as store:
@@ -53,13 +53,13 @@ def test_a_record_after_a_step_back_of_the_clock_is_the_newest(tmp_path: Path) -
     assert [record.id.split()[1] for record in records] == ["error", "ok"]
     assert by_key(reversed(records))["k"].outcome == "ok"
     assert [record.outcome for record in select(reversed(records)).measured] == ["ok"]
-    assert [entry["last"] for entry in Machines(records).entries] == ["2026-06-01 12:00:00"], "a time shown"
+    assert [entry["last"] for entry in Machines(records).entries] == ["2026-06-01 12:00:00"], "clock time"
     with Store(tmp_path) as store:
         append(store, NOON - DAY + HOUR, outcome="hang")
     assert by_key(Store(tmp_path).records())["k"].outcome == "hang"
 
 
-def test_the_time_of_a_record_stays_what_the_clock_showed(tmp_path: Path) -> None:
+def test_written_time_of_a_record_is_the_clock_time(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         append(store, NOON)
         append(store, NOON - DAY)
@@ -84,7 +84,7 @@ def test_machines_are_listed_by_their_last_appended_record(tmp_path: Path) -> No
     assert [entry["host"] for entry in Machines(Store(tmp_path).records()).entries] == ["second", "first"]
 
 
-def test_writers_that_take_turns_see_the_records_of_each_other(tmp_path: Path) -> None:
+def test_alternating_writers_see_the_records_of_each_other(tmp_path: Path) -> None:
     """One clock is a day behind the other."""
     with Store(tmp_path) as ahead, Store(tmp_path) as behind:
         for number in range(3):
@@ -100,10 +100,10 @@ def test_writers_that_take_turns_see_the_records_of_each_other(tmp_path: Path) -
     st.lists(st.integers(0, 10**6), max_size=3),
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 10**6)), max_size=8),
 )
-def test_the_order_of_records_is_the_order_in_which_they_were_appended(
+def test_records_are_in_the_order_of_their_appends(
     tmp_path_factory: pytest.TempPathFactory, old: list[int], appends: list[tuple[int, int]]
 ) -> None:
-    """For all readings of the clocks of three writers, in a store that may hold records without `sequence`."""
+    """Three writers have arbitrary clocks, and the store may contain records without `sequence`."""
     root = tmp_path_factory.mktemp("order")
     write_old_lines(root, *(NOON + timedelta(seconds=second) for second in sorted(old)))
     writers = [Store(root) for _ in range(3)]
@@ -121,7 +121,7 @@ def test_the_order_of_records_is_the_order_in_which_they_were_appended(
     assert orders == sorted(set(orders))
 
 
-def test_records_of_versions_without_the_field_are_ordered_by_their_time(tmp_path: Path) -> None:
+def test_records_without_sequence_are_ordered_by_their_time(tmp_path: Path) -> None:
     write_old_lines(tmp_path, NOON + HOUR, NOON, NOON + DAY)
     with Store(tmp_path) as store:
         assert [record.id for record in store.records()] == ["old 1", "old 0", "old 2"]
@@ -134,11 +134,11 @@ def test_records_of_versions_without_the_field_are_ordered_by_their_time(tmp_pat
 @pytest.mark.parametrize(
     "written", ["2026-06-01T12:00:00Z", "2026-06-01T14:00:00+02:00", "2026-06-01T12:00:00"]
 )
-def test_every_way_to_write_a_time_has_the_same_order(written: str) -> None:
+def test_all_formats_of_a_time_have_the_same_order(written: str) -> None:
     assert made_up("a", written=written).order == microseconds(NOON)
 
 
-def test_a_record_whose_time_is_unreadable_is_the_oldest(tmp_path: Path) -> None:
+def test_a_record_with_an_invalid_time_is_the_oldest(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         append(store, NOON, "dated")
         with open(store.folder / "other.jsonl", "w") as file:
@@ -146,7 +146,7 @@ def test_a_record_whose_time_is_unreadable_is_the_oldest(tmp_path: Path) -> None
         assert [record.name for record in store.records()] == ["undated", "dated"]
 
 
-def test_a_merged_store_has_the_records_of_several_machines_by_their_times(tmp_path: Path) -> None:
+def test_merged_stores_order_records_by_their_times(tmp_path: Path) -> None:
     with Store(tmp_path / "mine") as mine, Store(tmp_path / "theirs") as theirs:
         append(mine, NOON, "mine 1")
         append(mine, NOON + 2 * HOUR, "mine 2")
@@ -160,7 +160,7 @@ def test_a_merged_store_has_the_records_of_several_machines_by_their_times(tmp_p
     assert len({document["sequence"] for document in lines(tmp_path / "mine")}) == 5
 
 
-def test_a_clock_that_is_behind_is_noted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_late_clock_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Store(tmp_path) as store:
         append(store, NOON)
         append(store, NOON - timedelta(seconds=CLOCK_TOLERANCE_S - 1))
@@ -176,7 +176,7 @@ def test_a_clock_that_is_behind_is_noted_once(tmp_path: Path, capsys: pytest.Cap
     assert "the clock is 0 h 1 min behind" in capsys.readouterr().err
 
 
-def test_a_record_is_appended_though_another_file_is_unreadable(tmp_path: Path) -> None:
+def test_append_ignores_unreadable_files(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         append(store, NOON, "1")
         (store.folder / "00.jsonl").mkdir()
@@ -185,6 +185,6 @@ def test_a_record_is_appended_though_another_file_is_unreadable(tmp_path: Path) 
         assert [record.name for record in store.records()] == ["1", "2"]
 
 
-def test_a_sequence_that_is_no_integer_is_named() -> None:
+def test_a_sequence_must_be_an_integer() -> None:
     with pytest.raises(schema.NotARecord, match="sequence: of another type in a record of kind experiment"):
         made_up("a", sequence="1")

@@ -1,4 +1,4 @@
-"""Records carry the metrics that claims refer to, and nothing that JSON cannot hold."""
+"""Tests of records: they have the metrics that claims read, and only values that JSON can represent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def results(rounds: int = 1) -> list[dict[str, Any]]:
     return [_result(experiment(), rank, rounds) for rank in range(2)]
 
 
-def test_metrics_have_their_fixed_names() -> None:
+def test_metrics_have_fixed_names_and_known_values() -> None:
     metrics = build(results()).metrics
     assert metrics["step_seconds.median"] == pytest.approx(0.101)  # rank 1 is the slower one
     b, s, h, v = 2, MODEL.seq, MODEL.hidden, MODEL.vocab
@@ -61,7 +61,7 @@ def test_metrics_have_their_fixed_names() -> None:
     assert (metrics["loss.first"], metrics["steps"], metrics["skipped_steps"]) == (5.0, 4, 0)
 
 
-def test_rows_of_one_operation_add_up() -> None:
+def test_traffic_rows_of_one_operation_are_summed() -> None:
     ranks = results()
     ranks[0]["comm"] = ranks[0]["comm"] * 2
     metrics = build(ranks).metrics
@@ -77,13 +77,13 @@ def test_purposes_are_summed_over_ranks() -> None:
     assert metrics["comm.purpose.dp.gradients.sent_bytes"] == 4000
     assert metrics["comm.purpose.pp.tied_gradients.sent_bytes"] == 100
     assert metrics["comm.purpose.pp.tied_gradients.calls"] == 4
-    assert metrics["comm.sent_bytes"] == 4000, "rank 0's alone"
+    assert metrics["comm.sent_bytes"] == 4000, "of rank 0 only"
 
 
 def pipeline(*disturbed: int, steps: int = 5, first_idle: float | None = None) -> dict[str, float]:
-    """Metrics of two stages: the second one computes for longer and waits for less; some steps disturbed.
+    """Return the metrics of two stages: stage 1 computes longer and idles less; stage 0 shares its core when disturbed.
 
-    `first_idle`: seconds that it waits in the first step, where they are not as in the others.
+    `first_idle`: idle seconds of the first step, if they differ from the other steps.
     """
     ranks = results()
     for stage, (busy, idle) in enumerate([(2.0, 0.8), (2.2, 0.44)]):
@@ -97,17 +97,17 @@ def pipeline(*disturbed: int, steps: int = 5, first_idle: float | None = None) -
     return record.metrics
 
 
-def test_the_bubble_is_what_the_busiest_rank_waits() -> None:
+def test_bubble_is_the_idle_share_of_the_busiest_rank() -> None:
     metrics = pipeline()
     assert metrics["pipeline.bubble"] == pytest.approx(0.2 + 2 * 0.01)
     assert metrics["pipeline.bubble.low"] <= metrics["pipeline.bubble"] <= metrics["pipeline.bubble.high"]
     assert (metrics["pipeline.in_flight"], metrics["pipeline.undisturbed_steps"]) == (2, 5)
-    assert "pipeline.bubble" not in pipeline(steps=2), "no interval, no value"
+    assert "pipeline.bubble" not in pipeline(steps=2), "two steps give no interval"
     assert pipeline(first_idle=0.0)["pipeline.undisturbed_steps"] == 4, "a step without a wait has no ratio"
     assert not any(name.startswith("pipeline") for name in build(results()).metrics)
 
 
-def test_stages_that_stop_a_step_apart_have_the_bubble_of_the_steps_of_both() -> None:
+def test_bubble_uses_the_steps_that_all_stages_finished() -> None:
     ranks = results()
     for stage, steps in enumerate((5, 4)):
         times = {"idle_s": [0.2] * steps, "busy_s": [1.0] * steps, "core_s": [1.0] * steps}
@@ -115,14 +115,14 @@ def test_stages_that_stop_a_step_apart_have_the_bubble_of_the_steps_of_both() ->
     assert build(ranks).metrics["pipeline.undisturbed_steps"] == 4
 
 
-def test_a_step_in_which_a_rank_had_no_core_has_no_bubble_to_speak_of() -> None:
+def test_bubble_ignores_steps_of_ranks_without_a_core() -> None:
     assert pipeline(0, 1)["pipeline.bubble"] == pytest.approx(0.2 + 3 * 0.01)
     nothing = pipeline(0, 1, 2, 3, 4)
     assert "pipeline.bubble" not in nothing
     assert (nothing["pipeline.in_flight"], nothing["pipeline.undisturbed_steps"]) == (2, 0)
 
 
-def test_what_is_beside_torch_on_a_gpu_is_that_of_the_fullest_rank() -> None:
+def test_memory_outside_torch_is_that_of_the_fullest_rank() -> None:
     ranks = results()
     assert "memory.context_bytes" not in build(ranks).metrics
     for rank, end in zip(ranks, (7, 5), strict=True):
@@ -135,7 +135,7 @@ def test_what_is_beside_torch_on_a_gpu_is_that_of_the_fullest_rank() -> None:
     ]
 
 
-def test_what_a_rank_set_for_its_gpu_is_part_of_where_the_record_comes_from() -> None:
+def test_environment_variables_of_ranks_are_in_the_provenance() -> None:
     ranks = results()
     assert build(ranks).provenance == {"git": "x"}
     ranks[0]["environment"] = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -144,17 +144,17 @@ def test_what_a_rank_set_for_its_gpu_is_part_of_where_the_record_comes_from() ->
     assert build(ranks, provenance=place).provenance == {"git": "x", "environment": both}
 
 
-def test_the_worst_rank_gives_the_outcome() -> None:
+def test_outcome_is_that_of_the_worst_rank() -> None:
     ranks = results()
     ranks[1].update(outcome="diverged", reason="loss is nan at step 2")
     record = build(ranks)
     assert record.outcome == "diverged"
     assert record.reason == "rank 1: loss is nan at step 2"
     known = build(ranks, outcome="hang", reason="rank 0 is stopped")
-    assert (known.outcome, known.reason) == ("hang", "rank 0 is stopped"), "what the launcher saw goes before"
+    assert (known.outcome, known.reason) == ("hang", "rank 0 is stopped"), "the launcher's outcome prevails"
 
 
-def test_a_rank_that_diverged_at_once_still_makes_a_record() -> None:
+def test_ranks_that_diverge_at_once_give_a_record() -> None:
     ranks = results()
     for rank in ranks:
         rank.update(
@@ -168,12 +168,12 @@ def test_a_rank_that_diverged_at_once_still_makes_a_record() -> None:
     assert "step_seconds.median" not in record.metrics
 
 
-def test_no_results_is_an_outcome_too() -> None:
+def test_a_run_without_results_has_an_outcome() -> None:
     record = build([], outcome="hang", reason="rank 1 is stopped")
     assert (record.outcome, record.metrics, record.memory_by_rank) == ("hang", {}, [])
 
 
-def test_ratio_of_paired_rounds() -> None:
+def test_comparison_is_the_ratio_of_paired_rounds() -> None:
     fast, slow = results(rounds=6), results(rounds=6)
     for rank in fast:
         rank["rounds"] = [[second / 2 for second in steps] for steps in rank["rounds"]]
@@ -196,7 +196,7 @@ def test_a_round_without_a_timed_step_gives_no_ratio() -> None:
     assert comparison_record(experiment("a"), experiment("b"), ranks, suite="s", provenance={}) is None
 
 
-def test_checkpoints_are_activations_and_host_memory_is_not_the_device_s() -> None:
+def test_checkpoints_are_activations_and_host_memory_is_separate() -> None:
     ranks = results()
     ranks[1]["memory"]["most"]["parameters"] = 4501  # of which 4001 are states
     metrics = build(ranks).metrics
@@ -207,7 +207,7 @@ def test_checkpoints_are_activations_and_host_memory_is_not_the_device_s() -> No
     assert metrics["memory.peak_bytes"] == 20000
 
 
-def test_rows_are_tidy() -> None:
+def test_rows_have_layout_metrics_and_reason() -> None:
     record = build(results(rounds=2))
     failed = build([], outcome="oom", reason="no memory")
     ran, ended = map(tables.experiment_row, (record, failed))
@@ -220,8 +220,8 @@ def test_rows_are_tidy() -> None:
     assert ended["reason"] == "no memory"
 
 
-def test_a_device_of_known_peak_has_a_utilisation() -> None:
-    """Two of 125 TFLOP/s in half precision do 50 together; of a step that does not fit nothing is said."""
+def test_devices_with_a_known_peak_have_a_utilisation() -> None:
+    """Two devices of 125 TFLOP/s reach 50 TFLOP/s in total; a step that does not fit has no utilisation."""
     layout = Layout(dp=2, precision="fp16")
     conditions = Experiment(name="a", model=MODEL, layout=layout, system="dgx2").as_dict()
     metrics = {"model_flops_per_s": 50e12, "causal_flops_per_s": 45e12}
@@ -232,7 +232,7 @@ def test_a_device_of_known_peak_has_a_utilisation() -> None:
     assert "mfu" not in tables.experiment_row(changed(record, experiment={**conditions, "system": "local"}))
 
 
-def test_only_what_ran_on_an_emulated_network_is_emulated() -> None:
+def test_only_measured_records_with_a_network_are_emulated() -> None:
     network = {"network": {"nodes": 2, "ranks_per_node": 1, "between": 1e6}}
     for evidence, keys, shown in (
         ("measured", {}, "measured"),
@@ -243,13 +243,13 @@ def test_only_what_ran_on_an_emulated_network_is_emulated() -> None:
         assert made_up("a", evidence=evidence, experiment={**CONDITIONS, **keys}).shown_as == shown
 
 
-def test_a_network_is_what_its_ranks_saw_of_it() -> None:
-    """Four ranks on two nodes, whose first ones speak for them; the first of all knows what it is."""
+def test_network_report_combines_the_reports_of_its_ranks() -> None:
+    """Of four ranks on two nodes, the first rank of a node reports its bytes, and rank 0 reports the network."""
     rates = {"rank sends": [9e6, 11e6, 10e6, 10e6], "node sends": [4e6, 6e6]}
     facts = {
         "mtu": 1500, "payload_share": 0.9, "rates": rates, "round_trip_s": {}, "user_namespace": True
     }  # fmt: skip
-    seen = [
+    reports = [
         RankOnNetwork(
             compute_flops_per_s=float(rank),
             core_share=0.5,
@@ -261,20 +261,20 @@ def test_a_network_is_what_its_ranks_saw_of_it() -> None:
         )
         for rank in range(4)
     ]
-    found = NetworkReport.from_ranks(seen)
+    found = NetworkReport.from_ranks(reports)
     assert found is not None
     assert {key: getattr(found, key) for key in facts} == facts
     assert (found.compute_flops_per_s, found.core_share) == ([0, 1, 2, 3], 0.5)
-    asked = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, within=16e6, flops_per_s=5e9)
-    assert found.made(asked) == replace(asked, between=5e6, within=10e6, flops_per_s=0.0)
-    open_ = replace(asked, within=0.0)
-    assert found.made(open_).within == 0, "no limit"
+    requested = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, within=16e6, flops_per_s=5e9)
+    assert found.made(requested) == replace(requested, between=5e6, within=10e6, flops_per_s=0.0)
+    unlimited = replace(requested, within=0.0)
+    assert found.made(unlimited).within == 0, "no limit"
     assert (found.sent_bytes, found.received_bytes) == ([10, 11, 12, 13], [20, 21, 22, 23])
     assert (found.node_sent_bytes, found.node_received_bytes) == ([30, 32], [40, 42])
-    assert NetworkReport.from_ranks(seen[1:]) is NetworkReport.from_ranks([]) is None
+    assert NetworkReport.from_ranks(reports[1:]) is NetworkReport.from_ranks([]) is None
 
 
-def test_ranks_that_stop_a_step_apart_are_compared_by_the_steps_of_both() -> None:
+def test_step_times_use_the_steps_that_all_ranks_finished() -> None:
     ranks = results()
     ranks[0]["rounds"], ranks[1]["rounds"] = [[1.0, 2.0, 3.0], [4.0]], [[2.0, 1.0]]
     assert step_seconds(typed(ranks)) == [[2.0, 2.0]]
@@ -285,7 +285,7 @@ def test_ranks_that_stop_a_step_apart_are_compared_by_the_steps_of_both() -> Non
     [([], "of all steps"), ([3, 5], "of the steps after 5, since the last start")],
 )
 def test_checkpoints_of_all_ranks_are_one_report(resumed: list[int], times: str) -> None:
-    """A checkpoint takes as long as its slowest rank; what failed on any rank is said."""
+    """The time of a checkpoint is that of its slowest rank, and a failure of any rank is reported."""
     ranks = results()
     for rank, seconds in enumerate(([1.0, 4.0], [2.0, 3.0, 9.0])):
         ranks[rank]["checkpoints"] = {
@@ -304,11 +304,11 @@ def test_checkpoints_of_all_ranks_are_one_report(resumed: list[int], times: str)
     for rank in ranks:
         rank["rounds"] = [[]]
     without = build(ranks).metrics
-    assert ("comm.dp.all_reduce.calls" in without) != bool(resumed), "one step left is no ordinary one"
+    assert ("comm.dp.all_reduce.calls" in without) != bool(resumed), "the only remaining step is not typical"
 
 
-def test_what_one_block_communicates_is_an_average_of_blocks_and_micro_batches() -> None:
-    """Four layers on two stages, three micro-batches: six blocks a stage."""
+def test_block_traffic_is_averaged_over_blocks_and_micro_batches() -> None:
+    """Each stage runs 6 blocks in a step: 2 layers times 3 micro-batches."""
     layout = Layout(pp=2, tp=2, micro_batch=1, global_batch=3)
     pipelined = Experiment(name="p", model=replace(MODEL, layers=4), layout=layout)
     row = TrafficRow(
@@ -321,8 +321,8 @@ def test_what_one_block_communicates_is_an_average_of_blocks_and_micro_batches()
     assert "pipeline.in_flight" not in work(experiment(), 1)
 
 
-def test_what_a_simulation_knows_of_memory_besides() -> None:
-    """Of a step that does not fit nothing is reserved; a device without a limit has none to speak of."""
+def test_simulated_memory_has_limit_reserved_and_used_bytes() -> None:
+    """A step that does not fit has no reserved bytes, and a device without a limit has no limit metric."""
     found = dict.fromkeys(ACCOUNTED, 0)
     held = Held(found, found, {**found, "communication": 7}, init_peak_bytes=0)
     numbers = {"context": 100, "fragmentation": 1 / 3, "retries": 2}
@@ -342,7 +342,7 @@ def test_what_a_simulation_knows_of_memory_besides() -> None:
     }
 
 
-def test_operators_that_stood_in_for_kernels_are_named_by_why_they_did() -> None:
+def test_kernel_fallbacks_are_grouped_by_reason() -> None:
     ran = {
         "bias_gelu": {"cuda": 2, "torch: no compiler": 1},
         "layer_norm": {"torch: no compiler": 2},
@@ -352,7 +352,7 @@ def test_operators_that_stood_in_for_kernels_are_named_by_why_they_did() -> None
     assert kernel_fallbacks(ran) == {"no compiler": ["bias_gelu", "layer_norm"], "a CPU": ["softmax"]}
 
 
-def test_what_nobody_counted_is_nothing() -> None:
+def test_missing_counts_are_zero() -> None:
     ranks = results()
     for rank in ranks:
         rank["memory"].pop("init_peak_bytes", None)

@@ -1,4 +1,4 @@
-"""Reference records: a new file is enough, an invalid file is named, and `repro run` never reads one."""
+"""Tests of reference records: a new file is loaded, an invalid file is an error, and `repro run` reads none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(path: Path, *documents: object) -> Path:
     return path
 
 
-def test_a_file_in_the_folder_is_enough(tmp_path: Path) -> None:
+def test_every_file_in_the_folder_is_loaded(tmp_path: Path) -> None:
     write(
         tmp_path / "a.jsonl",
         on("local-gpu", "one").as_dict(),
@@ -64,7 +64,7 @@ def test_a_file_in_the_folder_is_enough(tmp_path: Path) -> None:
     ],
     ids=["torn", "list", "keys", "simulated", "two devices"],
 )
-def test_an_invalid_file_is_named_in_one_line(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_files_are_a_one_line_error(tmp_path: Path, line: str, message: str) -> None:
     path = write(tmp_path / "a.jsonl", on("local-gpu", "one").as_dict())
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ConfigError, match=message) as error:
@@ -73,8 +73,8 @@ def test_an_invalid_file_is_named_in_one_line(tmp_path: Path, line: str, message
     assert "\n" not in str(error.value)
 
 
-def test_a_store_is_written_as_a_reference_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs on processors, environment variables, series but the loss, and the memory of most ranks are left out."""
+def test_a_store_is_exported_as_a_reference_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The export omits runs on CPUs, environment variables, series except the loss, and most ranks' memory."""
     ranks = [{"rss_peak_bytes": rank, "cuda": {}} for rank in (1, 2, 3)]
     with Store(tmp_path / "results") as store:
         store.append(on("local-gpu", "one", memory_by_rank=ranks, series={"loss": [2.0], "grad_norm": [1.0]}))
@@ -82,8 +82,8 @@ def test_a_store_is_written_as_a_reference_file(tmp_path: Path, capsys: pytest.C
         store.append(on("local-gpu", "hangs", outcome="hang"))
         store.append(fit_record(device="NVIDIA V100"))
     out = tmp_path / "v100.jsonl"
-    asked = ["export", "--table", "reference", "--results", str(tmp_path / "results"), "--output", str(out)]
-    assert cli.main(asked) == 0
+    command = ["export", "--table", "reference", "--results", str(tmp_path / "results"), "--output", str(out)]
+    assert cli.main(command) == 0
     assert capsys.readouterr().out == f"2 records in {out}.\n"
     (file,) = load_reference(tmp_path)
     one, fit = file.records
@@ -95,14 +95,14 @@ def test_a_store_is_written_as_a_reference_file(tmp_path: Path, capsys: pytest.C
     assert "SLURM" not in out.read_text()
 
 
-def test_records_of_two_devices_are_not_one_machine(tmp_path: Path) -> None:
+def test_reference_file_needs_one_device_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of one GPU model"):
         write_reference([on("local-gpu", "one"), fit_record(device="NVIDIA A100")], tmp_path / "x.jsonl")
     with pytest.raises(ConfigError, match="of one GPU model"):
         write_reference([on("local", "names no processor", provenance={})], tmp_path / "x.jsonl")
 
 
-def test_a_store_without_a_gpu_gives_records_of_its_processor(tmp_path: Path) -> None:
+def test_reference_file_of_a_cpu_names_its_model(tmp_path: Path) -> None:
     processor = {"cpu": {"model": "AMD EPYC", "cores": 2}, "gpus": []}
     write_reference([on("local", "on a processor", provenance=processor)], tmp_path / "x.jsonl")
     (file,) = load_reference(tmp_path)
@@ -110,12 +110,12 @@ def test_a_store_without_a_gpu_gives_records_of_its_processor(tmp_path: Path) ->
     assert file.records[0].provenance["cpu"] == {"model": "AMD EPYC"}
 
 
-def test_a_missing_file_name_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reference_export_needs_a_file_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", "--table", "reference"]) == 2
     assert "--output = '': must be a file" in capsys.readouterr().err
 
 
-def test_the_package_has_small_reference_files_of_today() -> None:
+def test_packaged_reference_files_are_small_and_current() -> None:
     paths = list(reference_records.REFERENCE_DIRECTORY.glob("*.jsonl"))
     assert sum(path.stat().st_size for path in paths) < 200_000
     files = load_reference()
@@ -124,8 +124,8 @@ def test_the_package_has_small_reference_files_of_today() -> None:
     assert any(isinstance(record, FitRecord) for file in files for record in file.records)
 
 
-def test_a_search_for_one_rank_never_counts_as_a_run(tmp_path: Path) -> None:
-    """A later `repro run` of the same experiment finds no record of it, and reads no reference records."""
+def test_a_fit_search_never_counts_as_a_run(tmp_path: Path) -> None:
+    """`repro run` of the experiment finds no record and runs the experiment."""
     with Store(tmp_path) as store:
         stored = store.append(fit_record(device="NVIDIA V100"))
         (read,) = store.records()

@@ -1,4 +1,4 @@
-"""A line of the store is read as it was written, whichever version wrote it."""
+"""Tests of the schema of records: lines of the store are read as they were written, by any version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.records import CONDITIONS, lines, made_up
 
 TRAFFIC = {"op": "send", "group": "pp", "purpose": "", "size": 2, "calls": 1}
 TRAFFIC |= {"payload_bytes": 8, "sent_bytes": 8}
-HELD = {"rss_peak_bytes": 1, "cuda": {}}
+MEMORY = {"rss_peak_bytes": 1, "cuda": {}}
 CHECKPOINTS = {"resumed": [], "written": [4], "write_seconds": [0.1], "failures": [], "times": "of all"}
 
 
@@ -31,7 +31,7 @@ def line(**keys: Any) -> dict[str, Any]:
     [
         {},
         {"series": {"loss": [1.0, None], "loss_scale": []}},
-        {"comm": [TRAFFIC], "comm_by_rank": [[TRAFFIC], []], "memory_by_rank": [HELD]},
+        {"comm": [TRAFFIC], "comm_by_rank": [[TRAFFIC], []], "memory_by_rank": [MEMORY]},
         {"comm": [TRAFFIC | {"link": "nvlink"}]},
         {"roles": [], "evidence": "simulated"},
         {"kernels": {"bias_gelu": {"cuda": 2}}, "copy_of": "x"},
@@ -39,22 +39,22 @@ def line(**keys: Any) -> dict[str, Any]:
     ],
     ids=["plain", "series", "ranks", "link", "roles", "kernels", "checkpoints"],
 )
-def test_what_is_read_is_written_again_without_more_or_less(keys: dict[str, Any]) -> None:
+def test_records_are_written_as_they_were_read(keys: dict[str, Any]) -> None:
     assert schema.read_record(line(**keys)).as_dict() == line(**keys)
 
 
-def test_parts_have_types() -> None:
+def test_parts_of_a_record_have_types() -> None:
     role = dict.fromkeys(SimulatedRole.__dataclass_fields__, 0) | {"name": "all", "reserved_bytes": None}
-    record = schema.read_record(line(comm_by_rank=[[TRAFFIC]], memory_by_rank=[HELD], roles=[role]))
+    record = schema.read_record(line(comm_by_rank=[[TRAFFIC]], memory_by_rank=[MEMORY], roles=[role]))
     assert isinstance(record, ExperimentRecord)
     assert record.comm_by_rank[0][0] == TrafficRow(**TRAFFIC)
     assert record.memory_by_rank == [RankMemory(rss_peak_bytes=1)]
     assert record.roles == [SimulatedRole(**role)]
-    assert record.as_dict()["roles"] == [role], "None is said where it means something"
+    assert record.as_dict()["roles"] == [role], "reserved_bytes = None is written"
 
 
 def test_a_line_of_the_first_version_is_read() -> None:
-    """It had no id, no protocol, no `kernels`; its experiment lacks what was added to layouts later."""
+    """The first version has no id, protocol or `kernels`, and fewer layout keys."""
     later = {"schema", "protocol", "id", "kernels", "provenance", "comm", "comm_per_layer", "comm_by_rank"}
     later |= {"flops_formula", "memory_by_rank", "wall_s"}
     short = {key: value for key, value in line().items() if key not in later}
@@ -67,7 +67,7 @@ def test_a_line_of_the_first_version_is_read() -> None:
     assert record.experiment.layout == Layout(dp=2)
 
 
-def test_conditions_that_this_version_does_not_know_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_records_with_unknown_layout_keys_are_reported(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.append(made_up("a", experiment={**made_up("a").conditions, "layout": {"of_tomorrow": 1}}))
         with pytest.raises(ConfigError, match="an experiment whose keys this version knows"):
@@ -75,11 +75,11 @@ def test_conditions_that_this_version_does_not_know_are_named_and_the_rest_is_re
         records, remarks = store.readable()
         assert (records, len(remarks)) == ([], 1)
         assert f"{store.path}:1: " in remarks[0]
-        assert len(store.records()) == 1, "a run goes on from it all the same"
+        assert len(store.records()) == 1, "the record itself is still read"
 
 
-def test_lines_are_taken_over_as_they_are(tmp_path: Path) -> None:
-    """Of a newer version too, whose keys this one does not know."""
+def test_lines_are_copied_unchanged_into_another_store(tmp_path: Path) -> None:
+    """The lines are of a newer version with unknown keys and an unknown kind."""
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     (theirs / "records").mkdir(parents=True)
     written = [line(id="1", of_tomorrow={"a": 1}), line(id="2", kind="of tomorrow")]
@@ -91,8 +91,8 @@ def test_lines_are_taken_over_as_they_are(tmp_path: Path) -> None:
     assert lines(mine) == written
 
 
-def test_two_records_of_one_experiment_are_two(tmp_path: Path) -> None:
-    """What is taken over is told apart by its id: an experiment that ran again has its key again."""
+def test_two_records_of_one_experiment_are_both_copied(tmp_path: Path) -> None:
+    """Copied records are identified by their id, because repeated runs of an experiment have the same key."""
     mine, theirs = Store(tmp_path / "mine"), Store(tmp_path / "theirs")
     with mine, theirs:
         mine.append(made_up("a", key="k", id="1", written="2026-01-01"))
@@ -115,12 +115,12 @@ def test_two_records_of_one_experiment_are_two(tmp_path: Path) -> None:
         ({"evidence": "heard of, by somebody who knows"}, "evidence: 'heard of, by somebod' in"),
     ],
 )
-def test_the_first_key_that_is_of_another_type_is_named(keys: dict[str, Any], wrong: str) -> None:
+def test_first_key_of_a_wrong_type_is_named(keys: dict[str, Any], wrong: str) -> None:
     with pytest.raises(schema.NotARecord, match=wrong):
         schema.read_record(line(**keys))
 
 
-def test_a_record_that_nobody_dated_is_none() -> None:
+def test_a_record_needs_a_written_time() -> None:
     undated = {key: value for key, value in line().items() if key != "written"}
     with pytest.raises(schema.NotARecord, match="written: missing in a record of kind experiment"):
         schema.read_record(undated)
@@ -129,9 +129,9 @@ def test_a_record_that_nobody_dated_is_none() -> None:
 
 
 @pytest.mark.parametrize("key", ["model", "layout", "system", "engine"])
-def test_conditions_that_every_experiment_has_had_are_asked_for(key: str) -> None:
-    lacking = line(experiment={name: value for name, value in CONDITIONS.items() if name != key})
+def test_conditions_of_every_version_are_required(key: str) -> None:
+    incomplete = line(experiment={name: value for name, value in CONDITIONS.items() if name != key})
     with pytest.raises(
         schema.NotARecord, match=rf"experiment\.{key}: missing in a record of kind experiment"
     ):
-        schema.read_record(lacking)
+        schema.read_record(incomplete)

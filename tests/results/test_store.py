@@ -1,4 +1,4 @@
-"""The store loses nothing: kill -9, torn lines, concurrent writers, a full disk."""
+"""Tests of the store: it loses no record with kill -9, torn lines, concurrent writers or a full disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def record(name: str, key: str = "k", **more: Any) -> ExperimentRecord:
 
 
 @given(st.lists(contents, max_size=5))
-def test_what_goes_in_comes_out(
+def test_stored_records_equal_the_appended_records(
     tmp_path_factory: pytest.TempPathFactory, contents: list[dict[str, Any]]
 ) -> None:
     root = tmp_path_factory.mktemp("store")
@@ -58,24 +58,24 @@ def test_what_goes_in_comes_out(
     assert lines(root) == [entry.as_dict() for entry in stored]
 
 
-def test_nothing_is_created_before_the_first_append(tmp_path: Path) -> None:
+def test_no_folder_exists_before_the_first_append(tmp_path: Path) -> None:
     root = tmp_path / "results"
     with Store(root) as store:
         assert store.records() == []
     assert not root.exists()
 
 
-def test_reserve_exists_while_writing_and_not_after(tmp_path: Path) -> None:
+def test_reserve_file_exists_only_while_the_store_is_open(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.append(record("a"))
         (reserve,) = store.folder.glob("*.reserve")
         assert reserve.stat().st_size == 2**18
-        assert reserve.stat().st_blocks * 512 >= 2**18, "a file with holes reserves nothing"
+        assert reserve.stat().st_blocks * 512 >= 2**18, "a sparse file reserves no space"
     assert not list(store.folder.glob("*.reserve"))
 
 
-def test_a_record_is_on_disk_when_it_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes, and once the name of its file."""
+def test_append_synchronizes_the_record_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fsync` covers the bytes of the file and, once, its folder."""
     seen = synced(monkeypatch)
     with Store(tmp_path) as store:
         for count in (1, 2):
@@ -86,7 +86,7 @@ def test_a_record_is_on_disk_when_it_is_appended(tmp_path: Path, monkeypatch: py
     assert str(store.folder) in seen
 
 
-def test_torn_and_foreign_lines_are_skipped_and_reported(tmp_path: Path) -> None:
+def test_torn_and_invalid_lines_are_skipped_and_reported(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.append(record("a"))
         path = store.path
@@ -101,7 +101,7 @@ def test_torn_and_foreign_lines_are_skipped_and_reported(tmp_path: Path) -> None
     assert "torn" in torn[-1]
 
 
-def test_a_line_that_grows_whole_is_read_by_the_next_call(tmp_path: Path) -> None:
+def test_a_completed_line_is_read_by_the_next_call(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     folder.mkdir()
     line = json.dumps(record("a").as_dict()) + "\n"
@@ -115,7 +115,7 @@ def test_a_line_that_grows_whole_is_read_by_the_next_call(tmp_path: Path) -> Non
     assert store.skipped == []
 
 
-def test_infinity_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_nan_is_refused_and_leaves_no_line(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         with pytest.raises(ValueError, match="JSON"):
             store.append(record("a", metrics={"loss.last": float("nan")}))
@@ -129,7 +129,7 @@ def _write(root: Path, who: int, count: int) -> None:
             store.append(record(f"{who}-{number}", reason="x" * 5000))
 
 
-def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_writers_lose_no_record(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=_write, args=(tmp_path, who, 25)) for who in range(4)]
     for writer in writers:
@@ -145,7 +145,7 @@ def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
     assert store.skipped == []
 
 
-def test_kill_9_loses_no_record_that_was_acknowledged(tmp_path: Path) -> None:
+def test_kill_9_loses_no_acknowledged_record(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     writer = context.Process(target=_write, args=(tmp_path, 0, 1_000_000))
     writer.start()
@@ -158,14 +158,14 @@ def test_kill_9_loses_no_record_that_was_acknowledged(tmp_path: Path) -> None:
     names = [entry.name for entry in Store(tmp_path).records()]
     assert names == [f"0-{number}" for number in range(len(names))]
     assert len(names) >= 10
-    # The killed writer's reserve goes with the next writer.
+    # The next writer removes the reserve file of the killed writer.
     assert list(store.folder.glob("*.reserve"))
-    with Store(tmp_path) as heir:
-        heir.append(record("after"))
+    with Store(tmp_path) as successor:
+        successor.append(record("after"))
         assert len(list(store.folder.glob("*.reserve"))) == 1
 
 
-def test_a_full_disk_keeps_what_was_written_and_has_room_for_the_outcome(tmp_path: Path) -> None:
+def test_full_disk_keeps_records_and_space_for_an_outcome(tmp_path: Path) -> None:
     with small_disk(tmp_path) as disk, Store(disk) as store:
         store.append(record("first"))
         fill(disk)
@@ -177,8 +177,8 @@ def test_a_full_disk_keeps_what_was_written_and_has_room_for_the_outcome(tmp_pat
         assert reader.skipped == []
 
 
-def test_a_failed_write_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same without a mount: the kernel takes half of the line."""
+def test_a_partially_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`os.write` writes only half of the line."""
     real = os.write
     with Store(tmp_path) as store:
         store.append(record("a"))
@@ -192,9 +192,7 @@ def test_a_failed_write_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert Store(tmp_path).skipped == []
 
 
-def test_writers_of_one_process_and_second_have_a_file_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writers_of_one_process_have_separate_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "strftime", lambda *now: "now")
     with Store(tmp_path) as one, Store(tmp_path) as two, Store(tmp_path) as three:
         for number, store in enumerate((one, two, three)):

@@ -1,4 +1,4 @@
-"""What stands beside each other: one suite and one kind of evidence, in an order that a reader can rely on."""
+"""Tests of tables of results: each group has one suite and one kind of evidence, in a fixed order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGE = replace(SMALL, name="large", layers=2)
 NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)
 
 
-def one(
+def record(
     name: str,
     rate: float | None = 1.0,
     *,
@@ -32,36 +32,36 @@ def one(
     )
 
 
-def turns(subject: str, baseline: str, suite: str = "s") -> ComparisonRecord:
+def comparison(subject: str, baseline: str, suite: str = "s") -> ComparisonRecord:
     sides = {"subject": Side(name=subject, key=subject), "baseline": Side(name=baseline, key=baseline)}
     return ComparisonRecord(
         suite=suite, name="turns", metric="samples_per_s", ratio=2.0, low=None, high=None, rounds=2, **sides
     )
 
 
-def store() -> Selection:
-    """Two suites, one of them with all three kinds of evidence, and comparisons within and across."""
+def selection() -> Selection:
+    """Return two suites, one with all three kinds of evidence, and comparisons inside and outside the suites."""
     return select(
         [
-            one("b", 2.0),
-            one("a", 3.0),
-            one("d", 2.0),
-            one("slow", 0.5),
-            one("no speed", None),
-            one("large", 9.0, model=LARGE),
-            one("emulated", network=NETWORK),
-            one("a", evidence="simulated"),
-            one("b", evidence="simulated"),
-            one("a", suite="r"),
-            one("c", suite="r"),
-            turns("a", "b"),
-            turns("a", "elsewhere"),
-            turns("a", "c", suite="r"),
+            record("b", 2.0),
+            record("a", 3.0),
+            record("d", 2.0),
+            record("slow", 0.5),
+            record("no speed", None),
+            record("large", 9.0, model=LARGE),
+            record("emulated", network=NETWORK),
+            record("a", evidence="simulated"),
+            record("b", evidence="simulated"),
+            record("a", suite="r"),
+            record("c", suite="r"),
+            comparison("a", "b"),
+            comparison("a", "elsewhere"),
+            comparison("a", "c", suite="r"),
         ]
     )
 
 
-def shown(found: list[ComparableResults]) -> list[tuple[str, str, list[str], list[tuple[str, str]]]]:
+def summaries(found: list[ComparableResults]) -> list[tuple[str, str, list[str], list[tuple[str, str]]]]:
     return [
         (
             group.suite,
@@ -73,9 +73,9 @@ def shown(found: list[ComparableResults]) -> list[tuple[str, str, list[str], lis
     ]
 
 
-def test_groups_are_in_order_and_so_is_what_is_in_them() -> None:
-    """The smallest model first, of each the fastest, of equals by name; what took turns did run."""
-    assert shown(comparable_results(store())) == [
+def test_groups_and_their_records_have_a_fixed_order() -> None:
+    """Records are sorted by model size, then by decreasing speed, then by name."""
+    assert summaries(comparable_results(selection())) == [
         ("r", "measured", ["a", "c"], [("a", "c")]),
         ("s", "measured", ["a", "b", "d", "slow", "no speed", "large"], [("a", "b")]),
         ("s", "emulated", ["emulated"], []),
@@ -83,26 +83,26 @@ def test_groups_are_in_order_and_so_is_what_is_in_them() -> None:
     ]
 
 
-def test_a_pattern_takes_a_suite_or_names() -> None:
+def test_patterns_match_suites_or_names() -> None:
     assert [matches_pattern(pattern, "s", "ab") for pattern in ("", "s", "a?", "s/a*", "r", "b*", "r/ab")] == [
         True, True, True, True, False, False, False,
     ]  # fmt: skip
-    assert shown(comparable_results(store(), "r/a")) == [("r", "measured", ["a"], [])]
+    assert summaries(comparable_results(selection(), "r/a")) == [("r", "measured", ["a"], [])]
 
 
-def test_a_run_is_shown_what_came_of_it() -> None:
+def test_results_of_a_run_have_its_experiments_and_comparisons() -> None:
     names = ["a", "c", "emulated", "elsewhere"]
-    assert shown(results_of_run(store(), "s", names, "measured")) == [
+    assert summaries(results_of_run(selection(), "s", names, "measured")) == [
         ("s", "measured", ["a"], []),
         ("s", "emulated", ["emulated"], []),
     ]
-    assert shown(results_of_run(store(), "s", ["a", "b"], "measured")) == [
+    assert summaries(results_of_run(selection(), "s", ["a", "b"], "measured")) == [
         ("s", "measured", ["a", "b"], [("a", "b")])
     ]
-    assert shown(results_of_run(store(), "s", names, "simulated")) == [("s", "simulated", ["a"], [])]
+    assert summaries(results_of_run(selection(), "s", names, "simulated")) == [("s", "simulated", ["a"], [])]
 
 
-def test_the_span_of_an_unknown_number_is_between_its_two_steps() -> None:
+def test_sensitivity_span_is_the_difference_of_two_step_times() -> None:
     ends = {"key": "k", "low": 1.0, "best": 2.0, "high": 3.0}
     assert [Sensitivity(**ends, low_s=low, high_s=high).span for low, high in ((2.0, 5.0), (5.0, 2.0))] == [
         3.0,

@@ -1,4 +1,4 @@
-"""GPT-2's byte-pair encoding against ids that its users know by heart."""
+"""Tests of GPT-2's byte-pair encoding against known ids."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from repro.model.data.stream import SHAKESPEARE
         ("", []),
     ],
 )
-def test_known_ids(text: str, ids: list[int]) -> None:
+def test_texts_have_their_known_ids(text: str, ids: list[int]) -> None:
     assert encode(text).tolist() == ids
     assert decode(ids) == text
 
 
 @given(st.text())
-def test_any_text_comes_back(text: str) -> None:
+def test_decoding_restores_any_text(text: str) -> None:
     assert decode(encode(text)) == text
 
 
 @pytest.mark.parametrize(
     "text", ["  two  spaces\t\ttabs \r\n", "naïve Œuvre 東京 🙂\u200d", "don't we'll I'VE", "\x00\x7f"]
 )
-def test_awkward_text_comes_back(text: str) -> None:
+def test_decoding_restores_unusual_characters(text: str) -> None:
     assert decode(encode(text)) == text
 
 
-def test_the_plays_come_back_byte_for_byte() -> None:
+def test_decoding_restores_the_plays() -> None:
     raw = SHAKESPEARE.read_bytes()
     ids = encode(raw.decode("utf-8"))
     assert decode(ids).encode() == raw

@@ -1,4 +1,4 @@
-"""The order of an epoch is a permutation, for every size and key."""
+"""Tests of the order of an epoch, which is a permutation for every size and key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repro.model.data.stream import hash_words, mix_bits, permute
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40))
-def test_each_place_is_taken_once(n: int, seed: int, epoch: int) -> None:
+def test_permute_gives_each_position_once(n: int, seed: int, epoch: int) -> None:
     positions = np.arange(n, dtype=np.uint64)
     keys = np.broadcast_to(hash_words(seed, epoch), n)
     assert sorted(permute(positions, n, keys).tolist()) == list(range(n))
@@ -24,7 +24,7 @@ def test_each_place_is_taken_once(n: int, seed: int, epoch: int) -> None:
     seed=st.integers(0, 2**64),
     positions=st.lists(st.integers(0, 2**33), min_size=1, unique=True),
 )
-def test_corpora_beyond_memory_stay_in_range_and_apart(n: int, seed: int, positions: list[int]) -> None:
+def test_positions_of_huge_corpora_are_distinct_and_in_range(n: int, seed: int, positions: list[int]) -> None:
     places = permute(
         np.array(positions, dtype=np.uint64), n, np.broadcast_to(hash_words(seed), len(positions))
     )
@@ -33,13 +33,13 @@ def test_corpora_beyond_memory_stay_in_range_and_apart(n: int, seed: int, positi
 
 
 @given(n=st.integers(2, 500), seed=st.integers(0, 2**32), data=st.data())
-def test_one_position_at_a_time_is_the_same_order(n: int, seed: int, data: st.DataObject) -> None:
+def test_single_positions_have_the_same_order(n: int, seed: int, data: st.DataObject) -> None:
     full = permute(np.arange(n, dtype=np.uint64), n, np.broadcast_to(hash_words(seed), n))
     at = data.draw(st.integers(0, n - 1))
     assert permute(np.array([at], dtype=np.uint64), n, hash_words(seed)).tolist() == [full[at]]
 
 
-def test_the_order_looks_random() -> None:
+def test_order_has_no_correlations() -> None:
     n = 10_000
     order = permute(np.arange(n, dtype=np.uint64), n, np.broadcast_to(hash_words(1234, 0), n)).astype(
         np.int64
@@ -51,8 +51,8 @@ def test_the_order_looks_random() -> None:
     assert abs(np.mean(np.diff(order) > 0) - 0.5) < 5 * np.sqrt(1 / 12 / n)
 
 
-def orders(n: int, trials: int, places: int) -> list[list[int]]:
-    """The first places of the orders of n things under `trials` keys."""
+def first_elements(n: int, trials: int, places: int) -> list[list[int]]:
+    """Return the first `places` elements of the permutations of n elements with `trials` keys."""
     positions = np.tile(np.arange(places, dtype=np.uint64), trials)
     keys = np.repeat(hash_words(7, np.arange(trials, dtype=np.uint64)), places)
     rows: list[list[int]] = permute(positions, n, keys).reshape(trials, places).tolist()
@@ -60,14 +60,14 @@ def orders(n: int, trials: int, places: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    # (things, places looked at): the number of outcomes, and the chi-squared value of probability 1e-5.
+    # (elements, first positions): the number of outcomes, and the chi-squared value of probability 1e-5.
     ("n", "places", "outcomes", "limit"),
     [(2, 2, 2, 19.6), (3, 3, 6, 31), (4, 4, 24, 64), (5, 1, 5, 29), (5, 2, 20, 58), (16, 2, 240, 343)],
 )
-def test_small_orders_come_out_equally_often(n: int, places: int, outcomes: int, limit: float) -> None:
-    """Above four things only one and two places are looked at: the sign of a whole order is biased."""
+def test_small_permutations_are_equally_frequent(n: int, places: int, outcomes: int, limit: float) -> None:
+    """For n > 4 only the first one or two positions are tested, because the sign of a permutation is biased."""
     trials = 1000 * outcomes
-    seen = Counter(map(tuple, orders(n, trials, places)))
+    seen = Counter(map(tuple, first_elements(n, trials, places)))
     assert len(seen) == outcomes
     assert sum((count - 1000) ** 2 / 1000 for count in seen.values()) < limit
 

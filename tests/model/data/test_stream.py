@@ -1,4 +1,4 @@
-"""Samples depend on the seed and their number alone; epochs are complete; files are checked."""
+"""Tests of data streams: samples depend only on seed and number, epochs are complete, and files are checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stream(data: str, model: Model = MODEL, **training: int):  # type: ignore[no
 @pytest.mark.parametrize("data", ["synthetic", "shakespeare"])
 @given(first=st.integers(0, 2**40), cuts=st.lists(st.integers(0, 7), max_size=6))
 @settings(max_examples=30)
-def test_how_samples_are_asked_for_changes_nothing(data: str, first: int, cuts: list[int]) -> None:
+def test_samples_do_not_depend_on_request_sizes(data: str, first: int, cuts: list[int]) -> None:
     full = stream(data).samples(first, sum(cuts))
     fresh, parts, at = stream(data), [], first
     for count in cuts:
@@ -46,15 +46,15 @@ def test_the_seed_changes_the_samples(data: str) -> None:
     assert torch.equal(one, stream(data, seed=1).samples(0, 32))
 
 
-def test_samples_are_these_for_good() -> None:
-    """A change here changes what every stored result was trained on; then PROTOCOL must rise."""
+def test_samples_do_not_change_between_versions() -> None:
+    """Other samples change the training data of every stored result and require an increase of PROTOCOL."""
     assert stream("synthetic").samples(5, 1)[0, :8].tolist() == [71, 107, 207, 66, 195, 85, 121, 132]
     assert bytes(stream("shakespeare").samples(5, 1)[0].tolist()) == b"e ghost of Caesar"
 
 
 @given(length=st.integers(2, 400), seq=st.integers(1, 40), seed=st.integers(0, 1000), epoch=st.integers(0, 5))
 @settings(max_examples=40)
-def test_an_epoch_holds_every_window_once(
+def test_an_epoch_has_every_window_once(
     tmp_path_factory: pytest.TempPathFactory, length: int, seq: int, seed: int, epoch: int
 ) -> None:
     path = tmp_path_factory.mktemp("data") / "numbers.u32.bin"
@@ -71,7 +71,7 @@ def test_an_epoch_holds_every_window_once(
     starts = sorted(samples[:, 0].tolist())
     assert starts == [seq * w for w in range(windows)]
     assert torch.equal(samples, samples[:, :1] + torch.arange(seq + 1))
-    # Every token of the windows but the first is a target exactly once.
+    # Every token of the windows except the first is a target exactly once.
     assert sorted(samples[:, 1:].flatten().tolist()) == list(range(1, windows * seq + 1))
 
 
@@ -98,7 +98,7 @@ def test_the_packaged_text_is_the_public_domain_plays() -> None:
     assert sample in text
 
 
-def test_text_is_bytes(tmp_path: Path) -> None:
+def test_tokens_of_a_text_file_are_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("Œuvre — naïve", encoding="utf-8")
     tokens = stream(str(path), seq=4)
@@ -108,7 +108,7 @@ def test_text_is_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "dtype"), [(".bin", "<u2"), (".u32.bin", "<u4")])
-def test_binary_files_by_their_name(tmp_path: Path, suffix: str, dtype: str) -> None:
+def test_suffix_of_a_binary_file_gives_its_id_width(tmp_path: Path, suffix: str, dtype: str) -> None:
     path = tmp_path / f"train{suffix}"
     ids = np.array([50256, 0, 1, 65535 if dtype == "<u2" else 70000, 7], dtype=dtype)
     ids.tofile(path)
@@ -116,7 +116,7 @@ def test_binary_files_by_their_name(tmp_path: Path, suffix: str, dtype: str) -> 
     assert tokens.samples(0, 1).tolist() == [ids.tolist()]
 
 
-def test_an_id_beyond_the_vocabulary_is_reported_when_it_is_read(tmp_path: Path) -> None:
+def test_an_id_beyond_the_vocabulary_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     ids = np.arange(33, dtype="<u2")
     ids[21] = 300
@@ -150,7 +150,7 @@ def test_an_id_beyond_the_vocabulary_is_reported_when_it_is_read(tmp_path: Path)
         ("text.json", b"{}", "the path of a .txt or .bin file"),
     ],
 )
-def test_a_wrong_file_gets_one_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_invalid_files_are_errors(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -162,7 +162,7 @@ def test_a_wrong_file_gets_one_line(tmp_path: Path, name: str, content: bytes | 
     assert "\n" not in line
 
 
-def test_a_folder_and_an_unknown_word(tmp_path: Path) -> None:
+def test_folders_and_unknown_data_names_are_errors(tmp_path: Path) -> None:
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(ConfigError, match="a readable file"):
         stream(str(tmp_path / "folder.txt"))
