@@ -268,10 +268,7 @@ def read_alternative(context: typer.Context, option: str, text: str) -> tuple[st
 
 
 def as_option(error: ConfigError, options: Container[str]) -> ConfigError:
-    """Return `error` with the name of an option instead of the key that the option sets.
-
-    An error about a file is unchanged.
-    """
+    """Return `error` with the option's name instead of the key it sets; errors about a file are unchanged."""
     if error.file or error.key not in options:
         return error
     return error.for_key(f"--{error.key.replace('_', '-')}")
