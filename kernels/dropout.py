@@ -81,12 +81,7 @@ def launch_bias_dropout_residual(
 
 
 def launch_bias_dropout_residual_backward(
-    on: KernelLauncher,
-    grad: Tensor,
-    has_bias: bool,
-    p: float,
-    key: int,
-    *place: Any,
+    on: KernelLauncher, grad: Tensor, has_bias: bool, p: float, key: int, *place: Any
 ) -> tuple[Tensor, Tensor]:
     """Launch the backward kernels of bias and dropout, and return the gradients of x and of the bias.
 
@@ -170,12 +165,7 @@ def reference(
 
 
 def _forward(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float,
-    key: int,
-    *place: Any,
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: int, *place: Any
 ) -> Tensor:
     if p == 0:
         y = x.contiguous() if bias is None else torch.add(x.contiguous(), bias.to(x.dtype))

@@ -34,11 +34,7 @@ class OptimizerStates:
     """State dicts of the wrapped optimizer: of one rank, labelled with rank and layout, or complete for any layout."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        sharded: ShardedModule,
-        shards: Sequence[Shard],
-        host: Group,
+        self, optimizer: torch.optim.Optimizer, sharded: ShardedModule, shards: Sequence[Shard], host: Group
     ):
         """Cut the existing states of `optimizer` to this rank's shards.
 

@@ -18,13 +18,7 @@ from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer, Pipeline
 from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from repro.parallel.storage import DTYPES, empty
-from repro.parallel.zero.optimizer import (
-    GradientShards,
-    LossScaler,
-    Norms,
-    ShardedAdamW,
-    divisor_for,
-)
+from repro.parallel.zero.optimizer import GradientShards, LossScaler, Norms, ShardedAdamW, divisor_for
 from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints
 
 

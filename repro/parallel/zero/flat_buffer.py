@@ -57,11 +57,7 @@ class Bucket(FlatParameters):
     """Parameters that are reduced together, with flat buffers for their values, gradients and master weights."""
 
     def __init__(
-        self,
-        plan: BucketPlan[Tag],
-        parameters: Sequence[Parameter],
-        sharding: Sharding,
-        dtype: torch.dtype,
+        self, plan: BucketPlan[Tag], parameters: Sequence[Parameter], sharding: Sharding, dtype: torch.dtype
     ):
         super().__init__(plan, parameters, sharding, dtype)
         self.all_reduce_first, self.fused = sharding.all_reduce_first, not sharding.constant_buffers

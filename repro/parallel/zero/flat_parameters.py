@@ -122,11 +122,7 @@ class FlatParameters:
     """Flat buffer `full` of parameters, each of which is a view of the buffer; stage 3 frees it between uses."""
 
     def __init__(
-        self,
-        plan: BucketPlan[Tag],
-        parameters: Sequence[Parameter],
-        sharding: Sharding,
-        dtype: torch.dtype,
+        self, plan: BucketPlan[Tag], parameters: Sequence[Parameter], sharding: Sharding, dtype: torch.dtype
     ):
         group, stage = sharding.group, sharding.stage
         self.plan, self.parameters, self.stage, self.group = plan, list(parameters), stage, group

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 from repro.parallel import storage
 from repro.parallel.comm import Work
-from repro.parallel.zero.backward_schedule import (
-    BackwardSchedule,
-    ForwardPass,
-    GradOnlyBackward,
-    tensors_in,
-)
+from repro.parallel.zero.backward_schedule import BackwardSchedule, ForwardPass, GradOnlyBackward, tensors_in
 from repro.parallel.zero.flat_parameters import FlatParameters, exceed_reuse_distance
 from repro.parallel.zero.partition import GatherUnit, ModuleUse
 from repro.parallel.zero.stage3_checks import FreedParameterGuard, UnitAgreement

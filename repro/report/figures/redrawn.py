@@ -29,15 +29,7 @@ from repro.config.errors import ConfigError, require
 from repro.config.files import build_dataclass, read_toml
 from repro.report.figures import style
 from repro.report.figures.style import Drawing
-from repro.report.figures.values import (
-    BarPair,
-    Value,
-    View,
-    bar_pair,
-    draw_bars,
-    draw_error,
-    draw_legend,
-)
+from repro.report.figures.values import BarPair, Value, View, bar_pair, draw_bars, draw_error, draw_legend
 from repro.results.schema import SIMULATED
 from repro.simulate.time.calibration import count_bases
 

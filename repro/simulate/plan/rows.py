@@ -139,9 +139,7 @@ def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
     return ordered
 
 
-def rank_systems(
-    found: Sequence[tuple[PlanRequest, Sequence[PlanRow]]],
-) -> list[tuple[PlanRequest, PlanRow]]:
+def rank_systems(found: Sequence[tuple[PlanRequest, Sequence[PlanRow]]]) -> list[tuple[PlanRequest, PlanRow]]:
     """Return the rows of the plans of several systems in one order, each with its request, and set their ties.
 
     `found`: the requests, which have equal work for a step, with their rows. The rows of `rank_rows` come first, in the

@@ -97,11 +97,7 @@ class ActionTimes:
     """Evaluation of the times in seconds of all actions (forward and backward passes) of a step."""
 
     def __init__(
-        self,
-        stages: Sequence[StageStreams],
-        order: StepOrder,
-        bodies: Sequence[_Body],
-        body_of: Lanes,
+        self, stages: Sequence[StageStreams], order: StepOrder, bodies: Sequence[_Body], body_of: Lanes
     ):
         self.stages, self.order, self.bodies, self.body_of = stages, order, bodies, body_of
         self.is_plain = np.array([not body.items or body.run is not None for body in bodies])

@@ -117,12 +117,7 @@ def schedule(
 
 
 def schedule_traces(
-    experiment: Experiment,
-    system: System,
-    traces: list[Trace],
-    kernels: Kernels,
-    *,
-    record: bool = False,
+    experiment: Experiment, system: System, traces: list[Trace], kernels: Kernels, *, record: bool = False
 ) -> Timeline:
     """Return a step's schedule from the `traces` of all pipeline roles. `record`: store busy intervals to draw."""
     layout = experiment.layout

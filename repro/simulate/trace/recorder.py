@@ -61,12 +61,7 @@ def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Call
 
 
 line_of_step = innermost_line(
-    (
-        "repro.parallel",
-        "repro.model",
-        "repro.engines.native.model_part",
-        "repro.kernels",
-    ),
+    ("repro.parallel", "repro.model", "repro.engines.native.model_part", "repro.kernels"),
     but=("repro.parallel.storage",),
 )
 

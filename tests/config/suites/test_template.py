@@ -65,7 +65,7 @@ def test_a_port_of_another_bandwidth_takes_nothing_of_the_other_machine(key: str
         ('\ntitle = "A report', r"mine.toml: source\[OWN\].title: is missing"),
         (
             ', metric = "exact-padding"',
-            r"metric: is missing, but expect is given: must be memory, the class of the row, or exact",
+            r"metric: is missing next to expect: must be memory, the class of the row, or exact",
         ),
     ],
 )
