@@ -83,7 +83,7 @@ def launch_bias_dropout_residual(
 def launch_bias_dropout_residual_backward(
     on: KernelLauncher, grad: Tensor, has_bias: bool, p: float, key: int, *place: Any
 ) -> tuple[Tensor, Tensor]:
-    """Launch the backward kernels of bias and dropout; return the gradients of x and of the bias (empty without one)."""
+    """Launch the backward kernels of bias and dropout; return the gradients of x and of any bias (else empty)."""
     grad = grad.contiguous()
     dx, columns = torch.empty_like(grad), grad.shape[-1]
     if not grad.numel():
