@@ -52,8 +52,7 @@ class NativeEngine:
         )
         self.buckets = [bucket for part in self.parts for bucket in part.sharded.buckets]
         self.placeholders: list[Tensor] = []
-        """Unused 16-bit gradient tensors, one for each shape of weight matrices, as Megatron-core of 2025 allocates
-        them."""
+        """Unused 16-bit gradient tensors, one for each shape of weight matrices, as in Megatron-core of 2025."""
         if layout.kernels.fuses_gradient_accumulation:
             shapes = set().union(*(part.model.matrix_shapes() for part in self.parts))
             like = self.buckets[0].full

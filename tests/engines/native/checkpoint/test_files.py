@@ -266,5 +266,5 @@ def test_a_piece_that_the_index_lacks_is_named(folder: Path) -> None:
     change(folder, parameters=parameters)
     assert (
         message(folder)
-        == "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the checkpoint contains 0"
+        == "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the checkpoint has 0"
     )
