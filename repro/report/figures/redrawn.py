@@ -54,11 +54,7 @@ class SeriesEntry:
     """Expression over simulated records for each bar without a published number, by the bar's label on the axis."""
 
     def __post_init__(self) -> None:
-        require(
-            self.rows or self.at or self.more,
-            "rows",
-            says="is missing: a series needs `rows`, `at` or `more`",
-        )
+        require(self.rows or self.at or self.more, "rows", says="is missing: a series needs rows, at or more")
         if self.rows and "*" not in self.rows:
             right = (
                 "claim/label with a * for the label on the axis; single rows belong in at = { LABEL = ... }"

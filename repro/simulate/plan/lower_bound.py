@@ -97,10 +97,7 @@ class LayerWork:
         return self.bytes * self.tokens * self.model.vocab // self.layout.tp
 
     def tensor_seconds(self, network: Network) -> tuple[float, float, float]:
-        """Return the seconds of a layer's collectives over tp and cp, in three parts.
-
-        The forward pass awaits the first part, the backward pass awaits the second and overlaps the third.
-        """
+        """Return the seconds of a layer's tp and cp collectives: awaited in forward, awaited or hidden in backward."""
         model, layout = self.model, self.layout
         forward = backward = others = 0.0
         if layout.tp > 1:

@@ -85,10 +85,7 @@ class StageTime:
         self.exposed[STAGE_SEND] += delay - waited
 
     def waited_for(self, issue: Issue, now: float, end: float, *, across: bool) -> None:
-        """Add a wait from `now` until the `end` of a collective, which spans pipeline stages if `across` is set.
-
-        If the collective does, the part of the wait that exceeds the collective's seconds is pipeline bubble.
-        """
+        """Add a wait until a collective's `end`. If it is `across` stages, the wait beyond its seconds is bubble."""
         delay = max(0.0, first_lane(end) - first_lane(now))
         exposed = min(delay, first_lane(issue.seconds)) if across else delay
         self.exposed[issue.label] += exposed

@@ -279,10 +279,7 @@ def _shared_memory_cost(rows: int, columns: int) -> float:
 
 
 def causal_share(operator: Operator) -> float:
-    """Return the share of attention scores that the causal mask leaves.
-
-    It is 1/2 for as many queries as keys, and larger for only the last queries of a sequence (context parallelism).
-    """
+    """Return the share of attention scores that the causal mask leaves; more than 1/2 for only the last queries."""
     lengths = _lengths(operator)
     return 1 - min(lengths) / max(lengths) / 2
 

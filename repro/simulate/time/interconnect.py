@@ -223,10 +223,7 @@ class PlacedGroups:
         )
 
     def _adapter_shares(self, on: GroupsOnNodes, across: Numbers, counts: NodeCounts) -> Numbers:
-        """Return number and share of the adapters that each entry (process group on a node) uses, [2, entries].
-
-        `across`: whether the entry's group uses adapters; otherwise, both numbers are 0.
-        """
+        """Return number and share of each entry's adapters, [2, entries]; 0 for process groups not in `across`."""
         reached: Numbers = self._reached(on, counts) & across[:, None]
         users = np.stack([on.by_node(column) for column in reached.T], axis=1)
         return np.stack([reached.sum(axis=1), (reached / np.maximum(users[on.node], 1)).sum(axis=1)])

@@ -289,10 +289,7 @@ class Network:
         return self.peak(link) * minimum(1.0, self.number(link, "pair") * others)
 
     def _rate_between(self, shares: Iterable[AdapterShare], uplink_users: int, counts: NodeCounts) -> float:
-        """Return the bytes/s of a flow between nodes.
-
-        `shares`: adapters that the flow uses in each of its nodes. `uplink_users`: number of flows on the pod's uplink.
-        """
+        """Return the bytes/s of a flow with `shares` of each node's adapters and `uplink_users` flows on its uplink."""
         per_device = self.system.links[BETWEEN_NODES].per == "device"
         adapter = self.peak(BETWEEN_NODES) / (1 if per_device else counts.adapters)
         rings = self.number(BETWEEN_NODES, "rings")

@@ -54,10 +54,7 @@ class EventOutlines:
         return [known[at] for at in sequences[number] if at is not None]
 
     def stretches(self, events: Sequence[Timed], keys: Container[int]) -> list[Stretch]:
-        """Split `events` into stretches, each of which ends at an asynchronous message or a wait.
-
-        `keys`: numbers of all collectives. Waits for point-to-point messages are left out.
-        """
+        """Split `events` into stretches that end at asynchronous messages or waits. `keys`: numbers of collectives."""
         found: list[Stretch] = []
         entries: list[int | Message] = []
 
