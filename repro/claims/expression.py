@@ -226,7 +226,10 @@ def _walk(
     seen: dict[str, Uncertain],
     chosen: Mapping[str, float],
 ) -> Any:
-    """Return the value of an expression's syntax node. Uncertain inputs, added to `seen`, may have `chosen` values."""
+    """Return the value of a syntax node of an expression.
+
+    Uncertain inputs are recorded in `seen`. They have their values in `chosen`, or else their best estimates.
+    """
 
     def settle(key: str, value: Any) -> Any:
         if isinstance(value, Uncertain):

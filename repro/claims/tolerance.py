@@ -91,7 +91,10 @@ class AcceptedRange:
         return above and below
 
     def margin(self, low: float, high: float, published: float) -> tuple[float, float]:
-        """Return shares of `published` by which `[low, high]` may decrease or increase and overlap accepted values."""
+        """Return how far the interval `[low, high]` may move down and up and still overlap the accepted values.
+
+        Both distances are divided by `published`.
+        """
         slack = _ROUNDING * max(abs(low), abs(high))
         ends = (high - self.low, self.high - low)
         down, up = (

@@ -51,7 +51,9 @@ def simulate(
     snapshot: Annotated[
         OptionalPath, file_option("Write simulated allocations for pytorch.org/memory_viz.", "FILE.pickle")
     ] = None,
-    versus: Annotated[str, option("Compare the step with other options: '--tp 4 --zero 1'.", "OPTIONS")] = "",
+    versus: Annotated[
+        str, option("Compare the step with a step under other options, such as '--tp 4 --zero 1'.", "OPTIONS")
+    ] = "",
     source: LaunchSource = None,
     launch: LaunchFramework = "",
     output: LaunchFolder = None,
@@ -195,7 +197,9 @@ def calibrate(
     output: Annotated[
         OptionalPath, file_option("System file to write. Default: NAME-calibrated.toml.", "FILE.toml")
     ] = None,
-    profile: Annotated[OptionalPath, option("Measure in a job of this SLURM cluster.", "FILE.toml")] = None,
+    profile: Annotated[
+        OptionalPath, option("Measure nodes of this SLURM cluster, and wait for the job.", "FILE.toml")
+    ] = None,
     nodes: Annotated[int, count_option("Number of nodes, with --profile. Default: 1.", "N")] = 0,
     quick: Annotated[bool, flag("--quick", "Measure few sizes with few repetitions, for a trial.")] = False,
     suite: Annotated[
@@ -219,7 +223,9 @@ def calibrate(
 @app.command(epilog="Example:  repro validate --svg validation.svg")
 def validate(
     results: StoredResults = Path("results"),
-    svg: Annotated[OptionalPath, file_option("Chart of predicted over published throughput.", "FILE")] = None,
+    svg: Annotated[
+        OptionalPath, file_option("Draw a chart of predicted over published throughput to this file.", "FILE")
+    ] = None,
     system: Annotated[
         str,
         option("Calibrated system file; also predict this machine's runs.", "FILE.toml", show_default=False),

@@ -93,12 +93,18 @@ def run(
 def gpu_day(
     out: Annotated[OptionalPath, folder_option("New folder for results: at most 8 files of 16 MiB.")] = None,
     minutes: Annotated[float, option("Time limit of all measurement steps together, in minutes.", "N")] = 9.0,
-    only: Annotated[OptionalNames, option("Run these measurement steps; may be repeated.", "GLOB")] = None,
+    only: Annotated[
+        OptionalNames, option("Run only measurement steps with this name or glob; may be repeated.", "GLOB")
+    ] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Only list the measurement steps and their times.")] = False,
     rehearse: Annotated[bool, flag("--rehearse", "Rehearse with tiny models on processor cores.")] = False,
     inject: Annotated[OptionalNames, option("Let a rehearsal step fail or hang.", "STEP=fail|hang")] = None,
-    scratch: Annotated[OptionalPath, folder_option("Folder for temporary files, deleted at the end.")] = None,
-    take: Annotated[OptionalPath, option("Import the folder into --results.", "DIR", name="--import")] = None,
+    scratch: Annotated[
+        OptionalPath, folder_option("Folder for temporary files, deleted at the end. Default: a new folder.")
+    ] = None,
+    take: Annotated[
+        OptionalPath, option("Import the results in this folder into --results.", "DIR", name="--import")
+    ] = None,
     results: Results = Path("results"),
     details: Details = False,
     json: Json = False,

@@ -76,7 +76,10 @@ class ActivationCheckpoints:
         return self.parts == 1 and not self.offload and not self.contiguous
 
     def save(self, x: Tensor, before: ActivationCheckpoint | None = None) -> ActivationCheckpoint:
-        """Save a block's input `x` [b, s, h] ([b, s/t, h] with sp). `before`: checkpoint that backward loads next."""
+        """Save a block's input `x` [b, s, h] (sp: [b, s/t, h]). `before`: checkpoint that backward loads next.
+
+        With `pa` all ranks of the tp group must save the same values.
+        """
         saved = ActivationCheckpoint(x, before)
         if self.is_plain:
             saved.kept = storage.mark(x.detach(), Category.CHECKPOINTS)
