@@ -14,8 +14,7 @@ from repro.kernels.library import Cost, Operand, flatten_rows, operator
 
 ARGUMENTS = struct.Struct("@PPPPiii0q")
 SUM_THREADS_PER_PROCESSOR = 1024
-"""Threads per multiprocessor of the column-sum kernel. Fewer threads do not use the memory bandwidth, and more threads
-need more partial sums."""
+"""Threads per multiprocessor of the column-sum kernel. Fewer leave bandwidth unused; more need more partial sums."""
 
 
 @cache
@@ -31,10 +30,7 @@ def examples() -> list[Program]:
 
 
 def launch_column_sums(loaded: Loaded, partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launch the column-sum kernel on partial sums, fp32 [n, R, C], and return their sums over R.
-
-    The result is [n, C] in `dtype`, or [C] if n is 1. `loaded` must be the program for `dtype`.
-    """
+    """Return the sums over R of fp32 partial sums [n, R, C] by the kernel `loaded`: [n, C], or [C] if n is 1."""
     count, rows, columns = partials.shape
     sums = partials.new_empty(*((count, columns) if count > 1 else (columns,)), dtype=dtype)
     arguments = ARGUMENTS.pack(partials.data_ptr(), sums.data_ptr(), 0, 0, rows, columns, count)
@@ -106,10 +102,7 @@ sum_operator = operator("sum_rows(Tensor rows) -> Tensor", reference, _shape, la
 
 
 def sum_rows(x: Tensor, *, plain: bool = False) -> Tensor:
-    """Return the sums [C] of x [..., C] over all leading dimensions in the dtype of x, accumulated at least in fp32.
-
-    Without the CUDA kernel or with `plain`, torch's sum computes the result.
-    """
+    """Return the sums [C] of x [..., C] over leading dimensions, accumulated in fp32, by the kernel or by torch."""
     return x.flatten(0, -2).sum(0) if plain or not x.is_cuda else sum_operator(flatten_rows(x))
 
 

@@ -112,10 +112,7 @@ def _max(logits: Tensor) -> Tensor:
 
 
 def _local_targets(targets: Tensor, vocab_start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return the local column [n, 1] of every target, clamped to this rank's columns, and whether the rank has it.
-
-    The rank has a part of the vocabulary's columns.
-    """
+    """Return each target's local vocabulary column [n, 1], clamped, and whether this tp rank has the column."""
     local = (targets - vocab_start).unsqueeze(1)
     column = local.clamp(0, size - 1)
     return column, column == local
@@ -233,10 +230,7 @@ def max_cost(logits: Operand) -> Cost:
 
 
 def sums_cost(logits: Operand, maximum: Operand, targets: Operand, *_: object) -> Cost:
-    """Return the cost of the sums in cross-entropy: 3 FLOP per logit (shift, exp, sum).
-
-    The target's logit needs no extra read, because the kernel reads its row.
-    """
+    """Return the cost of cross-entropy's sums: 3 FLOP per logit (shift, exp, sum), without a read of the target."""
     rows = logits.shape[0]
     return Cost(3 * logits.numel + rows, logits.nbytes + maximum.nbytes + targets.nbytes, 2 * 4 * rows)
 

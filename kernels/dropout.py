@@ -81,17 +81,9 @@ def launch_bias_dropout_residual(
 
 
 def launch_bias_dropout_residual_backward(
-    on: KernelLauncher,
-    grad: Tensor,
-    has_bias: bool,
-    p: float,
-    key: int,
-    *place: Any,
+    on: KernelLauncher, grad: Tensor, has_bias: bool, p: float, key: int, *place: Any
 ) -> tuple[Tensor, Tensor]:
-    """Launch the backward kernels of bias and dropout, and return the gradients of x and of the bias.
-
-    Without a bias, its gradient is an empty tensor.
-    """
+    """Launch the backward kernels of bias and dropout; return the gradients of x and of any bias (else empty)."""
     grad = grad.contiguous()
     dx, columns = torch.empty_like(grad), grad.shape[-1]
     if not grad.numel():
@@ -170,12 +162,7 @@ def reference(
 
 
 def _forward(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float,
-    key: int,
-    *place: Any,
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: int, *place: Any
 ) -> Tensor:
     if p == 0:
         y = x.contiguous() if bias is None else torch.add(x.contiguous(), bias.to(x.dtype))
@@ -203,10 +190,7 @@ def _forward(
 
 
 def _keep(words: tuple[Tensor, ...], first: int, last: int, p: float, dtype: torch.dtype) -> Tensor:
-    """Return the dropout mask of rows first to last - 1 as numbers, because masks of bool are slow on a CPU.
-
-    Retained elements have the number 1, and dropped elements 0.
-    """
+    """Return the dropout mask of rows first to last - 1 as numbers 0 and 1, which are fast on a CPU."""
     row_low, row_odd, column_low, column_even = words
     bits = random.combine(row_low[first:last], row_odd[first:last], column_low, column_even)
     return bits.ge_(random.threshold(p)).to(dtype)
@@ -318,10 +302,7 @@ def bias_dropout_residual(
 def forward_cost(
     x: Operand, bias: Operand | None, residual: Operand | None, p: float = 0.0, *_: object
 ) -> Cost:
-    """Return the cost of bias, dropout and residual: 1 FLOP per element each for bias, scale and residual.
-
-    The dropout mask moves no bytes, because the kernel computes it.
-    """
+    """Return the cost of bias, dropout and residual: 1 FLOP per element for bias, scale and residual, no mask bytes."""
     per_element = (bias is not None) + (residual is not None) + (p > 0)
     read = x.nbytes + sum(operand.nbytes for operand in (bias, residual) if operand is not None)
     return Cost(per_element * x.numel, read, x.nbytes)

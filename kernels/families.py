@@ -113,10 +113,7 @@ class SizeClass(NamedTuple):
 
 @cache
 def size_classes() -> list[SizeClass]:
-    """Return the CUDA programs that the suites' experiments and, in every precision, the model files need.
-
-    The programs are those for tensors that are aligned to 16 bytes.
-    """
+    """Return the CUDA programs for aligned tensors (16 bytes) of the suites' experiments and of all model files."""
     from repro.config import models
     from repro.config.enums import OperatorSet
     from repro.config.suites import SUITES, load_suite

@@ -39,10 +39,7 @@ def program(
 
 
 def examples() -> list[Program]:
-    """Return example CUDA programs of layer norm and RMS norm, for the row lengths of well-known models.
-
-    The models are Turing-NLG 17B, Megatron 8.3B, one with long fp32 rows, Llama 70B, and one with 1T parameters.
-    """
+    """Return CUDA programs of layer norm and RMS norm for the row lengths of well-known models of 8B to 1T."""
     usual = [
         ("bfloat16", "bfloat16", 4256, 8, True),
         ("half", "float", 3072, 8, True),
@@ -113,10 +110,7 @@ def launch_rms_norm_backward(
 def _launch_backward(
     on: KernelLauncher, grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Launch the backward kernels of a normalisation, and return the gradients of x and of weight and bias.
-
-    RMS norm has no bias.
-    """
+    """Launch a normalisation's backward kernels; return the gradients of x, weight and bias (none for RMS norm)."""
     name, vectors = ("rms_norm", 1) if mean is None else ("layer_norm", 2)
     grad, x, weight, rstd = grad.contiguous(), x.contiguous(), weight.contiguous(), rstd.contiguous()
     if grad.dtype != x.dtype or rstd.dtype != torch.float32:
@@ -215,12 +209,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
             f"not {list(weight.shape)} and {list(bias.shape)}"
         )
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
-    saved = (
-        0,
-        4,
-        5,
-        1,
-    )  # `Differentiable` has x, mean, rstd and weight at these indices of inputs and results.
+    saved = (0, 4, 5, 1)  # indices of x, mean, rstd and weight in (*inputs, *results) of `Differentiable`
     return Differentiable.apply(
         lambda x, weight, bias: forward(x, weight, bias, eps),
         lambda grad, *saved: backward(grad, *saved),

@@ -19,10 +19,7 @@ from repro.kernels.cuda.device import cuda_dispatcher
 LIBRARY = torch.library.Library("repro", "DEF")
 
 CPU_CHUNK = 2**17
-"""Number of elements that an operator processes at once per CPU thread.
-
-More elements exceed the caches, and fewer elements cost call overhead.
-"""
+"""Elements that an operator processes at once per CPU thread: more exceed the caches, fewer cost call overhead."""
 
 DEVICE_CHUNK = 2**24
 """Number of elements that torch's operators process at once on a GPU, which limits fp32 temporaries to 64 MiB."""
@@ -71,10 +68,7 @@ class Differentiable(torch.autograd.Function):
         saved: tuple[int, ...],
         *inputs: Tensor,
     ) -> Tensor:
-        """Return the first result of the operator `forward(*inputs)`, and save tensors for the operator `backward`.
-
-        `saved`: indices of the saved tensors in (*inputs, *results).
-        """
+        """Return the first result of `forward(*inputs)`; save the inputs and results of indices `saved`."""
         results = _as_tuple(forward(*inputs))
         ctx.save_for_backward(*((*inputs, *results)[number] for number in saved))
         ctx.gradients = backward
@@ -96,10 +90,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_chunks(rows: int, columns: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yield ranges [first, last) of a matrix's rows that an operator processes at once.
-
-    A range has at most one chunk of elements, or else a single row.
-    """
+    """Yield ranges [first, last) of rows processed at once: at most one chunk of elements, or a single row."""
     elements = CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
     step = max(1, elements // max(1, columns))
     for first in range(0, rows, step):

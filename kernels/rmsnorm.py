@@ -97,9 +97,6 @@ def forward_cost(x: Operand, weight: Operand, *_: object) -> Cost:
 
 
 def backward_cost(grad: Operand, x: Operand, rstd: Operand, weight: Operand) -> Cost:
-    """Return the cost of RMS norm's backward pass: 9 FLOP per element.
-
-    They are x * rstd 1, dweight 2, grad * weight 1, a row sum with this product 2, and dx 3.
-    """
+    """Return RMS norm's backward cost: 9 FLOP per element (x * rstd 1, dweight 2, scaled grad 1, row sum 2, dx 3)."""
     read = grad.nbytes + x.nbytes + rstd.nbytes + weight.nbytes
     return Cost(9 * x.numel, read, x.nbytes + weight.nbytes)

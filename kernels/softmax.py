@@ -138,16 +138,10 @@ def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tens
 
 
 def forward_cost(scores: Operand, *_: object) -> Cost:
-    """Return the cost of causal softmax: 6 FLOP per score (scale, maximum, difference, exp, sum, quotient).
-
-    Masked scores count, too.
-    """
+    """Return the cost of causal softmax: 6 FLOP per score, also masked (scale, max, difference, exp, sum, quotient)."""
     return Cost(6 * scores.numel, scores.nbytes, scores.nbytes)
 
 
 def backward_cost(grad: Operand, y: Operand, *_: object) -> Cost:
-    """Return the cost of causal softmax's backward pass: 5 FLOP per score, including masked scores.
-
-    They are a product, a row sum of the products, a difference, a second product and the scale.
-    """
+    """Return causal softmax's backward cost: 5 FLOP per score, also masked (2 products, sum, difference, scale)."""
     return Cost(5 * y.numel, grad.nbytes + y.nbytes, y.nbytes)

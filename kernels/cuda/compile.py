@@ -21,8 +21,7 @@ from repro.util.files import replace_file
 COMPILER_PACKAGES = ("cuda-bindings<13", "nvidia-cuda-nvrtc-cu12<13")
 """Python packages of NVRTC 12, which supports V100 (sm_70); NVRTC 13 does not support it."""
 INSTALL_ADVICE = "install the extra cuda; `repro doctor` prints the command"
-"""Advice on the installation of NVRTC for error messages. It contains no path of the machine, because records contain
-the messages."""
+"""Advice on the installation of NVRTC for error messages, without paths of the machine, because records contain it."""
 COMPILER_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-source-include")
 
 
@@ -165,10 +164,7 @@ def cache_contents() -> tuple[int, int]:
 
 
 def cached_program(program: Program, target: CompileTarget) -> CompiledProgram | None:
-    """Return the compiled CUDA program from the cache on disk; None if the cache does not contain it.
-
-    Raises `Unavailable` without NVRTC.
-    """
+    """Return the compiled CUDA program in the disk cache; None if missing. Raises `Unavailable` without NVRTC."""
     return _read_cached(_cache_path(program, target))
 
 
@@ -177,10 +173,7 @@ def _cache_path(program: Program, target: CompileTarget) -> Path:
 
 
 def compile_cached(program: Program, target: CompileTarget) -> CompiledProgram:
-    """Return the compiled CUDA program from the cache on disk, or else compile the program and cache the result.
-
-    Raises `Unavailable` if the compilation is not possible.
-    """
+    """Return the compiled CUDA program from the disk cache, or compile and cache it. May raise `Unavailable`."""
     path = _cache_path(program, target)
     found = _read_cached(path)
     if found is None:

@@ -36,10 +36,7 @@ def driver() -> Any:
 
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-"""Private functions of torch that return the current device and stream without checking that CUDA is initialised.
-
-CUDA is always initialised, because each call has CUDA tensors.
-"""
+"""Private functions of torch that return the current device and stream without a check that CUDA is initialised."""
 
 _devices: dict[int, CudaDevice | Unavailable] = {}
 
@@ -51,10 +48,7 @@ def cuda_launcher(index: int) -> KernelLauncher:
 
 
 def _make_once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Return the cached object `known[key]`, which `make` creates at the first call.
-
-    If `make` raises `Unavailable`, all further calls raise that error without calling `make`.
-    """
+    """Return the cached object `known[key]` from `make()`. Its `Unavailable` error is cached and raised as well."""
     found = known.get(key)
     if found is None:
         try:
@@ -162,10 +156,7 @@ def ran() -> Counter[tuple[str, str]]:
 def cuda_dispatcher(
     name: str, binding: Callable[..., Any], instead: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return an operator's function for CUDA tensors, which calls `binding(launcher, *arguments)`.
-
-    If the CUDA kernel is unavailable, the function calls `instead(*arguments)`.
-    """
+    """Return an operator's function for CUDA tensors, which falls back to `instead` if the kernel is unavailable."""
     done = (name, CUDA)
 
     def call(*arguments: Any) -> Any:

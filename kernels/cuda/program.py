@@ -68,10 +68,7 @@ class KernelLauncher(Protocol):
     """Number of multiprocessors of the device."""
 
     def load(self, program: Program) -> Loaded:
-        """Return a CUDA program that is loaded on the device; the first call compiles and loads the program.
-
-        Raises `Unavailable` if the program cannot be compiled or loaded.
-        """
+        """Return the CUDA program, loaded on the device at the first call. Raises `Unavailable` if that fails."""
         ...
 
 
@@ -117,8 +114,7 @@ BLOCKS_PER_PROCESSOR = 8
 
 
 PackedLaunch = tuple[Loaded, list[tuple[int, ...]], list[int], int]
-"""One kernel launch over several tensors: program, pointers and size of each tensor, cumulative number of chunks up to
-each tensor, and number of thread blocks."""
+"""Launch of one kernel over several tensors: program, pointers, sizes, cumulative chunks, number of thread blocks."""
 
 
 def pack_launches(

@@ -107,8 +107,7 @@ def parse(text: str) -> Expression:
 def check_expression(
     expression: Expression, functions: Mapping[str, Callable[..., Any]], names: frozenset[str]
 ) -> None:
-    """Raise `ExpressionError` if an expression calls an unknown function, reads an unknown variable or has wrong
-    arguments."""
+    """Raise `ExpressionError` for an unknown function, an unknown variable or wrong arguments in an expression."""
     for node in ast.walk(expression.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             function = functions.get(node.func.id)
@@ -173,10 +172,7 @@ def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tupl
 
 
 def quotient(expression: Expression, variables: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return experiments and metric `(a, b, name)` of an expression `metric(a, name) / metric(b, name)`.
-
-    Return None for other expressions.
-    """
+    """Return experiments and metric `(a, b, name)` of an expression `metric(a, name) / metric(b, name)`, or None."""
     tree = expression.tree
     if not (isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Div)):
         return None

@@ -42,10 +42,7 @@ def _bytes_per_parameter(nd: float, stage: int, k: float) -> float:
 
 
 def memory_reduction(nd: float, stage: int, k: float = K_ADAM) -> float:
-    """Return the model-state bytes of plain data parallelism over those of a ZeRO stage (ZERO3 sec. 1).
-
-    `nd`, the data-parallel degree, may be `inf`.
-    """
+    """Return data parallelism's model-state bytes over those of a ZeRO stage (ZERO3 sec. 1). `nd` may be `inf`."""
     return (4 + k) / _bytes_per_parameter(nd, stage, k)
 
 
@@ -71,10 +68,7 @@ def adam_state_bytes(psi: float, nd: float = 1) -> float:
 
 
 def deepspeed_zero2_estimate(psi: float, nd: float) -> float:
-    """Return `2 Psi + 18 Psi/Nd`, DeepSpeed's estimate of model-state bytes per device with ZeRO 2.
-
-    The function of DeepSpeed is `estimate_zero2_model_states_mem_needs` without offload.
-    """
+    """Return `2 Psi + 18 Psi/Nd`: DeepSpeed's estimate of model-state bytes per device with ZeRO 2, without offload."""
     return 2 * psi + 18 * psi / nd
 
 
@@ -115,18 +109,12 @@ def dp_elements(psi: float, stage: int = 0, variant: str = "reduce-scatter") -> 
 
 
 def megatron_all_reduces(recompute: int = 0) -> int:
-    """Return the number of tensor-parallel all-reduces per layer (MEG1 sec. 3).
-
-    Forward and backward have 2 each, and full recomputation (`recompute=1`) adds 2.
-    """
+    """Return the tensor-parallel all-reduces per layer (MEG1 sec. 3): 2 per pass, and 2 for full recomputation."""
     return 4 + 2 * recompute
 
 
 def megatron_block_elements(seq: float, hidden: float, recompute: int = 1) -> float:
-    """Return the elements that tensor parallelism communicates per sample and block (ZERO3 sec. 8).
-
-    Each all-reduce of s h elements counts 2 s h.
-    """
+    """Return the elements of tensor parallelism's all-reduces per sample and block: 2 s h each (ZERO3 sec. 8)."""
     return megatron_all_reduces(recompute) * 2 * seq * hidden
 
 
@@ -136,18 +124,12 @@ def partitioned_activation_elements(seq: float, hidden: float) -> float:
 
 
 def tensor_parallel_elements(batch: float, seq: float, hidden: float, t: float) -> float:
-    """Return `8 b s h (t-1)/t`: elements that tensor parallelism sends per layer, device and micro-batch.
-
-    The elements are those of 4 ring all-reduces of b s h elements (MEG2 sec. 3.2).
-    """
+    """Return `8 b s h (t-1)/t`: elements per device of a layer's 4 tensor-parallel all-reduces (MEG2 sec. 3.2)."""
     return megatron_all_reduces() * batch * seq * hidden * ring_all_reduce_factor(t)
 
 
 def pipeline_elements(batch: float, seq: float, hidden: float, scatter: float = 1) -> float:
-    """Return `b s h / scatter`: elements sent between two pipeline stages per micro-batch (MEG2 sec. 4.1).
-
-    `scatter` is the tensor-parallel degree t with the scatter/gather optimization, else 1.
-    """
+    """Return `b s h / scatter`: elements between stages per micro-batch; `scatter` is t or 1 (MEG2 sec. 4.1)."""
     return batch * seq * hidden / scatter
 
 
@@ -194,18 +176,13 @@ def bubble_fraction(p: float, m: float, v: float = 1) -> float:
 
 @cache
 def schedule_bubble(p: float, m: float, v: float = 1) -> float:
-    """Return the bubble fraction (idle over compute time) counted in this suite's pipeline schedule.
-
-    The schedule is interleaved if v > 1, else 1F1B.
-    """
+    """Return the bubble fraction (idle over compute time) of this suite's schedule: interleaved if v > 1, else 1F1B."""
     from repro.config.errors import ConfigError
     from repro.parallel.pipeline import schedule
 
     counts = (int(p), int(m), int(v))
     if counts != (p, m, v):
-        raise ArithmeticError(
-            f"pipeline stages, micro-batches and chunks must be integers, not {p}, {m}, {v}"
-        )
+        raise ArithmeticError(f"stages, micro-batches and chunks must be integers, not {p}, {m}, {v}")
     try:
         return float(
             schedule.bubble_ratio(schedule.build_schedule("interleaved" if v > 1 else "1f1b", *counts))
@@ -215,10 +192,7 @@ def schedule_bubble(p: float, m: float, v: float = 1) -> float:
 
 
 def train_seconds(tokens: float, params: float, gpus: float, flops_per_gpu: float) -> float:
-    """Return `8 T P / (n X)`: seconds of a training of P parameters on T tokens with recomputation (MEG2 eq. 4).
-
-    n is the number of GPUs, and X the FLOP/s per GPU.
-    """
+    """Return `8 T P / (n X)`: seconds to train P parameters on T tokens with n GPUs at X FLOP/s each (MEG2 eq. 4)."""
     return 8 * tokens * params / (gpus * flops_per_gpu)
 
 

@@ -71,10 +71,7 @@ def _line(number: int, headline: Headline, by_label: Mapping[str, RowResult]) ->
 
 
 def describe_miss(row: RowResult) -> str:
-    """Return a text of a value that misses the published one: the value, the accepted values and the cause.
-
-    The cause is the first sentence of the row's note.
-    """
+    """Return a text of a value that misses the published one: value, accepted values, and the cause from the note."""
     missed = next(finding for finding in row.findings if finding.verdict in BAD)
     accepted, _, rule = missed.tolerance.partition(": ")
     if rule:
@@ -94,10 +91,7 @@ def describe_accepted(row: RowResult) -> str:
 
 
 def describe_margin(row: RowResult) -> str:
-    """Return the percentages by which a value may decrease and increase and still agree, such as `-8 +22`.
-
-    The text omits a direction without a limit.
-    """
+    """Return the percentages, such as `-8 +22`, by which a value may decrease or increase and still agree."""
     if row.margin == (0, 0):
         return "0"
     ends = zip("-+", row.margin or (), strict=False)

@@ -43,10 +43,7 @@ UBIQUITOUS_NUMBERS = frozenset({0.0, 1.0, 2.0})
 
 
 def analytic_origin(expression: Expression, variables: Mapping[str, Any]) -> str:
-    """Return the origin of an analytic expression's value.
-
-    The origin is `COUNT` for counted script lines, `CLOSED_FORM` for a formula of a paper, else `ITSELF`.
-    """
+    """Return the origin of an analytic value: `COUNT` for script lines, `CLOSED_FORM` for a formula, else `ITSELF`."""
     if isinstance(expression.tree, ast.Call) and expression.calls <= SCRIPT_COUNTS.keys():
         return COUNT
     is_formula = expression.calls & PAPER_FUNCTIONS and not _reads_printed_numbers(expression, variables)
@@ -54,10 +51,7 @@ def analytic_origin(expression: Expression, variables: Mapping[str, Any]) -> str
 
 
 def is_constant(expression: Expression, variables: Mapping[str, Any]) -> bool:
-    """Return whether no number in an analytic expression or in its table line changes the expression's value.
-
-    All occurrences of a number are changed together, so that `3 / 3` is constant. 0 and 1 are not changed.
-    """
+    """Return whether no number other than 0 and 1 in an analytic expression or its table line changes the value."""
     if expression.calls & SCRIPT_COUNTS.keys() or _reads_printed_numbers(expression, variables):
         return False
     columns = {name: variables[name] for name in expression.names & variables.keys()}
@@ -96,10 +90,7 @@ def _reads_printed_numbers(expression: Expression, variables: Mapping[str, Any])
 
 
 def shared_input(row: Row) -> str:
-    """Return a text that says how a simulated or measured test of a row uses the published value as an input.
-
-    The text is empty without such an input, and for a row that declares the input in `given`.
-    """
+    """Return a text about a test's use of the published value as an input; empty if unused or declared in `given`."""
     if row.given:
         return ""
     published = None if row.printed is None else row.printed.value * UNITS[row.unit]
@@ -139,8 +130,7 @@ LAYOUT_METRICS = ("peak", "reserved", "used", "activations", "allocated", "cache
 """Names X of the memory metrics `memory.X_bytes` that depend on the parallel layout and have no closed form."""
 FIT_FUNCTIONS = ("outcome", "failure", "largest", "smallest")
 LOSS_CURVE_FUNCTIONS = ("strayed", "apart")
-"""Functions of ledger expressions that compare loss curves. The first argument is the tested experiment, and the others
-are references."""
+"""Functions of ledger expressions that compare loss curves of the tested experiment, the first argument, and others."""
 
 
 FAILS, OPEN, HOLDS = range(3)
@@ -159,10 +149,7 @@ class QuantityCounts:
 
 
 def count_independent(results: Sequence[ClaimResult], possible: bool = False) -> dict[str, QuantityCounts]:
-    """Return counts of independent quantities by kind of evidence; `ledger.ITSELF`: sources compared with themselves.
-
-    If `possible` is true, quantities whose tests have not run are also counted, as quantities that do not hold.
-    """
+    """Return counts of independent quantities by kind of evidence; if `possible`, also quantities without a run."""
     groups: dict[str, dict[frozenset[Quantity], int]] = {name: {} for name in (*KINDS, ITSELF)}
     for result in results:
         for row in result.rows:

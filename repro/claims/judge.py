@@ -59,10 +59,7 @@ from repro.results.schema import MEASURED, SIMULATED, Record
 def judge(
     ledger: Ledger, records: Iterable[Record], references: Iterable[ReferenceFile] = ()
 ) -> list[ClaimResult]:
-    """Return the verdicts about all claims of `ledger`, in its order, from records of experiments.
-
-    `references`: records of other machines, used for measured values that `records` do not contain.
-    """
+    """Return the verdicts about all claims of `ledger`. `references`: other machines' records for missing values."""
     seen = Records(records, references)
     return [judge_claim(claim, seen) for claim in ledger.claims]
 
@@ -130,8 +127,7 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
         if equals[0].itself:
             equals = [f for f in equals if f.decided] or equals
             if not all(f.itself for f in speaking):
-                # A simulation or measurement is missing, so arithmetic on the source's numbers decides only by a
-                # contradiction.
+                # A simulation or measurement is missing, so the source's numbers can only contradict the claim.
                 equals = [f for f in equals if f.verdict in BAD]
         # One expression that misses the published value suffices for the verdict `not reproduced`. An agreement needs
         # all expressions of the kind of evidence (measured, emulated, simulated or analytic).
@@ -151,10 +147,7 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
 
 
 def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -> RowResult:
-    """Return a `reproduced` result with its margin and the simulator faults that change its verdict.
-
-    Return results with other verdicts unchanged.
-    """
+    """Return a result, with its margin and the simulator faults that change its verdict if it is `reproduced`."""
     if result.verdict != REPRODUCED:
         return result
     margins = [one.margin for one in deciding if one.margin is not None]

@@ -77,8 +77,8 @@ class Evidence:
     kind: str
     """One of `KINDS`."""
     scale: str
-    """Scale of the tested run: `published scale`, `one rank of N`, `scaled twin` or `scaled twin, emulated network`.
-    For analytic evidence, the scale is equal to `origin`."""
+    """Scale of the tested run: `published scale`, `one rank of N`, `scaled twin` or `scaled twin, emulated network`;
+    for analytic evidence, the `origin`."""
     origin: str
     """Origin of the value: `CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     value: Expression
@@ -168,10 +168,7 @@ class Claim:
 
     @property
     def prediction(self) -> str:
-        """Return a text with the date and the median error of blind predictions; empty without predictions.
-
-        The error is |predicted / published - 1|. Blind: committed before the published value was read.
-        """
+        """Return the date and the median error of predictions made before reading the published value, or ""."""
         errors = [
             abs(row.blind.value / row.printed.value - 1) for row in self.rows if row.blind and row.printed
         ]
@@ -210,11 +207,7 @@ class Ledger:
     """Publication month of the claims in each ledger file, such as `2019-09`, by file name; may be empty."""
 
     def claim(self, claim_id: str) -> Claim:
-        """Return the claim with the given id, or the claim of the headline with the given number (`1` is the first).
-
-        Raises:
-            ConfigError: No claim has this id; the message lists similar ids.
-        """
+        """Return the claim with the given id or headline number (from 1). Raises `ConfigError` with similar ids."""
         if claim_id.isdigit() and 0 < int(claim_id) <= len(self.headlines):
             claim_id = self.headlines[int(claim_id) - 1].claim
         for claim in self.claims:
@@ -291,10 +284,7 @@ class CellEntry(TestableEntry):
 
 @dataclass(kw_only=True)
 class TableEntry:
-    """Table of published values in a ledger file, `[[claim.table]]`.
-
-    In `body`, a string is a value as printed, a number is exact, and "" is no value.
-    """
+    """Table of published values, `[[claim.table]]`. In `body`, strings are printed values, and numbers are exact."""
 
     columns: list[str]
     keys: list[str]
@@ -416,10 +406,7 @@ def _build_entry(cls: type[T], data: Any, file: str, where: str) -> T:
 
 
 def _place(where: str, key: str, number: int, item: Any) -> str:
-    """Return the name of an inner table for error messages.
-
-    The name is the id of a claim, or a text such as `rows[label]` after the name of the outer table.
-    """
+    """Return the name of an inner table for error messages: a claim's id, or a path such as `rows[label]`."""
     names = [item.get(k) for k in ("id", "key", "label", "column", "name")] if isinstance(item, dict) else []
     name = next((name for name in names if name), number)
     return (

@@ -32,10 +32,7 @@ _NOT_COMPARED = ("kernels", "global_batch", "overlap", "gather_overlap", "tp_ove
 def device_functions(
     chosen: Selection, used: list[ExperimentRecord | FitRecord]
 ) -> dict[str, Callable[..., Value | Uncertain]]:
-    """Return the ledger functions that read results of one device, by name.
-
-    Each call of these functions appends the records that the call reads to `used`.
-    """
+    """Return the ledger functions that read results of one device; each call appends its records to `used`."""
 
     def largest(memory: float, hidden: int, **conditions: Any) -> MeasuredTrial:
         layout = _layout(**conditions)
@@ -45,16 +42,11 @@ def device_functions(
                 assert record.largest is not None
                 return record.largest
         raise Missing(
-            FIT_NAME,
-            "no recorded search for the largest model has the conditions of the claim",
-            _fit_command(layout, memory, hidden),
+            FIT_NAME, "no recorded search has the claim's conditions", _fit_command(layout, memory, hidden)
         )
 
     def largest_fit(*, memory: float, hidden: int, **conditions: Any) -> Value:
-        """Return the parameter count of the largest model that trains in `memory` bytes, by a search over layers.
-
-        `largest_fit(ranks=64, memory=32 * GB, hidden=1600, zero=0, cb=0)`; `conditions`: arguments of `_layout`.
-        """
+        """Return the parameter count of the largest model in `memory` bytes. `conditions`: arguments of `_layout`."""
         return largest(memory, hidden, **conditions).parameters
 
     def fit_outcome(layers: int, *, memory: float, hidden: int, **conditions: Any) -> Value:
@@ -76,10 +68,7 @@ def device_functions(
     def kernel_speedup(
         *, layers: int, hidden: int, vocab: int, micro_batch: int, precision: str = "bf16"
     ) -> Value | Uncertain:
-        """Return samples/s with this suite's fused kernels over samples/s with torch's operators, on one GPU.
-
-        The two runs differ in their kernels only. If one launch interleaved the runs, the ratio has an interval.
-        """
+        """Return samples/s with fused kernels over samples/s with torch's operators, in two equal runs on one GPU."""
         sizes = (layers, hidden, vocab, micro_batch, precision)
         for fused, reference in _kernel_pairs(chosen, sizes):
             used.extend((fused, reference))
@@ -99,10 +88,7 @@ DEVICE_FUNCTIONS = frozenset({"largest_fit", "fit_outcome", "fit_states", "kerne
 
 
 def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
-    """Return the scale of the searches for the largest model in `used`; empty without a search.
-
-    The scale is a text such as `one rank of 64`, or `published scale`.
-    """
+    """Return the scale of the searches for the largest model in `used`, such as `one rank of 64`; or empty."""
     fits = [record for record in used if isinstance(record, FitRecord)]
     if not fits:
         return ""
@@ -110,10 +96,7 @@ def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
 
 
 def describe_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
-    """Return a text on the largest model that fits, such as `46 layers fit with 30.2 GB reserved, 47 do not`.
-
-    The text is empty without a conclusive search over layers.
-    """
+    """Return a text such as `46 layers fit with 30.2 GB reserved, 47 do not`; empty without a conclusive search."""
     for record in used:
         if isinstance(record, FitRecord) and record.search == "layers" and record.conclusive:
             assert record.largest is not None
@@ -201,10 +184,7 @@ def _fit_command(layout: Layout, memory: float, hidden: int) -> str:
 def _kernel_pairs(
     chosen: Selection, sizes: tuple[int, int, int, int, str]
 ) -> Iterator[tuple[ExperimentRecord, ExperimentRecord]]:
-    """Yield pairs (fused, reference) of runs on one GPU that differ in their kernels only, newest first.
-
-    `sizes`: layers, hidden, vocabulary, micro-batch and precision of the runs.
-    """
+    """Yield pairs (fused, reference) of runs on one GPU with equal `sizes` and different kernels, newest first."""
     sides: dict[str, list[ExperimentRecord]] = {}
     for record in sorted(chosen.measured, key=lambda record: record.order, reverse=True):
         experiment = _experiment(record)

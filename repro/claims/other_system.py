@@ -101,11 +101,7 @@ class _QuestionFile:
 
 
 def load_questions(ledger: Ledger, file: Path = QUESTIONS_FILE) -> QuestionSet:
-    """Read and check the questions about another system in `file`.
-
-    Raises:
-        ConfigError: The file is invalid or names an unknown claim or row.
-    """
+    """Read and check the questions about another system in `file`. Raises `ConfigError` for invalid questions."""
     content = build_dataclass(_QuestionFile, read_toml(file), file=str(file))
     left_out = {claim: part.because for part in content.left_out for claim in part.claims}
     try:
@@ -242,9 +238,7 @@ def _answer(
         timed = _timed_records(question, named)
         value = evaluate_expression(question.value, functions, {**CONSTANTS, **row.variables}).value
     except Missing as missing:
-        reason = str(missing).replace(
-            f"{SUITE}/", ""
-        )  # All questions read one suite, so its name is omitted.
+        reason = str(missing).replace(f"{SUITE}/", "")  # All questions read one suite.
         return Answer(question=question, lacks=reason, unrecorded=not set(read) <= named.keys())
     except (ConfigError, ExpressionError, KeyError) as error:
         return Answer(question=question, lacks=f"the value cannot be computed: {error}")
@@ -267,11 +261,7 @@ def _answer(
 
 
 def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecord]) -> list[ExperimentRecord]:
-    """Return the simulated records whose step times affect the answer to a question.
-
-    Raises:
-        Missing: The expression reads the throughput of a step that does not fit in memory.
-    """
+    """Return the simulated records that affect an answer. Raises `Missing` if a step does not fit in memory."""
     found = []
     for function, texts in arguments(question.value, question.row.variables):
         if function == "metric":

@@ -62,11 +62,7 @@ class PrintedNumber:
 
 
 def parse_printed_number(text: str) -> PrintedNumber:
-    """Parse a number as a publication prints it: `"1.88"`, `"4,187"`, `"14.4B"`, `"0.5T"` or the range `"3-5"`.
-
-    Raises:
-        ValueError: The text is neither a number nor a range.
-    """
+    """Parse a number as printed: `"1.88"`, `"4,187"`, `"14.4B"`, `"0.5T"` or `"3-5"`. Raises `ValueError`."""
     parts = [part.strip() for part in re.split(r"(?<=[\dKMBT])\s*-\s*", text.strip())]
     matches = [_NUMBER.fullmatch(part) for part in parts]
     if len(parts) > 2 or not all(matches):

@@ -86,10 +86,7 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
 
 
 def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterable[str]) -> None:
-    """Raise `ConfigError` if a tested value comes from a document from which a hardware system's file takes a number.
-
-    A prediction with the system's number would not be independent of the published value.
-    """
+    """Raise `ConfigError` if a hardware system's file takes a number from the document that states a tested value."""
     documents = set(_DOCUMENT.findall(" ".join(system_texts)))
     for claim in claims:
         for row in claim.rows:
@@ -150,8 +147,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
     for row in rows:
         if row.metric == "limit" and not steps:
             raise ConfigError(
-                "steps",
-                says="is missing: add the model sizes that the source tried, because a row has metric limit",
+                "steps", says="is missing: the model sizes that the source tried, for metric limit"
             )
     if not any(row.main for row in rows):
         rows = [dataclasses.replace(row, main=True) for row in rows]
@@ -207,10 +203,7 @@ def _table_rows(entry: ledger.ClaimEntry, table: ledger.TableEntry) -> list[ledg
 
 
 def _variable(value: int | float | str, error: float) -> Value | Uncertain:
-    """Return a ledger table's cell as an input of expressions.
-
-    A printed number is uncertain by `error`, or by the rounding of its last digit if `error` is 0.
-    """
+    """Return a ledger table's cell as an input of expressions, uncertain by `error` or the last digit's rounding."""
     if not isinstance(value, str):
         return value
     try:
@@ -303,9 +296,7 @@ def _evidence(
     if item.scale not in (ledger.PUBLISHED_SCALE, ledger.SCALED_TWIN) and not item.scale.startswith(
         ledger.ONE_RANK
     ):
-        raise ConfigError(
-            "scale", item.scale, "the scale of a run: published scale, one rank of N, or scaled twin"
-        )
+        raise ConfigError("scale", item.scale, "published scale, one rank of N, or scaled twin")
     if item.scale == ledger.SCALED_TWIN and metric not in ("exact", "ratio") and not item.expect:
         raise ConfigError("expect", says="is missing: it must be the formula at the scale of the scaled twin")
     right = "needs metric ratio and no expect: only ratios of a scaled twin compare with published values"
@@ -330,11 +321,7 @@ def _evidence(
 def parse_checked(
     key: str, text: str, functions: Mapping[str, Any], variables: Collection[str]
 ) -> Expression:
-    """Parse the ledger expression `text` of the key `key`, and check its functions and variables.
-
-    Raises:
-        ConfigError: The expression is invalid, or calls an unknown function or variable.
-    """
+    """Parse the ledger expression `text` of `key`. Raises `ConfigError` for unknown functions and variables."""
     try:
         expression = parse(text)
         check_expression(expression, functions, frozenset(variables) | frozenset(CONSTANTS))

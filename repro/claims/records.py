@@ -66,8 +66,7 @@ class Records:
     def functions(self, kind: str, case: Case | None = None) -> dict[str, Callable[..., Value | Uncertain]]:
         """Return the functions by which ledger expressions read records of one kind of evidence, by name.
 
-        `kind`: `simulated`, `emulated` or `measured`. `case`: values of the unknown inputs for which simulated records
-        give times; None: best values.
+        `kind`: `simulated`, `emulated` or `measured`. `case`: values of unknown inputs for simulated times; None: best.
         """
 
         def find(experiment: str) -> ExperimentRecord:
@@ -102,9 +101,7 @@ class Records:
                 ended = "" if record.outcome == "ok" else f" ({_ended(record)})"
                 near = " or ".join(get_close_matches(name, metrics, 3, 0.4)) or "no similar name"
                 remedy = f"repro results {experiment.partition('/')[0]} --json"
-                raise Missing(
-                    experiment, f"the experiment's record has no metric {name}{ended}, but {near}", remedy
-                )
+                raise Missing(experiment, f"the record has no metric {name}{ended}, but {near}", remedy)
             if case is not None and record.interval is not None and STEP_SECONDS in metrics:
                 seconds = record.interval.seconds_in(case, metrics[STEP_SECONDS])
                 moved = metric_at_step_seconds(name, metrics, seconds)
@@ -162,10 +159,7 @@ class Records:
             chosen = best(fits, key=values.__getitem__)
             # A parallel degree of 1 is the smallest of all, so that no experiment with a smaller degree can fail.
             if chosen == end and (what, values[end]) != ("smallest", 1):
-                raise Missing(
-                    end,
-                    f"the step fits, so the {what} {name} that fits is beyond the values of the experiments",
-                )
+                raise Missing(end, f"the step fits, so the {what} {name} that fits is not in the experiments")
             return values[chosen]
 
         def largest(name: str, *experiments: str) -> Value:
@@ -176,10 +170,7 @@ class Records:
             return extreme(name, experiments, max, "largest")
 
         def smallest(name: str, *experiments: str) -> Value:
-            """Return the smallest value of a setting, such as `layout.tp`, with which an experiment fits in memory.
-
-            An experiment with a smaller value must fail, unless the result is 1.
-            """
+            """Return the smallest value of a setting with which an experiment fits; a smaller one must not fit."""
             return extreme(name, experiments, min, "smallest")
 
         def fastest(name: str, *experiments: str) -> Value | Uncertain:
@@ -210,8 +201,7 @@ class Records:
                 return relative_loss_distance(curve, losses(reference), others)
             except ValueError as error:
                 raise Missing(
-                    experiment,
-                    f"its losses cannot be compared with those of {reference}: the comparison {error}",
+                    experiment, f"its losses cannot be compared with {reference}: the comparison {error}"
                 ) from None
 
         def apart(experiment: str, reference: str) -> Value:
@@ -220,8 +210,7 @@ class Records:
                 mine, other = final_loss(losses(experiment)), final_loss(losses(reference))
             except ValueError as error:
                 raise Missing(
-                    experiment,
-                    f"its losses cannot be compared with those of {reference}: the comparison {error}",
+                    experiment, f"its losses cannot be compared with {reference}: the comparison {error}"
                 ) from None
             return abs(mine - other) / other
 
@@ -291,10 +280,7 @@ MAX_CACHED_CONDITIONS = 4096
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:
-    """Raise `Missing` if experiments differ in more than the setting `name`.
-
-    Another condition might decide which experiment fits in memory.
-    """
+    """Raise `Missing` if experiments differ in more than the setting `name`, which must decide about the fit."""
     free = _FOLLOWS.get(name) or _FOLLOWS.get(name.partition(".")[0]) or (name,)
     first = _conditions(records[0].experiment, free)
     for record in records[1:]:
@@ -302,7 +288,7 @@ def _alike(records: list[ExperimentRecord], name: str) -> None:
         differ = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
         if differ:
             raise Missing(
-                record.label, f"the experiment also differs from {records[0].label} in {', '.join(differ)}"
+                record.label, f"experiment also differs from {records[0].label} in {', '.join(differ)}"
             )
 
 
@@ -330,9 +316,6 @@ def _ended(record: ExperimentRecord) -> str:
 
 
 def uncertain_ratio(comparison: ComparisonRecord) -> Uncertain:
-    """Return the measured ratio of a comparison with its confidence interval.
-
-    With too few rounds for an interval, both ends are equal to the ratio.
-    """
+    """Return the measured ratio of a comparison and its confidence interval, a point for too few rounds."""
     ratio, low, high = comparison.ratio, comparison.low, comparison.high
     return Uncertain(ratio, ratio if low is None else low, ratio if high is None else high)

@@ -96,8 +96,7 @@ class SuiteCatalogue:
     def commands(self, experiments: Iterable[tuple[str, str]]) -> list[EvidenceCommand]:
         """Return the commands, sorted by suite, that create the records of `experiments`.
 
-        `experiments`: pairs (kind of evidence, `suite/name`). A simulated experiment on a cluster also gets the command
-        that measures it on that cluster.
+        `experiments`: pairs (kind of evidence, `suite/name`); on a cluster, simulated ones also get their measurement.
         """
         wanted: dict[tuple[str, str, str], set[str]] = {}
         for kind, full in experiments:
@@ -164,10 +163,7 @@ def device_commands(claim: Claim) -> list[EvidenceCommand]:
 
 
 def covering_globs(names: set[str], every: Iterable[str]) -> list[str]:
-    """Return globs such as `fig6-*` that match all `names` and no other name of `every`, chosen greedily.
-
-    A name that contains `*`, `?` or `[` is returned instead of a glob.
-    """
+    """Return globs such as `fig6-*` (or names) that match all of `names` and nothing else of `every`."""
     others = set(every) - names
     left, found = set(names), []
     while left:

@@ -75,10 +75,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class AcceptedRange:
-    """Values from `low` to `high` that agree with a published value; `because` is the rule that set the ends.
-
-    Each end is included unless it is open.
-    """
+    """Values from `low` to `high`, including ends that are not open, that agree by the rule `because`."""
 
     low: float
     high: float
@@ -150,8 +147,7 @@ def accepted_range(
     if metric in TOLERANCE_POINTS and not closed_form:
         points = TOLERANCE_POINTS[metric]
         widened.append((low - points, high + points, f"{points:g} points ({metric})"))
-    # A source may truncate a number instead of rounding it, so that any value below the next printed number agrees.
-    # The ends of a published range are only rounded.
+    # A source may truncate a number, so any value below the next printed number agrees. Range ends are only rounded.
     truncated = closed_form and low == high and published.step <= MAX_TRUNCATED_SHARE * low
     half = 0.0 if count else published.step / 2
     digits = (low - half, high + (2 * half if truncated else half))
@@ -214,10 +210,7 @@ def accepted_range_of_row(row: Row, evidence: Evidence, claim: Claim) -> Accepte
 
 
 def published_range(row: Row, claim: Claim) -> AcceptedRange | None:
-    """Return the range of a published value that follows from its printed digits and its error; None for words.
-
-    The range is in the row's unit.
-    """
+    """Return the range of a published value, in the row's unit, from its printed digits and error; None for words."""
     if row.printed is None:
         return None
     steps = tuple(step / UNITS[row.unit] for step in claim.steps)

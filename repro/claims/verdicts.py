@@ -10,10 +10,8 @@ from repro.claims.ledger import CLOSED_FORM, ITSELF, Claim, Row
 from repro.results.interval import possible_range
 
 MAX_MARGIN = 0.25
-"""Margin above which a test counts as weak, as a share of the published number.
-
-The margin is the largest change of the tested value that leaves its verdict unchanged.
-"""
+"""Margin above which a test counts as weak, as a share of the published number. The margin is the largest change of the
+tested value that leaves its verdict unchanged."""
 MIN_SHOWN_SHARE = 0.02
 """Minimum share of the total uncertainty that an unknown input must cause to be listed."""
 
@@ -23,20 +21,14 @@ class InputUncertainty:
     """Uncertainty of a simulated value: its values over the ranges of the simulation's unknown inputs."""
 
     low: float
-    """Lower end of the 90 % interval of a value over joint random draws of all unknown inputs.
-
-    The interval includes the value for the best estimates of the inputs.
-    """
+    """Lower end of a value's 90 % interval over joint draws of unknown inputs, which includes the best estimate."""
     high: float
     least: float
     """Smallest value over all random draws and all ends of input ranges; `most` is the largest such value."""
     most: float
     best: float
     alone: Mapping[str, tuple[float, float]]
-    """Values at both ends of the range of one unknown input, the other inputs at their best values.
-
-    The keys are the inputs, the largest effect first.
-    """
+    """Values at both ends of each unknown input's range, with best values of the others, by effect (largest first)."""
 
     def in_units_of(self, size: float) -> InputUncertainty:
         """Return the uncertainty with all its values divided by `size`, the size of a unit."""
@@ -52,20 +44,14 @@ class InputUncertainty:
         return {key: span / total for key, span in spans.items()}
 
     def largest_unknowns(self, count: int) -> list[tuple[str, float, float, float]]:
-        """Return the `count` unknown inputs with the largest effects on a simulated value.
-
-        The result lists (input, value at the low end of its range, value at the high end, share of all effects).
-        """
+        """Return the `count` unknown inputs of largest effect: input, values at both ends, share of all effects."""
         shares = self.shares
         return [
             (key, *ends, shares[key]) for key, ends in self.alone.items() if shares[key] >= MIN_SHOWN_SHARE
         ][:count]
 
     def deciding_unknowns(self, meets: Callable[[float, float], bool]) -> tuple[str, ...]:
-        """Return the unknown input whose range alone reaches the published value, else the two of largest effect.
-
-        `meets` returns whether an interval contains the published value.
-        """
+        """Return the unknown input whose range alone meets the published value, else the two of largest effect."""
         for key, ends in self.alone.items():
             if meets(*possible_range(ends, self.best)):
                 return (key,)
@@ -78,8 +64,7 @@ FOLLOWS, INCONSISTENT = "follows", "inconsistent"
 POSSIBLE = "possible"
 """Verdict of a prediction that misses the published value, although the ranges of unknown inputs contain this value."""
 ERRATUM, DEPENDS = "erratum", "depends"
-"""Verdicts of a printed number that the source's own numbers contradict, and of a value whose agreement depends on an
-unpublished condition."""
+"""Verdicts of numbers that their own source contradicts, and of agreements that depend on an unpublished condition."""
 NOT_COMPARABLE, NOT_RUN, NO_TEST = "not comparable", "not run", "no test"
 TESTED = (REPRODUCED, POSSIBLE, DEPENDS, NOT_REPRODUCED)
 """Verdicts about published values that a simulation, a measurement or a count decides."""
@@ -133,8 +118,7 @@ class Finding:
     uncertainty: InputUncertainty | None = None
     """Uncertainty of a simulated value from unknown inputs, in the unit of the published value."""
     margin: tuple[float, float] | None = None
-    """Distances of an agreeing number to the low and the high end of the accepted values, relative to the expected
-    number; None for words."""
+    """Distances of an agreeing number to both ends of the accepted values, over the expected number; None for words."""
     deciding: tuple[str, ...] = ()
     """Unknown inputs that explain the miss of a published value; empty unless the verdict is `possible`."""
 
@@ -178,10 +162,7 @@ class RowResult:
     """Kind and scale of the evidence that decides the verdict; empty if no evidence decides."""
     reason: str
     margin: tuple[float, float] | None = None
-    """Relative decrease and relative increase of a `reproduced` number that would just change its verdict.
-
-    None for a text, and for verdicts other than `reproduced`.
-    """
+    """Relative decrease and increase of a `reproduced` number that would just change its verdict; otherwise None."""
     mutations: tuple[str, ...] | None = None
     """Simulator faults that would change the verdict; None if data/mutations.json does not contain the row."""
 
@@ -189,14 +170,10 @@ class RowResult:
     def weakness(self) -> str:
         """Return the reason why the test of a reproduced value is weak; empty if the test is not weak."""
         finite = [one for one in self.margin or () if one < float("inf") or not self.row.bound]
-        wide = (
-            f"the verdict tolerates a change of the value by more than {MAX_MARGIN:.0%}"
-            if max(finite, default=0) > MAX_MARGIN
-            else ""
-        )
-        return " and ".join(
-            filter(None, (wide, "no simulator fault changes the verdict" if self.mutations == () else ""))
-        )
+        is_wide = max(finite, default=0) > MAX_MARGIN
+        wide = f"the verdict tolerates a change of the value by more than {MAX_MARGIN:.0%}" if is_wide else ""
+        blind = "no simulator fault changes the verdict" if self.mutations == () else ""
+        return " and ".join(filter(None, (wide, blind)))
 
     @property
     def disagrees(self) -> tuple[Finding, ...]:
@@ -205,10 +182,7 @@ class RowResult:
         return tuple(f for f in self.findings if f.verdict in against and self.basis)
 
     def under(self, kind: str) -> tuple[Finding, ...]:
-        """Return the test results of one kind of evidence that are comparable with the published value.
-
-        The kind `ITSELF` selects comparisons of the source with its own formulas and numbers.
-        """
+        """Return the comparable results of one kind of evidence; `ITSELF`: comparisons of the source with itself."""
         itself = kind == ITSELF
         found = [
             f

@@ -22,12 +22,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
-_NUMBERS = {
-    "int": "an integer",
-    "int | None": "an integer",
-    "float": "a number",
-    "float | None": "a number",
-}
+_NUMBERS = {"int": "an integer", "int | None": "an integer", "float": "a number", "float | None": "a number"}
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -22,10 +22,7 @@ COMPUTE_RATE_FACT = "products_flops_per_s"
 """Provenance key under which `repro calibrate` records a core's FLOP/s of matrix products in a system file."""
 MEASUREMENT_S = 0.5
 WIDTH = 192
-"""Number of rows and columns of the fp32 matrices whose products measure the compute rate of a core.
-
-Matrices of this size are typical of the small models that run on emulated networks.
-"""
+"""Rows and columns of the fp32 matrices whose products measure a core's compute rate, as in small models of twins."""
 
 
 def rank_flops_per_s(world: int) -> float:

@@ -72,9 +72,8 @@ def verify(links: Links) -> dict[str, Any]:
     if network.nodes > 1:
         trips["between"] = round_trip_s(links, 0, network.ranks_per_node)
         if (trip_s := trips["between"]) < 2 * network.delay_s * (1 - TOLERANCE):
-            raise WrongRate(
-                f"the round trip between nodes takes {trip_s:.2g} s, less than twice delay_s = {network.delay_s:g} s"
-            )
+            least = f"twice delay_s = {network.delay_s:g} s"
+            raise WrongRate(f"the round trip between nodes takes {trip_s:.2g} s, less than {least}")
     return {"rates": found, "round_trip_s": trips}
 
 
@@ -183,9 +182,7 @@ def round_trip_s(links: Links, source: int, target: int) -> float:
 def main() -> int:
     """Create the network that standard input requests, print its description, and wait until standard input closes."""
     parser = argparse.ArgumentParser(prog="python -m repro.emulate.keeper", description=__doc__)
-    parser.add_argument(
-        "--parent", type=int, default=0, help="process id whose exit ends the network; 0: none"
-    )
+    parser.add_argument("--parent", type=int, default=0, help="process whose exit ends the network; 0: none")
     parser.add_argument("--stay", action="store_true", help="run on after standard input closes")
     options = parser.parse_args()
     die_with_parent(options.parent)

@@ -72,12 +72,7 @@ def find_network() -> LabNetwork | None:
 
 
 def start_network(network: EmulatedNetwork) -> LabNetwork:
-    """Start an emulated network that runs until `stop_network`.
-
-    Raises:
-        ConfigError: An emulated network of this user is already running.
-        NoNetwork: The network cannot be created.
-    """
+    """Start an emulated network until `stop_network`. Raises `ConfigError` if one runs already, or `NoNetwork`."""
     if (running := find_network()) is not None:
         raise ConfigError("lab", str(running.network), says="is already running; `repro lab down` stops it")
     keeper = start_keeper("--stay")

@@ -46,10 +46,7 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def become_root() -> bool:
-    """Move this process to a new network namespace, and return whether the move needed a new user namespace.
-
-    Raises `OSError` if this user may create neither kind of namespace.
-    """
+    """Move this process to a new network namespace; return whether this needed a user namespace. Raises `OSError`."""
     try:
         _call("unshare", _NEWNET)
     except PermissionError:

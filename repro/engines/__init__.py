@@ -46,8 +46,7 @@ _ADAPTERS = {
 _LIBRARIES = {"torch": "torch._dynamo", "deepspeed": "deepspeed", "megatron": "megatron.core"}
 """Python module of the library that an engine needs, by engine."""
 _MIN_TORCH = (2, 10)
-"""Minimum version of torch for engine `torch`, which needs `replicate` based on FSDP2 and pipeline steps with
-`return_outputs`."""
+"""Minimum version of torch for engine `torch`: `replicate` based on FSDP2, and pipeline steps with `return_outputs`."""
 
 _ABSENT = object()
 Attribute = tuple[Any, str]

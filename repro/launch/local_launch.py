@@ -42,10 +42,7 @@ def scratch_parent() -> Path:
 
 
 class LocalLaunch:
-    """Launch of a job whose ranks are processes of this machine.
-
-    Call `start` in the main thread, because the kernel kills a rank when the thread that started the rank ends.
-    """
+    """Launch of a job of local processes. Call `start` in the main thread, because ranks end with the thread."""
 
     def __init__(self, job: Job, logs: Path, *, target: str = rank_program.DEFAULT_TARGET):
         self.job = job

@@ -66,12 +66,7 @@ def start_rank(
     """Start the process of a rank in a new session, so that Ctrl-C in the terminal does not reach the rank."""
     with open(logs / f"rank-{rank}.out", "wb") as out, open(error_log_path(logs, rank), "wb") as err:
         return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=environment,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
         )
 
 

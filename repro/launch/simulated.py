@@ -51,10 +51,7 @@ def simulate_suites(
 
 
 def _prepare_systems(suite: Suite, entries: list[Entry]) -> tuple[dict[str, System], dict[str, str]]:
-    """Return, by name, the system of each experiment, and the missing requirement of its simulation (empty: none).
-
-    Raises `ConfigError` if no experiment can be simulated.
-    """
+    """Return each experiment's system, and the missing requirement of its simulation, by name. Raises `ConfigError`."""
     experiments = [entry.experiment for entry in entries]
     missing = {experiment.name: missing_for_simulation(experiment) for experiment in experiments}
     if all(missing.values()):

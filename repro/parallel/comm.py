@@ -1,7 +1,6 @@
 """Groups of ranks: every collective and message of the suite passes through a `Group`, which counts calls and bytes.
 
-The group's `repro.parallel.transports.Transport` transmits the tensors. No other module of `repro.parallel` starts
-collectives.
+`repro.parallel.transports.Transport` transmits the tensors. No other module of `repro.parallel` starts collectives.
 """
 
 from __future__ import annotations

@@ -57,10 +57,7 @@ def chunks(rank: int, size: int, s: int) -> tuple[range, range]:
 
 
 def positions(cp: Group, count: int, part: int = 0, parts: int = 1) -> Positions:
-    """Return the positions in the sample of `count` tokens on this rank.
-
-    With sequence parallelism, the tokens are those of tp rank `part` of `parts` tp ranks.
-    """
+    """Return the positions of this rank's `count` tokens; with sequence parallelism, of tp rank `part` of `parts`."""
     start = part * count
     if cp.size == 1:
         return Positions(start)
@@ -134,9 +131,8 @@ class _Keys(torch.autograd.Function):
 class _SavedTensors:
     """Saved-tensor hooks of autograd that reduce the memory of attention with gathered keys and values.
 
-    Views of gathered keys and values are saved as offsets, and backward gathers the keys and values again. The
-    attention output of a chunk is saved as a view of the joined output of both chunks, which the next layer retains in
-    any case.
+    Views of gathered keys and values are saved as offsets, and backward gathers them again. The attention output of a
+    chunk is saved as a view of the joined output of both chunks, which the next layer retains in any case.
     """
 
     def __init__(self, k: Tensor, v: Tensor, cp: Group, gathered: int):
@@ -196,8 +192,7 @@ def attend_to_gathered(
     """Return causal attention of this rank's queries [b, a, s/cp, d] to the keys and values of all ranks.
 
     `k` and `v`: this rank's keys and values [b, n, s/cp, d]. `again`: gather keys and values again in backward, instead
-    of retaining them from forward. Copies of keys and values (for ALiBi on shared key heads, and for attention dropout)
-    are always retained.
+    of retaining them. Copies of keys and values (for ALiBi on shared key heads, or attention dropout) are retained.
     """
     keys = _Keys.apply(k, v, cp)
     saved = _SavedTensors(k, v, cp, _address(keys[0]) if again else 0)

@@ -41,16 +41,14 @@ class Mesh:
     rank: int
     world: Group
     dp: Group
-    """Group of the dp x cp ranks with the same part of the model, ordered by replica, over which gradients are
-    averaged."""
+    """Group of the dp x cp ranks with the same part of the model, over which gradients are averaged, by replica."""
     cp: Group
     """Context-parallel group: the ranks that divide the tokens of the same samples."""
     tp: Group
     pp: Group
     """Group of the ranks of one pipeline, one for each stage; `pp.rank` is this rank's stage."""
     embedding: Group
-    """Group of the first and last pipeline stage, which both hold the tied embedding. On other stages: only this
-    rank."""
+    """Group of the first and last pipeline stage, which share the tied embedding; on other stages, only this rank."""
     ledger: CommLedger
     beside_torch: Mapping[str, int] = field(default_factory=dict)
     """Device memory outside torch's allocator in bytes, by its use (NCCL communicators, CUDA context)."""
@@ -185,8 +183,7 @@ def host_group(group: Group) -> Group:
 
 START, CHANNELS, END = "start", "channels", "end"
 """Keys of records of device memory outside torch's allocator. `start`: before the first NCCL communicator. `channels`:
-communicators for messages between pipeline stages. `end`: total at the end of a run, since communicators grow with
-use."""
+communicators of messages between pipeline stages. `end`: total at the end, since they grow with use."""
 _communicator_bytes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """Device memory of each NCCL communicator, in bytes. Later experiments of the process reuse the communicators."""
 

@@ -4,9 +4,8 @@ Attention and MLP each have a matrix that is split by columns over the tp group,
 only communication is one all-reduce for each in forward and backward. With `sp` (sequence parallelism) an all-gather
 and a reduce-scatter along the sequence replace the all-reduce, and activations outside attention and MLP are split.
 
-`parameter.split` is the dimension along which a parameter is split; None: all tp ranks hold the same values.
-`parameter.partial`: whether each rank computes only a summand of the gradient of such equal values, to be summed over
-tp.
+`parameter.split` is the dimension along which a parameter is split; None: all tp ranks have equal values.
+`parameter.partial`: whether a rank computes only a summand of such a parameter's gradient, to be summed over tp.
 """
 
 from __future__ import annotations
@@ -110,10 +109,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _ReduceOutput(torch.autograd.Function):
-    """Megatron's operator g: all-reduce over tp in forward, identity in backward.
-
-    With sequence parallelism: reduce-scatter in forward, all-gather in backward.
-    """
+    """Megatron's operator g: all-reduce over tp; with sequence parallelism, reduce-scatter (backward: all-gather)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
@@ -141,8 +137,7 @@ def reduce_output(x: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
 
 
 Column = tuple[Tensor, Tensor | None]
-"""Weight and bias of a column-parallel linear layer on one tp rank: rows [..., h] of the weight, and its part of the
-bias."""
+"""Weight and bias of a column-parallel linear layer on one tp rank: rows [..., h] of the weight, part of the bias."""
 
 
 def column_linears(
@@ -265,9 +260,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return the loss per token, fp32 [n], from each rank's logits [n, V/t] and targets [n] (1909.08053 sec. 3).
 
-    No rank ever has a full row of logits. Backward overwrites `logits`. `plain`: use torch's operators instead of this
-    suite's kernels. `copies_to_fp32`: copy the logits to fp32 and retain the logarithms of all probabilities, as torch
-    does.
+    No rank ever has a full row of logits. Backward overwrites `logits`. `plain`: use torch's operators instead of
+    kernels. `copies_to_fp32`: copy the logits to fp32 and retain the logarithms of all probabilities, as torch does.
     """
     if not copies_to_fp32:
         return _CrossEntropy.apply(logits, targets, tp, plain)

@@ -40,10 +40,7 @@ class Work:
         return self
 
     def wait(self) -> None:
-        """Block until the collective ends (CPU), or make the current stream wait for it (CUDA).
-
-        A second call does nothing.
-        """
+        """Block until the collective ends (CPU), or make the current stream wait (CUDA); later calls do nothing."""
         if self._works is None:
             return
         for work in self._works:
@@ -160,8 +157,7 @@ class GlooTransport:
     """Transport of CPU tensors through gloo, with direct messages for reduce-scatter and all-gather.
 
     gloo's reduce-scatter costs as much as its all-reduce, and its all-gather copies everything twice. Direct messages
-    between the ranks move the same `(n-1)/n` of the payload in one half to three quarters of the time. Sums are in fp32
-    for every dtype.
+    between ranks move the same `(n-1)/n` of the payload in half to three quarters of the time. Sums are in fp32.
     """
 
     reduces_in_place = False
@@ -181,10 +177,7 @@ class GlooTransport:
         return [((r + k) % n, (r - k) % n) for k in range(1, n)]
 
     def _next_tag(self) -> int:
-        """Return the tag of the next collective's messages.
-
-        The tag is equal on all ranks, which start collectives in one order.
-        """
+        """Return the tag of the next collective's messages, which is equal on all ranks (one order of collectives)."""
         self._tag = (self._tag + 1) % (1 << 16)
         return (self.channel << 16) + self._tag
 
@@ -302,10 +295,7 @@ class GlooRing(GlooTransport):
         return Work(dist.all_gather(parts, input, group=self.group, async_op=True))
 
     def _run_in_thread(self, steps: RingOperation) -> Work:
-        """Queue the function `steps` for the transport's thread.
-
-        `Work.wait` waits for its end and raises its exception.
-        """
+        """Queue the function `steps` for the transport's thread; `Work.wait` waits for it and raises its exception."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_run, args=(self._jobs,), name="gloo ring", daemon=True).start()

@@ -33,8 +33,7 @@ from repro.util.console import new_table, print_json, print_page
 WORSE, SAME, BETTER, UNDECIDED = "worse", "same", "better", "not decided"
 MIN_LAUNCHES = 6
 """Minimum number of launches of an experiment on each compared side; with fewer, its speed change is not decided. The
-widest possible interval of a median of n ratios, from the smallest to the largest, has an error probability of
-2^(1-n), which is 3 % for n = 6."""
+interval of a median of n ratios from the smallest to the largest has an error probability of 2^(1-n), 3 % for n = 6."""
 MAX_LAUNCHES = 30
 """Default maximum number of times that `repro compare --suite` runs the suite in each commit."""
 MAX_CHANGES = 8
@@ -53,8 +52,7 @@ class Change:
     judged: str
     """Judgement of the change: `worse`, `same`, `better`, or `not decided` with few launches or a wide interval."""
     ratio: float | None = None
-    """Ratio of speed or peak memory, B over A; None for outcomes and verdicts. `low` and `high` are the ends of the
-    95 % interval of a speed ratio."""
+    """Ratio of speed or peak memory, B over A, or None. `low`, `high`: ends of the 95 % interval of a speed ratio."""
     low: float | None = None
     high: float | None = None
 
@@ -125,10 +123,7 @@ def _experiment(
 
 
 def judge_speed(ratio: RatioInterval, tolerance: float) -> str:
-    """Return `better` or `worse` if the interval of a speed ratio lies outside of 1 +- `tolerance`, `same` if inside.
-
-    Return `not decided` if the interval contains an end of this range, or is missing.
-    """
+    """Return `better` or `worse` if a speed ratio's interval is outside 1 +- `tolerance`, `same` or `not decided`."""
     if ratio.low is None or ratio.high is None:
         return UNDECIDED
     if ratio.high < 1 - tolerance:
@@ -224,10 +219,7 @@ def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) ->
 
 
 def _judge_verdicts(old: str, new: str) -> str:
-    """Return whether the verdict `new` of a claim is `better` or `worse` than `old`, or the `same`.
-
-    The result is also `same` if one of the verdicts has no rank, such as `not run`.
-    """
+    """Return whether a claim's verdict `new` is `better` or `worse` than `old`, or the `same` (also if unranked)."""
     from repro.claims.verdicts import BAD, GOOD, POSSIBLE
 
     rank = {**dict.fromkeys(BAD, 0), POSSIBLE: 1, **dict.fromkeys(GOOD, 2)}
@@ -273,10 +265,7 @@ def print_comparison(
 
 
 def _print_changes(changes: Sequence[Change], most: int | None) -> None:
-    """Print the number of changes by judgement, then at most `most` changes, worse ones first.
-
-    If `most` is None, print all changes, including equal speeds.
-    """
+    """Print the number of changes by judgement, then `most` (None: all) changes, worse ones first."""
     order = (WORSE, SAME, BETTER, UNDECIDED)
     counts = ", ".join(f"{sum(c.judged == judged for c in changes)} {judged}" for judged in order)
     wrap = ("before", "after")

@@ -47,10 +47,7 @@ STORE_VARIABLE = "REPRO_RESULTS"
 
 @dataclass(frozen=True)
 class JudgedStore:
-    """Experiment records of a results folder, and the published claims with their verdicts.
-
-    The argument `pattern` of a method is a glob of claim ids, or of experiments (`suite/name`).
-    """
+    """Records of a results folder, and claims with verdicts; `pattern` is a glob of claim ids or of `suite/name`."""
 
     results: Path
     records: list[Record]
@@ -205,10 +202,7 @@ class JudgedStore:
         return {name: answer_questions(questions, self.records, load_system(name)) for name in simulated}
 
     def unknowns(self) -> pd.DataFrame:
-        """Return a data frame with one row per unknown property of a system.
-
-        The columns are the range, the counts of affected and of decided predictions, and how to measure the property.
-        """
+        """Return a data frame of a system's unknown properties: range, affected predictions, and how to measure it."""
         counted = ("rows", "settles", "possible")
         inputs = [one.as_dict() for one in self.shopping_list.inputs]
         counts = [{key: len(one[key]) for key in counted} for one in inputs]
@@ -219,10 +213,7 @@ class JudgedStore:
 
 
 def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
-    """Return the records in the folder `results` (default: `default_store()`) together with the ledger of claims.
-
-    `own`: additional ledger files of published claims.
-    """
+    """Return the records in `results` (default: `default_store()`) with the ledger of claims. `own`: more ledgers."""
     store = Store(Path(results) if results is not None else default_store())
     records, torn = store.readable()
     return JudgedStore(store.root, records, torn, load_ledger(own=tuple(own)), load_reference())

@@ -114,10 +114,7 @@ def write_table(
 
 
 def build_table(results: Path, table: str, own: Sequence[Path] = (), claims: str = "") -> pd.DataFrame:
-    """Return one of `TABLES`, built from the records in the folder `results`, as a data frame.
-
-    `own`: additional ledger files of published claims. `claims`: glob of claim ids, for `CLAIM_TABLES`.
-    """
+    """Return one of `TABLES` from the records in `results` as a data frame; `claims`: glob for `CLAIM_TABLES`."""
     from repro.report import evidence
 
     found = evidence.read_store(results, own)
@@ -216,10 +213,7 @@ def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
 
 
 def appendix(own: Sequence[Path] = ()) -> str:
-    """Return the artifact appendix, a list of all claims with their commands and costs, as Markdown.
-
-    `own`: additional ledger files of published claims.
-    """
+    """Return the artifact appendix as Markdown: all claims with commands and costs. `own`: additional ledger files."""
     ledger, catalogue = load_ledger(own=tuple(own)), SuiteCatalogue()
     results = judge(ledger, [])
     parts = [INTRODUCTION, _independent(results), _overview(results, catalogue)]

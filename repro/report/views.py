@@ -74,10 +74,7 @@ def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
 
 
 def _cell(result: ClaimResult, name: str) -> dict[str, str]:
-    """Return a claim's table cell for one kind of evidence: its text, scale and verdict.
-
-    The text is the claim's only value, or a count of reproduced values.
-    """
+    """Return a claim's table cell for one kind of evidence: only value or count of reproduced ones, scale, verdict."""
     words = count_text(result, name)
     kind = result.kind(name)
     if kind is None or kind.decided == 0:

@@ -1,7 +1,4 @@
-"""Uncertainty of a simulated step time due to unknown inputs: numbers of the system that are known only as a range.
-
-Simulated records store this uncertainty.
-"""
+"""Uncertainty of a simulated step time, stored in records, due to numbers of the system that are known as a range."""
 
 from __future__ import annotations
 
@@ -33,14 +30,12 @@ In a pair (key, high end), the input `key` is at the high or the low end of its 
 
 
 def log_fraction(value: float, left: float, right: float) -> float:
-    """Return the relative position of `value` between `left` (0) and `right` (1): logarithmic, or linear if `left`
-    is 0."""
+    """Return the relative position of `value` between `left` (0) and `right` (1): logarithmic, linear if `left` = 0."""
     return log(value / left) / log(right / left) if left else value / right
 
 
 def interpolate_log(left: float, right: float, part: float) -> float:
-    """Return the value at the relative position `part` from `left` (0) to `right` (1): logarithmic, or linear if
-    `left` is 0."""
+    """Return the value at the relative position `part` from `left` (0) to `right` (1): logarithmic, linear from 0."""
     return left * exp(part * log(right / left)) if left else part * right
 
 
@@ -81,20 +76,14 @@ class StepInterval(RecordPart):
     """Step times under variation of each single unknown input, sorted by descending effect on the step time."""
 
     def summary(self, best: float) -> dict[str, Any]:
-        """Return the interval of the step time and the effect of each unknown input as JSON data.
-
-        `best`: step time, in seconds, at the best values of all unknown inputs.
-        """
+        """Return the interval of the step time, whose best value is `best`, and each input's effect as JSON data."""
         low, high = likely_range(self.draws, best)
         least, most = possible_range(self.cases(), best)
         moves = [{**replace(move, curve=None).as_dict(), "span": move.span / best} for move in self.moves]
         return {"low_s": low, "high_s": high, "least_s": least, "most_s": most, "moves": moves}
 
     def seconds_in(self, case: Case, best: float) -> float:
-        """Return the step time, in seconds, for one choice of the unknown inputs.
-
-        If the record contains no effect of the chosen input, the result is `best`, the step time at the best values.
-        """
+        """Return the step time in seconds for one choice of unknown inputs, or `best` for an input without effect."""
         if isinstance(case, int):
             return self.draws[case]
         key, end = case

@@ -23,10 +23,7 @@ class RecordPart:
 
     @classmethod
     def read(cls: type[P], document: Mapping[str, Any]) -> P:
-        """Return the dataclass instance that a JSON object describes.
-
-        A field without a default value becomes None if its key is missing.
-        """
+        """Return the dataclass instance that a JSON object describes, with None for missing keys without a default."""
         values = {}
         for field in _fields(typing.cast(Any, cls)):
             if field.key in document:
@@ -39,8 +36,7 @@ class RecordPart:
     def wrong(cls, document: Mapping[str, Any]) -> str:
         """Return an error for the first invalid key of a JSON object, else an empty string.
 
-        The error is `KEY: missing` or `KEY: of another type`. Fields that may be None, and the contents of lists and
-        dictionaries, are not checked.
+        The error is `KEY: missing` or `KEY: of another type`. Values of optional fields and containers are not checked.
         """
         for field in _fields(typing.cast(Any, cls)):
             if not field.types or not (field.required or field.key in document):
@@ -118,8 +114,7 @@ _TYPES: dict[Any, tuple[type, ...]] = {
 
 
 def _converter(hint: Any) -> Convert:
-    """Return a function that converts JSON data to the type `hint`: a `RecordPart`, a list of record parts, or any
-    other type, whose data remain unchanged."""
+    """Return the converter of JSON data to the type `hint`: record parts, lists of record parts, or data unchanged."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         inner = _converter(next((one for one in arguments if one is not type(None)), Any))

@@ -114,10 +114,7 @@ def comparison_record(
 
 
 def step_seconds(results: list[RankResult]) -> list[list[float]]:
-    """Return the seconds of the slowest rank in each timed step, in one list per round.
-
-    Only steps that all ranks finished count, since ranks that diverge may stop one step apart.
-    """
+    """Return the seconds of the slowest rank in each timed step that all ranks finished, in one list per round."""
     rounds = zip(*(result.rounds for result in results), strict=False)
     return [[max(step) for step in zip(*ranks, strict=False)] for ranks in rounds]
 

@@ -67,21 +67,14 @@ def shown(found: Mapping[str, float], outcome: str) -> Metrics:
 
 
 def metric_at_step_seconds(name: str, found: Mapping[str, float], seconds: float) -> float | None:
-    """Return the metric `name` (step time or rate), converted to a step time of `seconds`.
-
-    The result is None for a metric that does not depend on the step time.
-    """
+    """Return the metric `name` for a step time of `seconds`; None for a metric that does not depend on step time."""
     if name == STEP_SECONDS:
         return seconds
     return found[name] * found[STEP_SECONDS] / seconds if name.startswith(RATES) else None
 
 
 def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:
-    """Return the maximum of each memory metric over the ranks; an empty dictionary without ranks.
-
-    `marked`: whether every buffer has a memory category. Engines that run an external library report only model
-    states and the total.
-    """
+    """Return the maximum of each memory metric over the ranks, if any. `marked`: whether buffers have categories."""
     if not ranks:
         return {}
     found: Metrics = {
@@ -129,10 +122,7 @@ def allocated(
 
 
 def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic]) -> Metrics:
-    """Return the communication metrics of rank 0 in one step.
-
-    Operations of one collective in one kind of group are summed over group sizes and purposes.
-    """
+    """Return rank 0's communication metrics of a step by collective and group, over group sizes and purposes."""
     metrics: Metrics = {"comm.sent_bytes": sum(row.sent_bytes for row in rows)}
     for row in rows:
         amounts = {name: getattr(row, name) for name in ("calls", "payload_bytes", "sent_bytes")}
@@ -146,10 +136,7 @@ def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic])
 
 
 def purposes(found: Iterable[tuple[int, Sequence[TrafficRow]]]) -> Metrics:
-    """Return the number of collective calls and the sent bytes by purpose, summed over all ranks.
-
-    `found`: pairs (number of ranks with equal traffic, traffic of one of these ranks).
-    """
+    """Return calls and sent bytes by purpose, summed over ranks. `found`: pairs (number of equal ranks, traffic)."""
     metrics: Metrics = {}
     for ranks, rows in found:
         for row in rows:
@@ -217,10 +204,7 @@ def work(experiment: Experiment, operator_flops: int) -> Metrics:
 
 
 def bubble(stages: Sequence[StageReport], *, cores: bool) -> Metrics:
-    """Return the pipeline metrics (bubble, micro-batches in flight) from the stage reports of all ranks.
-
-    `cores`: whether to omit steps in which other processes used the core of a rank.
-    """
+    """Return the pipeline metrics from the stage reports; `cores`: without steps that other processes disturbed."""
     if not stages:
         return {}
     by_rank = [zip(stage.busy_s, stage.idle_s, stage.core_s, strict=True) for stage in stages]
@@ -291,11 +275,7 @@ def relative_loss_distance(losses: Losses, reference: Losses, controls: Sequence
 
 
 def final_loss(losses: Losses) -> float:
-    """Return the mean training loss of the last `LOSS_STRETCH_STEPS` steps of a run.
-
-    Raises:
-        ValueError: A loss of these steps is missing.
-    """
+    """Return the mean loss of a run's last `LOSS_STRETCH_STEPS` steps. Raises `ValueError` if a loss is missing."""
     last = [loss for loss in losses[-LOSS_STRETCH_STEPS:] if loss is not None]
     if len(last) < LOSS_STRETCH_STEPS:
         raise ValueError(f"needs the losses of the last {LOSS_STRETCH_STEPS} training steps")

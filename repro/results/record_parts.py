@@ -66,8 +66,7 @@ class RankMemory(RecordPart):
     cuda: Bytes = field(default_factory=dict)
     """Peaks and retries of torch's caching allocator on CUDA; empty on a CPU."""
     beside_torch: Bytes | None = None
-    """Bytes of GPU memory outside torch's allocator: before NCCL's first use (`start`), after the run (`end`), and
-    for the NCCL communicators of each group."""
+    """Bytes of GPU memory outside torch's allocator: before NCCL's first use (`start`), `end`, and NCCL by group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +80,7 @@ class MeasuredTrial(RecordPart):
     outcome: str
     reason: str = ""
     binding: str = ""
-    """Cause of an out-of-memory failure: `allocation`, `fragmentation` or `host memory`.
-
-    After another failure it is the outcome of the trial, and after a success it is empty.
-    """
+    """Cause of an out-of-memory failure (`allocation`, `fragmentation`, `host memory`), else outcome; empty if ok."""
     memory: RankMemory | None = None
     """Maximum of each memory statistic over the processes of the trial; None without statistics."""
 
@@ -255,8 +251,7 @@ class NetworkReport(RecordPart):
     """Bytes that each node receives from the other nodes in one step."""
 
     def made(self, network: EmulatedNetwork) -> EmulatedNetwork:
-        """Return the emulated network with its measured median link rates instead of the requested rates, and without a
-        compute rate."""
+        """Return the emulated network with measured median instead of requested link rates, without a compute rate."""
         within = median(self.rates["rank sends"]) if network.within else 0.0
         between = median(self.rates["node sends"]) if network.between else 0.0
         return replace(network, within=within, between=between, flops_per_s=0.0)

@@ -90,10 +90,7 @@ def _sort_key(*names: str) -> list[list[str]]:
 def by_key(
     records: Iterable[Record], evidence: str = MEASURED, *, without: tuple[str, ...] = ()
 ) -> dict[str, ExperimentRecord]:
-    """Return the newest record of each experiment by its key, for one kind of evidence.
-
-    Records with an outcome in `without` are ignored.
-    """
+    """Return each experiment's newest record by key, for one kind of evidence, without outcomes in `without`."""
     return {
         record.key: record
         for record in _of_today(records)

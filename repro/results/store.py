@@ -1,9 +1,8 @@
 """The store of results: append-only files of JSON lines under `root/records`, one file per writing process.
 
-A record is on disk when `Store.append` returns: one `write` to a file that no other process writes, then `fsync`.
-After `kill -9` the file has at worst one incomplete last line, which readers skip and report. On a full disk, the
-writer truncates the incomplete line. It then frees a small reserve file, whose space suffices for one more record that
-reports the full disk.
+A record is on disk when `Store.append` returns: one `write` to a file that no other process writes, then `fsync`. After
+`kill -9` the file has at worst one incomplete last line, which readers skip and report. On a full disk, the writer
+truncates the incomplete line. It then frees a small reserve file for one more record that reports the full disk.
 
 Records are ordered by a hybrid logical clock (Kulkarni et al. 2014, Logical Physical Clocks): a record's `sequence` is
 the time in microseconds, or 1 more than the highest sequence in the store if the clock is behind that.
@@ -180,9 +179,7 @@ class Store:
             except FileExistsError:
                 continue
         else:
-            raise FileExistsError(
-                errno.EEXIST, "no unused name for a new record file is left", str(self.folder)
-            )
+            raise FileExistsError(errno.EEXIST, "all names for a new record file exist", str(self.folder))
         self.path, self._owner, self._good = path, os.getpid(), 0
         self._reserve = _take_reserve(path.with_suffix(".reserve"))
         sync_folder(self.folder)

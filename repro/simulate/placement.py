@@ -24,10 +24,7 @@ GROUPS = ("world", "tp", "cp", "dp", "pp", "embedding")
 
 
 def group_members(layout: Layout, group: str) -> npt.NDArray[Any]:
-    """Return the ranks of all process groups named `group`, as an array [groups, members].
-
-    The array is empty if the groups have one member.
-    """
+    """Return the ranks of all process groups named `group`, [groups, members]; empty if the groups have one member."""
     if group == "world":
         return np.arange(layout.world)[None, :] if layout.world > 1 else np.empty((0, 0), dtype=int)
     axis = "pp" if group == "embedding" else group
@@ -54,9 +51,7 @@ class Placement:
 
     def node_of(self, rank: int) -> int:
         """Return the index of a rank's node. Raises `ConfigError` if the system's devices per node are unknown."""
-        assert 0 <= rank < self.layout.world, (
-            f"rank {rank} is not below the number of ranks {self.layout.world}"
-        )
+        assert 0 <= rank < self.layout.world, f"rank {rank} is not below {self.layout.world}"
         return rank // self.devices_per_node
 
     def nodes(self, ranks: npt.NDArray[Any]) -> npt.NDArray[Any]:

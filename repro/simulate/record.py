@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
 
 SIMULATOR_REVISION = 4
-"""Revision of the simulator's formulas for memory and time. A new formula that changes results must raise the
-revision."""
+"""Revision of the simulator's formulas for memory and time; a new formula that changes results must raise it."""
 
 
 def simulated_record(

@@ -40,8 +40,7 @@ class RoleResult:
 
     @property
     def by_fragmentation(self) -> bool:
-        """Whether the step fails by fragmentation: a request fails although the peak of live bytes is within the
-        limit."""
+        """Whether the step fails by fragmentation: a request fails, but the peak of live bytes is within the limit."""
         error = self.replay.out_of_memory
         return error is not None and error.by_fragmentation and self.memory.peak_bytes <= error.limit
 
@@ -180,8 +179,7 @@ def _role_document(role: RoleResult) -> dict[str, Any]:
 
 
 def sent_bytes_by(rows: list[TrafficRow], key: str) -> dict[str, int]:
-    """Return the sent bytes of the table `rows` of traffic, summed for each value of `key`, which is `group` or
-    `link`."""
+    """Return the sent bytes of the traffic table `rows`, summed for each value of `key`, which is `group` or `link`."""
     found: Counter[str] = Counter()
     for row in rows:
         found[getattr(row, key)] += row.sent_bytes

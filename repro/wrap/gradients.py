@@ -31,10 +31,7 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def create(shape: torch.Size, piece: Tensor, number: int, norms: GradientNorms) -> ShardedGradient:
-        """Return a gradient with the parameter's full `shape`, of which this rank has only the elements `piece` [k].
-
-        `number` is the index of the gradient's norm in the result of `norms.compute`.
-        """
+        """Return a gradient of full `shape` with elements `piece` [k] on this rank; `number`: index of its norm."""
         gradient: ShardedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedGradient, shape, dtype=piece.dtype, device=piece.device
         )
@@ -86,10 +83,7 @@ UNCHANGED_FUNCTIONS = {
     *(Tensor.detach, Tensor.data.__get__, Tensor.requires_grad_),  # type: ignore[attr-defined]
     *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
 }
-"""Tensor methods that return a sharded gradient unchanged.
-
-Casts have no effect, because norms of sharded gradients are computed in fp32 or fp64 in any case.
-"""
+"""Tensor methods that return a sharded gradient unchanged. Casts have no effect: norms are in fp32 or fp64 anyway."""
 
 NORM_FUNCTIONS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 ELEMENTWISE_FUNCTIONS = {
@@ -139,18 +133,12 @@ class GradientNorms:
         self._found.clear()
 
     def prepare_change(self) -> None:
-        """Reduce the gradients over the ranks before an in-place change, and discard the cached norms.
-
-        All ranks must call this method.
-        """
+        """Reduce the gradients over all ranks, which must call this method, and discard the cached norms."""
         self._reduce()
         self.reset()
 
     def compute(self, order: Any) -> Tensor:
-        """Return the `order`-norm of each parameter's full gradient, as a 1-D tensor.
-
-        All ranks must make the first call after a change of the gradients, because it communicates.
-        """
+        """Return the `order`-norm of each parameter's full gradient, 1-D. After a change, all ranks must call this."""
         order = 2.0 if order in (None, "fro") else float(order)
         if order not in self._found:
             if order <= 0:
@@ -232,11 +220,7 @@ class OptimizerGradient(Tensor):
 
     @staticmethod
     def create(parameter: Tensor, unscale: Callable[[Tensor, Tensor], None]) -> OptimizerGradient:
-        """Return a placeholder for `parameter.grad`.
-
-        `GradScaler` calls `unscale(found_inf, inv_scale)`: an overflow flag that the function sets, and the inverse of
-        the loss scale, both 0-dim.
-        """
+        """Return a placeholder for `parameter.grad`, whose `unscale(found_inf, inv_scale)` `GradScaler` calls."""
         made: OptimizerGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             OptimizerGradient, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )

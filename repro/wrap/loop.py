@@ -99,10 +99,7 @@ class StockLoop:
         self._had_grad_only_backward = False
         """Whether `torch.autograd.grad` has computed input gradients since the last full backward pass."""
         self._uses: dict[int, tuple[int, bool]] = {}
-        """Number of forward calls of each block since the last backward pass, by the block's `id`.
-
-        The flag tells whether a call was inside reentrant checkpointing.
-        """
+        """Forward calls of each block since the last backward pass, by `id`, and whether one was in checkpointing."""
         self._in_no_sync = False
         """Whether `module.no_sync()` is active, in which no backward pass is the step's last."""
         self._shards = self._make_shards(optimizer)

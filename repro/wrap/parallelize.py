@@ -140,10 +140,7 @@ def _backend(device: torch.device) -> str:
 
 
 def require_backend(config: str, device: torch.device) -> None:
-    """Raise `ValueError` unless the process group's backends support `device`.
-
-    `config` names the backends by device type, for example `"cpu:gloo,cuda:nccl"`.
-    """
+    """Raise `ValueError` unless the backends in `config` (such as `"cpu:gloo,cuda:nccl"`) support `device`."""
     needed = _backend(device)
     found = dict(pair.split(":") for pair in config.split(",")).get(device.type)
     if found != needed:

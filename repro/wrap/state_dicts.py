@@ -34,16 +34,9 @@ class OptimizerStates:
     """State dicts of the wrapped optimizer: of one rank, labelled with rank and layout, or complete for any layout."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        sharded: ShardedModule,
-        shards: Sequence[Shard],
-        host: Group,
+        self, optimizer: torch.optim.Optimizer, sharded: ShardedModule, shards: Sequence[Shard], host: Group
     ):
-        """Cut the existing states of `optimizer` to this rank's shards.
-
-        The optimizer must still have the module's parameters, because their ids identify its states.
-        """
+        """Cut existing states of `optimizer`, which still has the module's parameters, to this rank's shards."""
         self._optimizer, self._sharded, self._shards, self._host = optimizer, sharded, shards, host
         index = {id(p): i for i, p in enumerate(sharded.parameters)}
         self._groups = [[index.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
@@ -86,10 +79,7 @@ class OptimizerStates:
     def _from_stock(self, states: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's shards of `states`, the state dict of an optimizer that is not wrapped."""
         if [len(g["params"]) for g in states["param_groups"]] != [len(group) for group in self._groups]:
-            raise ValueError(
-                "optimizer.load_state_dict(): parameter group sizes differ from those of the optimizer. "
-                "Use equal groups."
-            )
+            raise ValueError("optimizer.load_state_dict(): parameter group sizes differ. Use equal groups.")
         place: dict[int, int] = {}
         for saved, group in zip(states["param_groups"], self._groups, strict=True):
             place.update((i, key) for i, key in zip(group, saved["params"], strict=True) if i is not None)
@@ -107,10 +97,7 @@ class OptimizerStates:
         return found
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Gather the optimizer states of all ranks, and return them as the `state_dict()` of a stock optimizer.
-
-        All ranks must call this method.
-        """
+        """Gather the optimizer states of all ranks, which must call this, as a stock optimizer's `state_dict()`."""
         sharded, group = self._sharded, self._sharded.sharding.group
         pieces = {shard.index: shard for shard in self._shards}
         states = {i: self._optimizer.state.get(shard.parameter, {}) for i, shard in pieces.items()}
@@ -203,10 +190,7 @@ class WrappedModule(ShardedModule):
         }
 
     def load_shard_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Load parameters and buffers that `shard_state_dict` returned for this rank and layout.
-
-        All ranks must call this method. Raises `ValueError` for the shard of another rank or layout.
-        """
+        """Load this rank's and layout's result of `shard_state_dict`, on all ranks. Raises `ValueError` for others."""
         mine = self._pieces()
         sizes = {name: piece.numel() for name, piece in mine.items()}
         if states["repro"] != mark_of(self) or sizes != {n: v.numel() for n, v in states["shard"].items()}:

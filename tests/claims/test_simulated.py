@@ -129,7 +129,7 @@ def test_search_needs_experiments_that_differ_in_one_setting() -> None:
     assert call("largest", "model.published_params", "s/a", "s/c", of=[small, large]) == 1e9
     other = changed(large, experiment=conditions)
     with pytest.raises(
-        Missing, match=r"the experiment also differs from s/a in layout.global_batch, layout.micro_batch"
+        Missing, match=r"experiment also differs from s/a in layout.global_batch, layout.micro_batch"
     ):
         call("largest", "model.published_params", "s/a", "s/c", of=[small, other])
 
@@ -148,7 +148,7 @@ def test_search_for_the_largest_model_needs_equal_sequence_lengths() -> None:
     small, large = record("a"), record("c", "oom")
     longer = dataclasses.replace(large.experiment.model, seq=32)
     conditions = dataclasses.replace(large.experiment, model=longer).as_dict()
-    with pytest.raises(Missing, match=r"the experiment also differs from s/a in training.seq"):
+    with pytest.raises(Missing, match=r"experiment also differs from s/a in training.seq"):
         call(
             "largest",
             "model.published_params",

@@ -201,9 +201,9 @@ def test_versus_layout_that_does_not_fit_has_no_ratio(capsys: pytest.CaptureFixt
         (
             "--details",
             (),
-            "--versus = '--details': takes options of model, system and layout only, not --details",
+            "--versus = '--details': takes model and layout options only, not --details",
         ),
-        ("8", (), "--versus = '8': takes options of model, system and layout only, not 8"),
+        ("8", (), "--versus = '8': takes model and layout options only, not 8"),
         ("--memory-limit 9XB", (), "--memory-limit = '9XB': must be a size in bytes"),
         ("--tp 3", (), "--gpus = 16: must be a multiple of tp x pp = 3 x 1 = 3"),
         ("--tp 2", ("--timeline", "t.json"), "--versus = '--tp 2': cannot be combined with --timeline"),

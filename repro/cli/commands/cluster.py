@@ -33,19 +33,9 @@ def submit(
     only: Only = None,
     results: Results = Path("results"),
     exclude: Annotated[str, option("Nodes on which no job may run: n3,n[7-8].", "NODES")] = "",
-    dry_run: Annotated[
-        bool,
-        flag(
-            "--dry-run",
-            "Only print the planned job arrays and their GPU-hours; with --details also experiments and job scripts.",
-        ),
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Only print the planned job arrays and GPU-hours.")] = False,
     move: Annotated[
-        bool,
-        flag(
-            "--move",
-            "Run experiments for other systems on the system of the profile, with records NAME@SYSTEM.",
-        ),
+        bool, flag("--move", "Run experiments for other systems on the profile's system, named NAME@SYSTEM.")
     ] = False,
     rerun: Rerun = False,
     details: Details = False,
@@ -75,9 +65,7 @@ def status(
 def logs(
     case: Annotated[str, argument("Name of a submitted experiment.", "CASE")],
     results: Results = Path("results"),
-    rank: Annotated[
-        OptionalInt, option("Show the output of this rank. Default: output of the job script.", "R")
-    ] = None,
+    rank: Annotated[OptionalInt, option("Rank whose output is shown. Default: the job script.", "R")] = None,
 ) -> int:
     """Show the last lines that the job of a submitted experiment, or one of its ranks, printed."""
     from repro.launch.slurm.commands import print_logs
@@ -101,9 +89,7 @@ def cancel(
 @app.command(epilog="Example:  repro collect --into results")
 def collect(
     results: Results = Path("results"),
-    into: Annotated[
-        OptionalPath, folder_option("Also copy all records to this folder that the folder does not contain.")
-    ] = None,
+    into: Annotated[OptionalPath, folder_option("Folder to which missing records are also copied.")] = None,
     json: Json = False,
 ) -> int:
     """Write a record for each submitted experiment that was lost or cancelled, and check every record."""
@@ -133,9 +119,7 @@ def start_network(
     experiment: Annotated[str, argument("Experiment of the suite whose network is emulated.", "NAME]")] = "",
     nodes: Annotated[int, option("Number of emulated nodes, if no suite is given.", "N")] = 2,
     ranks_per_node: Annotated[int, option("Number of ranks per emulated node.", "N")] = 1,
-    between: Annotated[
-        float, option("Bytes/s of each node's link; required with several nodes.", "RATE")
-    ] = 0.0,
+    between: Annotated[float, option("Bytes/s of a node's link; required with several nodes.", "RATE")] = 0.0,
     within: Annotated[float, option("Bytes/s of each rank's link inside a node; 0: no limit.", "RATE")] = 0.0,
 ) -> int:
     """Start an emulated network that runs until `repro lab down`, and measure all its links."""

@@ -111,57 +111,38 @@ def _given(context: typer.Context, option: typer.CallbackParam) -> bool:
 
 
 Json = Annotated[bool, flag("--json", "Print the results as one JSON document and nothing else.")]
-Details = Annotated[
-    bool, flag("--details", "Print all results instead of a summary that fits on one screen.")
-]
+Details = Annotated[bool, flag("--details", "Print all results instead of a summary that fits one screen.")]
 SuiteFiles = Annotated[OptionalPaths, argument("Suite files, or names of packaged suites.", "SUITE...")]
 SuiteFile = Annotated[Path, argument("A suite file, or the name of a packaged suite.", "SUITE")]
 Only = Annotated[
-    OptionalNames,
-    option("Select only experiments with this name or glob; may be repeated.", "GLOB", name="--only"),
+    OptionalNames, option("Select experiments of this name or glob; may be repeated.", "GLOB", name="--only")
 ]
 Rerun = Annotated[bool, flag("--rerun", "Also run experiments that already have a record.")]
-ProfileFile = Annotated[
-    Path, option("SLURM settings of the cluster: a file, or a packaged name.", "PROFILE", name="--profile")
-]
-Results = Annotated[
-    Path, folder_option("Folder in which the records of results are stored.", name="--results")
-]
+ProfileFile = Annotated[Path, option("File or packaged name of SLURM settings.", "PROFILE", name="--profile")]
+Results = Annotated[Path, folder_option("Folder in which result records are stored.", name="--results")]
 StoredResults = Annotated[
-    Path,
-    option("Folder in which the records of results are stored.", "DIR", name="--results", callback=_existing),
+    Path, option("Folder in which result records are stored.", "DIR", name="--results", callback=_existing)
 ]
 Ledger = Annotated[
-    OptionalPaths,
-    option("Also judge the claims in this file; may be repeated.", "FILE.toml", name="--ledger"),
+    OptionalPaths, option("Also judge this file's claims; may be repeated.", "FILE.toml", name="--ledger")
 ]
 
 ModelName = Annotated[
-    str,
-    option(
-        "Name of a packaged model, a model file, or FILE.toml:NAME.", "M", name="--model", show_default=False
-    ),
+    str, option("Packaged model, model file, or FILE.toml:NAME.", "M", name="--model", show_default=False)
 ]
 LaunchSource = Annotated[
     OptionalPath,
     option(
-        "Take model and layout from a launch file of Megatron-LM (.sh), torchtitan (.toml), DeepSpeed (.json) or "
-        "nanotron (.yaml).",
+        "Launch file with model and layout: Megatron-LM .sh, torchtitan .toml, DeepSpeed .json or nanotron .yaml.",
         "FILE",
         name="--from",
     ),
 ]
 LaunchFramework = Annotated[
     str,
-    option(
-        "Write launch files of this framework: megatron, torchtitan, deepspeed or nanotron.",
-        "NAME",
-        show_default=False,
-    ),
+    option("Write launch files for megatron, torchtitan, deepspeed or nanotron.", "NAME", show_default=False),
 ]
-LaunchFolder = Annotated[
-    OptionalPath, folder_option("Folder for the launch files that --launch writes.", name="--output")
-]
+LaunchFolder = Annotated[OptionalPath, folder_option("Folder for the written launch files.", name="--output")]
 
 
 def first_sentences(kind: type[Any]) -> dict[str, str]:
@@ -229,15 +210,10 @@ QUESTION = [
     _parameter(
         "memory_limit",
         str,
-        option("Memory per device, instead of that in the system file: 32GB, 32GiB or 16e9.", "SIZE"),
+        option("Memory per device (32GB, 32GiB, 16e9) instead of the system's.", "SIZE"),
         "",
     ),
-    _parameter(
-        "expandable",
-        bool,
-        flag("--expandable", "Use expandable segments in torch's caching allocator."),
-        False,
-    ),
+    _parameter("expandable", bool, flag("--expandable", "Use torch's expandable memory segments."), False),
 ]
 """Parameters of a command that takes a `LayoutQuery`: system, devices, and one option for each key of a layout."""
 
@@ -283,12 +259,7 @@ def read_alternative(context: typer.Context, option: str, text: str) -> tuple[st
     values, names = dict(context.params), ("model", *(parameter.name for parameter in QUESTION))
     given, rest, order = context.command.make_parser(context).parse_args(shlex.split(text))
     others = [*rest, *(f"--{p.name}" for p in order if p.name not in names)]
-    require(
-        not others,
-        option,
-        text,
-        says=f"takes options of model, system and layout only, not {' '.join(others)}",
-    )
+    require(not others, option, text, says=f"takes model and layout options only, not {' '.join(others)}")
     for parameter in order:
         values[parameter.name] = parameter.process_value(context, given[parameter.name])
     if "recompute" in given:
@@ -297,10 +268,7 @@ def read_alternative(context: typer.Context, option: str, text: str) -> tuple[st
 
 
 def as_option(error: ConfigError, options: Container[str]) -> ConfigError:
-    """Return `error` with the name of an option instead of the key that the option sets.
-
-    An error about a file is unchanged.
-    """
+    """Return `error` with the option's name instead of the key it sets; errors about a file are unchanged."""
     if error.file or error.key not in options:
         return error
     return error.for_key(f"--{error.key.replace('_', '-')}")

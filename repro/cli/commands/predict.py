@@ -46,16 +46,10 @@ def simulate(
     query: LayoutQuery,
     model: ModelName = "",
     timeline: Annotated[
-        OptionalPath,
-        file_option(
-            "Write the timeline of the simulated step to a trace file for ui.perfetto.dev.", "FILE.json"
-        ),
+        OptionalPath, file_option("Write the simulated step's timeline for ui.perfetto.dev.", "FILE.json")
     ] = None,
     snapshot: Annotated[
-        OptionalPath,
-        file_option(
-            "Write every simulated memory allocation to a file for pytorch.org/memory_viz.", "FILE.pickle"
-        ),
+        OptionalPath, file_option("Write simulated allocations for pytorch.org/memory_viz.", "FILE.pickle")
     ] = None,
     versus: Annotated[
         str, option("Compare the step with a step under other options, such as '--tp 4 --zero 1'.", "OPTIONS")
@@ -92,21 +86,14 @@ def simulate(
 @question_options
 def fit(
     query: LayoutQuery,
-    model: Annotated[
-        str, option("Take the sizes of the transformer layers from this model.", "M", name="--model")
-    ] = "",
-    hidden: Annotated[
-        int, count_option("Hidden size of the model. Default: about 64 times the number of layers.")
-    ] = 0,
+    model: Annotated[str, option("Take the layer sizes from this model.", "M", name="--model")] = "",
+    hidden: Annotated[int, count_option("Hidden size. Default: about 64 times the number of layers.")] = 0,
     heads: Annotated[int, count_option("Number of attention heads. Default: hidden size / 128.")] = 0,
     vocab: Annotated[int, count_option("Vocabulary size. Default: 51200.")] = 0,
     search: Annotated[str, option("Quantity to maximize: layers, or micro-batch (with --model).")] = "layers",
-    measure: Annotated[
-        bool, flag("--measure", "Run each trial of the search on the devices of this machine.")
-    ] = False,
+    measure: Annotated[bool, flag("--measure", "Run each search trial on this machine's devices.")] = False,
     as_rank: Annotated[
-        OptionalInt,
-        option("With --measure: run only this rank of a layout with --of ranks, without collectives.", "R"),
+        OptionalInt, option("With --measure: run only this rank out of --of, without collectives.", "R")
     ] = None,
     of: Annotated[int, count_option("With --as-rank: number of ranks of the layout.")] = 0,
     results: Results = Path("results"),
@@ -148,22 +135,13 @@ def plan(
         ),
     ] = DEFAULT_RANK,
     as_map: Annotated[
-        bool,
-        flag(
-            "--map",
-            "Print whether each pair of tp and pp fits in memory; --memory-limit may list sizes: 40GB,80GB.",
-        ),
+        bool, flag("--map", "Print which pairs of tp and pp fit; --memory-limit may list sizes: 40GB,80GB.")
     ] = False,
     tokens: Annotated[
-        float,
-        option("Predict the duration, energy and cost of a training on N tokens.", "N", show_default=False),
+        float, option("Predict duration, energy and cost of a training on N tokens.", "N", show_default=False)
     ] = 0.0,
     price_per_gpu_hour: Annotated[
-        str,
-        option(
-            "Price of a GPU hour in US dollars, one for each system. Default: the prices in the system files.",
-            "PRICE,...",
-        ),
+        str, option("GPU-hour prices in US dollars, one per system. Default: from system files.", "PRICE,...")
     ] = "",
     source: LaunchSource = None,
     launch: LaunchFramework = "",
@@ -186,35 +164,19 @@ def plan(
 
 @app.command(epilog="Example:  repro twin ds-3p75x-lowbw --machine here.toml")
 def twin(
-    originals: Annotated[
-        list[str],
-        argument(
-            "Id of a claim that compares experiments, or names of experiments.", "CLAIM | SUITE/EXPERIMENT..."
-        ),
-    ],
+    originals: Annotated[list[str], argument("Claim id or experiment names.", "CLAIM | SUITE/EXPERIMENT...")],
     machine: Annotated[
         OptionalPath, option("System file of this machine, from repro calibrate --gpus RANKS.", "FILE.toml")
     ] = None,
     ranks: Annotated[int, option("Number of ranks of the twin, the small-scale experiment.")] = 16,
-    part: Annotated[
-        int, option("Approximate ratio of the original's hidden size to that of the small-scale twin.")
-    ] = 8,
+    part: Annotated[int, option("Approximate ratio of the original's hidden size to the twin's.")] = 8,
     width: Annotated[int, count_option("Hidden size of the twin's model, instead of the ratio --part.")] = 0,
     layers: Annotated[int, option("Minimum number of layers of the twin's model.")] = 4,
-    tp: Annotated[
-        int, count_option("Tensor-parallel degree of the twin. Default: the largest possible degree.")
-    ] = 0,
+    tp: Annotated[int, count_option("Twin's tensor-parallel degree. Default: the largest possible.")] = 0,
     steps: Annotated[int, option("Training steps of each experiment; the first step is not timed.")] = 10,
-    within: Annotated[
-        str,
-        option("Bytes/s per device inside a node of the original system, or a list of rates.", "RATE,..."),
-    ] = "",
-    between: Annotated[
-        str, option("Bytes/s per node between nodes of the original system, or a list of rates.", "RATE,...")
-    ] = "",
-    write: Annotated[
-        OptionalPath, file_option("Write the twin experiments to this suite file.", "SUITE.toml")
-    ] = None,
+    within: Annotated[str, option("Bytes/s per device inside the original system's nodes.", "RATE,...")] = "",
+    between: Annotated[str, option("Bytes/s per node between the original's nodes.", "RATE,...")] = "",
+    write: Annotated[OptionalPath, file_option("Write the twins to this suite file.", "SUITE.toml")] = None,
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -229,15 +191,9 @@ def twin(
 @app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")
 def calibrate(
     system: Annotated[
-        str,
-        option(
-            "local: processor cores and gloo; local-gpu: GPUs and NCCL; with --profile, the system in the profile.",
-            "NAME",
-        ),
+        str, option("local (CPU cores, gloo), local-gpu (GPUs, NCCL) or the system of --profile.", "NAME")
     ],
-    gpus: Annotated[
-        int, count_option("Number of ranks per node. Default: all GPUs, or 2 on processor cores.", "N")
-    ] = 0,
+    gpus: Annotated[int, count_option("Ranks per node. Default: all GPUs, or 2 on CPU cores.", "N")] = 0,
     output: Annotated[
         OptionalPath, file_option("System file to write. Default: NAME-calibrated.toml.", "FILE.toml")
     ] = None,
@@ -245,15 +201,10 @@ def calibrate(
         OptionalPath, option("Measure nodes of this SLURM cluster, and wait for the job.", "FILE.toml")
     ] = None,
     nodes: Annotated[int, count_option("Number of nodes, with --profile. Default: 1.", "N")] = 0,
-    quick: Annotated[
-        bool, flag("--quick", "Measure few sizes with few repetitions, for a quick trial.")
-    ] = False,
+    quick: Annotated[bool, flag("--quick", "Measure few sizes with few repetitions, for a trial.")] = False,
     suite: Annotated[
         OptionalPaths,
-        option(
-            "Also measure the operators in the steps of this suite, for twins on emulated networks; may be repeated.",
-            "SUITE.toml",
-        ),
+        option("Also measure this suite's operators, for emulated networks; may be repeated.", "SUITE.toml"),
     ] = None,
     json: Json = False,
 ) -> int:
@@ -277,24 +228,15 @@ def validate(
     ] = None,
     system: Annotated[
         str,
-        option(
-            "Also predict the measured runs of this machine, with its system file from `repro calibrate`.",
-            "FILE.toml",
-            show_default=False,
-        ),
+        option("Calibrated system file; also predict this machine's runs.", "FILE.toml", show_default=False),
     ] = "",
     unknowns: Annotated[
-        bool,
-        flag(
-            "--unknowns",
-            "Print instead the unknown system inputs that cause most of the uncertainty, and how to measure them.",
-        ),
+        bool, flag("--unknowns", "Print the inputs that cause most uncertainty, and how to measure them.")
     ] = False,
     covered: Annotated[
         OptionalRange,
         option(
-            "Print instead whether LEAST to MOST percent of published values lie in the wider 90 % intervals, which "
-            "include the model's error in other reports.",
+            "Print whether LEAST to MOST percent of published values lie in 90 % intervals with the model's error.",
             "LEAST MOST",
             show_default=False,
         ),

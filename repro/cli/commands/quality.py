@@ -19,18 +19,10 @@ from repro.cli.commands.options import (
 
 app = typer.Typer()
 Weights = Annotated[
-    Path,
-    option(
-        "Folder of Hugging Face weights (GPT-2, Llama), or checkpoint of Megatron-LM or `repro run`.", "DIR"
-    ),
+    Path, option("Hugging Face weights (GPT-2, Llama), or a checkpoint of Megatron-LM or `repro run`.", "DIR")
 ]
 Sizes = Annotated[
-    str,
-    option(
-        "Name or file of the model, for Megatron-LM checkpoints that lack the number of heads.",
-        "M",
-        name="--model",
-    ),
+    str, option("Model name or file, for Megatron-LM checkpoints without a head count.", "M", name="--model")
 ]
 
 
@@ -42,46 +34,26 @@ def evaluate(
     task: Annotated[str, option("Evaluation task: wikitext103 (perplexity) or lambada (accuracy).", "TASK")],
     data: Annotated[
         Path,
-        option(
-            "Text to score: wiki.test.tokens, lambada_test.jsonl, or LAMBADA with one sample per line.",
-            "FILE",
-        ),
+        option("Text to score: wiki.test.tokens, lambada_test.jsonl, or a LAMBADA sample per line.", "FILE"),
     ],
     protocol: Annotated[
-        str,
-        option(
-            "Published scoring rules: megatron, gpt2, or last-token (lambada). Default: megatron.", "NAME"
-        ),
+        str, option("Published scoring rules: megatron (default), gpt2, or last-token (lambada).", "NAME")
     ] = "",
     tokenizer: Annotated[
-        str,
-        option(
-            "Tokenizer folder (vocab.json, merges.txt), or `bytes`. Default: tokenizer of the weights, or GPT-2's.",
-            "DIR",
-        ),
+        str, option("Tokenizer folder, or `bytes`. Default: tokenizer of the weights, or GPT-2's.", "DIR")
     ] = "",
     stride: Annotated[
-        int,
-        option(
-            "Tokens between the starts of text windows. Default: stride of the protocol.",
-            "N",
-            callback=check_count,
-        ),
+        int, option("Tokens between starts of text windows. Default: by protocol.", "N", callback=check_count)
     ] = 0,
     stop_words: Annotated[
-        OptionalPath,
-        option("Stop words that lambada predictions exclude. Default: 127 English words.", "FILE"),
+        OptionalPath, option("Stop words that lambada predictions skip. Default: 127 English words.", "FILE")
     ] = None,
     model: Sizes = "",
-    system: Annotated[
-        str, option("Devices of the ranks: local (processor cores) or local-gpu (GPUs).", "S")
-    ] = "local",
+    system: Annotated[str, option("Devices: local (processor cores) or local-gpu (GPUs).", "S")] = "local",
     tp: Annotated[int, layout_option("Tensor-parallel ranks.", "N")] = 1,
     pp: Annotated[int, layout_option("Pipeline stages.", "N")] = 1,
     dp: Annotated[int, layout_option("Model replicas, among which the samples are divided.", "N")] = 1,
-    zero: Annotated[
-        int, layout_option("ZeRO stage, 0 or 3; stage 3 partitions the weights among the replicas.")
-    ] = 0,
+    zero: Annotated[int, layout_option("ZeRO stage, 0 or 3; 3 partitions the weights among replicas.")] = 0,
     micro_batch: Annotated[int, layout_option("Samples per forward pass.", "N")] = 4,
     precision: Annotated[str, layout_option("fp32, bf16 or fp16.")] = "fp32",
     results: Results = Path("results"),
@@ -102,9 +74,7 @@ def evaluate(
 def export_weights(
     weights: Weights,
     output: Annotated[Path, folder_option("Folder for the exported weight files.")],
-    vocab: Annotated[
-        int, option("Number of tokens in the exported vocabulary, without padding. Default: all rows.", "N")
-    ] = 0,
+    vocab: Annotated[int, option("Exported vocabulary size without padding. Default: all rows.", "N")] = 0,
     model: Sizes = "",
     json: Json = False,
 ) -> int:

@@ -40,10 +40,7 @@ def run(
     suites: SuiteFiles = None,
     only: Only = None,
     claim: Annotated[
-        str,
-        option(
-            "Run the experiments of this claim (an id or a headline's number), or of all `headlines`.", "ID"
-        ),
+        str, option("Run the experiments of this claim (id or headline number), or of all `headlines`.", "ID")
     ] = "",
     results: Results = Path("results"),
     rerun: Rerun = False,
@@ -51,21 +48,12 @@ def run(
         str, option("Evidence: measured (run on this machine) or simulated (trace of the step without data).")
     ] = "measured",
     system: Annotated[
-        str,
-        option(
-            "Simulate on this system instead of the suite's system; records have names NAME@SYSTEM.", "SYSTEM"
-        ),
+        str, option("Simulate on this system instead of the suite's, with records NAME@SYSTEM.", "SYSTEM")
     ] = "",
-    dry_run: Annotated[
-        bool,
-        flag("--dry-run", "Print the experiments to run and their estimated time, without starting any."),
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Only print the experiments and estimated times.")] = False,
     profile: Annotated[
         bool,
-        flag(
-            "--profile",
-            "Run experiments again, and write traces and memory of each rank to DIR/profiles/KEY.",
-        ),
+        flag("--profile", "Run experiments again; write each rank's trace and memory to DIR/profiles/KEY."),
     ] = False,
     details: Details = False,
     json: Json = False,
@@ -103,29 +91,16 @@ def run(
 
 @app.command("gpu-day", epilog="Example:  repro gpu-day --minutes 9 --out visit")
 def gpu_day(
-    out: Annotated[
-        OptionalPath, folder_option("Write the results to this new folder: at most 8 files of 16 MiB.")
-    ] = None,
+    out: Annotated[OptionalPath, folder_option("New folder for results: at most 8 files of 16 MiB.")] = None,
     minutes: Annotated[float, option("Time limit of all measurement steps together, in minutes.", "N")] = 9.0,
     only: Annotated[
         OptionalNames, option("Run only measurement steps with this name or glob; may be repeated.", "GLOB")
     ] = None,
-    dry_run: Annotated[
-        bool,
-        flag("--dry-run", "List the measurement steps with their estimated times, without starting any."),
-    ] = False,
-    rehearse: Annotated[
-        bool,
-        flag("--rehearse", "Run the measurement steps with tiny models on processor cores, as a rehearsal."),
-    ] = False,
-    inject: Annotated[
-        OptionalNames, option("With --rehearse: let a measurement step fail or hang.", "STEP=fail|hang")
-    ] = None,
+    dry_run: Annotated[bool, flag("--dry-run", "Only list the measurement steps and their times.")] = False,
+    rehearse: Annotated[bool, flag("--rehearse", "Rehearse with tiny models on processor cores.")] = False,
+    inject: Annotated[OptionalNames, option("Let a rehearsal step fail or hang.", "STEP=fail|hang")] = None,
     scratch: Annotated[
-        OptionalPath,
-        folder_option(
-            "Folder for temporary stores and caches, deleted at the end. Default: a temporary folder."
-        ),
+        OptionalPath, folder_option("Folder for temporary files, deleted at the end. Default: a new folder.")
     ] = None,
     take: Annotated[
         OptionalPath, option("Import the results in this folder into --results.", "DIR", name="--import")
@@ -151,13 +126,9 @@ def gpu_day(
 
 @app.command(epilog="Example:  repro results smoke && repro results 'parity-*' --plot losses.svg")
 def results(
-    what: Annotated[
-        str, argument("Suite, suite file, or glob of experiments to show. Default: all.", "SUITE|GLOB")
-    ] = "",
+    what: Annotated[str, argument("Suite or glob of experiments to show. Default: all.", "SUITE|GLOB")] = "",
     results: StoredResults = Path("results"),
-    plot: Annotated[
-        OptionalPath, file_option("Draw the loss curves to this file, .svg or .png.", "FILE")
-    ] = None,
+    plot: Annotated[OptionalPath, file_option("Draw loss curves to this file, .svg or .png.", "FILE")] = None,
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -170,8 +141,7 @@ def results(
 @app.command(epilog="Example:  repro init mine.toml")
 def init(
     words: Annotated[
-        OptionalNames,
-        argument("Kind (suite by default, claim, system or model) and path of the new file.", "[KIND] FILE"),
+        OptionalNames, argument("Kind (suite by default, claim, system, model) and new file.", "[KIND] FILE")
     ] = None,
 ) -> int:
     """Write a commented example file: a suite that runs on this machine, a claim, a system or a model."""
@@ -190,17 +160,11 @@ def init(
 
 @app.command(epilog="Example:  repro doctor --profile slurm/mine.toml --nodes 1")
 def doctor(
-    profile: Annotated[
-        OptionalPath, option("Check the SLURM cluster of this profile instead of this machine.", "FILE.toml")
-    ] = None,
+    profile: Annotated[OptionalPath, option("Check the SLURM cluster of this profile.", "FILE.toml")] = None,
     results: Results = Path("results"),
     nodes: Annotated[int, option("With --profile: number of nodes to check in a job.", "N")] = 0,
     kernels: Annotated[
-        str,
-        option(
-            "Compile all CUDA kernels for these architectures and list them: sm_70,sm_80 or all. Needs no GPU.",
-            "ARCH",
-        ),
+        str, option("Compile CUDA kernels for these architectures without a GPU: sm_70,sm_80 or all.", "ARCH")
     ] = "",
     details: Details = False,
     json: Json = False,

@@ -31,15 +31,10 @@ def claims(
     results: StoredResults = Path("results"),
     ledger: Ledger = None,
     system: Annotated[
-        str,
-        option(
-            "Predict the claims for this system instead of the published system, without verdicts.", "SYSTEM"
-        ),
+        str, option("Predict claims for this instead of the published system, without verdicts.", "SYSTEM")
     ] = "",
     all_claims: Annotated[bool, flag("--all", "Show all claims, one line each.")] = False,
-    details: Annotated[
-        bool, flag("--details", "Show every value of a claim with its source, notes and expression.")
-    ] = False,
+    details: Annotated[bool, flag("--details", "Show values with sources, notes and expressions.")] = False,
     json: Json = False,
 ) -> int:
     """Show the headline claims, or one claim: published value, measured and simulated evidence, verdict."""
@@ -57,12 +52,7 @@ def claims(
 
 @app.command(epilog="Example:  repro models gpt2-1.5b")
 def models(
-    name: Annotated[
-        str,
-        argument(
-            "Name or file of a model whose properties are shown. Default: a list of all models.", "NAME"
-        ),
-    ] = "",
+    name: Annotated[str, argument("Name or file of a model to show. Default: list all.", "NAME")] = "",
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -74,12 +64,7 @@ def models(
 
 @app.command(epilog="Example:  repro systems dgx2")
 def systems(
-    name: Annotated[
-        str,
-        argument(
-            "Name or file of a system whose properties are shown. Default: a list of all systems.", "NAME"
-        ),
-    ] = "",
+    name: Annotated[str, argument("Name or file of a system to show. Default: list all.", "NAME")] = "",
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -94,9 +79,7 @@ def report(
     results: StoredResults = Path("results"),
     out: Annotated[Path, option("Folder for the pages of the report.", "DIR")] = Path("reports/out"),
     ledger: Ledger = None,
-    notebooks: Annotated[
-        bool, flag("--notebooks", "Also execute the notebooks of reports/ and write them as HTML.")
-    ] = False,
+    notebooks: Annotated[bool, flag("--notebooks", "Also run the notebooks and write them as HTML.")] = False,
     json: Json = False,
 ) -> int:
     """Write a site of static pages: headline claims, all claims with their evidence, figures, and records."""
@@ -116,20 +99,12 @@ def export(
             " comparisons, records (their provenance), unknowns, or reference (measurements for other stores)."
         ),
     ] = "claims",
-    form: Annotated[
-        str, option("Format of the table: csv, parquet, markdown or latex.", name="--format")
-    ] = "markdown",
+    form: Annotated[str, option("Format: csv, parquet, markdown or latex.", name="--format")] = "markdown",
     claims: Annotated[
-        str,
-        option("Write only claims whose id matches; for the tables headlines, claims and values.", "GLOB"),
+        str, option("Write only claims whose id matches; for tables headlines, claims and values.", "GLOB")
     ] = "",
     columns: Annotated[
-        str,
-        option(
-            "Write only these columns, separated by commas. Default: at most six in markdown and latex, all in other"
-            " formats.",
-            "NAMES",
-        ),
+        str, option("Columns to write: a,b,c. Default: at most six in markdown and latex, else all.", "NAMES")
     ] = "",
     output: Annotated[OptionalPath, file_option("Write the table to this file.", "FILE")] = None,
 ) -> int:
@@ -152,28 +127,15 @@ def artifact(
 
 @app.command(epilog="Example:  repro compare HEAD~1 HEAD --suite mine.toml")
 def compare(
-    first: Annotated[
-        str, argument("First set of results: a folder, or a commit whose records are in --results.", "A")
-    ],
-    second: Annotated[
-        str, argument("Second set of results: a folder, or a commit whose records are in --results.", "B")
-    ],
+    first: Annotated[str, argument("First results: a folder, or a commit with records in --results.", "A")],
+    second: Annotated[str, argument("Second results: a folder, or a commit with records in --results.", "B")],
     results: Results = Path("results"),
-    tolerance: Annotated[
-        float, option("Relative change of a metric below which two results count as equal.", "PART")
-    ] = 0.05,
+    tolerance: Annotated[float, option("Relative change below which results are equal.", "PART")] = 0.05,
     suite: Annotated[
-        OptionalPath,
-        option(
-            "First run this suite alternately with the commits A and B of this program's checkout.",
-            "FILE",
-        ),
+        OptionalPath, option("First run this suite alternately in the checkout's commits A and B.", "FILE")
     ] = None,
     launches: Annotated[
-        int,
-        option(
-            "With --suite: maximum number of runs per commit; fewer if all speed changes are decided.", "N"
-        ),
+        int, option("With --suite: maximum runs per commit; fewer if all speed changes are decided.", "N")
     ] = 30,
     ledger: Ledger = None,
     details: Details = False,

@@ -150,8 +150,7 @@ class DeepSpeedEngine:
                 deepspeed.checkpointing.configure(mpu, deepspeed_config=dict(self.configuration))
         self._splits, self.count = built.splits, built.count
         self._norm: Tensor | None = None
-        """Global gradient norm of the last step in fp32 with ZeRO stage 0, which DeepSpeed does not store; None
-        otherwise."""
+        """Global gradient norm of the last step in fp32, with ZeRO stage 0, where DeepSpeed stores none; else None."""
         if layout.zero == 0 and layout.precision == "fp32":
             self._store_norm()
         # DeepSpeed does not scale the loss of stage 0 (github.com/deepspeedai/DeepSpeed/pull/8393).

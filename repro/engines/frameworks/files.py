@@ -58,10 +58,7 @@ def flattened(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_options(path: Path) -> dict[str, Any]:
-    """Return the options of a framework's configuration file by name.
-
-    Raises `ConfigError` for an unreadable file or an unknown format.
-    """
+    """Return the options of a framework's configuration file by name. Raises `ConfigError` for invalid files."""
     require(path.suffix in ENDINGS, "--from", str(path), f"a file that ends in {', '.join(ENDINGS)}")
     if path.suffix == ".toml":
         return flattened(read_toml(path))
@@ -183,9 +180,7 @@ def read_experiment(
         reading = load_framework(ENDINGS[path.suffix]).read(options, gpus, settings)
         sizes: Model | None = reading.settings.get("model") or reading.model(path.stem)
         if sizes is None:
-            raise ConfigError(
-                "model", says="the file does not contain the sizes of the model; add --model NAME"
-            )
+            raise ConfigError("model", says="the file lacks the sizes of the model; add --model NAME")
         layout = Layout(**_keys(reading, Layout))
         require(layout.world == gpus, "--gpus", gpus, f"{layout.world}, the product of the parallel degrees")
         training = _keys(reading, Training)
@@ -202,10 +197,7 @@ def _keys(reading: Reading, kind: Any) -> dict[str, Any]:
 
 
 def write_files(key: str, experiment: Experiment, per_node: int, folder: Path) -> list[Path]:
-    """Write the configuration files and launch script of a framework for an experiment; return their paths.
-
-    `per_node`: number of devices of each node.
-    """
+    """Write a framework's configuration files and launch script for an experiment; return their paths."""
     framework, model, world = load_framework(key), experiment.model, experiment.layout.world
     settings = settings_of(experiment)
     options = framework.options_of(settings)

@@ -17,8 +17,7 @@ from repro.config.model import DEPARTURES
 Settings = dict[str, Any]
 """Values of an experiment by configuration key, for example `layout.tp`, `model.layers` and `training.lr`."""
 SIZES = {"ffn": "ffn_width", "head_dim": "head_width", "kv_heads": "key_heads"}
-"""Properties of `Model` that return the value of a size, by the key of a model file for which 0 means a derived
-value."""
+"""Properties of `Model` with the value of a size, by the key of a model file for which 0 means a derived value."""
 HEAD_WIDTH = "hidden/heads"
 """Value of `model.head_dim` for frameworks without an option for the head width, which derive it."""
 MODEL_KEYS = ("layers", "hidden", "heads", "vocab", *SIZES, *(key for key in DEPARTURES if key not in SIZES))
@@ -103,15 +102,11 @@ class Rule(NamedTuple):
     write: Callable[[Settings], Any]
     """Function that returns the option's value for an experiment's settings; a result of None omits the option."""
     read: Callable[[Any, Reading], None] | None = None
-    """Function that sets keys from the option's value (None if the file lacks the option). None: the option sets no
-    key."""
+    """Function that sets keys from the option's value (None without the option). None: the option sets no key."""
 
 
 def converted(name: str, key: str, value: Any) -> Any:
-    """Return the value of a framework's option `name` in the type of configuration key `key`.
-
-    Raises `ConfigError` for a value of another type.
-    """
+    """Return a framework's option `name` in the type of key `key`. Raises `ConfigError` for another type."""
     kind = _TYPES[key]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind == "bool":
@@ -177,13 +172,11 @@ class Framework:
     notes: Mapping[str, str]
     """Comments on options in the written configuration file, by option name."""
     limits: Mapping[str, tuple[Any, str]]
-    """(the framework's value, reason) of each key of this suite that the framework's options cannot set to every
-    value."""
+    """(the framework's value, reason) of each key of this suite that the framework's options cannot set freely."""
     ignored: frozenset[str]
     """Names of the framework's options that have no effect on memory and time of a step."""
     code: tuple[str, ...]
-    """Parts of an experiment (`model`, `training`) that the framework defines in code instead of configuration
-    files."""
+    """Parts of an experiment (`model`, `training`) that the framework defines in code, not configuration files."""
     files: Mapping[str, str]
     """Templates of launch scripts and configuration files by file name, with placeholders such as `@nodes@`."""
     command: str
@@ -197,10 +190,7 @@ class Framework:
         return {name: value for name, value in found.items() if value is not None}
 
     def read(self, options: Mapping[str, Any], gpus: int, given: Settings) -> Reading:
-        """Return the keys of this suite that a framework's options determine.
-
-        Raises `ConfigError` for a value that this suite does not support.
-        """
+        """Return the keys of this suite that a framework's options determine. Raises `ConfigError`."""
         reading = Reading(gpus, given)
         reading.put_parts(1)
         for key, (value, _) in self.limits.items():

@@ -57,10 +57,7 @@ class MegatronEngine:
         weakref.finalize(self, _release_optimizer, self.optimizer)
 
     def _wrap(self, chunk: GPTModel, index: int) -> DistributedDataParallel:
-        """Wrap a model chunk in megatron-core's data parallelism, as its training script does.
-
-        Later chunks of an interleaved stage have only one gradient bucket.
-        """
+        """Wrap a model chunk in megatron-core's data parallelism; later interleaved chunks have a single bucket."""
         module = chunk if self.experiment.layout.precision == "fp32" else Float16Module(self.config, chunk)
         return DistributedDataParallel(
             self.config, model.data_parallel_config(self.experiment), module, disable_bucketing=index > 0

@@ -185,8 +185,7 @@ OUTER_NAMES = {
     "decoder.final_layernorm.bias": "head.norm_bias",
     "output_layer.weight": "embed.tokens",
 }
-"""Name in this suite of each parameter outside the layers, by megatron-core's name. Both copies of the tied embedding
-have one name."""
+"""Name in this suite of each parameter outside the layers, by megatron-core's name; tied copies have equal names."""
 LAYER_NAMES = {
     "input_layernorm.weight": "attention.norm",
     "input_layernorm.bias": "attention.norm_bias",

@@ -18,13 +18,7 @@ from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer, Pipeline
 from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from repro.parallel.storage import DTYPES, empty
-from repro.parallel.zero.optimizer import (
-    GradientShards,
-    LossScaler,
-    Norms,
-    ShardedAdamW,
-    divisor_for,
-)
+from repro.parallel.zero.optimizer import GradientShards, LossScaler, Norms, ShardedAdamW, divisor_for
 from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints
 
 
@@ -58,8 +52,7 @@ class NativeEngine:
         )
         self.buckets = [bucket for part in self.parts for bucket in part.sharded.buckets]
         self.placeholders: list[Tensor] = []
-        """Unused 16-bit gradient tensors, one for each shape of weight matrices, as Megatron-core of 2025 allocates
-        them."""
+        """Unused 16-bit gradient tensors, one for each shape of weight matrices, as in Megatron-core of 2025."""
         if layout.kernels.fuses_gradient_accumulation:
             shapes = set().union(*(part.model.matrix_shapes() for part in self.parts))
             like = self.buckets[0].full

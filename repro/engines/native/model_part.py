@@ -120,10 +120,7 @@ class ModelPart:
         return {self._names[name]: value for name, value in self.sharded.full_parameters().items()}
 
     def name_in_model(self, name: str) -> str:
-        """Return the full model's name of this part's parameter `name`.
-
-        A tied output matrix has the embedding's name.
-        """
+        """Return the full model's name of this part's parameter `name`; a tied output matrix is the embedding."""
         return self._names[name]
 
     def splits(self) -> dict[str, int | None]:

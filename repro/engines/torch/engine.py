@@ -213,10 +213,7 @@ class OptimizerUpdate:
         tied: Parameter | None,
         device: torch.device,
     ):
-        """Prepare the parameter update.
-
-        `tied`: embedding shared by the first and last pipeline stage; None on other stages.
-        """
+        """Prepare parameter updates. `tied`: embedding that first and last pipeline stage share; None on others."""
         self.training, self.mesh, self.optimizer, self.tied = experiment.training, mesh, optimizer, tied
         self.parameters = list(parameters)
         self.counted = [p for p in parameters if p is not tied or not mesh.pp.rank]
@@ -236,10 +233,7 @@ class OptimizerUpdate:
         return None if self.scaler is None else torch.tensor(self.scaler.get_scale(), device=self.device)
 
     def __call__(self, loss: Tensor) -> Norms:
-        """Update the parameters and return norm, loss and overflow.
-
-        `loss` (0-dim): mean loss of the replica on the last pipeline stage, 0 on other stages.
-        """
+        """Update the parameters; return norm, loss and overflow. `loss` (0-dim): replica's mean on the last stage."""
         self._finish_gradients()
         overflow = torch.zeros((), device=self.device)
         if self.scaler is not None:

@@ -1,8 +1,7 @@
 """The suite's GPT built from torch.nn modules, and conversion of its parameters to those of `repro.model.gpt.GPT`.
 
 Symbols: b samples, s tokens, h hidden, a heads of width d. Only the rows of the `qkv` matrix differ: the suite stores
-query, key and value matrices [3, a d, ...], and this module stores query, key and value of each head together, [a 3 d,
-...].
+query, key and value matrices [3, a d, ...], and this module stores those of each head together, [a 3 d, ...].
 """
 
 from __future__ import annotations
@@ -137,10 +136,7 @@ class PlainBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """Head of the GPT: final norm, logits and mean cross-entropy.
-
-    From x [b, s, h] and targets [b, s] to a 0-dim fp32 loss.
-    """
+    """Head of the GPT: final norm, logits and mean cross-entropy, from x [b, s, h] and targets [b, s] to 0-dim."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -153,10 +149,7 @@ class Head(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """GPT of torch.nn modules, or the part of it on a pipeline stage.
-
-    Input: tokens [b, s] or x [b, s, h]. Output: activations [b, s, h] or the mean loss (0-dim).
-    """
+    """GPT of torch.nn modules, or a stage's part, from tokens [b, s] or x [b, s, h] to x or the mean loss."""
 
     def __init__(
         self,
@@ -171,8 +164,7 @@ class PlainGPT(nn.Module):
         super().__init__()
         self.part, self.autocast = part, autocast
         self.batches: Iterator[MicroBatch] = iter(())
-        """Iterator over the next micro-batches, which supply targets and positions, since torch's pipeline passes only
-        x."""
+        """Iterator over micro-batches, which supply targets and positions, since torch's pipeline passes only x."""
         if part.first:
             self.embed = PlainEmbedding(model, dropout)
         self.blocks = nn.ModuleDict(

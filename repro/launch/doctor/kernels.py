@@ -184,8 +184,7 @@ class GpuLimits(NamedTuple):
 LATENCY_CYCLES = 400.0
 """Latency of device memory without load, in clock cycles (V100, A100, H100: PMC10448217 Table 3; B200: assumed)."""
 GPUS = {
-    # Source of the V100's, A100's and H100's limits: PMC10448217 Table 3. V100 and H100 have 80 and 132 enabled
-    # multiprocessors.
+    # Source of V100, A100 and H100 limits: PMC10448217 Table 3. V100 has 80 enabled multiprocessors, H100 132.
     70: GpuLimits(96 * 1024, 0, 80, 900e9, 1.53e9),
     # Source of the bandwidth of the A100 with 80 GB: NVIDIA's data sheet.
     80: GpuLimits(164 * 1024, 1024, 108, 2039e9, 1.41e9),

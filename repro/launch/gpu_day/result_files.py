@@ -56,10 +56,7 @@ class StepOutcome:
 
 
 def append_durably(path: Path, data: bytes) -> bool:
-    """Append `data` to a file and wait until the disk has stored the data.
-
-    Return False, without a write, if the file would exceed `MAX_FILE_BYTES`.
-    """
+    """Append `data` to a file, and wait until it is on disk. Return False if the file would exceed `MAX_FILE_BYTES`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -149,10 +146,7 @@ class ImportedVisit:
 
 
 def import_results(folder: Path, results: Path) -> ImportedVisit:
-    """Copy new records from the result folder of a `repro gpu-day` run to the store `results`; return all its results.
-
-    Raises `ConfigError` if the folder has no results.
-    """
+    """Copy new records of a `repro gpu-day` folder to the store `results`; return all. Raises `ConfigError`."""
     outcomes = list(read_json_lines(folder / STEPS))
     says = f"has no {STEPS}; name the --out folder of a `repro gpu-day` run"
     require(outcomes, "--import", str(folder), says=says)

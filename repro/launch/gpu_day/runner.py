@@ -82,10 +82,7 @@ def parse_faults(given: Sequence[str]) -> dict[str, str]:
 
 
 def planned_steps(request: GpuDayRequest, scratch: Path) -> list[GpuDayStep]:
-    """Return the selected steps of `repro gpu-day` in order, with injected faults.
-
-    Raises `ConfigError` for an unknown step.
-    """
+    """Return the selected steps of `repro gpu-day` in order, with injected faults. Raises `ConfigError`."""
     steps = gpu_day_steps(GpuDayPlaces(request.out.absolute(), scratch), rehearse=request.rehearse)
     names = [step.name for step in steps]
     for pattern in (*request.only, *(request.faults or {})):
@@ -100,10 +97,7 @@ def planned_steps(request: GpuDayRequest, scratch: Path) -> list[GpuDayStep]:
 
 
 def run_gpu_day(request: GpuDayRequest, announce: Announce) -> list[StepOutcome]:
-    """Run all steps whose expected duration fits into the remaining time, and return the outcome of every step.
-
-    Raises `ConfigError`.
-    """
+    """Run all steps whose expected duration fits into the remaining time; return all outcomes. Raises `ConfigError`."""
     request.check()
     no_gpu = not request.rehearse and not count_cuda_devices()
     require(not no_gpu, "gpu-day", "no GPU", "a machine with a CUDA GPU; add --rehearse for a CPU")
@@ -168,10 +162,7 @@ class _Visit:
         return outcome
 
     def run(self, step: GpuDayStep) -> StepOutcome:
-        """Run a step until it ends, reaches its time limit or is interrupted, and return its outcome.
-
-        The records and the output of the step are copied while the step runs.
-        """
+        """Run a step until its end, its time limit or an interrupt, with copies of its records; return its outcome."""
         began, limit_s = time.monotonic(), min(step.limit_s, self.left_s)
         self.writer.begin_step(step.name, step.command)
         output, records, reason = self.places.scratch / f"{step.name}.log", 0, ""

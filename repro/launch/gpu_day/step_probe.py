@@ -91,10 +91,7 @@ def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def profile_steps(suite: Path, profiles: Path, measurements: Path, names: Sequence[str]) -> None:
-    """Profile one training step of each experiment; write step time, kernel time and a table of kernels.
-
-    If the host limits the step, a second table is sorted by host time.
-    """
+    """Profile one training step of each experiment: step time, kernel time, and tables of kernels by time."""
     for name in names:
         run = start_run(suite, name)
         run.steps(min(TIMED_STEPS, run.left - 1))

@@ -118,10 +118,7 @@ def gpu_day_steps(places: GpuDayPlaces, *, rehearse: bool = False) -> list[GpuDa
 
 
 def _missing(table: dict[str, Any], rehearse: bool) -> str:
-    """Return the first requirement of a step that this machine lacks; empty if it lacks none.
-
-    `table` is the step's table in `steps.toml`.
-    """
+    """Return the first requirement of a step (`table` of `steps.toml`) that this machine lacks, or an empty text."""
     needs = table.get("needs", [])
     if rehearse and not table.get("rehearsed", True):
         return str(needs[0])

@@ -158,8 +158,7 @@ def model_builders(*, tiny: bool) -> dict[str, Callable[[], nn.Module]]:
 def train_model(build: Callable[[], nn.Module], stage: int | None, rows: int, seq: int) -> dict[str, Any]:
     """Train a model with fp32 parameters; return losses, median step time in seconds and peak memory in bytes.
 
-    `stage` is the ZeRO stage of `repro.parallelize`; None trains in plain torch. A batch has `rows` samples of `seq`
-    tokens.
+    `stage` is the ZeRO stage of `repro.parallelize`; None trains in plain torch. A batch is `rows` times `seq` tokens.
     """
     device = _fresh_device()
     model: nn.Module = build().to(device)

@@ -75,8 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         lift_memory_limit()
         outcome = classify_error(error)
         reason = str(error) if outcome == "interrupted" else describe_error(error)
-        # The report is written before the stack trace, because the process may not live long: freeing tensors may
-        # wait for peers, and NCCL's watchdog may end the process.
+        # The report precedes the stack trace, because NCCL's watchdog may end a process while it frees tensors.
         _write_report(folder, options.rank, outcome, reason)
         if outcome != "interrupted":
             traceback.print_exc()

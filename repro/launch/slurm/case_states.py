@@ -216,10 +216,7 @@ class CaseState:
 
 
 def outcome_without_record(job: JobState | None) -> tuple[str, str]:
-    """Return outcome and reason of an experiment without a record, from the final state of its SLURM job.
-
-    `job` is None if SLURM does not list the job.
-    """
+    """Return outcome and reason of an experiment without a record, from its SLURM `job`; None: not listed."""
     if job is None:
         return "error", "lost: SLURM no longer lists the job, and the job wrote no record"
     outcome, reason = "error", f"the job ended as {job.state} without a record"
@@ -331,10 +328,7 @@ def _is_later(record: ExperimentRecord, submission: Submission) -> bool:
 
 
 def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[list[CaseState], list[str]]:
-    """Return the states of submitted experiments, and warnings of SLURM queries.  Raises `SchedulerError`.
-
-    Only the last submission of each experiment is included, or `every` submission.
-    """
+    """Return the states of each experiment's last (or `every`) submission, and warnings. Raises `SchedulerError`."""
     scheduler = Scheduler()
     cases = CaseSurvey(registry, store, scheduler).cases()
     if not every:

@@ -61,10 +61,7 @@ def print_logs(results: Path, name: str, rank: int | None) -> int:
 
 
 def find_case(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
-    """Return the newest submission of the experiment `name`, with the experiment's bundle and key.
-
-    Raises `ConfigError` if the experiment was not submitted.
-    """
+    """Return the newest submission of the experiment `name`, with bundle and key. Raises `ConfigError`."""
     known: list[str] = []
     for submission in reversed(registry.all()):
         for bundle in registry.work(submission).bundles:
@@ -164,10 +161,7 @@ def collect_records(results: Path, into: Path | None, json: bool) -> int:
 
 
 def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
-    """Return a record for an experiment whose SLURM job ended without a record.
-
-    The record is not conclusive, so the experiment runs again.
-    """
+    """Return an inconclusive record for an experiment whose SLURM job ended without one, so that it runs again."""
     submission = next(s for s in registry.all() if s.id == case.submission)
     work = registry.work(submission)
     experiment = next(e for b in work.bundles for e in b.experiments if e.key == case.key)
@@ -206,9 +200,7 @@ def _print_collected(
     if into is not None:
         print(f"{document['copied']} of the records are new in {into}/records.")
     for node, count in document["bad_nodes"].items():
-        print(
-            f"{count_noun(count, 'failure')} on node {node}: `repro submit --exclude {node}` excludes this node."
-        )
+        print(f"{count_noun(count, 'failure')} on node {node}; use `repro submit --exclude {node}`.")
     failed = [case for case in cases if case.state != DONE and case.outcome]
     for case in failed[:MAX_LISTED_NAMES]:
         print(f"{case.name}: {case.failure or case.outcome}: {case.detail}.")

@@ -79,10 +79,7 @@ class SchedulerError(RuntimeError):
 
 
 def run_slurm_command(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-    """Return the standard output of a SLURM command.
-
-    Raises `SchedulerError` if the command is missing, fails or does not end within `timeout_s`.
-    """
+    """Return a SLURM command's standard output. Raises `SchedulerError` if it is missing, fails or is too slow."""
     if shutil.which(command[0]) is None:
         raise SchedulerError(f"{command[0]}: not found: run repro on a login node of the cluster")
     try:
@@ -170,9 +167,7 @@ def _accounted_jobs(ids: set[str]) -> dict[str, JobState]:
             row = line.split("|")
             if len(row) != 5:
                 continue
-            state = (
-                row[1].split()[0] if row[1] else UNKNOWN
-            )  # The state may be "CANCELLED by 1000", with a user id.
+            state = row[1].split()[0] if row[1] else UNKNOWN  # The state may be "CANCELLED by USER_ID".
             job = JobState(state=state, reason=_clean(row[2]), nodes=_clean(row[3]), exit_code=row[4])
             found |= dict.fromkeys(expand(row[0]), job)
     return found
@@ -211,10 +206,7 @@ def expand(job_id: str) -> list[str]:
 
 
 def check_partition(partitions: dict[str, Partition], name: str, *, file: str, where: str) -> Partition:
-    """Return the partition `name`, or the cluster's default partition if `name` is ''.
-
-    Raises `ConfigError` if the cluster has no such partition.
-    """
+    """Return the partition `name`, or the default partition if `name` is ''. Raises `ConfigError` if it is missing."""
     known = ", ".join(sorted(partitions))
     name = name or next((found.name for found in partitions.values() if found.default), "")
     if name in partitions:

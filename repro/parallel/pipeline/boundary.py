@@ -63,14 +63,10 @@ class DeferredReceives:
 
 
 class Boundary:
-    """Transfers of activations and gradients between this rank and neighbouring pipeline stages.
-
-    The tensors have `shape` [b, s, h], and the dtype and device of `like`.
-    """
+    """Transfers of activations and gradients [b, s, h] between neighbouring stages, in dtype and device of `like`."""
 
     UNDER_WAY = 2
-    """Maximum number of unfinished sends of activations (and of gradients) to one rank; each send retains its
-    tensor."""
+    """Maximum number of unfinished sends of activations (and of gradients) to a rank; each send retains its tensor."""
     PURPOSE = ("activations", "gradients")
 
     def __init__(
@@ -105,10 +101,7 @@ class Boundary:
         return storage.empty(torch.Size(self.shape).numel() // parts, self._like, Category.COMMUNICATION)
 
     def expect(self, source: int, kind: str) -> None:
-        """Allocate a receive buffer for the next activations or gradients (`kind`) from stage `source`.
-
-        With overlap on a CPU, post the receive too.
-        """
+        """Allocate a receive buffer for `kind` tensors of stage `source`; with overlap on a CPU, post the receive."""
         buffer = self._buffer(self.tp.size if self.split else 1)
         self._expected.append(_Expected(buffer, source, kind, self.later.record() if self.later else None))
         if self.overlap and self.later is None:

@@ -1,8 +1,7 @@
 """Pipeline parallelism: one runner for every schedule (2104.04473 sec. 2.2).
 
 A rank runs the actions of its stage in order; `boundary` transfers their inputs and outputs. Between forward and
-backward of a micro-batch, only the tensors saved by autograd are retained. The received input and the sent output are
-freed.
+backward of a micro-batch, only tensors saved by autograd are retained, not the received input and sent output.
 """
 
 from __future__ import annotations
@@ -23,18 +22,14 @@ from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, batches,
 
 _PHASES = {FORWARD: Phase.FORWARD, BACKWARD: Phase.BACKWARD}
 Observer = Callable[[Phase], None]
-"""Function that is called when a phase of the step begins: forward, backward, idle (waiting for a stage) or
-optimizer."""
+"""Function that is called when a phase of the step begins: forward, backward, idle (wait for a stage), optimizer."""
 
 
 class Chunk(Protocol):
     """Interface of a model chunk (consecutive layers on one pipeline stage), which the pipeline runner calls."""
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Return the chunk's output [b, s, h] for input x [b, s, h].
-
-        The first chunk gets None as x, and the last returns the mean loss.
-        """
+        """Return the output [b, s, h], or the last chunk's mean loss, for input x [b, s, h] (None for the first)."""
 
     def before_backward(self, micro_batch: int, micro_batches: int) -> None:
         """Prepare the chunk for backward pass number `micro_batch` (from 0) of the `micro_batches` passes of a step."""
@@ -53,10 +48,7 @@ class _Slot:
 
 
 class _Entrance(torch.autograd.Function):
-    """Insert a received activation into the autograd graph without retaining it.
-
-    Backward stores its gradient in `slot`.
-    """
+    """Insert a received activation into the autograd graph, not retained; backward stores its gradient in `slot`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, slot: _Slot) -> Tensor:
@@ -101,14 +93,12 @@ class Pipeline:
         self.batches = (
             batches(self.actions, layout.chunks) if exchanges(layout) else [(a,) for a in self.actions]
         )
-        """Actions (forward and backward passes) of this stage, in groups. Without overlap, stages communicate after
-        each group."""
+        """Actions (forward and backward passes) of this stage; stages without overlap communicate after each group."""
         self.boundary = Boundary(
             pp, tp, shape, like, split=layout.scatter_gather, overlap=not exchanges(layout)
         )
         self.in_flight = 0
-        """Maximum number of (micro-batch, chunk) pairs that were between forward and backward at one time on this
-        stage."""
+        """Maximum number of (micro-batch, chunk) pairs that were between forward and backward at once on this stage."""
         self.position = -1
         """Index in `actions` of the action that the stage runs; -1 outside `run`."""
         self._live: dict[tuple[int, int], tuple[_Slot, _Slot, Tensor]] = {}

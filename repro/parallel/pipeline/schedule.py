@@ -1,8 +1,7 @@
 """Pipeline schedules as data: the actions of each stage in order, and the cost of that order.
 
-The runner executes a schedule, and `repro schedule` prints it. `timeline` computes exact times from the duration of a
-stage's forward and backward pass, without communication time (2104.04473 sec. 2.2). Symbols: p stages, m micro-batches,
-v chunks of layers per stage.
+The runner executes a schedule, and `repro schedule` prints it. `timeline` computes exact times from those of a stage's
+forward and backward pass, without communication (2104.04473 sec. 2.2). Symbols: p stages, m micro-batches, v chunks.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 from repro.parallel.zero.partition import ModuleUse
 
 Visit = tuple[int, ModuleUse]
-"""One module call in a forward pass: index of the module's gather unit (jointly gathered parameters), and the
-module."""
+"""Module call in a forward pass: index of the module's gather unit (jointly gathered parameters), and the module."""
 
 
 class _Graph:
@@ -38,8 +37,7 @@ class ForwardPass:
         self.visits: list[Visit] = []
         """Module calls of the forward pass in the order in which they began."""
         self.ends: list[int] = []
-        """For each visit (module call), the number of visits that had begun when the visit ended; visits may be
-        nested."""
+        """For each visit (module call), the number of visits that had begun when it ended; visits may be nested."""
         self.open_visits: list[int] = []
         """Indices in `visits` of the module calls that have not ended, the innermost call last."""
         self.offset = 0
@@ -84,14 +82,12 @@ class BackwardSchedule:
         steps = [(end, False, v) for v, end in enumerate(self._ends)]
         steps += [(v, True, v) for v in range(len(self.visits))]
         self.steps = [step[1:] for step in sorted(steps, key=lambda s: (-s[0], not s[1], s[2]))]
-        """Steps of the backward pass in order: (True if autograd leaves a module call, False if it enters one; index of
-        the call)."""
+        """Steps of the backward pass in order: (True to leave, False to enter a module call; index of the call)."""
         self.steps_taken = 0
         self.open_visits: list[int] = []
         """Indices of the module calls that activation recomputation is running again, the innermost call last."""
         self.first_visit = {u: v for v, (u, _) in reversed(list(enumerate(self.visits)))}
-        """Index of each gather unit's first module call. The unit's gradients are complete when autograd has left this
-        call."""
+        """Index of each gather unit's first module call, after whose backward the unit's gradients are complete."""
         self._entry = {v: i for i, (leaves, v) in enumerate(self.steps) if not leaves}
         self._exit = {v: i for i, (leaves, v) in enumerate(self.steps) if leaves}
         self._of_use: dict[Visit, list[int]] = {}
@@ -103,8 +99,7 @@ class BackwardSchedule:
             leaves, v = self.steps[i + 1]
             self.next_entry[i] = self.next_entry[i + 1] if leaves else v
         self.frees_unit = self._frees_unit()
-        """For each step, whether the parameters of its unit can be freed: no call of the unit is open, and the next is
-        of another."""
+        """For each step, whether its unit's parameters can be freed: no call is open, and another unit is next."""
 
     def steps_until_entry(self, visit: int) -> int:
         """Return the number of steps of the backward pass up to the entry of the module call `visit`."""

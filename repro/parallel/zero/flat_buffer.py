@@ -10,9 +10,8 @@ Elements that a rank retains of a bucket of P parameters (1910.02054 sec. 5; n d
 | 3 | P / n | P / n | P / n |
 
 A bucket's gradients are reduced in place, in one message (C_B, sec. 6.2). For stage 0, options add a copy of P
-elements, which older libraries reduced instead of the gradients: torch's DistributedDataParallel permanently,
-Megatron-LM during the reduction (`allreduce_gradients` of megatron/model/distributed.py in 2021, `allreduce_params`
-before).
+elements, which older libraries reduced instead: torch's DistributedDataParallel permanently, Megatron-LM during the
+reduction (`allreduce_gradients` of megatron/model/distributed.py in 2021, `allreduce_params` before).
 """
 
 from __future__ import annotations
@@ -33,15 +32,11 @@ from repro.parallel.zero_r.constant_buffers import reduce_fused
 from repro.parallel.zero_r.defragmentation import Arena, Piece
 
 WIDENED_ROWS = 8
-"""Number of rows that a matrix product of 16-bit operands converts to fp32 at once on a CPU, to limit the memory of
-copies."""
+"""Rows that a matrix product of 16-bit operands converts to fp32 at once on a CPU, to limit the memory of copies."""
 
 
 def add_product_(sums: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
-    """Set `sums` to beta * sums + alpha * a @ b, also for fp32 `sums` of 16-bit a and b.
-
-    The operation corresponds to `wgrad_gemm_accum_fp32` of Megatron-LM.
-    """
+    """Set `sums` to beta * sums + alpha * a @ b, also fp32 for 16-bit a, b (Megatron's `wgrad_gemm_accum_fp32`)."""
     if sums.dtype == a.dtype or (sums.is_meta and not storage.is_on_processors(sums)):
         torch.addmm(sums, a, b, beta=beta, alpha=alpha, out=sums)
     # torch 2.8 or later has an `addmm` with fp32 output of 16-bit operands.
@@ -57,28 +52,21 @@ class Bucket(FlatParameters):
     """Parameters that are reduced together, with flat buffers for their values, gradients and master weights."""
 
     def __init__(
-        self,
-        plan: BucketPlan[Tag],
-        parameters: Sequence[Parameter],
-        sharding: Sharding,
-        dtype: torch.dtype,
+        self, plan: BucketPlan[Tag], parameters: Sequence[Parameter], sharding: Sharding, dtype: torch.dtype
     ):
         super().__init__(plan, parameters, sharding, dtype)
         self.all_reduce_first, self.fused = sharding.all_reduce_first, not sharding.constant_buffers
         self.grad_dtype = sharding.grad_dtype or dtype
         self.pool: Arena | None = None
-        """Preallocated memory for full gradients under stages 2 and 3 with M_D (defragmentation); None: torch's
-        allocator."""
+        """Preallocated memory for full gradients of stages 2 and 3 (M_D, defragmentation); None: torch's allocator."""
         self._piece: Piece | None = None
         self.master = self.shard
-        """Parameters that the optimizer updates: fp32 master weights of this rank's shard, or the shard itself in fp32
-        training."""
+        """Parameters that the optimizer updates: fp32 master weights of the shard, or the shard itself if fp32."""
         if dtype.itemsize < 4:
             self.master = storage.zeros(self.shard.numel(), self.shard, Category.OPTIMIZER, torch.float32)
         self._place_gradients()
         self.copy: Tensor | None = None
-        """Permanent flat buffer [padded] to which gradients are copied for the reduction; None: gradients are reduced
-        in place."""
+        """Permanent flat buffer [padded] for copies of gradients to reduce; None: gradients are reduced in place."""
         if not sharding.as_view:
             self.copy = storage.zeros(plan.padded, self.full, Category.COMMUNICATION, self.grad_dtype)
         # Megatron-LM (use_contiguous_buffers_in_ddp) reduced fp32 gradients of 16-bit parameters in place.
@@ -135,10 +123,7 @@ class Bucket(FlatParameters):
         self._views = self._views_of(gradients)
 
     def reduce(self, *, add: bool) -> Work:
-        """Sum the bucket's gradients over the data-parallel group, and write this rank's shard to `gradient_shard`.
-
-        `add` (stages 2 and 3): add the sum to the gradients of earlier micro-batches.
-        """
+        """Write the bucket's gradients, summed over the dp group, to `gradient_shard`, or add them with `add`."""
         full = self.gradients
         assert full is not None
         copy = self.copy

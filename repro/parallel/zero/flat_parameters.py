@@ -21,14 +21,12 @@ from repro.parallel.comm import Group, Work
 from repro.parallel.zero.partition import BucketPlan
 
 InitialValues = Callable[[int, int, int], Tensor]
-"""Function (parameter index, start, stop) -> initial fp32 values, flat, of elements start..stop of the (tp-local)
-parameter."""
+"""Function (parameter index, start, stop) -> initial fp32 values, flat, of the (tp-local) elements start..stop."""
 
 INITIALISED_ELEMENTS = 1 << 22
 """Maximum number of parameter elements that are initialised at once, which limits temporary memory."""
 PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
-"""Minimum number of elements of a separately gathered parameter that stage 3 frees after its use (DeepSpeed's
-`param_persistence_threshold`)."""
+"""Minimum size in elements of parameters that stage 3 frees after use (DeepSpeed's `param_persistence_threshold`)."""
 MAX_REUSE_DISTANCE_ELEMENTS = 1_000_000_000
 """Number of elements of other parameters, used between two uses of a parameter, from which on stage 3 frees the
 parameter in between (DeepSpeed's `max_reuse_distance`)."""
@@ -45,8 +43,7 @@ class Tag:
     tied: bool = False
     """Whether the first and the last pipeline stage both hold the parameter and sum its gradients before the step."""
     partial: bool = False
-    """Whether each tp rank computes the parameter's gradient for its part of the sequence only, so that gradients are
-    summed over tp (sequence parallelism)."""
+    """Whether each tp rank computes a parameter's gradient from its part of the sequence only, for a sum over tp."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,7 @@ class Sharding:
     dtype: torch.dtype | None
     """Data type of the parameters; None does not change it."""
     constant_buffers: bool = True
-    """Whether gradients are reduced in buckets of `bucket_bytes` (C_B of ZeRO-R). Otherwise the module has one bucket,
-    reduced in fp32."""
+    """Whether gradients are reduced in buckets of `bucket_bytes` (C_B of ZeRO-R), else in one fp32 bucket."""
     contiguous: bool = False
     """Whether full gradients of stages 2 and 3 use memory that is allocated once (M_D of ZeRO-R)."""
     overlap: bool = True
@@ -122,17 +118,12 @@ class FlatParameters:
     """Flat buffer `full` of parameters, each of which is a view of the buffer; stage 3 frees it between uses."""
 
     def __init__(
-        self,
-        plan: BucketPlan[Tag],
-        parameters: Sequence[Parameter],
-        sharding: Sharding,
-        dtype: torch.dtype,
+        self, plan: BucketPlan[Tag], parameters: Sequence[Parameter], sharding: Sharding, dtype: torch.dtype
     ):
         group, stage = sharding.group, sharding.stage
         self.plan, self.parameters, self.stage, self.group = plan, list(parameters), stage, group
         self.has_part_lists = sharding.by_parameter and group.size > 1
-        """Whether collectives use a list with one tensor per rank, each of which is copied (DeepSpeed's gather by
-        parameter)."""
+        """Whether collectives copy a list of one tensor per rank (DeepSpeed's gather by parameter)."""
         self.is_persistent = sharding.by_parameter and is_below_persistence_threshold(self.parameters[0])
         """Whether stage 3 retains the gathered parameters until the optimizer step, because they are small."""
         self.part = group.rank if stage >= 1 else 0
@@ -232,10 +223,8 @@ def exceed_reuse_distance(elements: Sequence[int]) -> list[bool]:
 
 
 class RankParts:
-    """Equal parts of a flat tensor, one for each rank, as views that are copied one by one.
-
-    On `meta` no views are created, and a simulation gets their number through the tensor's observer.
-    """
+    """Equal parts of a flat tensor, one for each rank, as views that are copied one by one. On `meta` no views are
+    created, and a simulation gets their number through the tensor's observer."""
 
     def __init__(self, flat: Tensor, count: int, *, flattened: bool = False):
         """`flattened`: create one more view per part, as libraries do to flatten a gradient."""

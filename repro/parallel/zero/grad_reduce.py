@@ -38,8 +38,7 @@ class GradientReducer:
     """
 
     IN_FLIGHT = 2
-    """Maximum number of buckets under reduction at one time in stages 1 to 3, if a reduction needs additional
-    memory."""
+    """Maximum number of buckets under reduction at once in stages 1 to 3, if a reduction needs additional memory."""
 
     def __init__(self, buckets: Sequence[Bucket], sharding: Sharding):
         """Install the gradient hooks of all parameters in `buckets`.
@@ -51,8 +50,7 @@ class GradientReducer:
         self.buckets = list(buckets)
         """Buckets in the order in which backward computes their gradients, the last layers first."""
         self.by_arrival = sharding.stage < 3
-        """Whether a bucket is complete once each of its parameters has a gradient; otherwise `close` completes the
-        bucket."""
+        """Whether a bucket is complete once all its parameters have gradients; otherwise `close` completes it."""
         self._index = {id(bucket): b for b, bucket in enumerate(self.buckets)}
         self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._missing = [0] * len(self.buckets)

@@ -107,10 +107,7 @@ def plan_bucket(sizes: Iterable[tuple[int, int, Tag]], n: int) -> BucketPlan[Tag
 
 
 def plan_buckets(sizes: Sequence[tuple[int, int, Tag]], n: int, bucket_numel: int) -> list[BucketPlan[Tag]]:
-    """Divide parameters in order into buckets of at most `bucket_numel` elements.
-
-    A larger parameter gets a separate bucket.
-    """
+    """Divide parameters in order into buckets of at most `bucket_numel` elements, or of one larger parameter."""
     plans: list[BucketPlan[Tag]] = []
     current: list[tuple[int, int, Tag]] = []
     filled = 0
@@ -150,10 +147,7 @@ def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> lis
 
 
 def _only_children(module: nn.Module) -> list[str]:
-    """Return the chain of submodules that are the only child of their parent, by name.
-
-    A user may call another method of the parent than forward (`generate`), which calls such a child directly.
-    """
+    """Return the chain of submodules that are their parent's only child, by name; users may call them directly."""
     found: list[str] = []
     while not module._parameters and len(children := list(module.named_children())) == 1:
         ((name, module),) = children
@@ -164,10 +158,7 @@ def _only_children(module: nn.Module) -> list[str]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether the module defines `forward`.
-
-    Forward hooks of containers without it (`nn.ModuleList`) never run.
-    """
+    """Return whether the module defines `forward`; hooks of containers without it (`nn.ModuleList`) never run."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -218,7 +209,7 @@ def parameters_by_unit(module: nn.Module, units: Sequence[GatherUnit]) -> list[l
         if len(inner) > 1 and outer is None:
             names = ", ".join(units[u].name for u in inner)
             raise ValueError(
-                f"units {names} share a parameter. Name a module that contains all of them in blocks."
+                f"units {names} share a parameter. Name a module that contains all units in blocks."
             )
         owner = inner[0] if len(inner) == 1 else outer
         assert owner is not None

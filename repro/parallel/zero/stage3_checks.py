@@ -1,9 +1,8 @@
 """Checks of ZeRO stage 3 for a user's module: reads of freed parameters, and ranks that gather different units.
 
 An operator on a freed parameter would read released memory, so the parameter gets a class that refuses operators. If
-the modules that a rank uses depend on its data, an all-gather could mix the shards of different blocks. Every gather of
-a forward pass therefore compares the index of its unit over the ranks. The end of the pass compares a digest of all its
-units.
+the modules that a rank uses depend on its data, an all-gather could mix shards of different blocks. Every gather of a
+forward pass therefore compares its unit's index over the ranks, and the end of the pass a digest.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ METADATA_FUNCTIONS: set[Callable[..., Any]] = {
 
 
 class FreedParameter(Parameter):
-    """Parameter whose memory ZeRO stage 3 has freed.
-
-    It has a shape and a gradient, and refuses operators on its values.
-    """
+    """Parameter whose memory ZeRO stage 3 has freed. It has a shape and gradient, but refuses operators."""
 
     @classmethod
     def __torch_function__(
@@ -104,10 +100,7 @@ class UnitAgreement:
         self._last_pass = Work()
 
     def compare(self, number: int) -> Work:
-        """Send `number` to all ranks.
-
-        `wait` of the result raises `RuntimeError` unless all ranks have sent equal numbers.
-        """
+        """Send `number` to all ranks. The result's `wait` raises `RuntimeError` unless all numbers are equal."""
         if self.group.size == 1:
             return Work()
         own = torch.tensor([number])

@@ -155,8 +155,7 @@ class ShardedModule:
     def end_backward(self) -> None:
         """End a micro-batch's backward pass, and start the reductions of its gradients.
 
-        Stages 0 and 1 reduce gradients only after the last micro-batch. Without overlap, `wait_gradients` starts their
-        reductions.
+        Stages 0 and 1 reduce gradients after the last micro-batch; without overlap, `wait_gradients` starts reductions.
         """
         if self.gatherer is not None:
             self.gatherer.finish_backward()

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 from repro.parallel import storage
 from repro.parallel.comm import Work
-from repro.parallel.zero.backward_schedule import (
-    BackwardSchedule,
-    ForwardPass,
-    GradOnlyBackward,
-    tensors_in,
-)
+from repro.parallel.zero.backward_schedule import BackwardSchedule, ForwardPass, GradOnlyBackward, tensors_in
 from repro.parallel.zero.flat_parameters import FlatParameters, exceed_reuse_distance
 from repro.parallel.zero.partition import GatherUnit, ModuleUse
 from repro.parallel.zero.stage3_checks import FreedParameterGuard, UnitAgreement
@@ -43,17 +38,13 @@ class ParameterUnsharder:
         *,
         ahead: bool = True,
     ):
-        """`ahead`: prefetch the next unit while a unit computes.
-
-        Otherwise, wait for the gather of each flat buffer in turn.
-        """
+        """`ahead`: prefetch the next unit while a unit computes; otherwise, await each flat buffer's gather in turn."""
         self._ahead = ahead
         self._module, self._grad_only_backward = module, grad_only_backward
         self.units, self.buckets = list(units), [list(group) for group in buckets]
         self._complete = complete
         self._gathered_twice = [_gathered_twice(group) for group in self.buckets]
-        """Flat buffers of each unit that are freed after a block's recomputation, and gathered again for its backward
-        pass."""
+        """Flat buffers of each unit that are freed after a block's recomputation and gathered for its backward pass."""
         self._works: dict[int, list[Work]] = {}
         self._forward = ForwardPass(False)
         """Record of the forward pass that runs at present, or that ran last."""
@@ -62,8 +53,7 @@ class ParameterUnsharder:
         self._schedule: BackwardSchedule | None = None
         """Schedule of the running backward pass; None outside backward passes."""
         self.retains_units = False
-        """Whether gathered units are retained, because a backward pass that computes only gradients of inputs needs
-        them again."""
+        """Whether gathered units are retained after a backward pass of gradients of inputs only, for the next pass."""
         self._agreement: UnitAgreement | None = None
         self._guards: list[FreedParameterGuard] = []
         self._handles: list[Any] = []
@@ -71,8 +61,7 @@ class ParameterUnsharder:
         order = {name: i for i, name in enumerate(names)}
         uses = [(u, use) for u, unit in enumerate(self.units) for use in unit.uses]
         self._expected = sorted(uses, key=lambda entry: order[entry[1].module])
-        """Expected module calls: those of the previous forward pass; initially, one for each module in the order of
-        declaration."""
+        """Expected module calls: those of the previous forward pass; initially, all modules as declared, once each."""
         for u, use in reversed(uses):
             target = names[use.module]
             # The gather hook runs before the pre-hooks of users, which may read the parameters (`weight_norm`).
@@ -173,10 +162,7 @@ class ParameterUnsharder:
             self._free(u, [flat for flat in self.buckets[u] if not (flat.is_persistent and training)])
 
     def begin_forward(self) -> None:
-        """Begin the record of a forward pass.
-
-        A pass under `no_grad` does not change the schedule of the next backward pass.
-        """
+        """Begin the record of a forward pass, which changes the next backward schedule unless it is under `no_grad`."""
         if self._agreement is not None:
             self._agreement.wait()
         if self._forward.visits:
@@ -247,10 +233,7 @@ class ParameterUnsharder:
         return run, visit - run.offset
 
     def _inside_visit(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook the output of a gather unit's inner module, whose backward may begin before that of the unit's output.
-
-        An example is a block that stores a part of the loss in addition to its output.
-        """
+        """Hook the output of a unit's inner module whose backward may begin before that of the unit's output."""
         if not torch.is_grad_enabled() or (self.retains_units and torch._C._current_graph_task_id() != -1):
             return
         if self._schedule is not None:
@@ -263,10 +246,7 @@ class ParameterUnsharder:
             )
 
     def _hooks_outside_uses(self, units: Sequence[int]) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return hooks that gather and free `units` for a call of an inner module outside the full module's forward.
-
-        An example is an encoder that text generation calls.
-        """
+        """Return hooks that gather and free `units` for an inner module's call outside the full module's forward."""
         gathered: list[int] = []
 
         def gather(module: nn.Module, args: Any) -> None:

@@ -67,8 +67,7 @@ class ActivationCheckpoints:
         self.parts = tp.size if layout.pa else 1
         self.offload, self.contiguous = layout.pa_cpu, layout.md
         self.arena: Arena | None = None
-        """Preallocated memory of all checkpoints under `md`, created at the first checkpoint with pieces of its
-        size."""
+        """Preallocated memory of all checkpoints under `md`, created at the first one with pieces of its size."""
         self._stream: torch.cuda.Stream | None = None
 
     @property
@@ -176,10 +175,7 @@ Block = Callable[[Tensor], Tensor]
 
 
 class _Recompute(torch.autograd.Function):
-    """Transformer block that is recomputed in backward.
-
-    The autograd graph references only a checkpoint of its input.
-    """
+    """Transformer block that is recomputed in backward; the autograd graph references only its input's checkpoint."""
 
     @staticmethod
     def forward(
@@ -244,7 +240,6 @@ class _RecomputeAttention(torch.autograd.Function):
 def recompute_attention(attend: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return `attend(q, k, v)` on heads [b, a/t, s, d]; backward runs `attend` again (2205.05198 sec. 5).
 
-    `attend` must use no parameter. Its dropout uses counter-based random numbers, so that the second run drops the same
-    weights.
+    `attend` must use no parameter. Its dropout uses counter-based random numbers, so that a rerun drops equal weights.
     """
     return _RecomputeAttention.apply(attend, q, k, v)

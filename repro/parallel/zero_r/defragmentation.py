@@ -1,8 +1,7 @@
 """M_D: memory allocated once for tensors of different lifetimes (1910.02054 sec. 6.3).
 
-Checkpoints exist from forward to backward, and gradients of stages 2 and 3 until their reduction, but the activations
-between them only briefly. In torch's allocator, the long-lived tensors would fragment memory, so they use pieces of a
-preallocated `Arena`.
+Checkpoints exist from forward to backward, and gradients of stages 2 and 3 until their reduction, but activations only
+briefly. The long-lived tensors would fragment torch's allocator, so they use pieces of a preallocated `Arena`.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ class Arena:
         return any(self._pieces[i].numel() >= numel for i in self._free)
 
     def take(self, numel: int) -> Piece:
-        """Take the smallest free piece with `numel` elements or more, and return its first `numel` elements.
-
-        Raises `RuntimeError` if no piece fits: the planned number of live tensors was wrong.
-        """
+        """Return `numel` elements of the smallest free piece with as many. Raises `RuntimeError` if none fits."""
         found = min(
             (i for i in self._free if self._pieces[i].numel() >= numel),
             key=lambda i: (self._pieces[i].numel(), i),

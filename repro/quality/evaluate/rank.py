@@ -43,10 +43,7 @@ The first answer is for predictions from the full vocabulary, the second for pre
 def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
-    """Score the text samples of an evaluation job on this rank, and return `{"samples": scores}` by experiment key.
-
-    Only the first tensor-parallel rank of the last pipeline stage of a replica has scores.
-    """
+    """Score an evaluation job's text samples on this rank; return `{"samples": scores}` by experiment key."""
     torch_device, experiment = rank_device(device), job.experiments[0]
     heartbeat.phase(0, 0, Phase.INIT)
     with joined_process_group(rank, world, torch_device, rendezvous):
@@ -73,10 +70,7 @@ def score_samples(
     forbidden: list[int],
     progress: Callable[[int], None] = lambda step: None,
 ) -> list[SampleScore]:
-    """Return the scores of this replica's text samples.
-
-    Only the first tensor-parallel rank of the last pipeline stage has scores; other ranks return an empty list.
-    """
+    """Return the scores of this replica's samples, on the first tp rank of the last stage; other ranks: []."""
     layout = experiment.layout
     scorer = Scorer(experiment.model, layout, mesh, device, source, forbidden)
     mine = range(mesh.dp.rank, len(samples.spans), layout.dp)
@@ -147,10 +141,7 @@ class Scorer:
         source: WeightSource,
         forbidden: Sequence[int] = (),
     ):
-        """Load this rank's weights of `model`, which is the model of `source` with a vocabulary that is padded for tp.
-
-        `forbidden`: token ids of the stop words.
-        """
+        """Load this rank's weights of `model`, the model of `source` with tp padding. `forbidden`: stop words' ids."""
         parts, stage = layout.parts(model.layers), mesh.pp.rank
         part = Part(parts[stage], first=stage == 0, last=stage == len(parts) - 1)
         self.mesh, self.layout, self.part = mesh, layout, part
@@ -212,13 +203,10 @@ class Scorer:
         return self._boundary
 
     def _score_logits(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Store the scores of n target tokens from their logits [n, V/t] (vocabulary V, tp degree t); return the losses
-        [n]."""
+        """Store the scores of n target tokens from logits [n, V/t] (vocabulary V, tp degree t); return losses [n]."""
         tp = self.mesh.tp
         first = tp.rank * rows.shape[1]
-        rows[:, max(0, self._vocab - first) :] = float(
-            "-inf"
-        )  # rows that only pad the vocabulary are no tokens
+        rows[:, max(0, self._vocab - first) :] = float("-inf")  # Padding of the vocabulary is no token.
         predicted = allowed = _argmax_token(rows, first, tp)
         if self._forbidden.numel():
             local = self._forbidden - first
@@ -230,10 +218,7 @@ class Scorer:
 
 
 def _argmax_token(rows: Tensor, first: int, tp: Group) -> Tensor:
-    """Return the tokens [n] with the largest logits over all tensor-parallel ranks.
-
-    `rows`: this rank's logits [n, V/t] of vocabulary V and tp degree t, which begin with token `first`.
-    """
+    """Return the tokens [n] of the largest logits over all tp ranks, from `rows` [n, V/t] from token `first` on."""
     largest, index = rows.float().max(1)
     best = largest.clone()
     tp.all_reduce(best, MAX, "evaluation").wait()

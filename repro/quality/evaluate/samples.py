@@ -64,10 +64,7 @@ def _read_protocols() -> tuple[list[EvaluationProtocol], dict[str, str]]:
 
 
 def find_protocol(task: str, name: str = "") -> EvaluationProtocol:
-    """Return the evaluation protocol `name` of a task, by default the first one of the task.
-
-    Raises `ConfigError` for an unknown name.
-    """
+    """Return the evaluation protocol `name` of a task, or the task's first one. Raises `ConfigError` if unknown."""
     protocols, advice = _read_protocols()
     require(task in advice, "--task", task, f"one of {', '.join(advice)}")
     known = {protocol.name: protocol for protocol in protocols if protocol.task == task}
@@ -119,8 +116,7 @@ def open_tokenizer(name: str, weights: Path) -> Tokenizer:
     """Return the tokenizer of single bytes if `name` is `bytes`, else GPT-2's tokenizer from the folder `name`.
 
     The files are `vocab.json` and `merges.txt`. An empty name selects the folder of the weights if it contains these
-    files, else the packaged files of GPT-2.
-    Raises `ConfigError` if the files, or the Python package that reads them, are missing.
+    files, else GPT-2's files. Raises `ConfigError` if the files, or the Python package that reads them, are missing.
     """
     if name == BYTES:
         return ByteTokenizer()
@@ -134,18 +130,14 @@ def read_stop_words(path: Path | None) -> frozenset[str]:
     try:
         return frozenset((path or STOP_WORDS_FILE).read_text(encoding="utf-8").lower().split())
     except (OSError, UnicodeDecodeError):
-        raise ConfigError(
-            "--stop-words", str(path), "a readable text file in UTF-8 with stop words"
-        ) from None
+        raise ConfigError("--stop-words", str(path), "a readable UTF-8 text file with stop words") from None
 
 
 def check_vocabulary(ids: Iterable[int], vocab: int) -> None:
     """Raise `ConfigError` if a token id is outside the model's vocabulary."""
     largest = max(ids, default=0)
     if largest >= vocab:
-        right = (
-            f"the tokenizer of the model, which has {vocab} tokens; the selected tokenizer gives id {largest}"
-        )
+        right = f"the tokenizer of the model with {vocab} tokens; the selected tokenizer gives id {largest}"
         raise ConfigError("--tokenizer", expected=right)
 
 
@@ -181,10 +173,7 @@ class Samples:
 def read_samples(
     path: Path, protocol: EvaluationProtocol, tokenizer: Tokenizer, context: int, stride: int = 0
 ) -> Samples:
-    """Return the samples of a task's text file for a model with a context of `context` tokens.
-
-    `stride` is the number of tokens between the starts of text windows; 0 is the stride of the protocol.
-    """
+    """Return the samples of a task's text for `context` tokens; `stride`: tokens between windows, 0: the protocol's."""
     if stride and protocol.task != WIKITEXT:
         says = f"needs task {WIKITEXT}; the samples of task {protocol.task} are not windows of a text"
         raise ConfigError("--stride", stride, says=says)

@@ -18,10 +18,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """Tensor names, configuration keys and conversions of one model family of Hugging Face transformers.
-
-    Tensor names exclude `prefix`.
-    """
+    """Tensor names without `prefix`, configuration keys and conversions of one transformers model family."""
 
     name: str
     """Name of the model family in messages, such as `GPT-NeoX`."""
@@ -109,10 +106,7 @@ class Family:
 
 
 def norm_counterparts(theirs: str, ours: str, model: Model) -> Iterator[Counterpart]:
-    """Yield the weight of a norm and, for a LayerNorm, its bias.
-
-    `theirs`, `ours`: names of the norm in transformers and in this suite's GPT.
-    """
+    """Yield a norm's weight and, for a LayerNorm, its bias. `theirs`, `ours`: its names in transformers and here."""
     yield counterpart(f"{theirs}.weight", ours, model.hidden)
     if model.norm == "layer":
         yield counterpart(f"{theirs}.bias", f"{ours}_bias", model.hidden)
@@ -170,10 +164,7 @@ def first_value(config: Config, *keys: str) -> Any:
 
 
 def rotary_sizes(config: Config) -> dict[str, Any]:
-    """Return the fields of `Model` for the rotary position embedding that a configuration describes.
-
-    New versions of transformers have the keys of this embedding in an inner table.
-    """
+    """Return the fields of `Model` for a configuration's rotary position embedding, also in an inner table."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":

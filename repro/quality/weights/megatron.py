@@ -186,10 +186,7 @@ class MegatronCheckpoint(WeightSource):
     def _model(
         self, shards: list[dict[str, Tensor]], arguments: Mapping[str, Any], model: Model | None
     ) -> Model:
-        """Return the model whose sizes follow from the tensor shapes of a checkpoint.
-
-        The number of heads is from the checkpoint's arguments or from `model`.
-        """
+        """Return the model of a checkpoint's tensor shapes, with heads from the checkpoint's arguments or `model`."""
         shard, where = shards[0], str(self._folder)
         names = ("word_embeddings.weight", "position_embeddings.weight", "layers.0.mlp.dense_h_to_4h.weight")
         if lacking := [name for name in names if name not in shard]:

@@ -55,10 +55,7 @@ class WeightSource(ABC):
     def elements(
         self, name: str, start: int, stop: int, rank: int = 0, ranks: int = 1, rows: int = 0
     ) -> Tensor:
-        """Return elements `start` to `stop`, flat fp32, of the part of a parameter on tp rank `rank` of `ranks`.
-
-        `rows` is the length of the parameter's first dimension with zero padding; 0 adds no padding.
-        """
+        """Return flat fp32 elements `start` to `stop` of a tp rank's part; `rows`: padded first dimension, or 0."""
 
     def check(self) -> None:
         """Raise `ConfigError` if redundant copies of a parameter in the weight files differ."""
@@ -103,10 +100,7 @@ class Counterpart(NamedTuple):
         return 1 if len(self.shape) == 1 else self.shape[0 if self.transposed else 1]
 
     def read_slices(self, source: WeightSource, rows: int = 0) -> Iterator[Tensor]:
-        """Yield the elements of another library's tensor in order, as fp32 slices of the weights in `source`.
-
-        `rows` limits the rows of each range, to omit padding; 0 is no limit.
-        """
+        """Yield another library's tensor from `source` in fp32 slices; `rows` limits rows to omit padding (0: none)."""
         if self.transposed:
             parts = [part for row_range in self.row_ranges for part in self._read_range(source, row_range)]
             yield torch.cat(parts).view(-1, self.width).t()
@@ -121,8 +115,7 @@ class Counterpart(NamedTuple):
 
 
 def counterpart(theirs: str, ours: str, *shape: int, transposed: bool = False) -> Counterpart:
-    """Return the description of another library's tensor that equals the parameter `ours`, or its transpose, of this
-    suite's GPT."""
+    """Return the description of another library's tensor that equals the GPT's parameter `ours` or its transpose."""
     rows = shape[1] if transposed else shape[0]
     return Counterpart(theirs, shape, (RowRange(ours, 0, rows),), transposed)
 

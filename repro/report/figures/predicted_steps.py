@@ -135,9 +135,7 @@ def _draw_yuan(axes: Axes, view: View, record: Record) -> set[str]:
     return set(found)
 
 
-MACHINE = Drawing(
-    "machine", "Predicted against measured", "The store has no measured experiment that was also simulated."
-)
+MACHINE = Drawing("machine", "Predicted against measured", "No measured run in the store was also simulated.")
 MACHINE_PANELS = (
     ("memory.peak_bytes", "peak memory of the fullest rank", units.size),
     ("comm.sent_bytes", "bytes sent per rank and step", units.size),

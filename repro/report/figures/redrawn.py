@@ -29,15 +29,7 @@ from repro.config.errors import ConfigError, require
 from repro.config.files import build_dataclass, read_toml
 from repro.report.figures import style
 from repro.report.figures.style import Drawing
-from repro.report.figures.values import (
-    BarPair,
-    Value,
-    View,
-    bar_pair,
-    draw_bars,
-    draw_error,
-    draw_legend,
-)
+from repro.report.figures.values import BarPair, Value, View, bar_pair, draw_bars, draw_error, draw_legend
 from repro.results.schema import SIMULATED
 from repro.simulate.time.calibration import count_bases
 
@@ -62,11 +54,7 @@ class SeriesEntry:
     """Expression over simulated records for each bar without a published number, by the bar's label on the axis."""
 
     def __post_init__(self) -> None:
-        require(
-            self.rows or self.at or self.more,
-            "rows",
-            says="is missing: a series needs `rows`, `at` or `more`",
-        )
+        require(self.rows or self.at or self.more, "rows", says="is missing: a series needs rows, at or more")
         if self.rows and "*" not in self.rows:
             right = (
                 "claim/label with a * for the label on the axis; single rows belong in at = { LABEL = ... }"

@@ -201,10 +201,7 @@ def scatter_by(
 
 
 def draw_fills_above(figure: Figure | Axes, fills: Mapping[str, Any], *more: Artist, **where: Any) -> None:
-    """Draw the legend of bars above all axes: fills (colours, or patch properties) by label, and other artists `more`.
-
-    `where`: properties of the legend, such as `loc` in a single axes.
-    """
+    """Draw the legend of bars above all axes: fills by label, and artists `more`. `where`: legend properties."""
     from matplotlib.patches import Patch
 
     properties = {

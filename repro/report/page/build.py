@@ -231,9 +231,8 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
     if len(found.torn) > MAX_PRINTED_REMARKS:
         remarks.append(f"{len(found.torn) - MAX_PRINTED_REMARKS} more lines of the store are not records")
     if not found.records:
-        remarks.append(
-            f"no records in {found.results}: the report shows the ledger, analytic evidence and reference records only"
-        )
+        shown = "the report shows the ledger, analytic evidence and reference records only"
+        remarks.append(f"no records in {found.results}: {shown}")
     if chosen.foreign:
         remarks.append(
             f"{chosen.foreign} records of another version of the measurement protocol are omitted, because they are "

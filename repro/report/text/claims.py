@@ -136,10 +136,7 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
 
 
 def print_claim(result: ClaimResult, console: Console, first: Collection[str] = ()) -> None:
-    """Print one claim on one screen: verdict, cause, the values that decide it, and the commands that repeat them.
-
-    `first`: labels of the values to print first, which a headline claim names.
-    """
+    """Print a claim on one screen: verdict, cause, values (first those labelled `first`), and repeating commands."""
     claim = result.claim
     console.print(Text.assemble((claim.id, "bold cyan"), f": {claim.title}."))
     verdict = Text.assemble("Verdict: ", (result.verdict, VERDICT_STYLES[result.verdict]), f". {why(result)}")
@@ -352,10 +349,7 @@ def _published(result: RowResult) -> str:
 
 
 def print_claims_on_system(claim: str, system: str, json: bool, results: Path, details: bool) -> int:
-    """Print the predictions of the claims for `system` in the store `results`; return 1 if there are none, else 0.
-
-    Raises `ConfigError` if the system or the claim is unknown, or if the claim is not predictable for other systems.
-    """
+    """Print the predictions of the claims for `system`; return 1 if there are none, else 0. Raises `ConfigError`."""
     ledger = load_ledger()
     questions = other_system.load_questions(ledger)
     if claim:

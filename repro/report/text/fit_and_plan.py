@@ -143,9 +143,8 @@ def print_layouts(
     is_first = f"is faster than each of the {len(compared) - 1} next rows"
     if several:  # Only the best layout of each system is compared with those of other systems.
         compared = [each for each in compared if each[0] in best.values()]
-        is_first = (
-            f"is {'cheaper' if request.rank_by == COST else 'faster'} than the best layouts of other systems"
-        )
+        better = "cheaper" if request.rank_by == COST else "faster"
+        is_first = f"is {better} than the best layouts of other systems"
     without = [query.system.name for query, _ in plans if query.system.name not in best]
     counts = [f"{len(others):,} of {len(ranked):,} layouts do not fit"] * bool(others)
     counts += [f"{len(left):,} are slower than the listed ones even at their minimum time"] * bool(left)

@@ -115,10 +115,7 @@ def _print_groups(found: Sequence[ComparableResults]) -> None:
 def print_result_tables(
     found: Sequence[ComparableResults], *, details: bool = False, rows: int = MAX_ROWS
 ) -> None:
-    """Print the experiments, failures and comparisons of each suite and kind of evidence.
-
-    `rows`: maximum number of lines of all tables together, without `details`.
-    """
+    """Print experiments, failures and comparisons by suite and evidence, in `rows` lines unless `details` is set."""
     console = stdout(PAGE_COLUMNS)
     for group in found:
         failures = [record for record in group.records if record.outcome != "ok"]

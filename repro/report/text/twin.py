@@ -43,16 +43,13 @@ def print_twin(
 ) -> int:
     """Derive scaled-down twins of claims or experiments (`names`), print them, and write them to the suite `write`.
 
-    `within`, `between`: bytes/s of the originals' links inside and between nodes, separated by commas; empty: those of
-    the originals' system. `write` may be None.
+    `within`, `between`: bytes/s of the originals' links inside and between nodes, as lists; empty: those of the system.
     """
     for key in ("ranks", "part", "layers"):
         require(getattr(choice, key) >= 1, f"--{key}", getattr(choice, key), "1 or more")
     require(choice.steps >= 2, "--steps", choice.steps, "2 or more, because the first step is not timed")
     for key in ("width", "tp"):
-        require(
-            getattr(choice, key) >= 0, f"--{key}", getattr(choice, key), "0 (chosen by the program) or more"
-        )
+        require(getattr(choice, key) >= 0, f"--{key}", getattr(choice, key), "0 (automatic) or more")
     rates = [_parse_rates("--within", within), _parse_rates("--between", between)]
     compared, claims = _originals(names)
     if machine is None:

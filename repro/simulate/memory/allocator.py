@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 class OutOfMemory(Exception):
     """Memory request that the caching allocator cannot serve.
 
-    No free block is large enough, and a new segment would exceed the limit even after the release of all empty
-    segments.
+    No free block is large enough, and a new segment would exceed the limit even after the release of all empty ones.
 
     All attributes are in bytes. `free_in_blocks` is reserved but not allocated. `largest_free` is the size of the
     largest free block in the pool that serves the request.
@@ -48,16 +47,14 @@ class OutOfMemory(Exception):
 
     @property
     def by_fragmentation(self) -> bool:
-        """Whether fragmentation is the cause of an out-of-memory error: allocated bytes plus the request are within the
-        limit."""
+        """Whether fragmentation causes an out-of-memory error: allocated bytes plus request are within the limit."""
         return self.allocated + round_up(self.requested) <= self.limit
 
     def __str__(self) -> str:
         return self.because_of(self.by_fragmentation)
 
     def because_of(self, fragmentation: bool) -> str:
-        """Return the message of an out-of-memory error, which names either fragmentation or the live tensors as the
-        cause."""
+        """Return the message of an out-of-memory error, which names fragmentation or the live tensors as the cause."""
         why = "fragmentation" if fragmentation else "the live tensors"
         return (
             f"out of memory by {why}: {self.requested} bytes requested, {self.allocated} allocated and "
@@ -67,8 +64,7 @@ class OutOfMemory(Exception):
 
 
 class AllocatedRange(NamedTuple):
-    """Block of an allocator's segment: address and size in bytes, and the `id` of its allocation (None for a free
-    block)."""
+    """Block of an allocator's segment: address and size in bytes, and its allocation's `id` (None for a free block)."""
 
     address: int
     size: int
@@ -104,8 +100,7 @@ class CachingAllocator:
         return self.device.peak
 
     def malloc(self, id: int, size: int) -> None:
-        """Allocate `size` bytes under the number `id`. An allocation of 0 bytes takes no memory. Raises
-        `OutOfMemory`."""
+        """Allocate `size` bytes under the number `id` (no memory for 0 bytes). Raises `OutOfMemory`."""
         assert id not in self._live, f"the allocation {id} exists already"
         if size == 0:
             self._live[id] = None
@@ -145,8 +140,7 @@ class CachingAllocator:
         self._small.release()
 
     def record(self, history: AllocationHistory, event: Alloc, phase: str) -> None:
-        """Add the allocation `event`, made in the step's phase `phase`, to `history`, after preceding changes of
-        reserved memory."""
+        """Add the allocation `event` of phase `phase` to `history`, after preceding changes of reserved memory."""
         for action, address, size in self.device.changes:
             history.add(action, address, size)
         self.device.changes.clear()
@@ -159,10 +153,7 @@ class CachingAllocator:
             history.add("oom", 0, event.bytes, device_free=self.device.limit - self.reserved)
 
     def segments(self) -> list[list[AllocatedRange]]:
-        """Return the blocks of each segment in the order of addresses.
-
-        Each contiguous mapped range of an expandable segment counts as a segment.
-        """
+        """Return each segment's blocks by address; a contiguous mapped range of an expandable segment is a segment."""
         names = {place[1].address: id for id, place in self._live.items() if place is not None}
         found: list[list[AllocatedRange]] = []
         for pool in (self._small, self._large):
@@ -212,8 +203,7 @@ def replay(
     expandable: bool = False,
     history: AllocationHistory | None = None,
 ) -> Replay:
-    """Replay the allocations of `events` in the caching allocator of an empty device, until the end or a failed
-    request.
+    """Replay the allocations of `events` in the caching allocator of an empty device, until the end or a failure.
 
     `limit` (bytes) and `expandable` are those of `CachingAllocator`. `history` receives every allocation.
     """

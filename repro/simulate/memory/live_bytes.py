@@ -27,11 +27,9 @@ class LiveBytes:
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.allocations: dict[int, Alloc] = {}
-        """Allocation events. The key of an event is the number of changes of live bytes up to and including the
-        event."""
+        """Allocation events by the number of changes of live bytes up to and including the event."""
         self.phases: list[tuple[int, int, PhaseStart]] = []
-        """Starts of the step's phases: number of preceding changes of live bytes, number of preceding operators, and
-        event."""
+        """Starts of the step's phases: numbers of preceding changes of live bytes and of operators, and the event."""
         self.operators: list[Operator] = []
         self.changes_before: list[int] = []
         """Number of changes of live bytes before each operator of the trace."""
@@ -63,8 +61,7 @@ class LiveBytes:
         """Live bytes in device memory after each change, as an array [1 + changes]."""
 
     def after(self, changes: int) -> dict[str, int]:
-        """Return the live bytes by category after the given number of allocations and releases; -1 stands for all of
-        them."""
+        """Return the live bytes by category after that many allocations and releases; -1 stands for all of them."""
         return dict(zip(COLUMNS, self.by_category[changes].tolist(), strict=True))
 
     @property
@@ -108,8 +105,7 @@ class RoleMemory:
 
 
 def measure_live_bytes(events: Sequence[Event]) -> RoleMemory:
-    """Return the peaks of a trace's live bytes by memory category, with the phase, source line and operator of the
-    peak."""
+    """Return the peaks of a trace's live bytes by memory category, with phase, source line and operator of the peak."""
     live = LiveBytes(events)
     states = {category: size for category, size in live.after(-1).items() if category in MODEL_STATES}
     found = RoleMemory(live, most=live.most, states=states)
@@ -130,10 +126,7 @@ def measure_live_bytes(events: Sequence[Event]) -> RoleMemory:
 
 
 def page_locked_bytes(events: Sequence[Event]) -> int:
-    """Return the bytes that an allocator of page-locked host memory reserves for the host storages of a trace.
-
-    The allocator rounds sizes up to powers of two and reuses released blocks.
-    """
+    """Return the bytes of page-locked host memory that an allocator reserves for the host storages of a trace."""
     reserved, size_of, free = 0, dict[int, int](), Counter[int]()
     for event in events:
         if isinstance(event, Alloc) and event.category is Category.HOST and event.bytes:

@@ -40,17 +40,13 @@ def segment_size(size: int) -> int:
 
 
 class DeviceMemory:
-    """Model of the device memory that the CUDA driver manages: `limit` bytes without fragmentation.
-
-    The driver never reuses an address.
-    """
+    """Device memory that the CUDA driver manages: `limit` bytes without fragmentation and without reused addresses."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = UNLIMITED if limit is None else limit
         self.reserved = self.peak = 0
         self.changes: list[tuple[str, int, int]] = []
-        """Allocations and releases of segments: action (named as in torch's memory snapshots), address and size in
-        bytes."""
+        """Allocations and releases of segments: action (as in torch's memory snapshots), address and size in bytes."""
         self._end = 0
 
     def take(self, size: int) -> bool:
@@ -133,8 +129,7 @@ class Pool:
         return block
 
     def cut(self, block: MemoryBlock, size: int) -> None:
-        """Mark `block` as live. The bytes beyond `size` become a free block unless they are fewer than the pool's
-        minimum."""
+        """Mark `block` as live. The bytes beyond `size` become a free block if they reach the pool's minimum."""
         if block.size - size >= self._least_rest:
             self._insert(block.split(size))
         block.state = LIVE

@@ -23,8 +23,7 @@ RANK_QUANTILES = {"median": 0.5, "p75": 0.75, "p95": 0.95, COST: 0.75}
 """Quantiles of the predicted step time, or of the training cost, by which a plan can order its first layouts."""
 DEFAULT_RANK = "p75"
 MIN_HEADROOM = 0.03
-"""Share of a device's memory that should remain free. A plan lists layouts with less free memory after all others that
-fit."""
+"""Share of a device's memory that should remain free. A plan lists layouts with less free memory after the others."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class LayoutQuery:
     system: str
     gpus: int
     layout: dict[str, Any]
-    """Layout keys that the user gave. The key `software` names a published software whose settings apply to all
-    layouts."""
+    """Layout keys that the user gave; `software` names a published software whose settings apply to all layouts."""
     seq: int = 0
     """Tokens of a sample; 0 selects the model's maximum."""
     memory_limit: str = ""
@@ -46,8 +44,7 @@ _SIZE = re.compile(r"\s*(\d+\.?\d*(?:e\+?\d+)?)\s*(?:([kmgt])(i?)b|b)?\s*", re.I
 
 
 def parse_memory_size(text: str) -> int | None:
-    """Return the bytes that a text like `32GB` (1e9 each), `32GiB` (2**30 each) or `16e9` denotes; None for an empty
-    text."""
+    """Return the bytes that a text such as `32GB` (1e9 each), `32GiB` (2**30 each) or `16e9` denotes; None if empty."""
     if not text:
         return None
     found = _SIZE.fullmatch(text)
@@ -63,8 +60,7 @@ _COMMUNICATOR = {key: known.value or 0 for key, known in assumed_quantities("com
 
 
 def communicator_bytes(layout: Layout, system: System) -> int:
-    """Return the bytes of NCCL's communicator buffers on a device, without the communicator that `context_bytes`
-    contains.
+    """Return the bytes of NCCL's communicator buffers on a device, beyond the communicator in `context_bytes`.
 
     The groups are those of `repro.parallel.mesh`: world, dp, cp, tp, pp, and the ends of a pipeline.
     """
@@ -76,10 +72,7 @@ def communicator_bytes(layout: Layout, system: System) -> int:
 
 
 def device_memory_limit(system: System, given: int | None) -> int:
-    """Return the bytes of a device's memory: `given`, or else the number of the system.
-
-    Raises `ConfigError` if both are unknown.
-    """
+    """Return `given` or else the system's number of bytes of a device's memory; `ConfigError` if both are unknown."""
     if given is None:
         known = system.device.memory_bytes
         if known.value is None:
@@ -119,10 +112,7 @@ def complete_layout(given: dict[str, Any], gpus: int, system: System) -> Layout:
 
 
 def complete_experiment(model: str, query: LayoutQuery, system: System) -> Experiment:
-    """Return the experiment of one training step that a layout query describes for the model named `model` on `system`.
-
-    Raises `ConfigError` for an invalid key of the query.
-    """
+    """Return the experiment of one step on `system` that a layout query describes. Raises `ConfigError`."""
     sizes, layout = models.load_model(model), complete_layout(query.layout, query.gpus, system)
     training = Training(seq=query.seq)
     return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)
@@ -141,8 +131,7 @@ SAMPLES_PER_GPU = 2
 TOKENS_PER_RANK = 8192
 """Minimum number of tokens per rank in a plan that splits samples over context-parallel ranks (cp).
 
-Llama 3 405B was trained on 8,192 tokens with cp = 1 and on 131,072 with cp = 16 (2407.21783 Table 4). Shorter samples
-are split only if cp is given.
+Llama 3 405B: cp = 1 for 8,192 tokens, cp = 16 for 131,072 (2407.21783 Table 4). Shorter samples need a given cp.
 """
 
 
@@ -174,14 +163,12 @@ class PlanRequest:
 
     @property
     def ranked_price(self) -> float:
-        """Factor of step times in the order of a plan's rows: the price of a GPU hour if `rank_by` is `cost`, otherwise
-        1."""
+        """Factor of step times in the order of plan rows: price of a GPU hour if `rank_by` is `cost`, otherwise 1."""
         return (self.price or 1.0) if self.rank_by == COST else 1.0
 
     @property
     def allocatable(self) -> int:
-        """Bytes of a device's memory less the CUDA context. NCCL's buffers for further communicators are not
-        subtracted."""
+        """Bytes of a device's memory less the CUDA context, including NCCL's buffers for further communicators."""
         return self.limit - self.system.context()
 
     @property

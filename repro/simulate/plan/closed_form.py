@@ -20,10 +20,7 @@ FIRST, MIDDLE, LAST, ALL = "first", "middle", "last", "all"
 
 
 def state_bytes(parameters: float, layout: Layout) -> dict[str, float]:
-    """Return the bytes of a rank's parameters, gradients and optimizer states under the layout's ZeRO stage.
-
-    `parameters`: number of the rank's parameters before ZeRO partitions them over dp.
-    """
+    """Return the bytes of a rank's model states under ZeRO. `parameters`: their number before partitioning."""
     parameter, optimizer = (4, 8) if layout.precision == "fp32" else (2, K)
     whole = dict(zip(STATES, (parameter, layout.grad_bytes, optimizer), strict=True))
     split = {0: (), 1: STATES[2:], 2: STATES[1:], 3: STATES}[layout.zero]
@@ -44,8 +41,7 @@ def _layer(model: Model, tp: int) -> float:
 
 
 def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
-    """Return the number of parameters of a rank of the first and the last pipeline stage, or of `all` without a
-    pipeline."""
+    """Return the number of parameters of a rank of the first and the last pipeline stage; `all` without a pipeline."""
     tp, per_stage = layout.tp, model.layers / layout.pp
     tokens, norm = model.vocab * model.hidden / tp, counts.count_norm(model)
     layers = per_stage * _layer(model, tp)
@@ -60,9 +56,8 @@ def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
 def suggested_width(limit: int, gpus_per_replica: int, layout: Layout) -> int:
     """Return a hidden width for which the largest model that fits has about width/64 layers.
 
-    The models of the ZeRO paper have such shapes (Table 4). The states of 12 l h^2 parameters (l = h/64) on
-    `gpus_per_replica` devices take `limit` bytes. The width is rounded so that every power of two up to 16 divides it
-    into heads of 128.
+    The ZeRO paper has such shapes (Table 4). The states of 12 l h^2 parameters (l = h/64) on `gpus_per_replica` devices
+    take `limit` bytes. The width is rounded so that every power of two up to 16 divides it into heads of 128.
     """
     per_parameter = sum(state_bytes(1.0, layout).values()) / gpus_per_replica
     width = (64 * limit / per_parameter / 12) ** (1 / 3)

@@ -45,8 +45,7 @@ class FitQuestion:
     seq: int
     """Tokens of a sample; 0 selects the model's maximum."""
     free_batch: bool
-    """Whether the global batch grows with the micro-batch. Otherwise, the micro-batch must divide the fixed global
-    batch."""
+    """Whether the global batch grows with the micro-batch; otherwise, the micro-batch must divide the global batch."""
     expandable: bool
 
     @property
@@ -60,8 +59,7 @@ class FitQuestion:
         return communicator_bytes(self.layout, self.system)
 
     def values(self) -> range | list[int]:
-        """Return the numbers of layers, or the micro-batches, that a search for the largest one may try, in ascending
-        order."""
+        """Return the numbers of layers, or the micro-batches, that a search for the largest one tries, ascending."""
         layout = self.layout
         if self.search == LAYERS:
             step = layout.pp * layout.chunks
@@ -106,10 +104,7 @@ class FitTrial:
 
 @dataclass(frozen=True)
 class FitAnswer:
-    """Answer of a search for the largest number of layers or micro-batch.
-
-    It contains the largest trial that fits (None: none fits) and the smallest that does not (None: all fit).
-    """
+    """Largest trial of a search that fits (None: none fits), and smallest trial that does not (None: all fit)."""
 
     largest: FitTrial | None
     first_failing: FitTrial | None
@@ -122,8 +117,7 @@ def search_largest(
     """Search for two neighbouring values of which the smaller fits the devices' memory and the larger does not.
 
     `values` ascend, and larger values need more memory. The search tries the values of `start` first. Each next value
-    is the one at which the line through two trials reaches `limit` bytes. Without two trials that report bytes, it is
-    the middle of the remaining values.
+    is the one at which the line through two trials reaches `limit` bytes, or the middle of the remaining values.
     """
     found: dict[int, FitTrial] = {}
     low, high = -1, len(values)
@@ -245,8 +239,7 @@ def question_of(
 
 
 def _heads(hidden: int, tp: int) -> int:
-    """Return the number of attention heads of width 128, or else 64, for a hidden width. If tp divides neither, return
-    tp."""
+    """Return the number of attention heads of width 128, else 64, for a hidden width; tp if tp divides neither."""
     sizes = (hidden // width for width in (128, 64) if hidden % width == 0)
     return next((heads for heads in sizes if heads % tp == 0), tp)
 

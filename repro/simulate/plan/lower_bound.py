@@ -97,11 +97,7 @@ class LayerWork:
         return self.bytes * self.tokens * self.model.vocab // self.layout.tp
 
     def tensor_seconds(self, network: Network) -> tuple[float, float, float]:
-        """Return the seconds of a layer's collectives over tp and cp, in three parts.
-
-        The forward pass awaits the first part, the backward pass awaits the second, and the third overlaps the backward
-        pass.
-        """
+        """Return the seconds of a layer's tp and cp collectives: awaited in forward, awaited or hidden in backward."""
         model, layout = self.model, self.layout
         forward = backward = others = 0.0
         if layout.tp > 1:
@@ -153,10 +149,7 @@ class LayerWork:
         return [*queries, (inner, hidden), (hidden, (model.mlp_matrices - 1) * ffn), (ffn, hidden)]
 
     def _copies(self, gathers: int, scatters: int) -> list[Operator]:
-        """Return the copy operators before and after the collectives of sequence parallelism.
-
-        A micro-batch of one sample needs no copies.
-        """
+        """Return the copies before and after collectives of sequence parallelism; none for one sample."""
         if not self.layout.sp or self.layout.micro_batch == 1:
             return []
         elements = self.tokens * self.model.hidden
@@ -166,10 +159,7 @@ class LayerWork:
         ]
 
     def _attention(self, flash: float, batched: int) -> list[Operator]:
-        """Return the operators of attention: one fused operator, or `batched` matrix products.
-
-        `flash`: FLOP of the fused operator as a multiple of those of attention's forward pass.
-        """
+        """Return attention as one operator with `flash` times its forward FLOP, or as `batched` matrix products."""
         model, layout = self.model, self.layout
         heads, width = model.heads // layout.tp, model.head_width
         if layout.kernels.writes_scores:
@@ -179,8 +169,7 @@ class LayerWork:
         return [Operator(f"{ATTENTION}flash_attention", flops, 0, 0, (queries, queries, queries), self.bytes)]
 
     def _gradients(self, depth: int, width: int) -> tuple[Operator, Operator]:
-        """Return the two matrix products of a linear layer's backward pass, for the gradients of its input and of its
-        weights."""
+        """Return the two matrix products of a linear layer's backward pass: gradients of its input and its weights."""
         return self._product(self.tokens, depth, width), self._product(depth, width, self.tokens)
 
     def _product(self, rows: int, columns: int, depth: int, batch: int = 0) -> Operator:
@@ -225,10 +214,7 @@ def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict
 def step_time_lower_bound(
     model: Model, layout: Layout, seq: int, cost: DeviceCost, network: Network
 ) -> float:
-    """Return a lower bound of the step time of `layout`, in seconds; 0 for a calibrated system.
-
-    A calibrated system has measured operator times, which may be shorter than the times of the operators in this bound.
-    """
+    """Return a lower bound of a step's seconds on `layout`; 0 for a calibrated system, which may be faster."""
     if cost.rates or cost.system.provenance is not None:
         return 0.0
     work, m, others = LayerWork(model, layout, seq), layout.accumulation, layout.pp - 1

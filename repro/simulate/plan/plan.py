@@ -64,8 +64,7 @@ def search_layouts(
     planner = Planner(request, workers)
     rows: dict[Layout, PlanRow] = {}
     waiting: list[PlanRow] = []
-    """Layouts that may fit and whose simulation has not begun. The layout with the least lower bound of step time is
-    last."""
+    """Layouts that may fit, before their simulation; the layout with the least lower bound of step time is last."""
 
     def add_bounded(layouts: Sequence[Layout]) -> None:
         found = planner.bounded(layouts)
@@ -101,19 +100,13 @@ def search_layouts(
 
 
 def _seconds_of_place(rows: Iterable[PlanRow], place: int) -> float:
-    """Return the step time of the `place`-th fastest layout that fits and leaves enough memory free.
-
-    Return infinity if there are fewer such layouts, and 0 for `place` = 0.
-    """
+    """Return the step time of the `place`-th fastest layout with enough free memory; infinity if there is none."""
     known = sorted(row.seconds for row in rows if row.outcome == OK and not row.is_tight)
     return 0.0 if not place else known[place - 1] if len(known) >= place else float("inf")
 
 
 def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow]) -> list[Layout]:
-    """Return layouts with partitioned activations (P_a), derived from layouts that do not fit.
-
-    Layouts whose model states alone exceed the memory are excluded.
-    """
+    """Return layouts with partitioned activations (P_a) for layouts that do not fit but whose model states do."""
     if "pa" in request.given:
         return []
     fuller = [row.layout for row in rows if row.outcome == OOM and row.evidence != STATES]

@@ -40,10 +40,7 @@ class Planner:
         self._networks: dict[Layout, Network] = {}
 
     def bounded(self, layouts: Iterable[Layout]) -> list[PlanRow]:
-        """Return the plan rows of `layouts` from lower bounds, without simulation.
-
-        A layout either is out of memory, or is open and has a lower bound of its step time.
-        """
+        """Return plan rows from lower bounds, without simulation: out of memory, or open with a bound of step time."""
         request = self.request
         found = [self._excluded(layout) or PlanRow(layout, OPEN, BOUND, {}) for layout in layouts]
         try:
@@ -58,10 +55,7 @@ class Planner:
         return found
 
     def remove_times(self, rows: Iterable[PlanRow]) -> None:
-        """Remove the predicted step times of plan rows, so that the times at peak rates (`ideal_s`) order the rows.
-
-        A row that was not simulated gets a lower bound of `ideal_s`.
-        """
+        """Remove predicted step times of plan rows, so that times at peak rates (`ideal_s`) order all the rows."""
         request = self.request
         for row in rows:
             row.time = {}
@@ -73,8 +67,7 @@ class Planner:
                 row.least_s = ideal_s(request, row.layout, by_link)
 
     def rows(self, layouts: Sequence[Layout]) -> list[PlanRow]:
-        """Return the plan rows of `layouts` without step times, from lower bounds of memory or else from a
-        simulation."""
+        """Return the plan rows of `layouts` without step times, from lower bounds of memory or a simulation."""
         found = {layout: self._excluded(layout) for layout in layouts}
         waits = {layout: self.begin(layout, time=False) for layout, row in found.items() if row is None}
         return [found[layout] or waits[layout]() for layout in layouts]
@@ -84,8 +77,7 @@ class Planner:
     ) -> Callable[[], PlanRow]:
         """Begin to simulate `layout` in a worker process, and return a function that waits for the layout's plan row.
 
-        `time`: also predict the step time. `interval_below_s`: also predict the interval of a step time up to this
-        limit.
+        `time`: also predict the step time. `interval_below_s`: also predict the interval of a step time up to this.
         """
         task = self.request, layout, time and not self.no_time, interval_below_s
         wait = self.workers.begin(_simulated_row, [task])
@@ -99,8 +91,7 @@ class Planner:
         return row
 
     def _excluded(self, layout: Layout) -> PlanRow | None:
-        """Return the out-of-memory row of a layout whose lower bound of memory exceeds the device's memory, otherwise
-        None."""
+        """Return the out-of-memory row of a layout whose lower bound of memory exceeds the device's memory, or None."""
         request = self.request
         memory = memory_lower_bound(request.model, layout, request.seq)
         limit = request.allocatable - communicator_bytes(layout, request.system)
@@ -146,8 +137,7 @@ class Planner:
 
 
 def _kernels_in_worker(generation: Generation | None) -> Kernels:
-    """Return the calibrated kernels of a software generation. The function runs in a worker process that imports
-    torch."""
+    """Return the calibrated kernels of a software generation. The function runs in a worker that imports torch."""
     from repro.simulate.time.predict import calibrated_kernels
 
     return calibrated_kernels(generation)

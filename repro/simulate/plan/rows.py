@@ -26,10 +26,8 @@ from repro.simulate.plan.candidates import RANK_QUANTILES, PlanRequest, communic
 TimedStep = tuple[float, StepInterval]
 """Step time in seconds at the best values of all unknown numbers, and the uncertainty interval of the step time."""
 MIN_TIE_SHARE = 0.05
-"""Minimum share of joint draws in which a later layout of a plan must be faster to be tied with an earlier layout.
-
-With a smaller share, the 90 % interval of the ratio of their step times is on one side of 1.
-"""
+"""Minimum share of joint draws in which a later layout of a plan must be faster to be tied with an earlier layout. With
+a smaller share, the 90 % interval of the ratio of their step times is on one side of 1."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +41,12 @@ class Tie:
     by: tuple[str, ...]
     """Unknown numbers that cause the tie, sorted by their effect on the ratio of the two step times.
 
-    Each one alone reverses the order of the two layouts at an end of its range. If none does, the first number of that
-    order is the only element.
+    Each one alone reverses the order of the two layouts at an end of its range, or else is the first of those numbers.
     """
 
 
 def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
-    """Return the ties of each of `steps` with earlier steps that may be slower. `steps` are timed layouts, best
-    first."""
+    """Return the ties of each of `steps` with earlier steps that may be slower. `steps`: timed layouts, best first."""
     found = []
     for place, mine in enumerate(steps):
         possible = [
@@ -79,8 +75,7 @@ def _deciding_unknowns(mine: TimedStep, its: TimedStep) -> tuple[str, ...]:
 STATES, RETAINED, BOUND, FULL = "states", "retained", "bound", "full"
 """Kinds of evidence for a layout's row in a plan: two lower bounds of memory, a lower bound of time, a simulation."""
 OK, OOM, OPEN = "ok", "oom", "open"
-"""Outcomes of a layout in a plan. An open layout may fit, but its lower bound of step time exceeds the first step
-times."""
+"""Outcomes of a layout in a plan. An open layout may fit; its lower bound of step time exceeds the first step times."""
 
 
 @dataclass
@@ -92,26 +87,21 @@ class PlanRow:
     """Outcome of the layout: `ok`, `oom`, or `open` if it was not simulated."""
     evidence: str
     memory: dict[str, Any]
-    """Memory of the layout with the keys of `repro.simulate.step.Simulation.as_dict`.
-
-    Layouts that a lower bound excludes have some of these keys, and open layouts have none.
-    """
+    """Memory of the layout with the keys of `repro.simulate.step.Simulation.as_dict`. Layouts that a lower bound
+    excludes have some of these keys, and open layouts have none."""
     comm: dict[str, Any] = field(default_factory=dict)
     """Bytes that the busiest rank sends in a step, by group and by link; empty without a simulation."""
     ideal_s: float | None = None
     """Step time at the peak rates of devices and links, without overlap. It is a sort key, not a prediction."""
     time: dict[str, Any] = field(default_factory=dict)
-    """Predicted step time as in `repro.simulate.time.predict.Prediction.as_dict`.
-
-    It is empty for layouts that were not simulated, and for systems that lack the numbers for a time prediction.
-    """
+    """Predicted step time as in `repro.simulate.time.predict.Prediction.as_dict`. It is empty for layouts that were not
+    simulated, and for systems that lack the numbers for a time prediction."""
     interval: StepInterval | None = None
     """Uncertainty interval of the step time; None except in the first rows of a plan."""
     is_tight: bool = False
     """Whether the layout fits and leaves less than `MIN_HEADROOM` of the device's memory."""
     rank_s: float | None = None
-    """Quantile of the step time that decides the order of a plan's first rows. Without unknown numbers, it is the step
-    time."""
+    """Quantile of the step time that orders a plan's first rows; the step time if there are no unknown numbers."""
     undecided: list[Tie] | None = None
     """Ties with earlier rows of the plan, which may be slower than this row; None if the row was not compared."""
     ruled_out_by: str = ""
@@ -119,15 +109,11 @@ class PlanRow:
     reason: str = ""
     trace_seconds: float = 0.0
     least_s: float = 0.0
-    """Lower bound in seconds of the step time of a layout that was not simulated, or of its `ideal_s` if times are
-    missing."""
+    """Lower bound in seconds of the step time of a layout that was not simulated, or of its `ideal_s` without times."""
 
     @property
     def seconds(self) -> float:
-        """Step time in seconds by which a plan orders layouts.
-
-        It is the predicted step time, or else `ideal_s`; for an open layout, it is the lower bound.
-        """
+        """Step time in seconds by which a plan orders layouts: predicted, else `ideal_s`, else the lower bound."""
         if self.outcome == OPEN:
             return self.least_s
         ideal = self.ideal_s if self.ideal_s is not None else float("inf")
@@ -141,10 +127,7 @@ class PlanRow:
 
 
 def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
-    """Return plan rows in the order of a quantile of their step times, and set their ties.
-
-    Tight rows, which leave little memory free, are last and have no ties.
-    """
+    """Return plan rows by a quantile of step times, and set their ties; tight rows are last, without ties."""
     for row in rows:
         draws = [row.seconds] if row.interval is None else row.interval.draws
         row.rank_s, row.undecided = quantile(draws, RANK_QUANTILES[rank_by]), None if row.is_tight else []
@@ -156,9 +139,7 @@ def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
     return ordered
 
 
-def rank_systems(
-    found: Sequence[tuple[PlanRequest, Sequence[PlanRow]]],
-) -> list[tuple[PlanRequest, PlanRow]]:
+def rank_systems(found: Sequence[tuple[PlanRequest, Sequence[PlanRow]]]) -> list[tuple[PlanRequest, PlanRow]]:
     """Return the rows of the plans of several systems in one order, each with its request, and set their ties.
 
     `found`: the requests, which have equal work for a step, with their rows. The rows of `rank_rows` come first, in the
@@ -236,10 +217,7 @@ def unknown_rates(request: PlanRequest, precision: str) -> list[str]:
 
 
 def ideal_s(request: PlanRequest, layout: Layout, by_link: Mapping[str, float]) -> float:
-    """Return the step time in seconds at the peak rates of devices and links (`IDEAL_ORDER_RULE`).
-
-    Work at an unknown rate takes no time.
-    """
+    """Return the step time in seconds at the peak rates of devices and links, without work at an unknown rate."""
     system, model = request.system, request.model
     bubble = (layout.pp - 1) / (layout.chunks * layout.accumulation)
     work = counts.hardware_flops(model, request.seq, layout.global_batch, layout.recompute) / layout.world
@@ -254,9 +232,8 @@ def ideal_s(request: PlanRequest, layout: Layout, by_link: Mapping[str, float]) 
 def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, Any] | None:
     """Return duration, energy and cost of training on `request.tokens` at the predicted speed.
 
-    `energy_mwh` is an upper limit, at the maximum power of the nodes; `cost` is in US dollars. Energy or cost is
-    missing if the system lacks the power or the price. `interval` has all values at both ends of the interval of the
-    step time.
+    `energy_mwh` is an upper limit, at the maximum power of the nodes; `cost` is in US dollars. Either is missing if the
+    system lacks the power or the price. `interval` has all values at both ends of the interval of the step time.
     """
     if not row.time or not request.tokens:
         return None
@@ -273,8 +250,7 @@ def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, Any] | None:
 
 
 def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
-    """Return one entry of `repro plan --json`: the keys of `repro simulate --json`, and the layout's ties and
-    evidence."""
+    """Return one entry of `repro plan --json`: the keys of `repro simulate --json`, the layout's ties and evidence."""
     layout, model = row.layout, request.model
     memory: dict[str, Any] = {"peak_bytes": None, "reserved_bytes": None, "by_category": {}, "by_role": {}}
     communicators = communicator_bytes(layout, request.system)

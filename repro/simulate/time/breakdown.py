@@ -56,8 +56,7 @@ class StageTime:
     def computed(self, block: OperatorBlock, seconds: float, took: float) -> None:
         """Add a block of operators to the busy time.
 
-        `took`: actual seconds of the block. `seconds`: seconds of the block if all stages computed on the shared CPU
-        cores.
+        `took`: actual seconds of the block. `seconds`: seconds of the block if all stages computed on shared CPU cores.
         """
         slowed = first_lane(seconds)
         part_of = 1.0 if took is seconds or not slowed else first_lane(took) / slowed
@@ -75,24 +74,18 @@ class StageTime:
         self.communication[label] += first_lane(seconds)
 
     def received(self, start: float, end: float) -> None:
-        """Add the transfer of a message from another pipeline stage, from `start` to `end`, to the communication
-        time."""
+        """Add the transfer of another pipeline stage's message, from `start` to `end`, to the communication time."""
         self.communication[STAGE_SEND] += first_lane(end) - first_lane(start)
 
     def waited_for_message(self, now: float, start: float, end: float) -> None:
-        """Add a wait from `now` until the `end` of a message's transfer. The wait until its `start` is pipeline
-        bubble."""
+        """Add a wait from `now` to the `end` of a message's transfer; the wait until its `start` is pipeline bubble."""
         now = first_lane(now)
         delay, waited = max(0.0, first_lane(end) - now), max(0.0, first_lane(start) - now)
         self.bubble += waited
         self.exposed[STAGE_SEND] += delay - waited
 
     def waited_for(self, issue: Issue, now: float, end: float, *, across: bool) -> None:
-        """Add a wait from `now` until the `end` of a collective. `across`: whether the collective spans pipeline
-        stages.
-
-        If the collective does, the part of the wait that exceeds the collective's seconds is pipeline bubble.
-        """
+        """Add a wait until a collective's `end`. If it is `across` stages, the wait beyond its seconds is bubble."""
         delay = max(0.0, first_lane(end) - first_lane(now))
         exposed = min(delay, first_lane(issue.seconds)) if across else delay
         self.exposed[issue.label] += exposed
@@ -120,8 +113,7 @@ class Span:
         return self.start + self.seconds
 
     def kernels(self) -> Iterator[tuple[str, str, float, float]]:
-        """Yield stream, name, start and seconds of each kernel in the interval. The seconds are scaled to fill the
-        interval."""
+        """Yield stream, name, start and seconds of each kernel, with seconds that are scaled to fill the interval."""
         if self.block is None:
             yield self.stream, self.name, self.start, self.seconds
             return

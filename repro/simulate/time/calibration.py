@@ -51,8 +51,7 @@ class CalibrationPoint:
     flops_per_device: float
     """Published FLOP/s per device, with the FLOP count of `repro.model.counts` including recomputation."""
     claim: str
-    """Name of the claim about the published run. Predictions get no verdict on this claim, because the run calibrates
-    them."""
+    """Name of the claim about the published run, which gets no verdict because the run calibrates the prediction."""
     source: str
     low: float | None = None
     """Lower bound of the published FLOP/s per device; `source` gives the reason."""
@@ -61,10 +60,8 @@ class CalibrationPoint:
     dropout: float = 0.0
     """Dropout probability of hidden states and of attention weights."""
     products: Quantity = EQUAL_PRODUCTS_SHARE
-    """Ratio of the slowdown of matrix products to the slowdown of all other kernels.
-
-    A slowdown is actual over modelled time, minus 1. With a ratio of 0, products take the modelled time.
-    """
+    """Ratio of the slowdown of matrix products to the slowdown of all other kernels. A slowdown is actual over modelled
+    time, minus 1. With a ratio of 0, products take the modelled time."""
     passes: Quantity = DEFAULT_PASSES
     """Ratio of actual to modelled time of operators that read and write parameters or gradients once."""
     operator_s: Quantity | None = None
@@ -78,8 +75,7 @@ class CalibrationPoint:
     card: str = ""
     """Prefix of the device's name, if several points calibrate devices of one compute capability; otherwise empty."""
     note: str = ""
-    """Properties of the software that the trace does not represent. The calibration includes their effect on the
-    time."""
+    """Properties of the software that the trace does not represent; the calibration includes their effect on time."""
 
     @property
     def rate(self) -> Unknown:
@@ -112,8 +108,7 @@ class MeasuredKernels:
     products: Quantity
     """Ratio of measured to modelled time of matrix products."""
     others: Quantity
-    """Ratio of measured to modelled time of all kernels except matrix products, attention, and passes over
-    parameters."""
+    """Ratio of measured to modelled time of kernels other than matrix products, attention and parameter passes."""
     passes: Quantity
     """Ratio of measured to modelled time of operators that read and write parameters or gradients once."""
     attention: Quantity
@@ -161,8 +156,7 @@ def measured_kernels() -> tuple[MeasuredKernels, ...]:
 
 @cache
 def calibration_points() -> tuple[CalibrationPoint, ...]:
-    """Return all calibration points from published steps: first those for any device name, then those for one device
-    name."""
+    """Return all calibration points from published steps: first those for any device, then those for one device."""
     found = [
         build_dataclass(CalibrationPoint, entry, file=CALIBRATION_FILE.name)
         for entry in read_toml(CALIBRATION_FILE)["generation"]
@@ -194,17 +188,13 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | N
 
 @cache
 def uncalibrated_efficiency() -> MeasuredKernels:
-    """Return the median and the range of the efficiency of all calibrated kernels.
-
-    The rate `attention` is a share of the device's peak FLOP/s.
-    """
+    """Return the median and range of all calibrated kernels' efficiency; `attention` as share of the peak FLOP/s."""
     entry = read_toml(CALIBRATION_FILE)["uncalibrated"]
     return build_dataclass(MeasuredKernels, entry, file=CALIBRATION_FILE.name)
 
 
 def uncalibrated_kernels(system: System) -> MeasuredKernels:
-    """Return the kernels of a device without calibration, with the median efficiency of calibrated kernels on other
-    devices."""
+    """Return the kernels of a device without calibration: the median efficiency of kernels on other devices."""
     found = uncalibrated_efficiency()
     peaks = (system.device.peak_flops.get(precision) for precision in ("bf16", "fp16"))
     peak = next((peak.value for peak in peaks if peak is not None and peak.value), 0.0)
@@ -218,8 +208,7 @@ TIMING_KEY_PREFIXES = ("device.", "links.")
 
 
 def uncertain_numbers(system: System, generation: Generation | None) -> list[Unknown]:
-    """Return all uncertain numbers on which the step time depends: those of `system` and those of the kernels'
-    calibration."""
+    """Return the uncertain numbers on which the step time depends: of `system` and of the kernels' calibration."""
     found = [one for one in unknowns(system) if one.key.startswith(TIMING_KEY_PREFIXES)]
     return [*found, *(generation.unknowns if generation is not None else ())]
 

@@ -39,10 +39,7 @@ class CrossStageCollective:
 
 @dataclass(frozen=True, eq=False)
 class UndelayedRun:
-    """Consecutive operators, collectives and waits of a stage whose total duration is constant.
-
-    Only a collective that is unfinished at their start can delay them.
-    """
+    """Consecutive items of a stage of constant total duration, which only unfinished collectives can delay."""
 
     items: Sequence[Item]
     seconds: float
@@ -124,8 +121,7 @@ class CrossStageState:
         self.payloads: dict[int, int] = {}
         """Bytes that each rank sends in a message between pipeline stages, by number of the message."""
         self.arrivals: dict[int, tuple[float, float]] = {}
-        """Start and end in seconds of the transfer of each message between pipeline stages, by number of the
-        message."""
+        """Start and end in seconds of the transfer of each message between pipeline stages, by message number."""
         self._stamps: dict[int, float] = {}
         self._meetings: dict[tuple[object, ...], deque[CrossStageCollective]] = defaultdict(deque)
         used = {id(program): _groups(program) for program in programs}
@@ -137,10 +133,7 @@ class CrossStageState:
         self.prepared_items: dict[int, StageItems] = {}
 
     def seconds(self, message: int) -> float:
-        """Return the seconds of a message between pipeline stages.
-
-        If two stages exchange several messages together, return the sum of their seconds.
-        """
+        """Return the seconds of a message, or of several that two pipeline stages exchange together."""
         sender = message // len(self.order.actions[0])
         return sum(
             self.network.send_seconds(
@@ -151,8 +144,7 @@ class CrossStageState:
         )
 
     def stamp(self, message: int, now: float) -> None:
-        """Record that a stage posts the send or the receive of a message at `now`. The second of the two posts begins
-        the transfer."""
+        """Record that a stage posts a send or receive at `now`; the second post of a message begins its transfer."""
         if message not in self._stamps:
             self._stamps[message] = now
             return
@@ -161,8 +153,7 @@ class CrossStageState:
         self.woken.append(message)
 
     def meet(self, item: Issue, stage: int, ready: float) -> CrossStageCollective:
-        """Record that `stage` reaches a collective across pipeline stages at the time `ready`, and return the
-        collective."""
+        """Record that `stage` reaches a collective across stages at the time `ready`, and return the collective."""
         open_ = self._meetings[item.group, item.label]
         meeting = next((m for m in open_ if stage not in m.ready), None)
         if meeting is None:

@@ -1,5 +1,4 @@
-"""Seconds of an operator from its shapes: a roofline with tiles and waves for matrix products, memory traffic for
-others.
+"""Seconds of an operator from its shapes: a roofline with tiles and waves for matrix products, else memory traffic.
 
 A synchronous step runs at the pace of the slowest of N devices, whose kernel times are normally distributed (H. A.
 David, H. N. Nagaraja, Order Statistics, 3rd ed., sec. 4.5). Seconds may be arrays of "lanes", one entry per case of the
@@ -61,10 +60,7 @@ INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
 
 
 def slowest_device_factor(spread: float, devices: int) -> float:
-    """Return the ratio of the slowest device's expected time to the mean time of `devices` devices.
-
-    `spread`: standard deviation over mean of the devices' times.
-    """
+    """Return the expected maximum over the mean of `devices` device times. `spread`: relative standard deviation."""
     return 1.0 + spread * expected_maximum(devices) if in_any_lane(spread) else 1.0
 
 
@@ -97,23 +93,15 @@ ATTENTION = "aten._scaled_dot_product_"
 BIASED_ATTENTION = "aten._scaled_dot_product_efficient_"
 """Prefix of attention operators that read a bias as large as the scores, which contains the causal mask."""
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Rows and columns of the tile that one thread block of a matrix product computes, as in half-precision kernels of
-cuBLAS and CUTLASS."""
+"""Rows and columns of the tile of a matrix product's thread block, as in half-precision cuBLAS and CUTLASS."""
 TILE_READS = 16.0
-"""Cost of reading the operands of a matrix product's tile from shared memory.
-
-A tile of m x n reaches 1 / (1 + 16 (1/m + 1/n)) of the rate of an infinitely large tile.
-"""
+"""Cost of reading operands from shared memory: m x n tiles reach 1 / (1 + 16 (1/m + 1/n)) of the peak rate."""
 PROLOGUE = 64
-"""Overhead of a matrix product's tile: time to fill the load pipeline and to write the result.
-
-Its unit is the time of one element of the inner dimension.
-"""
+"""Overhead per tile of a matrix product (load pipeline, result), in times of one element of the inner dimension."""
 SPLITS = (1, 2, 4, 8)
 """Numbers of parts into which a matrix product may split its inner dimension, so that more thread blocks compute."""
 ATTENTION_EFFICIENCY = 0.7
-"""Ratio of the rate of fused attention to that of large matrix products, for kernels without a measured rate
-(2205.14135 sec. 4, 2307.08691)."""
+"""Rate of fused attention over that of large matrix products, if not measured (2205.14135 sec. 4, 2307.08691)."""
 STREAMED = frozenset(
     (
         "aten.add_",
@@ -126,13 +114,10 @@ STREAMED = frozenset(
         "repro.adamw_",
     )
 )
-"""Names of operators that read and write parameters or gradients once. `Kernels.passes` scales their time.
-
-Operators of a layer with such a name count as well, for example an in-place addition of a bias.
-"""
+"""Names of operators that read and write parameters or gradients once. `Kernels.passes` scales their time. Operators of
+a layer with such a name count as well, for example an in-place addition of a bias."""
 ALIGNMENT = 8
-"""Alignment for tensor cores: number of half-precision elements (16 bytes) that divides all sizes of a matrix
-product."""
+"""Alignment for tensor cores: number of half-precision elements (16 bytes) that divides all matrix product sizes."""
 
 
 class Kernels(NamedTuple):
@@ -294,11 +279,7 @@ def _shared_memory_cost(rows: int, columns: int) -> float:
 
 
 def causal_share(operator: Operator) -> float:
-    """Return the share of attention scores that the causal mask leaves.
-
-    It is 1/2 for as many queries as keys. It is larger for fewer queries, which are the last ones of a sequence
-    (context parallelism).
-    """
+    """Return the share of attention scores that the causal mask leaves; more than 1/2 for only the last queries."""
     lengths = _lengths(operator)
     return 1 - min(lengths) / max(lengths) / 2
 

@@ -119,7 +119,6 @@ def product_rate(machine: System) -> float:
 
 
 def ring_step_times(ring: Collective, ranks: int) -> Collective:
-    """Return the seconds of one ring step by the bytes that each rank forwards, from a measured all-reduce of `ranks`
-    ranks."""
+    """Return the seconds of one ring step by the bytes that a rank forwards, from measured all-reduces of `ranks`."""
     steps = (ranks - 1) * RING_PASSES[RING_COLLECTIVE]
     return Collective(points=tuple((payload / ranks, seconds / steps) for payload, seconds in ring.points))

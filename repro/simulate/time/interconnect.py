@@ -27,8 +27,7 @@ Numbers = npt.NDArray[Any]
 
 
 class Ring(NamedTuple):
-    """Parameters of a process group's ring, which determine the time of its collectives. Rates and times may be
-    arrays."""
+    """Parameters of a process group's ring, which determine the time of collectives. Rates and times may be arrays."""
 
     ranks: int
     nodes: int
@@ -82,8 +81,7 @@ class GroupsOnNodes:
         entries, of_member, self.ranks = np.unique(place.ravel(), return_inverse=True, return_counts=True)
         """Number of the group's ranks on the node, for each entry (a pair of a process group and a node)."""
         self.of_member = of_member.reshape(-1)
-        """Index of each rank's entry (a pair of a process group and a node), in the order of the flattened
-        `members`."""
+        """Index of each rank's entry (a pair of a process group and a node), in the order of flattened `members`."""
         self.group, self.node = np.divmod(entries, self._count)
         self.nodes = np.bincount(self.group)
         """Number of nodes on which each process group has ranks."""
@@ -127,18 +125,14 @@ class AdapterShare(NamedTuple):
 
 
 class PlacedRing(NamedTuple):
-    """Placement of a process group on nodes, adapters and uplinks, while all groups of the same axis communicate.
-
-    Several groups may have equal placements.
-    """
+    """Placement of one or several groups on nodes, adapters and uplinks, while their whole axis communicates."""
 
     ranks: int
     """Number of ranks of the process group."""
     nodes: int
     """Number of nodes on which the process group has ranks."""
     inside: frozenset[tuple[int, int]]
-    """Pair of numbers for each node with several ranks of the group: all groups with several ranks on that node, and
-    the ranks of these groups there."""
+    """For each node with several ranks of the group: number of groups with several ranks there, and of their ranks."""
     between: frozenset[AdapterShare]
     """Network adapters that the group uses in each of its nodes; empty for a group inside a node."""
     uplink_users: int
@@ -146,10 +140,7 @@ class PlacedRing(NamedTuple):
 
 
 class PlacedMessage(NamedTuple):
-    """Placement of a message between two pipeline stages, while all ranks of the stages communicate.
-
-    Several messages may have equal placements.
-    """
+    """Placement of one or several messages between two pipeline stages, while all ranks of the stages communicate."""
 
     senders: int
     """Number of ranks of the sending stage on the sender's node."""
@@ -186,16 +177,12 @@ class PlacedGroups:
         return GroupsOnNodes(members, members // self.devices) if members.size else None
 
     def _edge(self, sender: int, receiver: int) -> GroupsOnNodes:
-        """Return all pairs of a sending and a receiving rank of two pipeline stages.
-
-        `sender` and `receiver` are the first ranks of the two stages.
-        """
+        """Return all pairs of a sending and a receiving rank of the stages with first ranks `sender` and `receiver`."""
         pairs = group_members(self.layout, "pp")[:, :1] + (sender, receiver)
         return GroupsOnNodes(pairs, pairs // self.devices)
 
     def _rings(self, group: str, counts: NodeCounts) -> frozenset[PlacedRing]:
-        """Return the distinct placements of the process groups of an axis. `counts` matters only for groups across
-        nodes."""
+        """Return the distinct placements of an axis's process groups; `counts` matters only for groups across nodes."""
         on = self.on_nodes(group)
         if on is None:
             return frozenset()
@@ -214,8 +201,7 @@ class PlacedGroups:
         return frozenset(_placed_ring(size, entries[chosen]) for chosen in _distinct_rows(has_entry)[0])
 
     def _messages(self, sender: int, receiver: int, counts: NodeCounts) -> frozenset[PlacedMessage]:
-        """Return the distinct placements of messages between two pipeline stages with first ranks `sender` and
-        `receiver`."""
+        """Return the distinct placements of messages between stages with first ranks `sender` and `receiver`."""
         edge = self.edge(sender, receiver)
         across = edge.nodes > 1
         leaves = bool(across.any())
@@ -238,18 +224,13 @@ class PlacedGroups:
         )
 
     def _adapter_shares(self, on: GroupsOnNodes, across: Numbers, counts: NodeCounts) -> Numbers:
-        """Return number and share of the adapters that each entry (a process group on a node) uses, as an array [2,
-        entries].
-
-        `across`: whether the entry's group uses adapters; otherwise, both numbers are 0.
-        """
+        """Return number and share of each entry's adapters, [2, entries]; 0 for process groups not in `across`."""
         reached: Numbers = self._reached(on, counts) & across[:, None]
         users = np.stack([on.by_node(column) for column in reached.T], axis=1)
         return np.stack([reached.sum(axis=1), (reached / np.maximum(users[on.node], 1)).sum(axis=1)])
 
     def _reached(self, on: GroupsOnNodes, counts: NodeCounts) -> Numbers:
-        """Return whether each entry (a process group on a node) uses each adapter of its node, as booleans [entries,
-        adapters]."""
+        """Return whether each entry (process group on a node) uses each adapter of its node, [entries, adapters]."""
         count, switch = counts.adapters, counts.switch
         switches = -(-self.devices // switch)
         first = np.arange(switches) * count // switches
@@ -264,8 +245,7 @@ class PlacedGroups:
 
 
 def _placed_ring(size: int, entries: Numbers) -> PlacedRing:
-    """Return the placement of a process group of `size` ranks. `entries`: rows of `PlacedGroups._rings`, one per
-    node."""
+    """Return the placement of a process group of `size` ranks. `entries`: one row of `PlacedGroups._rings` per node."""
     groups, ranks, count, part, users, nodes = entries.T
     return PlacedRing(
         ranks=size,
@@ -289,8 +269,7 @@ def _uplink_users(ways: Numbers, leaving: Numbers) -> Numbers:
 
 
 def _distinct_rows(rows: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the distinct rows of an array with few of them, and the index of each row's equal among the distinct
-    rows."""
+    """Return the distinct rows of an array with few of them, and the index of each row among the distinct rows."""
     index, found = np.full(len(rows), -1), list[Numbers]()
     while (left := index < 0).any():
         row = rows[left.argmax()]

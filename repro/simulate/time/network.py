@@ -86,10 +86,7 @@ PCIE = "pcie"
 
 
 class Network:
-    """Communication times of `layout` on the links of `system`.
-
-    Times are arrays over the cases of unknown numbers if numbers of the system are arrays.
-    """
+    """Communication times of `layout` on the links of `system`; arrays if numbers of the system are arrays."""
 
     def __init__(self, system: System, layout: Layout):
         self.system, self.layout = system, layout
@@ -108,8 +105,7 @@ class Network:
         return reduce(maximum, (self.number(link, "overlap_cost") for link in links), 0.0)
 
     def seconds(self, op: str, group: str, payload: int) -> float:
-        """Return the seconds of a collective from the arrival of its last rank, for the slowest process group of an
-        axis.
+        """Return the seconds of a collective from the arrival of its last rank, for the slowest group of an axis.
 
         `op`: all_reduce, reduce_scatter, all_gather, broadcast. `group`: world, tp, cp, dp, pp, embedding; all groups
         of this name communicate at the same time. `payload`: bytes of the full message (see `repro.parallel.ledger`). A
@@ -151,18 +147,11 @@ class Network:
         return messages_of(op, on.members.shape[1])
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        """Return the seconds of a message of `payload` bytes from every rank of a pipeline stage to its peer in another
-        stage.
-
-        All ranks of the stage send at the same time.
-        """
+        """Return the seconds in which all ranks of a stage send `payload` bytes to their peers in another stage."""
         return self._send_seconds(payload, from_stage, to_stage) if from_stage != to_stage else 0.0
 
     def _send_seconds_of(self, payload: int, from_stage: int, to_stage: int) -> float:
-        """Return the seconds of a message between two pipeline stages.
-
-        Stages with equal placements on nodes and pods share one cached value.
-        """
+        """Return the seconds of a message between two stages, which are cached for stages of equal placement."""
         offsets = self.layout.offsets("pp")
         sender, receiver = offsets[from_stage], offsets[to_stage]
         shift = min(sender, receiver) // self._period * self._period
@@ -183,8 +172,7 @@ class Network:
         return self.number(link, "latency_s") + payload / self._edge_rate(sender, receiver)
 
     def bus_bandwidth(self, group: str) -> float:
-        """Return the bus bandwidth in bytes/s of an axis's slowest process group for large messages, as in
-        nccl-tests."""
+        """Return the bus bandwidth in bytes/s of an axis's slowest process group for large messages (nccl-tests)."""
 
         def slowest(counts: NodeCounts) -> float:
             return reduce(minimum, (ring.rate for ring in self._rings(group, counts)), float("inf"))
@@ -214,8 +202,7 @@ class Network:
         return self.system.links[link].used(link, key).known(f"links.{link}.{key}", system=self.system.name)
 
     def peak(self, link: str) -> float:
-        """Return the bytes/s that collectives reach on a class of links: per node if the class has `per = "node"`, else
-        per device."""
+        """Return the bytes/s of collectives on a link class, per node for `per = "node"`, otherwise per device."""
         found = self.system.links[link].bandwidth.known(f"links.{link}.bandwidth", system=self.system.name)
         return found * self.number(link, "efficiency")
 
@@ -246,8 +233,7 @@ class Network:
 
     @cached_property
     def _node_counts(self) -> dict[NodeCounts, Lanes]:
-        """Distinct numbers of adapters, switches and pods, each with a mask of the cases of unknown numbers that have
-        them."""
+        """Distinct numbers of adapters, switches and pods, each with a mask of its cases of unknown numbers."""
         if BETWEEN_NODES not in self.system.links:
             # The call raises a ConfigError that names the known links.
             self.system.link_per_device(BETWEEN_NODES)
@@ -260,10 +246,7 @@ class Network:
         return {NodeCounts(*map(int, one)): (cases == one).all(axis=-1) for one in distinct}
 
     def _in_node_counts(self, link: str, find: Callable[[NodeCounts], float]) -> float:
-        """Return `find(counts)`, elementwise for the cases of unknown numbers.
-
-        The counts of adapters, switches and pods differ between cases only for the link between nodes.
-        """
+        """Return `find(counts)` by cases of unknown numbers, in which counts differ only for the link between nodes."""
         if link != BETWEEN_NODES:
             return find(NodeCounts())
         found = [find(counts) for counts in self._node_counts]
@@ -306,10 +289,7 @@ class Network:
         return self.peak(link) * minimum(1.0, self.number(link, "pair") * others)
 
     def _rate_between(self, shares: Iterable[AdapterShare], uplink_users: int, counts: NodeCounts) -> float:
-        """Return the bytes/s of a flow between nodes.
-
-        `shares`: adapters that the flow uses in each of its nodes. `uplink_users`: number of flows on the pod's uplink.
-        """
+        """Return the bytes/s of a flow with `shares` of each node's adapters and `uplink_users` flows on its uplink."""
         per_device = self.system.links[BETWEEN_NODES].per == "device"
         adapter = self.peak(BETWEEN_NODES) / (1 if per_device else counts.adapters)
         rings = self.number(BETWEEN_NODES, "rings")
@@ -327,8 +307,7 @@ class Network:
         return self.placement.link_of("pp", edge.members[0].tolist())
 
     def _slowest_rate(self, sender: int, receiver: int) -> float:
-        """Return the bytes/s of a pipeline stage's slowest rank while all its ranks send to their peers in another
-        stage."""
+        """Return the bytes/s of a pipeline stage's slowest rank while all its ranks send to peers in another stage."""
         link = self._edge_link(sender, receiver)
 
         def rate(placed: PlacedMessage, counts: NodeCounts) -> float:

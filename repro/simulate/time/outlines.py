@@ -23,16 +23,13 @@ class Stretch(NamedTuple):
     """Part of a trace: operators and immediately awaited collectives, up to the next asynchronous message or wait."""
 
     entries: tuple[int | Message, ...]
-    """Index of each operator sequence (in `EventOutlines.sequences`), and each immediately awaited collective, in
-    order."""
+    """Index of each operator sequence (`EventOutlines.sequences`) and each immediately awaited collective, in order."""
     last: Message | Wait | None
-    """Event after `entries`: a message to another pipeline stage, the start of a collective, or a wait; None without an
-    event."""
+    """Event after `entries`: a message to another stage, the start of a collective, or a wait; None without event."""
 
 
 class EventOutlines:
-    """Events of each action (a forward or backward pass) of a trace, with one number for each distinct operator
-    sequence."""
+    """Events of each action (forward or backward pass) of a trace; each distinct operator sequence has a number."""
 
     def __init__(self) -> None:
         self.sequences: list[dict[Operator, int]] = []
@@ -42,13 +39,11 @@ class EventOutlines:
         """Index in `_known` of each operator by `id(operator)`, because hashing the operator itself takes longer."""
         self._known: dict[Operator, int] = {}
         self._awaited: dict[tuple[object, ...], Message] = {}
-        """Immediately awaited collectives by their fields up to `purpose`. Their `work` is -1, so that equal ones are
-        one object."""
+        """Immediately awaited collectives by their fields up to `purpose`, with `work` = -1 for equality."""
         self._pieces: dict[int, list[Stretch]] = {}
 
     def of_piece(self, traced: Trace, place: int) -> list[Stretch]:
-        """Return the stretches of `traced.pieces[place]`, the events of one action. The trace must exist as long as
-        this object."""
+        """Return the stretches of one action's events, `traced.pieces[place]`; the trace must outlive this object."""
         if place not in self._pieces:
             self._pieces[place] = self.stretches(traced.pieces[place], traced.keys)
         return self._pieces[place]
@@ -59,10 +54,7 @@ class EventOutlines:
         return [known[at] for at in sequences[number] if at is not None]
 
     def stretches(self, events: Sequence[Timed], keys: Container[int]) -> list[Stretch]:
-        """Split `events` into stretches, each of which ends at an asynchronous message or a wait.
-
-        `keys`: numbers of all collectives. Waits for point-to-point messages are left out.
-        """
+        """Split `events` into stretches that end at asynchronous messages or waits. `keys`: numbers of collectives."""
         found: list[Stretch] = []
         entries: list[int | Message] = []
 

@@ -108,10 +108,7 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
 
 @lru_cache(maxsize=MAX_CASES)
 def kernels_in_cases(generation: Generation, found: tuple[Unknown, ...]) -> Kernels:
-    """Return the kernel efficiencies of a software generation in each case of the unknowns `found`.
-
-    `found`: unknown numbers of the system and of the generation.
-    """
+    """Return a software generation's kernel efficiencies in each case of the unknown numbers `found`."""
     return calibrated_kernels_at(generation, quantiles_in_cases(found))
 
 
@@ -124,8 +121,7 @@ def _traces_of_layers(generation: CalibrationPoint, layers: int) -> tuple[Experi
 SIGNIFICANT_DIGITS = 7
 """Number of significant digits to which seconds are rounded in a record."""
 MIN_CURVE_SPAN = 0.01
-"""Minimum effect of an unknown number on the step time for which a record stores a curve, as a share of the step
-time."""
+"""Minimum effect of an unknown number on the step time, as a share of it, for which a record stores a curve."""
 
 
 def round_seconds(seconds: float) -> float:
@@ -134,10 +130,7 @@ def round_seconds(seconds: float) -> float:
 
 
 def interval_of_seconds(found: tuple[Unknown, ...], seconds: float) -> StepInterval:
-    """Return the uncertainty interval of the step time.
-
-    `found`: unknown numbers. `seconds`: step time in each case of `quantiles_in_cases(found)`.
-    """
+    """Return the uncertainty interval of the step time, from its `seconds` in each case of the unknowns `found`."""
     cases = quantiles_in_cases(found)[found[0].key]
     rounded = iter([round_seconds(one) for one in np.broadcast_to(seconds, cases.shape).tolist()[1:]])
     moves = []

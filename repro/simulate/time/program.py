@@ -39,8 +39,7 @@ class OperatorBlock(NamedTuple):
 
     seconds: float
     parts: tuple[tuple[str, float], ...]
-    """Seconds for each kind of operator (`KINDS`) and for each label of a collective, at the best values of unknown
-    numbers."""
+    """Seconds of each kind of operator (`KINDS`) and each label of a collective, at the best unknown numbers."""
     kernels: tuple[tuple[str, str, float], ...] = ()
     """Stream, name and seconds of each operator and collective in order; empty unless a drawing needs them."""
 
@@ -86,8 +85,7 @@ class StageProgram:
     segments: dict[Action, list[Item]] = field(default_factory=dict)
     """Timed items of each action (a forward or backward pass) that the trace ran."""
     tail: list[Item] = field(default_factory=list)
-    """Timed items after the last backward pass: remaining gradient reductions, norm, optimizer, parameter
-    all-gather."""
+    """Timed items after the last backward pass: remaining gradient reductions, norm, optimizer, parameter gather."""
     micro_batches: int = 0
     """Number of micro-batches that the trace ran."""
 
@@ -121,9 +119,8 @@ def compile_program(
 ) -> StageProgram:
     """Return the timed operators, collectives and messages of a trace.
 
-    `micro_batches`: number of micro-batches of the real step. `captured`: whether the host launches each pass of a
-    micro-batch as one CUDA graph, so that operators cost no host time. `record`: store the kernels of each block, for a
-    drawing.
+    `micro_batches`: number of the real step. `captured`: whether the host launches each pass of a micro-batch as one
+    CUDA graph, so that operators cost no host time. `record`: store the kernels of each block, for a drawing.
     """
     found = StageProgram(micro_batches=traced.layout.accumulation)
     outlines = outlines_of(traced)
@@ -200,10 +197,7 @@ class ProgramCompiler:
     def _block(
         self, entries: tuple[int | Message, ...], last: Message | Wait | None, phase: str
     ) -> OperatorBlock | None:
-        """Return one block of the operators and awaited collectives `entries`; None if it is empty.
-
-        The block includes the compute thread's time to begin the message `last`.
-        """
+        """Return a block of the operators and collectives `entries` and the start of message `last`; None if empty."""
         if self._own or self._jitter:
             return self._new_block(entries, last if isinstance(last, Message) else None, phase)
         key = entries, phase
@@ -255,8 +249,7 @@ class ProgramCompiler:
         return OperatorBlock(device + late, tuple(parts.items()), tuple(kernels))
 
     def _sequence(self, number: int, phase: str) -> _SequenceTime:
-        """Return the device time and host time of the operator sequence with the index `number` in a phase of the
-        step."""
+        """Return the device time and host time of the operator sequence of index `number` in a phase of the step."""
         found = self._sequences.get((number, phase))
         if found is None:
             parts: dict[str, float] = {}
@@ -275,10 +268,7 @@ class ProgramCompiler:
         return found
 
     def _own_seconds(self, message: Message) -> float:
-        """Return the seconds in which a collective or message occupies the compute thread.
-
-        A send between pipeline stages includes one receive.
-        """
+        """Return the seconds of a collective or message on the compute thread; a stage's send includes a receive."""
         if message.op == SEND:
             return 2 * self.cost.message_s
         count = self.messages(message.op, message.group)
@@ -286,10 +276,7 @@ class ProgramCompiler:
         return count * self.cost.exchange_s if exchanged else self.cost.message_s
 
     def _late(self, message: Message) -> float:
-        """Return the mean delay in seconds of a process group's last rank at a collective.
-
-        The delay grows with the seconds of compute after the ranks last waited for a collective.
-        """
+        """Return the mean delay of a group's last rank at a collective, in seconds; it grows with preceding compute."""
         return last_arrival_delay(self.cost.jitter_s, self._apart, message.size) if self._jitter else 0.0
 
 
@@ -323,10 +310,7 @@ def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
 
 
 def _matched_positions(items: Sequence[Item]) -> set[int]:
-    """Return the positions in `items` of collectives that `items` both start and await, and of their waits.
-
-    Collectives across pipeline stages are excluded.
-    """
+    """Return the positions in `items` of collectives within a stage that `items` start and await, and their waits."""
     under_way: dict[tuple[object, ...], list[int]] = defaultdict(list)
     leaving = Counter(
         item.key for item in items if isinstance(item, Issue) and item.group not in GROUPS_ACROSS_STAGES

@@ -64,10 +64,7 @@ class _Body(NamedTuple):
 
 
 def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[list[_Body], Lanes] | None:
-    """Return the distinct bodies (timed items) of actions, and the index of each action's body, [stages, actions].
-
-    Return None if an action has a collective across stages.
-    """
+    """Return the distinct bodies (timed items) of actions and each action's index; None for cross-stage collectives."""
     found: list[_Body] = []
     known: dict[int, Lanes] = {}
     across = GROUPS_ACROSS_STAGES if len(stages) > 1 else ()
@@ -100,11 +97,7 @@ class ActionTimes:
     """Evaluation of the times in seconds of all actions (forward and backward passes) of a step."""
 
     def __init__(
-        self,
-        stages: Sequence[StageStreams],
-        order: StepOrder,
-        bodies: Sequence[_Body],
-        body_of: Lanes,
+        self, stages: Sequence[StageStreams], order: StepOrder, bodies: Sequence[_Body], body_of: Lanes
     ):
         self.stages, self.order, self.bodies, self.body_of = stages, order, bodies, body_of
         self.is_plain = np.array([not body.items or body.run is not None for body in bodies])
@@ -125,10 +118,7 @@ class ActionTimes:
         lanes = max(map(np.size, numbers))
         self.durations, self.now, self.seconds = (_rows(of, lanes) for of in (durations, starts, seconds))
         self.ends = np.zeros((2 * SLOTS * len(stages) + 1, lanes))
-        """End of the transfer of each slot's message (`StepOrder.slots`).
-
-        Until both stages have posted the message, the value is the time of the first post.
-        """
+        """End of the transfer of each slot's message; until both stages posted the message, time of the first post."""
         self.stamps = np.zeros(len(order.slots), dtype=int)
         """Number of posts of each message: 0 to 2, which are its send and its receive."""
         self.stamps[-1] = 2
@@ -139,21 +129,18 @@ class ActionTimes:
         self.first_end = np.zeros(len(order.slots))
         """Time in seconds at which each message's transfer ends."""
         self.waited_at = [np.zeros(awaited.shape) for awaited in (*order.awaited, order.last)]
-        """Time at which a pipeline stage begins to wait for each message, in the shapes of `order.awaited` and
-        `order.last`."""
+        """Time at which a pipeline stage begins to wait for each message, as in `order.awaited` and `order.last`."""
         self.is_alone = ~self.is_plain[body_of]
         """Whether each action was timed item by item, [stages, actions]."""
         self.uneven: set[int] = set()
         """Pipeline stages with actions that are timed item by item in every period of the schedule."""
         self.accounts: dict[tuple[int, int], StageTime] = {}
-        """Breakdown of all actions that were timed item by item, by pipeline stage in `uneven` and schedule
-        position."""
+        """Breakdown of all actions that were timed item by item, by stage in `uneven` and position in the schedule."""
         self.busy, self.open = set(range(len(stages))), set(range(len(stages)))
         """Pipeline stages whose next action a collective may delay, and stages that may have unfinished collectives."""
 
     def _message_seconds(self) -> tuple[list[float], Lanes]:
-        """Return the distinct durations in seconds of messages between stages, and the index of each message's
-        duration."""
+        """Return the distinct seconds of messages between pipeline stages, and the index of each message's seconds."""
         order, state = self.order, self.stages[0].all
         messages = np.flatnonzero(order.receivers[:-1] >= 0)
         if not len(messages):
@@ -293,8 +280,7 @@ class ActionTimes:
                 self.accounts[number, position + 1] = stage.time.copy()
 
     def _breakdown(self, stage: int, begin: int, end: int) -> StageTime:
-        """Return the time breakdown of a stage's actions at positions `begin` to `end` - 1, without those timed item by
-        item."""
+        """Return the time breakdown of a stage's actions `begin` to `end` - 1, without those timed item by item."""
         found, order = StageTime(), self.order
         part = slice(begin, end)
         awaited = [messages[stage, part].ravel() for messages in order.awaited]

@@ -44,10 +44,7 @@ class Timeline:
 
 
 def _run_stages(runs: Sequence[Generator[object, None, None]], state: CrossStageState) -> None:
-    """Run the generators of all pipeline stages for one part of the step.
-
-    A generator that yields an awaited object continues when the time of this object is known.
-    """
+    """Run the generators of all stages for a part of the step; each continues when its awaited time is known."""
     waiting: dict[object, list[Generator[object, None, None]]] = defaultdict(list)
     ready = list(runs)
     cores = SharedCores(state.ranks_per_core, len(runs))
@@ -120,17 +117,9 @@ def schedule(
 
 
 def schedule_traces(
-    experiment: Experiment,
-    system: System,
-    traces: list[Trace],
-    kernels: Kernels,
-    *,
-    record: bool = False,
+    experiment: Experiment, system: System, traces: list[Trace], kernels: Kernels, *, record: bool = False
 ) -> Timeline:
-    """Return the schedule of a step from the `traces` of all pipeline roles.
-
-    `kernels`: efficiency of the kernels. `record`: store busy intervals of all streams, for a drawing.
-    """
+    """Return a step's schedule from the `traces` of all pipeline roles. `record`: store busy intervals to draw."""
     layout = experiment.layout
     cost, network = DeviceCost(system, layout.precision, kernels, layout.world), Network(system, layout)
 

@@ -65,17 +65,13 @@ class StageStreams:
         self.tail = self.prepared(program.tail)
 
     def begin(self) -> Generator[object, None, None]:
-        """Run the update of the preceding step, whose collectives may end during this step.
-
-        Yield each awaited object until its time is known.
-        """
+        """Run the preceding step's update, whose collectives may end in this step; yield each object that it awaits."""
         yield from self.run_items(self.tail, "optimizer")
         self.time, self.unmatched, self.recording = StageTime(), 0, self.record
         self.began = self.phase_began = self.now
 
     def run_events(self) -> Generator[object, None, None]:
-        """Run all actions (forward and backward passes) item by item. Yield each message or collective whose end is
-        not known yet."""
+        """Run all forward and backward passes item by item. Yield each message or collective whose end is unknown."""
         order, last = self.all.order, self.all.layout.accumulation - 1
         for message in order.first[self.stage]:
             self._stamp(message)
@@ -127,8 +123,7 @@ class StageStreams:
         return found
 
     def _alone(self, run: UndelayedRun) -> bool:
-        """Return whether a run can be timed as one item: no unfinished collective delays it, and no spans are
-        recorded."""
+        """Return whether a run can be timed as one item: no unfinished collective delays it and no span is stored."""
         if self.recording:
             return False
         return self.is_idle(run.groups) and not any(self.under_way[key] for key in run.keys)
@@ -155,8 +150,7 @@ class StageStreams:
             yield from self._step(FINISH)
 
     def _stamp(self, message: int) -> None:
-        """Post the send or the receive of the message with the number `message`; a negative number stands for no
-        message."""
+        """Post the send or the receive of the message number `message`; a negative number stands for no message."""
         if message >= 0:
             if self.all.order.receivers[message] != self.stage:
                 self.time.begun(STAGE_SEND, self.all.seconds(message))
@@ -213,10 +207,7 @@ class StageStreams:
         return seconds + minimum(seconds * self.all.slowdown, self.all.overlap_cost * concurrent)
 
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
-        """Run a block of operators in `took` seconds.
-
-        `seconds`: seconds of the block if all stages computed on the shared CPU cores.
-        """
+        """Run a block of operators in `took` seconds. `seconds`: duration while all stages compute on shared cores."""
         self.time.computed(block, seconds, took)
         self._record(COMPUTE, name, self.now, took, block)
         self.now = self.now + took

@@ -18,15 +18,9 @@ from repro.parallel.pipeline.schedule import peak_in_flight
 from repro.simulate.time.step_order import StepOrder
 
 REACH = 6
-"""Number of consecutive actions of a stage that must repeat to prove a cycle.
-
-No message connects an action with an action further back.
-"""
+"""Number of repeated consecutive actions of a stage that prove a cycle. No message connects actions further apart."""
 CHUNK_REACH = 2
-"""Additional number of repeated actions, per pipeline stage, that prove a cycle with interleaved chunks.
-
-The gradients of such chunks take p micro-batches.
-"""
+"""Additional repeated actions per stage that prove a cycle of interleaved chunks, whose gradients take p batches."""
 FIRST_TRANSIENT = 4
 """Number of periods that the shortest schedule runs before the periods that a search for a cycle compares."""
 TOLERANCE = 1e-11
@@ -78,10 +72,7 @@ def _reach(layout: Layout) -> int:
 
 
 class PeriodSamples:
-    """Times after compared actions, which are the last actions of each of the last periods of the steady state.
-
-    In the steady state, all stages alternate forward and backward passes.
-    """
+    """Times after the last actions of each of the last steady-state periods, which alternate forward and backward."""
 
     def __init__(self, layout: Layout, order: StepOrder, lanes: int):
         """`lanes`: number of entries of each time (cases of the unknown numbers)."""
@@ -127,8 +118,7 @@ class PeriodSamples:
         return bool(np.all(abs(growth - seconds) <= TOLERANCE * seconds))
 
     def _further_grow(self, stage: int, apart: int, seconds: Lanes) -> bool:
-        """Return whether the ends of a stage's unfinished collectives exceed those `apart` rows further by
-        `seconds`."""
+        """Return whether the ends of a stage's unfinished collectives exceed those `apart` rows later by `seconds`."""
         for row in range(self.reach):
             new, old = (self.further.get((stage, at), []) for at in (row, row + apart))
             if len(new) != len(old):

@@ -46,10 +46,7 @@ class StepOrder(NamedTuple):
     receivers: Lanes
     """Pipeline stage that receives each message, as an array [messages]."""
     slots: Lanes
-    """Index of each message in an array of end times, [messages].
-
-    Messages share an index if only one of their end times is needed at any moment.
-    """
+    """Index of each message in an array of end times; equal for messages whose times are never needed together."""
     first: Lanes
     """Messages whose receive each stage posts before its first action, [stages, any]."""
     awaited: tuple[Lanes, ...]
@@ -59,8 +56,7 @@ class StepOrder(NamedTuple):
     last: Lanes
     """Messages that each stage awaits after its last action, [stages, any]."""
     together: Lanes
-    """Messages that two stages exchange in one call together with each message, including the message itself,
-    [messages, any]."""
+    """Messages, including the message itself, that two stages exchange in one call with a message, [messages, any]."""
 
 
 def step_order(layout: Layout) -> StepOrder:
@@ -108,8 +104,8 @@ def _order(name: str, stages: int, micro_batches: int, chunks: int, *, exchange:
         together = np.arange(stages * count + 1)[:, None]
         last = last.reshape(stages, -1)
     else:
-        # A batch is one action, or two alternating actions whose messages are exchanged together.
-        # `is_inner` marks the first action of a batch of two.
+        # A batch is one action, or two alternating actions whose messages are exchanged together. `is_inner` marks the
+        # first action of a batch of two.
         is_inner = np.ones((stages, count), dtype=bool)
         for stage, of_stage in enumerate(schedule):
             is_inner[stage, np.cumsum([len(batch) for batch in batches(of_stage, chunks)]) - 1] = False

@@ -33,8 +33,7 @@ class Mark(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """Trace event: one call, or several equal consecutive calls, of an operator that computes or moves data. Views are
-    excluded."""
+    """Trace event: one call, or equal consecutive calls, of an operator that computes or moves data, without views."""
 
     name: str
     flops: int
@@ -45,8 +44,7 @@ class Operator(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the operands of a matrix product or of attention; empty for other operators."""
     itemsize: int
-    """Size in bytes of an element of the result; for matrix products and attention, of the smallest element among
-    operands."""
+    """Size in bytes of a result's element; for matrix products and attention, of the smallest operand element."""
     calls: int = 1
     """Number of calls of the operator. `flops`, `read` and `written` are totals of all calls."""
 
@@ -54,8 +52,7 @@ class Operator(NamedTuple):
 HOST_COPY = "host copy"
 """Operator name of a copy between host and device memory."""
 HOST_VIEWS = "host views"
-"""Operator name of views that the host creates one by one without work for the device; `calls` is the number of
-views."""
+"""Operator name of views that the host creates one by one without device work; `calls` is the number of views."""
 HOST_WAIT = "host wait"
 """Operator name of a wait: the host issues no operator until the device has finished all preceding operators."""
 

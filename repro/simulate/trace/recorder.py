@@ -37,8 +37,7 @@ from repro.simulate.trace.shapes import CallKey, ShapeCache, cached_by_operator,
 
 
 def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Callable[[], str]:
-    """Return a function that returns the line of the innermost stack frame in `packages` (`repro/model/gpt.py:12`), or
-    `?`.
+    """Return a function that returns the line of the innermost frame in `packages` (`repro/model/gpt.py:12`), or `?`.
 
     `but`: modules whose frames are skipped because they only forward calls of other modules.
     """
@@ -62,12 +61,7 @@ def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Call
 
 
 line_of_step = innermost_line(
-    (
-        "repro.parallel",
-        "repro.model",
-        "repro.engines.native.model_part",
-        "repro.kernels",
-    ),
+    ("repro.parallel", "repro.model", "repro.engines.native.model_part", "repro.kernels"),
     but=("repro.parallel.storage",),
 )
 
@@ -108,20 +102,16 @@ class TraceRecorder(UncompiledMode):
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         """Storage number and weak reference of each live storage, by the storage's address."""
         self._unmarked: dict[int, int] = {}
-        """Index of the `Alloc` event of each live storage to which no code has assigned a category, by storage
-        number."""
+        """Index of the `Alloc` event of each live storage to which no code assigned a category, by storage number."""
         self._count = 0
         self.works = 0
         """Number of the last message; messages are numbered from 1."""
         self.on_processors = False
-        """Whether operators allocate memory as on CPUs.
-
-        Attention then has no state of a random generator, and fp32 sums of 16-bit products copy the operands to fp32.
-        """
+        """Whether operators allocate memory as on CPUs. Attention then has no state of a random generator, and fp32
+        sums of 16-bit products copy the operands to fp32."""
         self._quiet = False
         self._calls: dict[Hashable, tuple[list[Event], int, int]] = {}
-        """Recorded calls of `call_once` by key: events, number of storages before the call, and number of storages in
-        the call."""
+        """Recorded calls of `call_once` by key: events, number of storages before the call, storages in the call."""
         self._released: set[int] = set()
         """Numbers of storages whose memory is freed while their tensors remain, as ZeRO stage 3 does between uses."""
 
@@ -153,8 +143,7 @@ class TraceRecorder(UncompiledMode):
         return self._count - count
 
     def make(self, tensor: Callable[[], Tensor], like: Alloc, *, unmarked: bool) -> Tensor:
-        """Create a tensor with `tensor()`, and record the allocation of its storage with all properties of the event
-        `like`."""
+        """Create a tensor with `tensor()`; record its storage's allocation with all properties of the event `like`."""
         with storage.unobserved():
             made = tensor()
         self._follow(made.untyped_storage(), *like[1:], unmarked=unmarked)

@@ -46,10 +46,7 @@ class BlockKind(NamedTuple):
 
 
 class BlockRepeater:
-    """Replacement of the forward functions of one rank's transformer blocks.
-
-    Most blocks repeat recorded events instead of running.
-    """
+    """Replacement of the forward functions of a rank's transformer blocks; most blocks repeat recorded events."""
 
     def __init__(
         self,
@@ -100,8 +97,7 @@ class BlockRepeater:
         self._parts.clear()
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Wrap the gradient sinks and hooks of a block's parameters, so that each call is recorded as a
-        `GradientCall`."""
+        """Wrap the gradient sinks and hooks of a block's parameters to record each call as a `GradientCall`."""
         for number, parameter in enumerate(parameters):
             own = vars(parameter)
             sink = own.get("gradient_sink")
@@ -136,8 +132,7 @@ class BlockRepeater:
 
 
 class _RepeatableBlock:
-    """Forward function of one transformer block, which runs the block or repeats the events of a recorded block of its
-    kind."""
+    """Forward function of a transformer block, which runs the block or repeats events of a recorded similar block."""
 
     def __init__(
         self,
@@ -148,17 +143,13 @@ class _RepeatableBlock:
         reducer: GradientReducer,
         soonest: bool,
     ):
-        """`soonest`: whether the block's backward pass precedes those of all other blocks of its kind in the model
-        part."""
+        """`soonest`: whether the block's backward pass precedes those of other blocks of its kind in the model part."""
         self.repeats, self.run, self.soonest = repeats, block.forward, soonest
         self.parameters = list(block.parameters())
         self.after, self.before, self.reducer = after, before, reducer
 
     def forward(self, x: Tensor, place: BatchPosition, masks: Masks = ()) -> Tensor:
-        """Run the transformer block, or repeat the recorded events of a block of the same kind.
-
-        The arguments are those of `repro.model.layer.Block.forward`.
-        """
+        """Run the block, or repeat the events of a recorded block of its kind. Arguments: those of `Block.forward`."""
         kind = BlockKind(self.after, self.before, torch.is_grad_enabled())
         recording = self.repeats.recordings.setdefault(kind, Recording())
         inputs = [x, *masks]
@@ -187,18 +178,14 @@ class _RepeatablePart:
     """
 
     def __init__(self, repeats: BlockRepeater, part: ModelPart, typical: Sequence[int]):
-        """`typical`: micro-batches that are neither first nor last. The first of these runs, and the others repeat its
-        events."""
+        """`typical`: micro-batches that are neither first nor last. The first runs; the others repeat its events."""
         self.repeats, self.run, self.reducer = repeats, part.forward, part.sharded.reducer
         self.typical, self.recording = typical, Recording()
         with unobserved():
             self._anchor = torch.empty(0, device="meta", requires_grad=True)
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Run the model part, or repeat the recorded events of an earlier micro-batch.
-
-        The arguments are those of `ModelPart.forward`.
-        """
+        """Run the model part, or repeat an earlier micro-batch's events. Arguments: those of `ModelPart.forward`."""
         if micro_batch not in self.typical:
             return self.run(micro_batch, x)
         inputs = [] if x is None else [x]
@@ -246,17 +233,13 @@ class _PartRecorder(_BlockRecorder):
     """Recorder of the forward and backward pass of one model part while the part runs."""
 
     def enter(self, gradient: Tensor) -> None:
-        """Begin to record the backward pass of a model part.
-
-        If the part has no input, the recording ends with autograd's backward pass.
-        """
+        """Begin to record a model part's backward pass, until autograd's backward pass ends if there is no input."""
         self.gradient, self.running = self.recorder.number(gradient), RecordedPass(len(self.recorder.events))
         if not self.has_input:
             torch.autograd.Variable._execution_engine.queue_callback(self.leave)
 
     def leave(self, gradient: Tensor | None = None) -> None:
-        """End the recording of a model part's backward pass. `gradient`: gradient of the part's input; None without an
-        input."""
+        """End the recording of a part's backward pass. `gradient`: gradient of its input; None without an input."""
         self.recording.backward = self.recording.adding = self._segment(gradient)
         self.recording.find_outliving()
 
@@ -313,8 +296,7 @@ MAX_RECORDING_SETS = 64
 
 
 def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recording]:
-    """Return the recorded blocks that traces of `experiment` share with traces of experiments that have equal
-    blocks."""
+    """Return the recorded blocks that traces of `experiment` share with traces of experiments of equal blocks."""
     layout, training, model = experiment.layout, experiment.training, experiment.model
     return recordings(
         (model.hidden, model.heads, model.head_width, model.ffn_width, experiment.seq),

@@ -79,10 +79,7 @@ class Trace:
 
     @cached_property
     def pieces(self) -> list[list[Timed]]:
-        """Timed events of each forward and backward pass, in the order of `actions`.
-
-        The last list has the events after the last pass, which are those of the optimizer.
-        """
+        """Timed events of each forward and backward pass in the order of `actions`, then those of the optimizer."""
         found: list[list[Timed]] = [[] for _ in range(len(self.actions) + 1)]
         at = 0
         append = found[0].append

@@ -287,10 +287,7 @@ class RepeatedBlock:
         return self.tensors.pop(segment.result)
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Repeat the recorded backward pass for the `gradient` of the block's output.
-
-        Return the gradient of the block's input; None without an input.
-        """
+        """Repeat the recorded backward pass for the output's `gradient`; return the input's gradient or None."""
         recording, number = self.recording, self.recorder.number
         segment = recording.backward
         assert segment is not None
@@ -336,10 +333,7 @@ class RepeatedBlock:
                 recorder.release(gradient)
 
     def _repeat(self, run: EventRun, works: dict[int, int]) -> None:
-        """Append the events of `run` to the trace, with new storage and message numbers.
-
-        `works`: new message numbers by old ones.
-        """
+        """Append the events of `run` with new storage and message numbers. `works`: new message numbers by old ones."""
         recorder, numbers, events = self.recorder, self.numbers, list[Any](run.events)
         new: Any = tuple.__new__  # `tuple.__new__` takes half the time of a named tuple's constructor.
         first = recorder.reserve(len(run.allocations))

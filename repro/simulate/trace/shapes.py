@@ -37,10 +37,7 @@ class ShapeCache:
         self._known: dict[CallKey, Any] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: CallKey | None) -> Any:
-        """Return the result of the operator call `func(*args, **kwargs)`, if possible from the cache.
-
-        `func` must not be a view. `key`: the `call_key` of the call.
-        """
+        """Return the result of the operator call `func(*args, **kwargs)` (no view), from the cache if it has `key`."""
         out = output_argument(func, kwargs)
         if out is not None:
             return out
@@ -65,24 +62,21 @@ def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKe
 
 
 def output_argument(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tensor that a caller passes for an operator's result (such as `out=`); None if there is no such
-    argument."""
+    """Return the tensor that a caller passes for an operator's result (such as `out=`); None without one."""
     name = _out_argument(func)
     return None if name is None else kwargs.get(name)
 
 
 @cached_by_operator
 def _out_argument(func: Any) -> str | None:
-    """Return the name of an operator's only output argument, usually `out`; None if the operator has none or
-    several."""
+    """Return the name of an operator's only output argument, usually `out`; None if it has none or several."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     return names[0] if len(names) == 1 else None
 
 
 @cached_by_operator
 def _in_place(func: Any) -> bool:
-    """Return whether an operator modifies only its first argument, without a change of size, and returns that
-    argument."""
+    """Return whether an operator modifies only its first argument, whose size is constant, and returns it."""
     schema = func._schema
     if len(schema.returns) != 1 or not schema.arguments or not schema.name.startswith("aten::"):
         return False

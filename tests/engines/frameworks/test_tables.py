@@ -172,7 +172,7 @@ def test_user_script_with_shell_syntax_is_read(tmp_path: Path) -> None:
         ("a.sh", "--num-layers many", "num_layers = 'many': must be an integer"),
         ("a.sh", SCRIPT.replace("-parallel-size $TP", "-parallel-size 3"), "--gpus = 32: must be 24"),
         ("a.sh", "--normalization Batch", "normalization = 'Batch': must be one of LayerNorm, RMSNorm"),
-        ("a.json", "{}", "the file does not contain the sizes of the model; add --model NAME"),
+        ("a.json", "{}", "the file lacks the sizes of the model; add --model NAME"),
         ("a.json", "{", "cannot be read as JSON"),
         ("a.yaml", "a: [", "cannot be read as YAML"),
         ("a.txt", "", "must be a file that ends in .sh, .toml, .json"),

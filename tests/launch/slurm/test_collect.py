@@ -96,7 +96,7 @@ def test_collect_prints_totals_failures_and_bad_nodes(
         "0 of 3 cases done, 1 waiting or running, 1 lost or cancelled and recorded.",
         f"2 records in {submitted.results}/records.",
         f"2 of the records are new in {target}/records.",
-        "1 failure on node n1: `repro submit --exclude n1` excludes this node.",
+        "1 failure on node n1; use `repro submit --exclude n1`.",
         "a: hang: rank 1 is behind.",
         "b: node-failure: node failure, on n1, NodeDown.",
     ]

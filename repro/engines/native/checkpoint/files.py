@@ -72,10 +72,7 @@ def write_safetensors(
     read_slices: Callable[[str], Iterable[Tensor]],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a safetensors file with fp32 tensors of the given `shapes`, and wait until it is on disk.
-
-    `read_slices` yields the elements of the tensor with a given name, in order.
-    """
+    """Write a safetensors file of fp32 tensors of the `shapes` to disk; `read_slices` yields a tensor's elements."""
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, shape in shapes.items():
@@ -128,10 +125,7 @@ class Reader:
         self._open.clear()
 
     def read(self, path: Path, at: int, holder: Rectangle, part: Rectangle, into: Tensor) -> None:
-        """Read rectangle `part` of the stored rectangle `holder`, which begins at byte `at` of a file, into a tensor.
-
-        Raises `ConfigError` if the file is missing or too short.
-        """
+        """Read rectangle `part` of `holder`, stored from byte `at`, into a tensor. Raises `ConfigError` if missing."""
         for block in _blocks(holder, part):
             first = (block.row - holder.row) * holder.columns + block.column - holder.column
             span = (block.rows - 1) * holder.columns + block.columns

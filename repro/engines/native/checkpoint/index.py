@@ -189,12 +189,8 @@ def check_files(folder: Path, index: Index) -> None:
     """Raise `ConfigError` unless every rank's checkpoint file exists and has the size that the index states."""
     for name, size in index.sizes.items():
         path = folder / name
-        require(
-            path.is_file(),
-            "is missing",
-            says=f"the checkpoint needs this file of {size} bytes; {HINT}",
-            file=str(path),
-        )
+        says = f"the checkpoint needs this file of {size} bytes; {HINT}"
+        require(path.is_file(), "is missing", says=says, file=str(path))
         if path.stat().st_size != size:
             raise ConfigError("size", path.stat().st_size, f"{size} bytes; {HINT}", file=str(path))
 
@@ -216,9 +212,7 @@ def reading(
                 reader.read(folder / piece.file, at, piece.rectangle, part, wanted.view(into, part))
                 found += part.size
         if found != wanted.size:
-            right = (
-                f"needs {wanted.size} elements of rectangle {tuple(wanted)}; the checkpoint contains {found}"
-            )
+            right = f"needs {wanted.size} elements of rectangle {tuple(wanted)}; the checkpoint has {found}"
             raise ConfigError(name, says=right, file=str(folder / FILE))
 
     return read

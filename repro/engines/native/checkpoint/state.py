@@ -1,8 +1,7 @@
 """Training state in a checkpoint: fp32 weights, Adam's moments, the number of steps and the state of the loss scaler.
 
 A parameter is stored as a matrix whose rows are the dimensions before the one that tp splits, so that a tp rank has a
-block of columns. ZeRO divides this block of columns row by row, so that a ZeRO shard consists of at most three
-rectangles.
+block of columns. ZeRO divides this block row by row, so that a ZeRO shard consists of at most three rectangles.
 """
 
 from __future__ import annotations

@@ -193,10 +193,7 @@ class BundleProgress(Progress):
 
 
 def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
-    """Return the experiments of `task` that are not in `ended`, as tasks.
-
-    If subjects of a comparison remain, the baseline of the comparison runs again.
-    """
+    """Return the experiments of `task` that are not in `ended`, as tasks, with baselines of their comparisons."""
     left = tuple(experiment for experiment in task.experiments if experiment.name not in ended)
     if not left or len(left) == len(task.experiments):
         return [task] if left else []

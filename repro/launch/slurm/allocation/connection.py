@@ -143,10 +143,7 @@ class Listener:
         return known
 
     def _known(self, sock: socket.socket, line: bytes) -> tuple[int, Message] | None:
-        """Return rank and message of a line from an authenticated task; None for other lines.
-
-        The first line of a task contains the token and the rank.
-        """
+        """Return rank and message of an authenticated task's line, or None. The first line has token and rank."""
         try:
             message = json.loads(line)
             if sock in self._rank_of:

@@ -112,10 +112,7 @@ def read_allocation(folder: Path, environment: dict[str, str]) -> Allocation:
 
 
 def survey_nodes(allocation: Allocation, folder: Path, stop: AllocationStop) -> tuple[list[NodeReport], str]:
-    """Start a SLURM task per rank that reports its node's hardware, and return the reports by rank.
-
-    The second value is the reason why reports are missing, or '' if all tasks reported.
-    """
+    """Run a SLURM task per rank that reports its node's hardware; return reports by rank, and a failure reason."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     step = allocation.step(allocation.tasks, nodes.__name__, folder)
@@ -263,10 +260,7 @@ class RunAwaitedJob:
 def _run_awaited_job(
     folder: Path, target: str, stop: AllocationStop, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Run one launch, and return its outcome, reason, nodes and rank results.
-
-    The result also contains the load average of this node before the start.
-    """
+    """Run one launch; return its outcome, reason, nodes, rank results and this node's preceding load average."""
     answer: dict[str, Any] = {"outcome": "error", "load": round(os.getloadavg()[0], 2), "results": []}
     allocation = read_allocation(folder, environment)
     reports, missing = survey_nodes(allocation, folder / "nodes", stop)

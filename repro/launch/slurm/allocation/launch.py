@@ -162,10 +162,7 @@ class ClusterLaunch:
         return self._ranks[rank].errors
 
     def dump_stacks(self) -> None:
-        """Request that all ranks write their Python stacks to their logs, and wait for the stacks.
-
-        The training positions of all ranks are written to `positions.txt`.
-        """
+        """Let all ranks write their Python stacks to their logs, and write their training positions to a file."""
         if self._step is not None:
             self._step.signal(rank_process.STACKS_SIGNAL)
         lines = [f"rank {rank} on {self._nodes[rank]}: {self.position(rank)}" for rank in range(self.world)]

@@ -22,10 +22,7 @@ _FORM = re.compile(r"\b(SXM\d?|PCIe?|NVL|HGX)\b", re.IGNORECASE)
 GPU_FACTS = ("name", "memory_bytes", "driver", "max_sm_mhz", "memory_mhz", "power_limit_w")
 """Names of the properties of each GPU that the provenance of a record contains."""
 _MEMORY_SLACK = 0.08
-"""Maximum relative difference between a GPU's reported memory size and its size in the system file.
-
-The driver and ECC reserve a part of the memory.
-"""
+"""Maximum relative deviation of a GPU's memory size from the system file, since driver and ECC reserve a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +205,7 @@ def switch_path(environment: dict[str, str]) -> str:
 def gpu_links() -> dict[str, Any]:
     """Return the links between this node's GPUs; empty without an NVIDIA driver.
 
-    `nvlinks` is the number of active NVLinks of each GPU. `pcie` counts pairs of GPUs by the closest component that
-    the PCIe paths of both GPUs share.
+    `nvlinks` is the number of active NVLinks of each GPU. `pcie` counts pairs of GPUs by the closest common component.
     """
     from repro.measure.provenance import count_nvlinks, nvml
 

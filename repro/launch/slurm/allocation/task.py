@@ -176,10 +176,7 @@ class RankProcess:
 
 
 def claim_rank_folder() -> tuple[Path, int]:
-    """Create a locked folder for a rank in this node's shared memory, and return its path and lock descriptor.
-
-    Folders that killed tasks have left on the node are removed.
-    """
+    """Create a rank's locked folder in shared memory, and remove those of killed tasks; return path and lock."""
     for path in scratch_parent().glob(f"{RANK_FOLDER_PREFIX}*/{LOCK_FILE}"):
         with contextlib.suppress(OSError):  # A running task uses the folder, or another user owns it.
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -235,10 +232,7 @@ class TaskLaunch:
 
 
 def task_environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict[str, str]:
-    """Return a rank's environment: variables of its SLURM task, of the site profile, and for torch.distributed.
-
-    `address` is this node's IP address.
-    """
+    """Return a rank's environment: that of its SLURM task and the profile, and torch.distributed at `address`."""
     interface = launch.interface or interface_name(address)
     local_world = launch.local_world(rank, world)
     cores = len(os.sched_getaffinity(0))

@@ -68,10 +68,7 @@ def array_shape(experiment: Experiment, profile: Profile) -> ArrayShape:
 
 
 def pack_arrays(tasks: list[Task], profile: Profile) -> list[JobArray]:
-    """Pack experiments and comparisons into job arrays, and return the arrays, largest first.
-
-    Large jobs are submitted first, because they wait longest for nodes.
-    """
+    """Pack experiments and comparisons into job arrays, largest first, because large jobs wait longest for nodes."""
     groups: dict[ArrayShape, list[Task]] = {}
     for task in tasks:
         groups.setdefault(array_shape(task.experiments[0], profile), []).append(task)
@@ -123,10 +120,7 @@ def setup_lines(profile: Profile) -> list[str]:
 
 
 def python_command(profile: Profile) -> str:
-    """Return the Python interpreter of a job's controller, quoted for a shell.
-
-    The controller runs outside the container, which has no srun.
-    """
+    """Return the quoted Python interpreter of a job's controller, which runs outside the container for srun."""
     inside = profile.environment.container
     return shlex.quote(sys.executable if inside else profile.environment.python or sys.executable)
 

@@ -173,10 +173,7 @@ def _partition(name: str, site: Profile, partition: Partition, time_limit: str) 
 
 
 def _case(site: Profile, entry: CaseClass, partitions: dict[str, Partition]) -> Check:
-    """Check the SLURM partition of a profile's `[[case]]` table.
-
-    A failure is not fatal, because experiments outside the table can still run.
-    """
+    """Check the SLURM partition of a profile's `[[case]]` table; a failure concerns only the table's experiments."""
     name, wanted = f"case {entry.match}", entry.partition or site.slurm.partition
     try:
         partition = check_partition(partitions, wanted, file=site.file, where=name)

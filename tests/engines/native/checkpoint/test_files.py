@@ -264,5 +264,5 @@ def test_piece_missing_from_the_index_is_named(folder: Path) -> None:
     change(folder, parameters=parameters)
     assert (
         error_of(folder)
-        == "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the checkpoint contains 0"
+        == "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the checkpoint has 0"
     )
