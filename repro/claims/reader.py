@@ -153,7 +153,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
         rows = [dataclasses.replace(row, main=True) for row in rows]
     parts = entry.published.count(";") + 1
     if sum(row.main for row in rows) < parts:
-        right = f"true in {parts} or more rows of the claim, one for each of the {parts} parts of `published`"
+        right = f"true in {parts} or more rows of the claim, because `published` names {parts} values"
         raise ConfigError("main", expected=right)
     predicted = any(row.blind for row in rows)
     right = "the day and commit of the `blind` predictions, such as 2026-11-22 at 1c75963; empty without them"

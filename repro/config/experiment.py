@@ -61,7 +61,7 @@ class TwinOf:
     within: float = 0.0
     """Bandwidth of a device's link inside a node of the published experiment, in bytes/s."""
     numbers: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
-    """Dimensionless numbers by name, predicted by `repro twin`, as pairs (published experiment, twin)."""
+    """Dimensionless numbers by name, predicted by `repro twin`: pairs (published experiment, its scaled-down twin)."""
 
     def __post_init__(self) -> None:
         pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in self.numbers.items()}

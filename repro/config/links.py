@@ -56,8 +56,8 @@ class Collective:
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
         require(bool(sizes), "points", [], "at least one pair [bytes, seconds]")
-        require(sizes == sorted(set(sizes)), "points", sizes, "pairs with rising payloads")
-        require(sizes[0] > 0, "points", sizes[0], "pairs with payloads of more than 0 bytes")
+        require(sizes == sorted(set(sizes)), "points", sizes, "pairs [bytes, seconds] with rising bytes")
+        require(sizes[0] > 0, "points", sizes[0], "pairs [bytes, seconds] of more than 0 bytes")
         for _, seconds in self.points:
             require(seconds > 0, "points", seconds, "more than 0 seconds")
         for key, least in (("ranks", 0), ("per_node", 0), ("stride", 1)):

@@ -110,7 +110,7 @@ def test_calibrated_system_file_is_read(tmp_path: Path) -> None:
             "collectives = 'gather': must be one of",
         ),
         (SEND + "points = []", "collectives.send.points = .*at least one"),
-        (SEND + "points = [[2, 1], [1, 1]]", "points = .*rising payloads"),
+        (SEND + "points = [[2, 1], [1, 1]]", "points = .*rising bytes"),
         (SEND + "points = [[2, 0]]", "points = 0.0: must be more than 0 seconds"),
         (SEND + "points = [[2]]", r"collectives.send.points"),
         (SEND + "points = [[2, 1]]", "provenance: is missing"),

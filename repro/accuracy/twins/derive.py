@@ -27,7 +27,8 @@ from repro.simulate.trace.roles import trace_roles
 LARGE_MESSAGE_BYTES = 2**30
 """Size, in bytes, of a message with negligible latency."""
 MAX_RATE_DIFFERENCE = 0.02
-"""Maximum relative difference of link rates at which two twins share an emulated network; links are less accurate."""
+"""Maximum relative difference of link rates at which two scaled-down experiments share one emulated network. The
+rates of emulated links are less accurate."""
 
 
 @dataclass(frozen=True)

@@ -261,7 +261,8 @@ def _read_batch(value: Any, reading: Reading) -> None:
     if value is not None and value > 0:
         if reading.layout("pp") > 1 and value > reading.layout("global_batch"):
             reading.remarks.append(
-                f"training.global_batch_size = {value}: the prediction assumes one pipeline flush per step"
+                f"training.global_batch_size = {value}: the prediction assumes one pipeline flush per step, "
+                "but torchtitan accumulates gradients over several flushes"
             )
         reading.put("layout.global_batch", int(value))
 

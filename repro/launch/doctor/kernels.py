@@ -150,12 +150,14 @@ def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Chec
     used = [kernel for made in compiled for kernel in parse_resources(made.log).values()]
     if not used:  # The log of a compilation to PTX lists no registers, because the driver assigns registers.
         found = "compiled to PTX, which the driver translates to machine code"
-        return Check(title, YES, found, "runs on GPUs of this architecture")
+        return Check(title, YES, found, "the compiled kernels run on GPUs of this architecture")
     registers = max(kernel.registers for kernel in used)
     spilled = sum(kernel.spilled_bytes for kernel in used)
     spills = f"{spilled} bytes spilled" if spilled else "no registers spilled"
     found = f"compiled, {len(compiled)} of {len(programs)} programs of common sizes, {registers} registers, {spills}"
-    return Check(title, LIMITED if spilled else YES, found, "runs on GPUs of this architecture")
+    return Check(
+        title, LIMITED if spilled else YES, found, "the compiled kernels run on GPUs of this architecture"
+    )
 
 
 MICRO_BATCH_ROWS = 8192

@@ -229,7 +229,7 @@ def _point_table(group: Sequence[Point]) -> Table:
             *(point.claim, point.label, units.number(point.published), units.number(point.predicted)),
             _interval_text((point.low, point.high) if point.low < point.high else None),
             *(_interval_text(point.wider), point.unit),
-            f"{100 * point.error:+.1f}" + ", wrong side of 1" * (point in wrong),
+            f"{100 * point.error:+.1f}" + ", ratio on the wrong side of 1" * (point in wrong),
             BASIS_LABELS[point.rests_on],
         )
         for point in group

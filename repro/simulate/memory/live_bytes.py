@@ -72,8 +72,8 @@ class LiveBytes:
 
 @dataclass
 class RoleMemory:
-    """Live bytes of one role in initialisation and one step. Names that begin with `host` refer to host memory, others
-    to device memory."""
+    """Live bytes of a rank of one pipeline role, in initialisation and one step. Names that begin with `host` refer to
+    host memory, others to device memory."""
 
     live: LiveBytes = field(repr=False, compare=False)
     peak_bytes: int = 0

@@ -65,7 +65,7 @@ class StageStreams:
         self.tail = self.prepared(program.tail)
 
     def begin(self) -> Generator[object, None, None]:
-        """Run the preceding step's update, whose collectives may end in this step; yield each object that it awaits."""
+        """Run the preceding step's update, whose collectives may end in this step. Yield collectives of unknown end."""
         yield from self.run_items(self.tail, "optimizer")
         self.time, self.unmatched, self.recording = StageTime(), 0, self.record
         self.began = self.phase_began = self.now
