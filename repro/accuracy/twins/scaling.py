@@ -90,13 +90,13 @@ class Scale:
     """Ratio of compute FLOP/s of scaled-down twin and original, F'/F, as the mean of all layouts of the comparison."""
 
     def tp_link(self, before: Layout, after: Layout) -> float:
-        """Return the ratio W'/W of ring rates for tensor parallelism; 0 without tensor parallelism."""
+        """Return W'/W, the tensor-parallel ring rate of the twin over the original's; 0 without such a ring."""
         if after.tp == 1:
             return 0.0
         return self.rate * self.element / self.width * (after.tp - 1) / (before.tp - 1)
 
     def dp_link(self, before: Layout, after: Layout) -> float:
-        """Return the ratio W'/W of ring rates for data parallelism; 0 without data parallelism."""
+        """Return W'/W, the data-parallel ring rate of the twin over the original's; 0 without such a ring."""
         if after.dp == 1:
             return 0.0
         hops = (1 - 1 / after.dp) / (1 - 1 / before.dp)
@@ -104,7 +104,7 @@ class Scale:
         return self.rate * gradients / self.tokens * hops
 
     def pp_link(self, before: Layout, after: Layout, layers: tuple[int, int]) -> float:
-        """Return the ratio W'/W of rates between stages for `layers` of original and twin; 0 without pipelining."""
+        """Return W'/W of the links between pipeline stages, twin over original, for their `layers`; 0 without pipelining."""
         if after.pp == 1:
             return 0.0
         stage = (layers[0] / before.pp) / (layers[1] / after.pp)
