@@ -44,18 +44,14 @@ def thread() -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("index", "core"), [(0, 1), (1, 3), (2, 1), (7, 3)])
-def test_compute_and_messages_use_different_cores(
-    affinity: Affinity, thread: int, index: int, core: int
-) -> None:
+def test_compute_has_a_separate_core(affinity: Affinity, thread: int, index: int, core: int) -> None:
     """A process computes on one of the first two cores, and its message threads use the last two cores."""
     CoreAssignment(index).apply()
     assert affinity[threading.get_native_id()] == {core}
     assert affinity[thread] == {4, 7}
 
 
-def test_threads_share_a_single_core(
-    affinity: Affinity, thread: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_share_one_core(affinity: Affinity, thread: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5})
     CoreAssignment(3).apply()
     assert affinity[threading.get_native_id()] == affinity[thread] == {5}
@@ -93,10 +89,8 @@ print(faults() - before)
 STEP_PAGES = 3 * (52 << 20) // 4096
 
 
-def count_page_faults(*options: str) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *options], capture_output=True, text=True, check=True
-    )
+def count_page_faults(*args: str) -> int:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *args], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 
