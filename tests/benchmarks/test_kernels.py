@@ -23,7 +23,7 @@ pytestmark = pytest.mark.benchmarks
 ROWS, WIDTH, VOCABULARY, PARAMETERS = (4, 128), 256, 2048, 2**21
 
 
-def backward_call(function: Callable[..., Tensor], *tensors: Tensor) -> Callable[[], Any]:
+def backward(function: Callable[..., Tensor], *tensors: Tensor) -> Callable[[], Any]:
     leaves = [t.requires_grad_() for t in tensors]
     grad = torch.randn_like(function(*leaves).detach())
     return lambda: torch.autograd.grad(function(*leaves), leaves, grad)
@@ -67,7 +67,7 @@ def test_forward_and_backward(benchmark: BenchmarkFixture, name: str, who: str, 
     x, w, b = tensors(shape, shape[-1:], shape[-1:])
     function = ROW_WISE[name][who]
     used = [x, w, b] if name == "layer_norm" else [x, b]
-    benchmark(train_call(function if name == "layer_norm" else lambda x, b: function(x, None, b), *used))
+    benchmark(backward(function if name == "layer_norm" else lambda x, b: function(x, None, b), *used))
 
 
 def torch_loss(logits: Tensor, targets: Tensor) -> None:
