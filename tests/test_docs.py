@@ -24,10 +24,10 @@ PAGES = (
     *sorted((ROOT / "docs").glob("*.md")),
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-FILE_NAME = re.compile(r"`((?:repro|kernels|suites|slurm|reports|tests|docs)/[\w./*-]*)`")
+FILE = re.compile(r"`((?:repro|kernels|suites|slurm|reports|tests|docs)/[\w./*-]*)`")
 MAX_README_WORDS = 900
 PLACEHOLDER = re.compile(r"NAME|NN")
-NOT_IN_CHECKOUT = ("reports/out/", "reports/artifact.md", "slurm/mine.toml", "repro/kernels")
+ABSENT = ("reports/out/", "reports/artifact.md", "slurm/mine.toml", "repro/kernels")
 """Files that commands create, a file of the user, and a folder of the user's cache."""
 
 
@@ -56,11 +56,7 @@ def test_links_have_existing_targets(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = [
-        name
-        for name in FILE_NAME.findall(text)
-        if not (name.startswith(NOT_IN_CHECKOUT) or PLACEHOLDER.search(name))
-    ]
+    named = [name for name in FILE.findall(text) if not (name.startswith(ABSENT) or PLACEHOLDER.search(name))]
     assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []
 
 

@@ -19,12 +19,12 @@ BLOCKER = f"""
 import sys
 
 OPTIONAL = {sorted(EXTRAS)}
-COMMAND = ["typer", "rich", "scipy"]
+COMMAND_LINE = ["typer", "rich", "scipy"]
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         rank = "repro.launch.rank.program" in getattr(sys, "orig_argv", [])
-        if name.partition(".")[0] in OPTIONAL + COMMAND * rank:
+        if name.partition(".")[0] in OPTIONAL + COMMAND_LINE * rank:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Blocker())
@@ -106,7 +106,7 @@ def test_a_command_names_its_missing_extra(
 
 
 def test_requirements_equal_those_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requirements are read from the metadata or, without metadata, from the checkout; the order of a range may differ."""
+    """The metadata and the checkout give the same requirements, except for the order of a version range."""
 
     def parts(requirements: list[str]) -> list[list[str]]:
         return [sorted(re.split(r"[,<>=]+", requirement)) for requirement in requirements]
