@@ -116,9 +116,7 @@ def test_start_and_shutdown_keep_foreign_folders_and_namespaces(lab: Lab, tmp_pa
     ("settings", "expected"),
     [({"N": "0"}, "N=0: 1 to 200"), ({"N": "x"}, "a whole number"), ({"GPUS": "99"}, "at most 64")],
 )
-def test_invalid_settings_give_one_error_line(
-    settings: dict[str, str], expected: str, tmp_path: Path
-) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, str], expected: str, tmp_path: Path) -> None:
     refused = Lab(tmp_path / "none", "none", settings).script("up", check=False)
     assert refused.returncode == 1
     assert expected in refused.stderr

@@ -45,7 +45,6 @@ def thread() -> Iterator[int]:
 
 @pytest.mark.parametrize(("index", "core"), [(0, 1), (1, 3), (2, 1), (7, 3)])
 def test_compute_has_a_separate_core(affinity: Affinity, thread: int, index: int, core: int) -> None:
-    """A process computes on one of the first two cores, and its message threads use the last two cores."""
     CoreAssignment(index).apply()
     assert affinity[threading.get_native_id()] == {core}
     assert affinity[thread] == {4, 7}
