@@ -56,10 +56,8 @@ def test_all_steps_run_with_only_the_kit(kit: Path, target: Path, tmp_path: Path
     assert {str(path.relative_to(out)) for path in files} == set(FILES)
     assert len(files) <= MAX_FILES
     modules = json.loads((out / FACTS).read_text(encoding="utf-8"))["modules"]
-    packed = ("repro", "repro.kernels", "pydantic", "scipy", "submitit", "pyroute2")
-    assert all("/kit/" in modules[name] and modules[name].startswith(str(scratch)) for name in packed), (
-        modules
-    )
+    paths = [modules[n] for n in ("repro", "repro.kernels", "pydantic", "scipy", "submitit", "pyroute2")]
+    assert all("/kit/" in path and path.startswith(str(scratch)) for path in paths), modules
     assert modules["torch"].startswith(str(target.parents[1]))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("repro-gpu-day")] == []
     records = list(read_json_lines(out / RECORDS))
