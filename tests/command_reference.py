@@ -22,8 +22,8 @@ Every command with its options, as `repro COMMAND --help` prints them. A test co
 def command_lines(name: str, command: Any) -> Iterator[str]:
     """Yield the lines of one command, or of each command of a group."""
     if hasattr(command, "commands"):
-        for inner, one in command.commands.items():
-            yield from command_lines(f"{name} {inner}", one)
+        for inner, subcommand in command.commands.items():
+            yield from command_lines(f"{name} {inner}", subcommand)
         return
     yield from (f"\n## {name}\n", f"{plain(command.help)}\n")
     if command.epilog:
@@ -50,7 +50,7 @@ def plain(text: str | None) -> str:
 def reference() -> str:
     """Return the page."""
     commands: Any = get_command(app)
-    lines = (line for name, one in commands.commands.items() for line in command_lines(name, one))
+    lines = (line for name, child in commands.commands.items() for line in command_lines(name, child))
     return "\n".join([HEAD, *lines]).replace("\n\n\n", "\n\n") + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The repository's own suites and ledger, which no test changes: each file is read and checked once by a process."""
+"""Cached suites and ledger of the repository: no test changes them, so each process reads each file once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from repro.config.suites import Suite
 
 @cache
 def suite(path: Path) -> Suite:
-    """The suite of a file of `suites/`."""
+    """Return the suite of a file in `suites/`."""
     return suites.load_suite(path)
 
 
 @cache
 def ledger() -> Ledger:
-    """All claims."""
+    """Return the ledger with all claims."""
     return reader.load_ledger()

@@ -78,29 +78,29 @@ LONG = (
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Group tests by file for pytest-xdist. Tests with pools of ranks form one group, and so do those of a report."""
+    """Group tests by file for pytest-xdist. Tests with pools of ranks form one group, and tests of a report another."""
     group_of = {item: _group(item) for item in items}
     for item, group in group_of.items():
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(group))
     if hasattr(config, "workerinput"):
-        place = {name: at for at, name in enumerate(LONG)}
-        items.sort(key=lambda item: place.get(Path(group_of[item]).name, len(LONG)))
+        order = {name: index for index, name in enumerate(LONG)}
+        items.sort(key=lambda item: order.get(Path(group_of[item]).name, len(LONG)))
     _need_gpu([item for item in items if item.get_closest_marker("gpu")])
 
 
 def _group(item: pytest.Item) -> str:
-    """Return the group of a test: that of its mark, of the pools of ranks, of the report, or of its file."""
+    """Return the group of a test from its mark, its pool of ranks, the report fixture, or its file."""
     if marked := item.get_closest_marker("xdist_group"):
         return str(marked.args[0])
-    named = {*getattr(item, "fixturenames", ()), *_asked_for(item)}
-    if POOLS.intersection(named):
+    fixtures = {*getattr(item, "fixturenames", ()), *_requested_fixtures(item)}
+    if POOLS.intersection(fixtures):
         library = item.get_closest_marker("library")
         return f"ranks of {library.args[0]}" if library else "ranks"
-    return "report" if "report" in named else str(item.path)
+    return "report" if "report" in fixtures else str(item.path)
 
 
-def _asked_for(item: pytest.Item) -> tuple[str, ...]:
+def _requested_fixtures(item: pytest.Item) -> tuple[str, ...]:
     """Return the fixture `ranks` if a test selects its pool of ranks by `request` at run time."""
     names = getattr(getattr(item, "function", None), "__code__", None)
     return ("ranks",) if names and "request" in names.co_varnames[: names.co_argcount] else ()

@@ -49,15 +49,15 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    _let_others_finish()
+    _avoid_preemption()
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     while True:
         task = _receive(pipe)
         if task is None:
-            os._exit(0)  # The exit of the interpreter takes seconds in eight processes.
+            os._exit(0)  # A regular exit of the interpreter takes seconds in eight processes.
         function, arguments, timeout_s = task
-        late = threading.Timer(timeout_s, _say_where, (pipe, rank, timeout_s))
+        late = threading.Timer(timeout_s, _send_stack, (pipe, rank, timeout_s))
         late.start()
         try:
             answer = True, function(*arguments)
@@ -67,13 +67,13 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
         _send(pipe, answer)
 
 
-def _say_where(pipe: Any, rank: int, timeout_s: float) -> None:
+def _send_stack(pipe: Any, rank: int, timeout_s: float) -> None:
     """Send the stack of the main thread of a hanging rank as its answer."""
     stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
     _send(pipe, (False, f"rank {rank} did not answer within {timeout_s} s, it is at\n{''.join(stack)}"))
 
 
-def _let_others_finish() -> None:
+def _avoid_preemption() -> None:
     """Set a scheduling policy for this rank's threads under which a wake-up preempts no running thread.
 
     gloo's receiving thread polls without sleeping for a lock that the sender holds. A preempted sender therefore costs
@@ -124,7 +124,7 @@ class RankPool:
             for pipe in self._pipes:
                 _send(pipe, (function, arguments, timeout_s))
             return self._answers(timeout_s)
-        except BaseException:  # Late answers would be taken for those of the next test.
+        except BaseException:  # The next test would receive late answers.
             self._kill()
             raise
 
@@ -137,10 +137,10 @@ class RankPool:
             for pipe in ready:
                 rank = silent.pop(pipe)
                 try:
-                    good, value = _receive(pipe)
+                    succeeded, value = _receive(pipe)
                 except EOFError:
-                    good, value = False, f"rank {rank} of {self.world} died"
-                if good:
+                    succeeded, value = False, f"rank {rank} of {self.world} died"
+                if succeeded:
                     answers[rank] = value
                 else:  # The other ranks may wait for the failed rank.
                     errors.append(value)
@@ -155,13 +155,13 @@ class RankPool:
         context = forks()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
-            mine, theirs = context.Pipe()
+            ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(rank, self.world, self._store.port, theirs), daemon=True
             )
             process.start()
             self._processes.append(process)
-            self._pipes.append(mine)
+            self._pipes.append(ours)
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -1,4 +1,4 @@
-"""Records for tests: invented, changed, and read from the files of a store without the product's reader."""
+"""Records for tests: constructed or modified records, and lines of a store read without the product's reader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONDITIONS = {"model": {"name": "m"}, "layout": {}, "system": "local", "engine":
 
 
 def made_up(name: str, **keys: Any) -> ExperimentRecord:
-    """Return a record of an experiment that did not run; `keys` as in a line of the store."""
+    """Return a constructed record of an experiment; `keys` are the keys of a line in the store."""
     plain = {"kind": "experiment", "protocol": schema.PROTOCOL, "suite": "s", "key": "k", "written": "2026"}
     plain |= {"evidence": "measured", "outcome": "ok", "reason": "", "metrics": {}, "series": {}}
     return cast(
@@ -27,7 +27,7 @@ def made_up(name: str, **keys: Any) -> ExperimentRecord:
 
 
 def changed(record: R, **keys: Any) -> R:
-    """Return the record with other values; `keys` as in a line of the store."""
+    """Return the record with other values; `keys` are the keys of a line in the store."""
     return cast(R, schema.read_record({**record.as_dict(), **keys}))
 
 

@@ -113,7 +113,7 @@ def excesses(root: Path = ROOT, budgets: Path = BUDGETS) -> list[str]:
 
 
 def main() -> int:
-    """Print the table of packages and the numbers of the tree beside their goals; return 1 if a limit is exceeded."""
+    """Print the package sizes, and the tree's numbers with limits and goals; return 1 if a limit is exceeded."""
     document = read_toml(BUDGETS)
     print(f"{'package':<12}{'files':>8}{'budget':>8}{'lines':>10}{'budget':>8}")
     for package, size in package_sizes().items():

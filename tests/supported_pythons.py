@@ -2,7 +2,7 @@
 
 `make test-pythons` and continuous integration run this module. Each version gets an environment with the core of the
 suite, in which one training of two processes runs, and then the extras that the fast tests of `TESTS` need. The version
-of the current environment is left out, because `make test` runs all tests with it.
+of the current environment is omitted, because `make test` runs all tests with this version.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def find_interpreter(version: str) -> str:
 
 
 def find_uv() -> str:
-    """Return the path of uv, which is installed in a folder of its own if PATH has none.
+    """Return the path of uv, which is installed in a separate folder if PATH has none.
 
     uv links the 5 GB of a CUDA build of torch from its cache; pip would unpack them for each version.
     """

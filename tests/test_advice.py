@@ -1,4 +1,4 @@
-"""The command that a missing extra is answered with installs the extra, however repro was installed."""
+"""Tests of the command in the error about a missing extra: it installs the extra in every kind of installation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from repro.util.extras import EXTRAS
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("advice")]
 ROOT = Path(__file__).parents[1]
 LIBRARY = Path(sysconfig.get_path("purelib"))
-FOLLOWED = ("report", "slurm", "lab", "text", "parquet")
-"""Extras whose packages are small; the command for engines is made of the same parts."""
-OPTIONAL = [package.replace("_", "-") for package, extra in EXTRAS.items() if extra in FOLLOWED]
-"""Distributions that those extras name."""
+SMALL_EXTRAS = ("report", "slurm", "lab", "text", "parquet")
+"""Extras with small packages. The command for the extra `engines` has the same form."""
+OPTIONAL = [package.replace("_", "-") for package, extra in EXTRAS.items() if extra in SMALL_EXTRAS]
+"""Distributions that these extras require."""
 UV = shutil.which("uv")
-MISSING = """
+HINTS_PROGRAM = """
 import json
 from repro.util.extras import EXTRAS, missing_package_hint
 print(json.dumps({EXTRAS[package]: missing_package_hint(package) for package in reversed(EXTRAS)}))
@@ -52,7 +52,7 @@ def output(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables that let pip and uv find the optional packages in wheels of what is installed here, offline."""
+    """Pack the installed optional packages into wheels; return the variables with which pip and uv find only these."""
     folder = tmp_path_factory.mktemp("index")
     for name in OPTIONAL:
         try:
@@ -71,7 +71,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A committed copy of this working tree's product: a build leaves files in it."""
+    """Return a committed copy of the product's files, because a build writes files into its source folder."""
     folder = tmp_path_factory.mktemp("advice") / "checkout of mine"
     folder.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -85,39 +85,37 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def borrow(library: Path) -> None:
-    """Link every package of this environment, except repro, pip and the optional packages, into another one."""
-    left_out = {"pip", "repro"}
+def link_packages(library: Path) -> None:
+    """Link every package of this environment, except repro, pip and the optional packages, into `library`."""
+    excluded = {"pip", "repro"}
     for name in OPTIONAL:
-        left_out |= {file.parts[0] for file in metadata.distribution(name).files or []}
-    for other in LIBRARY.iterdir():
-        if other.name not in left_out and "repro" not in other.name and not (library / other.name).exists():
-            (library / other.name).symlink_to(other)
+        excluded |= {file.parts[0] for file in metadata.distribution(name).files or []}
+    for entry in LIBRARY.iterdir():
+        if entry.name not in excluded and "repro" not in entry.name and not (library / entry.name).exists():
+            (library / entry.name).symlink_to(entry)
 
 
-def library_of(python: Path) -> Path:
+def site_packages(python: Path) -> Path:
     (library,) = python.parents[1].glob("lib/python*/site-packages")
     return library
 
 
-def with_pip(folder: Path, *what: str | Path) -> Path:
-    """Return the python of a virtual environment in which pip has installed `what`."""
+def pip_environment(folder: Path, *packages: str | Path) -> Path:
+    """Return the python of a virtual environment in which pip has installed `packages`."""
     output(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     python = folder / "bin/python"
-    for old in library_of(python).glob(
-        "setuptools*"
-    ):  # of Python 3.11 and older, too old for our pyproject.toml
+    for old in site_packages(python).glob("setuptools*"):  # Python 3.11 installs a too old version
         shutil.rmtree(old)
-    borrow(library_of(python))
-    if what:
+    link_packages(site_packages(python))
+    if packages:
         offline = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
-        output(python, "-m", "pip", "install", *offline, *what, cwd=folder.parent)
+        output(python, "-m", "pip", "install", *offline, *packages, cwd=folder.parent)
     return python
 
 
-def from_wheel(checkout: Path, folder: Path) -> Path:
-    """The wheel is deleted after its installation."""
-    python = with_pip(folder)
+def install_wheel(checkout: Path, folder: Path) -> Path:
+    """Install a wheel, and delete the wheel file."""
+    python = pip_environment(folder)
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder.parent)
     output(python, "-m", "pip", "wheel", *options, checkout, cwd=folder.parent)
     (wheel,) = folder.parent.glob("repro-*.whl")
@@ -126,59 +124,59 @@ def from_wheel(checkout: Path, folder: Path) -> Path:
     return python
 
 
-def from_git(checkout: Path, folder: Path) -> Path:
-    return with_pip(folder, f"git+{checkout.as_uri()}")
+def install_git(checkout: Path, folder: Path) -> Path:
+    return pip_environment(folder, f"git+{checkout.as_uri()}")
 
 
-def editable(checkout: Path, folder: Path) -> Path:
-    return with_pip(folder, "--editable", checkout)
+def install_editable(checkout: Path, folder: Path) -> Path:
+    return pip_environment(folder, "--editable", checkout)
 
 
-def uninstalled(checkout: Path, folder: Path) -> Path:
-    """The checkout is on the path and has no metadata."""
-    python = with_pip(folder)
-    (library_of(python) / "checkout.pth").write_text(f"{checkout}\n")
+def add_to_path(checkout: Path, folder: Path) -> Path:
+    """Add the checkout to the path, without metadata of an installation."""
+    python = pip_environment(folder)
+    (site_packages(python) / "checkout.pth").write_text(f"{checkout}\n")
     return python
 
 
-def uv_tool(checkout: Path, folder: Path) -> Path:
-    """Without the packages that every installation needs, which are borrowed: torch is large."""
+def install_uv(checkout: Path, folder: Path) -> Path:
+    """Install with `uv tool`; link the required packages instead of installing them, because torch is large."""
     if not UV:
         pytest.skip("uv is not on the path")
     project = read_toml(checkout / "pyproject.toml")["project"]
-    never = [re.split("[<>=;]", line)[0] + "; sys_platform == 'never'" for line in project["dependencies"]]
+    none = [re.split("[<>=;]", line)[0] + "; sys_platform == 'never'" for line in project["dependencies"]]
     overrides = folder.parent / "overrides.txt"
-    overrides.write_text("\n".join(never))
-    places = {"UV_TOOL_DIR": str(folder), "UV_TOOL_BIN_DIR": str(folder / "bin")}
+    overrides.write_text("\n".join(none))
+    folders = {"UV_TOOL_DIR": str(folder), "UV_TOOL_BIN_DIR": str(folder / "bin")}
     options = ("--quiet", "--python", sys.executable, "--overrides", overrides)
-    done = run(UV, "tool", "install", *options, checkout, cwd=folder.parent, **places)
+    done = run(UV, "tool", "install", *options, checkout, cwd=folder.parent, **folders)
     if done.returncode and "setuptools" in done.stderr:
-        pytest.skip(f"uv finds no setuptools, which builds: {done.stderr.splitlines()[-1]}")
+        pytest.skip(f"uv finds no setuptools for the build: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
     python = folder / "repro/bin/python"
-    borrow(library_of(python))
+    link_packages(site_packages(python))
     return python
 
 
-@pytest.mark.parametrize("install", [from_wheel, from_git, editable, uninstalled, uv_tool])
-def test_the_advice_installs_what_is_missing(
+@pytest.mark.parametrize("install", [install_wheel, install_git, install_editable, add_to_path, install_uv])
+def test_the_printed_command_installs_the_missing_extra(
     install: object, checkout: Path, index: dict[str, str], tmp_path: Path
 ) -> None:
-    """As copied from the terminal, in any folder and with no environment activated."""
+    """The command runs in any folder without an activated environment."""
     assert callable(install)
     python = install(checkout, tmp_path / "an environment")
-    here = tmp_path / "elsewhere"
-    here.mkdir()
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
     repro = (python, "-c", "import sys; from repro.cli import main; sys.exit(main())")
-    failed = run(*repro, "report", cwd=here)
-    lines = json.loads(output(python, "-c", MISSING, cwd=here))
+    failed = run(*repro, "report", cwd=folder)
+    lines = json.loads(output(python, "-c", HINTS_PROGRAM, cwd=folder))
     assert (failed.returncode, failed.stderr) == (2, f"error: {lines['report']}\n")
-    assert not list(here.iterdir())
-    # Packages of an extra come in the same way in every environment, so the large ones come once.
-    followed = FOLLOWED if install is from_wheel else ("slurm",)
-    for extra in followed:
+    assert not list(folder.iterdir())
+    # The form of the command does not depend on the extra, so only one environment installs all extras.
+    extras = SMALL_EXTRAS if install is install_wheel else ("slurm",)
+    for extra in extras:
         line = lines[extra]
-        output("sh", "-c", line.partition(f"Install the extra {extra}: ")[2], cwd=here, **index)
+        output("sh", "-c", line.partition(f"Install the extra {extra}: ")[2], cwd=folder, **index)
     output(
-        python, "-c", f"from repro.util.extras import require_extras; require_extras(*{followed})", cwd=here
+        python, "-c", f"from repro.util.extras import require_extras; require_extras(*{extras})", cwd=folder
     )

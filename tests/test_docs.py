@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs point at what exists."""
+"""Tests of README, CONTRIBUTING and docs: links and named files exist, and lists and reference pages are complete."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ PAGES = (
     *sorted((ROOT / "docs").glob("*.md")),
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-NAMED = re.compile(r"`((?:repro|kernels|suites|slurm|reports|tests|docs)/[\w./*-]*)`")
+FILE = re.compile(r"`((?:repro|kernels|suites|slurm|reports|tests|docs)/[\w./*-]*)`")
 MAX_README_WORDS = 900
-STANDS_FOR = re.compile(r"NAME|NN")
-MADE = ("reports/out/", "reports/artifact.md", "slurm/mine.toml", "repro/kernels")
-"""What commands make and what stands for a user's own, and a folder of the user's cache."""
+PLACEHOLDER = re.compile(r"NAME|NN")
+ABSENT = ("reports/out/", "reports/artifact.md", "slurm/mine.toml", "repro/kernels")
+"""Files that commands create, a file of the user, and a folder of the user's cache."""
 
 
 def anchors(page: Path) -> set[str]:
-    """Names of a page's headings, as its readers' browsers know them."""
+    """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -43,45 +43,45 @@ def targets(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    lost = []
+def test_links_have_existing_targets(page: Path) -> None:
+    missing = []
     for link in targets(page):
         name, _, anchor = link.partition("#")
         file = page.parent / name if name else page
         if not file.exists() or (anchor and anchor not in anchors(file)):
-            lost.append(link)
-    assert not lost
+            missing.append(link)
+    assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_named_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = [name for name in NAMED.findall(text) if not (name.startswith(MADE) or STANDS_FOR.search(name))]
+    named = [name for name in FILE.findall(text) if not (name.startswith(ABSENT) or PLACEHOLDER.search(name))]
     assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []
 
 
-def test_the_citation_is_of_this_version() -> None:
-    message = re.findall(
+def test_the_citation_names_the_current_version() -> None:
+    versions = re.findall(
         r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert message == [__version__]
+    assert versions == [__version__]
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_every_suite_is_in_a_table() -> None:
+def test_every_suite_is_in_a_table_of_the_docs() -> None:
     tables = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("suites.md", "twins.md"))
     assert [f.stem for f in (ROOT / "suites").glob("*.toml") if f"\n| `{f.stem}` |" not in tables] == []
 
 
 @pytest.mark.parametrize("name", ["command", "key"])
-def test_the_reference_pages_are_up_to_date(name: str) -> None:
+def test_reference_pages_equal_their_generators(name: str) -> None:
     page = (ROOT / "docs" / f"{name}s.md").read_text(encoding="utf-8")
     module = importlib.import_module(f"tests.{name}_reference")
     assert page == module.reference(), "run `make artifact`"
 
 
-def test_every_key_that_a_file_may_have_is_in_the_reference() -> None:
-    """The reader of a file names all known keys in its error about an unknown one."""
+def test_the_reference_lists_every_key_of_a_file() -> None:
+    """The error about an unknown key lists all known keys."""
     page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
     for cls in (Layout, Model, Link, ClaimEntry):
         with pytest.raises(ConfigError, match="known are") as caught:
@@ -91,7 +91,7 @@ def test_every_key_that_a_file_may_have_is_in_the_reference() -> None:
         assert [key for key in known if f"\n| `{key}` |" not in page] == []
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_has_at_most_900_words() -> None:
     text = re.sub(r"!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(re.findall(r"\S*\w\S*", text)) <= MAX_README_WORDS
 
@@ -104,15 +104,15 @@ def test_the_readme_is_short() -> None:
         ("mkdocs.yml", r" ([\w-]+\.md)$"),
     ],
 )
-def test_every_page_is_listed_once(listing: str, pattern: str) -> None:
-    """README, the index page and the navigation of the site list all pages; `index.md` is no page of itself."""
+def test_lists_of_pages_have_every_page_once(listing: str, pattern: str) -> None:
+    """README, the index page and the navigation of the site list all pages except `index.md`."""
     text = (ROOT / listing).read_text(encoding="utf-8").rpartition("## Documentation\n")[2]
     listed = re.findall(pattern, text, re.MULTILINE)
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert sorted(name for name in listed if name != "index.md") == sorted(pages)
 
 
-def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
-    """A browser that opens `build/docs` finds no other file of the repository."""
+def test_pages_of_the_site_link_only_to_its_pages() -> None:
+    """`build/docs` has no other file of the repository."""
     links = [(page.name, link) for page in (ROOT / "docs").glob("*.md") for link in targets(page)]
     assert [(page, link) for page, link in links if "/" in link] == []

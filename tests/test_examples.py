@@ -1,4 +1,4 @@
-"""The examples of README and docs: suites load, commands do what is shown under them, options exist."""
+"""Tests of the examples in README and docs: suites load, options exist, and commands print the shown output."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from repro.config import suites
 
 ROOT = Path(__file__).parents[1]
 GENERATED = ("commands.md", "keys.md")
-"""Pages that are compared with their generators, by `test_docs`."""
+"""Pages that `test_docs` compares with their generators."""
 PAGES = (
     ROOT / "README.md",
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED),
 )
 SLOW = ("README.md", "first-hour.md", "simulate.md", "time.md", "kernels.md", "own-files.md", "systems.md")
-"""Their commands take many seconds."""
+"""Pages whose commands take many seconds."""
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("REPRO_")}
 CODE = "import sys; from repro.cli import main; sys.exit(main())"
-NOT_HERE = {
+UNAVAILABLE = {
     "repro run suites/windtunnel_3p75x": "minutes behind an emulated network",
     "repro run suites/convergence": "half an hour of training",
     "repro run suites/one_gpu": "a GPU",
     "repro run again --evidence simulated": "a minute of simulations",
     "repro gpu-day --minutes": "a GPU",
-    "repro gpu-day --import": "the results of a visit",
-    "repro gpu-day --rehearse": "minutes; make test-gpu-kit rehearses",
+    "repro gpu-day --import": "the results of a GPU day",
+    "repro gpu-day --rehearse": "minutes; `make test-gpu-kit` runs the rehearsal",
     "repro run mine.toml": "the twin of a calibrated machine, 16 ranks",
-    "repro calibrate": "minutes of measuring",
+    "repro calibrate": "minutes of measurements",
     "repro simulate --model smoke-speed": "a calibrated machine",
     "repro twin": "a calibrated machine",
-    "repro evaluate": "weights and texts that were published",
+    "repro evaluate": "published weights and texts",
     "repro submit": "a cluster",
     "repro doctor --profile": "a cluster",
     "repro status": "a cluster",
@@ -50,24 +50,24 @@ NOT_HERE = {
     "repro cancel": "a cluster",
     "repro collect": "a cluster",
     "repro lab": "network namespaces",
-    "repro doctor --kernels": "a compiler; tests/kernels compile them",
-    "repro claims --system": "records of a minute's simulation; tests/cli makes some",
+    "repro doctor --kernels": "a compiler; tests/kernels compiles the kernels",
+    "repro claims --system": "records of a simulation of one minute; tests/cli has a test",
 }
-"""What examples need that a test has not: they are parsed all the same, and what can show what it would do does."""
-SHOWS = ("repro run suites/", "repro run again", "repro submit")
-"""Of these, what has `--dry-run`."""
-STANDS_FOR = re.compile(r"\b[A-Z]{2,}\b|\[|·|--model M\b| [ABNPSM]\b")
-"""Of a command that shows its form and is none."""
+"""Requirements of examples that a test does not have, by the command's beginning. The test parses these commands."""
+DRY_RUN = ("repro run suites/", "repro run again", "repro submit")
+"""Unavailable commands that a test runs with `--dry-run`."""
+PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b|\[|·|--model M\b| [ABNPSM]\b")
+"""Placeholders in a command's general form, which a test cannot run."""
 
 
 class Example(NamedTuple):
     command: str
     shown: list[str]
-    """What stands under it."""
+    """Lines under the command: its shown output."""
 
 
 def blocks(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """The line before each indented block, and its lines."""
+    """Yield the line before each indented block, and the lines of the block."""
     found: list[str] = []
     before = ""
     for line in [*page.read_text(encoding="utf-8").splitlines(), "end"]:
@@ -84,48 +84,48 @@ def examples(page: Path) -> list[Example]:
     found: list[Example] = []
     for _, lines in blocks(page):
         lines = "\n".join(lines).replace("\\\n", " ").split("\n")
-        here: list[Example] = []
+        in_block: list[Example] = []
         for line in lines:
-            given = re.match(r"(\$ )?(?:\.venv/bin/)?repro .*", line)
-            if given is not None:
-                parts = [part.strip() for part in re.split(r"\s+#\s|&&", given[0].removeprefix("$ "))]
-                message = [part.removeprefix(".venv/bin/") for part in parts]
-                here += [Example(part, []) for part in message if part.startswith("repro ")]
-            elif here and line.strip():
-                here[-1].shown.append(line)
-        found += here
+            command = re.match(r"(\$ )?(?:\.venv/bin/)?repro .*", line)
+            if command is not None:
+                parts = [part.strip() for part in re.split(r"\s+#\s|&&", command[0].removeprefix("$ "))]
+                parts = [part.removeprefix(".venv/bin/") for part in parts]
+                in_block += [Example(part, []) for part in parts if part.startswith("repro ")]
+            elif in_block and line.strip():
+                in_block[-1].shown.append(line)
+        found += in_block
     return found
 
 
-def here(command: str) -> str:
-    """What a test runs of an example: all of it, or what it would do; empty where there is neither."""
-    if "--dry-run" in command or not any(command.startswith(beginning) for beginning in NOT_HERE):
+def runnable(command: str) -> str:
+    """Return the command that a test runs: the example, the example with `--dry-run`, or an empty text for neither."""
+    if "--dry-run" in command or not any(command.startswith(beginning) for beginning in UNAVAILABLE):
         return command
-    return f"{command} --dry-run" if command.startswith(SHOWS) else ""
+    return f"{command} --dry-run" if command.startswith(DRY_RUN) else ""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a reader is: suites, and profiles with one of the reader's own, of nodes that a suite needs."""
+    """Return a user's folder with the suites and with profiles, one of which is the user's."""
     (tmp_path / "suites").symlink_to(ROOT / "suites")
     shutil.copytree(ROOT / "slurm", tmp_path / "slurm")
     shutil.copy(ROOT / "slurm/dgx2.toml", tmp_path / "slurm/mine.toml")
     return tmp_path
 
 
-ALL = [(page, example) for page in PAGES for example in examples(page)]
-CONCRETE = [(page, example) for page, example in ALL if not STANDS_FOR.search(example.command)]
+EXAMPLES = [(page, example) for page in PAGES for example in examples(page)]
+COMMANDS = [(page, example) for page, example in EXAMPLES if not PLACEHOLDER.search(example.command)]
 
 
-def test_there_are_examples() -> None:
-    assert len(ALL) > 50
-    assert len(CONCRETE) > 25
-    for beginning in NOT_HERE:
-        assert any(example.command.startswith(beginning) for _, example in CONCRETE), beginning
+def test_the_pages_have_examples_of_each_kind() -> None:
+    assert len(EXAMPLES) > 50
+    assert len(COMMANDS) > 25
+    for beginning in UNAVAILABLE:
+        assert any(example.command.startswith(beginning) for _, example in COMMANDS), beginning
 
 
-@pytest.mark.parametrize(("page", "example"), ALL, ids=lambda value: getattr(value, "command", None))
-def test_commands_and_options_exist(page: Path, example: Example) -> None:
+@pytest.mark.parametrize(("page", "example"), EXAMPLES, ids=lambda value: getattr(value, "command", None))
+def test_commands_and_options_of_examples_exist(page: Path, example: Example) -> None:
     if "·" in example.command:
         pytest.skip("a list of commands")
     group: Any = typer.main.get_command(cli.app)
@@ -134,15 +134,15 @@ def test_commands_and_options_exist(page: Path, example: Example) -> None:
         assert words[0] in group.commands, example.command
         group = group.commands[words.pop(0)]
     known = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    # An argument with spaces is a text of options of its own.
+    # An argument with spaces may contain options.
     words = [part for word in words for part in word.split()]
-    asked = {word.strip("[]").split("=")[0] for word in words if word.strip("[]").startswith("--")}
-    assert asked <= known
+    used = {word.strip("[]").split("=")[0] for word in words if word.strip("[]").startswith("--")}
+    assert used <= known
 
 
-@pytest.mark.parametrize(("page", "example"), CONCRETE, ids=lambda value: getattr(value, "command", None))
-def test_they_parse(page: Path, example: Example, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every option has a value of its type, whether the command can run here or not."""
+@pytest.mark.parametrize(("page", "example"), COMMANDS, ids=lambda value: getattr(value, "command", None))
+def test_examples_parse(page: Path, example: Example, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option has a value of its type; this includes commands that a test cannot run."""
     monkeypatch.chdir(folder)
     group: Any = typer.main.get_command(cli.app)
     words = shlex.split(example.command)[1:]
@@ -151,8 +151,8 @@ def test_they_parse(page: Path, example: Example, folder: Path, monkeypatch: pyt
     group.make_context("repro", words)
 
 
-def alike(line: str, exact: bool) -> str:
-    """A line but for its spaces, and for the numbers where a machine makes them."""
+def normalized(line: str, exact: bool) -> str:
+    """Return a line with normalized spaces and, unless `exact`, without numbers and units."""
     line = " ".join(line.split())
     if exact:
         return line
@@ -170,12 +170,12 @@ def alike(line: str, exact: bool) -> str:
     ],
     ids=lambda page: page.name,
 )
-def test_they_print_what_is_shown(page: Path, folder: Path) -> None:
-    """One after the other in one folder, with the files that the page says to save."""
+def test_examples_print_the_shown_output(page: Path, folder: Path) -> None:
+    """The commands of a page run in order in one folder with the files that the page tells the user to save."""
     for before, lines in blocks(page):
         for name in re.findall(r"Save this as `([\w.]+)`", before):
             (folder / name).write_text("\n".join(lines[: next_command(lines)]))
-    found = [(here(example.command), example.shown) for at, example in CONCRETE if at == page]
+    found = [(runnable(example.command), example.shown) for place, example in COMMANDS if place == page]
     for command, shown in [example for example in found if example[0]]:
         done = subprocess.run(
             [sys.executable, "-c", CODE, *shlex.split(command)[1:]],
@@ -189,24 +189,24 @@ def test_they_print_what_is_shown(page: Path, folder: Path) -> None:
         assert "Traceback" not in done.stdout
         assert done.returncode == (2 if any(line.startswith("error:") for line in shown) else 0), done.stdout
         measured = command.startswith("repro run") and "--dry-run" not in command
-        printed = [alike(line, not measured) for line in done.stdout.splitlines()]
-        for line in (alike(line, not measured) for line in shown if line != "..."):
+        printed = [normalized(line, not measured) for line in done.stdout.splitlines()]
+        for line in (normalized(line, not measured) for line in shown if line != "..."):
             head = line.removesuffix(" ...")
             found = next(
                 (i for i, p in enumerate(printed) if p == line or (head != line and p.startswith(head))), -1
             )
             assert found >= 0, f"{command}\nshows {line!r}, and prints\n{done.stdout}"
-            # Who was the fastest is another one each time.
+            # The order of measured rows varies between runs.
             printed = printed[:found] + printed[found + 1 :] if measured else printed[found + 1 :]
 
 
 def next_command(lines: list[str]) -> int:
-    """The number of lines before the first command of a block."""
-    return next((at for at, line in enumerate(lines) if line.startswith("$ ")), len(lines))
+    """Return the number of lines before the first command of a block."""
+    return next((index for index, line in enumerate(lines) if line.startswith("$ ")), len(lines))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_suites_and_claims_load(page: Path, tmp_path: Path) -> None:
+def test_suites_and_claims_of_examples_load(page: Path, tmp_path: Path) -> None:
     for _, lines in blocks(page):
         text = "\n".join(lines[: next_command(lines)])
         if "[[experiment]]" in text:

@@ -1,4 +1,4 @@
-"""What is installed without extras runs and judges; what needs more names the extra that brings it."""
+"""Tests of an installation without extras: experiments and claims work, and other commands name the missing extra."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BLOCKER = f"""
 import sys
 
 OPTIONAL = {sorted(EXTRAS)}
-COMMAND = ["typer", "rich", "scipy"]
+COMMAND_LINE = ["typer", "rich", "scipy"]
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         rank = "repro.launch.rank.program" in getattr(sys, "orig_argv", [])
-        if name.partition(".")[0] in OPTIONAL + COMMAND * rank:
+        if name.partition(".")[0] in OPTIONAL + COMMAND_LINE * rank:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Blocker())
@@ -34,7 +34,7 @@ PROGRAM = "import sys; from repro.cli import main; sys.exit(main())"
 
 @pytest.fixture
 def bare(tmp_path: Path) -> dict[str, str]:
-    """An environment in which no extra is installed, and of a rank not even what the command needs."""
+    """Return an environment without the extras' packages; ranks also lack the packages of the command line."""
     folder = tmp_path / "blocked"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(BLOCKER)
@@ -55,7 +55,7 @@ def repro(
 
 @pytest.mark.slow
 def test_experiments_run_and_are_compared_without_extras(bare: dict[str, str], tmp_path: Path) -> None:
-    """And a rank imports neither the command line nor statistics."""
+    """A rank imports neither the packages of the command line nor scipy."""
     suite = write_suite(
         tmp_path,
         """
@@ -88,11 +88,11 @@ def test_experiments_run_and_are_compared_without_extras(bare: dict[str, str], t
         ("slurm", ("submit", ROOT / "suites/smoke.toml", "--profile", ROOT / "slurm/lab.toml")),
     ],
 )
-def test_a_command_names_the_extra_that_it_needs(
+def test_a_command_names_its_missing_extra(
     bare: dict[str, str], tmp_path: Path, extra: str, command: tuple[str | Path, ...]
 ) -> None:
-    """One line, and nothing is written before it."""
-    if extra == "notebooks":  # of the others everything is there
+    """The error is one line, and the command writes no file."""
+    if extra == "notebooks":  # the other packages of this extra are installed
         blocker = tmp_path / "blocked/sitecustomize.py"
         blocker.write_text(blocker.read_text().replace(str(sorted(EXTRAS)), "['jupytext']"))
     (tmp_path / "here").mkdir()
@@ -105,8 +105,8 @@ def test_a_command_names_the_extra_that_it_needs(
     assert not list((tmp_path / "here").iterdir())
 
 
-def test_requirements_are_those_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the metadata and in the checkout, which may write a range in another order."""
+def test_requirements_equal_those_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metadata and the checkout give the same requirements, except for the order of a version range."""
 
     def parts(requirements: list[str]) -> list[list[str]]:
         return [sorted(re.split(r"[,<>=]+", requirement)) for requirement in requirements]
@@ -117,12 +117,12 @@ def test_requirements_are_those_of_the_installation(monkeypatch: pytest.MonkeyPa
     assert {extra: parts(extras.requirements(extra)) for extra in installed} == installed
 
 
-def test_extras_are_those_of_the_installation() -> None:
+def test_extras_name_the_packages_of_pyproject() -> None:
     listed = read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
-    brought = {
+    packages = {
         re.split(r"[<>=\[; ]", requirement)[0].removesuffix("-core").replace("-", "_"): extra
         for extra in ("report", "slurm", "lab", "text", "parquet", "engines")
         for requirement in listed[extra]
     }
-    brought |= dict.fromkeys(("jupytext", "nbclient", "nbconvert", "ipykernel", "ipywidgets"), "notebooks")
-    assert brought | {"yaml": "yaml"} == EXTRAS  # the package is pyyaml
+    packages |= dict.fromkeys(("jupytext", "nbclient", "nbconvert", "ipykernel", "ipywidgets"), "notebooks")
+    assert packages | {"yaml": "yaml"} == EXTRAS  # the package is pyyaml

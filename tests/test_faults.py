@@ -1,6 +1,6 @@
-"""`repro run` under every fault: the right outcome in the store, no orphan, and the next run does the rest.
+"""Tests of `repro run` under faults: outcomes in the store, no orphan process, and completion by the next run.
 
-The ranks are stand-ins without torch that misbehave on request, and real ones in the last tests.
+Most ranks are fake ranks without torch that inject faults on request. The last tests have real ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.records import latest, lines
 
 
 def outcomes(results: Path) -> dict[str, str]:
-    """The newest outcome of every experiment by name."""
+    """Return the newest outcome of each experiment, by name."""
     return {record["name"]: record["outcome"] for record in latest(results).values()}
 
 
@@ -37,13 +37,13 @@ def reason(results: Path, name: str) -> str:
     return next(record["reason"] for record in latest(results).values() if record["name"] == name)
 
 
-def ran(log: Path) -> list[str]:
-    """Names of the experiments that ranks have begun, in order."""
+def started_experiments(log: Path) -> list[str]:
+    """Return the names of the experiments that ranks have started, in order."""
     return log.read_text().split() if log.exists() else []
 
 
-def held(folder: Path, *names: str) -> str:
-    """What makes these experiments of stand-in ranks stay in their second step: the folder of FAKE_HOLD."""
+def hold_folder(folder: Path, *names: str) -> str:
+    """Return the folder for FAKE_HOLD, which makes fake ranks wait in the second step of these experiments."""
     for name in names:
         (folder / "hold").mkdir(exist_ok=True)
         (folder / "hold" / name).touch()
@@ -60,34 +60,34 @@ DIVERGED = ("nan:b:1:2", "diverged", "rank 1 at step 2, backward, after all_redu
 
 
 @pytest.mark.parametrize(
-    ("fault", "outcome", "says", "shared"),
+    ("fault", "outcome", "expected", "shared"),
     [(*KILLED, False), (*KILLED, True), (*STOPPED, True), (*DIVERGED, True)],
     ids=["killed", "killed in a shared launch", "stopped", "diverged"],
 )
-def test_one_bad_experiment_costs_the_others_nothing(
-    tmp_path: Path, fault: str, outcome: str, says: str, shared: bool
+def test_a_failed_experiment_does_not_affect_other_experiments(
+    tmp_path: Path, fault: str, outcome: str, expected: str, shared: bool
 ) -> None:
     body = experiments(*"abc", extra='launch = "x"' if shared else "")
-    if outcome == "hang":  # no other is called one, however slow it is
+    if outcome == "hang":  # only for b, so that no slow experiment is reported as hanging
         body = body.replace('name = "b"', 'name = "b"\nlimits.hang_s = 4')
     suite, results, log = write_suite(tmp_path, body), tmp_path / "results", tmp_path / "log"
     code, out, _ = run(suite, results, FAKE_FAULT=fault, FAKE_LOG=str(log))
     assert code == 1
     assert outcomes(results) == {"a": "ok", "b": outcome, "c": "ok"}
-    assert says in reason(results, "b")
-    assert says in out
-    assert ran(log) == ["a", "b", "c"]
+    assert expected in reason(results, "b")
+    assert expected in out
+    assert started_experiments(log) == ["a", "b", "c"]
     conclusive = outcome == "diverged"
-    assert conclusive or list((results / "logs").iterdir()), "the logs of a failure are kept"
-    # The cause is gone: the next run does what is missing, and nothing else.
+    assert conclusive or list((results / "logs").iterdir()), "the store must have the logs of the failure"
+    # Without the fault, the next run runs only the experiments without a conclusive result.
     log.unlink()
     code, out, _ = run(suite, results, FAKE_LOG=str(log))
-    assert ran(log) == ([] if conclusive else ["b"])
+    assert started_experiments(log) == ([] if conclusive else ["b"])
     assert code == (1 if conclusive else 0)
     assert outcomes(results)["b"] == ("diverged" if conclusive else "ok")
 
 
-def test_out_of_memory_may_be_what_is_expected(tmp_path: Path) -> None:
+def test_an_expected_out_of_memory_is_no_failure(tmp_path: Path) -> None:
     body = experiments("a") + '[[experiment]]\nname = "b"\nexpect = "oom"\nlimits.memory_bytes = 50_000_000'
     suite, results = write_suite(tmp_path, body), tmp_path / "results"
     code, out, _ = run(suite, results, FAKE_FAULT="memory:b:1:3")
@@ -96,11 +96,11 @@ def test_out_of_memory_may_be_what_is_expected(tmp_path: Path) -> None:
     assert "rank 1 at step 3" in reason(results, "b")
     assert "1 ok, 1 oom; all as expected" in out
     code, out, _ = run(suite, results, "--rerun")
-    assert code == 1, "it fits now, and that is not expected"
+    assert code == 1, "a training that fits is a failure if `oom` is expected"
     assert outcomes(results) == {"a": "ok", "b": "ok"}
 
 
-def test_a_failure_in_a_comparison_leaves_the_rest_comparable(tmp_path: Path) -> None:
+def test_a_failure_in_a_comparison_keeps_the_other_comparisons(tmp_path: Path) -> None:
     compare = '[[compare]]\nbaseline = "a"\nsubjects = ["b", "c"]\nrounds = 4'
     suite, results = write_suite(tmp_path, experiments(*"abc") + compare), tmp_path / "results"
     code, _, _ = run(suite, results, FAKE_FAULT="nan:b:0:2")
@@ -109,16 +109,16 @@ def test_a_failure_in_a_comparison_leaves_the_rest_comparable(tmp_path: Path) ->
     assert [line["name"] for line in lines(results) if line["kind"] == "comparison"] == ["a vs c"]
     log = tmp_path / "log"
     run(suite, results, FAKE_LOG=str(log))
-    assert ran(log) == []
+    assert started_experiments(log) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted(tmp_path: Path, number: int) -> None:
+def test_an_interrupted_run_stores_completed_experiments_and_resumes(tmp_path: Path, number: int) -> None:
     suite = write_suite(tmp_path, experiments(*"abc", extra='launch = "x"'))
     results, log = tmp_path / "results", tmp_path / "log"
-    process = start(suite, results, "--json", FAKE_LOG=str(log), FAKE_HOLD=held(tmp_path, "b"))
+    process = start(suite, results, "--json", FAKE_LOG=str(log), FAKE_HOLD=hold_folder(tmp_path, "b"))
     with no_orphans(process):
-        wait_for(lambda: ran(log) == ["a", "b"] and outcomes(results) == {"a": "ok"})
+        wait_for(lambda: started_experiments(log) == ["a", "b"] and outcomes(results) == {"a": "ok"})
         os.kill(process.pid, number)
         code, out, _ = finish(process)
     assert code == 128 + number
@@ -128,14 +128,14 @@ def test_interrupted(tmp_path: Path, number: int) -> None:
     assert document["counts"] == {"ok": 1, "interrupted": 1, "not run": 1}
     log.unlink()
     assert run(suite, results, FAKE_LOG=str(log))[0] == 0
-    assert ran(log) == ["b", "c"]
+    assert started_experiments(log) == ["b", "c"]
 
 
-def test_kill_9_of_the_launcher_leaves_no_orphan_and_loses_nothing(tmp_path: Path) -> None:
+def test_killed_launcher_leaves_no_orphan_and_loses_no_result(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, experiments(*"abc"))
     results, log = tmp_path / "results", tmp_path / "log"
-    process = start(suite, results, FAKE_LOG=str(log), FAKE_HOLD=held(tmp_path, "b"))
-    wait_for(lambda: ran(log) == ["a", "b"] and outcomes(results) == {"a": "ok"})
+    process = start(suite, results, FAKE_LOG=str(log), FAKE_HOLD=hold_folder(tmp_path, "b"))
+    wait_for(lambda: started_experiments(log) == ["a", "b"] and outcomes(results) == {"a": "ok"})
     (folder,) = {Path(rank.cmdline()[rank.cmdline().index("--folder") + 1]) for rank in ranks_of(process)}
     with no_orphans(process):
         os.kill(process.pid, signal.SIGKILL)
@@ -144,14 +144,14 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_loses_nothing(tmp_path: Pat
     assert folder.exists()
     log.unlink()
     assert run(suite, results, FAKE_LOG=str(log))[0] == 0
-    assert ran(log) == ["b", "c"]
+    assert started_experiments(log) == ["b", "c"]
     assert outcomes(results) == {"a": "ok", "b": "ok", "c": "ok"}
-    assert len(lines(results)) == 3, "no line is torn"
-    assert not folder.exists(), "the next run removes what the killed one could not"
+    assert len(lines(results)) == 3, "the store must have three complete lines"
+    assert not folder.exists(), "the next run must remove the folder of the killed run"
 
 
-def test_a_launcher_that_dies_while_its_ranks_start(tmp_path: Path) -> None:
-    """The ranks have not yet asked the kernel to die with it, or have just done so."""
+def test_launcher_killed_during_rank_startup_leaves_no_orphan(tmp_path: Path) -> None:
+    """The ranks may not yet have called prctl, which makes them end with the launcher."""
     suite, results = write_suite(tmp_path, experiments("a")), tmp_path / "results"
     process = start(suite, results, FAKE_STEP_S="1")
     with no_orphans(process):
@@ -161,40 +161,40 @@ def test_a_launcher_that_dies_while_its_ranks_start(tmp_path: Path) -> None:
     assert outcomes(results) == {"a": "ok"}
 
 
-def test_two_runs_at_once_share_the_work(tmp_path: Path) -> None:
+def test_two_concurrent_runs_share_the_experiments(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, experiments(*"abcdef"))
     results, log = tmp_path / "results", tmp_path / "log"
-    named = {"FAKE_LOG": str(log), "FAKE_HOLD": held(tmp_path, "a"), "FAKE_STEP_S": "0.03"}
-    both = [start(suite, results, **named) for _ in range(2)]
-    wait_for(lambda: len(outcomes(results)) > 0)  # of who has not got the first
+    variables = {"FAKE_LOG": str(log), "FAKE_HOLD": hold_folder(tmp_path, "a"), "FAKE_STEP_S": "0.03"}
+    processes = [start(suite, results, **variables) for _ in range(2)]
+    wait_for(lambda: len(outcomes(results)) > 0)  # an experiment of the process that does not wait in a
     (tmp_path / "hold" / "a").unlink()
-    ends = [finish(process) for process in both]
+    ends = [finish(process) for process in processes]
     assert [code for code, _, _ in ends] == [0, 0], ends
-    assert sorted(ran(log)) == list("abcdef"), "each experiment once"
+    assert sorted(started_experiments(log)) == list("abcdef"), "each experiment must run once"
     records = lines(results)
     assert sorted(record["name"] for record in records) == list("abcdef")
     assert {record["outcome"] for record in records} == {"ok"}
-    assert len(list((results / "records").glob("*.jsonl"))) == 2, "both have worked"
+    assert len(list((results / "records").glob("*.jsonl"))) == 2, "both processes must have stored records"
 
 
-def test_the_same_experiment_under_another_name_is_not_run_again(tmp_path: Path) -> None:
+def test_an_equal_experiment_with_another_name_copies_its_record(tmp_path: Path) -> None:
     results, log = tmp_path / "results", tmp_path / "log"
     run(write_suite(tmp_path, experiments("a"), name="first"), results)
     assert run(write_suite(tmp_path, experiments("z"), name="second"), results, FAKE_LOG=str(log))[0] == 0
-    assert ran(log) == []
-    found = {line["name"]: line for line in lines(results)}  # their files may be of one second
+    assert started_experiments(log) == []
+    found = {line["name"]: line for line in lines(results)}  # two files may have the same second
     first, second = found["a"], found["z"]
     assert (second["suite"], second["copy_of"]) == ("second", first["id"])
     assert second["metrics"] == first["metrics"]
 
 
-def test_a_full_disk_is_an_outcome(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_stops_the_run(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, experiments("a", "b"))
     log = tmp_path / "log"
     with small_disk(tmp_path) as disk:
         results = disk / "results"
-        process = start(suite, results, FAKE_LOG=str(log), FAKE_HOLD=held(tmp_path, "a"))
-        wait_for(lambda: ran(log) == ["a"])
+        process = start(suite, results, FAKE_LOG=str(log), FAKE_HOLD=hold_folder(tmp_path, "a"))
+        wait_for(lambda: started_experiments(log) == ["a"])
         fill(disk)
         (tmp_path / "hold" / "a").unlink()
         code, out, err = finish(process)
@@ -203,13 +203,13 @@ def test_a_full_disk_is_an_outcome(tmp_path: Path) -> None:
         assert "disk full" in out
         assert outcomes(results) == {"a": "error"}
         assert "disk full" in reason(results, "a")
-        assert ran(log) == ["a"], "with a full disk nothing more is started"
+        assert started_experiments(log) == ["a"], "with a full disk, no further experiment may start"
         (disk / "filler").unlink()
         assert run(suite, results, FAKE_LOG=str(log))[0] == 0
         assert outcomes(results) == {"a": "ok", "b": "ok"}
 
 
-def test_results_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
+def test_an_invalid_results_folder_gives_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, out, err = run(write_suite(tmp_path, experiments("a")), tmp_path / "file" / "results")
     assert (code, out) == (2, "")
@@ -217,18 +217,18 @@ def test_results_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
     assert len(err.splitlines()) == 1
 
 
-def test_progress_says_what_runs_and_what_is_left(tmp_path: Path) -> None:
+def test_progress_counts_stored_and_remaining_experiments(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, experiments("a", "b"))
     code, out, err = run(suite, tmp_path / "results", "--json")
     assert code == 0
     assert json.loads(out)["counts"] == {"ok": 2}
-    assert not err, "expected outcomes within seconds need no line"
+    assert not err, "expected outcomes within seconds print no line"
     _, out, err = run(suite, tmp_path / "results")
     assert "2 already in the store, 0 to run" in err
     assert out.startswith("faults: 2 experiments: 2 ok; all as expected\n")
 
 
-REAL: dict[str, Any] = {"fake": False}
+REAL_RANKS: dict[str, Any] = {"fake": False}
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_real_ranks_run_out_of_memory_and_diverge(tmp_path: Path) -> None:
         limits.memory_bytes = 50_000_000
     """
     suite, results = write_suite(tmp_path, body), tmp_path / "results"
-    code, out, err = run(suite, results, **REAL)
+    code, out, err = run(suite, results, **REAL_RANKS)
     assert code == 1, err
     assert outcomes(results) == {"well": "ok", "nan": "diverged", "big": "oom"}, out
     assert "is nan" in reason(results, "nan") or "is inf" in reason(results, "nan")
@@ -259,10 +259,10 @@ def test_real_ranks_run_out_of_memory_and_diverge(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "outcome", "hang_s"), [(signal.SIGKILL, "error", 60), (signal.SIGSTOP, "hang", 10)]
 )
-def test_a_real_rank_is_killed_or_stopped(tmp_path: Path, number: int, outcome: str, hang_s: int) -> None:
+def test_killed_or_stopped_real_rank_is_named(tmp_path: Path, number: int, outcome: str, hang_s: int) -> None:
     body = '[[experiment]]\nname = "long"\ntraining.steps = 100000\nlayout.zero = 3'
     suite, results = write_suite(tmp_path, body, limits=f"hang_s = {hang_s}"), tmp_path / "results"
-    process = start(suite, results, **REAL)
+    process = start(suite, results, **REAL_RANKS)
     with no_orphans(process) as ranks:
         folder = Path(ranks[0].cmdline()[ranks[0].cmdline().index("--folder") + 1])
         wait_for(lambda: _step(folder) > 20 or process.poll() is not None, 120)
@@ -270,16 +270,16 @@ def test_a_real_rank_is_killed_or_stopped(tmp_path: Path, number: int, outcome: 
         code, _, _ = finish(process)
     assert code == 1
     assert outcomes(results) == {"long": outcome}
-    why = reason(results, "long")
+    message = reason(results, "long")
     assert (
         "rank 1 was killed by signal 9 (SIGKILL) at step" if outcome == "error" else "rank 1 is stopped"
-    ) in why
-    assert ", after " in why
-    assert " on " in why
+    ) in message
+    assert ", after " in message
+    assert " on " in message
 
 
 def _step(folder: Path) -> int:
-    from repro.launch.rank_process import _PHASE  # reading another process's heartbeat without clearing it
+    from repro.launch.rank_process import _PHASE  # reads the heartbeat of another process without a reset
 
     try:
         raw = (folder / "heartbeat").read_bytes()

@@ -1,4 +1,4 @@
-"""The Makefile's promises that need no installation: clear refusals, stamps, no pip twice, dash is enough."""
+"""Tests of the Makefile that need no installation: errors, stamps, installations and the commands of targets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ notebooks clean
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A folder with the Makefile and the files that its stamps depend on, and no environment."""
+    """Copy the Makefile and the files on which its stamps depend to a folder without an environment."""
     for name in ("Makefile", "pyproject.toml", "setup.py", "constraints-cpu.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
@@ -52,7 +52,7 @@ def script(path: Path, text: str) -> Path:
 
 
 def fake_environment(folder: Path, run_status: int = 0) -> Path:
-    """An environment whose python and repro only write down how they were called."""
+    """Create an environment whose python and repro log their arguments and do nothing; return the log."""
     log = folder / "log"
     log.touch()
     script(folder / ".venv/bin/python", f'echo "python $*" >> {log}')
@@ -67,7 +67,7 @@ def test_help_names_every_target(copy: Path) -> None:
         assert f"make {target}" in done.stdout
 
 
-def test_what_is_asked_again_is_simulated_on_one_system_of_today(copy: Path) -> None:
+def test_simulate_uses_the_system_in_the_variable_today(copy: Path) -> None:
     log = fake_environment(copy)
     for arguments, system in (((), "dgx-h100"), (("TODAY=dgx-h200",), "dgx-h200")):
         log.write_text("")
@@ -76,26 +76,26 @@ def test_what_is_asked_again_is_simulated_on_one_system_of_today(copy: Path) -> 
         assert line in log.read_text().splitlines()
 
 
-def test_no_python(copy: Path) -> None:
+def test_missing_python_is_reported(copy: Path) -> None:
     done = make(copy, "smoke", "PYTHON=no-such-python")
     assert done.returncode != 0
     assert "no no-such-python; install Python 3.10 or newer" in done.stderr
 
 
-def test_old_python(copy: Path) -> None:
+def test_old_python_is_refused(copy: Path) -> None:
     old = script(copy / "python3.8", '[ "$1" = --version ] && { echo Python 3.8.1; exit; }\nexit 1')
     done = make(copy, "test", f"PYTHON={old}")
     assert "Python 3.8.1 is too old" in done.stderr
     assert not (copy / ".venv").exists()
 
 
-def test_python_without_venv(copy: Path) -> None:
+def test_python_without_venv_is_refused(copy: Path) -> None:
     bare = script(copy / "bare", 'case "$2" in *ensurepip*) exit 1;; esac')
     done = make(copy, "test", f"PYTHON={bare}")
     assert "apt-get install python3-venv" in done.stderr
 
 
-def test_installs_once_and_again_when_requirements_change(copy: Path) -> None:
+def test_pip_runs_once_per_change_of_the_requirements(copy: Path) -> None:
     log = fake_environment(copy)
     for _ in range(2):
         assert make(copy, "-j4", "test", "test-slow").returncode == 0
@@ -105,11 +105,11 @@ def test_installs_once_and_again_when_requirements_change(copy: Path) -> None:
     later = (copy / ".venv/.installed-test").stat().st_mtime + 10
     os.utime(copy / "pyproject.toml", (later, later))
     make(copy, "test-slow")
-    assert log.read_text().count("pip install") == 5  # the second NVRTC stays
+    assert log.read_text().count("pip install") == 5  # the second NVRTC is not installed again
 
 
-def test_pins_can_be_left_out_and_an_index_named(copy: Path) -> None:
-    """torch alone comes from the named index, and its dependencies from the usual one."""
+def test_constraints_and_torch_index_can_be_set(copy: Path) -> None:
+    """Only torch comes from TORCH_INDEX; its dependencies come from the default index."""
     log = fake_environment(copy)
     assert make(copy, "test", "CONSTRAINTS=", "TORCH_INDEX=https://example.org/cpu").returncode == 0
     torch, harness, *_ = (line for line in log.read_text().splitlines() if "pip install" in line)
@@ -120,7 +120,7 @@ def test_pins_can_be_left_out_and_an_index_named(copy: Path) -> None:
 
 @pytest.fixture
 def cpu_index(tmp_path: Path) -> Iterator[str]:
-    """The address of a package index that has a page for torch."""
+    """Serve a package index that has a page for torch, and return its address."""
     (tmp_path / "index" / "torch").mkdir(parents=True)
     handler = functools.partial(SilentHandler, directory=str(tmp_path / "index"))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -137,7 +137,7 @@ class SilentHandler(SimpleHTTPRequestHandler):
 
 
 def fake_machine(folder: Path, has_torch_or_driver: bool, index_has_torch: bool = True) -> Path:
-    """Make an environment whose python probes indexes for real, and logs the installations that it is asked for."""
+    """Create an environment whose python sends real requests to indexes, and logs the installations."""
     log = fake_environment(folder)
     script(
         folder / ".venv/bin/python",
@@ -156,7 +156,7 @@ case "$*" in *--index-url*) exit {int(not index_has_torch)};; esac""",
     reason="other platforms get torch without CUDA from the default index, so make prints no note",
 )
 @pytest.mark.parametrize(
-    ("has_torch_or_driver", "index_answers", "index_has_torch", "says"),
+    ("has_torch_or_driver", "index_answers", "index_has_torch", "note"),
     [
         (False, True, True, "torch for CPUs: 0.2 GB downloaded from {index}"),
         (
@@ -174,29 +174,29 @@ case "$*" in *--index-url*) exit {int(not index_has_torch)};; esac""",
         (True, True, True, ""),
     ],
 )
-def test_torch_for_cpus_comes_from_its_own_index_where_there_is_no_driver(
+def test_without_a_driver_torch_comes_from_the_cpu_index(
     copy: Path,
     cpu_index: str,
     has_torch_or_driver: bool,
     index_answers: bool,
     index_has_torch: bool,
-    says: str,
+    note: str,
 ) -> None:
     log = fake_machine(copy, has_torch_or_driver, index_has_torch)
     index = cpu_index if index_answers else "http://127.0.0.1:9"
     done = make(copy, ".venv/.installed", f"CPU_INDEX={index}", "UV=")
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if "CPU" in line or "CUDA" in line] == [
-        line for line in done.stdout.splitlines() if says and line.startswith(says.format(index=index))
+        line for line in done.stdout.splitlines() if note and line.startswith(note.format(index=index))
     ]
-    assert says.format(index=index) in done.stdout
-    asked = [line for line in log.read_text().splitlines() if "--index-url" in line]
-    assert len(asked) == (not has_torch_or_driver and index_answers)
-    assert all(f"--no-deps --index-url {index} torch" in line for line in asked)
+    assert note.format(index=index) in done.stdout
+    torch_installs = [line for line in log.read_text().splitlines() if "--index-url" in line]
+    assert len(torch_installs) == (not has_torch_or_driver and index_answers)
+    assert all(f"--no-deps --index-url {index} torch" in line for line in torch_installs)
     assert "-e .[lab,report,slurm,text]" in log.read_text().splitlines()[-1]
 
 
-def test_the_site_has_an_installation_of_its_own_and_loads_nothing_from_other_hosts(copy: Path) -> None:
+def test_docs_target_installs_its_packages_and_refuses_external_files(copy: Path) -> None:
     log = fake_environment(copy)
     assert make(copy, "smoke", "test").returncode == 0
     assert "docs" not in log.read_text()
@@ -214,7 +214,7 @@ def test_the_site_has_an_installation_of_its_own_and_loads_nothing_from_other_ho
     assert log.read_text().count("[docs]") == 1
 
 
-def test_uv_installs_where_there_is_one(copy: Path, tmp_path: Path) -> None:
+def test_uv_installs_packages_if_available(copy: Path, tmp_path: Path) -> None:
     log = fake_environment(copy)
     uv = script(tmp_path / "tools/uv", f'echo "uv $*" >> {log}')
     assert make(copy, "test", f"UV={uv}").returncode == 0
@@ -223,10 +223,10 @@ def test_uv_installs_where_there_is_one(copy: Path, tmp_path: Path) -> None:
     assert all(line.startswith("uv pip install --python .venv/bin/python") for line in installs)
 
 
-def interpreter(folder: Path, torch: str, prefix: str = "") -> Path:
-    """A python that has this torch, or none; in an environment if `prefix` is not empty.
+def fake_python(folder: Path, torch: str, prefix: str = "") -> Path:
+    """Write a python that has this version of torch, or no torch; in a virtual environment if `prefix` is not empty.
 
-    Environments that it makes see its torch only if it is told so; whatever they are asked goes to `log`.
+    An environment that this python creates has its torch only with --system-site-packages. All calls go to `log`.
     """
     answer = f"echo {torch}" if torch else "exit 1"
     inside = f"""case "$*" in
@@ -240,15 +240,15 @@ esac"""
     return script(folder / "machines", inside)
 
 
-def test_the_machines_torch_is_seen_and_held_by_every_later_command(copy: Path) -> None:
-    """Also without the variable, and when the machine has another one."""
-    python = interpreter(copy, "2.7.1+cu126")
+def test_keep_torch_pins_the_torch_of_the_machine(copy: Path) -> None:
+    """Later commands without KEEP_TORCH also pin the torch, and another torch of the machine changes the pin."""
+    python = fake_python(copy, "2.7.1+cu126")
     done = make(copy, "test", "KEEP_TORCH=1", f"PYTHON={python}")
     assert done.returncode == 0, done.stderr
     assert "keeping torch 2.7.1+cu126" in done.stdout
     assert "--system-site-packages" in (copy / "log").read_text()
     assert (copy / ".venv/kept-torch.txt").read_text() == "torch==2.7.1+cu126\n"
-    interpreter(copy, "2.8.0+cu126").replace(copy / ".venv/bin/python")
+    fake_python(copy, "2.8.0+cu126").replace(copy / ".venv/bin/python")
     later = (copy / ".venv/.installed-test").stat().st_mtime + 10
     os.utime(copy / "pyproject.toml", (later, later))
     assert make(copy, "test", f"PYTHON={python}").returncode == 0
@@ -259,22 +259,22 @@ def test_the_machines_torch_is_seen_and_held_by_every_later_command(copy: Path) 
 
 
 @pytest.mark.parametrize(
-    ("torch", "prefix", "says"),
+    ("torch", "prefix", "error"),
     [
         ("", "", "has no torch; name a Python that has it"),
         ("2.7.1", "/env", "is in a virtual environment; install into it"),
     ],
 )
-def test_no_environment_is_made_that_would_not_see_the_torch(
-    copy: Path, torch: str, prefix: str, says: str
+def test_keep_torch_needs_a_python_with_visible_torch(
+    copy: Path, torch: str, prefix: str, error: str
 ) -> None:
-    done = make(copy, "test", "KEEP_TORCH=1", f"PYTHON={interpreter(copy, torch, prefix)}")
-    assert says in done.stderr
+    done = make(copy, "test", "KEEP_TORCH=1", f"PYTHON={fake_python(copy, torch, prefix)}")
+    assert error in done.stderr
     assert not (copy / ".venv").exists()
 
 
-def test_an_environment_with_the_pinned_torch_is_not_taken_for_the_machines(copy: Path) -> None:
-    python = interpreter(copy, "2.7.1")
+def test_keep_torch_refuses_an_environment_with_the_pinned_torch(copy: Path) -> None:
+    python = fake_python(copy, "2.7.1")
     assert make(copy, "test", f"PYTHON={python}").returncode == 0
     done = make(copy, "test", "KEEP_TORCH=1", f"PYTHON={python}")
     assert (
@@ -286,23 +286,23 @@ def test_an_environment_with_the_pinned_torch_is_not_taken_for_the_machines(copy
 
 @pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
 @pytest.mark.parametrize(
-    ("lacking", "asked"),
+    ("missing", "expected_calls"),
     [("libcuda", ["libcuda"]), ("doctor.machine", ["libcuda", "libcuda", "pip", "pip", "doctor.machine"])],
 )
-def test_gpu_targets_end_before_any_test_and_without_a_driver_before_the_installation(
-    copy: Path, target: str, lacking: str, asked: list[str]
+def test_gpu_targets_check_driver_and_device_before_other_commands(
+    copy: Path, target: str, missing: str, expected_calls: list[str]
 ) -> None:
     log = fake_environment(copy)
-    script(copy / ".venv/bin/python", f'echo "python $*" >> {log}; case "$*" in *{lacking}*) exit 1;; esac')
+    script(copy / ".venv/bin/python", f'echo "python $*" >> {log}; case "$*" in *{missing}*) exit 1;; esac')
     done = make(copy, target)
     assert done.returncode != 0
-    assert ("error: no NVIDIA driver on this machine" in done.stderr) is (lacking == "libcuda")
+    assert ("error: no NVIDIA driver on this machine" in done.stderr) is (missing == "libcuda")
     calls = log.read_text().splitlines()
-    assert len(calls) == len(asked)
-    assert all(word in call for word, call in zip(asked, calls, strict=True))
+    assert len(calls) == len(expected_calls)
+    assert all(word in call for word, call in zip(expected_calls, calls, strict=True))
 
 
-def test_smoke_runs_then_shows_claims_then_the_report(copy: Path) -> None:
+def test_smoke_runs_its_commands_in_order(copy: Path) -> None:
     log = fake_environment(copy)
     assert make(copy, "smoke").returncode == 0
     calls = [line for line in log.read_text().splitlines() if line.startswith("repro")]
@@ -313,9 +313,7 @@ def test_smoke_runs_then_shows_claims_then_the_report(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "commands"), [(1, 8), (2, 1), (130, 1)])
-def test_smoke_reports_failures_but_stops_on_bad_input_and_ctrl_c(
-    copy: Path, status: int, commands: int
-) -> None:
+def test_smoke_stops_only_on_bad_input_and_ctrl_c(copy: Path, status: int, commands: int) -> None:
     log = fake_environment(copy, run_status=status)
     done = make(copy, "smoke")
     assert f"Error {status}" in done.stderr
@@ -323,7 +321,7 @@ def test_smoke_reports_failures_but_stops_on_bad_input_and_ctrl_c(
 
 
 @pytest.mark.parametrize(
-    ("user", "apt", "namespaces", "says"),
+    ("user", "apt", "namespaces", "note"),
     [
         (0, True, 0, ""),
         (0, False, 0, "not run, because there is no apt-get"),
@@ -331,8 +329,8 @@ def test_smoke_reports_failures_but_stops_on_bad_input_and_ctrl_c(
         (0, True, 1, "not run, because this machine forbids"),
     ],
 )
-def test_continuous_integration_runs_every_target_that_it_can(
-    tmp_path: Path, user: int, apt: bool, namespaces: int, says: str
+def test_continuous_integration_runs_all_available_targets(
+    tmp_path: Path, user: int, apt: bool, namespaces: int, note: str
 ) -> None:
     log = tmp_path / "log"
     script(tmp_path / "make", f'echo "$*" >> {log}')
@@ -346,7 +344,7 @@ def test_continuous_integration_runs_every_target_that_it_can(
         [str(ROOT / ".ci/run")], env={"PATH": str(tmp_path)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    slurm, beside = ([], "") if says else (["slurm-packages"], " test-slurm")
+    slurm, slurm_tests = ([], "") if note else (["slurm-packages"], " test-slurm")
     browser = ["browser-packages"] if apt and user == 0 else []
     assert log.read_text().splitlines() == [
         "check",
@@ -354,14 +352,14 @@ def test_continuous_integration_runs_every_target_that_it_can(
         *browser,
         "test",
         *slurm,
-        f"-j3 --output-sync test-slow test-pythons{beside}",
+        f"-j3 --output-sync test-slow test-pythons{slurm_tests}",
         *([] if namespaces else ["test-gpu-kit"]),
         "engines",
         "test-engines",
         "smoke",
         "test PYTEST_ARGS=tests/report/test_page.py tests/test_numbers.py -k 'every_page or store'",
     ]
-    assert says in done.stdout
+    assert note in done.stdout
 
 
 def test_continuous_integration_stops_at_the_first_failure(tmp_path: Path) -> None:
@@ -378,7 +376,7 @@ def test_continuous_integration_stops_at_the_first_failure(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("target", ["smoke", "simulate"])
-def test_every_suite_that_claims_are_simulated_from_is_simulated(copy: Path, target: str) -> None:
+def test_all_suites_of_simulated_claims_are_simulated(copy: Path, target: str) -> None:
     log = fake_environment(copy)
     assert make(copy, target).returncode == 0
     calls = [line.split() for line in log.read_text().splitlines() if line.startswith("repro ")]
@@ -397,10 +395,10 @@ def test_every_suite_that_claims_are_simulated_from_is_simulated(copy: Path, tar
     assert calls[-1][1] == "claims"
 
 
-def test_every_supported_python_is_tested(
+def test_continuous_integration_tests_all_supported_pythons(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Continuous integration lists the versions that pyproject.toml names, and names those that did not run."""
+    """The versions come from pyproject.toml; the output names versions that did not run."""
     versions = supported_pythons.supported_versions()
     matrix = ", ".join(f'"{version}"' for version in versions)
     assert f"python: [{matrix}]" in (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
@@ -424,22 +422,22 @@ def test_every_supported_python_is_tested(
         assert line.endswith("make test runs all tests with this version" if version == current else expected)
 
 
-def test_a_python_that_does_not_start_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_that_does_not_start_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pyenv puts a shim of every installed version on PATH, and only the shim of the selected version starts."""
     monkeypatch.setenv("PATH", str(script(tmp_path / "bin/python3.10", "exit 127").parent))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
     assert supported_pythons.find_interpreter("3.10") == ""
-    there = script(tmp_path / "pyenv/versions/3.10.13/bin/python3.10", "echo 3.10")
-    assert supported_pythons.find_interpreter("3.10") == str(there)
+    python = script(tmp_path / "pyenv/versions/3.10.13/bin/python3.10", "echo 3.10")
+    assert supported_pythons.find_interpreter("3.10") == str(python)
 
 
 @pytest.mark.slow
-def test_an_environment_works_in_a_folder_with_umlauts_without_utf8(copy: Path, tmp_path: Path) -> None:
-    """A user starts its python in a locale without umlauts and without UTF-8 mode."""
+def test_an_environment_in_a_non_ascii_folder_works_without_utf8(copy: Path, tmp_path: Path) -> None:
+    """The environment's python starts in the locale C without UTF-8 mode."""
     folder = tmp_path / "übung"
     shutil.copytree(copy, folder, ignore=shutil.ignore_patterns("übung"))
-    made = make(folder, ".venv/bin/python", f"PYTHON={sys.executable}")
-    assert made.returncode == 0, made.stderr
+    created = make(folder, ".venv/bin/python", f"PYTHON={sys.executable}")
+    assert created.returncode == 0, created.stderr
     (library,) = folder.glob(".venv/lib/python*/site-packages")
     (folder / "source").mkdir()
     (folder / "source/found.py").write_text("import sys; print(sys.argv[1:], sys.flags.utf8_mode)")

@@ -1,4 +1,4 @@
-"""What `make mutants` runs: packages that exist, and for a file the tests that lead to it, the nearest first."""
+"""Tests of `make mutants`: its settings name existing files, and the tests of a file are ordered by import chain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_files_and_tests_of_every_package_exist() -> None:
     assert all(re.compile(pattern) for pattern in SETTINGS["exclude"])
 
 
-def test_what_changes_nothing_is_still_there() -> None:
+def test_faults_without_effect_are_listed_with_existing_lines() -> None:
     for known in SETTINGS["same"]:
         files = [ROOT / known["file"]] if "file" in known else list((ROOT / "repro").rglob("*.py"))
         lines = [f"{name} = " for name in known["constants"]] if "constants" in known else [known["from"]]
@@ -28,7 +28,7 @@ def test_what_changes_nothing_is_still_there() -> None:
         assert known["why"]
 
 
-def test_the_nearest_tests_of_a_file_come_first() -> None:
+def test_tests_with_short_import_chains_come_first() -> None:
     found = relevant(
         Path("repro/simulate/time/interconnect.py"), ["tests/simulate", "tests/claims/test_expression.py"]
     )
@@ -40,21 +40,21 @@ def test_the_nearest_tests_of_a_file_come_first() -> None:
     assert kernel == ["tests/kernels/test_norm.py"]
 
 
-def test_tests_that_share_fixtures_stay_together() -> None:
-    """pytest finds the fixtures of a folder once: a test that fails for the want of one would notice every fault."""
+def test_tests_with_shared_fixtures_are_adjacent() -> None:
+    """pytest finds the fixtures of a folder once; a test with a missing fixture would seem to detect every fault."""
     found = relevant(Path("repro/launch/runner.py"), ["tests/launch"])
-    slurm = [place for place, test in enumerate(found) if Path(test).parent.name == "slurm"]
+    slurm = [index for index, test in enumerate(found) if Path(test).parent.name == "slurm"]
     assert len(slurm) > 5
     assert slurm == list(range(slurm[0], slurm[-1] + 1))
-    assert slurm[-1] < len(found) - 1, "other tests are further away"
+    assert slurm[-1] < len(found) - 1, "tests with longer import chains must follow"
 
 
-def test_what_runs_in_processes_of_its_own_is_answered_for_by_all_tests_of_its_room() -> None:
+def test_subprocess_programs_need_all_tests_of_their_package() -> None:
     tests = ["tests/results/test_schema.py"]
     assert relevant(Path("repro/launch/rank/program.py"), tests) == tests
 
 
-def test_files_that_git_does_not_follow_yet_have_changed(tmp_path: Path) -> None:
+def test_untracked_files_count_as_changed(tmp_path: Path) -> None:
     def git(*words: str) -> str:
         name = ["-c", "user.name=one", "-c", "user.email=one@example.org"]
         return subprocess.check_output(["git", *name, *words], cwd=tmp_path, text=True)

@@ -1,6 +1,6 @@
-"""Tables of numbers in README and docs agree with the ledger, the reference records, and the store of `make smoke`.
+"""Tests that the numbers in README and docs equal the ledger, the reference records and the store of `make smoke`.
 
-With REPRO_STORE=DIR the tests of simulated numbers read that store; without it they are skipped.
+With REPRO_STORE=DIR, the tests of simulated numbers read the store DIR. Without REPRO_STORE, they are skipped.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ SWEEP = "the same with 3, 4.5, 6, 9, 12 GB/s for a GPU inside its node"
 
 
 def table(page: str, header: str) -> list[list[str]]:
-    """Return the lines of the one table of a page that has this header."""
+    """Return the rows of the only table of a page that has this header."""
     (found,) = [body for head, body in tables(ROOT / page) if header in head]
     return found
 
 
 def codes(cell: str) -> list[str]:
-    """Return the code of a cell, one entry for each pair of backticks."""
+    """Return the texts between backticks in a cell."""
     return cell.split("`")[1::2]
 
 
@@ -78,8 +78,8 @@ def test_the_readme_has_every_headline_claim() -> None:
     assert [row[:2] for row in rows] == [[line.name, line.published] for line in shown]
 
 
-def test_emulated_numbers_of_the_readme_are_those_of_reference_records() -> None:
-    """The ratios at other PCIe rates stand in a table of `docs/twin-accuracy.md`, which names their commands."""
+def test_emulated_numbers_of_the_readme_equal_the_reference_records() -> None:
+    """A table of `docs/twin-accuracy.md` has the ratios at other PCIe rates and their commands."""
     lines = headline_lines(load_ledger(), judge(load_ledger(), [], load_reference()))
     rows = table("README.md", "emulated")
     assert [row[3] for row in rows] == [line.values["emulated"] for line in lines]
@@ -90,7 +90,7 @@ def test_emulated_numbers_of_the_readme_are_those_of_reference_records() -> None
 
 
 @pytest.mark.slow
-def test_the_readme_shows_what_is_simulated_and_measured(tmp_path: Path) -> None:
+def test_the_readme_shows_current_simulated_and_measured_values(tmp_path: Path) -> None:
     for arguments in (["--claim", "headlines", "--evidence", "simulated"], ["smoke", "--only", "states-*"]):
         assert cli.main(["run", *arguments, "--results", str(tmp_path)]) == 0
     ledger = load_ledger()
@@ -99,19 +99,19 @@ def test_the_readme_shows_what_is_simulated_and_measured(tmp_path: Path) -> None
     assert [[row[2], row[4], row[5]] for row in table("README.md", "verdict")] == expected
 
 
-def test_blind_errors_are_those_of_the_ledger() -> None:
-    """The table of `docs/accuracy.md` gives the number of rates and the median error of each group of claims."""
+def test_blind_errors_in_the_docs_equal_the_ledger() -> None:
+    """The table of `docs/accuracy.md` has the number of rates and the median error of each group of claims."""
     rows = {row.id: row.rows for row in load_ledger().claims}
     shown = table("docs/accuracy.md", "median error, blind (%)")
     listed = [name for line in shown for name in codes(line[0])]
     assert set(listed) == {name for name, values in rows.items() if any(row.blind for row in values)}
     for line in shown:
-        named = [row for name in codes(line[0]) for row in rows[name]]
+        line_rows = [row for name in codes(line[0]) for row in rows[name]]
         errors = [
             abs(row.blind.value / row.printed.value - 1)
             if row.unit not in ("s", "ms")
             else abs(row.printed.value / row.blind.value - 1)
-            for row in named
+            for row in line_rows
             if row.blind and row.printed and not row.calibrates and row.metric != "share"
         ]
         assert line[1:3] == [str(len(errors)), f"{100 * median(errors):.1f}"], line[0]
@@ -119,13 +119,13 @@ def test_blind_errors_are_those_of_the_ledger() -> None:
 
 @pytest.fixture(scope="module")
 def published() -> list[Point]:
-    """Every published rate and ratio with its prediction."""
+    """Return all published rates and ratios with their predictions."""
     records = read_records(Path(STORE))
     return points(judge(load_ledger(), records, load_reference()), records)
 
 
 @reads_the_store
-def test_families_in_the_store(published: list[Point]) -> None:
+def test_errors_by_family_equal_the_store(published: list[Point]) -> None:
     families = family_statistics(published)
     expected = [
         [one.name, *map(str, (one.points, f"{100 * one.median:.1f}", one.close, one.held, one.held_wider))]
@@ -138,7 +138,7 @@ def test_families_in_the_store(published: list[Point]) -> None:
 
 
 @reads_the_store
-def test_peak_memory_in_the_store(published: list[Point]) -> None:
+def test_errors_of_peak_memory_equal_the_store(published: list[Point]) -> None:
     peaks = [one for one in published if one.kind == MEMORY and not one.left_out]
 
     def ends(errors: list[float]) -> str:
@@ -156,16 +156,16 @@ def test_peak_memory_in_the_store(published: list[Point]) -> None:
         )
     ]
     assert [row[:5] for row in table("docs/accuracy.md", "source of peak memory")] == expected
-    named = set()
+    listed = set()
     for patterns, error, _ in table("docs/accuracy.md", "error of the peak (%)"):
         found = [one for one in peaks if fnmatch(one.name, codes(patterns)[0])]
         assert error == ends([one.error for one in found]), patterns
-        named |= {one.name for one in found}
-    assert {one.name for one in peaks if abs(one.error) > CLOSE_ERROR} <= named
+        listed |= {one.name for one in found}
+    assert {one.name for one in peaks if abs(one.error) > CLOSE_ERROR} <= listed
 
 
 @reads_the_store
-def test_errors_today_in_the_store(published: list[Point]) -> None:
+def test_current_errors_equal_the_store(published: list[Point]) -> None:
     blind = {(claim.id, row.label) for claim in load_ledger().claims for row in claim.rows if row.blind}
     for line in table("docs/accuracy.md", "median error, blind (%)"):
         errors = [
@@ -177,22 +177,22 @@ def test_errors_today_in_the_store(published: list[Point]) -> None:
 
 
 @reads_the_store
-def test_known_errors_in_the_store(published: list[Point]) -> None:
-    """The table has the smallest and the largest error of its rows, and names every rate that misses by 25 %."""
+def test_listed_large_errors_equal_the_store(published: list[Point]) -> None:
+    """The table has the smallest and largest error of each row, and names all rates with an error above 25 %."""
     rates = [one for one in published if one.kind == RATE and not one.left_out]
-    named = set()
+    listed = set()
     for line in table("docs/accuracy.md", "error of the rate (%)"):
         patterns = codes(line[0])
         found = [one for one in rates if any(fnmatch(one.name, pattern) for pattern in patterns)]
         assert all(any(fnmatch(one.name, pattern) for one in found) for pattern in patterns), patterns
         ends = sorted({f"{100 * one.error:+.0f}": one.error for one in found}.items(), key=lambda end: end[1])
         assert line[1] == " to ".join(dict.fromkeys((ends[0][0], ends[-1][0]))), patterns
-        named |= {one.name for one in found}
-    assert {one.name for one in rates if abs(one.error) > CLOSE_ERROR} <= named
+        listed |= {one.name for one in found}
+    assert {one.name for one in rates if abs(one.error) > CLOSE_ERROR} <= listed
 
 
-def test_step_times_on_one_h200_are_those_of_the_reference_records() -> None:
-    """A row names its experiment of each day, a dash stands for a day without a record."""
+def test_step_times_on_one_h200_equal_the_reference_records() -> None:
+    """A row names its experiment of each day; a dash marks a day without a record."""
     steps = {
         (file.date, record.name): record.metrics["step_seconds.median"]
         for file in load_reference()
@@ -213,12 +213,12 @@ def test_step_times_on_one_h200_are_those_of_the_reference_records() -> None:
                     value = steps[title.removeprefix("experiment, "), codes(line[column])[0]]
                     assert line[column + 1] == three_digits(scale * value), line
                     found += 1
-    assert found == len(steps) - 5  # limits of fp16 and three checkpointed trainings stand in other tables
+    assert found == len(steps) - 5  # other tables have fp16 limits and three checkpointed trainings
 
 
 @pytest.mark.slow
-def test_predicted_steps_on_one_h200_are_those_of_the_system_file(tmp_path: Path) -> None:
-    """As `repro validate --system dgx-h200` prints them of a store with the reference records."""
+def test_predicted_steps_on_one_h200_equal_the_system_file(tmp_path: Path) -> None:
+    """The predictions are those of `repro validate --system dgx-h200` on a store with the reference records."""
     shutil.copytree(REFERENCE_DIRECTORY, tmp_path / "records")
     pairs = predict_measured_runs(read_records(tmp_path), load_system_file("dgx-h200")).pairs
     expected = {
@@ -233,7 +233,7 @@ def test_predicted_steps_on_one_h200_are_those_of_the_system_file(tmp_path: Path
     }
 
 
-def test_memory_on_one_h200_is_that_of_the_reference_records() -> None:
+def test_memory_on_one_h200_equals_the_reference_records() -> None:
     rows = table("docs/measurements.md", "predicted")
     for column, date in ((2, "2026-11-26"), (3, "2026-11-27")):
         records = [record for file in load_reference() if file.date == date for record in file.records]
@@ -245,7 +245,7 @@ def test_memory_on_one_h200_is_that_of_the_reference_records() -> None:
         assert [row[column] for row in rows[4:]] == found
 
 
-def test_benchmarks_of_single_parts_are_predicted_as_the_page_says() -> None:
+def test_predictions_of_published_benchmarks_equal_the_page() -> None:
     for system, count, sizes, _, predicted, _ in table("docs/benchmarks.md", "all-reduce (MiB)"):
         network = Network(load_system_file(codes(system)[0]), Layout(dp=int(count)))
         seconds = [network.seconds("all_reduce", "world", int(size) << 20) for size in sizes.split(", ")]
@@ -274,7 +274,7 @@ def test_benchmarks_of_single_parts_are_predicted_as_the_page_says() -> None:
 
 
 @pytest.mark.slow
-def test_rates_by_bucket_size_are_those_of_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_by_bucket_size_equal_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^    repro (simulate .*STAGE.*BYTES)$", text.replace("\\\n", ""), re.MULTILINE)
     for row in table("docs/simulate.md", "bucket size (bytes)"):
@@ -284,12 +284,12 @@ def test_rates_by_bucket_size_are_those_of_the_simulation(capsys: pytest.Capture
             assert shown == f"{100 * json.loads(capsys.readouterr().out)['time']['mfu']:.1f}"
 
 
-def test_the_slowest_of_many_devices() -> None:
+def test_expected_maxima_of_device_noise_equal_the_page() -> None:
     for devices, mean in table("docs/systems.md", "devices"):
         assert mean == f"{expected_maximum(int(devices.replace(',', ''))):.2f}"
 
 
-def test_shares_of_a_copy_follow_from_the_bandwidths() -> None:
+def test_shares_of_copy_bandwidth_equal_the_quotients() -> None:
     text = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
     (copy,) = re.findall(r"The copy reached ([\d,]+) GB/s", text)
     rows = table("docs/kernels.md", "share of a copy's bandwidth")
@@ -299,7 +299,7 @@ def test_shares_of_a_copy_follow_from_the_bandwidths() -> None:
     assert (missed, "Eight kernels miss their goal" in text) == (8, True)
 
 
-def test_tolerances_are_those_of_the_rule() -> None:
+def test_tolerances_in_the_docs_equal_the_code() -> None:
     shown = {name: text for classes, text in table("docs/claims.md", "tolerance") for name in codes(classes)}
     assert set(shown) == set(RELATIVE_TOLERANCE)
     for name, value in RELATIVE_TOLERANCE.items():
@@ -312,7 +312,7 @@ def test_tolerances_are_those_of_the_rule() -> None:
 
 
 @pytest.mark.slow
-def test_factors_of_software_are_those_of_its_published_points() -> None:
+def test_kernel_factors_equal_the_calibration_points() -> None:
     rows = [row for row in table("docs/time.md", "calibrated by") if "factors" in row[3]]
     assert [codes(row[0]) for row in rows] == [["fused"], ["fused-2024"]]
     for kernels, _, devices, text in rows:

@@ -1,4 +1,4 @@
-"""The packages of `repro`: order of dependency, import cycles, docstrings, and the map in CONTRIBUTING.md."""
+"""Tests of the packages of `repro`: dependency order, import cycles, docstrings, and the table in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKAGES = (
     "report",
     "cli",
 )
-"""All packages in order of dependency. A package imports only from packages before it, lazy imports included."""
+"""All packages in dependency order. A package imports only preceding packages, also inside functions."""
 MAX_PACKAGES = 16
 """Maximum number of packages in `repro/`; `kernels/` is not counted."""
 MAX_SENTENCES = 3
@@ -71,26 +71,26 @@ def package(module: str) -> str:
     return module.split(".")[1] if "." in module.removesuffix(".__main__") else "repro"
 
 
-def test_every_package_has_one_place_in_the_order() -> None:
+def test_the_dependency_order_has_every_package_once() -> None:
     assert sorted({package(module) for module in modules()} - {"repro"}) == sorted(PACKAGES)
     assert len(PACKAGES) - 1 <= MAX_PACKAGES
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_packages_import_only_packages_before_them(name: str) -> None:
+def test_packages_import_only_preceding_packages(name: str) -> None:
     allowed = {"repro", *PACKAGES[: PACKAGES.index(name) + 1]}
-    wrong = {
+    violations = {
         f"{module} -> {imported}"
         for module in modules()
         if package(module) == name
         for imported in imports(module)
         if package(imported) not in allowed
     }
-    assert not wrong
+    assert not violations
 
 
-def test_modules_do_not_import_each_other_in_a_cycle() -> None:
-    """Imports for type checkers count too."""
+def test_imports_of_modules_have_no_cycle() -> None:
+    """Imports under TYPE_CHECKING count too."""
     graph = {module: sorted(set(imports(module)) - {module}) for module in modules()}
     finished: dict[str, bool] = {}
     path: list[str] = []
@@ -112,14 +112,14 @@ def test_modules_do_not_import_each_other_in_a_cycle() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, path in modules().items() if path.name == "__init__.py"])
-def test_every_package_docstring_has_one_to_three_sentences(name: str) -> None:
+def test_package_docstrings_have_one_to_three_sentences(name: str) -> None:
     text = ast.get_docstring(ast.parse(modules()[name].read_text(encoding="utf-8"))) or ""
     prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
     assert 1 <= len(SENTENCE_END.findall(prose)) <= MAX_SENTENCES, prose
 
 
-def test_the_map_lists_the_packages_in_this_order() -> None:
-    """CONTRIBUTING.md has a table row for every package."""
+def test_contributing_lists_the_packages_in_dependency_order() -> None:
+    """The table in CONTRIBUTING.md has one row for each package."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     table = text.partition("\n| package | content |")[2].partition("\n\n")[0]
     assert tuple(re.findall(r"^\| `(?:repro/)?(\w+)`", table, re.MULTILINE)) == PACKAGES

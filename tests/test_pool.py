@@ -1,4 +1,4 @@
-"""Pools of ranks say what went wrong, and leave nothing behind: hundreds of folders lay in /tmp after some days."""
+"""Tests of pools of ranks: errors name the failed rank, and no file remains in the temporary folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAM = """
 import operator, time, torch
 from tests import pool as pools
 
-pools.PRELOADED[:] = ["torch.distributed"]  # all that is used here
+pools.PRELOADED[:] = ["torch.distributed"]  # the only module that these ranks use
 with pools.RankPool(2) as pool:
     assert [found.tolist() for found in pool.run(operator.mul, torch.ones(3), 2)] == [[2.0] * 3] * 2
     try:
@@ -30,30 +30,30 @@ with pools.RankPool(2) as pool:
 """
 
 
-def test_nothing_stays_in_the_temporary_folder(tmp_path: Path) -> None:
-    """Tensors go to the ranks and back, a rank hangs and its pool is killed, and another one starts."""
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own has too long a name for a socket
-        own = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | own, check=True)
+def test_pools_leave_no_files_in_the_temporary_folder(tmp_path: Path) -> None:
+    """The pool sends and receives tensors, is killed because of a hanging rank, and starts new ranks."""
+    with tempfile.TemporaryDirectory() as folder:  # the path of pytest's folder is too long for a socket
+        variables = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | variables, check=True)
         assert os.listdir(folder) == []
 
 
-def fail_on_the_second() -> None:
-    """It raises while the first waits for it."""
+def fail_on_rank_1() -> None:
+    """Raise on rank 1 while rank 0 waits in a collective."""
     if dist.get_rank() == 1:
         raise ValueError("the cause")
     dist.all_reduce(torch.ones(1))
 
 
-def test_the_rank_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The silence of the one that waits for it was all that was said, after a minute and a half."""
+def test_the_error_names_the_failed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is not the time-out of the waiting rank."""
     monkeypatch.setattr("tests.pool.GRACE_S", 0.1)
     with RankPool(2) as pool, pytest.raises(AssertionError, match=r"rank 1:(.|\n)*the cause"):
-        pool.run(fail_on_the_second)
+        pool.run(fail_on_rank_1)
 
 
-def test_a_rank_that_hangs_says_where() -> None:
-    """With the line that it waits at."""
+def test_the_error_of_a_hanging_rank_has_its_stack() -> None:
+    """The stack includes the line at which the rank waits."""
     with (
         RankPool(1) as pool,
         pytest.raises(AssertionError, match=r"rank 0 did not answer within 0.5 s(.|\n)*time.sleep"),
@@ -61,22 +61,22 @@ def test_a_rank_that_hangs_says_where() -> None:
         pool.run(hang, timeout_s=0.5)
 
 
-def test_answers_of_a_test_that_was_stopped_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest's limit interrupts whoever waits; the next test was told what that one had asked."""
+def test_answers_to_an_interrupted_test_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an interrupt by pytest's time limit, the next test must get only its answers."""
     with RankPool(1) as pool:
         pool.run(abs, -1)
         with monkeypatch.context() as patched:
-            patched.setattr("tests.pool.wait", stopped)
+            patched.setattr("tests.pool.wait", raise_interrupt)
             with pytest.raises(KeyboardInterrupt):
                 pool.run(abs, -2)
         assert pool.run(abs, -3) == [3]
 
 
-def stopped(*_: object) -> None:
-    """What a signal's handler does."""
+def raise_interrupt(*_: object) -> None:
+    """Raise the exception of a signal handler."""
     raise KeyboardInterrupt
 
 
 def hang() -> None:
-    """Longer than anybody waits."""
+    """Sleep longer than any time-out."""
     time.sleep(600)

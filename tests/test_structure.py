@@ -1,4 +1,4 @@
-"""The budgets of `tests/structure.toml` hold, and an excess of each kind is found."""
+"""Tests of the budgets in `tests/structure.toml`: the tree is within them, and each kind of excess is reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ claims = { files = 1, lines = 4 }
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A product of one package with one file of four lines, and its budget."""
+    """Create a product with one package of one file with four lines, and its budget."""
     for folder in ("repro/claims", "kernels"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "repro/__init__.py").touch()
@@ -39,7 +39,7 @@ def test_a_tree_within_its_budget_has_no_excess(tree: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "says"),
+    ("file", "text", "expected"),
     [
         ("claims/judge.py", "\n" * 5, "packages.claims.lines = 4: the package has 5"),
         ("claims/other.py", "", "packages.claims.files = 1: the package has 2"),
@@ -49,11 +49,11 @@ def test_a_tree_within_its_budget_has_no_excess(tree: Path) -> None:
         ("model/gpt.py", "", "limits.packages = 1: the tree has 2"),
     ],
 )
-def test_an_excess_is_found(tree: Path, file: str, text: str, says: str) -> None:
+def test_an_excess_is_reported(tree: Path, file: str, text: str, expected: str) -> None:
     path = tree / "repro" / file
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
-    assert any(says in line for line in excesses(tree, tree / "budget.toml"))
+    assert any(expected in line for line in excesses(tree, tree / "budget.toml"))
 
 
 def test_commands_and_interfaces_may_repeat_a_name(tree: Path) -> None:

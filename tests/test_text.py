@@ -1,4 +1,4 @@
-"""Style of README, CONTRIBUTING, docs, messages and docstrings: lengths, private words, and units in tables."""
+"""Tests of the style of pages, messages and docstrings: lengths, private words, and units in tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PRIVATE_WORDS = re.compile(
 """Everyday words that the style guide replaces by technical words. "whole" is allowed, since it is usual English."""
 NUMBER = re.compile(r"[≤≥<>~+-]?\d[\d,.]*(e-?\d+)?(( to |, | and |; )[+-]?\d[\d,.]*)*( \(.*\))?")
 UNIT = re.compile(r"\([^)]+\)|%|\b(per|over|of|share|mean|factor|tolerance|deviation)\b")
-"""What tells the unit of a column: a unit in parentheses, a percentage, or a quotient that the header names."""
+"""Units in a header: a unit in parentheses, a percentage, or the name of a quotient."""
 COUNT = re.compile(r"(rates|steps|forward|backward|default|value)\b")
 """Beginning of the header of a column of counts, or of a column whose lines name their own units."""
 VALUE_WITH_UNIT = re.compile(r"\d ?(%|x\b|[A-Za-z]*B\b|[PTG]?FLOP|[mu]?s\b|samples|GPUs|layers)|\([^)]*\)")
@@ -87,7 +87,7 @@ def test_a_sentence_has_at_most_25_words(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_private_words(page: Path) -> None:
+def test_pages_have_no_private_words(page: Path) -> None:
     found = [(match[0], text) for text in texts(page) for match in PRIVATE_WORDS.finditer(text)]
     assert found == []
 
@@ -98,7 +98,7 @@ def test_headers_of_numbers_name_their_unit(page: Path) -> None:
     for head, body in tables(page):
         for line in body:
             for column, cell in list(enumerate(line))[1:]:
-                others = [other for at, other in enumerate(line) if at != column]
+                others = [other for index, other in enumerate(line) if index != column]
                 is_named = (
                     UNIT.search(head[column]) or COUNT.match(head[column]) or head[0].startswith("ratio")
                 )
@@ -148,7 +148,7 @@ def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def long_sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of more than 30 words; a name of one letter in a formula is no word."""
+    """Yield the sentences of more than 30 words; names of one letter do not count as words."""
     for paragraph in re.split(r"\n\s*\n|\n\s*(?=- |\d+\. )", text):
         lines = [line for line in paragraph.splitlines() if not re.match(r"\s*\||    \w+   +", line)]
         for sentence in re.split(r"(?<=[.!?:;])\s+", re.sub(r"`[^`]*`", "CODE", " ".join(lines))):
@@ -162,7 +162,7 @@ FOLDERS = sorted({str(Path(*module.relative_to(ROOT).parts[:2]).with_suffix(""))
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_modules_have_plain_words_and_short_sentences(folder: str) -> None:
-    """In messages, docstrings and comments."""
+    """The limits apply to messages and docstrings; private words are also searched in comments."""
     found = []
     for module in (module for module in MODULES if str(module.relative_to(ROOT)).startswith(folder)):
         for text in (text for texts in module_texts(module) for text in texts):
@@ -175,7 +175,7 @@ def test_modules_have_plain_words_and_short_sentences(folder: str) -> None:
     assert found == []
 
 
-def test_offending_texts_of_a_module_are_found(tmp_path: Path) -> None:
+def test_texts_and_long_sentences_of_a_module_are_found(tmp_path: Path) -> None:
     module = tmp_path / "one.py"
     module.write_text(
         '"""Kept."""\n\nx = 1  # told\n\n\ndef f(n: int) -> None:\n    """Look."""\n'
@@ -188,7 +188,7 @@ def test_offending_texts_of_a_module_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["repro/wrap", "repro/parallel/zero"])
-def test_a_refusal_has_two_sentences(folder: str) -> None:
+def test_refusals_have_at_most_two_sentences(folder: str) -> None:
     texts = [text for module in sorted((ROOT / folder).glob("*.py")) for text in module_texts(module)[2]]
     assert len(texts) > 4
     for text in texts:

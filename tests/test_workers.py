@@ -1,4 +1,4 @@
-"""The workers of pytest-xdist: tests that share what is dear to make stay together."""
+"""Test of the groups of pytest-xdist, which keep tests with expensive common fixtures on one worker."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import pytest
 
 
-def test_xdist_sees_the_group_of_a_test(pytestconfig: pytest.Config) -> None:
-    """It writes the group behind a test's name; where pytest takes no such name, tests are dealt out singly."""
-    together = bool(getattr(pytestconfig.option, "loadgroup", False))
+def test_xdist_appends_the_group_to_a_test_name(pytestconfig: pytest.Config) -> None:
+    """Without the group in the test's name, pytest-xdist distributes tests individually."""
+    has_groups = bool(getattr(pytestconfig.option, "loadgroup", False))
     name = os.environ["PYTEST_CURRENT_TEST"].removesuffix(" (call)")
-    assert name.endswith(f"@{__file__}") == together, "which pytest 9.2 does with pytest-xdist 3.8"
+    assert name.endswith(f"@{__file__}") == has_groups, "pytest 9.2 with pytest-xdist 3.8 appends the group"

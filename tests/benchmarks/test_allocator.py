@@ -1,4 +1,4 @@
-"""How long the allocator model takes for a trace of 100 thousand events: well under a second of CPU time.
+"""Benchmark of the allocator model: the replay of 100,000 events must take less than a second of CPU time.
 
 make benchmarks PYTEST_ARGS='-k allocator'
 """
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.benchmarks
 EVENTS = 100_000
 
 
-def steps() -> list[Event]:
-    """Transformer steps: checkpoints that pile up and are taken down, short-lived temporaries in every layer."""
+def transformer_steps() -> list[Event]:
+    """Return the events of transformer steps: forward allocates checkpoints, and every layer has temporaries."""
     events: list[Event] = [Alloc(id, 24 * MIB, "parameters", "", "") for id in range(200)]
     count = len(events)
     while len(events) < EVENTS:
@@ -46,27 +46,27 @@ def steps() -> list[Event]:
     return events[:EVENTS]
 
 
-def scattered() -> list[Event]:
-    """Every size, freed in any order, thousands of free blocks."""
-    source = random.Random(0)
+def random_events() -> list[Event]:
+    """Return random allocation sizes in random order of frees, which leaves thousands of free blocks."""
+    generator = random.Random(0)
     events: list[Event] = []
     live: list[int] = []
     for id in range(EVENTS):
-        if live and source.random() < 0.45:
-            events.append(Free(live.pop(source.randrange(len(live)))))
+        if live and generator.random() < 0.45:
+            events.append(Free(live.pop(generator.randrange(len(live)))))
         else:
-            events.append(Alloc(id, int(2 ** source.uniform(8, 23)), "activations", "", ""))
+            events.append(Alloc(id, int(2 ** generator.uniform(8, 23)), "activations", "", ""))
             live.append(id)
     return events
 
 
-TRACES = {"steps": steps, "scattered": scattered}
+TRACES = {"steps": transformer_steps, "scattered": random_events}
 
 
 @pytest.mark.benchmark(timer=time.process_time)
 @pytest.mark.parametrize("trace", TRACES)
 @pytest.mark.parametrize("segments", ["plain", "expandable"])
-def test_replay(benchmark: BenchmarkFixture, trace: str, segments: str) -> None:
+def test_replay_takes_less_than_a_second(benchmark: BenchmarkFixture, trace: str, segments: str) -> None:
     benchmark.group = f"replay of {EVENTS} events, {trace}"
     events = TRACES[trace]()
     result = benchmark.pedantic(

@@ -1,11 +1,11 @@
-"""What `repro.parallelize` pays a step to refuse what would train wrongly: two gloo ranks, with and without, in turns.
+"""Benchmark of the checks in `repro.parallelize`: steps with and without checks alternate on two gloo ranks.
 
     make benchmarks
 
-The checks: same units on all ranks, refused reads, outputs of modules inside blocks, changed modules and gradients,
-what ranks agree on at a step.  fp32, 6 transformer layers of 128, 64 tokens x 4 per rank.  The row is the step with
-them; beside it stand the quartiles of the ratio to the step without, of steps that follow each other, in seconds of
-this rank's processor: where machines are shared, waiting says more of others.
+Checks: equal units on all ranks, refused reads, outputs of modules inside blocks, changed modules and gradients, and
+the agreement of ranks at a step. Model: fp32, 6 transformer layers of width 128, 64 tokens x 4 per rank. The row is
+the step with checks. The extra information has the quartiles of the ratio of adjacent steps with and without checks,
+in CPU seconds of this rank, because wall time on a shared machine includes other processes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.pool import RankPool
 
 WIDTH, LAYERS = 128, 6
 TRAINED: dict[tuple[int, bool], Any] = {}
-"""Lives in the ranks: (stage, whether checked) -> module and optimizer."""
+"""Module and optimizer by (ZeRO stage, checked); retained in a rank between calls."""
 
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Nothing is checked in here, and what is wrapped in here never is."""
+    """Disable all checks inside the block, and permanently for modules that are wrapped inside the block."""
     with contextlib.ExitStack() as stack:
         for kind in (UnchangedModuleCheck, UserGradients):
             stack.enter_context(mock.patch.object(kind, "check", return_value=None))
@@ -46,7 +46,7 @@ def unchecked() -> Iterator[None]:
 
 
 def step(zero: int, checked: bool) -> float:
-    """Seconds of this rank's processor in a step; builds what it trains on the first call."""
+    """Return the CPU seconds of a step on this rank; the first call builds the module."""
     with contextlib.nullcontext() if checked else unchecked():
         if (zero, checked) not in TRAINED:
             torch.manual_seed(0)
@@ -64,7 +64,7 @@ def step(zero: int, checked: bool) -> float:
 
 
 def ratios(zero: int, pairs: int) -> list[float]:
-    """A step with checks over one without, minus 1; who comes first changes."""
+    """Return the ratios, minus 1, of steps with and without checks; the order of each pair alternates."""
     found = []
     for i in range(pairs):
         seconds = {checked: step(zero, checked) for checked in (bool(i % 2), not i % 2)}
@@ -73,9 +73,9 @@ def ratios(zero: int, pairs: int) -> list[float]:
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_checks(benchmark: Any, two: RankPool, zero: int) -> None:
+def test_step_with_all_checks(benchmark: Any, two: RankPool, zero: int) -> None:
     two.run(ratios, zero, 3)
-    low, middle, high = statistics.quantiles(two.run(ratios, zero, 20)[0], n=4)
+    low, median, high = statistics.quantiles(two.run(ratios, zero, 20)[0], n=4)
     benchmark.group = "step with all checks, two ranks"
-    benchmark.extra_info["cost"] = f"{middle:+.1%} ({low:+.1%} to {high:+.1%})"
+    benchmark.extra_info["cost"] = f"{median:+.1%} ({low:+.1%} to {high:+.1%})"
     benchmark.pedantic(two.run, args=(step, zero, True), rounds=8, iterations=1)

@@ -1,4 +1,4 @@
-"""Updates of the notebook with controls, `reports/09_explore.py`: CPU seconds until its text and its figure are new.
+"""Benchmark of updates of the interactive notebook `reports/09_explore.py`: CPU seconds for its text and its figure.
 
     make benchmarks
 
@@ -20,13 +20,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "70B on 64, 4 stages": {},
     "175B on 1024, 8 stages": {"model": "megatron-175b", "system": "selene", "gpus": 1024, "pp": 8},
 }
-"""Changes of the notebook's first state."""
+"""Layout keys that differ from the notebook's initial state."""
 TEXT_LIMIT_S = 0.5
 
 
 @pytest.fixture(scope="module")
 def scope() -> dict[str, Any]:
-    """Return the functions of the notebook, without its controls, which its last cell makes."""
+    """Return the functions of the notebook; its last cell, which creates the controls, does not run."""
     found: dict[str, Any] = {"__name__": "__main__"}
     source = build.read_notebook(build.NOTEBOOKS_FOLDER / "09_explore.py")
     for cell in source.cells[:-1]:
@@ -38,14 +38,14 @@ def scope() -> dict[str, Any]:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("output", ["text", "figure"])
 @pytest.mark.benchmark(timer=time.process_time)
-def test_update(benchmark: Any, scope: dict[str, Any], name: str, output: str) -> None:
+def test_update_of_text_and_figure(benchmark: Any, scope: dict[str, Any], name: str, output: str) -> None:
     benchmark.group = f"explore layouts, {output}"
-    chosen = {**scope["FIRST"], **LAYOUTS[name]}
+    layout = {**scope["FIRST"], **LAYOUTS[name]}
     if output == "figure":
-        found = scope["simulate_layout"](**chosen)
+        found = scope["simulate_layout"](**layout)
         benchmark.pedantic(scope["draw"], args=(found,), rounds=5, warmup_rounds=1)
     else:
         benchmark.pedantic(
-            lambda: scope["describe"](scope["simulate_layout"](**chosen)), rounds=5, warmup_rounds=1
+            lambda: scope["describe"](scope["simulate_layout"](**layout)), rounds=5, warmup_rounds=1
         )
         assert benchmark.stats.stats.min < TEXT_LIMIT_S

@@ -1,7 +1,7 @@
-"""Each kernel beside what torch offers for the same work, on the sizes of a small model on a CPU.
+"""Benchmark of each kernel and torch's operators for the same work, with the sizes of a small model on a CPU.
 
-Groups hold one comparison each: `ours` is the operator, `torch` is eager code or torch's own fused form,
-`reference` the definition. Forward and backward together where there is a backward.
+Each group is one comparison: `ours` is the operator of `repro.kernels`, `torch` is eager code or torch's fused
+operator, and `reference` is the definition. The time includes the backward if the operator has one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.benchmarks
 ROWS, WIDTH, VOCABULARY, PARAMETERS = (4, 128), 256, 2048, 2**21
 
 
-def train(function: Callable[..., Tensor], *tensors: Tensor) -> Callable[[], Any]:
+def backward(function: Callable[..., Tensor], *tensors: Tensor) -> Callable[[], Any]:
     leaves = [t.requires_grad_() for t in tensors]
     grad = torch.randn_like(function(*leaves).detach())
     return lambda: torch.autograd.grad(function(*leaves), leaves, grad)
@@ -34,7 +34,7 @@ def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape) for shape in shapes]
 
 
-PLACE = (0.1, 7, 0, ROWS[1], 0, True)
+DROPOUT = (0.1, 7, 0, ROWS[1], 0, True)
 ROW_WISE: dict[str, dict[str, Callable[..., Tensor]]] = {
     "layer_norm": {
         "ours": lambda x, w, b: kernels.layer_norm(x, w, b),
@@ -47,19 +47,19 @@ ROW_WISE: dict[str, dict[str, Callable[..., Tensor]]] = {
         "reference": lambda x, w, b: gelu.reference(x, b),
     },
     "bias_dropout_residual": {
-        "ours": lambda x, w, b: kernels.bias_dropout_residual(x, b, x, *PLACE),
+        "ours": lambda x, w, b: kernels.bias_dropout_residual(x, b, x, *DROPOUT),
         "torch": lambda x, w, b: x + F.dropout(x + b, 0.1),
-        "reference": lambda x, w, b: dropout.reference(x, b, x, *PLACE),
+        "reference": lambda x, w, b: dropout.reference(x, b, x, *DROPOUT),
     },
     "bias_residual": {
-        "ours": lambda x, w, b: kernels.bias_dropout_residual(x, b, x, 0.0, *PLACE[1:]),
+        "ours": lambda x, w, b: kernels.bias_dropout_residual(x, b, x, 0.0, *DROPOUT[1:]),
         "torch": lambda x, w, b: x + (x + b),
     },
 }
 
 
 @pytest.mark.parametrize("size", ["small", "model"])
-@pytest.mark.parametrize(("name", "who"), [(n, w) for n, whos in ROW_WISE.items() for w in whos])
+@pytest.mark.parametrize(("name", "who"), [(n, w) for n, functions in ROW_WISE.items() for w in functions])
 def test_forward_and_backward(benchmark: BenchmarkFixture, name: str, who: str, size: str) -> None:
     benchmark.group = f"{name} {size}"
     width = WIDTH * (4 if name == "bias_gelu" else 1)
@@ -67,7 +67,7 @@ def test_forward_and_backward(benchmark: BenchmarkFixture, name: str, who: str, 
     x, w, b = tensors(shape, shape[-1:], shape[-1:])
     function = ROW_WISE[name][who]
     used = [x, w, b] if name == "layer_norm" else [x, b]
-    benchmark(train(function if name == "layer_norm" else lambda x, b: function(x, None, b), *used))
+    benchmark(backward(function if name == "layer_norm" else lambda x, b: function(x, None, b), *used))
 
 
 def torch_loss(logits: Tensor, targets: Tensor) -> None:
@@ -122,26 +122,26 @@ def optimizer_step(who: str, dtype: torch.dtype) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("who", ["ours", "torch", "reference"])
-def test_adamw(benchmark: BenchmarkFixture, who: str, dtype: torch.dtype) -> None:
+def test_adamw_step(benchmark: BenchmarkFixture, who: str, dtype: torch.dtype) -> None:
     benchmark.group = f"adamw {dtype}"
     benchmark(optimizer_step(who, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("who", ["ours", "torch", "reference"])
-def test_norm(benchmark: BenchmarkFixture, who: str, dtype: torch.dtype) -> None:
+def test_gradient_norm(benchmark: BenchmarkFixture, who: str, dtype: torch.dtype) -> None:
     benchmark.group = f"norm {dtype}"
-    pieces = list(torch.randn(PARAMETERS).to(dtype).split(PARAMETERS // 16))
+    chunks = list(torch.randn(PARAMETERS).to(dtype).split(PARAMETERS // 16))
     functions = {
         "ours": kernels.norm_squared,
         "torch": lambda t: torch.stack(torch._foreach_norm(t, 2, dtype=torch.float32)).square().sum(),
         "reference": norm.reference,
     }
-    benchmark(functions[who], pieces)
+    benchmark(functions[who], chunks)
 
 
 @pytest.mark.parametrize("who", ["ours", "torch"])
-def test_normal(benchmark: BenchmarkFixture, who: str) -> None:
+def test_normal_random_numbers(benchmark: BenchmarkFixture, who: str) -> None:
     benchmark.group = "normal"
     functions = {"ours": lambda: kernels.normal(0, 2**18, 1, "cpu"), "torch": lambda: torch.randn(2**18)}
     benchmark(functions[who])

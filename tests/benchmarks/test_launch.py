@@ -1,7 +1,7 @@
-"""Microseconds of our own Python for a call of each kernel: choice, binding, arguments; the driver does nothing.
+"""Benchmark of the Python code in a call of each kernel: selection, binding and arguments; a fake driver does nothing.
 
-On a GPU the driver's own time comes on top; `make bench-gpu` shows both together.  A backward pass of layer norm, GELU
-or dropout, and the norm, are two launches.
+`make bench-gpu` shows the time with the driver on a GPU. The backward of layer norm, GELU or dropout, and the gradient
+norm, have two launches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.benchmarks
 
 
 @pytest.mark.parametrize("name", BINDINGS)
-def test_call(benchmark: BenchmarkFixture, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_call(benchmark: BenchmarkFixture, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark.group = "launch"
     driver = install(monkeypatch)
     driver.keep = False

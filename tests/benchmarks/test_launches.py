@@ -1,8 +1,8 @@
-"""What a layer and micro-batch ask of a GPU, by family and set of operators: launches and allocations of each pass.
+"""Benchmark of launches and allocations of a layer and micro-batch, by model family and operator set.
 
     make benchmarks
 
-Counted on fake CUDA tensors; the seconds are those of counting, and no GPU's.
+Fake CUDA tensors give the counts. The measured time is the time to count, not the time of a GPU.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.cases import audited, compiled, needs_compiler
-from tests.fake_cuda.test_launches import CASES, of, of_layer
+from tests.fake_cuda.cases import audit, compile_runtime, needs_compiler
+from tests.fake_cuda.test_launches import CASES, audit_case, layer_counts
 
 pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("fake_cuda"))
+    return compile_runtime(tmp_path_factory.mktemp("fake_cuda"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_launches_and_allocations(benchmark: Any, runtime: Path, name: str) -> None:
-    benchmark.group = "what a layer and micro-batch ask for"
-    both = [of(name, layers) for layers in (1, 2)]
-    found = benchmark.pedantic(audited, args=(runtime, both), rounds=1, iterations=1)
-    launches, allocations = of_layer(found, *(each["name"] for each in both))
-    for phase, kernels, times in zip(("forward", "backward"), launches, allocations, strict=True):
-        benchmark.extra_info[phase] = {"launches": kernels.total(), "allocations": times, **kernels}
+    benchmark.group = "launches and allocations of a layer and micro-batch"
+    cases = [audit_case(name, layers) for layers in (1, 2)]
+    found = benchmark.pedantic(audit, args=(runtime, cases), rounds=1, iterations=1)
+    launches, allocations = layer_counts(found, *(each["name"] for each in cases))
+    for phase, kernels, allocated in zip(("forward", "backward"), launches, allocations, strict=True):
+        benchmark.extra_info[phase] = {"launches": kernels.total(), "allocations": allocated, **kernels}

@@ -1,15 +1,15 @@
-"""How far a step is from the limit: the same step without any communication, two gloo ranks, taking turns.
+"""Benchmark of a step on two gloo ranks and its limit, the same step without communication; their steps alternate.
 
     make benchmarks
 
-The limit is each process training a model of its own as plain torch does it: forward, backward, clipping by the global
-norm, fused AdamW.  fp32, 6 layers of 256, 128 tokens x 4 a rank.  A row is the step; beside it stands its ratio to the
-limit, of steps that follow each other, median and 95 % interval: `wall` in seconds, `cpu` in seconds of the process's
-processors, those of gloo's threads included, which says more where a machine is shared.
+At the limit, each process trains a separate model with plain torch: forward, backward, clipping by the global norm and
+fused AdamW. The model is in fp32 with 6 layers of width 256, and each rank has 128 tokens x 4. The extra information
+of a row is the ratio of adjacent steps to the limit, as median and 95 % interval. `wall` is the ratio of wall times,
+and `cpu` the ratio of CPU times including gloo's threads, which depends less on other processes of the machine.
 
-`native, alone` is the suite's engine on one process.  The rows `messages` are the gradients and parameters of a step,
-in the volumes of 1910.02054 sec. 7, each volume in one message, and nothing else: where every core computes, they are
-the part of the distance that no code around them can save.
+`native, alone` is the native engine on one process. The rows `messages` send only the gradients and parameters of a
+step, with the volumes of 1910.02054 sec. 7 and one collective per volume. If all cores compute, this time is the
+minimum overhead of communication.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.pool import RankPool
 CLIP = 1.0
 PAIRS = 20
 STEPS: dict[str, Callable[[], Any]] = {}
-"""Lives in the ranks: what takes one step, by name."""
+"""Functions that run one step, by name; retained in a rank between calls."""
 
 
 def experiment(layout: Layout) -> Experiment:
@@ -48,7 +48,7 @@ def experiment(layout: Layout) -> Experiment:
 
 
 def batch() -> MicroBatch:
-    """This rank's samples, the same in every step."""
+    """Return this rank's samples, which are equal in all steps."""
     model = load_model("smoke-speed")
     numbers = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(model.vocab, (4, model.seq + 1), generator=numbers)
@@ -57,8 +57,8 @@ def batch() -> MicroBatch:
     )
 
 
-def stock(wrap: Callable[..., tuple[Any, torch.optim.Optimizer]]) -> Callable[[], None]:
-    """The script that one writes, after `wrap(module, optimizer)`."""
+def torch_step(wrap: Callable[..., tuple[Any, torch.optim.Optimizer]]) -> Callable[[], None]:
+    """Return the step of a plain torch script after `wrap(module, optimizer)`."""
     e, data = experiment(Layout(micro_batch=4)), batch()
     plain = PlainGPT(
         e.model, Dropout(e.training, e.model, e.seq), Part(range(e.model.layers)), recompute=False
@@ -76,14 +76,14 @@ def stock(wrap: Callable[..., tuple[Any, torch.optim.Optimizer]]) -> Callable[[]
     return step
 
 
-def ours(zero: int) -> Callable[[], None]:
-    """`repro.parallelize`."""
+def parallelized(zero: int) -> Callable[[], None]:
+    """Return the step of a torch script with `repro.parallelize`."""
     blocks = [f"blocks.{i}" for i in range(load_model("smoke-speed").layers)]
-    return stock(lambda m, o: repro.parallelize(m, o, Layout(dp=2, zero=zero), blocks=blocks))
+    return torch_step(lambda m, o: repro.parallelize(m, o, Layout(dp=2, zero=zero), blocks=blocks))
 
 
 def native(layout: Layout) -> Callable[[], None]:
-    """The suite's engine; with `dp = 1` it does not communicate either."""
+    """Return the step of the native engine; with `dp = 1` it has no communication."""
     data = batch()
     mesh = meshes.single_rank_mesh() if layout.dp == 1 else meshes.distributed_mesh(layout, "cpu")
     engine = NativeEngine(experiment(layout), mesh, torch.device("cpu"))
@@ -96,7 +96,7 @@ def native(layout: Layout) -> Callable[[], None]:
 
 
 def messages(zero: int) -> Callable[[], None]:
-    """The gradients and parameters of a step on their way, and nothing else."""
+    """Return a step that only communicates the gradients and parameters."""
     group = meshes.distributed_mesh(Layout(dp=2), "cpu").dp
     full = torch.zeros(total_parameters(load_model("smoke-speed")))
     shard = full.chunk(2)[group.rank]
@@ -112,13 +112,13 @@ def messages(zero: int) -> Callable[[], None]:
     return step
 
 
-MAKERS: dict[str, Callable[[], Callable[[], Any]]] = {
-    "limit": lambda: stock(lambda module, optimizer: (module, optimizer)),
+STEP_FACTORIES: dict[str, Callable[[], Callable[[], Any]]] = {
+    "limit": lambda: torch_step(lambda module, optimizer: (module, optimizer)),
     "native, alone": lambda: native(Layout(micro_batch=4)),
-    "DDP": lambda: stock(
+    "DDP": lambda: torch_step(
         lambda module, optimizer: (torch.nn.parallel.DistributedDataParallel(module), optimizer)
     ),
-    **{f"parallelize, stage {zero}": lambda zero=zero: ours(zero) for zero in range(4)},  # type: ignore[misc]
+    **{f"parallelize, stage {zero}": lambda zero=zero: parallelized(zero) for zero in range(4)},  # type: ignore[misc]
     **{
         f"native, stage {zero}": lambda zero=zero: native(Layout(dp=2, zero=zero, micro_batch=4))
         for zero in range(4)
@@ -127,34 +127,34 @@ MAKERS: dict[str, Callable[[], Callable[[], Any]]] = {
 }
 
 
-def take(name: str) -> tuple[float, float]:
-    """(seconds, processor seconds) of one step on this rank; builds what it trains on the first call."""
+def time_step(name: str) -> tuple[float, float]:
+    """Return (wall seconds, CPU seconds) of one step on this rank; the first call builds the step."""
     if name not in STEPS:
-        STEPS[name] = MAKERS[name]()
+        STEPS[name] = STEP_FACTORIES[name]()
         STEPS[name]()
     gc.disable()
     dist.barrier()
     cpu, wall = time.process_time(), time.perf_counter()
     STEPS[name]()
-    spent = time.perf_counter() - wall, time.process_time() - cpu
+    seconds = time.perf_counter() - wall, time.process_time() - cpu
     gc.enable()
-    return spent
+    return seconds
 
 
-def turns(name: str, pairs: int) -> list[dict[str, tuple[float, float]]]:
-    """Steps at the limit and of `name`; who comes first changes."""
-    return [{who: take(who) for who in (("limit", name), (name, "limit"))[i % 2]} for i in range(pairs)]
+def alternate(name: str, pairs: int) -> list[dict[str, tuple[float, float]]]:
+    """Return the times of pairs of steps, one at the limit and one of `name`; the order of each pair alternates."""
+    return [{n: time_step(n) for n in (("limit", name), (name, "limit"))[i % 2]} for i in range(pairs)]
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if name != "limit"])
-def test_step(benchmark: Any, two: RankPool, name: str) -> None:
-    two.run(turns, name, 3)
-    ranks = two.run(turns, name, PAIRS)
+@pytest.mark.parametrize("name", [name for name in STEP_FACTORIES if name != "limit"])
+def test_step_and_limit(benchmark: Any, two: RankPool, name: str) -> None:
+    two.run(alternate, name, 3)
+    ranks = two.run(alternate, name, PAIRS)
     for i, unit in enumerate(("wall", "cpu")):
-        # The slower rank's seconds, both ranks' processors.
-        joined = (max, sum)[i]
-        pairs = [[joined(rank[p][who][i] for rank in ranks) for who in ("limit", name)] for p in range(PAIRS)]
+        # Wall time of the slower rank, and CPU time of both ranks.
+        combine = (max, sum)[i]
+        pairs = [[combine(rank[p][n][i] for rank in ranks) for n in ("limit", name)] for p in range(PAIRS)]
         ratio, low, high = ratio_interval(pairs)
         benchmark.extra_info[unit] = f"{ratio:.3f} ({low:.3f} to {high:.3f})"
     benchmark.group = "step and the limit, two ranks"
-    benchmark.pedantic(two.run, args=(take, name), rounds=8, iterations=1)
+    benchmark.pedantic(two.run, args=(time_step, name), rounds=8, iterations=1)

@@ -1,4 +1,4 @@
-"""A plan at the published scale: seconds of the search on two cores, and their ratio to the limit.
+"""Benchmark of `repro plan` at the published scale: seconds on two cores, and their ratio to the limit.
 
 make benchmarks PYTEST_ARGS='-k plan'
 """
@@ -20,15 +20,15 @@ LIMIT_S = 5.0
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plan(benchmark: Any, capsys: Any, name: str) -> None:
-    """The best layouts and their intervals, on as many cores as there are."""
+def test_plan_of_published_clusters(benchmark: Any, capsys: Any, name: str) -> None:
+    """The search simulates the best layouts with intervals, on all cores."""
     benchmark.group = "plan a job"
 
-    def answer() -> list[dict[str, Any]]:
+    def run_plan() -> list[dict[str, Any]]:
         assert cli.main([*PLANS[name].split(), "--json"]) == 0
         return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
-    rows = benchmark.pedantic(answer, rounds=1, iterations=1)
+    rows = benchmark.pedantic(run_plan, rounds=1, iterations=1)
     benchmark.extra_info["of_limit"] = benchmark.stats.stats.min / LIMIT_S
     benchmark.extra_info["best"] = rows[0]["layout"] | {"step_s": rows[0]["time"]["step_s"]}
     assert all(row["evidence"] == "full" for row in rows[:3])

@@ -1,4 +1,4 @@
-"""`repro report` on a store of 10,000 records, as a process of its own.
+"""Benchmark of `repro report` and `repro export` on a store of 10,000 records, in a separate process.
 
     make benchmarks PYTEST_ARGS='-k report'
 
@@ -25,20 +25,20 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return large.store(tmp_path_factory.mktemp("large") / "results", RECORDS)
 
 
-def test_report(benchmark: Any, results: Path, tmp_path: Path) -> None:
+def test_report_of_10000_records(benchmark: Any, results: Path, tmp_path: Path) -> None:
     benchmark.group = "repro report, 10,000 records"
 
-    def process() -> None:
+    def run_report() -> None:
         command = [*REPRO, "report", "--results", str(results), "--out", str(tmp_path)]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
 
-    benchmark.pedantic(process, rounds=2, iterations=1)
+    benchmark.pedantic(run_report, rounds=2, iterations=1)
     benchmark.extra_info["records_bytes"] = (tmp_path / "records.js").stat().st_size
     benchmark.extra_info["store_bytes"] = sum(path.stat().st_size for path in results.rglob("*.jsonl"))
 
 
 @pytest.mark.parametrize("table", ["values", "experiments", "records"])
-def test_export(benchmark: Any, results: Path, tmp_path: Path, table: str) -> None:
+def test_export_of_10000_records(benchmark: Any, results: Path, tmp_path: Path, table: str) -> None:
     benchmark.group = "repro export, 10,000 records"
     command = [*REPRO, "export", "--results", str(results), "--table", table]
     command += ["--format", "csv", "--output", str(tmp_path / "out.csv")]

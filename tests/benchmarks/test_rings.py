@@ -1,10 +1,10 @@
-"""A ring of sixteen ranks behind links of an emulated network, over what its slowest link takes alone.
+"""Benchmark of a ring all-reduce of sixteen ranks on an emulated network, and the time of its slowest link.
 
     make benchmarks PYTEST_ARGS=tests/benchmarks/test_rings.py
 
-A row is an all-reduce with so many bytes a rank in each of its steps, beside what the link between two nodes takes for
-its payload.  What is more than that is the processors' part: frames, and a small segment of all ranks, which come at
-once.
+A row is an all-reduce with the given bytes per rank in each of its steps. The row's name has the time of the link
+between two nodes for the payload. The difference is CPU time, mostly of frames and of segments that all ranks send at
+the same time.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from repro.emulate.network import RunningNetwork, payload_share
 from tests.launch.runs import ROOT
 
 NETWORK = EmulatedNetwork(nodes=4, ranks_per_node=4, between=6.3e6, within=7.8e6)
-"""Of the rates that a twin of tensor parallelism over four nodes has on a slow machine."""
+"""Network with the rates of a twin of tensor parallelism on four nodes of a slow machine."""
 STEPS = 2 * (NETWORK.world - 1)
-RANK = """
+RANK_PROGRAM = """
 import sys
 import torch
 import torch.distributed as dist
 from repro.util.processes import CoreAssignment
 
-rank, world, size, place = *map(int, sys.argv[1:4]), sys.argv[4]
+rank, world, size, rendezvous = *map(int, sys.argv[1:4]), sys.argv[4]
 torch.set_num_threads(1)
-dist.init_process_group("gloo", rank=rank, world_size=world, init_method=place)
+dist.init_process_group("gloo", rank=rank, world_size=world, init_method=rendezvous)
 numbers = torch.zeros(world * size // 4)
-dist.all_reduce(numbers)  # after which all threads are there
+dist.all_reduce(numbers)  # starts all threads
 CoreAssignment(rank).apply()
 print("ready", flush=True)
 for _ in sys.stdin:
@@ -45,7 +45,7 @@ for _ in sys.stdin:
 
 
 def link_s(size: int) -> float:
-    """Seconds of the slowest link, with `size` bytes a rank in each step."""
+    """Return the seconds of the slowest link, with `size` bytes per rank in each step."""
     return STEPS * size / (NETWORK.between * payload_share(NETWORK))
 
 
@@ -53,14 +53,14 @@ def link_s(size: int) -> float:
 @pytest.mark.parametrize(
     "size", [16_000, 48_000, 160_000], ids=lambda size: f"{size // 1000} kB, link {1e3 * link_s(size):.0f} ms"
 )
-def test_all_reduce(benchmark: Any, size: int) -> None:
+def test_ring_all_reduce_and_its_slowest_link(benchmark: Any, size: int) -> None:
     benchmark.group = "all-reduce of 16 ranks on 4 nodes"
     with RunningNetwork(NETWORK) as network, ExitStack() as stack:
-        place = f"tcp://{address(NETWORK, 0)}:29500"
+        rendezvous = f"tcp://{address(NETWORK, 0)}:29500"
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
         pipes: list[tuple[IO[str], IO[str]]] = []
         for rank in range(NETWORK.world):
-            command = [sys.executable, "-c", RANK, *map(str, (rank, NETWORK.world, size, place))]
+            command = [sys.executable, "-c", RANK_PROGRAM, *map(str, (rank, NETWORK.world, size, rendezvous))]
             process = subprocess.Popen(
                 network.facts.command(rank, command),
                 stdin=subprocess.PIPE,
@@ -75,14 +75,14 @@ def test_all_reduce(benchmark: Any, size: int) -> None:
             assert process.stdout is not None
             pipes.append((process.stdin, process.stdout))
 
-        def answers(expected: str) -> None:
-            assert {answer.readline() for _, answer in pipes} == {f"{expected}\n"}
+        def check_answers(expected: str) -> None:
+            assert {stdout.readline() for _, stdout in pipes} == {f"{expected}\n"}
 
         def all_reduce() -> None:
-            for asked, _ in pipes:
-                asked.write("\n")
-                asked.flush()
-            answers("done")
+            for stdin, _ in pipes:
+                stdin.write("\n")
+                stdin.flush()
+            check_answers("done")
 
-        answers("ready")
+        check_answers("ready")
         benchmark.pedantic(all_reduce, rounds=8, warmup_rounds=1)

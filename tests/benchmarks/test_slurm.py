@@ -1,4 +1,4 @@
-"""Five hundred cases: a dry run, and where they stand."""
+"""Benchmark of `repro submit --dry-run` and `repro status` with 500 cases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def suite(tmp_path: Path) -> Path:
     return write_suite(tmp_path, experiments(*(f"case-{i}" for i in range(CASES))))
 
 
-def test_dry_run(
+def test_dry_run_of_500_cases(
     benchmark: Any, suite: Path, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = str(tmp_path / "results")
@@ -32,7 +32,7 @@ def test_dry_run(
     assert benchmark.stats.stats.median < LIMIT_S
 
 
-def test_status(
+def test_status_of_500_cases(
     benchmark: Any,
     suite: Path,
     site: Path,

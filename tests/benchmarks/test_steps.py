@@ -1,9 +1,9 @@
-"""Our step beside torch's own strategies: the same model and samples, two gloo ranks, taking turns.
+"""Benchmark of steps of the native engine and of torch's strategies, with the same model and samples on two gloo ranks.
 
     make benchmarks
 
-fp32, 6 layers of 256, 128 tokens x 4 per rank.  The suite records the same as ratios with intervals
-(`repro run suites/smoke.toml --only 'speed-*'`); here each strategy is one row of pytest-benchmark.
+The model is in fp32 with 6 layers of width 256, and each rank has 128 tokens x 4. Each strategy is one row.
+`repro run suites/smoke.toml --only 'speed-*'` records the same comparisons as ratios with intervals.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.engines.needs import needs
 from tests.pool import RankPool
 
 RUNS: dict[str, ExperimentRun] = {}
-"""Lives in the ranks: engines that were built stay for the following calls."""
+"""Runs with their engines, by name; retained in a rank between calls."""
 
 
 def take_steps(engine: str, zero: int, steps: int) -> float:
-    """Mean seconds of `steps` steps on this rank; builds the engine on the first call."""
+    """Return the mean seconds of `steps` steps on this rank; the first call builds the engine."""
     name = f"{engine}-{zero}"
     if name not in RUNS:
         layout = Layout(dp=2, zero=zero, micro_batch=4)
@@ -42,7 +42,7 @@ def take_steps(engine: str, zero: int, steps: int) -> float:
 
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("engine", ["native", pytest.param("torch", marks=needs("torch"))])
-def test_step(benchmark: Any, two: RankPool, engine: str, zero: int) -> None:
+def test_step_of_engine_and_stage(benchmark: Any, two: RankPool, engine: str, zero: int) -> None:
     two.run(take_steps, engine, zero, 1)
     benchmark.group = f"step, stage {zero}, two ranks"
     benchmark.pedantic(two.run, args=(take_steps, engine, zero, 2), rounds=8, iterations=1)

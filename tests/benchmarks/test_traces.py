@@ -1,9 +1,9 @@
-"""Simulations at the published scale: seconds of one whole answer, and the host memory that it takes.
+"""Benchmark of simulations at the published scale: seconds of one `repro simulate`, and its host memory.
 
     make benchmarks
 
-Targets: 2 s for 100B on 400 GPUs, 4 s for 1T on 1024 or 3072, as long for 175B on 96,000 GPUs as on 960, each under
-2 GiB of host memory.
+Targets: 2 s for 100B on 400 GPUs, and 4 s for 1T on 1024 or 3072 GPUs. 175B on 96,000 GPUs may take as long as on 960.
+Each simulation may use 2 GiB of host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.placement import Placement
 from repro.simulate.trace.roles import roles, trace
 
-STEPS = {
+OPTIONS = {
     "100B on 400 (C4)": (
         "--model deepspeed-100b --system dgx2 --gpus 400 --tp 16 --zero 2 --recompute --pa --micro-batch 32"
     ),
@@ -44,26 +44,26 @@ STEPS = {
         for gpus in (960, 96_000)
     },
 }
-MOST_MEMORY = 2 * 2**30
+MAX_MEMORY_BYTES = 2 * 2**30
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_simulation(benchmark: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`repro simulate` after torch has been imported."""
+@pytest.mark.parametrize("name", OPTIONS)
+def test_simulation_in_process(benchmark: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The time excludes the import of torch."""
     benchmark.group = "simulate one step"
 
-    def answer() -> dict[str, Any]:
-        assert cli.main(["simulate", *STEPS[name].split(), "--json"]) == 0
+    def run_benchmark() -> dict[str, Any]:
+        assert cli.main(["simulate", *OPTIONS[name].split(), "--json"]) == 0
         return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
-    found = benchmark.pedantic(answer, rounds=3, iterations=1, warmup_rounds=1)
+    found = benchmark.pedantic(run_benchmark, rounds=3, iterations=1, warmup_rounds=1)
     benchmark.extra_info["roles"] = list(found["memory"]["by_role"])
     benchmark.extra_info["trace_seconds"] = found["trace_seconds"]
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_host_memory(benchmark: Any, name: str) -> None:
-    """The whole command as a process of its own, with its start."""
+@pytest.mark.parametrize("name", OPTIONS)
+def test_simulation_from_the_shell_fits_in_host_memory(benchmark: Any, name: str) -> None:
+    """The time includes the start of a separate process."""
     benchmark.group = "repro simulate, from the shell"
     code = (
         "import resource, sys, repro.cli\n"
@@ -73,69 +73,69 @@ def test_host_memory(benchmark: Any, name: str) -> None:
     )
 
     def process() -> int:
-        command = [sys.executable, "-c", code, "simulate", *STEPS[name].split(), "--json"]
+        command = [sys.executable, "-c", code, "simulate", *OPTIONS[name].split(), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         return int(done.stderr.split()[-1])
 
     peak = benchmark.pedantic(process, rounds=1, iterations=1)
     benchmark.extra_info["peak_rss_bytes"] = peak
-    assert peak < MOST_MEMORY
+    assert peak < MAX_MEMORY_BYTES
 
 
 SUITES = ("zero_throughput", "turing_nlg", "megatron_2021", "a100_clusters")
-EVERY = 20
+SAMPLING_STRIDE = 20
 EXPERIMENT_LIMIT_S = 0.15
 
 
 @pytest.mark.benchmark(timer=time.process_time)
-def test_roles_of_published_experiments(benchmark: Any) -> None:
-    """CPU seconds of the traces and of the memory of every 20th published experiment, divided by their roles."""
+def test_traces_and_memory_of_published_experiments(benchmark: Any) -> None:
+    """Measure the CPU seconds per role for traces and memory of every 20th published experiment."""
     benchmark.group = "trace and memory of published roles"
-    chosen = [
+    sampled = [
         entry.experiment for suite in SUITES for entry in load_suite(Path(f"suites/{suite}.toml")).entries
-    ][::EVERY]
-    wanted = [(experiment, role) for experiment in chosen for role in roles(experiment)]
+    ][::SAMPLING_STRIDE]
+    experiment_roles = [(experiment, role) for experiment in sampled for role in roles(experiment)]
 
-    def answer() -> None:
-        for experiment, role in wanted:
+    def run_benchmark() -> None:
+        for experiment, role in experiment_roles:
             events = trace(experiment, role).events
             measure_live_bytes(events)
             replay(events)
 
-    benchmark.pedantic(answer, rounds=3, iterations=1)
-    benchmark.extra_info["seconds_per_role"] = benchmark.stats.stats.min / len(wanted)
+    benchmark.pedantic(run_benchmark, rounds=3, iterations=1)
+    benchmark.extra_info["seconds_per_role"] = benchmark.stats.stats.min / len(experiment_roles)
 
 
 @pytest.mark.benchmark(timer=time.process_time)
-def test_published_experiments(benchmark: Any) -> None:
-    """CPU seconds of every 20th published experiment with its interval, divided by their number and by the limit."""
+def test_simulation_of_published_experiments(benchmark: Any) -> None:
+    """Measure the CPU seconds per simulation of every 20th published experiment with its interval."""
     benchmark.group = "simulate published experiments"
-    chosen = [
+    sampled = [
         (entry.experiment, suite)
         for suite in SUITES
         for entry in load_suite(Path(f"suites/{suite}.toml")).entries
         if entry.experiment.engine == "native"
-    ][::EVERY]
+    ][::SAMPLING_STRIDE]
 
-    def answer() -> None:
-        for experiment, suite in chosen:
+    def run_benchmark() -> None:
+        for experiment, suite in sampled:
             record = simulate_experiment(experiment, simulated_system(experiment), suite)
             assert record.outcome in ("ok", "oom")
 
-    benchmark.pedantic(answer, rounds=3, iterations=1)
-    each = benchmark.extra_info["seconds_per_experiment"] = benchmark.stats.stats.min / len(chosen)
+    benchmark.pedantic(run_benchmark, rounds=3, iterations=1)
+    each = benchmark.extra_info["seconds_per_experiment"] = benchmark.stats.stats.min / len(sampled)
     benchmark.extra_info["of_limit"] = each / EXPERIMENT_LIMIT_S
 
 
-def test_placing_ranks_of_3072(benchmark: Any) -> None:
-    """Which links the groups of one rank use, as every stage of a simulation asks."""
+def test_placement_of_3072_ranks(benchmark: Any) -> None:
+    """Find the links of one rank's groups, which the simulation needs for each stage."""
     layout, system = Layout(tp=8, pp=64, dp=6), load_system_file("selene")
 
-    def answer() -> set[str]:
+    def run_benchmark() -> set[str]:
         placement = Placement(layout, system)
         axes = ("tp", "dp", "pp", "embedding")
         return {
             placement.link_of(a, placement.ranks_of(a, rank)) for rank in range(0, 3072, 48) for a in axes
         }
 
-    assert benchmark(answer) == {"", "nvlink", "inter-node"}
+    assert benchmark(run_benchmark) == {"", "nvlink", "inter-node"}

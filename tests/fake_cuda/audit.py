@@ -1,11 +1,10 @@
-"""The step on fake tensors of the device "cuda": `python -m tests.fake_cuda.audit RUNTIME.so`, a process of its own.
+"""Program that audits steps on fake tensors of the device "cuda": `python -m tests.fake_cuda.audit RUNTIME.so`.
 
-Reads cases as JSON lines {"name", "layout", "model", "training", "kernels", "fault"} and answers each with a line
-{"name", "broken", "ran", "updates", "passes", "told"}: what CUDA would refuse, what computed each operator
-(`repro.kernels.ran`), how often torch's AdamW was called, what the last step asked of the device (`counts.Pass`), and
-the operators of a pass to which the host told something else than in the step before.  The operators of `repro::` run
-as on a GPU, down to the launch, by the bindings; or, where "kernels" is false, as on one without NVRTC.  "fault" is
-Python that runs first.  With "device_keys" the keys of dropouts are in device memory, as for captured passes.
+Each input line is a case in JSON: {"name", "layout", "model", "training", "kernels", "fault"}.
+The operators of `repro::` run up to the kernel launch; with "kernels" false, they run as on a GPU without NVRTC.
+"fault" is Python code that runs first. With "device_keys", dropout keys are in device memory, as for captured passes.
+Output keys: "violations" of CUDA's rules, "ran" (the implementations that computed operators), "updates" (calls of
+torch's AdamW), "passes" of the last step (`counts.Pass`), and "changed" (calls that differ from the preceding step).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 if __name__ == "__main__":
-    ctypes.CDLL(sys.argv[1]).install()  # before torch asks whether there is a runtime
+    ctypes.CDLL(sys.argv[1]).install()  # before torch looks for a CUDA runtime
 
 import torch
 from torch import Tensor
@@ -32,11 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 OPERATORS: dict[str, Callable[..., Any]] = {}
-"""Name in `repro::` -> what CUDA tensors get."""
+"""Implementation for CUDA tensors, by operator name in `repro::`."""
 
 
 def _import_kernels() -> None:
-    """Import `repro.kernels`, noting what it registers for CUDA."""
+    """Import `repro.kernels` and save its CUDA implementations in `OPERATORS`."""
     register = torch.library.Library.impl
 
     def impl(self: Any, name: str, function: Any, key: str = "", **more: Any) -> Any:
@@ -64,80 +63,80 @@ from repro.parallel import tensor  # noqa: E402
 from repro.parallel.transports import NoTransport, Work  # noqa: E402
 from repro.simulate.trace.recorder import innermost_line  # noqa: E402
 from tests.fake_cuda.counts import Counts  # noqa: E402
-from tests.fake_cuda.rules import broken  # noqa: E402
+from tests.fake_cuda.rules import violations  # noqa: E402
 from tests.training import TINY, tiny  # noqa: E402
 
 line = innermost_line(("repro",))
 
 
-class Nothing:
-    """A GPU whose launches do nothing."""
+class FakeLauncher:
+    """A kernel launcher that counts launches and runs no kernel."""
 
     processors = 132
 
     def __init__(self, counts: Counts):
         self.counts, self.source = counts, ""
 
-    def load(self, program: Program) -> Nothing:
-        found = Nothing(self.counts)
-        found.source = program.source
-        return found
+    def load(self, program: Program) -> FakeLauncher:
+        launcher = FakeLauncher(self.counts)
+        launcher.source = program.source
+        return launcher
 
     def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
         assert blocks > 0
-        self.counts.kernel(f"{self.source}.{kernel}", (blocks, arguments))
+        self.counts.add_kernel(f"{self.source}.{kernel}", (blocks, arguments))
 
 
 def _no_nvrtc(index: int) -> Any:
     raise Unavailable("no NVRTC")
 
 
-class Checked(NoTransport):
-    """NCCL's demands of a message."""
+class CheckedTransport(NoTransport):
+    """A transport that checks NCCL's requirements on tensors."""
 
-    def __init__(self, found: Counter[str]):
-        self.found = found
+    def __init__(self, messages: Counter[str]):
+        self.messages = messages
 
-    def _look(self, *tensors: Tensor) -> None:
+    def _check(self, *tensors: Tensor) -> None:
         for t in tensors:
             if t.device.type != "cuda" or not t.is_contiguous():
-                self.found[f"a message on {t.device.type}, contiguous: {t.is_contiguous()}"] += 1
+                self.messages[f"collective on a {t.device.type} tensor, contiguous: {t.is_contiguous()}"] += 1
         if len({t.dtype for t in tensors}) > 1:
-            self.found["a message of two dtypes"] += 1
+            self.messages["collective on two dtypes"] += 1
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        self._look(tensor)
+        self._check(tensor)
         return super().all_reduce(tensor, op)
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
-        self._look(output, input)
+        self._check(output, input)
         return super().reduce_scatter(output, input)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        self._look(output, input)
+        self._check(output, input)
         return super().all_gather(output, input)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        self._look(tensor)
+        self._check(tensor)
         return super().broadcast(tensor, source)
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
-        self._look(tensor)
+        self._check(tensor)
         return super().send(tensor, to, channel)
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
-        self._look(tensor)
+        self._check(tensor)
         return super().receive(tensor, source, channel)
 
 
 class Audit(TorchDispatchMode):
-    """Notes what CUDA would refuse of every call that reaches an operator."""
+    """A dispatch mode that records the violations of CUDA's rules by operator calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
         self.updates = 0
-        """Calls of torch's AdamW."""
+        """Number of calls of torch's AdamW."""
         self.counts = Counts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,15 +145,15 @@ class Audit(TorchDispatchMode):
         if space == "repro":
             with self:
                 return OPERATORS[name](*args, **kwargs)
-        for reason in broken(name, args, kwargs):
-            self.found[f"{reason} in {line()}"] += 1
+        for reason in violations(name, args, kwargs):
+            self.messages[f"{reason} in {line()}"] += 1
         self.updates += name == "_fused_adamw_"
         try:
-            made = NO_FAKE.get(name, func)(*args, **kwargs)
+            results = NO_FAKE.get(name, func)(*args, **kwargs)
         except Exception as error:
             raise RuntimeError(f"{name} in {line()}: {error}") from error
-        self.counts.operator(func, tree_leaves((args, kwargs)), tree_leaves(made))
-        return made
+        self.counts.add_operator(func, tree_leaves((args, kwargs)), tree_leaves(results))
+        return results
 
 
 NO_FAKE: dict[str, Callable[..., Any]] = {
@@ -163,13 +162,13 @@ NO_FAKE: dict[str, Callable[..., Any]] = {
     ],
     "_fused_adamw_": lambda *_, **__: None,
 }
-"""Operators whose results `FakeTensorMode` does not know without a runtime."""
+"""Replacements for operators that `FakeTensorMode` cannot run without a CUDA runtime."""
 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, is_causal: bool = False, enable_gqa: bool = False
 ) -> Tensor:
-    """torch's choice on a GPU, which one built without CUDA cannot make; without a mask always a causal one."""
+    """Call the attention operator that torch selects on a GPU; without a mask, attention is causal."""
     is_causal = attn_mask is None
     if is_causal and q.dtype != torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[0]  # type: ignore[no-any-return]
@@ -181,7 +180,7 @@ def _attention(
 
 
 class _Stream:
-    """torch's streams and events, of which there is one."""
+    """Replacement for torch's CUDA streams and events; its methods do nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -193,8 +192,8 @@ class _Stream:
     def __exit__(self, *_: object) -> None: ...
 
 
-def stand_in() -> None:
-    """Replace what needs a runtime: torch.cuda's own Python, pinned memory, and addresses."""
+def replace_cuda_runtime() -> None:
+    """Replace the functions that need a CUDA runtime: streams, pinned memory and data pointers."""
     for name in ("Stream", "Event", "current_stream", "stream", "synchronize"):
         setattr(torch.cuda, name, _Stream)
     FakeTensor.data_ptr = lambda self: 4096  # type: ignore[method-assign]
@@ -204,10 +203,10 @@ def stand_in() -> None:
     make = torch.empty
 
     def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        found = make(*size, **options)
+        result = make(*size, **options)
         if pin_memory:
-            pinned[found.untyped_storage()._cdata] = found
-        return found
+            pinned[result.untyped_storage()._cdata] = result
+        return result
 
     def pin_memory(self: Tensor) -> Tensor:
         assert self.device.type == "cpu"
@@ -215,53 +214,52 @@ def stand_in() -> None:
 
     torch.empty = empty  # type: ignore[assignment]
     torch.nn.functional.scaled_dot_product_attention = _attention
-    bias = ModuleType(
-        "torch.nn.attention.bias"
-    )  # torch's own is a subclass of tensors, which fake ones cannot be
+    # torch's module returns a tensor subclass, which fake tensors do not support.
+    bias = ModuleType("torch.nn.attention.bias")
     bias.causal_lower_right = lambda queries, keys: None  # type: ignore[attr-defined]
     sys.modules[bias.__name__] = bias
     FakeTensor.pin_memory = pin_memory  # type: ignore[method-assign]
     split_parameter = tensor.split_parameter
 
-    def really_on_meta(*arguments: Any, **options: Any) -> Any:
-        # A fake parameter keeps its device among the attributes, which the one that replaces it takes over.
+    def split_real_parameter(*arguments: Any, **options: Any) -> Any:
+        # A fake parameter stores its device as an attribute, which the replacing parameter would copy.
         with unset_fake_temporarily():
             return split_parameter(*arguments, **options)
 
-    tensor.split_parameter = really_on_meta
+    tensor.split_parameter = split_real_parameter
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """One step of the case, and what is wrong with it."""
+    """Run two steps of the case on the first and the last stage, and return its output line."""
     layout, model = Layout(**case["layout"]), replace(TINY, **case["model"])
     assert isinstance(model, Model)
     training: dict[str, Any] = {"dropout": 0.1, **case["training"]}
     assert set(training) <= set(Training.__dataclass_fields__)
     experiment = tiny(layout, model, **training)
     audit, before = Audit(), cuda_device.ran()
-    cuda_device.cuda_launcher = _no_nvrtc if not case["kernels"] else lambda index: Nothing(audit.counts)  # type: ignore[assignment]
+    cuda_device.cuda_launcher = _no_nvrtc if not case["kernels"] else lambda index: FakeLauncher(audit.counts)  # type: ignore[assignment]
     device = torch.device("cuda")
     error = ""
     try:
         with FakeTensorMode(), audit:
             for rank in sorted({layout.group_of("pp", 0)[stage] for stage in (0, layout.pp - 1)}):
-                mesh = meshes.build_mesh(layout, rank, lambda ranks: Checked(audit.found))
+                mesh = meshes.build_mesh(layout, rank, lambda ranks: CheckedTransport(audit.messages))
                 engine = NativeEngine(experiment, mesh, device)
                 inputs = BatchLoader(open_stream(experiment.training, model), layout, rank, device)
                 steps = []
                 for step in range(2):
                     audit.counts.passes = []
-                    audit.counts.begins("input")
+                    audit.counts.begin_pass("input")
                     batches = inputs.micro_batches(step)
                     if case.get("device_keys"):
                         keys = torch.empty(
                             model.layers + 1, DROPOUT_SITES, 2, dtype=torch.int64, device=device
                         )
-                        places = [replace(batch.place, keys=keys) for batch in batches]
+                        keyed = [replace(batch.place, keys=keys) for batch in batches]
                         batches = [
-                            replace(batch, place=place) for batch, place in zip(batches, places, strict=True)
+                            replace(batch, place=place) for batch, place in zip(batches, keyed, strict=True)
                         ]
-                    engine.step(batches, audit.counts.begins)
+                    engine.step(batches, audit.counts.begin_pass)
                     inputs.prefetch(step + 1)
                     steps.append(audit.counts.passes)
                 engine.synchronize()
@@ -269,33 +267,35 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         last = traceback.extract_tb(raised.__traceback__)[-8:]
         where = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(last))
         error = f"{type(raised).__name__}: {raised} at {where}"
-    found = [*([error] if error else []), *audit.found]
-    ran = sorted({how for _, how in cuda_device.ran() - before})
-    # What is made once is made in the first micro-batch.
-    told = {name for k in (-3, -2) for name in steps[0][k].differs(steps[1][k])} if not error else set()
+    messages = [*([error] if error else []), *audit.messages]
+    ran = sorted({implementation for _, implementation in cuda_device.ran() - before})
+    # Compare the last micro-batch, because the first micro-batch creates persistent tensors.
+    changed = (
+        {name for k in (-3, -2) for name in steps[0][k].changed_calls(steps[1][k])} if not error else set()
+    )
     return {
         "name": case["name"],
-        "broken": found,
+        "violations": messages,
         "ran": ran,
         "updates": audit.updates,
         "passes": [(each.phase, each.launches, each.allocations) for each in audit.counts.passes],
-        "told": sorted(told),
+        "changed": sorted(changed),
     }
 
 
 def main() -> None:
-    """Answer every case."""
+    """Print the output line of each case that standard input has."""
     warnings.simplefilter("ignore")
-    stand_in()
-    with FakeTensorMode(), torch.no_grad():  # import and build once what all cases need
+    replace_cuda_runtime()
+    with FakeTensorMode(), torch.no_grad():  # import and initialize common code once
         x = torch.empty(2, 8, device="cuda")
         torch.native_layer_norm(x @ x.t() + 1, (2,), None, None, 1e-5)
-    for asked in sys.stdin.readlines():
-        # A child each, so that no fault and no cache of one case is seen by the next.
+    for document in sys.stdin.readlines():
+        # Each case runs in a child process, so that faults and caches do not affect other cases.
         if child := os.fork():
             os.waitpid(child, 0)
             continue
-        case = json.loads(asked)
+        case = json.loads(document)
         exec(case["fault"], {"torch": torch})
         print(json.dumps(run(case)), flush=True)
         os._exit(0)

@@ -1,4 +1,4 @@
-"""What is run on the fake device: layouts, layers, and a process that answers of many cases at once (see `audit`)."""
+"""Cases for the fake device: layouts, layers and operator sets, and the process that runs `audit` on many cases."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ COMPILER = shutil.which("g++")
 
 needs_compiler = pytest.mark.skipif(
     COMPILER is None or torch.version.cuda is not None,
-    reason="needs g++, and a torch without CUDA for which tests/fake_cuda/runtime.cpp can stand in",
+    reason="needs g++ and a torch without CUDA, whose runtime tests/fake_cuda/runtime.cpp replaces",
 )
 
 Answers = dict[str, dict[str, Any]]
-"""What the audit says of each case, by its name."""
+"""Output line of the audit, by case name."""
 
 GPT2: dict[str, Any] = {}
 LAYERS: dict[str, dict[str, Any]] = {
@@ -89,16 +89,16 @@ def case(
     dropout: float = 0.1,
     layers: int = 1,
 ) -> dict[str, Any]:
-    """One run of the audit; GPT-2's sets of operators drop attention weights where anything is dropped."""
-    drop = dropout if kernels in ("softmax", "torchtitan-2024", "unfused") else 0.0
+    """Return a case of the audit; only operator sets without flash attention drop attention weights."""
+    attention_dropout = dropout if kernels in ("softmax", "torchtitan-2024", "unfused") else 0.0
     layout_of = LAYOUTS[layout]
     layers = layout_of["pp"] * layout_of.get("chunks", 1) if "pp" in layout_of else layers
-    message = [name, layout, precision, kernels, f"{dropout}", f"{layers}", *([] if nvrtc else ["no-nvrtc"])]
+    words = [name, layout, precision, kernels, f"{dropout}", f"{layers}", *([] if nvrtc else ["no-nvrtc"])]
     return {
-        "name": "-".join(message),
+        "name": "-".join(words),
         "layout": {**LAYOUTS[layout], "precision": precision, "kernels": kernels},
         "model": {**LAYERS[name], "layers": layers},
-        "training": {"dropout": dropout, "attention_dropout": drop},
+        "training": {"dropout": dropout, "attention_dropout": attention_dropout},
         "kernels": nvrtc,
         "fault": "",
     }
@@ -115,29 +115,29 @@ QUICK = [
     case(layout="fp32-gradients"),
     case("neox", "pa-cpu", "fp16"),
 ]
-"""Of the ordinary tests."""
+"""Cases of the tests that are not slow."""
 
-PIECES = {
+ADAMW = {
     **case(kernels="reference", layers=2),
-    "name": "AdamW's gradients widened 2**13 elements at once",
+    "name": "AdamW converts 2**13 gradient elements to fp32 at once",
     "fault": "import repro.kernels.adamw as m; m.DEVICE_CHUNK = 2**13",
 }
 
 
-def compiled(folder: Path) -> Path:
-    """The stand-in for CUDA's runtime."""
+def compile_runtime(folder: Path) -> Path:
+    """Compile the replacement for CUDA's runtime and return its path."""
     torch_home, library = Path(torch.__file__).parent, folder / "runtime.so"
-    places = [f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}", f"-Wl,-rpath,{torch_home / 'lib'}"]
+    options = [f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}", f"-Wl,-rpath,{torch_home / 'lib'}"]
     command = [COMPILER or "g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", str(HERE / "runtime.cpp")]
     done = subprocess.run(
-        [*command, "-o", str(library), *places, "-lc10", "-ltorch_cpu"], capture_output=True, text=True
+        [*command, "-o", str(library), *options, "-lc10", "-ltorch_cpu"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[:3000]
     return library
 
 
-def audited(runtime: Path, cases: Sequence[dict[str, Any]]) -> Answers:
-    """What the audit says, in a process of its own."""
+def audit(runtime: Path, cases: Sequence[dict[str, Any]]) -> Answers:
+    """Run the audit in a separate process and return its answers."""
     command = [sys.executable, "-m", "tests.fake_cuda.audit", str(runtime)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     lines = "".join(json.dumps(each) + "\n" for each in cases)

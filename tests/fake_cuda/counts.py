@@ -1,7 +1,6 @@
-"""What a step asks of a device: kernels, memory, and what the host tells it beside tensors.
+"""Counts of a step's kernel launches, device allocations and non-tensor arguments.
 
-A kernel of the suite's counts where it is launched, an operator of torch's once a call, although some are several
-kernels (backward of attention is three).  What only views, and what only allocates, launches nothing.
+Each launch of a `repro` kernel and each call of a torch operator counts once. Views and empty tensors do not count.
 """
 
 from __future__ import annotations
@@ -19,48 +18,49 @@ from tests.races.device import EMPTY, described
 
 @dataclass
 class Pass:
-    """A phase of a step, as often as it comes."""
+    """Counts of one pass, such as the forward of one micro-batch."""
 
     phase: str
     launches: Counter[str] = field(default_factory=Counter)
-    """By operator, or by source and kernel."""
+    """Number of launches, by operator or by kernel source and kernel name."""
     allocations: Counter[int] = field(default_factory=Counter)
-    """How often memory was asked for, by bytes."""
+    """Number of allocations, by size in bytes."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
-    """Every operator and launch in order, with all that is no tensor's contents: what a captured graph would hold."""
+    """Operators and launches in order, with all arguments except tensor contents, as in a captured graph."""
 
-    def differs(self, other: Pass) -> list[str]:
-        """The calls of which another pass has others."""
+    def changed_calls(self, other: Pass) -> list[str]:
+        """Return the names of calls that differ from the calls of another pass."""
         pairs = zip_longest(self.calls, other.calls)
-        return sorted({str((mine or others)[0]) for mine, others in pairs if mine != others})  # type: ignore[index]
+        return sorted({str((ours or theirs)[0]) for ours, theirs in pairs if ours != theirs})  # type: ignore[index]
 
 
 class Counts:
-    """The passes of a step, one after another."""
+    """Counts of the passes of a step, in order."""
 
     def __init__(self) -> None:
         self.passes: list[Pass] = []
-        self.begins("")
+        self.begin_pass("")
 
-    def begins(self, phase: str) -> None:
-        """Another pass."""
+    def begin_pass(self, phase: str) -> None:
+        """Begin the counts of another pass."""
         self.passes.append(Pass(phase))
 
-    def kernel(self, name: str, arguments: Any) -> None:
-        """A kernel of ours is launched."""
+    def add_kernel(self, name: str, arguments: Any) -> None:
+        """Count a launch of a `repro` kernel."""
         self.passes[-1].launches[name] += 1
         self.passes[-1].calls.append((name, arguments))
 
-    def operator(self, func: Any, given: Sequence[Any], made: Sequence[Any]) -> None:
-        """One of torch's has been called."""
-        what = described(func)
-        self.passes[-1].calls.append((what.name, [_told(each) for each in (*given, *made)]))
-        if what.view or func.namespace == "prim" or not any(_on_device(each) for each in (*given, *made)):
+    def add_operator(self, func: Any, arguments: Sequence[Any], results: Sequence[Any]) -> None:
+        """Count a call of a torch operator."""
+        operator = described(func)
+        values = (*arguments, *results)
+        self.passes[-1].calls.append((operator.name, [_static_value(each) for each in values]))
+        if operator.view or func.namespace == "prim" or not any(_on_device(each) for each in values):
             return
-        if what.name not in EMPTY:
-            self.passes[-1].launches[what.name.removeprefix("aten.")] += 1
-        if not what.writes:
-            sizes = [each.untyped_storage().nbytes() for each in made if _on_device(each)]
+        if operator.name not in EMPTY:
+            self.passes[-1].launches[operator.name.removeprefix("aten.")] += 1
+        if not operator.writes:
+            sizes = [each.untyped_storage().nbytes() for each in results if _on_device(each)]
             self.passes[-1].allocations.update(size for size in sizes if size)
 
 
@@ -68,5 +68,5 @@ def _on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cuda"
 
 
-def _told(value: Any) -> Any:
+def _static_value(value: Any) -> Any:
     return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""What CUDA's operators demand of their operands and a CPU's, or `FakeTensorMode`, do not."""
+"""Requirements of CUDA operators on their operands that neither CPU operators nor `FakeTensorMode` check."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ ONE_DTYPE: dict[str, tuple[int, ...]] = {
     "_fused_adamw_": (0, 1, 2, 3),
     "_foreach_lerp_": (0, 1),
 }
-"""Operator -> its arguments whose tensors must have one dtype."""
+"""Indices of the arguments whose tensors must have the same dtype, by operator."""
 
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "is_nonzero", "equal"}
+SYNCS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "is_nonzero", "equal"}
 """Operators after which the host waits for the device."""
 
 
-def broken(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[str]:
-    """What a call of `aten::<name>` asks that CUDA refuses, or that would wait for the device."""
+def violations(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[str]:
+    """Yield the requirements of CUDA that a call of `aten::<name>` violates, and waits for the device."""
     tensors = [t for t in tree_leaves((arguments, keywords)) if isinstance(t, Tensor)]
-    full = {t.device.type for t in tensors if t.dim()}
-    if len(full) > 1 and name not in ("copy_", "_to_copy"):
-        yield f"{name} on tensors of {' and '.join(sorted(full))}"
-    if name in WAITS and "cuda" in {t.device.type for t in tensors}:
+    types = {t.device.type for t in tensors if t.dim()}
+    if len(types) > 1 and name not in ("copy_", "_to_copy"):
+        yield f"{name} on tensors of {' and '.join(sorted(types))}"
+    if name in SYNCS and "cuda" in {t.device.type for t in tensors}:
         yield f"{name} waits for the device"
-    if name == "copy_" and len(full) > 1:
+    if name == "copy_" and len(types) > 1:
         host = next(t for t in tensors if t.device.type == "cpu")
         if not host.is_pinned():
             yield "copy_ between the device and pageable memory"
-    picked = [arguments[i] for i in ONE_DTYPE.get(name, ()) if i < len(arguments)]
-    dtypes = {t.dtype for t in tree_leaves(picked) if isinstance(t, Tensor)}
+    checked = [arguments[i] for i in ONE_DTYPE.get(name, ()) if i < len(arguments)]
+    dtypes = {t.dtype for t in tree_leaves(checked) if isinstance(t, Tensor)}
     if len(dtypes) > 1:
         yield f"{name} on {' and '.join(sorted(map(_short, dtypes)))}"
 

@@ -1,5 +1,5 @@
-// Stands for a CUDA runtime in a torch that was built without one: a device that does nothing on streams that are one. With
-// it autograd takes tensors of the device "cuda" that have no data. To be loaded before torch looks for a runtime.
+// Replacement for the CUDA runtime in a torch built without CUDA: one device and one stream, and all calls do nothing. With it,
+// autograd accepts tensors of the device "cuda" that have no data. Load this library before torch looks for a runtime.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

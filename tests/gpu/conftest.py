@@ -1,4 +1,4 @@
-"""The table of `make bench-gpu`, printed when all cases have run, and stored where KERNEL_RECORDS says."""
+"""Table of `make bench-gpu`: printed after all cases, and stored in the folder of the variable KERNEL_RECORDS."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from repro.results.store import Store
 from tests.gpu.bench.timing import BenchRow, as_data, render_table
 
 MEASURED: dict[str, Any] = {"rows": []}
-"""What the benchmarks of this session leave: their rows, and the bandwidth of a copy."""
+"""Results of this session's benchmarks: the rows of the table, and the bandwidth of a copy in bytes/s ("copy")."""
 RECORDS = "KERNEL_RECORDS"
 
 
 def record(rows: Sequence[BenchRow], copy: float, device: str, provenance: dict[str, Any]) -> KernelsRecord:
-    """The table's numbers, and where they come from."""
+    """Return the record of the table's numbers and their provenance."""
     return KernelsRecord(
         suite="bench-gpu",
         name=f"kernels on {device}",
@@ -35,7 +35,7 @@ def record(rows: Sequence[BenchRow], copy: float, device: str, provenance: dict[
 
 @pytest.fixture(scope="session")
 def measured() -> Iterator[dict[str, Any]]:
-    """Where benchmarks put their rows; the record is written at the end of the session."""
+    """Return the dictionary that collects the rows; write the record at the end of the session."""
     yield MEASURED
     folder = os.environ.get(RECORDS)
     if folder and MEASURED["rows"]:

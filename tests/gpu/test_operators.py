@@ -1,4 +1,4 @@
-"""Operators on CUDA tensors: shapes as announced, values as on a CPU, on any stream, and inside a CUDA graph."""
+"""Tests of operators on CUDA tensors: shapes and values equal those of a CPU, and a CUDA graph can capture them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tests.kernels.test_operators import NAMES, results_of, samples
 
 pytestmark = pytest.mark.gpu
 
-CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-@pytest.mark.parametrize("dtype", list(CLOSE), ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_values_and_shapes_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
+def test_values_and_shapes_equal_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
     arguments = samples(dtype)[name]
     before = device.ran()
-    found = results_of(name, tree_map_only(Tensor, lambda t: t.cuda(), arguments))
+    results = results_of(name, tree_map_only(Tensor, lambda t: t.cuda(), arguments))
     assert set(device.ran() - before) == {(name, "cuda")}
     expected = results_of(name, tree_map_only(Tensor, torch.clone, arguments))
-    for a, e in zip(found, expected, strict=True):
+    for a, e in zip(results, expected, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (e.shape, e.dtype, e.stride())
-        torch.testing.assert_close(a.cpu(), e, rtol=CLOSE[dtype], atol=CLOSE[dtype], equal_nan=True)
+        torch.testing.assert_close(a.cpu(), e, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_work_is_queued_on_the_current_stream_and_may_be_captured(name: str) -> None:
-    """A launch on another stream would be left out of the graph, or end the capture with an error."""
+def test_operators_launch_on_the_current_stream_in_a_graph(name: str) -> None:
+    """A launch on another stream would be missing in the graph or would make the capture fail."""
     arguments = tree_map_only(Tensor, lambda t: t.cuda(), samples(torch.float32)[name])
     start = tree_map_only(Tensor, torch.clone, arguments)
 

@@ -1,4 +1,4 @@
-"""The kit that `make test-gpu-kit` made, unpacked on a machine without a network."""
+"""Fixtures of the GPU kit tests: the unpacked kit of `make test-gpu-kit`, and the target's Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KIT = os.environ.get("REPRO_GPU_KIT", "")
 
 @pytest.fixture(scope="session")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked kit."""
+    """Unpack the kit and return its folder."""
     if not KIT:
         pytest.skip("run by make test-gpu-kit")
     folder = tmp_path_factory.mktemp("kit")
@@ -26,5 +26,5 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of the machine."""
+    """Return the Python of a target that has only torch, numpy and transformers."""
     return make_target(tmp_path_factory.mktemp("target"))

@@ -1,4 +1,4 @@
-"""A machine for the kit to meet: a Python that has torch, numpy and transformers alone, no network, a read-only kit."""
+"""Imitation of a kit's target machine: a Python with three packages only, no network, and a read-only kit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 PRESENT = ("torch", "numpy", "transformers")
-"""Packages of the target, as `make gpu-kit PRESENT=` names them."""
+"""Packages of the target, the value of PRESENT for `make gpu-kit`."""
 LOOPBACK_UP = """
 import fcntl, os, socket, struct, sys
 with socket.socket() as s:
@@ -22,36 +22,36 @@ os.execv(sys.argv[1], sys.argv[1:])
 def closure(names: tuple[str, ...]) -> set[str]:
     """Return the installed distributions that `names` require, themselves included."""
     found: set[str] = set()
-    wanted = list(names)
-    while wanted:
-        name = re.sub(r"[-_.]+", "-", wanted.pop()).lower()
+    pending = list(names)
+    while pending:
+        name = re.sub(r"[-_.]+", "-", pending.pop()).lower()
         try:
             requires = distribution(name).requires or []
         except PackageNotFoundError:
             continue
         if name not in found:
             found.add(name)
-            plain = (line for line in requires if "extra ==" not in line)
-            wanted += [match[0] for line in plain if (match := re.match(r"[\w.-]+", line))]
+            required = (line for line in requires if "extra ==" not in line)
+            pending += [match[0] for line in required if (match := re.match(r"[\w.-]+", line))]
     return found
 
 
 def make_target(folder: Path) -> Path:
-    """Return the Python of a new environment in `folder` that has `PRESENT` and their requirements alone."""
+    """Return the Python of a new environment in `folder` that has only `PRESENT` and their requirements."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     packages = next((folder / "lib").glob("python*")) / "site-packages"
     for name in closure(PRESENT):
-        one = distribution(name)
-        tops = {file.parts[0] for file in one.files or [] if file.parts[0] not in ("..", "__pycache__")}
+        package = distribution(name)
+        tops = {file.parts[0] for file in package.files or [] if file.parts[0] not in ("..", "__pycache__")}
         for top in tops:
-            source = Path(str(one.locate_file(top)))
+            source = Path(str(package.locate_file(top)))
             if not (packages / top).exists():
                 (packages / top).symlink_to(source)
     return folder / "bin" / "python"
 
 
 def offline_command(kit: Path, command: list[str]) -> list[str]:
-    """Return `command` in a network namespace without interfaces but loopback, with `kit` mounted read-only."""
+    """Return `command` in a network namespace with only the loopback interface, with `kit` mounted read-only."""
     mounted = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
     up = [sys.executable, "-c", LOOPBACK_UP, *command]
     return ["unshare", "--map-root-user", "--net", "--mount", "bash", "-c", mounted, str(kit), *up]

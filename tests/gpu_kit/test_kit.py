@@ -1,4 +1,4 @@
-"""Contents of a kit of `make gpu-kit` for a target, and its message without a package index."""
+"""Tests of `make gpu-kit`: the kit's contents for a target, and the error without a package index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    """The program of `make gpu-kit`."""
+    """Import the program of `make gpu-kit`."""
     pytest.importorskip("pip")
     spec = importlib.util.spec_from_file_location("kit", ROOT / "gpu" / "kit.py")
     assert spec is not None
@@ -30,7 +30,7 @@ def maker() -> ModuleType:
     return module
 
 
-def test_a_python_is_a_version_or_a_program(maker: ModuleType) -> None:
+def test_python_option_accepts_a_version_or_a_program(maker: ModuleType) -> None:
     assert maker.python_version("3.12") == "3.12"
     assert maker.python_version("python3.10") == "3.10"
     assert maker.python_version("3.12.3") == "3.12"
@@ -39,15 +39,15 @@ def test_a_python_is_a_version_or_a_program(maker: ModuleType) -> None:
         maker.python_version("snake")
 
 
-def test_a_processor_accepts_wheels_of_old_and_new_systems(maker: ModuleType) -> None:
+def test_platform_tags_include_old_and_new_manylinux(maker: ModuleType) -> None:
     tags = maker.platform_tags("x86_64")
     assert {"manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_28_x86_64"} <= set(tags)
     assert not any("x86" in tag for tag in maker.platform_tags("aarch64"))
     assert maker.platform_tags("manylinux_2_28_x86_64") == ["manylinux_2_28_x86_64"]
 
 
-def test_requirements_are_those_of_the_target(maker: ModuleType) -> None:
-    """Markers are evaluated for the target, not for this machine, and present packages are left out by any spelling."""
+def test_requirement_markers_are_evaluated_for_the_target(maker: ModuleType) -> None:
+    """Packages that the target has are excluded, whatever the spelling of their names."""
     lines = [
         "torch>=2.6",
         "Typing_Extensions>=4; python_version < '3.11'",
@@ -61,14 +61,14 @@ def test_requirements_are_those_of_the_target(maker: ModuleType) -> None:
     assert found == {"typing-extensions": "Typing_Extensions>=4", "pydantic": "pydantic[email]>=2.7"}
 
 
-def test_the_kit_has_what_the_project_and_its_tests_require(maker: ModuleType) -> None:
+def test_the_kit_has_the_requirements_of_project_and_tests(maker: ModuleType) -> None:
     found = maker.missing_requirements(maker.project_requirements(), {"torch", "numpy"}, "3.12", "x86_64")
     assert {"pydantic", "submitit", "pyroute2", "nvidia-ml-py", "pytest", "hypothesis"} <= set(found)
     assert not found.keys() & {"torch", "numpy", "deepspeed", "playwright"}
 
 
-def test_without_a_package_index_there_is_one_line(tmp_path: Path) -> None:
-    """Nothing is left where the archive would be."""
+def test_a_missing_package_index_gives_a_one_line_error(tmp_path: Path) -> None:
+    """No partial archive remains."""
     pytest.importorskip("pip")
     output = tmp_path / "kit.tar.gz"
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
@@ -85,14 +85,14 @@ def test_without_a_package_index_there_is_one_line(tmp_path: Path) -> None:
     assert not output.exists()
 
 
-def test_records_from_a_kit_have_its_commit(tmp_path: Path) -> None:
+def test_records_from_a_kit_have_the_commit_of_the_kit(tmp_path: Path) -> None:
     state = {"commit": "0123456789", "dirty": False, "diff": None}
     (tmp_path / KIT_FILE).write_text(json.dumps({"python": "3.12", "git": state}), encoding="utf-8")
     assert git_state(tmp_path) == state
 
 
-def test_a_package_that_the_target_lacks_is_named_at_the_start(tmp_path: Path) -> None:
-    """The visit starts all the same, because most of its steps may need other packages."""
+def test_a_missing_package_of_the_target_is_named_at_startup(tmp_path: Path) -> None:
+    """The GPU day starts nevertheless, because most of its steps may not need this package."""
     for name in ("source", "packages", "gpu"):
         (tmp_path / name).mkdir()
     shutil.copy2(ROOT / "gpu" / "start.py", tmp_path / "gpu")

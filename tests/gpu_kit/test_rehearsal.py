@@ -1,4 +1,4 @@
-"""The rehearsal of a visit from the kit alone: no network, a read-only kit, a failure, a hang, and early ends."""
+"""Tests of a GPU day's rehearsal with only the kit: no network, a read-only kit, a failure, a hang and a signal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.gpu_kit.target import offline_command
 
 END_TIMEOUT_S = 300
 FAILING, HANGING = "step-micro-batch-1", "memcheck"
-NOT_HERE = "limit-offload"
-"""A step whose library neither the target nor the kit has."""
+SKIPPED = "limit-offload"
+"""Step that needs a library which neither the target nor the kit has."""
 
 
 def start(kit: Path, target: Path, out: Path, *options: str) -> subprocess.Popen[str]:
@@ -37,8 +37,8 @@ def outcomes(out: Path) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in read_json_lines(out / STEPS)}
 
 
-def test_all_steps_from_the_kit_alone(kit: Path, target: Path, tmp_path: Path) -> None:
-    """A failure and a hang end their steps alone, and every other step runs with the kit's own packages."""
+def test_all_steps_run_with_only_the_kit(kit: Path, target: Path, tmp_path: Path) -> None:
+    """An injected failure and an injected hang end only their steps; all other steps use the packages of the kit."""
     out, scratch = tmp_path / "out", tmp_path
     faults = ("--inject", f"{FAILING}=fail", "--inject", f"{HANGING}=hang")
     process = start(kit, target, out, "--minutes", "15", *faults)
@@ -48,16 +48,16 @@ def test_all_steps_from_the_kit_alone(kit: Path, target: Path, tmp_path: Path) -
     kinds = {name: line["outcome"] for name, line in found.items()}
     assert kinds.pop(FAILING) == "failed"
     assert kinds.pop(HANGING) == "timeout"
-    assert kinds.pop(NOT_HERE) == "skipped"
-    assert "deepspeed" in found[NOT_HERE]["reason"]
+    assert kinds.pop(SKIPPED) == "skipped"
+    assert "deepspeed" in found[SKIPPED]["reason"]
     log = (out / "log.txt").read_text(encoding="utf-8", errors="replace")
     assert set(kinds.values()) == {"ok"}, f"{kinds}\n{log[-8000:]}"
     files = [path for path in out.rglob("*") if path.is_file()]
     assert {str(path.relative_to(out)) for path in files} == set(FILES)
     assert len(files) <= MAX_FILES
     modules = json.loads((out / FACTS).read_text(encoding="utf-8"))["modules"]
-    ours = [modules[name] for name in ("repro", "repro.kernels", "pydantic", "scipy", "submitit", "pyroute2")]
-    assert all("/kit/" in place and place.startswith(str(scratch)) for place in ours), modules
+    paths = [modules[n] for n in ("repro", "repro.kernels", "pydantic", "scipy", "submitit", "pyroute2")]
+    assert all("/kit/" in path and path.startswith(str(scratch)) for path in paths), modules
     assert modules["torch"].startswith(str(target.parents[1]))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("repro-gpu-day")] == []
     records = list(read_json_lines(out / RECORDS))
@@ -65,7 +65,7 @@ def test_all_steps_from_the_kit_alone(kit: Path, target: Path, tmp_path: Path) -
     assert commits == {json.loads((kit / "source" / "kit.json").read_text(encoding="utf-8"))["git"]["commit"]}
 
 
-def test_a_signal_ends_the_visit_and_names_the_rest(kit: Path, target: Path, tmp_path: Path) -> None:
+def test_a_signal_ends_the_rehearsal_and_names_skipped_steps(kit: Path, target: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = start(kit, target, out, "--inject", "gpu-tests=hang")
     printed: list[str] = []
@@ -92,8 +92,8 @@ def test_a_signal_ends_the_visit_and_names_the_rest(kit: Path, target: Path, tmp
     assert any("low-bandwidth-twin: skipped" in line for line in printed)
 
 
-def test_a_kit_for_another_python_says_so(kit: Path, tmp_path: Path) -> None:
-    """One line, before anything is copied."""
+def test_a_kit_for_another_python_version_is_refused(kit: Path, tmp_path: Path) -> None:
+    """The error is one line."""
     other = tmp_path / "python"
     start_file = str(kit / "gpu" / "start.py")
     code = f"import sys; sys.version_info = (2, 7); __file__ = {start_file!r}; exec(open(__file__).read())"

@@ -1,4 +1,4 @@
-"""Changed files of a package, including files that git does not track yet."""
+"""Changed files of a package, including untracked files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def sources(root: Path, patterns: Iterable[str], base: str | None) -> list[Path]:
-    """Files of the repository at `root` and relative to it; with `base` those that have changed since that commit."""
+    """Return files of the repository `root`, relative to `root`; with `base`, only files changed since this commit."""
     found = {path.relative_to(root) for pattern in patterns for path in root.glob(pattern)}
     if base:
         with new_files_in_the_index(root):
@@ -23,7 +23,7 @@ def sources(root: Path, patterns: Iterable[str], base: str | None) -> list[Path]
 
 @contextmanager
 def new_files_in_the_index(root: Path) -> Iterator[None]:
-    """While it is open, `git diff` in this process shows new files too: in a copy of the index, not in the user's."""
+    """Let `git diff` in this process show untracked files, with a copy of the index; the user's index is unchanged."""
     index = root / _git(root, "rev-parse", "--git-path", "index").strip()
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy2(index, folder)

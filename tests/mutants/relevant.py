@@ -1,4 +1,4 @@
-"""Which tests can notice a fault in a file: those that import it, the ones that are nearest to it first."""
+"""Tests that can detect a fault in a file: tests that import the file, the tests with the fewest imports first."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ ROOT = Path(__file__).parents[2]
 
 
 def module(path: Path) -> str:
-    """The dotted name of a file of the product or of the tests, given relative to the repository."""
+    """Return the dotted module name of a file whose path is relative to the repository."""
     parts = path.with_suffix("").parts
     return ".".join(("repro", *parts) if parts[0] == "kernels" else parts).removesuffix(".__init__")
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every file of the product and of the tests by its dotted name, relative to the repository."""
+    """Return the path, relative to the repository, of each module of the product and of the tests."""
     found = [path for folder in ("repro", "kernels", "tests") for path in (ROOT / folder).rglob("*.py")]
     return {module(path.relative_to(ROOT)): path.relative_to(ROOT) for path in found}
 
 
 @cache
 def imports(name: str) -> frozenset[str]:
-    """Modules that the module `name` imports, wherever it does so."""
+    """Return the modules that the module `name` imports, also inside functions."""
     return frozenset(_imports(name))
 
 
@@ -45,18 +45,18 @@ def _imports(name: str) -> Iterator[str]:
 
 
 def relevant(path: Path, tests: Sequence[str]) -> list[str]:
-    """Those of `tests` (files and folders) that lead to `path` by imports, by how many these are.
+    """Return the files of `tests` (files and folders) that import `path`, sorted by the length of the import chain.
 
-    What is run in processes of its own, and imported by none, is answered for by all of `tests`.  Those that share a
-    `conftest.py` stay together: when pytest comes to a folder again, it does not find its fixtures any more.
+    If no test imports `path`, for example the program of a subprocess, return all of `tests`. Files that share a
+    `conftest.py` are adjacent, because pytest loses the fixtures of a folder when it returns to the folder.
     """
     files = sorted(file.relative_to(ROOT) for test in tests for file in _files(ROOT / test))
-    found = {file: steps for file in files if (steps := _distance(module(file), module(path))) is not None}
-    together: dict[Path, list[str]] = {}
+    found = {file: length for file in files if (length := _distance(module(file), module(path))) is not None}
+    groups: dict[Path, list[str]] = {}
     for file in sorted(found, key=found.__getitem__) or files:
         shared = (ROOT / file).with_name("conftest.py").exists()
-        together.setdefault(file.parent if shared else file, []).append(str(file))
-    return [file for files in together.values() for file in files]
+        groups.setdefault(file.parent if shared else file, []).append(str(file))
+    return [file for files in groups.values() for file in files]
 
 
 def _files(test: Path) -> Iterator[Path]:
@@ -64,13 +64,13 @@ def _files(test: Path) -> Iterator[Path]:
 
 
 def _distance(start: str, end: str) -> int | None:
-    """Imports from one module to another, or None."""
-    seen, ahead = {start}, deque([(start, 0)])
-    while ahead:
-        name, steps = ahead.popleft()
+    """Return the length of the shortest import chain between two modules, or None without a chain."""
+    visited, queue = {start}, deque([(start, 0)])
+    while queue:
+        name, length = queue.popleft()
         if name == end:
-            return steps
-        new = imports(name) - seen
-        seen |= new
-        ahead.extend((imported, steps + 1) for imported in new)
+            return length
+        new = imports(name) - visited
+        visited |= new
+        queue.extend((imported, length + 1) for imported in new)
     return None

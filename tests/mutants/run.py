@@ -50,20 +50,20 @@ from repro.util.processes import die_with_parent
 die_with_parent(int(sys.argv.pop(1)))
 sys.exit(pytest.main())
 """
-"""What tries a fault has a session of its own, which neither Ctrl-C nor a batch system's limit would reach."""
-PATIENCE = 4
+"""Program of a fault's tests; cosmic-ray gives it a separate session, which Ctrl-C and SLURM's limit do not reach."""
+TIME_FACTOR = 4
 """Time limit of a mutant's tests, as a multiple of the time of all tests of the package without a fault."""
 
 
 def session(package: str, base: str | None, sample: int | None, seed: int) -> Path:
-    """Return the session of a package's current sources; create it if there is none."""
+    """Return the session of a package's current sources; create the session if it does not exist."""
     files = sources(ROOT, PACKAGES[package]["files"], base)
     key = sha256(repr((files, base, sample, sample and seed, SETTINGS["exclude"])).encode())
-    for path in files:
-        key.update((ROOT / path).read_bytes())
-    made = BUILD / f"{package}-{key.hexdigest()[:12]}.sqlite"
-    if not made.exists():
-        partial = made.with_suffix(".partial")
+    for file in files:
+        key.update((ROOT / file).read_bytes())
+    path = BUILD / f"{package}-{key.hexdigest()[:12]}.sqlite"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         with use_db(partial) as work:
             init(files, work, {})
@@ -72,23 +72,23 @@ def session(package: str, base: str | None, sample: int | None, seed: int) -> Pa
                 with new_files_in_the_index(ROOT):
                     GitFilter()._skip_filtered(work, base)
             _skip_all_but(work, sample, seed)
-        partial.rename(made)
-    return made
+        partial.rename(path)
+    return path
 
 
 def _skip_all_but(work: WorkDB, sample: int | None, seed: int) -> None:
-    waiting = sorted(work.pending_work_items, key=place)
+    pending = sorted(work.pending_work_items, key=site)
     if sample:
-        random.Random(seed).shuffle(waiting)
-    kept = {item.job_id for item in islice(filter(_another_program, waiting), sample)}
+        random.Random(seed).shuffle(pending)
+    selected = {item.job_id for item in islice(filter(_changes_program, pending), sample)}
     skipped = WorkResult(
-        worker_outcome=WorkerOutcome.SKIPPED, output="no program, the same, or not in the sample"
+        worker_outcome=WorkerOutcome.SKIPPED, output="a syntax error, no change, or not in the sample"
     )
-    work.set_multiple_results([item.job_id for item in waiting if item.job_id not in kept], skipped)
+    work.set_multiple_results([item.job_id for item in pending if item.job_id not in selected], skipped)
 
 
-def _another_program(item: WorkItem) -> bool:
-    """Not so the lone `*` of a signature, which is taken for a product, or 1e18 with one added."""
+def _changes_program(item: WorkItem) -> bool:
+    """Return whether the fault changes the syntax tree; 1e18 + 1 or a changed `*` of a signature does not."""
     (mutation,) = item.mutations
     before = mutation.module_path.read_text(encoding="utf-8")
     operator = get_operator(mutation.operator_name)(**mutation.operator_args)
@@ -99,40 +99,40 @@ def _another_program(item: WorkItem) -> bool:
         return False
 
 
-def place(item: WorkItem) -> tuple[str, int, str, int]:
-    """File, line, kind of fault, and which of its kind in the file."""
+def site(item: WorkItem) -> tuple[str, int, str, int]:
+    """Return the file, the line, the operator, and the fault's index among the operator's faults in the file."""
     (mutation,) = item.mutations
     return str(mutation.module_path), mutation.start_pos[0], mutation.operator_name, mutation.occurrence
 
 
-def tried(work: WorkDB) -> list[tuple[WorkItem, WorkResult]]:
-    """Mutants that tests were run on, in the order of the files."""
+def results(work: WorkDB) -> list[tuple[WorkItem, WorkResult]]:
+    """Return the faults whose tests have run, in the order of the files."""
     found = [(item, result) for item, result in work.completed_work_items if result.test_outcome]
-    return sorted(found, key=lambda row: place(row[0]))
+    return sorted(found, key=lambda row: site(row[0]))
 
 
 def run(package: str, work: WorkDB, workers: int) -> None:
-    """Try what was not tried yet, then again what survived, and store what comes of it as it comes."""
-    items = sorted(work.pending_work_items, key=place)
-    items += [item for item, result in tried(work) if verdict(item, result) == "survived"]
+    """Test the pending faults, then the undetected faults again, and store each result at once."""
+    items = sorted(work.pending_work_items, key=site)
+    items += [item for item, result in results(work) if verdict(item, result) == "undetected"]
     if not items:
         return
-    tests = {place(item)[0]: relevant(Path(place(item)[0]), PACKAGES[package]["tests"]) for item in items}
+    tests = {site(item)[0]: relevant(Path(site(item)[0]), PACKAGES[package]["tests"]) for item in items}
     context = get_context("spawn")
     trees: SimpleQueue[str] = context.SimpleQueue()
     for number in range(workers):
         trees.put(_copy(BUILD / f"tree-{number}"))
-    limit_s = PATIENCE * _without_fault(package, {test for found in tests.values() for test in found})
+    limit_s = TIME_FACTOR * _test_seconds(package, {test for found in tests.values() for test in found})
     with ProcessPoolExecutor(workers, context, _enter, (trees, os.getpid())) as pool:
-        waiting = [pool.submit(_try, item, tests[place(item)[0]], limit_s) for item in items]
-        for number, done in enumerate(as_completed(waiting), 1):
+        pending = [pool.submit(_try, item, tests[site(item)[0]], limit_s) for item in items]
+        for number, done in enumerate(as_completed(pending), 1):
             work.set_result(*done.result())
-            print(f"\r{package}: {number} of {len(waiting)}", end="", file=sys.stderr, flush=True)
+            print(f"\r{package}: {number} of {len(pending)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
 
 
 def _copy(target: Path) -> str:
-    """The working tree without what git ignores, compiled, since mutants leave no bytecode."""
+    """Copy the working tree without ignored files, and compile the copy, because runs of mutants write no bytecode."""
     shutil.rmtree(target, ignore_errors=True)
     listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, text=True)
     for name in filter(None, listed.split("\0")):
@@ -143,12 +143,12 @@ def _copy(target: Path) -> str:
     return str(target)
 
 
-def _without_fault(package: str, tests: set[str]) -> float:
-    """Seconds that `tests` take; if one of them fails already, nothing could be learned from it."""
-    tree, known, began = BUILD / "tree-0", BUILD / f"{package}.json", time.monotonic()
+def _test_seconds(package: str, tests: set[str]) -> float:
+    """Return the seconds of `tests` without a fault; exit if a test fails, because it could detect no fault."""
+    tree, cache, began = BUILD / "tree-0", BUILD / f"{package}.json", time.monotonic()
     files = [path for path in sorted(tree.rglob("*")) if path.suffix in (".py", ".toml", ".cu", ".cuh")]
     state = sha256(b"".join(path.read_bytes() for path in files) + repr(sorted(tests)).encode()).hexdigest()
-    if known.exists() and (before := json.loads(known.read_text()))["state"] == state:
+    if cache.exists() and (before := json.loads(cache.read_text()))["state"] == state:
         return before["seconds"]
     done = subprocess.run(
         _pytest(sorted(tests)), cwd=tree, env=_environment(tree), capture_output=True, text=True
@@ -159,7 +159,7 @@ def _without_fault(package: str, tests: set[str]) -> float:
             f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
     seconds = time.monotonic() - began
-    known.write_text(json.dumps({"state": state, "seconds": seconds}))
+    cache.write_text(json.dumps({"state": state, "seconds": seconds}))
     return seconds
 
 
@@ -195,32 +195,30 @@ def _try(item: WorkItem, tests: list[str], limit_s: float) -> tuple[str, WorkRes
 
 
 def verdict(item: WorkItem, result: WorkResult) -> str:
-    """`noticed`, `timed out` (noticed, too), `same` (it changes nothing, and the settings say why) or `survived`."""
+    """Return `detected`, `timed out` (also detected), `no change` (listed in packages.toml) or `undetected`."""
     if result.test_outcome == TestOutcome.SURVIVED:
-        return (
-            "same"
-            if any(_is(known, place(item)[0], *changed(result)) for known in SETTINGS["same"])
-            else "survived"
-        )
-    return "timed out" if result.output == "timeout" else "noticed"
+        file, lines = site(item)[0], changed_line(result)
+        is_known = any(_matches(known, file, *lines) for known in SETTINGS["same"])
+        return "no change" if is_known else "undetected"
+    return "timed out" if result.output == "timeout" else "detected"
 
 
-def _is(known: dict[str, Any], file: str, before: str, after: str) -> bool:
-    """Whether the fault is what `known` says of a line of `file` (of any, where none is named).
+def _matches(known: dict[str, Any], file: str, before: str, after: str) -> bool:
+    """Return whether `known`, an entry of `same` in packages.toml, describes the fault in `file`.
 
-    It puts `to` in the place of `from`, or gives one of `constants` another value above zero.
+    The fault replaces `from` by `to`, or gives one of `constants` another positive value.
     """
-    there = known.get("file", file) == file
+    fits = known.get("file", file) == file
     if "constants" in known:
         name, _, value = after.partition(" = ")
         named = name in known["constants"] and before.startswith(f"{name} = ")
-        return there and named and not value.strip().startswith(("-", "0"))
-    there = there and known["from"] in before
-    return there and "".join(before.replace(known["from"], known["to"], 1).split()) == "".join(after.split())
+        return fits and named and not value.strip().startswith(("-", "0"))
+    fits = fits and known["from"] in before
+    return fits and "".join(before.replace(known["from"], known["to"], 1).split()) == "".join(after.split())
 
 
-def changed(result: WorkResult) -> tuple[str, str]:
-    """The line with the fault, before and after."""
+def changed_line(result: WorkResult) -> tuple[str, str]:
+    """Return the line without and with the fault."""
     text = [line for line in (result.diff or "").splitlines() if not line.startswith(("---", "+++"))]
     before, after = (" ".join(line[1:].strip() for line in text if line.startswith(sign)) for sign in "-+")
     return before, after
@@ -229,17 +227,17 @@ def changed(result: WorkResult) -> tuple[str, str]:
 def row(package: str, rows: list[tuple[WorkItem, WorkResult]]) -> str:
     """Return the table row of a package."""
     count = Counter(verdict(*each) for each in rows)
-    noticed, real = count["noticed"] + count["timed out"], count.total() - count["same"]
-    numbers = count.total(), noticed, count["timed out"], count["same"], count["survived"]
-    return f"| {package} | {' | '.join(map(str, numbers))} | {f'{noticed / real:.0%}' if real else '-'} |"
+    detected, real = count["detected"] + count["timed out"], count.total() - count["no change"]
+    numbers = count.total(), detected, count["timed out"], count["no change"], count["undetected"]
+    return f"| {package} | {' | '.join(map(str, numbers))} | {f'{detected / real:.0%}' if real else '-'} |"
 
 
-def survivors(rows: list[tuple[WorkItem, WorkResult]]) -> Iterator[str]:
-    """Where they are, and their line before and after."""
+def undetected_faults(rows: list[tuple[WorkItem, WorkResult]]) -> Iterator[str]:
+    """Yield the location of each undetected fault, and its line without and with the fault."""
     for item, result in rows:
-        if verdict(item, result) == "survived":
-            before, after = changed(result)
-            yield f"{place(item)[0]}:{place(item)[1]}\n  - {before}\n  + {after}"
+        if verdict(item, result) == "undetected":
+            before, after = changed_line(result)
+            yield f"{site(item)[0]}:{site(item)[1]}\n  - {before}\n  + {after}"
 
 
 def main() -> None:
@@ -247,38 +245,36 @@ def main() -> None:
     parser.add_argument(
         "--package", choices=PACKAGES, action="append", help="a package instead of the changed lines"
     )
-    parser.add_argument("--base", default="main", help="lines changed since this commit (default: main)")
-    parser.add_argument("--sample", type=int, help="number of random mutants of each package")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="another sample (default: 0, every time the same)"
-    )
-    parser.add_argument("--workers", type=int, default=1, help="how many mutants at once")
-    given = parser.parse_args()
-    known = ["git", "rev-parse", "--quiet", "--verify", f"{given.base}^{{commit}}"]
-    if subprocess.run(known, cwd=ROOT, capture_output=True).returncode:
-        parser.error(f"--base {given.base}: must be a commit of this repository")
+    parser.add_argument("--base", default="main", help="commit to which lines are compared (default: main)")
+    parser.add_argument("--sample", type=int, help="number of random faults of each package")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random sample (default: 0)")
+    parser.add_argument("--workers", type=int, default=1, help="number of faults that are tested at once")
+    options = parser.parse_args()
+    command = ["git", "rev-parse", "--quiet", "--verify", f"{options.base}^{{commit}}"]
+    if subprocess.run(command, cwd=ROOT, capture_output=True).returncode:
+        parser.error(f"--base {options.base}: must be a commit of this repository")
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            sys.exit(f"error: another run has {BUILD}")
-        _report(given)
+            sys.exit(f"error: another `make mutants` uses {BUILD}")
+        _report(options)
 
 
-def _report(given: argparse.Namespace) -> None:
+def _report(options: argparse.Namespace) -> None:
     """Print the undetected faults of each package, and a table of all packages."""
-    table = ["| package | tried | noticed | by time | change nothing | survived | score |", "|---" * 7 + "|"]
-    for package in given.package or PACKAGES:
+    table = ["| package | faults | detected | time-out | no change | undetected | score |", "|---" * 7 + "|"]
+    for package in options.package or PACKAGES:
         with use_db(
-            session(package, None if given.package else given.base, given.sample, given.seed)
+            session(package, None if options.package else options.base, options.sample, options.seed)
         ) as work:
-            run(package, work, given.workers)
-            if rows := tried(work):
+            run(package, work, options.workers)
+            if rows := results(work):
                 table.append(row(package, rows))
-                for survivor in survivors(rows):
-                    print(survivor)
-    print("\n".join(table) if len(table) > 2 else f"no line of any package has changed since {given.base}")
+                for fault in undetected_faults(rows):
+                    print(fault)
+    print("\n".join(table) if len(table) > 2 else f"no line of any package differs from {options.base}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A SLURM of its own for tests: `slurm/lab` in a folder and with a prefix that no user's lab has."""
+"""A SLURM lab for tests: `slurm/lab` with a folder and a namespace prefix that no user's lab has."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import TypeVar
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "slurm" / "lab"
-FOLDER = "repro-slurm-test-"  # in /tmp: the sockets in it have short names or none
+FOLDER = "repro-slurm-test-"  # in /tmp, because a path of a Unix socket must be short
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One line of squeue: an array element, or a whole array that waits."""
+    """One line of squeue: an array element, or a complete pending array."""
 
     id: str
     partition: str
@@ -33,9 +33,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Lab:
-    """Four nodes n1 to n4 and the host `ctl` on which users log in.
+    """The nodes n1, n2, ... and the login host `ctl`.
 
-    Everything has a time-out in seconds. Commands of `run` find the `repro` of this interpreter first.
+    Time-outs are in seconds. `run` uses the `repro` command of this interpreter.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class Lab:
     def script(
         self, *arguments: str, timeout: float = 300, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """`slurm/lab ARGUMENTS`; a failure shows what it said."""
+        """Run `slurm/lab ARGUMENTS`; a failure raises an error with its output."""
         done = subprocess.run(
             [str(SCRIPT), *arguments], env=self.environment, capture_output=True, text=True, timeout=timeout
         )
@@ -67,16 +67,16 @@ class Lab:
     def run(
         self, command: Sequence[str | Path], timeout: float = 300, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """A command where users log in."""
+        """Run a command on the login host."""
         return self.script("exec", *map(str, command), timeout=timeout, check=check)
 
     def node(self, number: int, command: Sequence[str], timeout: float = 300, check: bool = True) -> str:
-        """What a command on node n`number` prints."""
+        """Run a command on node n`number` and return its output."""
         return self.script("node", str(number), *command, timeout=timeout, check=check).stdout
 
     @contextmanager
     def background(self, where: Sequence[str], command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-        """A command beside the test, killed with its children at the end; `where`: ["exec"] or ["node", I]."""
+        """Run a command in the background; `where` is ["exec"] or ["node", I]. Kill its process group at the end."""
         process = subprocess.Popen(
             [str(SCRIPT), *where, *command],
             env=self.environment,
@@ -94,7 +94,7 @@ class Lab:
             process.communicate(timeout=300)
 
     def rate(self, rate: str, *nodes: int) -> None:
-        """Limit every link, or those of `nodes`: "100mbit", "none"."""
+        """Limit every link, or the links of `nodes`, to a rate such as "100mbit"; "none" removes the limit."""
         for node in nodes or ("",):
             self.script("rate", rate, *([str(node)] if node else []))
 
@@ -105,43 +105,43 @@ class Lab:
         self.script("join", str(node))
 
     def address(self, name: str) -> str:
-        """Of the link of the node called `name`."""
+        """Return the IP address of node `name`."""
         hosts = Path(f"/etc/netns/{self.prefix}-ctl/hosts").read_text().splitlines()
         return next(line.split()[0] for line in hosts if line.split()[-1] == name)
 
     def counters(self, node: int) -> tuple[int, int]:
-        """Bytes that the link of a node has received and sent."""
-        names = [f"/sys/class/net/eth0/statistics/{way}_bytes" for way in ("rx", "tx")]
+        """Return the bytes that the link of a node has received and sent."""
+        names = [f"/sys/class/net/eth0/statistics/{direction}_bytes" for direction in ("rx", "tx")]
         received, sent = self.node(node, ["cat", *names]).split()
         return int(received), int(sent)
 
     def jobs(self) -> list[Job]:
-        """Jobs that wait or run, one an array element."""
+        """Return the pending and running jobs, one per array element."""
         lines = self.run(["squeue", "-h", "-r", "-o", "%i|%P|%T|%r|%N"]).stdout.splitlines()
         return [Job(*line.split("|")) for line in lines]
 
     def nodes(self) -> set[str]:
-        """States that nodes are in: "idle", "allocated", ..."""
+        """Return the set of node states: "idle", "allocated", ..."""
         return set(self.run(["sinfo", "-h", "-o", "%T"]).stdout.split())
 
     def running(self) -> list[Job]:
         return [job for job in self.jobs() if job.state == "RUNNING"]
 
     def show(self, what: str, name: str) -> dict[str, str]:
-        """Fields of `scontrol show WHAT NAME`."""
+        """Return the fields of `scontrol show WHAT NAME`."""
         words = self.run(["scontrol", "show", what, name, "-o"]).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, what: str, true: Callable[[], T], timeout: float = 300, every: float = 0.25) -> T:
-        """What `true` returns as soon as it is not empty; after `timeout` seconds the test fails and says why."""
+    def wait_for(self, what: str, condition: Callable[[], T], timeout: float = 300, every: float = 0.25) -> T:
+        """Return the first non-empty value of `condition`; after `timeout` seconds, fail with the queue's state."""
         end = time.monotonic() + timeout
         while True:
-            value = true()
+            value = condition()
             if value:
                 return value
             if time.monotonic() > end:
                 queue = self.run(["squeue", "-r"]).stdout + self.run(["sinfo", "-N", "-l"]).stdout
-                raise AssertionError(f"not after {timeout} s: {what}\n{queue}")
+                raise AssertionError(f"time-out after {timeout} s: {what}\n{queue}")
             time.sleep(every)
 
     def settle(self, timeout: float = 300) -> None:
@@ -152,13 +152,13 @@ class Lab:
 
 
 def _default_interrupt() -> None:
-    """Tests that a shell started in its background ignore SIGINT, and so would all that they start."""
+    """Restore SIGINT's default action: a background process of a shell ignores SIGINT, and children inherit this."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
 def started(suffix: str, **settings: str) -> Iterator[Lab]:
-    """A lab, up; it is taken down whatever happens."""
+    """Start a lab, and shut it down at the end."""
     lab = Lab(Path(f"/tmp/{FOLDER}{os.getpid()}{suffix}"), f"t{os.getpid()}{suffix}", settings)
     lab.script("up")
     try:
@@ -168,17 +168,17 @@ def started(suffix: str, **settings: str) -> Iterator[Lab]:
 
 
 def remove_abandoned() -> None:
-    """Take down labs of test sessions that were killed: their folders name a process that is gone."""
+    """Shut down labs of killed test sessions: the process in the name of their folder does not exist."""
     for folder in Path("/tmp").glob(f"{FOLDER}*"):
         process = folder.name.removeprefix(FOLDER).split("-")[0]
         if process.isdigit() and not Path(f"/proc/{process}").exists():
-            with suppress(OSError), _alone_in(folder):
+            with suppress(OSError), _locked(folder):
                 Lab(folder, "unused").script("down", check=False)
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other workers from removing `folder` too.  `OSError` if one does, or has."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock `folder` for its removal; raise `OSError` if another worker has locked or removed it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""`repro calibrate --profile` on a real SLURM: links within nodes and between them, and jobs that do not end well."""
+"""Tests of `repro calibrate --profile` on a real SLURM: links within and between nodes, and cancelled jobs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.slurm_lab.cluster import Lab
 pytestmark = pytest.mark.slurm
 
 
-def command(bench: Bench, output: Path) -> list[str]:
-    """Two nodes of two ranks, as quick as can be."""
-    asked = ["repro", "calibrate", "--system", "local", "--profile", str(bench.profile), "--nodes", "2"]
-    return [*asked, "--gpus", "2", "--quick", "--output", str(output)]
+def calibrate_command(bench: Bench, output: Path) -> list[str]:
+    """Return the quick calibration command for two nodes with two ranks each."""
+    command = ["repro", "calibrate", "--system", "local", "--profile", str(bench.profile), "--nodes", "2"]
+    return [*command, "--gpus", "2", "--quick", "--output", str(output)]
 
 
 @pytest.fixture
@@ -29,11 +29,11 @@ def bench(lab: Lab, tmp_path: Path) -> Bench:
 
 
 @pytest.mark.xdist_group("cores")
-def test_a_slow_network_is_measured_as_one(lab: Lab, bench: Bench, tmp_path: Path) -> None:
-    """A link of 400 Mbit/s is 0.05 GB/s, but for what passes at once; memory is far faster, also of busy cores."""
+def test_calibration_measures_the_bandwidth_of_a_slow_network(lab: Lab, bench: Bench, tmp_path: Path) -> None:
+    """A link of 400 Mbit/s has 0.05 GB/s plus the burst of its rate limit; memory is faster even on busy cores."""
     lab.rate("400mbit")
     try:
-        lab.run(command(bench, tmp_path / "two.toml"), timeout=500)
+        lab.run(calibrate_command(bench, tmp_path / "two.toml"), timeout=500)
     finally:
         lab.rate("none")
     system = load_system_file(tmp_path / "two.toml")
@@ -43,18 +43,18 @@ def test_a_slow_network_is_measured_as_one(lab: Lab, bench: Bench, tmp_path: Pat
     assert memory is not None
     assert 0.025e9 < network < 0.064e9
     assert memory > 2 * network
-    made = system.provenance
-    assert made is not None
-    assert made.ranks == 4
-    assert made.facts["slurm_nodes"] == "n1,n2"
-    assert str(made.facts["slurm_job"]).isdigit()
+    provenance = system.provenance
+    assert provenance is not None
+    assert provenance.ranks == 4
+    assert provenance.facts["slurm_nodes"] == "n1,n2"
+    assert str(provenance.facts["slurm_job"]).isdigit()
     groups = Network(system, Layout(tp=2, dp=2))
     assert groups.seconds("all_reduce", "dp", 2**24) > 2 * groups.seconds("all_reduce", "tp", 2**24)
     assert list(tmp_path.glob(".repro*")) == []
 
 
-def test_a_job_that_dies_is_one_line(lab: Lab, bench: Bench, tmp_path: Path) -> None:
-    with lab.background(["exec"], command(bench, tmp_path / "dead.toml")) as process:
+def test_a_cancelled_calibration_job_gives_a_one_line_error(lab: Lab, bench: Bench, tmp_path: Path) -> None:
+    with lab.background(["exec"], calibrate_command(bench, tmp_path / "dead.toml")) as process:
         lab.wait_for("a running job", lab.running)
         lab.run(["scancel", "--user=root"])
         message = process.communicate(timeout=300)[0]
@@ -66,8 +66,8 @@ def test_a_job_that_dies_is_one_line(lab: Lab, bench: Bench, tmp_path: Path) -> 
     assert not (tmp_path / "dead.toml").exists()
 
 
-def test_ctrl_c_cancels_the_job(lab: Lab, bench: Bench, tmp_path: Path) -> None:
-    with lab.background(["exec"], command(bench, tmp_path / "stopped.toml")) as process:
+def test_ctrl_c_cancels_the_calibration_job(lab: Lab, bench: Bench, tmp_path: Path) -> None:
+    with lab.background(["exec"], calibrate_command(bench, tmp_path / "stopped.toml")) as process:
         lab.wait_for("a running job", lab.running)
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=300)

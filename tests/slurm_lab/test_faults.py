@@ -1,4 +1,4 @@
-"""What clusters do to jobs, provoked for real: the right class, nothing lost, only what was interrupted runs again."""
+"""Tests of real job faults: the failure class is correct, no result is lost, and only interrupted cases run again."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 import pytest
 
 from repro.launch.failures import failure_class
-from tests.launch.held_session import HELD as STEP
+from tests.launch.held_session import HELD as HELD_STEP
 from tests.records import latest
-from tests.slurm_lab.bench import HELD, Bench, case, ranks
+from tests.slurm_lab.bench import HELD_TARGET, Bench, case, ranks
 from tests.slurm_lab.cluster import ROOT, Lab, started
 
 pytestmark = pytest.mark.slurm
 
 
-def three(bench: Bench) -> Path:
-    """A suite of cases a, b, c of two ranks each; b stays in its second step."""
+def three_cases(bench: Bench) -> Path:
+    """Write a suite of the cases a, b and c with two ranks each; b waits in its second step."""
     bench.hold("b")
     tables = (case(name, "dp = 2", seed=seed) for seed, name in enumerate("abc"))
     return bench.suite(*tables)
 
 
-def one_job(lab: Lab, folder: Path, **slurm: Any) -> Bench:
-    """A bench whose cases follow each other in one allocation of two nodes."""
+def bench_with_one_job(lab: Lab, folder: Path, **slurm: Any) -> Bench:
+    """Return a bench whose cases run one after another in one allocation of two nodes."""
     return Bench(lab, folder, {"cases_per_job": 3, **slurm})
 
 
 @contextmanager
-def all_nodes_for_others(lab: Lab) -> Iterator[None]:
-    """A job of the partition that preempts takes all nodes, and has them until the block ends."""
+def preempting_job(lab: Lab) -> Iterator[None]:
+    """Run a job of the preempting partition on all nodes until the block ends."""
     submitted = lab.run(
         ["sbatch", "-p", "high", "-N4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 300"]
     )
@@ -42,68 +42,68 @@ def all_nodes_for_others(lab: Lab) -> Iterator[None]:
     lab.run(["scancel", submitted.stdout.strip()])
 
 
-def only_b_again(bench: Bench, why: str) -> None:
-    """b was interrupted once, for `why`, and ran again whole; a and c ran once."""
-    status = bench.ended()
+def check_only_b_restarted(bench: Bench, reason: str) -> None:
+    """Check that b was interrupted once, for `reason`, and restarted from its first step; a and c ran once."""
+    status = bench.wait_for_end()
     assert {row["state"] for row in status.values()} == {"done"}, bench.logs()
-    assert bench.begun() == ["a", "b", "b", "c"]
+    assert bench.started_cases() == ["a", "b", "b", "c"]
     assert bench.outcomes("a") == bench.outcomes("c") == ["ok"]
     assert bench.outcomes("b")[-1] == "ok"
     for record in bench.records():
         if record["outcome"] == "interrupted":
-            assert why in record["reason"]
+            assert reason in record["reason"]
     assert bench.latest()["b"]["provenance"]["slurm"]["restarts"] == 1
-    assert len(bench.latest()["b"]["series"]["loss"]) == 4, "all steps ran, not only the remaining ones"
+    assert len(bench.latest()["b"]["series"]["loss"]) == 4, "the restarted case must run all steps"
     assert {row["restarts"] for row in status.values()} == {1}
     assert bench.repro("collect").returncode == 0
 
 
-def test_preempted_in_mid_suite(lab: Lab, tmp_path: Path) -> None:
-    bench = one_job(lab, tmp_path)
-    bench.submit(three(bench))
-    bench.running_step("b")
-    with all_nodes_for_others(lab):
-        lab.wait_for("b has made way", lambda: bench.states()["b"] == "requeued")
+def test_preemption_restarts_only_the_running_case(lab: Lab, tmp_path: Path) -> None:
+    bench = bench_with_one_job(lab, tmp_path)
+    bench.submit(three_cases(bench))
+    bench.wait_for_step("b")
+    with preempting_job(lab):
+        lab.wait_for("b is requeued", lambda: bench.states()["b"] == "requeued")
         status = bench.status()
         assert "preempted" in status["b"]["detail"]
         assert status["a"]["state"] == "done"
     bench.release("b")
-    only_b_again(bench, "preempted")
+    check_only_b_restarted(bench, "preempted")
     assert bench.outcomes("b") == ["interrupted", "ok"]
 
 
-def test_time_limit_in_mid_suite(lab: Lab, tmp_path: Path) -> None:
-    """SLURM's warning comes up to 15 s before the 20 s that were asked for."""
-    bench = one_job(lab, tmp_path, time_limit="00:01:00", signal_delay_s=20)
-    bench.submit(three(bench))
-    bench.running_step("b")
-    lab.wait_for("the warning", lambda: bench.outcomes("b"), every=1)
+def test_time_limit_restarts_only_the_running_case(lab: Lab, tmp_path: Path) -> None:
+    """SLURM may send its warning up to 15 s earlier than the requested 20 s before the limit."""
+    bench = bench_with_one_job(lab, tmp_path, time_limit="00:01:00", signal_delay_s=20)
+    bench.submit(three_cases(bench))
+    bench.wait_for_step("b")
+    lab.wait_for("a record of the interrupted b", lambda: bench.outcomes("b"), every=1)
     bench.release("b")
-    only_b_again(bench, "time limit")
+    check_only_b_restarted(bench, "time limit")
     assert bench.outcomes("b") == ["interrupted", "ok"]
 
 
-def test_time_limit_too_often(lab: Lab, tmp_path: Path) -> None:
-    """A case that no job is long enough for is left in the end, as what it is.  Warned of earlier, a job may not have
-    begun to listen."""
-    bench = one_job(lab, tmp_path, time_limit="00:01:00", signal_delay_s=20, requeues=0)
-    bench.submit(three(bench))
-    status = bench.ended()
+def test_a_case_without_remaining_requeues_is_lost(lab: Lab, tmp_path: Path) -> None:
+    """A case at the time limit has the failure class `time-limit`. A signal earlier than 20 s before the limit could
+    precede the job's signal handler."""
+    bench = bench_with_one_job(lab, tmp_path, time_limit="00:01:00", signal_delay_s=20, requeues=0)
+    bench.submit(three_cases(bench))
+    status = bench.wait_for_end()
     assert (status["b"]["state"], status["b"]["failure"]) == ("lost", "time-limit")
     assert status["a"]["state"] == "done"
     assert bench.repro("collect", check=False).returncode == 1
     assert bench.latest()["b"]["outcome"] == "interrupted"
 
 
-def test_cancelled(lab: Lab, tmp_path: Path) -> None:
-    """By `repro cancel` while it runs, by scancel while it waits; the third goes on."""
+def test_cancelled_cases_are_recorded_and_can_run_again(lab: Lab, tmp_path: Path) -> None:
+    """`repro cancel` ends the running case b, scancel ends the pending case c, and the case a is not affected."""
     bench = Bench(lab, tmp_path, {"array_parallelism": 1})
-    suite = three(bench)
+    suite = three_cases(bench)
     job = bench.submit(suite)["jobs"][0]
-    bench.running_step("b")
+    bench.wait_for_step("b")
     lab.run(["scancel", f"{job}_2"])
     bench.repro("cancel", "b")
-    status = bench.ended()
+    status = bench.wait_for_end()
     assert {name: row["state"] for name, row in status.items()} == {
         "a": "done",
         "b": "cancelled",
@@ -117,19 +117,19 @@ def test_cancelled(lab: Lab, tmp_path: Path) -> None:
         "c": "interrupted",
     }
     for record in bench.records():
-        if record["name"] in "bc":  # by its job when it was asked to end, or by collect
+        if record["name"] in "bc":  # written by the job or by `repro collect`
             assert "cancelled" in record["reason"]
             assert "time limit" not in record["reason"]
     bench.release("b")
     assert bench.submit(suite)["cases"] == 2
-    assert {row["state"] for row in bench.ended().values()} == {"done"}, bench.logs()
-    assert bench.begun() == ["a", "b", "b", "c"]
+    assert {row["state"] for row in bench.wait_for_end().values()} == {"done"}, bench.logs()
+    assert bench.started_cases() == ["a", "b", "b", "c"]
 
 
 @pytest.mark.xdist_group("cores")
-def test_ranks_are_killed_and_hang(lab: Lab, tmp_path: Path) -> None:
-    """Real ranks: each fault costs one case and says who and where, and the allocation goes on with a comparison."""
-    bench = Bench(lab, tmp_path, {"cases_per_job": 3}, target=HELD)
+def test_a_killed_and_a_hanging_rank_fail_only_their_cases(lab: Lab, tmp_path: Path) -> None:
+    """With real ranks, the report of a fault names rank, step and node, and the allocation runs the next cases."""
+    bench = Bench(lab, tmp_path, {"cases_per_job": 3}, target=HELD_TARGET)
     suite = bench.suite(
         case("victim", "dp = 2, zero = 2", steps=6),
         case("stuck", "dp = 2, zero = 3", steps=6, more="limits = { hang_s = 15 }"),
@@ -140,29 +140,29 @@ def test_ranks_are_killed_and_hang(lab: Lab, tmp_path: Path) -> None:
     bench.hold("victim.rank-1")
     bench.hold("stuck.rank-1")
     bench.submit(suite)
-    bench.running_step("victim", STEP)
+    bench.wait_for_step("victim", HELD_STEP)
     (state,) = bench.bundles()
-    on_second = [pid for pid, node in ranks(lab) if node == state["nodes"][1]]
-    assert len(on_second) == 1
-    os.kill(on_second[0], signal.SIGKILL)
-    status = bench.ended()
+    pids_on_second_node = [pid for pid, node in ranks(lab) if node == state["nodes"][1]]
+    assert len(pids_on_second_node) == 1
+    os.kill(pids_on_second_node[0], signal.SIGKILL)
+    status = bench.wait_for_end()
     failed = {name: (row["state"], row["failure"]) for name, row in status.items() if row["failure"]}
     assert failed == {"victim": ("failed", "rank-killed"), "stuck": ("failed", "hang")}, bench.logs()
-    # The peer's broken connection is no cause.
+    # The peer's broken connection must not be reported as the cause.
     assert status["victim"]["detail"].startswith("rank 1 was killed by signal 9 (SIGKILL) at step 3")
-    # Where each rank is, its last collective, and its stacks.
+    # The report has the position, the last collective and the stack of each rank.
     assert "no progress for 15 s (limits.hang_s): rank 1 is behind at step 3" in status["stuck"]["detail"]
     assert "; rank 0 waits at step 3, forward, after all_gather #" in status["stuck"]["detail"]
     (positions,) = bench.results.glob("jobs/*/logs/*/*/positions.txt")
     nodes = state["nodes"]
     lines = positions.read_text().splitlines()
     assert [line.split(":")[0] for line in lines] == [f"rank 0 on {nodes[0]}", f"rank 1 on {nodes[1]}"]
-    for rank, where in ((0, "repro/parallel/transports.py"), (1, "in phase\n")):
+    for rank, frame in ((0, "repro/parallel/transports.py"), (1, "in phase\n")):
         message = bench.repro("logs", "stuck", "--rank", str(rank)).stdout
         assert "most recent call first" in message
-        assert where in message
-    # Compared cases take turns (their first step, then three rounds), on the nodes where the others failed.
-    assert bench.begun() == ["victim", "stuck", *("a", "b") * 4]
+        assert frame in message
+    # Compared cases alternate (their first step, then three rounds) on the nodes of the failed cases.
+    assert bench.started_cases() == ["victim", "stuck", *("a", "b") * 4]
     latest = bench.latest()
     assert {tuple(latest[name]["provenance"]["slurm"]["nodes"]) for name in latest} == {tuple(nodes)}
     (compared,) = (record for record in bench.records() if record["kind"] == "comparison")
@@ -170,9 +170,9 @@ def test_ranks_are_killed_and_hang(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("cores")
-def test_out_of_memory_and_time(lab: Lab, tmp_path: Path) -> None:
-    """Real ranks: what does not fit has its result, and what takes longer than it may is ended, wherever it waits."""
-    bench = Bench(lab, tmp_path, {"array_parallelism": 1}, target=HELD)
+def test_out_of_memory_is_a_result_and_a_timeout_a_failure(lab: Lab, tmp_path: Path) -> None:
+    """With real ranks, an expected out-of-memory error is a result, and a case is stopped after limits.timeout_s."""
+    bench = Bench(lab, tmp_path, {"array_parallelism": 1}, target=HELD_TARGET)
     short, long = "limits = { timeout_s = 40 }", "limits = { timeout_s = 600 }"
     big = 'model = "limit-40m"\ntraining = { steps = 2, untimed_steps = 1, seq = 32 }'
     big += '\nexpect = "oom"\nlimits = { memory_bytes = 300_000_000 }\n'
@@ -180,52 +180,52 @@ def test_out_of_memory_and_time(lab: Lab, tmp_path: Path) -> None:
     suite = bench.suite(big, case("slow", "dp = 2", more=short))
     bench.hold("slow")
     bench.submit(suite)
-    status = bench.ended()
+    status = bench.wait_for_end()
     found = {name: (row["state"], row["failure"]) for name, row in status.items()}
     assert found == {"big": ("done", "out-of-memory"), "slow": ("failed", "time-out")}, bench.logs()
     assert "can't allocate memory" in bench.latest()["big"]["reason"]
     assert "not done after 40 s (limits.timeout_s)" in status["slow"]["detail"]
-    assert f"(ranks 0, 1 at step {STEP}, input, after all_reduce" in status["slow"]["detail"]
+    assert f"(ranks 0, 1 at step {HELD_STEP}, input, after all_reduce" in status["slow"]["detail"]
     bench.release("slow")
     suite = bench.suite(big, case("slow", "dp = 2", more=long))
-    assert bench.submit(suite)["cases"] == 1, "only what has no result"
-    assert bench.ended()["slow"]["state"] == "done", bench.logs()
+    assert bench.submit(suite)["cases"] == 1, "only the case without a result must be submitted"
+    assert bench.wait_for_end()["slow"]["state"] == "done", bench.logs()
 
 
-def test_a_long_training_is_preempted_and_goes_on(lab: Lab, tmp_path: Path) -> None:
-    """A twin of the quality suite reads in its second start the checkpoint of its first: equal losses, to the bit."""
+def test_a_preempted_training_resumes_from_its_checkpoint(lab: Lab, tmp_path: Path) -> None:
+    """The losses of a preempted twin of the quality suite equal the losses of an uninterrupted run to the bit."""
     name, quality = "twin-whole-zero3-dp2", ROOT / "suites" / "quality.toml"
-    bench = Bench(lab, tmp_path, target=HELD)
+    bench = Bench(lab, tmp_path, target=HELD_TARGET)
     bench.hold(name)
     bench.submit(quality, "--only", name)
-    bench.running_step(name, STEP)
-    with all_nodes_for_others(lab):
-        lab.wait_for("it has made way", lambda: bench.states()[name] == "requeued")
+    bench.wait_for_step(name, HELD_STEP)
+    with preempting_job(lab):
+        lab.wait_for("the case is requeued", lambda: bench.states()[name] == "requeued")
     bench.release(name)
-    status = bench.ended()
+    status = bench.wait_for_end()
     assert status[name]["state"] == "done", bench.logs()
     interrupted, done = bench.records()
     assert "preempted" in interrupted["reason"]
     assert interrupted["reason"].endswith("after step 4; the next run resumes there")
-    assert done["series"]["resumed_from"] == [STEP + 1]
-    here = tmp_path / "here"
-    lab.run(["repro", "run", quality, "--only", name, "--results", here])
-    (full,) = latest(here).values()
+    assert done["series"]["resumed_from"] == [HELD_STEP + 1]
+    local_results = tmp_path / "here"
+    lab.run(["repro", "run", quality, "--only", name, "--results", local_results])
+    (full,) = latest(local_results).values()
     assert "resumed_from" not in full["series"]
     assert done["series"]["loss"] == full["series"]["loss"]
     assert len(full["series"]["loss"]) == 40
 
 
-def test_wrong_hardware(lab: Lab, tmp_path: Path) -> None:
-    """The scheduler's GPUs are none: the nodes say so, nothing is started, and the record is no result."""
+def test_nodes_with_wrong_hardware_start_no_rank(lab: Lab, tmp_path: Path) -> None:
+    """The scheduler declares GPUs that the nodes do not have: no rank starts, and the cases fail."""
     bench = Bench(lab, tmp_path, {"gpus_per_node": 2, "gpu_type": "v100"}, system="dgx1-v100-32gb")
     suite = bench.suite(
         *(case(name, "dp = 2", more='system = "dgx1-v100-32gb"', seed=seed) for seed, name in enumerate("ab"))
     )
     bench.submit(suite)
-    status = bench.ended()
+    status = bench.wait_for_end()
     assert {(row["state"], row["failure"]) for row in status.values()} == {("failed", "wrong-hardware")}
-    assert bench.begun() == []
+    assert bench.started_cases() == []
     for row in status.values():
         message = f"wrong hardware: node {row['nodes']} has no GPU, but dgx1-v100-32gb has 2 x NVIDIA V100"
         assert row["detail"].startswith(message)
@@ -234,31 +234,31 @@ def test_wrong_hardware(lab: Lab, tmp_path: Path) -> None:
     assert "repro submit --exclude" in collected.stdout
 
 
-def test_slurmd_killed_and_a_node_set_down(lab: Lab, tmp_path: Path) -> None:
-    """Both jobs start again on the nodes that are left; what had ended stays."""
+def test_jobs_of_failed_nodes_restart_on_other_nodes(lab: Lab, tmp_path: Path) -> None:
+    """A killed slurmd and a node in state `down` restart both jobs; completed cases do not run again."""
     bench = Bench(lab, tmp_path, {"cases_per_job": 2})
     for name in "bd":
         bench.hold(name)
     suite = bench.suite(*(case(name, "dp = 2", seed=seed) for seed, name in enumerate("abcd")))
     bench.submit(suite)
-    bench.running_step("b")
-    bench.running_step("d")
+    bench.wait_for_step("b")
+    bench.wait_for_step("d")
     nodes = {state["current"]["names"][0]: state["nodes"] for state in bench.bundles()}
     dead, down = nodes["b"][1], nodes["d"][1]
     try:
         lab.script("kill-slurmd", dead.removeprefix("n"))
         lab.run(["scontrol", "update", f"nodename={down}", "state=down", "reason=test"])
-        for name in "db":  # the node that was set down comes back by itself, so that d has nodes at once
-            lab.wait_for(f"{name} starts again", lambda name=name: bench.begun().count(name) == 2)
+        for name in "db":  # the node in state `down` returns automatically, so that d restarts first
+            lab.wait_for(f"{name} starts again", lambda name=name: bench.started_cases().count(name) == 2)
             bench.release(name)
-        status = bench.ended()
+        status = bench.wait_for_end()
     finally:
         lab.script("start-slurmd", dead.removeprefix("n"))
     assert {row["state"] for row in status.values()} == {"done"}, bench.logs()
-    assert {name: bench.begun().count(name) for name in "abcd"} == {"a": 1, "b": 2, "c": 1, "d": 2}
+    assert {name: bench.started_cases().count(name) for name in "abcd"} == {"a": 1, "b": 2, "c": 1, "d": 2}
     assert dead not in bench.latest()["b"]["provenance"]["slurm"]["nodes"]
     for record in bench.records():
-        if record["outcome"] != "ok":  # if SLURM left it the time to write
+        if record["outcome"] != "ok":  # SLURM may kill a job before it writes this record
             assert failure_class(record["outcome"], record["reason"]) in ("node-failure", "lost-node"), (
                 record["reason"]
             )
@@ -266,11 +266,11 @@ def test_slurmd_killed_and_a_node_set_down(lab: Lab, tmp_path: Path) -> None:
         assert bench.outcomes(name)[-1] == "ok"
         assert bench.outcomes(name).count("ok") == 1
         assert bench.latest()[name]["provenance"]["slurm"]["restarts"] == 1
-    lab.wait_for("no rank is left, also where slurmd was killed", lambda: not ranks(lab))
+    lab.wait_for("the end of all ranks, also on the node without slurmd", lambda: not ranks(lab))
 
 
-def test_link_cut_in_mid_case(tmp_path: Path) -> None:
-    """The node is named, others go on, the job ends although its node does not answer, and the case runs on request."""
+def test_a_cut_link_fails_only_the_cases_of_its_node(tmp_path: Path) -> None:
+    """The report names the node, its job ends although the node does not answer, and the case can run again."""
     with started("-cut", N="3", NODE_TIMEOUT="300") as lab:
         slurm = {"array_parallelism": 2, "requeues": 0}
         bench = Bench(lab, tmp_path, slurm, {"wide": 2})
@@ -278,66 +278,66 @@ def test_link_cut_in_mid_case(tmp_path: Path) -> None:
         bench.hold("other")
         suite = bench.suite(case("wide", "dp = 2"), case("other", "micro_batch = 2"))
         bench.submit(suite)
-        bench.running_step("wide")
-        bench.running_step("other")
+        bench.wait_for_step("wide")
+        bench.wait_for_step("other")
         cut = next(state["nodes"] for state in bench.bundles() if "wide" in state["current"]["names"])[1]
         lab.cut(int(cut.removeprefix("n")))
         bench.release("other")
-        lab.wait_for("the loss is seen", lambda: bench.outcomes("wide"))
+        lab.wait_for("a record of the failed case", lambda: bench.outcomes("wide"))
         status = bench.status()
         assert status["wide"]["failure"] == "lost-node"
         assert cut in status["wide"]["detail"]
-        assert bench.ended(["other"])["other"]["state"] == "done"
-        lab.wait_for("its job runs no more", lambda: not lab.running())
+        assert bench.wait_for_end(["other"])["other"]["state"] == "done"
+        lab.wait_for("the end of all jobs", lambda: not lab.running())
         collected = bench.repro("collect", check=False)
         assert f"1 failure on node {cut}; use `repro submit --exclude {cut}`." in collected.stdout
-        lab.join(int(cut.removeprefix("n")))  # so that SLURM would use it
-        lab.wait_for("all nodes are idle", lambda: lab.nodes() == {"idle"})
+        lab.join(int(cut.removeprefix("n")))  # without --exclude, SLURM would use this node
+        lab.wait_for("idle nodes", lambda: lab.nodes() == {"idle"})
         bench.release("wide")
         assert bench.submit(suite, "--exclude", cut)["cases"] == 1
-        assert {row["state"] for row in bench.ended(["wide"]).values()} == {"done"}, bench.logs()
+        assert {row["state"] for row in bench.wait_for_end(["wide"]).values()} == {"done"}, bench.logs()
         assert cut not in bench.latest()["wide"]["provenance"]["slurm"]["nodes"]
-        assert bench.begun().count("other") == 1
+        assert bench.started_cases().count("other") == 1
 
 
-def test_slurmctld_is_away_when_a_launch_is_to_start(lab: Lab, tmp_path: Path) -> None:
-    """What runs goes on without it, and what comes next waits for it."""
+def test_launches_wait_for_an_unavailable_slurmctld(lab: Lab, tmp_path: Path) -> None:
+    """Without slurmctld, the running case completes, and the next case waits for slurmctld."""
     bench = Bench(lab, tmp_path, {"cases_per_job": 2})
     bench.hold("a")
     bench.submit(bench.suite(*(case(name, "dp = 2", seed=seed) for seed, name in enumerate("ab"))))
-    bench.running_step("a")
-    os.kill(int((lab.folder / "slurmctld.pid").read_text()), signal.SIGTERM)  # it saves what it knows
+    bench.wait_for_step("a")
+    os.kill(int((lab.folder / "slurmctld.pid").read_text()), signal.SIGTERM)  # SIGTERM saves the state
     bench.release("a")
     lab.wait_for("the end of a", lambda: bench.outcomes("a"))
     steps: set[int] = set()
 
-    def again() -> bool:
+    def is_restarted() -> bool:
         steps.update(pid for pid, _ in ranks(lab, "--distribution=plane"))
         return len(steps) > 1
 
-    lab.wait_for("srun has given up and is started again", again)
+    lab.wait_for("a second start of srun", is_restarted)
     lab.script("restart-slurmctld")
-    status = bench.ended()
+    status = bench.wait_for_end()
     assert {row["state"] for row in status.values()} == {"done"}, bench.logs()
-    assert bench.begun() == ["a", "b"]
+    assert bench.started_cases() == ["a", "b"]
     assert bench.outcomes("b") == ["ok"]
 
 
-def test_without_accounting(tmp_path: Path) -> None:
-    """No sacct: everything works, what is less exact is said, and a job that dies is not waited for."""
+def test_a_cluster_without_accounting_reports_lost_jobs(tmp_path: Path) -> None:
+    """Without sacct, all commands work, `repro status` prints a warning, and a killed job is reported as lost."""
     with started("-plain", N="2", DBD="0") as lab:
         bench = Bench(lab, tmp_path, {"array_parallelism": 1})
-        suite = three(bench)
+        suite = three_cases(bench)
         bench.submit(suite)
-        bench.running_step("b")
+        bench.wait_for_step("b")
         message = bench.repro("status", check=False)
         assert "no accounting on this cluster" in message.stderr
         for pid, _ in ranks(lab, "submitit.core._submit"):
-            with suppress(ProcessLookupError):  # its script ends when the job in it does
+            with suppress(ProcessLookupError):  # the job's script may end first
                 os.kill(pid, signal.SIGKILL)
         bench.release("b")
-        status = bench.ended()
+        status = bench.wait_for_end()
         assert {name: row["state"] for name, row in status.items()} == {"a": "done", "b": "lost", "c": "done"}
         assert bench.repro("collect", check=False).returncode == 1
         assert bench.submit(suite)["cases"] == 1
-        assert bench.ended()["b"]["state"] == "done"
+        assert bench.wait_for_end()["b"]["state"] == "done"

@@ -1,4 +1,4 @@
-"""A profile that does not fit the cluster: one clear line before anything is submitted."""
+"""Tests of profiles that do not fit the cluster: `repro submit` prints one error line and submits no job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.mark.parametrize(
-    ("slurm", "says"),
+    ("slurm", "expected"),
     [
         ({"partition": "gpu"}, ("partition", "gpu", "debug", "high", "short")),
         ({"partition": "short", "time_limit": "00:05:00"}, ("time_limit", "00:05:00", "short")),
@@ -24,24 +24,24 @@ pytestmark = pytest.mark.slurm
     ],
     ids=["partition", "time limit", "GPUs", "GPU type", "cores"],
 )
-def test_asks_for_what_is_not_there(
-    lab: Lab, tmp_path: Path, slurm: dict[str, Any], says: tuple[str, ...]
+def test_profile_values_beyond_the_cluster_are_refused(
+    lab: Lab, tmp_path: Path, slurm: dict[str, Any], expected: tuple[str, ...]
 ) -> None:
     bench = Bench(lab, tmp_path, slurm)
-    line = bench.refused(bench.suite(case("a", "dp = 2")))
-    for word in ("profile.toml", *says):
+    line = bench.submit_error(bench.suite(case("a", "dp = 2")))
+    for word in ("profile.toml", *expected):
         assert word in line
     assert lab.jobs() == []
 
 
-def test_too_many_nodes(lab: Lab, tmp_path: Path) -> None:
+def test_a_case_with_too_many_nodes_is_refused(lab: Lab, tmp_path: Path) -> None:
     bench = Bench(lab, tmp_path)
-    line = bench.refused(bench.suite(case("wide", "dp = 8")))
+    line = bench.submit_error(bench.suite(case("wide", "dp = 8")))
     assert "at most 4 nodes" in line
     assert "wide" in line
 
 
-def test_a_shared_folder_that_is_not_there(lab: Lab, tmp_path: Path) -> None:
+def test_a_missing_shared_folder_is_refused(lab: Lab, tmp_path: Path) -> None:
     bench = Bench(lab, tmp_path)
     bench.profile.write_text(bench.profile.read_text() + f'[storage]\nshared = "{tmp_path}/nowhere"\n')
     suite = bench.suite(case("a", "dp = 2"))
@@ -63,8 +63,8 @@ def test_a_shared_folder_that_is_not_there(lab: Lab, tmp_path: Path) -> None:
     assert lab.jobs() == []
 
 
-def test_what_sbatch_alone_can_refuse(lab: Lab, tmp_path: Path) -> None:
-    """A constraint that no node has is refused by SLURM itself, and that is said with its words."""
+def test_an_error_of_sbatch_is_reported(lab: Lab, tmp_path: Path) -> None:
+    """Only sbatch can detect a constraint that no node satisfies; its message is printed."""
     bench = Bench(lab, tmp_path, {"constraint": "a100&rack9"})
     done = bench.repro("submit", bench.suite(case("a", "dp = 2")), "--profile", bench.profile, check=False)
     assert done.returncode == 1
@@ -72,7 +72,7 @@ def test_what_sbatch_alone_can_refuse(lab: Lab, tmp_path: Path) -> None:
     assert bench.states() == {"a": "not submitted"}
 
 
-def test_doctor_looks_at_the_cluster_and_from_a_node(lab: Lab, tmp_path: Path) -> None:
+def test_doctor_checks_the_cluster_and_a_node(lab: Lab, tmp_path: Path) -> None:
     bench = Bench(lab, tmp_path)
     done = lab.run(
         [

@@ -1,4 +1,4 @@
-"""Whole suites on the lab: right results from the right nodes, every strategy, nothing twice, nothing secret."""
+"""Tests of complete suites on the lab: results, nodes, all strategies, no repeated case, and no secret in a file."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ LAYOUTS = {
 NODES = {name: int(name[-1]) for name in LAYOUTS}
 
 
-def of(record: dict[str, Any]) -> dict[str, Any]:
-    """What a record says of its job."""
+def slurm_facts(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the SLURM facts in a record's provenance."""
     slurm: dict[str, Any] = record["provenance"]["slurm"]
     return slurm
 
 
 @pytest.mark.xdist_group("cores")
-def test_twelve_cases_on_one_two_and_four_nodes(
+def test_twelve_cases_run_once_on_their_requested_nodes(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "xyzzy-do-not-write")
@@ -53,7 +53,7 @@ def test_twelve_cases_on_one_two_and_four_nodes(
         {"*-n2": 2, "*-n4": 4},
         target="",
     )
-    # They share starts of their processes, which are most of the time that they take; on two nodes, two starts.
+    # Cases with one `launch` share the start of their processes, which takes most of the time.
     shared = {name: "model" if name in ("tp-n2", "pp-n2") else "ranks" for name in LAYOUTS} | {
         "single-n1": "one"
     }
@@ -82,9 +82,9 @@ def test_twelve_cases_on_one_two_and_four_nodes(
     assert {name: newest[name]["outcome"] for name in LAYOUTS} == dict.fromkeys(LAYOUTS, "ok"), bench.logs()
     assert set(bench.states().values()) == {"done"}
     assert bench.repro("collect").returncode == 0
-    assert len(bench.records()) == 12, "nothing ran twice"
+    assert len(bench.records()) == 12, "no case may run twice"
 
-    # The right nodes: as many as asked for, ranks in blocks, who meet at the address of the node of rank 0.
+    # The nodes: the requested number, consecutive ranks per node, and the rendezvous on the node of rank 0.
     assert {found["SLURMD_NODENAME"] for found in seen.values()} == {"n1", "n2", "n3", "n4"}
     for found in seen.values():
         nodes = lab.run(["scontrol", "show", "hostnames", found["SLURM_JOB_NODELIST"]]).stdout.split()
@@ -97,47 +97,47 @@ def test_twelve_cases_on_one_two_and_four_nodes(
         assert found["MASTER_ADDR"] == lab.address(nodes[0])
         assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "eth0"
     for name, record in newest.items():
-        nodes = of(record)["nodes"]
+        nodes = slurm_facts(record)["nodes"]
         assert len(set(nodes)) == len(nodes) == NODES[name]
-        assert of(record)["partition"] == "debug"
-        assert sorted(n for rack in of(record)["switches"].values() for n in rack) == sorted(nodes)
-        assert set(of(record)["switches"]) <= {"core.rack1", "core.rack2"}
-        assert of(record)["restarts"] == 0
-        assert of(record)["job_id"] in submitted["jobs"]
+        assert slurm_facts(record)["partition"] == "debug"
+        assert sorted(n for rack in slurm_facts(record)["switches"].values() for n in rack) == sorted(nodes)
+        assert set(slurm_facts(record)["switches"]) <= {"core.rack1", "core.rack2"}
+        assert slurm_facts(record)["restarts"] == 0
+        assert slurm_facts(record)["job_id"] in submitted["jobs"]
 
-    # What crossed the links is at least what ranks on different nodes say that they sent, in all.
-    message = sum(
+    # The bytes on the links exceed the total bytes that the ranks on several nodes recorded as sent.
+    sent_bytes = sum(
         row["sent_bytes"] * STEPS
         for name, record in newest.items()
         if NODES[name] > 1
         for comm in record["comm_by_rank"]
         for row in comm
     )
-    assert message > 10_000_000
-    assert sum(after[node][1] - before[node][1] for node in after) > message
+    assert sent_bytes > 10_000_000
+    assert sum(after[node][1] - before[node][1] for node in after) > sent_bytes
     assert all(after[node][0] > before[node][0] for node in after)
 
-    # Equal to the local launcher, to the last bit; and all strategies train alike.
-    here = tmp_path / "here"
+    # Losses equal the losses of the local launcher to the bit, and the losses of all strategies agree.
+    local_results = tmp_path / "here"
     local = bench.suite(
         *(
-            case(name, layout, steps=STEPS, more=f'launch = "{len_of(layout)}"')
+            case(name, layout, steps=STEPS, more=f'launch = "{world_size(layout)}"')
             for name, layout in LAYOUTS.items()
         ),
         name="local",
     )
     subprocess.run(
-        [Path(sys.executable).parent / "repro", "run", local, "--results", here],
+        [Path(sys.executable).parent / "repro", "run", local, "--results", local_results],
         check=True,
         timeout=300,
         capture_output=True,
     )
-    losses = {record["name"]: record["series"]["loss"] for record in latest(here).values()}
+    losses = {record["name"]: record["series"]["loss"] for record in latest(local_results).values()}
     assert bench.losses() == losses
     for loss in losses.values():
         assert loss == pytest.approx(losses["single-n1"], rel=1e-4)
 
-    # Nothing secret, readable by the user only, and JSON or text: pickles are submitit's, in its folder.
+    # Files have no secret, are readable only by the user, and are text, except submitit's pickles.
     for path in sorted(bench.results.rglob("*")):
         assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
         if path.is_file():
@@ -147,20 +147,20 @@ def test_twelve_cases_on_one_two_and_four_nodes(
                 assert path.suffix in (".json", ".jsonl", ".toml") or path.name.startswith("."), path
                 content.rstrip(b"\0").decode()
 
-    # Once more: nothing is left to do.
+    # A second submission has no case to run.
     assert bench.submit(suite)["jobs"] == []
 
 
-def len_of(layout: str) -> int:
-    """Number of ranks of a layout's text."""
-    sizes = dict(part.split(" = ") for part in layout.split(", "))
+def world_size(layout: str) -> int:
+    """Return the number of ranks of a layout in text form."""
+    sizes = dict(entry.split(" = ") for entry in layout.split(", "))
     product = 1
     for axis in ("dp", "tp", "pp"):
         product *= int(sizes.get(axis, "1"))
     return product
 
 
-def test_two_suites_at_once_one_of_them_twice_and_the_controller_restarts(lab: Lab, tmp_path: Path) -> None:
+def test_two_suites_run_once_despite_resubmission_and_controller_restart(lab: Lab, tmp_path: Path) -> None:
     bench = Bench(lab, tmp_path, {"array_parallelism": 1})
     compare = '[[compare]]\nbaseline = "z0"\nsubjects = ["z2"]\nrounds = 4\n'
     first = bench.suite(
@@ -171,37 +171,37 @@ def test_two_suites_at_once_one_of_them_twice_and_the_controller_restarts(lab: L
     bench.hold("a")
     jobs = [bench.submit(first), bench.submit(second)]
     assert [len(document["jobs"]) for document in jobs] == [1, 1]
-    assert bench.submit(first)["jobs"] == [], "its job waits or runs"
+    assert bench.submit(first)["jobs"] == [], "the job of this suite is pending or running"
     assert bench.submit(second, "--only", "a")["jobs"] == []
-    bench.running_step("z0")
-    bench.running_step("a")
+    bench.wait_for_step("z0")
+    bench.wait_for_step("a")
     assert len(lab.running()) == 2
-    assert len(lab.jobs()) == 3, "one element of an array at a time"
+    assert len(lab.jobs()) == 3, "one element of an array may run at a time"
     expected = {"z0": "running", "z2": "running", "a": "running", "b": "pending"}
     assert bench.states() == expected
     lab.script("restart-slurmctld")
     assert bench.states() == expected
     bench.release("z0")
     bench.release("a")
-    status = bench.ended()
+    status = bench.wait_for_end()
     assert {row["state"] for row in status.values()} == {"done"}, bench.logs()
     assert {row["restarts"] for row in status.values()} == {0}
-    assert sorted(bench.begun()) == ["a", "b", "z0", "z2"]
+    assert sorted(bench.started_cases()) == ["a", "b", "z0", "z2"]
     experiments = [record for record in bench.records() if record["kind"] == "experiment"]
     assert sorted(record["name"] for record in experiments) == ["a", "b", "z0", "z2"]
     found = bench.latest()
-    assert of(found["z0"])["nodes"] == of(found["z2"])["nodes"], "compared on the same allocation"
+    assert slurm_facts(found["z0"])["nodes"] == slurm_facts(found["z2"])["nodes"], "not in one allocation"
     assert [record["name"] for record in bench.records() if record["kind"] == "comparison"] == ["z0 vs z2"]
 
-    # Nothing is left to do, except on request.
+    # No case remains, but --rerun submits a completed case.
     assert bench.submit(second)["cases"] == 0
     assert bench.submit(second, "--only", "b", "--rerun")["cases"] == 1
-    assert bench.ended(["b"])["b"]["state"] == "done"
+    assert bench.wait_for_end(["b"])["b"]["state"] == "done"
     assert bench.outcomes("b") == ["ok", "ok"]
 
 
-def test_the_submitting_host_dies(lab: Lab, tmp_path: Path) -> None:
-    """`repro submit` is killed when its first array is submitted and the second is not."""
+def test_a_killed_submit_can_be_repeated(lab: Lab, tmp_path: Path) -> None:
+    """`repro submit` is killed between its first and its second array."""
     bench = Bench(lab, tmp_path)
     suite = bench.suite(case("wide", "dp = 4"), case("narrow", "dp = 2"))
     tools = tmp_path / "bin"
@@ -223,19 +223,19 @@ def test_the_submitting_host_dies(lab: Lab, tmp_path: Path) -> None:
     ]
     with lab.background(["exec"], [*bench.shell(), path, *command]):
 
-        def written() -> bool:
+        def has_job_id() -> bool:
             files = list(bench.results.glob("jobs/*/submission.json"))
             return bool(files) and any(
                 array["job_id"] for array in json.loads(files[0].read_text())["arrays"]
             )
 
-        lab.wait_for("the first array's number", written)
-    # The process is dead; a new one knows.
+        lab.wait_for("the job id of the first array", has_job_id)
+    # A new process reads the state of the killed one.
     states = bench.states()
     assert states["narrow"] == "not submitted"
     assert states["wide"] in ("pending", "running", "done")
     again = bench.submit(suite)
     assert again["cases"] == 1
-    status = bench.ended()
+    status = bench.wait_for_end()
     assert {row["state"] for row in status.values()} == {"done"}, bench.logs()
     assert bench.outcomes("wide") == bench.outcomes("narrow") == ["ok"]

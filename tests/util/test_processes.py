@@ -1,4 +1,4 @@
-"""Core affinity of a rank's threads, and freed memory that stays in the process."""
+"""Tests of the core affinity of a rank's threads, and of freed memory that remains in the process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Affinity = dict[int, set[int]]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Affinity:
-    """By thread, where it was put; this process has four cores."""
+def affinity(monkeypatch: pytest.MonkeyPatch) -> Affinity:
+    """Record the cores that each thread is assigned; the process has four cores."""
     found: Affinity = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 4, 7})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: found.update({pid: set(cores)}))
@@ -25,8 +25,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Affinity:
 
 
 @pytest.fixture
-def another() -> Iterator[int]:
-    """A second thread, which waits."""
+def thread() -> Iterator[int]:
+    """Start a second thread that waits, and return its id."""
     end, number = threading.Event(), []
     started = threading.Event()
 
@@ -43,28 +43,28 @@ def another() -> Iterator[int]:
     thread.join()
 
 
-@pytest.mark.parametrize(("place", "own"), [(0, 1), (1, 3), (2, 1), (7, 3)])
-def test_one_half_computes_and_the_other_carries(asked: Affinity, another: int, place: int, own: int) -> None:
-    CoreAssignment(place).apply()
-    assert asked[threading.get_native_id()] == {own}
-    assert asked[another] == {4, 7}
+@pytest.mark.parametrize(("index", "core"), [(0, 1), (1, 3), (2, 1), (7, 3)])
+def test_compute_has_a_separate_core(affinity: Affinity, thread: int, index: int, core: int) -> None:
+    CoreAssignment(index).apply()
+    assert affinity[threading.get_native_id()] == {core}
+    assert affinity[thread] == {4, 7}
 
 
-def test_one_core_does_both(asked: Affinity, another: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_one_core(affinity: Affinity, thread: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5})
     CoreAssignment(3).apply()
-    assert asked[threading.get_native_id()] == asked[another] == {5}
+    assert affinity[threading.get_native_id()] == affinity[thread] == {5}
 
 
-def test_a_thread_that_has_ended_is_no_mistake(asked: Affinity, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(thread: int, cores: set[int]) -> None:
+def test_an_ended_thread_is_ignored(affinity: Affinity, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_lookup_error(thread: int, cores: set[int]) -> None:
         raise ProcessLookupError(thread)
 
-    monkeypatch.setattr(os, "sched_setaffinity", gone)
+    monkeypatch.setattr(os, "sched_setaffinity", raise_lookup_error)
     CoreAssignment(0).apply()
 
 
-STEPS = """
+PROGRAM = """
 import resource, sys, torch
 from repro.util import processes
 
@@ -75,27 +75,27 @@ def step():
     blocks = [torch.ones(size << 20, dtype=torch.uint8) for size in (40, 3, 9)]
 
 torch.set_num_threads(1)
-if "kept" in sys.argv:
+if "keep" in sys.argv:
     processes.keep_freed_memory()
 step()
-if "kept" in sys.argv:
+if "keep" in sys.argv:
     processes.reserve_heap(52 << 20, 1)
 before = faults()
 for _ in range(3):
     step()
 print(faults() - before)
 """
-PAGES = 3 * (52 << 20) // 4096
+STEP_PAGES = 3 * (52 << 20) // 4096
 
 
-def faults_of_three_steps(*message: str) -> int:
-    done = subprocess.run([sys.executable, "-c", STEPS, *message], capture_output=True, text=True, check=True)
+def count_page_faults(*args: str) -> int:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *args], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 
-def test_what_was_freed_is_taken_again_without_a_page_fault() -> None:
-    assert faults_of_three_steps("kept") < 200
+def test_kept_memory_is_reused_without_page_faults() -> None:
+    assert count_page_faults("keep") < 200
 
 
-def test_and_would_not_be() -> None:
-    assert faults_of_three_steps() > PAGES / 2
+def test_memory_reuse_without_keeping_has_page_faults() -> None:
+    assert count_page_faults() > STEP_PAGES / 2

@@ -1,4 +1,4 @@
-"""Numbers and layouts for people: one way to write each."""
+"""Tests of numbers, quantities and layouts as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from repro.util import units
         (2e12, "2 TB"),
     ],
 )
-def test_bytes(value: float | None, text: str) -> None:
+def test_sizes_in_bytes_as_text(value: float | None, text: str) -> None:
     assert units.size(value) == text
 
 
@@ -39,7 +39,7 @@ def test_bytes(value: float | None, text: str) -> None:
         (119.7, "2 min 0 s"),
     ],
 )
-def test_seconds(value: float | None, text: str) -> None:
+def test_durations_as_text(value: float | None, text: str) -> None:
     assert units.seconds(value) == text
 
 
@@ -57,11 +57,11 @@ def test_seconds(value: float | None, text: str) -> None:
         (-15.04, "-15.0"),
     ],
 )
-def test_numbers(value: float | None, text: str) -> None:
+def test_numbers_as_text(value: float | None, text: str) -> None:
     assert units.number(value) == text
 
 
-def test_parameters_and_arithmetic() -> None:
+def test_parameter_counts_rates_and_intervals_as_text() -> None:
     counts = (842, 236_928, 39_594_240, 1_557_611_200, 1_008_038_758_400)
     assert [units.parameter_count(n) for n in counts] == ["842", "236.9K", "39.59M", "1.558B", "1.008T"]
     assert units.flop(1.683e14) == "168 TFLOP"
@@ -71,12 +71,12 @@ def test_parameters_and_arithmetic() -> None:
     assert units.ratio(1.0234, 1.01, 1.0339) == "1.023 times (1.010 to 1.034)"
 
 
-def test_an_allocators_message() -> None:
+def test_byte_counts_in_an_allocator_message_become_readable() -> None:
     message = "out of memory: 134217728 bytes requested of 32317748480; rank 12"
     assert units.readable(message) == "out of memory: 134 MB requested of 32.3 GB; rank 12"
 
 
-def test_a_layout_in_words_is_the_same_of_a_record() -> None:
+def test_layouts_in_words_omit_defaults() -> None:
     layout = Layout(tp=2, dp=2, sp=True, zero=1, zero1_reduce="all-reduce", global_batch=4)
     assert words.describe_layout(layout) == "tp 2 x dp 2, ZeRO 1 by all-reduce, fp32, sequence parallelism"
     assert words.describe_layout(Layout()) == "one rank, fp32"
@@ -84,7 +84,7 @@ def test_a_layout_in_words_is_the_same_of_a_record() -> None:
     assert words.describe_layout(ddp) == "dp 2, ZeRO 0, fp32, separate gradient buckets"
 
 
-def test_batches_and_schedule() -> None:
+def test_layouts_in_words_can_include_batches_and_schedule() -> None:
     layout = Layout(pp=2, dp=2, micro_batch=2, global_batch=16, schedule="interleaved", chunks=2)
     assert words.describe_layout(layout, batches=True) == (
         "pp 2 x dp 2, ZeRO 0, fp32, micro-batch 2, global batch 16, interleaved with 2 chunks, "
@@ -93,13 +93,13 @@ def test_batches_and_schedule() -> None:
     assert words.describe_layout(layout, degrees=False) == "ZeRO 0, fp32"
 
 
-def test_plurals() -> None:
+def test_nouns_with_counts_have_plurals() -> None:
     counts = [words.count_noun(n, "micro-batch") for n in (1, 2, 0.75)]
     assert counts == ["1 micro-batch", "2 micro-batches", "0.75 micro-batches"]
     assert words.count_noun(1024, "rank") == "1,024 ranks"
 
 
-def test_every_operator_set_has_its_own_words() -> None:
-    """A suite's key is free to name any of them, so no page may stop at one."""
-    printed = {words.describe_layout(Layout(kernels=kernels)) for kernels in OperatorSet}
-    assert len(printed) == len(OperatorSet)
+def test_each_operator_set_has_a_distinct_description() -> None:
+    """A suite may name any operator set, so a page must be able to print each."""
+    descriptions = {words.describe_layout(Layout(kernels=kernels)) for kernels in OperatorSet}
+    assert len(descriptions) == len(OperatorSet)

@@ -52,7 +52,7 @@ def benchmark_clock(device: torch.device) -> HostClock:
 
 
 def median_seconds(clock: HostClock, calls: list[Callable[[], Any]], rounds: int, warm: int = 3) -> float:
-    """Return the median seconds of `rounds` calls that take turns."""
+    """Return the median seconds of `rounds` calls, which cycle through `calls`."""
     times = []
     for i in range(warm + rounds):
         before = clock.total_seconds()
