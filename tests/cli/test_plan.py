@@ -28,7 +28,7 @@ if __name__ == "__main__":
 """
 
 
-def test_plan_prints_layouts_times_and_costs(
+def test_plan_prints_rows(
     capsys: pytest.CaptureFixture[str], tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]

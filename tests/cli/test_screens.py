@@ -220,5 +220,5 @@ def test_answer_about_a_machine_without_optional_libraries(
     """The details contain the commands that install the libraries."""
     monkeypatch.setattr("repro.launch.doctor.machine.versions", lambda names: {})
     answer = screen("doctor")
-    assert re.search("limited +DeepSpeed +not installed +no `engine", answer)
+    assert re.search("limited +DeepSpeed +not installed +experiments with", answer)
     assert "pip install" not in answer

@@ -117,7 +117,7 @@ def test_calibrated_system_file_is_read(tmp_path: Path) -> None:
         (SEND + "points = [[2, 1]]\nstride = 0", "stride = 0: must be an integer of at least 1"),
         (
             SEND + "points = [[2, 1]]\ngroups = [{ points = [[2, 1]] }]",
-            r"groups = \[0\]: must be measurements with ranks = 2 or more",
+            r"groups = \[0\]: must be measurements of 2 or more ranks",
         ),
         ("[provenance]\ndate = '2026-01-01'", r"provenance\.torch: is missing"),
     ],

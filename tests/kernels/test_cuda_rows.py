@@ -75,7 +75,7 @@ def test_softmax_refuses_long_rows_and_mixed_dtypes(host: Host) -> None:
     assert host.call(softmax.launch_causal_softmax, torch.ones(0, 8, 8), 1.0).shape == (0, 8, 8)
     with pytest.raises(Unavailable, match="up to 16384 scores, not 20000"):
         softmax.program("half", 20000, 8, True)
-    with pytest.raises(Unavailable, match="dtype of the weights"):
+    with pytest.raises(Unavailable, match="dtype of the attention weights"):
         host.call(softmax.launch_causal_softmax_backward, torch.ones(2, 2), torch.ones(2, 2).half(), 1.0)
     assert not host.launched
 

@@ -73,7 +73,7 @@ def test_lines_end_at_their_loss_distance_from_one_process() -> None:
     assert "convergence/batch-32" not in drawing.records
     assert "5 layouts in fp32 and 1 in fp16 or bf16" in drawing.caption
     assert (
-        "any step: 7.0e-06 of an fp32 layout, 2.0e-06 of one process with sums in another order"
+        "any step: 7.0e-06 of an fp32 layout, 2.0e-06 of one process with another summation order"
         in drawing.caption
     )
 

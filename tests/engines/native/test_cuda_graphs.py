@@ -29,7 +29,7 @@ GRAPHS = Layout(micro_batch=2, global_batch=4, cuda_graphs=True)
         ({}, {"dropout": 0.1}, ""),
         ({"kernels": "reference"}, {}, ""),
         ({"kernels": "reference"}, {"dropout": 0.1}, "from the host"),
-        ({"dp": 2}, {}, "several ranks"),
+        ({"dp": 2}, {}, "collectives between ranks"),
         ({"recompute": True, "pa_cpu": True}, {}, "host memory"),
     ],
 )

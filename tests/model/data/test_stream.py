@@ -194,7 +194,7 @@ def test_bytes_and_synthetic_tokens_need_torch_and_numpy_only() -> None:
 
 
 def test_bpe_needs_gpt2s_vocabulary() -> None:
-    with pytest.raises(ConfigError, match="50257; this one has 256"):
+    with pytest.raises(ConfigError, match="50257 tokens; this model has 256"):
         stream("shakespeare-gpt2")
     tokens = stream("shakespeare-gpt2", load_model("gpt2-tiny"))
     assert tokens.samples(0, 3).shape == (3, 129)

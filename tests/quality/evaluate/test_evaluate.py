@@ -177,7 +177,7 @@ def test_command_evaluates_on_two_ranks(
 ) -> None:
     """Zero weights give all 256 bytes equal probability, so that each perplexity is a power of 256."""
     monkeypatch.chdir(tmp_path)
-    write_weights(tmp_path / "zeros", {}, size=256)
+    write_weights(tmp_path / "zeros", {}, vocab_size=256)
     data = tmp_path / "wiki.test.tokens"
     data.write_text(RAW)
     options = ["--task", "wikitext103", "--tokenizer", "bytes", "--pp", "2", "--stride", "5", "--json"]
@@ -264,11 +264,11 @@ def test_missing_text_is_refused_with_its_source(
 
 
 def test_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
-    write_weights(tmp_path, {}, size=200)
+    write_weights(tmp_path, {}, vocab_size=200)
     data = tmp_path / "texts.txt"
     data.write_text("a cat on the mat\n")
     options = EvaluationOptions(weights=tmp_path, task="lambada", data=data, tokenizer=str(folder))
-    with pytest.raises(ConfigError, match=r"which has 200 tokens; the selected tokenizer gives id 261"):
+    with pytest.raises(ConfigError, match=r"the model with 200 tokens; the selected tokenizer gives id 261"):
         run_evaluation(options, tmp_path)
 
 

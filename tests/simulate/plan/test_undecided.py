@@ -175,6 +175,20 @@ def test_a_tight_row_has_a_star_with_one_footnote(exact: System, capsys: pytest.
     assert "*: less than 3 % of the device's memory is left" in out
 
 
+def test_faster_tight_rows_beyond_the_table_are_counted(
+    exact: System, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Workers(1) as workers:
+        found = search_layouts(query(exact), workers, 4)
+    best, other = found.rows[:2]
+    for is_tight, factor in ((True, 0.5), (True, 2), (False, 0.5)):
+        other.is_tight, other.rank_s = is_tight, factor * best.rank_s
+        show_plan(query(exact), replace(found, rows=[best, other]), 1)
+        out = " ".join(capsys.readouterr().out.split())
+        counted = "Faster, but with less than 3 % of the device's memory left: 1 layout (--top 2)." in out
+        assert counted == (is_tight and factor < 1)
+
+
 @pytest.fixture(scope="module")
 def exact() -> System:
     system = systems.load_system_file("dgx2")
