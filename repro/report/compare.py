@@ -278,6 +278,7 @@ def _print_changes(changes: Sequence[Change], most: int | None) -> None:
     few = (
         f"Not decided: fewer than {MIN_LAUNCHES} launches of A or B, or an interval wider than --tolerance. "
     )
-    few += "`repro compare COMMIT COMMIT --suite FILE` runs both commits alternately until all speeds are decided."
+    few += "`repro run SUITE --rerun --results A` adds a launch; `repro compare COMMIT COMMIT --suite FILE` runs two "
+    few += f"commits alternately until all speeds are decided, at most --launches times (default {MAX_LAUNCHES})."
     is_undecided = any(c.judged == UNDECIDED for c in changes)
     print_page(f"Changes: {counts}.", made, few * is_undecided, more)

@@ -65,14 +65,14 @@ def write_table(
     form: str,
     output: Path | None,
     own: Sequence[Path] = (),
-    claims: str = "",
+    claims: Sequence[str] = (),
     columns: str = "",
 ) -> int:
     """Write one table of the records in `results` to the file `output`, or to standard output if it is None; return 0.
 
     The format parquet and the table `reference` need a file. `own`: additional ledger files of published claims.
-    `claims`: glob of claim ids, for `CLAIM_TABLES`. `columns`: names, separated by commas; empty selects
-    `PAGE_COLUMNS` for Markdown and LaTeX, else all columns. Raises `ConfigError` for invalid input.
+    `claims`: globs of claim ids, for `CLAIM_TABLES`. `columns`: names, separated by commas; empty selects
+    `PAGE_COLUMNS` that are not empty for Markdown and LaTeX, else all columns. Raises `ConfigError` for invalid input.
     """
     require(table in (*TABLES, REFERENCE), "--table", table, f"one of {', '.join((*TABLES, REFERENCE))}")
     if table == REFERENCE:
@@ -86,17 +86,14 @@ def write_table(
         raise ConfigError("--output", "", "a file, since parquet is a binary format")
     if claims and table not in CLAIM_TABLES:
         says = f"cannot be combined with --table {table}, only with {', '.join(CLAIM_TABLES)}"
-        raise ConfigError("--claims", claims, says=says)
+        raise ConfigError("--claims", claims[0], says=says)
     frame = build_table(results, table, own, claims)
-    if claims and frame.empty:
-        right = f"a glob that matches ids of the table {table}; `repro claims --all` lists all ids"
-        raise ConfigError("--claims", claims, right)
     chosen = [name.strip() for name in columns.split(",") if name.strip()]
     if unknown := [name for name in chosen if name not in frame]:
         raise ConfigError("--columns", unknown[0], f"one of {', '.join(map(str, frame))}")
     if form in ("markdown", "latex"):
-        chosen = chosen or [name for name in PAGE_COLUMNS.get(table, frame) if name in frame]
-        frame = _with_units(frame, chosen)
+        by_default = [name for name in PAGE_COLUMNS.get(table, frame) if name in frame]
+        frame = _with_units(frame, chosen or [name for name in by_default if frame[name].notna().any()])
     elif chosen:
         frame = frame[chosen]
     if frame.empty:
@@ -113,15 +110,24 @@ def write_table(
     return 0
 
 
-def build_table(results: Path, table: str, own: Sequence[Path] = (), claims: str = "") -> pd.DataFrame:
-    """Return one of `TABLES` from the records in `results` as a data frame; `claims`: glob for `CLAIM_TABLES`."""
+def build_table(
+    results: Path, table: str, own: Sequence[Path] = (), claims: Sequence[str] = ()
+) -> pd.DataFrame:
+    """Return one of `TABLES` from the records in `results` as a data frame; `claims`: globs for `CLAIM_TABLES`."""
+    import pandas as pd
+
     from repro.report import evidence
 
     found = evidence.read_store(results, own)
     print_remarks(found.torn)
     build = getattr(found, "provenance" if table == "records" else table)
-    frame: pd.DataFrame = build(claims or "*") if table in CLAIM_TABLES else build()
-    return frame
+    frames: list[pd.DataFrame] = (
+        [build(glob) for glob in claims or ("*",)] if table in CLAIM_TABLES else [build()]
+    )
+    for glob, frame in zip(claims, frames, strict=False):
+        right = f"a glob that matches ids of the table {table}; `repro claims --all` lists all ids"
+        require(not frame.empty, "--claims", glob, right)
+    return pd.concat(frames, ignore_index=True).drop_duplicates() if len(frames) > 1 else frames[0]
 
 
 def _with_units(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
@@ -145,7 +151,7 @@ def _cell(value: Any, size: float, unit: str) -> Any:
 
 
 def _markdown(frame: pd.DataFrame) -> str:
-    """Return a data frame as a Markdown table without empty columns."""
+    """Return a data frame as a Markdown table."""
     shown = _filled(frame)
     cells = shown.map(lambda value: str(value).replace("|", "\\|") if isinstance(value, str) else value)
     return str(cells.to_markdown(index=False)) + "\n"
@@ -159,8 +165,8 @@ def _latex(frame: pd.DataFrame) -> str:
 
 
 def _filled(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a data frame without its empty columns, and with an empty cell for each missing value."""
-    filled = frame.dropna(axis="columns", how="all").astype(object)
+    """Return a data frame with an empty cell for each missing value."""
+    filled = frame.astype(object)
     return filled.where(filled.notna(), "")
 
 

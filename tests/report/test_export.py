@@ -50,6 +50,18 @@ def test_rows_and_columns_are_selected(synthetic_results: Path, capsys: pytest.C
     assert r"memory peak (GB)" in heading
     headline = exported(capsys, *results, "--table", "headlines", "--claims", "zero-fig2-throughput")
     assert headline.count("15 PFLOP/s") == 1
+    several = [
+        *results,
+        "--claims",
+        "zero-fig2-throughput",
+        "--claims",
+        "zero-fig2-*",
+        "--claims",
+        "ds-3p75x-lowbw",
+    ]
+    text = exported(capsys, *several, "--columns", "claim,emulated")
+    assert r"claim & emulated \\" in text, "a named column appears although it is empty"
+    assert [text.count(f"\n{claim} & ") for claim in ("zero-fig2-throughput", "ds-3p75x-lowbw")] == [1, 1]
 
 
 def test_parquet_has_the_claims_of_the_csv(

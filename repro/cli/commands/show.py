@@ -12,6 +12,7 @@ from repro.cli.commands.options import (
     Details,
     Json,
     Ledger,
+    OptionalNames,
     OptionalPath,
     Results,
     StoredResults,
@@ -101,8 +102,9 @@ def export(
     ] = "claims",
     form: Annotated[str, option("Format: csv, parquet, markdown or latex.", name="--format")] = "markdown",
     claims: Annotated[
-        str, option("Write only claims whose id matches; for tables headlines, claims and values.", "GLOB")
-    ] = "",
+        OptionalNames,
+        option("Write only these claims; for tables headlines, claims and values; may be repeated.", "GLOB"),
+    ] = None,
     columns: Annotated[
         str, option("Columns to write: a,b,c. Default: at most six in markdown and latex, else all.", "NAMES")
     ] = "",
@@ -111,7 +113,7 @@ def export(
     """Write claims or records as a table for other programs, papers and pull requests."""
     from repro.report.export import write_table
 
-    return write_table(results, table, form, output, tuple(ledger or ()), claims, columns)
+    return write_table(results, table, form, output, tuple(ledger or ()), claims or (), columns)
 
 
 @app.command(epilog="Example:  repro artifact --output reports/artifact.md")

@@ -88,7 +88,10 @@ def print_claims(
     if json:
         print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
     elif claim_id and not details:
-        print_claim(chosen[0], stdout(PAGE_COLUMNS), first)
+        options = "".join(f" --ledger {path}" for path in own) + f" --results {results}" * (
+            results != Path("results")
+        )
+        print_claim(chosen[0], stdout(PAGE_COLUMNS), first, options)
     elif claim_id:
         print_claim_details(chosen[0], ledger, stdout(PAGE_COLUMNS))
     elif all_claims or details or own:
@@ -135,8 +138,13 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
     console.print("Every claim: `repro claims --all`. One claim in detail: `repro claims 5`.")
 
 
-def print_claim(result: ClaimResult, console: Console, first: Collection[str] = ()) -> None:
-    """Print a claim on one screen: verdict, cause, values (first those labelled `first`), and repeating commands."""
+def print_claim(
+    result: ClaimResult, console: Console, first: Collection[str] = (), options: str = ""
+) -> None:
+    """Print a claim on one screen: verdict, cause, values (first those labelled `first`), and repeating commands.
+
+    `options`: options of the suggested `repro claims`.
+    """
     claim = result.claim
     console.print(Text.assemble((claim.id, "bold cyan"), f": {claim.title}."))
     verdict = Text.assemble("Verdict: ", (result.verdict, VERDICT_STYLES[result.verdict]), f". {why(result)}")
@@ -174,7 +182,8 @@ def print_claim(result: ClaimResult, console: Console, first: Collection[str] = 
     verb = "Run" if result.verdict == NOT_RUN else "Repeat"
     for what, command in _repeat_commands(result):
         console.print(f"{verb} the {what}: {command}", soft_wrap=True)
-    console.print(f"Sources, notes and every value: repro claims {claim.id} --details")
+    details = f"repro claims {claim.id} --details{options}"
+    console.print(f"Sources, notes and every value: {details}", soft_wrap=True)
 
 
 def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:

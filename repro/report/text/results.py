@@ -318,7 +318,10 @@ def print_run_summary(summary: dict[str, Any], *, with_table: bool, details: boo
         lines.append(f"{row['name']}: {row['outcome']}  {units.readable(row['reason'])}{logs}")
     lines += [f"{len(wrong) - MAX_LINES} more, which --json lists"] * (len(wrong) > MAX_LINES)
     lines += reason_lines([row["reason"] for row in missing])
-    lines.append(f"records: {summary['results']}/records; `repro results {summary['suite']}` shows them")
+    shown = f"repro results {summary['suite']}" + f" --results {summary['results']}" * (
+        summary["results"] != "results"
+    )
+    lines.append(f"records: {summary['results']}/records; `{shown}` shows them")
     print("\n".join(lines))
     if with_table:
         print()
