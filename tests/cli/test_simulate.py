@@ -70,6 +70,12 @@ def test_text_shows_memory_traffic_and_the_failure_cause(
     assert max(map(len, out.splitlines())) <= 100
     for words in ("Memory peak: ", "FLOP per step", "uncertain input", "hidden communication"):
         assert words in run(capsys, *query, "--details")[1]
+    assert "Little memory is left" not in out
+    full = found["memory"]["context_bytes"] + found["memory"]["reserved_bytes"]
+    for limit, is_little in ((full / 0.98, True), (full / 0.6, False)):
+        out = run(capsys, *query, "--memory-limit", str(round(limit)))[1]
+        assert ("Little memory is left" in out) == is_little
+        assert ("of which NCCL's further communicators need " in out) == is_little
     code, out = run(
         capsys, *query, "--memory-limit", str(systems.load_system_file("dgx2").context() + 2_000_000)
     )

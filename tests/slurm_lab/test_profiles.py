@@ -37,7 +37,7 @@ def test_profile_values_beyond_the_cluster_are_refused(
 def test_a_case_with_too_many_nodes_is_refused(lab: Lab, tmp_path: Path) -> None:
     bench = Bench(lab, tmp_path)
     line = bench.submit_error(bench.suite(case("wide", "dp = 8")))
-    assert "at most 4 nodes" in line
+    assert "slurm.nodes = 8: must be at most 4, the number of nodes in partition debug" in line
     assert "wide" in line
 
 

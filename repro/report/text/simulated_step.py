@@ -10,6 +10,7 @@ from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.config.system import System
 from repro.results.interval import likely_range
+from repro.simulate.plan.candidates import MIN_HEADROOM, communicator_bytes
 from repro.simulate.plan.closed_form import TERMS
 from repro.simulate.time.calibration import BASES, describe_basis
 from repro.util import units
@@ -138,7 +139,12 @@ def describe_fit(simulation: Simulation, system: System) -> list[str]:
     required = simulation.required_bytes
     if error is None or limit is None:
         available = "an unknown memory" if limit is None else f"{units.size(limit)} of device memory"
-        return [f"Fits: {name}. Peak memory: {units.size(required)} of {available}."]
+        parts = [f"Fits: {name}. Peak memory: {units.size(required)} of {available}."]
+        further = communicator_bytes(e.layout, system)
+        if limit is not None and limit - required - further < MIN_HEADROOM * limit:
+            buffers = f", of which NCCL's further communicators need {units.size(further)}" if further else ""
+            parts.append(f"Little memory is left: {units.size(limit - required)}{buffers}.")
+        return parts
     memory, missing = simulation.fullest.memory, units.size(required - limit)
     available = f"{units.size(limit)} of device memory; {missing} are missing"
     cause = f"{units.size(memory.peak_bytes)} are allocated at the peak in {memory.phase}, more than"
