@@ -6,10 +6,13 @@ python -m tests.key_reference > docs/keys.md
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from repro.claims import ledger
+from repro.claims.formulas import FORMULAS
 from repro.cli.commands.options import first_sentences
 from repro.config import EmulatedNetwork, Layout, Limits, Model, Training
 from repro.config.links import Link
@@ -17,6 +20,7 @@ from repro.config.quantity import Quantity
 from repro.config.suites import Comparison
 from repro.config.system import Device, System
 from repro.config.timing import DeviceTime
+from repro.results import metrics
 from tests.command_reference import plain
 
 HEAD = """# Keys of files
@@ -76,9 +80,23 @@ def table_lines(table: Table) -> Iterator[str]:
             yield f"| `{field.name}` | {plain(sentences.get(field.name, ''))} | {default_text(field)} |"
 
 
+def function_lines() -> Iterator[str]:
+    """Yield a table of the functions of an expression in a ledger file, and the list of metrics."""
+    yield from ("\n## Functions of an expression in a ledger\n", "| function | value |", "|---|---|")
+    for name, formula in FORMULAS.items():
+        arguments = re.sub(r": '[a-z]+'| ->.*", "", str(inspect.signature(formula)))
+        value = (inspect.getdoc(formula) or "").split("\n\n")[0].removeprefix("Return ")
+        yield f"| `{name}{arguments}` | {plain(value)} |"
+    yield "\n## Metrics of a record\n"
+    yield "`metric(experiment, name)` reads a metric. The header of `repro export --table experiments --format csv` has"
+    yield "the names of all metrics in the store.\n"
+    yield (metrics.__doc__ or "").partition("\n\n")[2].rstrip()
+
+
 def reference() -> str:
     """Return the page."""
-    return "\n".join([HEAD.rstrip("\n"), *(line for table in TABLES for line in table_lines(table))]) + "\n"
+    lines = [*(line for table in TABLES for line in table_lines(table)), *function_lines()]
+    return "\n".join([HEAD.rstrip("\n"), *lines]) + "\n"
 
 
 if __name__ == "__main__":

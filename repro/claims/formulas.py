@@ -212,6 +212,7 @@ def mean(*values: float) -> float:
 
 
 def _root(x: float) -> float:
+    """Return the square root of `x`. Raises `ArithmeticError` if `x` is negative."""
     if x < 0:
         raise ArithmeticError("no real root")
     return sqrt(x)
