@@ -274,7 +274,7 @@ def _print_changes(changes: Sequence[Change], most: int | None) -> None:
     for c in sorted(shown, key=lambda c: (WORSE, BETTER, UNDECIDED, SAME).index(c.judged))[:most]:
         ratio = units.ratio(c.ratio, c.low, c.high) if c.ratio else ""
         made.add_row(c.judged, c.kind, c.name, ratio, c.before, c.after)
-    more = "--details lists all changes, and equal speeds." if most is not None else ""
+    more = "--details lists all changes, and speeds that are the same." if most is not None else ""
     few = (
         f"Not decided: fewer than {MIN_LAUNCHES} launches of A or B, or an interval wider than --tolerance. "
     )

@@ -189,16 +189,15 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         "pp": scale.pp_link(before, after, layers),
     }
     within = between = 0.0
-    # The last group decides the rate of a shared link: tp, whose communication cannot overlap with computation.
+    # Groups that share a link get the rate for tp, the last group, because its communication cannot overlap.
     for group in ("dp", "pp", "tp"):
         if not factors[group]:
             continue
         rate = (_stage_rate(real) if group == "pp" else real.bus_bandwidth(group)) * factors[group]
         if probe.link(group) == BETWEEN_NODES:
             unlimited = _stage_rate(probe) if group == "pp" else _across(member, group)
-            if (
-                group != "pp"
-            ):  # Rate of the links between nodes; `within` limits the links inside nodes separately.
+            # `rate` becomes that of the links between nodes: `within` limits the links inside nodes separately.
+            if group != "pp":
                 rate = Network(_open_inside(member.system), before).bus_bandwidth(group) * factors[group]
             between = rate * probe.peak(BETWEEN_NODES) / unlimited
             if _ring_inside(member, group):

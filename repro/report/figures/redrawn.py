@@ -166,7 +166,9 @@ def draw_entry(entry: FigureEntry, view: View) -> Drawing:
     values = [value for panel in panels for value in panel.values]
     remedy = tuple(dict.fromkeys(command for value in values for command in value.remedy))
     shown = {run: ours.kind for value in values for ours in value.ours for run in ours.runs}
-    words = f"{entry.text} The store has no results for its published values: {_claims_sentence(entry)}"
+    words = (
+        f"{entry.text} The store has no results for the figure's published values: {_claims_sentence(entry)}"
+    )
     empty = Drawing(entry.id, entry.title, words, missing=" && ".join(remedy), evidence=SIMULATED)
     if not shown:
         return empty

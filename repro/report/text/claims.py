@@ -384,7 +384,7 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
     console = stdout(PAGE_COLUMNS)
     print_answers(found, name, console, None if details or claim else MAX_ANSWERS)
     if lacking := sum(answer.unrecorded for answer in found):
-        console.print(f"{lacking} answers need a simulation: `{command}`.", markup=False, soft_wrap=True)
+        console.print(f"{lacking} predictions need a simulation: `{command}`.", markup=False, soft_wrap=True)
     return 0
 
 
@@ -413,7 +413,7 @@ def print_answers(found: Sequence[Answer], system: str, console: Console, most: 
     console.print()
     if len(found) > len(listed):
         console.print(
-            f"--details lists {len(found) - len(listed)} more answers, `repro claims ID --system` those of one claim."
+            f"--details lists {len(found) - len(listed)} more predictions; `repro claims ID --system` lists one claim's."
         )
     console.print(other_system.PREDICTIONS)
     if rests_on := count_bases(answer.rests_on for answer in found):

@@ -56,7 +56,9 @@ def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> in
     for step, plan in listed[:most]:
         cells = step.name, f"{step.estimate_s:.0f}", f"{step.limit_s:.0f}", plan, step.question, step.basis
         shown.add_row(*cells[: len(headings)])
-    more = f"--details lists {max(0, len(listed) - most)} more steps, and the question of each step."
+    more = (
+        f"--details lists {max(0, len(listed) - most)} more steps, and the question that each step answers."
+    )
     print_page(answer, left_out, enough, shown, "" if details else more)
     return 0
 

@@ -77,7 +77,9 @@ def print_twin(
     print_page(
         *_describe_ratios(found),
         *parts,
-        "" if details else "--details lists similarity numbers and the effect of each scaling difference.",
+        ""
+        if details
+        else "--details lists the dimensionless numbers of originals and twins, and the effect of each difference.",
         "" if write is None else f"{write}: {words.count_noun(count, 'experiment')}.",
         command="" if write is None else f"repro run {write}",
     )
@@ -137,7 +139,7 @@ def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
         shapes = (f"{e.model.layers} x {e.model.hidden}" for e in both)
         steps = (units.number(p.step_s) for p in (member.before, member.after))
         sizes.add_row(member.original.name, *degrees, *shapes, *steps)
-    note = "Ratio: FLOP/s per device over those of the baseline. Corrected: without the effects of scaling."
+    note = "Ratio: FLOP/s per device over those of the baseline. Corrected: without the effects of the smaller scale."
     largest = units.percent(max(map(abs, apart), default=0.0))
     answer = f"The twin changes the predicted ratio by {largest} or less."
     return [*([answer, compared, note] if apart else ["No experiments are compared."]), sizes]

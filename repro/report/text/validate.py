@@ -195,7 +195,7 @@ def _point_tables(found: Sequence[Point]) -> list[str | Table]:
         "Ratios": [point for point in counted if point.kind == published.RATIO],
         "Peak memory": [point for point in counted if point.kind == published.MEMORY],
         "Omitted: calibration values": [point for point in found if point.left_out == published.CALIBRATION],
-        "Not counted: bounds, means, and further values of a run that is listed above": [
+        "Not counted in the errors: bounds, means, and further values of a run that is listed above": [
             point for point in found if point.left_out not in ("", published.CALIBRATION)
         ],
     }

@@ -178,7 +178,7 @@ def _case(site: Profile, entry: CaseClass, partitions: dict[str, Partition]) -> 
     try:
         partition = check_partition(partitions, wanted, file=site.file, where=name)
     except ConfigError as error:
-        return Check(name, LIMITED, str(error), "experiments of this table cannot be submitted")
+        return Check(name, LIMITED, str(error), "experiments of this [[case]] table cannot be submitted")
     found = _partition(name, site, partition, entry.time_limit or site.slurm.time_limit)
     return replace(found, state=LIMITED, fatal=False) if found.fatal else found
 
