@@ -85,9 +85,8 @@ class Placement:
         layout = self.layout
         if group == "world":
             return tuple(range(layout.world))
-        if (
-            group == "embedding"
-        ):  # First and last stage share the tied embedding; other stages form groups of one.
+        # First and last stage share the tied embedding; other stages form groups of one.
+        if group == "embedding":
             pipeline = self.ranks_of("pp", rank)
             ends = (pipeline[0], pipeline[-1])
             return ends if layout.pp > 1 and rank in ends else (rank,)

@@ -112,9 +112,8 @@ def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, h
     """
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
-    vars(twin).pop(
-        "step", None
-    )  # Remove a learning rate scheduler's wrapper of `step`, which counts optimizer steps.
+    # Remove a learning rate scheduler's wrapper of `step`, which counts optimizer steps.
+    vars(twin).pop("step", None)
     parameter = Parameter(start.clone())
     rate = {"lr": 0.01} if group.get("lr") == 0 else {}  # A learning rate of 0 updates nothing.
     twin.param_groups = [{**group, **rate, "params": [parameter]}]

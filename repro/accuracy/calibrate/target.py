@@ -113,9 +113,8 @@ def _measure(
             measured = groups if collectives else dict(list(groups.items())[:1])
             timed = COLLECTIVES if collectives else (RING_COLLECTIVE,)
             result["links"] = bench.by_payload(measured, chains, payloads, beat, timed)
-            if (
-                not collectives
-            ):  # The times of collectives would include the work of the CPU thread on messages.
+            # The times of collectives would include the work of the CPU thread on messages.
+            if not collectives:
                 result["message_s"] = bench.message_s(RING_COLLECTIVE, all_ranks)
                 exchanged = [bench.message_s(op, all_ranks) for op in EXCHANGED]
                 result["exchange_s"] = statistics.fmean(exchanged) / messages_of(EXCHANGED[0], all_ranks.size)

@@ -190,9 +190,8 @@ class GradientReducer:
     def _collect(self, b: int, s: int, parameter: Parameter) -> None:
         """Move a gradient that autograd computed from `parameter.grad` to the parameter's bucket."""
         gradient = parameter.grad
-        if (
-            gradient is None
-        ):  # The gradient is zero, or the backward pass has written it to the bucket directly.
+        # The gradient is zero, or the backward pass has written it to the bucket directly.
+        if gradient is None:
             return
         parameter.grad = None
         if gradient.layout != torch.strided:

@@ -413,7 +413,7 @@ def print_answers(found: Sequence[Answer], system: str, console: Console, most: 
     console.print()
     if len(found) > len(listed):
         console.print(
-            f"--details lists {len(found) - len(listed)} more predictions; `repro claims ID --system` lists one claim's."
+            f"--details lists {len(found) - len(listed)} more predictions; `repro claims ID --system` those of a claim."
         )
     console.print(other_system.PREDICTIONS)
     if rests_on := count_bases(answer.rests_on for answer in found):

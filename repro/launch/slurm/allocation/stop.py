@@ -143,9 +143,8 @@ def _down(nodes: str) -> list[str]:
 def _query_slurm(command: list[str]) -> str:
     """Return the standard output of a SLURM command; empty if the command is missing or does not answer in time."""
     try:
-        with (
-            signals_blocked()
-        ):  # SLURM signals all processes of the job, and would end the SLURM command as well.
+        # SLURM signals all processes of the job, and would end the SLURM command as well.
+        with signals_blocked():
             done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
