@@ -36,9 +36,9 @@ TRIAL_LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 def plan_trials(
     query: LayoutQuery, model: Model | None, sizes: dict[str, int], search: str, as_rank: int | None, of: int
 ) -> Trials:
-    """Return a search by trials for the largest model that fits `query`.  Raises `ConfigError`.
+    """Return a search, by trial runs, for the largest model that fits the devices of `query`.  Raises `ConfigError`.
 
-    `as_rank`: rank, of `of` ranks, whose memory a single process allocates; None: all ranks run.
+    `as_rank`: one rank of a layout of `of` ranks, whose memory a single process allocates; None: all ranks run.
     """
     system, gpus = query.system, query.gpus
     if system not in local_launch.DEVICES:
@@ -64,7 +64,7 @@ def plan_trials(
 
 
 def _local_system(system: str, limit: int | None) -> System:
-    """Return this machine as a system. Raises `ConfigError` on processor cores without a `limit` in bytes."""
+    """Return a description of this machine's hardware. Raises `ConfigError` on a CPU without a memory `limit`."""
     if local_launch.DEVICES[system] != "cpu":
         return discover()
     if limit is None:
@@ -85,7 +85,7 @@ class Trials:
     limit: int | None
     """Memory limit of a device in bytes, including the CUDA context; None for all of the device's memory."""
     as_rank: int | None
-    """Rank whose memory a single process allocates; None if all ranks run."""
+    """Rank whose memory a single process allocates in each trial run; None if a trial runs all ranks."""
 
     @property
     def limit_bytes(self) -> int:

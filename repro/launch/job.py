@@ -83,7 +83,7 @@ class Interrupt:
     def __init__(self) -> None:
         self.signal = 0
         self.again = False
-        """Whether a second signal has requested an immediate end."""
+        """Whether a second signal (such as a second Ctrl-C) requests the end of the run without a checkpoint."""
         self._previous: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
@@ -91,7 +91,7 @@ class Interrupt:
 
     @property
     def reason(self) -> str:
-        """Return the reason of the interruption for records; empty if no signal has arrived."""
+        """Return the cause of a run's interruption, for the run's records; empty if no signal has arrived."""
         return "stopped by the user" if self else ""
 
     @property

@@ -39,7 +39,7 @@ class Task:
 
 
 def select_entries(suite: Suite, only: list[str]) -> list[Entry]:
-    """Return the entries of a suite whose name matches a glob of `only`; all entries if `only` is empty.
+    """Return the entries (experiments) of a suite whose name matches a glob of `only`; all entries if `only` is empty.
 
     A glob `suite/name` applies only to the suite of that name. Raises `ConfigError` for a glob without a match.
     """
@@ -55,7 +55,7 @@ def select_entries(suite: Suite, only: list[str]) -> list[Entry]:
 
 
 def plan_tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool) -> list[Task]:
-    """Return the tasks for entries without a conclusive record (`rerun`: for all entries), in the suite's order."""
+    """Return the launches for experiments without an `ok`, `oom` or `diverged` record (`rerun`: for all `entries`)."""
     todo: list[Task] = []
     compared: set[str] = set()
     experiments = {entry.experiment.name: entry.experiment for entry in entries}
@@ -81,7 +81,7 @@ def plan_tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool)
 
 
 def missing_tasks(task: Task, store: Store) -> list[Task]:
-    """Return a task with those experiments of `task` that have no conclusive record, as a list; empty if all have one.
+    """Return tasks (at most one) for the experiments of `task` that have no `ok`, `oom` or `diverged` record.
 
     A comparison repeats its baseline with the remaining subjects, even if the baseline has a record. If the baseline
     ran out of memory or diverged, its subjects run without a comparison.
@@ -108,7 +108,7 @@ def missing_tasks(task: Task, store: Store) -> list[Task]:
 def retry_until_done(
     attempt: Callable[[], bool], cancelled: Callable[[], bool], announce: Callable[[], None]
 ) -> None:
-    """Call `attempt` until `attempt` or `cancelled` returns True; call `announce` before the first wait."""
+    """Repeat `attempt` (to lock experiments) until it or `cancelled` is True; call `announce` before the first wait."""
     announced = False
     while not attempt() and not cancelled():
         if not announced:

@@ -39,7 +39,7 @@ def disk_full_errors(place: Path, message: str = "") -> Iterator[None]:
 
 
 class Recorder:
-    """Writer of the records of one `repro run`, which all have the same kind of evidence."""
+    """Writer of the result records of one `repro run`, which are either all measured or all simulated."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Recorder:
                 )
 
     def simulated(self, experiment: Experiment, record: ExperimentRecord) -> None:
-        """Write the record of a simulated experiment; a conclusive record gets provenance.  Raises `DiskFull`."""
+        """Write a simulated experiment's record, with provenance unless its outcome is `error`. Raises `DiskFull`."""
         from repro.simulate.record import failed_record
 
         if record.conclusive:
@@ -128,7 +128,7 @@ class Recorder:
             raise DiskFull(full)
 
     def ratios(self, job: Job, finished: dict[int, Results]) -> None:
-        """Write the ratio of each finished experiment of a comparison to the baseline (index 0).  Raises `DiskFull`."""
+        """Write the samples/s of each compared experiment relative to the baseline (index 0).  Raises `DiskFull`."""
         from repro.results.measured import comparison_record
 
         ranks = {index: [RankResult.read(result) for result in found] for index, found in finished.items()}
@@ -146,7 +146,7 @@ class Recorder:
                 self._append(record)
 
     def adopt(self, entries: list[Entry]) -> None:
-        """Copy records of other suites to this suite if their experiments equal those in `entries`, under new names."""
+        """Copy records of other suites to this suite, with new names, for experiments with settings as in `entries`."""
         latest = by_key(self.store.records(), self.evidence)
         for entry in entries:
             name, record = entry.experiment.name, latest.get(entry.experiment.key)

@@ -1,4 +1,4 @@
-"""Runner of tasks: launches each task with any launcher of ranks, and records the outcome of each experiment."""
+"""Runner of experiments: launches each group of experiments with any launcher of ranks, and records outcomes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def rank_target() -> str:
 
 
 class Runner:
-    """Runs tasks one after another and records the outcome of each experiment."""
+    """Runs tasks (groups of experiments in one launch) one after another, and records each experiment's outcome."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Runner:
         self.profile = profile
 
     def run(self, tasks: list[Task]) -> None:
-        """Run all tasks; tasks whose experiments another process has locked run last.  Raises `DiskFull`."""
+        """Run all tasks (groups of experiments); tasks that another process has locked run last. Raises `DiskFull`."""
         waiting = list(tasks)
 
         def run_unlocked() -> bool:
@@ -103,7 +103,7 @@ class Runner:
         plan.retry_until_done(run_unlocked, lambda: bool(self.interrupt), announce)
 
     def _claim(self, task: Task) -> bool:
-        """Lock the experiments of `task` and run it; return False if another process has locked one of them."""
+        """Lock the experiments of `task` and run them; return False if another process has locked one of them."""
         locks = self.launcher.locks
         with disk_full_errors(self.store.root):
             self.store.prepare()
@@ -122,7 +122,7 @@ class Runner:
         return True
 
     def _run(self, task: Task) -> None:
-        """Launch the experiments of a task. After a failure, launch the experiments without an outcome again."""
+        """Launch the experiments of `task` together. After a failure, launch again the experiments without outcome."""
         comparison, root = task.comparison, self.store.root.absolute()
         remaining = list(task.experiments)
         while remaining and not self.interrupt:

@@ -138,7 +138,7 @@ def _unlimited_machine() -> System:
 
 
 def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
-    """Return copies of suite entries that run on `system`, with names of the form `experiment@system`.
+    """Return copies of a suite's entries (experiments) that run on `system`, with names such as `experiment@system`.
 
     The copies have an emulated network only on a system of processor cores that `repro calibrate` measured.
     """
@@ -156,7 +156,7 @@ def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
 
 
 def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
-    """Return the entries without a conclusive simulated record on their system in `on` (`rerun`: all entries)."""
+    """Return the suite's experiments without a valid simulation on their system in `on` (`rerun`: all experiments)."""
     latest = by_key(store.records(), SIMULATED)
     facts: dict[tuple[int, OperatorSet], SimulatedOn] = {}
 
@@ -191,7 +191,7 @@ def _hold_simulation_lock(store: Store, progress: Progress, interrupt: Interrupt
 def _simulate_entries(
     entries: list[Entry], on: dict[str, System], recorder: Recorder, interrupt: Interrupt, workers: Workers
 ) -> None:
-    """Simulate suite entries and write their records, until an interrupt. `on`: system of each experiment, by name."""
+    """Simulate experiments and write their records, until an interrupt. `on`: system of each experiment, by name."""
     if not entries or interrupt:
         return
     recorder.begin()

@@ -16,10 +16,10 @@ class Check:
 
     name: str
     state: str
-    """State of the checked item: `yes`, `limited` or `no`."""
+    """Whether the checked hardware, library or kernel works: `yes`, `limited` (in part) or `no`."""
     found: str
     """Detected version or device; for a failed check, the missing requirement and how to install it."""
     enables: str
-    """Features that the checked item enables, or features that do not work without the item."""
+    """Features that the checked hardware, library or kernel enables, or features that do not work without it."""
     fatal: bool = False
     """Whether the failure of this check prevents every run of experiments."""

@@ -55,7 +55,7 @@ def parse_resources(log: str) -> dict[str, KernelResources]:
 
 
 def check_kernels(torch: Any, compile_for: str = "") -> list[Check]:
-    """Check the operators, the CUDA compiler, the kernel cache, and every kernel family for the GPUs of this machine.
+    """Check this package's torch operators, CUDA compiler, kernel cache, and every kernel family on the machine's GPUs.
 
     `compile_for`: architectures (`sm_80`, a list with commas, or `all`) for which every family is compiled in place of
     the GPUs of this machine, which needs no GPU; empty: none.  Raises `ConfigError` for an unknown architecture.
@@ -133,7 +133,7 @@ def parse_architectures(compile_for: str, known: tuple[int, ...]) -> list[tuple[
 
 
 def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Check:
-    """Check a kernel family on a GPU architecture. `compile`: compile its programs, or else read cached programs."""
+    """Check CUDA kernels of one family (such as softmax) on a GPU; `compile` them, or else read cached programs."""
     from repro.kernels.cuda import compile as compiler
     from repro.kernels.cuda.program import Unavailable
 
@@ -228,7 +228,7 @@ def requested_bytes(program: Program) -> int:
 
 
 def occupancy_of(program: Program, used: KernelResources, gpu: GpuLimits) -> Occupancy:
-    """Return a kernel's occupancy of a multiprocessor, and its requested share of bandwidth as a mean of all waves."""
+    """Return a kernel's occupancy, and its requested share of memory bandwidth as a mean of all thread block waves."""
     from repro.kernels.layernorm import MAX_BACKWARD_THREADS
 
     blocks = resident_blocks(used, program.threads, gpu)

@@ -21,7 +21,7 @@ from repro.util.files import read_json
 MAX_FILES = 8
 MAX_FILE_BYTES = 16 * 2**20
 FACTS = "facts.json"
-"""JSON file with the facts of the machine, the installed packages and the offline kit."""
+"""JSON file that describes the machine, the installed packages and the offline installation kit (an archive)."""
 STEPS = "steps.jsonl"
 """JSON lines with the outcome and the duration of each step of `repro gpu-day`."""
 RECORDS = "records/gpu-day.jsonl"
@@ -29,7 +29,7 @@ RECORDS = "records/gpu-day.jsonl"
 MEASUREMENTS = "measurements.jsonl"
 """JSON lines with measurements that are not experiment records, for example profiles and plain torch modules."""
 SYSTEM = "system.toml"
-"""System file of the GPU machine, which `repro calibrate` writes."""
+"""TOML file that describes the hardware of the GPU machine, with the rates that `repro calibrate` measures."""
 PROFILES = "profiles.txt"
 SNAPSHOT = "snapshot.json.gz"
 """Compressed JSON with the GPU memory allocations and releases of one training step."""
@@ -80,10 +80,10 @@ class ResultWriter:
     def __init__(self, out: Path, store: Path):
         self.out, self.store = out, store
         self._copied: dict[Path, int] = {}
-        """Number of bytes of each record file that are already in the result files."""
+        """Number of bytes that are already copied to the result files, for each file of experiment records."""
         self._log = out / LOG
         self._logged = 0
-        """Number of bytes of the running step's output that the log already contains."""
+        """Number of output bytes of the running `repro gpu-day` step that the log file already contains."""
 
     def write_outcome(self, outcome: StepOutcome) -> None:
         append_durably(self.out / STEPS, json.dumps(asdict(outcome)).encode() + b"\n")
@@ -94,7 +94,7 @@ class ResultWriter:
         append_durably(self._log, f"\n===== {name}: {' '.join(command)}\n".encode())
 
     def copy_new_records(self) -> int:
-        """Copy complete new lines of the steps' record files to the result files; return the number of copied lines."""
+        """Copy new experiment records of `repro gpu-day` steps to the result files; return the number of records."""
         count = 0
         for path in sorted((self.store / "records").glob("*.jsonl")):
             done = self._copied.get(path, 0)
@@ -108,7 +108,7 @@ class ResultWriter:
         return count
 
     def copy_output(self, path: Path, *, ended: bool = False) -> None:
-        """Copy the beginning of a step's output to the log, and the end of the output once the step has `ended`."""
+        """Copy the start of a `repro gpu-day` step's output to the log; once the step has `ended`, also its end."""
         half = LOG_SHARE_BYTES // 2
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             file.seek(self._logged)
@@ -136,7 +136,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ImportedVisit:
-    """Results of one run of `repro gpu-day` after their import into a store."""
+    """Results of one run of `repro gpu-day` after their import into a folder of experiment records."""
 
     facts: dict[str, Any]
     outcomes: list[dict[str, Any]]
@@ -146,7 +146,7 @@ class ImportedVisit:
 
 
 def import_results(folder: Path, results: Path) -> ImportedVisit:
-    """Copy new records of a `repro gpu-day` folder to the store `results`; return all. Raises `ConfigError`."""
+    """Copy new records of a `repro gpu-day` run to the folder `results`; return all results. Raises `ConfigError`."""
     outcomes = list(read_json_lines(folder / STEPS))
     says = f"has no {STEPS}; name the --out folder of a `repro gpu-day` run"
     require(outcomes, "--import", str(folder), says=says)

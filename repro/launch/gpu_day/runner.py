@@ -32,7 +32,7 @@ STEP_END_GRACE_S = 3.0
 CLOSING_S = 5.0
 """Part of the time limit of `repro gpu-day` that is reserved for ending the last step, in seconds."""
 INJECTED_LIMIT_S = 5.0
-"""Time limit of a step with an injected hang, in seconds."""
+"""Time limit of a `repro gpu-day` step that a rehearsal replaces by a hanging program, in seconds."""
 FAULTS = {
     "fail": "raise SystemExit('injected failure')",
     "hang": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()",
@@ -46,7 +46,7 @@ CACHES = {
     "MPLCONFIGDIR": "cache/matplotlib",
     "TMPDIR": "tmp",
 }
-"""Environment variables that name cache folders, and the subfolder of the scratch folder to which each one is set."""
+"""Environment variables that name cache folders, and their values: subfolders of the scratch folder of the session."""
 Announce = Callable[[GpuDayStep, StepOutcome | None], None]
 """Callback at the start and the end of a step of `repro gpu-day`; the outcome is None at the start."""
 
@@ -58,12 +58,12 @@ class GpuDayRequest:
     minutes: float
     out: Path
     only: Sequence[str] = ()
-    """Globs of the names of steps to run; empty for all steps."""
+    """Globs of the names of the `repro gpu-day` steps to run; empty for all steps."""
     rehearse: bool = False
     faults: Mapping[str, str] | None = None
-    """Injected faults (`fail` or `hang`) by step name; only a rehearsal accepts them."""
+    """Faults (`fail` or `hang`) to inject in a rehearsal of `repro gpu-day`, by the name of the replaced step."""
     scratch: Path | None = None
-    """Folder for the record store and the caches of the steps, deleted at the end; None for a temporary folder."""
+    """Folder for records and caches of the `repro gpu-day` steps, deleted at the end; None for a temporary folder."""
 
     def check(self) -> None:
         """Raise `ConfigError` for invalid options of `repro gpu-day`."""
@@ -72,7 +72,7 @@ class GpuDayRequest:
 
 
 def parse_faults(given: Sequence[str]) -> dict[str, str]:
-    """Return the injected fault of each step from texts such as `STEP=fail` or `STEP=hang`.  Raises `ConfigError`."""
+    """Return the faults to inject in steps of `repro gpu-day`, from texts such as `STEP=hang`. Raises `ConfigError`."""
     found = {}
     for text in given:
         name, _, fault = text.partition("=")
@@ -162,7 +162,7 @@ class _Visit:
         return outcome
 
     def run(self, step: GpuDayStep) -> StepOutcome:
-        """Run a step until its end, its time limit or an interrupt, with copies of its records; return its outcome."""
+        """Run a `repro gpu-day` step up to its time limit, copy records to the result files, and return the outcome."""
         began, limit_s = time.monotonic(), min(step.limit_s, self.left_s)
         self.writer.begin_step(step.name, step.command)
         output, records, reason = self.places.scratch / f"{step.name}.log", 0, ""
@@ -204,7 +204,7 @@ class _Visit:
         )
 
     def _environment(self, step: GpuDayStep) -> dict[str, str]:
-        """Return a step's environment variables: caches in the scratch folder, and Hugging Face libraries offline."""
+        """Return a `repro gpu-day` step's environment: caches in the scratch folder, Hugging Face libraries offline."""
         scratch = self.places.scratch
         caches = {name: str(scratch / folder) for name, folder in CACHES.items()}
         found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -223,7 +223,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _failure_reason(code: int, output: Path) -> str:
-    """Return the exit code or signal of a failed step, with the last line of its output."""
+    """Return the exit code or signal of a failed `repro gpu-day` step, with the last line of the step's output."""
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return f"{how}: {lines[-1].strip()[:200]}" if lines else how

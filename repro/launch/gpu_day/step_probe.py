@@ -33,7 +33,7 @@ from repro.util.files import read_json, replace_file, write_json
 from repro.util.processes import available_bytes, usable_cores
 
 MODULES = ("repro", "repro.kernels", "pydantic", "scipy", "submitit", "pyroute2", "torch", "transformers")
-"""Python modules whose file paths are recorded, which shows which modules came from the offline kit."""
+"""Python modules whose file paths are recorded: a path tells whether the offline installation kit has the module."""
 QUERY_TIMEOUT_S = 20.0
 HOST_BOUND_RATIO = 1.1
 """Ratio of step time to GPU kernel time above which a training step counts as limited by the host."""
@@ -45,7 +45,7 @@ MAX_FRAMES = 4
 
 
 def write_facts(path: Path) -> None:
-    """Write facts of this machine to a JSON file: hardware, driver, Python modules with file paths, and the kit."""
+    """Write to a JSON file this machine's hardware, driver, Python modules with paths, and offline installation kit."""
     state = ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,TEMPERATURE,MEMORY"]
     found = {
         "provenance": provenance(),

@@ -37,22 +37,22 @@ class GpuDayStep:
 
     name: str
     question: str
-    """The question that the step answers, as a noun phrase."""
+    """Quantity or property that the `repro gpu-day` step measures or tests, as a noun phrase."""
     command: tuple[str, ...]
     estimate_s: float
-    """Expected duration of the step in seconds. The runner skips the step if less time remains."""
+    """Expected duration of the `repro gpu-day` step in seconds. The step is skipped if less time remains."""
     basis: str
-    """Measurement or assumption from which the expected duration `estimate_s` follows."""
+    """Measurement or assumption from which the expected duration of a `repro gpu-day` step follows."""
     limit_s: float
     """Time in seconds after which the runner of `repro gpu-day` ends the step's process."""
     missing: str = ""
-    """Requirement that this machine lacks, so that the runner skips the step; empty if all requirements are met."""
+    """Requirement of a `repro gpu-day` step that this machine lacks, so the step is skipped; empty if all are met."""
     needs_file: str = ""
-    """Name of a previous step's result file that this step reads; empty if the step reads no result file."""
+    """Name of an earlier `repro gpu-day` step's result file that this step reads; empty if it reads no result file."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Environment variables that only this step's process gets, as pairs (name, value)."""
+    """Additional environment variables of the process of this `repro gpu-day` step, as pairs (name, value)."""
     in_checkout: bool = False
-    """Whether the step's process runs in the source folder instead of the scratch folder."""
+    """Whether the `repro gpu-day` step runs in the folder of the source code instead of the scratch folder."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class GpuDayPlaces:
 
     @property
     def smoke(self) -> Path:
-        """Return the path of the smoke suite, set to run on the devices of this machine."""
+        """Return the path of the suite of quick experiments (`smoke`), set to run on the devices of this machine."""
         return self.scratch / "gpu_smoke.toml"
 
 

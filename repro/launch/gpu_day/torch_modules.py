@@ -60,7 +60,7 @@ class BaselineBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output for `x` of shape [batch, seq, hidden]."""
+        """Return the transformer block's output for the hidden states `x` of shape [batch, seq, hidden]."""
         batch, seq, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)

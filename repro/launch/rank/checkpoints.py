@@ -80,7 +80,7 @@ class CheckpointManager:
         """Training step and reason of each checkpoint that this rank failed to write."""
 
     def resume(self) -> Index | None:
-        """Load the newest checkpoint into the engine and return its index; None if there is no checkpoint.
+        """Load the newest checkpoint into the engine; return its index file's content, or None without a checkpoint.
 
         Raises `ConfigError` for a damaged checkpoint, and if the experiment that `continues` names has no checkpoint.
         """
@@ -158,7 +158,7 @@ class CheckpointManager:
         folder.mkdir()
 
     def _complete(self, folder: Path, step: int, history: Mapping[str, Any]) -> None:
-        """Write the index on rank 0, which completes the checkpoint, and remove older checkpoints."""
+        """Write the checkpoint's index file on rank 0, which completes the checkpoint, and remove older checkpoints."""
         if self.mesh.rank:
             return
         e = self.experiment

@@ -76,7 +76,7 @@ class EmulatedNetworkRank:
             seen.throttle.stop()
 
     def begin_timed_steps(self, peak_bytes: int) -> None:
-        """Reserve heap for steps with a peak of `peak_bytes`, and bind message threads to separate cores."""
+        """Reserve heap for a peak of `peak_bytes`, and bind the threads that transfer messages to separate cores."""
         self._cores.apply()
         processes.reserve_heap(peak_bytes, self._world)
         self.throttle.settle()
@@ -87,7 +87,7 @@ class EmulatedNetworkRank:
         return own + (_interface_counters(self._node, "uplink") if self._node else [])
 
     def report(self, grown: list[int], steps: int) -> RankOnNetwork:
-        """Return compute rate and bytes per step of this rank. `grown`: increase of `counters` in `steps` steps."""
+        """Return this rank's compute rate and bytes sent and received per step. `grown`: bytes in `steps` steps."""
         sent, received, *node = (count / max(1, steps) for count in grown)
         return RankOnNetwork(
             compute_flops_per_s=self._rate,

@@ -114,7 +114,7 @@ class ExperimentRun:
         self.resumed = [*history["resumed"], {"step": found.step, **found.written_by}]
 
     def prelude(self) -> None:
-        """Run the untimed steps: the first measures memory, and the last counts the collectives of a library engine."""
+        """Run the warm-up steps. The first measures memory; the last counts collectives of an engine like DeepSpeed."""
         if self.tracker is None:
             self._step(lambda phase: None)
         else:
@@ -132,7 +132,7 @@ class ExperimentRun:
             self.network.begin_timed_steps((self.memory.peak or {}).get("total", 0))
 
     def steps(self, count: int) -> None:
-        """Run `count` timed steps as one round. The native engine's ledger counts the collectives of the last step."""
+        """Run `count` timed steps as one round. With this package's own engine, count collectives in the last step."""
         rows: list[dict[str, float]] = []
         before = self._count_link_bytes()
         for i in range(count):
@@ -165,7 +165,7 @@ class ExperimentRun:
 
     @property
     def _has_known_waits(self) -> bool:
-        """Return whether a stage's idle time can be measured: with the native engine, or without other parallelism."""
+        """Return whether a pipeline stage's idle time is measurable: always in our engine, in others if tp = dp = 1."""
         layout = self.experiment.layout
         return layout.pp > 1 and (self.experiment.engine == NATIVE or layout.tp == layout.dp == 1)
 
@@ -252,7 +252,7 @@ class ExperimentRun:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count the collectives inside the context, if the engine is a library, which does not count them itself."""
+        """Count collectives inside the context if the engine is another library, for example DeepSpeed."""
         if self.experiment.engine == NATIVE or not self.watched:
             yield
             return

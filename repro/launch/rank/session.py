@@ -36,7 +36,7 @@ from repro.simulate.trace.roles import shortened
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Timeout of collectives, which is so long that the launcher always detects a hang before a collective fails."""
 TRIAL_STEPS = 2
-"""Number of training steps in a memory trial. The second step makes every allocation that later steps make."""
+"""Number of steps in a trial run that measures memory. The second step makes every allocation of later steps."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def joined_process_group(rank: int, world: int, device: torch.device, rendezvous
 
 
 def make_mesh(experiment: Experiment, device: torch.device) -> Mesh:
-    """Return this rank's process groups for an experiment; the native engine's CUDA communicators are connected."""
+    """Return this rank's process groups; for this package's own engine, connect their CUDA communicators at once."""
     layout = experiment.layout
     mesh = meshes.single_rank_mesh() if layout.world == 1 else meshes.distributed_mesh(layout, device.type)
     if device.type != "cuda" or experiment.engine != NATIVE:
@@ -96,7 +96,7 @@ class RankSession:
     network: EmulatedNetworkRank | None
 
     def _mesh(self, index: int) -> Mesh:
-        """Return this rank's process groups for one experiment, which report every collective to the heartbeat."""
+        """Return this rank's process groups for one experiment, which write every collective to the heartbeat file."""
         mesh = make_mesh(self.job.experiments[index], self.device)
         if self.network is not None:
             throttle = self.network.throttle

@@ -70,7 +70,7 @@ class Submission:
     """Path of the site profile; the submission's folder contains a copy of this file, `profile.toml`."""
     system: str
     newest_record: int | None = None
-    """`order` of the store's newest record when `repro submit` ran; None in files of older versions."""
+    """Sort key (by time of writing) of the newest result record when `repro submit` ran; None in old files."""
     arrays: list[SubmittedArray] = field(default_factory=list)
 
     def jobs(self) -> dict[int, str]:
@@ -195,7 +195,7 @@ class CaseState:
     state: str
     """One of `STATES`."""
     detail: str = ""
-    """Current step and its rate, the reason why the job waits, or the reason of the outcome."""
+    """Detail on an experiment's state: training step and steps/s, cause of the job's wait, or cause of the outcome."""
     outcome: str = ""
     """Outcome in the store's record; without a record, the outcome that `repro collect` records for an ended job."""
     job_state: str = ""
@@ -216,7 +216,7 @@ class CaseState:
 
 
 def outcome_without_record(job: JobState | None) -> tuple[str, str]:
-    """Return outcome and reason of an experiment without a record, from its SLURM `job`; None: not listed."""
+    """Return outcome and reason of an experiment without record from its SLURM `job` (None: unknown to SLURM)."""
     if job is None:
         return "error", "lost: SLURM no longer lists the job, and the job wrote no record"
     outcome, reason = "error", f"the job ended as {job.state} without a record"
@@ -337,7 +337,7 @@ def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[lis
 
 
 def status_exit_code(cases: list[CaseState]) -> int:
-    """Return the exit code of `repro status`: 3 if a case waits or runs, else 1 if a case is not done, else 0."""
+    """Return the exit code of `repro status`: 3 if an experiment waits or runs, else 1 if one is not done, else 0."""
     states = {case.state for case in cases}
     if states & {*OPEN_STATES}:
         return 3

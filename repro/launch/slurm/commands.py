@@ -36,7 +36,7 @@ MAX_LISTED_NAMES = 8
 
 
 def print_logs(results: Path, name: str, rank: int | None) -> int:
-    """Print the end of the logs of a rank of the case `name`, or of its job if `rank` is None; return 0."""
+    """Print the end of the logs of experiment `name`: of one `rank`, or of its SLURM job for None; return 0."""
     registry = Registry(results)
     submission, bundle, key = find_case(registry, name)
     folder = registry.path(submission)
@@ -123,9 +123,9 @@ def cancel_jobs(results: Path, what: str) -> int:
 
 
 def collect_records(results: Path, into: Path | None, json: bool) -> int:
-    """Record lost and cancelled experiments, read all records, and copy the records that the store `into` lacks.
+    """Record lost and cancelled experiments, and copy to the record store `into` the records that are missing there.
 
-    Returns the exit code: 1 if a case failed, was lost or was cancelled in its last submission, else 0.
+    Returns the exit code: 1 if an experiment failed, was lost or was cancelled in its last submission, else 0.
     """
     registry = Registry(results)
     if not registry.all() and into is None:
@@ -161,7 +161,7 @@ def collect_records(results: Path, into: Path | None, json: bool) -> int:
 
 
 def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
-    """Return an inconclusive record for an experiment whose SLURM job ended without one, so that it runs again."""
+    """Return a record for an experiment whose SLURM job wrote none; `repro submit` then repeats the experiment."""
     submission = next(s for s in registry.all() if s.id == case.submission)
     work = registry.work(submission)
     experiment = next(e for b in work.bundles for e in b.experiments if e.key == case.key)

@@ -34,12 +34,12 @@ class Bundle:
     """Experiments and comparisons that run one after another in one SLURM job, all with the same number of ranks."""
 
     index: int
-    """Index of the bundle in `SubmissionWork.bundles`, which lists the bundles of all job arrays."""
+    """Index of the bundle (experiments of one SLURM job) in the list of all bundles that `repro submit` submitted."""
     tasks: tuple[Task, ...]
 
     @property
     def experiments(self) -> list[Experiment]:
-        """Return the bundle's experiments in the order in which its SLURM job runs them."""
+        """Return the experiments of a bundle (one SLURM job) in the order in which the job runs them."""
         return [experiment for task in self.tasks for experiment in task.experiments]
 
     @property
@@ -58,7 +58,7 @@ class SubmissionWork:
     """Whether experiments that already have a record run again."""
 
     def save(self, folder: Path) -> None:
-        """Write the work file `work.json` to `folder`."""
+        """Write the file `work.json`, the experiments of one `repro submit` grouped by SLURM job, to `folder`."""
         entries = [{"experiment": e.experiment.as_dict(), "expect": e.expect} for e in self.suite.entries]
         document = {
             "suite": {"name": self.suite.name, "file": self.suite.file, "entries": entries},
@@ -69,7 +69,7 @@ class SubmissionWork:
 
     @staticmethod
     def load(folder: Path) -> SubmissionWork:
-        """Return the content of the work file `work.json` in `folder`."""
+        """Return the content of `work.json` in `folder`: experiments of one `repro submit`, grouped by SLURM job."""
         document = json.loads((folder / WORK_FILE).read_text(encoding="utf-8"))
         suite = document["suite"]
         rows = ((from_dict(row["experiment"]), row["expect"]) for row in suite["entries"])
@@ -118,12 +118,12 @@ class BundleProgress(Progress):
         self.write()
 
     def remaining(self, tasks: tuple[Task, ...]) -> list[Task]:
-        """Return the parts of `tasks` that had not ended when SLURM last requeued the job."""
+        """Return tasks for those experiments of `tasks` that had not ended when SLURM last requeued their job."""
         return [rest for task in tasks for rest in _remaining_tasks(task, self.ended_before)]
 
     @property
     def open(self) -> int:
-        """Return the number of the bundle's experiments that have no outcome yet."""
+        """Return the number of experiments of this SLURM job that have no outcome yet."""
         return self.total - self.done
 
     def count_outcomes(self) -> dict[str, int]:
@@ -174,7 +174,7 @@ class BundleProgress(Progress):
         self.write()
 
     def end(self, *, signal: str = "", reason: str = "") -> None:
-        """Write the end of the bundle to the progress file. An early end has a `reason`, and a `signal` if one came."""
+        """Write to the progress file that the SLURM job ends. An early end has a `reason`, and perhaps a `signal`."""
         self._state["current"] = None
         self._state["phase"] = "stopped" if reason else "ended"
         self._state["stopped"] = {"signal": signal, "reason": reason} if reason else None
@@ -193,7 +193,7 @@ class BundleProgress(Progress):
 
 
 def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
-    """Return the experiments of `task` that are not in `ended`, as tasks, with baselines of their comparisons."""
+    """Return tasks that run the experiments of `task` missing in `ended`, with the baseline of their comparison."""
     left = tuple(experiment for experiment in task.experiments if experiment.name not in ended)
     if not left or len(left) == len(task.experiments):
         return [task] if left else []

@@ -143,7 +143,7 @@ class Listener:
         return known
 
     def _known(self, sock: socket.socket, line: bytes) -> tuple[int, Message] | None:
-        """Return rank and message of an authenticated task's line, or None. The first line has token and rank."""
+        """Return rank and message of a task's `line`; None for its first line, which authenticates the task."""
         try:
             message = json.loads(line)
             if sock in self._rank_of:

@@ -128,7 +128,7 @@ def survey_nodes(allocation: Allocation, folder: Path, stop: AllocationStop) -> 
 
 
 def _missing(reports: list[NodeReport], tasks: int, srun_error: str) -> str:
-    """Return why reports of nodes on their hardware are missing, with the nodes' names; empty if none is missing."""
+    """Return the cause of missing hardware reports of nodes, with the nodes' names; empty if no report is missing."""
     if len(reports) == tasks:
         return ""
     from submitit.slurm.slurm import SlurmJobEnvironment
@@ -177,14 +177,14 @@ def node_address(interface: str, environment: dict[str, str], file: str) -> str:
 
 
 def describe_wrong_hardware(reports: list[NodeReport], site: Profile) -> str:
-    """Return how the nodes' hardware differs from the profile's system; empty if it matches or the system is local."""
+    """Describe differences of the nodes' hardware from the site profile's system; empty if none or a local system."""
     if site.system in systems.LOCAL_SYSTEMS:
         return ""
     return nodes.hardware_mismatch(reports, systems.load_system_file(site.system), site.slurm.gpus_per_node)
 
 
 def _refuse(recorder: Recorder, tasks: list[Task], reason: str) -> None:
-    """Record the outcome `error` with `reason` for every experiment of `tasks`.  Raises `DiskFull`."""
+    """Record the outcome `error` with `reason` for all experiments in a SLURM job's `tasks`.  Raises `DiskFull`."""
     for experiment in {e.name: e for task in tasks for e in task.experiments}.values():
         recorder.outcome(experiment, 0.0, outcome="error", reason=reason)
 

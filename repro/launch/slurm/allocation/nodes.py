@@ -1,4 +1,4 @@
-"""Reports of the hardware and topology of a SLURM allocation's nodes, and their comparison with a system file."""
+"""Reports of hardware and topology of a SLURM allocation's nodes, and comparison with the expected hardware."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORM = re.compile(r"\b(SXM\d?|PCIe?|NVL|HGX)\b", re.IGNORECASE)
 GPU_FACTS = ("name", "memory_bytes", "driver", "max_sm_mhz", "memory_mhz", "power_limit_w")
 """Names of the properties of each GPU that the provenance of a record contains."""
 _MEMORY_SLACK = 0.08
-"""Maximum relative deviation of a GPU's memory size from the system file, since driver and ECC reserve a part."""
+"""Maximum relative deviation of a GPU's memory size from its nominal size, since driver and ECC reserve a part."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ class RankProcess:
         self._next = 0
         self._failure: Message | None = None
         self._stacks_before: int | None = None
-        """Number of stack dumps in the rank's log before the last request of one; None without a pending request."""
+        """Number of Python stack dumps in the rank's log when another dump was requested; None without request."""
         self._oom_kills = count_kernel_oom_kills()
 
     def start(self, environment: dict[str, str]) -> None:

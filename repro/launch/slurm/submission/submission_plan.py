@@ -48,7 +48,7 @@ class SubmissionPlan:
     suite: Suite
     profile: Profile
     entries: tuple[Entry, ...]
-    """Entries of the suite that `--only` selects."""
+    """Experiments of the suite, with expected outcomes, that the option `--only` selects."""
     arrays: tuple[JobArray, ...]
     elsewhere: dict[str, str]
     """Requirement that the nodes of the profile do not meet, by name of the experiment that has the requirement."""
@@ -71,7 +71,7 @@ class SubmissionPlan:
         return SubmissionWork(suite=suite, bundles=bundles, rerun=self.rerun)
 
     def gpu_hours(self) -> tuple[float, float, int]:
-        """Return GPU-hours if all jobs reach their time limits, predicted GPU-hours, and the number of predicted cases.
+        """Return maximum GPU-hours (by time limits), predicted GPU-hours, and the number of predicted experiments.
 
         Without GPUs, the unit is core-hours with one core per rank.
         """
@@ -143,7 +143,7 @@ def _needs(experiment: Experiment) -> str:
 
 
 def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list[Entry]]:
-    """Return copies of a suite and its entries whose experiments and comparisons of other systems run on `system`."""
+    """Return copies of a suite and its experiments in which the experiments of other systems run on `system`."""
     from repro.launch.simulated import move_to_system
 
     if system in LOCAL_SYSTEMS:
@@ -233,7 +233,7 @@ def dry_run_document(planned: SubmissionPlan, results: Path) -> dict[str, Any]:
 
 
 def describe_array(array: JobArray) -> str:
-    """Return a line that describes a job array: its cases, jobs, nodes, time limit and partition."""
+    """Return a line that describes a job array: number of experiments, jobs and nodes, time limit, partition."""
     shape, count = array.shape, len(array.bundles)
     cases = sum(len(bundle.experiments) for bundle in array.bundles)
     size = f"{count_noun(shape.nodes, 'node')} x {count_noun(shape.tasks_per_node, 'rank')}"
@@ -243,7 +243,7 @@ def describe_array(array: JobArray) -> str:
 
 
 def print_left_out(planned: SubmissionPlan) -> None:
-    """Print how many cases are not submitted, by reason, and how many are predicted to run out of memory."""
+    """Print how many experiments are not submitted, by reason, and how many are predicted to run out of memory."""
     live = [f"{name} (job {job})" for name, job in planned.running.items()]
     other = [f"{name} needs {needs}" for name, needs in planned.elsewhere.items()]
     for cases, what, shown in (
@@ -258,7 +258,7 @@ def print_left_out(planned: SubmissionPlan) -> None:
 
 
 def _too_large(planned: SubmissionPlan) -> list[str]:
-    """Return the names of experiments that are predicted to run out of memory, and not expected to by the suite."""
+    """Return the names of experiments with a predicted, but not expected, out-of-memory failure."""
     expected = {entry.experiment.name for entry in planned.entries if entry.expect == "oom"}
     found = [name for name, estimate in planned.predictions.items() if estimate.outcome == "oom"]
     return [name for name in found if name not in expected]
