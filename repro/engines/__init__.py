@@ -50,7 +50,7 @@ _MIN_TORCH = (2, 10)
 
 _ABSENT = object()
 Attribute = tuple[Any, str]
-"""(module or class, name of an attribute) whose value depends on the experiment."""
+"""Attribute whose value depends on the experiment, as (module or class, name of the attribute)."""
 
 
 @dataclass(frozen=True)

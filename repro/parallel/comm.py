@@ -28,7 +28,7 @@ class Group:
         *,
         blocking: bool = False,
     ):
-        """`blocking`: wait for every collective at its launch, so that it does not overlap with computation."""
+        """Create the group's object of `rank`. `blocking`: wait for every collective at its launch (no overlap)."""
         self.name, self.ranks, self.size, self.blocking = name, ranks, len(ranks), blocking
         self.rank = ranks.index(rank)
         """Index of this process among the ranks of the group."""

@@ -136,7 +136,7 @@ class _SavedTensors:
     """
 
     def __init__(self, k: Tensor, v: Tensor, cp: Group, gathered: int):
-        """`gathered`: storage address of the keys and values that backward gathers again; 0 to retain them."""
+        """Create the hooks. `gathered`: address of keys and values that backward gathers again; 0 to retain them."""
         self._own, self.cp, self._gathered = (k.detach(), v.detach()), cp, gathered
         self._boxes: list[_Box] = []
         self._again: Tensor | None = None
@@ -162,7 +162,7 @@ class _SavedTensors:
         return joined
 
     def unpack(self, box: _Box) -> Tensor:
-        """Return the saved tensor that backward needs, for the object that `pack` returned."""
+        """Return the tensor that backward needs, from the object that forward saved in place of the tensor (`pack`)."""
         if box.tensor is not None:
             return box.tensor
         if self._again is None:

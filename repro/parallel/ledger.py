@@ -26,7 +26,7 @@ EXCHANGED = ("reduce_scatter", "all_gather")
 Address = tuple[int, int]
 """(receiver's rank in the group, channel number) of a point-to-point message."""
 NO_PEER: Address = (-1, 0)
-"""Placeholder for the address of a collective, which has no single receiver."""
+"""Placeholder for the receiver's address in records of collectives, which have no single receiver."""
 
 
 def messages_of(op: str, size: int) -> int:

@@ -134,7 +134,7 @@ def ensure_process_group(device: torch.device) -> None:
 
 _Made = dict[tuple[tuple[int, ...], tuple[object, ...]], dist.ProcessGroup]
 _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
-"""Process groups that exist already, by default process group, and then by ranks and purpose."""
+"""Process groups that this process has created, by default process group, and then by (ranks, purpose)."""
 
 
 def make_process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ()) -> dist.ProcessGroup:
@@ -183,7 +183,7 @@ def host_group(group: Group) -> Group:
 
 START, CHANNELS, END = "start", "channels", "end"
 """Keys of records of device memory outside torch's allocator. `start`: before the first NCCL communicator. `channels`:
-communicators of messages between pipeline stages. `end`: total at the end, since they grow with use."""
+communicators of messages between pipeline stages. `end`: total at the end, since communicators grow with use."""
 _communicator_bytes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """Device memory of each NCCL communicator, in bytes. Later experiments of the process reuse the communicators."""
 

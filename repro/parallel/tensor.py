@@ -50,8 +50,8 @@ def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
 def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
     """Return rows^T x, a linear layer's weight gradient, from its output gradient `rows` [n, o] and input x [n, i].
 
-    Return None if `weight.gradient_sink` is set. The sink adds the product directly to the gradient bucket.
-    `GradientReducer` sets the sink on weights that are used once per backward pass.
+    Return None if `weight.gradient_sink`, a function, adds the product directly to the gradient bucket.
+    `GradientReducer` sets this function on weights that are used once per backward pass.
     """
     sink = getattr(weight, "gradient_sink", None)
     if sink is None:

@@ -28,7 +28,7 @@ class Work:
     __slots__ = ("_finish", "_held", "_works")
 
     def __init__(self, *works: dist.Work | None, finish: Callable[[], object] | None = None):
-        """`works`: handles of `torch.distributed`.  `finish`: function that the first `wait` calls at its end."""
+        """Wrap handles `works` of `torch.distributed`. `finish`: function that the first `wait` calls at its end."""
         assert None not in works
         self._works: Any = works
         self._finish = finish
@@ -91,7 +91,7 @@ class NoTransport:
     reduces_in_place = True
 
     def _nothing(self, *_: Any, **__: Any) -> Work:
-        """Return the handle of a finished operation, because the tensor needs no change."""
+        """Return the handle of a finished operation: with one rank or without data, the tensor needs no change."""
         return Work()
 
     all_reduce = broadcast = send = receive = _nothing
@@ -163,7 +163,7 @@ class GlooTransport:
     reduces_in_place = False
 
     def __init__(self, group: dist.ProcessGroup, channel: int = 0):
-        """`channel`: number in the tags of collectives. Collectives with different channel numbers never match."""
+        """Create the group's transport. `channel`: tag number of its collectives; other channels' tags never match."""
         self.group, self.channel = group, channel
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)

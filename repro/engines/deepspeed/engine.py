@@ -150,7 +150,7 @@ class DeepSpeedEngine:
                 deepspeed.checkpointing.configure(mpu, deepspeed_config=dict(self.configuration))
         self._splits, self.count = built.splits, built.count
         self._norm: Tensor | None = None
-        """Global gradient norm of the last step in fp32, with ZeRO stage 0, where DeepSpeed stores none; else None."""
+        """Global gradient norm of the last fp32 step at ZeRO stage 0, for which DeepSpeed stores no norm; else None."""
         if layout.zero == 0 and layout.precision == "fp32":
             self._store_norm()
         # DeepSpeed does not scale the loss of stage 0 (github.com/deepspeedai/DeepSpeed/pull/8393).
@@ -167,7 +167,7 @@ class DeepSpeedEngine:
         return lambda module: Init(module, group, config_dict_or_path=settings, mpu=mpu)
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """Return this suite's learning rate schedule for DeepSpeed, which does not advance it in skipped steps."""
+        """Return this suite's learning rates as a torch scheduler, which DeepSpeed advances except in skipped steps."""
         training = self.training
         return torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda taken: float(learning_rate(training, torch.tensor(float(taken)))) / training.lr

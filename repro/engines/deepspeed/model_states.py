@@ -77,7 +77,7 @@ class States:
                     state["step"].zero_()
 
     def mark_whole_gradients(self) -> None:
-        """Set hooks that assign the memory category of full gradients in stage 1; the next `mark` removes the hooks."""
+        """Set hooks that assign the memory category of stage 1's full gradients, until `mark` marks all tensors."""
         if self.stage == 1:
             self._whole = [p.register_post_accumulate_grad_hook(_mark_gradient) for p in self._parameters()]
 

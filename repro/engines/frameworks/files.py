@@ -144,7 +144,7 @@ class LaunchFiles:
     def read(
         self, model: str, gpus: int, given: Mapping[str, Any], seq: int
     ) -> tuple[Experiment | None, list[str]]:
-        """Return the experiment in the source file, and notes on its options that a prediction ignores or changes."""
+        """Return the experiment in the framework's file, and notes on options that a prediction ignores or changes."""
         if self.source is None:
             return None, []
         experiment, reading = read_experiment(self.source, gpus, given, model, seq)

@@ -140,7 +140,7 @@ def _bucket(settings: Settings) -> int:
 
 
 def _block(settings: Settings) -> int | None:
-    """Return the number of matrix elements of one transformer block on a tp rank; None below ZeRO stage 3."""
+    """Return a transformer block's matrix elements on a tp rank, for options of ZeRO stage 3; None in other stages."""
     model = settings["model"]
     inner = 2 * (model.heads + model.key_heads) * model.head_width
     block = model.hidden * (inner + model.mlp_matrices * model.ffn_width)
@@ -398,7 +398,7 @@ RULES = {"megatron": MEGATRON, "torchtitan": TORCHTITAN, "deepspeed": DEEPSPEED,
 
 @cache
 def load_framework(key: str) -> Framework:
-    """Return the framework named `key`, with the table of its options from its TOML file."""
+    """Return the framework `key`, for example `deepspeed`, with the version and options in `<key>.toml`."""
     require(key in RULES, "launch", key, f"one of {', '.join(RULES)}")
     table = read_toml(Path(__file__).parent / f"{key}.toml")
     rows = table["options"]

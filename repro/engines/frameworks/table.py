@@ -17,9 +17,9 @@ from repro.config.model import DEPARTURES
 Settings = dict[str, Any]
 """Values of an experiment by configuration key, for example `layout.tp`, `model.layers` and `training.lr`."""
 SIZES = {"ffn": "ffn_width", "head_dim": "head_width", "kv_heads": "key_heads"}
-"""Properties of `Model` with the value of a size, by the key of a model file for which 0 means a derived value."""
+"""Name of the `Model` property that returns a resolved size, by the size's key in a model file (0: derived size)."""
 HEAD_WIDTH = "hidden/heads"
-"""Value of `model.head_dim` for frameworks without an option for the head width, which derive it."""
+"""Value of `model.head_dim` for frameworks that have no option for the head width and divide hidden by heads."""
 MODEL_KEYS = ("layers", "hidden", "heads", "vocab", *SIZES, *(key for key in DEPARTURES if key not in SIZES))
 TRAINING_KEYS = (
     *("seq", "steps", "seed", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay"),
@@ -35,7 +35,7 @@ _TYPES = {
 
 
 def settings_of(experiment: Experiment) -> Settings:
-    """Return an experiment's values by key that a framework's options must express; `model` is the `Model` object."""
+    """Return an experiment's values that a framework's options must express, by key; `model`: the `Model` object."""
     layout, model, training = experiment.layout, experiment.model, experiment.training
     found: Settings = {f"layout.{key.name}": getattr(layout, key.name) for key in fields(Layout)}
     for key in MODEL_KEYS:
@@ -106,7 +106,7 @@ class Rule(NamedTuple):
 
 
 def converted(name: str, key: str, value: Any) -> Any:
-    """Return a framework's option `name` in the type of key `key`. Raises `ConfigError` for another type."""
+    """Return a framework option's value in the type of this suite's key `key`. Raises `ConfigError` for other types."""
     kind = _TYPES[key]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind == "bool":

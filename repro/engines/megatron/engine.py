@@ -266,14 +266,14 @@ class PassTimers:
 
 
 class _Timer:
-    """Replacement of a timer of megatron-core that reports its start to `PassTimers` and measures no time."""
+    """Replacement of a megatron-core timer: it reports its start to the recorder `PassTimers`, and measures no time."""
 
     def __init__(self, passes: PassTimers, name: str):
         self._passes, self._name = passes, name
 
     def start(self, barrier: bool = False) -> None:
-        """Report to `PassTimers` that megatron-core starts this timer."""
+        """Report to `PassTimers`, the recorder of a step's phases, that megatron-core starts this timer."""
         self._passes.started(self._name)
 
     def stop(self, barrier: bool = False) -> None:
-        """Do nothing, because the start of the next timer reports the next phase."""
+        """Do nothing when megatron-core stops a timer, because the start of the next timer reports the next phase."""

@@ -66,7 +66,7 @@ def seed_random_states(device: torch.device, value: int) -> None:
 
 
 def message_replacements() -> dict[Attribute, Any]:
-    """Return a replacement of `_p2p_ops` that retains tensors until they are sent to another stage.
+    """Return a replacement of megatron-core's `_p2p_ops` that retains tensors until they are sent to another stage.
 
     Interleaved schedules of megatron-core 0.16 free an output (`deallocate_pipeline_outputs`) before it is sent, so
     that the next stage may receive other data (pull request 4047 of NVIDIA/Megatron-LM corrects this). The replacement
@@ -111,7 +111,7 @@ class _Cuda(ModuleType):
 
     @staticmethod
     def synchronize() -> None:
-        """Do nothing, because operators on a CPU are synchronous."""
+        """Do nothing instead of `torch.cuda.synchronize`, because operators on a CPU are synchronous."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -148,7 +148,7 @@ class _Tracker:
         return {}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Do nothing, because there are no random states on a CPU."""
+        """Do nothing instead of restoring CUDA random states, which do not exist on a CPU."""
 
 
 def _type(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -159,7 +159,7 @@ def _type(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
 def cpu_replacements() -> dict[Attribute, Any]:
     """Return replacements of functions and variables that let megatron-core run on CPUs.
 
-    - `DEVICE_MODULES` use a `torch` whose factories place tensors on the CPU, and whose `cuda` has one device.
+    - Modules that create CUDA tensors (`DEVICE_MODULES`) use a `torch` that creates CPU tensors and has one device.
     - `cuda()` of a tensor returns the tensor, and `type()` returns the name of the CUDA type.
     - The random states of the device are empty.
     """

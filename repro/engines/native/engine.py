@@ -52,7 +52,7 @@ class NativeEngine:
         )
         self.buckets = [bucket for part in self.parts for bucket in part.sharded.buckets]
         self.placeholders: list[Tensor] = []
-        """Unused 16-bit gradient tensors, one for each shape of weight matrices, as in Megatron-core of 2025."""
+        """Unused 16-bit gradients, one per shape of weight matrices, as Megatron-core of 2025 allocates them."""
         if layout.kernels.fuses_gradient_accumulation:
             shapes = set().union(*(part.model.matrix_shapes() for part in self.parts))
             like = self.buckets[0].full
@@ -135,7 +135,7 @@ class NativeEngine:
         """Do nothing, because buckets set the memory categories of their buffers at creation."""
 
     def report(self) -> EngineReport:
-        """Return the report of this suite's software, and whether the layout's CUDA graphs were captured."""
+        """Return the report of the executed software (this suite's own), and whether CUDA graphs were captured."""
         graphs = {"cuda_graphs": self._capture_obstacle or "captured"} if self.layout.cuda_graphs else {}
         return EngineReport(
             "repro", "none: model, strategy and kernels are this suite's, on torch's operators", graphs

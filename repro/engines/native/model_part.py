@@ -59,7 +59,7 @@ class MicroBatch:
 
 
 class ModelPart:
-    """Full model, or chunk of a pipeline stage, sharded by ZeRO. The pipeline runner calls it as a `Chunk`."""
+    """Full model, or chunk of a pipeline stage, sharded by ZeRO, with the `Chunk` interface of the pipeline runner."""
 
     def __init__(
         self,

@@ -38,11 +38,11 @@ class Dropout:
     first_head: int = 0
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Return the key of the random numbers of dropout number `site` in a layer, in the training step of `place`."""
+        """Return the random number key of dropout number `site` in a layer, in the step of micro-batch `place`."""
         return kernels.derive_key(self.training.seed, place.step, layer, site)
 
     def residual(self, x: Tensor, place: BatchPosition, layer: int, site: int) -> Tensor:
-        """Return x [b, s, h] after dropout."""
+        """Return x [b, s, h] after dropout number `site` of a layer."""
         p = self.training.dropout
         if not p:
             return x

@@ -3,9 +3,9 @@
 | ZeRO stage | dp alone, fp32 | with tp or pp, and in 16 bits |
 |---|---|---|
 | 0 | DistributedDataParallel | `replicate`: FSDP2's machinery without shards |
-| 1 | DistributedDataParallel, ZeroRedundancyOptimizer | dp alone: the same under autocast |
-| 2 | FSDP2 that retains parameters between forward and backward (`reshard_after_forward=False`) | the same |
-| 3 | FSDP2 | the same |
+| 1 | DistributedDataParallel, ZeroRedundancyOptimizer | 16 bits with dp alone: as in fp32, but under autocast |
+| 2 | FSDP2 that retains parameters between forward and backward (`reshard_after_forward=False`) | as in fp32 |
+| 3 | FSDP2 | as in fp32 |
 
 In 16 bits FSDP2 and `replicate` cast parameters (`MixedPrecisionPolicy`) and sum gradients in 16 bits; under autocast
 gradients are fp32. Tensor parallelism is Megatron's (1909.08053 sec. 3), with DTensors of the tp mesh for all
@@ -76,7 +76,7 @@ class Strategy(StrEnum):
 
     @property
     def composable(self) -> bool:
-        """Return whether the strategy uses hooks of the module's blocks, and so can be combined with tp and pp."""
+        """Return whether the data-parallel strategy hooks a module's blocks, and so can be combined with tp and pp."""
         return self in (Strategy.REPLICATE, Strategy.FSDP2_KEPT, Strategy.FSDP2)
 
 

@@ -79,7 +79,7 @@ class Boundary:
         split: bool,
         overlap: bool = True,
     ):
-        """`split`: Megatron's scatter/gather optimisation (2104.04473 sec. 4.1).
+        """Prepare a stage's transfers. `split`: Megatron's scatter/gather optimisation (2104.04473 sec. 4.1).
 
         Each of t tp ranks sends 1/t of a tensor, which all tp ranks hold, and the receivers all-gather the parts.
         """
@@ -89,7 +89,7 @@ class Boundary:
         self._expected: deque[_Expected] = deque()
         self._posted: deque[tuple[Tensor, Work]] = deque()
         self._made: list[Callable[[], Work]] = []
-        """Functions that start the sends which wait for the next `exchange`. Empty with overlap."""
+        """Functions that start the sends which are deferred to the next exchange of messages; empty with overlap."""
         self._sent: dict[tuple[int, int], deque[Work]] = {}
 
     @staticmethod
@@ -101,7 +101,7 @@ class Boundary:
         return storage.empty(torch.Size(self.shape).numel() // parts, self._like, Category.COMMUNICATION)
 
     def expect(self, source: int, kind: str) -> None:
-        """Allocate a receive buffer for `kind` tensors of stage `source`; with overlap on a CPU, post the receive."""
+        """Allocate a buffer for an activation or gradient of a stage; with overlap on a CPU, post the receive."""
         buffer = self._buffer(self.tp.size if self.split else 1)
         self._expected.append(_Expected(buffer, source, kind, self.later.record() if self.later else None))
         if self.overlap and self.later is None:
@@ -138,7 +138,7 @@ class Boundary:
         return storage.mark(buffer, Category.ACTIVATIONS).view(self.shape)
 
     def send(self, tensor: Tensor, to: int, kind: str) -> None:
-        """Start to send `tensor` [b, s, h] to stage `to`. Without overlap, the next `exchange` sends the tensor."""
+        """Start to send `tensor` [b, s, h] to stage `to`; without overlap, defer the send to the next `exchange`."""
         flat = tensor.contiguous().view(-1)
         if self.split:
             flat = flat.chunk(self.tp.size)[self.tp.rank].clone()

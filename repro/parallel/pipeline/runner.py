@@ -87,13 +87,13 @@ class Pipeline:
         shape: tuple[int, int, int],
         like: Tensor,
     ):
-        """`shape`: [b, s, h] (s/t under sp) of tensors between stages. `like`: a tensor of equal dtype and device."""
+        """Create a runner. `shape`: [b, s, h] (s/t under sp) of transfers. `like`: tensor of their dtype and device."""
         self.pp, self.chunks, self.micro_batches = pp, list(chunks), layout.accumulation
         self.actions = build_schedule(layout.schedule, pp.size, layout.accumulation, layout.chunks)[pp.rank]
         self.batches = (
             batches(self.actions, layout.chunks) if exchanges(layout) else [(a,) for a in self.actions]
         )
-        """Actions (forward and backward passes) of this stage; stages without overlap communicate after each group."""
+        """Groups of the stage's actions (forward and backward passes). Without overlap, messages follow each group."""
         self.boundary = Boundary(
             pp, tp, shape, like, split=layout.scatter_gather, overlap=not exchanges(layout)
         )

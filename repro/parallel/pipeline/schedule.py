@@ -192,7 +192,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 def _starts(
     schedule: Schedule, forward: Rational | int, backward: Rational | int
 ) -> tuple[int, list[list[int]], dict[str, int]]:
-    """Return ticks per time unit, the start of every action in ticks, and the ticks that each kind of action takes."""
+    """Return a schedule's times: ticks per time unit, and in ticks every action's start and each kind's duration."""
     stages, chunks = len(schedule), chunks_of(schedule)
     exact = {FORWARD: Fraction(forward) / chunks, BACKWARD: Fraction(backward) / chunks}
     for key, time in (("forward", exact[FORWARD]), ("backward", exact[BACKWARD])):

@@ -59,7 +59,7 @@ class ForwardPass:
         return visit
 
     def has_live_graph(self) -> bool:
-        """Drop this record's reference to the graph's token; return whether the autograd graph still exists."""
+        """Return whether the pass's autograd graph still exists, after this record drops its reference to the graph."""
         self.graph = None
         return self._reference() is not None
 
@@ -99,7 +99,7 @@ class BackwardSchedule:
             leaves, v = self.steps[i + 1]
             self.next_entry[i] = self.next_entry[i + 1] if leaves else v
         self.frees_unit = self._frees_unit()
-        """For each step, whether its unit's parameters can be freed: no call is open, and another unit is next."""
+        """For each step, whether its gather unit can be freed: the unit has no open call, and another unit is next."""
 
     def steps_until_entry(self, visit: int) -> int:
         """Return the number of steps of the backward pass up to the entry of the module call `visit`."""

@@ -57,7 +57,7 @@ class Sharding:
     all_reduce_first: bool
     """Whether stage 1 all-reduces gradients instead of a reduce-scatter, as DeepSpeed did in February 2020."""
     dtype: torch.dtype | None
-    """Data type of the parameters; None does not change it."""
+    """Data type to which parameters are converted; None: each parameter retains its data type."""
     constant_buffers: bool = True
     """Whether gradients are reduced in buckets of `bucket_bytes` (C_B of ZeRO-R), else in one fp32 bucket."""
     contiguous: bool = False
@@ -224,10 +224,10 @@ def exceed_reuse_distance(elements: Sequence[int]) -> list[bool]:
 
 class RankParts:
     """Equal parts of a flat tensor, one for each rank, as views that are copied one by one. On `meta` no views are
-    created, and a simulation gets their number through the tensor's observer."""
+    created, and the simulation that observes the tensor is notified of the number of views."""
 
     def __init__(self, flat: Tensor, count: int, *, flattened: bool = False):
-        """`flattened`: create one more view per part, as libraries do to flatten a gradient."""
+        """Create the views. `flattened`: one more view per part, which libraries create to flatten a gradient."""
         self._flat, self._count = flat, count
         self._views: list[Tensor] = []
         if flat.is_meta:

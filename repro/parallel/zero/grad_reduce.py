@@ -50,7 +50,7 @@ class GradientReducer:
         self.buckets = list(buckets)
         """Buckets in the order in which backward computes their gradients, the last layers first."""
         self.by_arrival = sharding.stage < 3
-        """Whether a bucket is complete once all its parameters have gradients; otherwise `close` completes it."""
+        """Whether a bucket is complete once its parameters have gradients (stages 0 to 2), not at a call of `close`."""
         self._index = {id(bucket): b for b, bucket in enumerate(self.buckets)}
         self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._missing = [0] * len(self.buckets)
@@ -139,7 +139,7 @@ class GradientReducer:
         self._close(self._index[id(bucket)])
 
     def finish(self) -> None:
-        """End a backward pass and start the remaining gradient reductions, which without overlap `wait` starts."""
+        """End a backward pass, and start the remaining gradient reductions; without overlap, `wait` may start them."""
         for b in range(len(self.buckets)):
             self._close(b)
             self._held[b] = False

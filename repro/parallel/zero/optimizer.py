@@ -45,7 +45,7 @@ class GradientShards:
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, operators: OperatorSet = OperatorSet.FUSED):
         self.buckets, self.mesh, self.operators = list(buckets), mesh, operators
         self.shards = [bucket.gradient_shard for bucket in self.buckets]
-        """Gradient shard of each bucket; with `in_passes`, unscaled fp32 copies between `agree` and `release`."""
+        """Gradient shard of each bucket; with `in_passes`, unscaled fp32 copies from norm computation to step end."""
         self._counted = self._runs(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
         )
@@ -54,7 +54,7 @@ class GradientShards:
         self._weight = 0.0 if replicated and mesh.dp.rank else 1.0
 
     def _runs(self, wanted: Callable[[Tag], bool]) -> list[list[tuple[int, int]]]:
-        """Return the ranges (start, stop) of each bucket's shard with `wanted` parameter tags, merged if adjacent."""
+        """Return each shard's ranges (start, stop) of parameters with `wanted` properties, merged if adjacent."""
         found = []
         for bucket in self.buckets:
             runs: list[tuple[int, int]] = []
@@ -128,7 +128,7 @@ class ShardedAdamW:
         eps: float,
         operators: OperatorSet = OperatorSet.FUSED,
     ):
-        """`decays`: weight decay coefficient of each parameter group. `operators`: fused or separate operators."""
+        """Create AdamW's moments. `decays`: weight decay of each parameter group. `operators`: fused or separate."""
         self.buckets, self.decays, self.operators = list(buckets), list(decays), operators
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         like = self.buckets[0].master
@@ -162,7 +162,7 @@ class ShardedAdamW:
         return [*parts, (None, padding)] if padding else parts
 
     def _by_group(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Split one flat tensor per bucket by parameter group, and return the views of each group."""
+        """Split flat tensors, one per bucket, by the optimizer's parameter groups; return the views of each group."""
         found: list[list[Tensor]] = [[] for _ in self.decays]
         for tensor, parts in zip(tensors, self._parts, strict=bool(tensors)):
             pieces = tensor.split([count for _, count in parts]) if len(parts) > 1 else [tensor]

@@ -46,7 +46,7 @@ class ParameterSlot(Generic[Tag]):
     start: int
     stop: int
     tag: Tag
-    """Properties of the parameter (optimizer group, tp duplicate) by which a shard is processed in separate ranges."""
+    """Properties of the parameter (optimizer group, tp duplicate); shards are divided into ranges of equal tags."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class BucketPlan(Generic[Tag]):
         return self.padded // self.n
 
     def ranges(self, rank: int) -> list[tuple[Tag, int, int]]:
-        """Return the ranges (tag, start, stop) of equal tags in the rank's shard, without padding."""
+        """Return the ranges (tag, start, stop) of parameters with equal properties (tag) in the rank's shard."""
         low, high = rank * self.shard, (rank + 1) * self.shard
         runs: list[tuple[Tag, int, int]] = []
         for slot in self.slots:
@@ -147,7 +147,7 @@ def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> lis
 
 
 def _only_children(module: nn.Module) -> list[str]:
-    """Return the chain of submodules that are their parent's only child, by name; users may call them directly."""
+    """Return the names of nested submodules, each its parent's only child, that a user may call instead of `module`."""
     found: list[str] = []
     while not module._parameters and len(children := list(module.named_children())) == 1:
         ((name, module),) = children

@@ -100,7 +100,7 @@ class UnitAgreement:
         self._last_pass = Work()
 
     def compare(self, number: int) -> Work:
-        """Send `number` to all ranks. The result's `wait` raises `RuntimeError` unless all numbers are equal."""
+        """Compare a unit's index or a digest over ranks; the result's `wait` raises `RuntimeError` if ranks differ."""
         if self.group.size == 1:
             return Work()
         own = torch.tensor([number])
@@ -115,7 +115,7 @@ class UnitAgreement:
         return Work(finish=check)
 
     def union(self, flags: Sequence[bool]) -> list[bool]:
-        """Return the logical or of each flag over all ranks. All flags but the last 60 count as set."""
+        """Return the logical or over all ranks of each of the last 60 flags, and for earlier flags True."""
         if self.group.size == 1:
             return list(flags)
         sent = flags[-60:]

@@ -212,7 +212,7 @@ class ShardedModule:
             self.param_gather.remove()
 
     def _complete(self, flat: FlatParameters) -> None:
-        """Close the bucket of trained parameters that get no more gradients in this backward pass."""
+        """Record that a bucket gets no more gradients in this backward pass; ignore buffers of frozen parameters."""
         if isinstance(flat, Bucket):
             self.reducer.close(flat)
 

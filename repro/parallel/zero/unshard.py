@@ -38,7 +38,7 @@ class ParameterUnsharder:
         *,
         ahead: bool = True,
     ):
-        """`ahead`: prefetch the next unit while a unit computes; otherwise, await each flat buffer's gather in turn."""
+        """Install the hooks. `ahead`: prefetch the next unit while a unit computes, else await each gather in turn."""
         self._ahead = ahead
         self._module, self._grad_only_backward = module, grad_only_backward
         self.units, self.buckets = list(units), [list(group) for group in buckets]
@@ -53,7 +53,7 @@ class ParameterUnsharder:
         self._schedule: BackwardSchedule | None = None
         """Schedule of the running backward pass; None outside backward passes."""
         self.retains_units = False
-        """Whether gathered units are retained after a backward pass of gradients of inputs only, for the next pass."""
+        """Whether units remain gathered, because a backward pass of inputs' gradients left a graph for a later pass."""
         self._agreement: UnitAgreement | None = None
         self._guards: list[FreedParameterGuard] = []
         self._handles: list[Any] = []
@@ -72,7 +72,7 @@ class ParameterUnsharder:
             self._handles.append(target.register_forward_hook(self._after(u, use)))
 
     def enable_checks(self, agreement: UnitAgreement) -> None:
-        """Let reads of freed parameters in a user's module, and ranks that gather different units, raise errors."""
+        """Enable errors for reads of freed parameters in a user's module, and for ranks that gather different units."""
         self._agreement = agreement
         for u, buckets in enumerate(self.buckets):
             for bucket in buckets:
@@ -263,7 +263,7 @@ class ParameterUnsharder:
         return gather, free
 
     def _is_used_next(self, u: int, use: ModuleUse) -> bool:
-        """Return whether unit `u` is used again at once: by an open module call, the next call, or the backward."""
+        """Return whether unit `u` is used again next: by an open module call, the next call, or the backward pass."""
         if any(self._forward.visits[v][0] == u for v in self._forward.open_visits):
             return True
         position = len(self._forward.visits)

@@ -37,7 +37,7 @@ class ActivationCheckpoint:
     def __init__(self, x: Tensor, before: ActivationCheckpoint | None):
         self.shape, self.device = x.shape, x.device
         self.before = before
-        """Activation checkpoint that backward loads next: that of the preceding block."""
+        """Activation checkpoint of the preceding block, which backward loads after this checkpoint."""
         self.kept: Tensor | None = None
         """Saved input x of the block, or a flat part of x, on the device or the host; None after `drop`."""
         self.arena: Arena | None = None
@@ -62,7 +62,7 @@ class ActivationCheckpoints:
     """Activation checkpoints of one model: each block's input is saved in forward, and loaded once in backward."""
 
     def __init__(self, layout: Layout, tp: Group, capacity: int):
-        """`capacity`: maximum number of simultaneous checkpoints, for which `md` allocates memory in advance."""
+        """Create a model's checkpoints. `capacity`: maximum number at one time, for which `md` preallocates memory."""
         self.tp, self.capacity = tp, capacity
         self.parts = tp.size if layout.pa else 1
         self.offload, self.contiguous = layout.pa_cpu, layout.md

@@ -28,7 +28,7 @@ class Arena:
     """Preallocated memory against fragmentation: pieces of given sizes (elements) in one flat allocation."""
 
     def __init__(self, memory: Tensor, sizes: Sequence[int]):
-        """`memory`: flat tensor [sum of `sizes`] that is divided into pieces of `sizes` elements."""
+        """Divide `memory`, a flat tensor of sum(`sizes`) elements, into free pieces of `sizes` elements."""
         assert memory.numel() == sum(sizes)
         self.memory = memory
         self._pieces = list(memory.split(list(sizes)))
@@ -64,7 +64,7 @@ class Arena:
         return Piece(self._pieces[found][:numel], found)
 
     def give(self, piece: Piece) -> None:
-        """Return a memory piece to the arena. Writes by its next user must be ordered after the last reads."""
+        """Return a memory piece to the arena. Writes by the piece's next user must be ordered after the last reads."""
         assert piece.number not in self._free, "a memory piece was returned to its arena twice"
         self._free.add(piece.number)
 

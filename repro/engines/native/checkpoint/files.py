@@ -125,7 +125,7 @@ class Reader:
         self._open.clear()
 
     def read(self, path: Path, at: int, holder: Rectangle, part: Rectangle, into: Tensor) -> None:
-        """Read rectangle `part` of `holder`, stored from byte `at`, into a tensor. Raises `ConfigError` if missing."""
+        """Read `part` of rectangle `holder`, stored from byte `at` on, to a tensor. Raises `ConfigError` if missing."""
         for block in _blocks(holder, part):
             first = (block.row - holder.row) * holder.columns + block.column - holder.column
             span = (block.rows - 1) * holder.columns + block.columns

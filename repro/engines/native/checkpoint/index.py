@@ -24,7 +24,7 @@ FORMAT = 1
 """Version number of the format of checkpoint folders."""
 FILE = "index.json"
 RETAINED_CHECKPOINTS = 2
-"""Number of complete checkpoints of a run that `prune` retains."""
+"""Number of a run's complete checkpoints that remain when older checkpoints are removed (`prune`)."""
 HINT = "remove the folder to resume from the preceding checkpoint"
 
 
@@ -93,7 +93,7 @@ def prune(root: Path, kept: int = RETAINED_CHECKPOINTS) -> None:
 def gather(
     folder: Path, ranks: int
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]], dict[str, tuple[FilePiece, ...]]]:
-    """Read the headers of all ranks' checkpoint files; return file sizes, parameter shapes and parameter pieces."""
+    """Read the headers of all ranks' checkpoint files; return file sizes, parameter shapes and stored rectangles."""
     sizes: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, list[FilePiece]] = {}

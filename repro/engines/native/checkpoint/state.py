@@ -73,7 +73,7 @@ def rectangles(first: int, last: int, left: int, width: int) -> list[tuple[Recta
 
 
 STATES = ("weight", "moment1", "moment2")
-"""Values that a checkpoint stores for each element of a parameter, in fp32."""
+"""Names of the fp32 values that a checkpoint stores for each parameter element: the weight and Adam's moments."""
 _SCALER = ("scale", "good_steps", "tolerance")
 
 
