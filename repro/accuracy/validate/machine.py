@@ -28,7 +28,7 @@ class Pair:
     measured: float
     predicted: float
     rests_on: str
-    """Basis of the predicted step time, one of `repro.simulate.time.calibration.BASES`."""
+    """Basis of the predicted step time: calibrated on the machine, on a published run, or on no run of the device."""
 
     @property
     def error(self) -> float:
