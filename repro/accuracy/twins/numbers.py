@@ -242,7 +242,7 @@ class ScaledRatio:
 
 
 Parts = dict[str, float]
-"""Ratios for a predicted step: `optimizer` and `waiting` time over compute time, and FLOP/s over the baseline's."""
+"""Ratios for a predicted step: `optimizer` and `waiting` time to compute time; `rate`, FLOP/s to the baseline's."""
 
 
 def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:

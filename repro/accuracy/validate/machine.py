@@ -28,7 +28,7 @@ class Pair:
     measured: float
     predicted: float
     rests_on: str
-    """Basis of the predicted step time: calibrated on the machine, on a published run, or on no run of the device."""
+    """Basis of the predicted step time, such as calibrated on the machine, or on a published run."""
 
     @property
     def error(self) -> float:

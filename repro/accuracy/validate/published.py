@@ -121,7 +121,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyStatistics:
-    """Statistics of prediction errors over the published values of one family of systems that count in them."""
+    """Statistics of prediction errors over one family of published values, such as ratios, without those left out."""
 
     name: str
     points: int

@@ -99,7 +99,7 @@ class UncertainInput:
     settles: list[str] = field(default_factory=list)
     """Published values in whose predictions the input has more than half of the summed effects of all inputs."""
     possible: list[str] = field(default_factory=list)
-    """Published values that the prediction misses, but reaches in the range of this input, or of it and one other."""
+    """Published values that a prediction misses, but reaches within input ranges, mainly the range of this input."""
     share: float = 0.0
     """Mean share of the input in the effects on all uncertain predictions; the shares of all inputs add up to 1."""
 

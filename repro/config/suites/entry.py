@@ -50,7 +50,7 @@ _PARTS: dict[str, type[Any]] = {
 _OPTIONAL = ("network", "twin")
 """Parts of an experiment's configuration that are None unless the suite file defines them."""
 _NAMED = {"layout": "layouts", "network": "networks"}
-"""Parts of an experiment that a suite file may define by name, and the tables with these definitions."""
+"""Parts of an experiment that several experiments of a suite file can share by name, and the tables of the parts."""
 _DATA = ("synthetic", "shakespeare", "shakespeare-gpt2")
 
 
