@@ -64,7 +64,7 @@ class LinkBench:
         """Return durations by payload: a row for each collective and kind of group (such as tp groups), and for sends.
 
         A row has `op`, `place` (inside or between nodes), sizes of the groups, and `points` (payload in bytes, timing).
-        Measurements of all rows alternate, so that a disturbance affects few of each. Each reports progress to `beat`.
+        Measurements of all rows alternate, so that a disturbance affects few of each. `beat` reports progress.
         """
         rows: list[dict[str, Any]] = []
         runs: dict[tuple[int, int], Callable[[], None]] = {}
@@ -230,7 +230,7 @@ class LaunchBench:
             self._step()
 
     def sample(self) -> None:
-        """Time one training step of the tiny model; the calls are spread over the calibration against disturbances."""
+        """Time a step of the tiny model; called throughout the calibration, so that a disturbance affects few calls."""
         self._step()  # an untimed step loads the code into the caches again
         self.clock.synchronize()
         self.clock.group.barrier()

@@ -139,7 +139,7 @@ class LocalMachine:
         self.precision = "fp32" if on_cpu else discover().best_precision
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """Run the calibration `job`; return its `outcome`, failure `reason`, rank `results`, and the initial `load`."""
+        """Run the calibration `job`; return `outcome`, failure `reason`, rank `results`, and initial machine `load`."""
         if not quiet:
             text = f"measuring with {self.ranks} ranks; other programs on this machine would slow the result"
             print(text, file=sys.stderr)

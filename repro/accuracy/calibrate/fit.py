@@ -90,7 +90,7 @@ def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, Opera
 
 
 def scale_rate(common: OperatorRate, points: Sequence[TimedCall]) -> OperatorRate:
-    """Fit one operator's calls with the common rate: scale its time per byte and FLOP or, if larger, its fixed time."""
+    """Return the common rate with its slopes or (if it dominates) its fixed time fitted to one operator's calls."""
     work = [common.seconds(flops=point.flops, nbytes=point.nbytes) - common.fixed_s for point in points]
     if median(work) < common.fixed_s:
         calls = [point.seconds - seconds for point, seconds in zip(points, work, strict=True)]

@@ -88,7 +88,7 @@ class Point:
     reports: frozenset[str] = frozenset()
     """Keys of the sources that the claim cites."""
     margin: float | None = None
-    """Conformal margin: log of the factor that widens the 90 % interval at both ends; None: too few other points."""
+    """Conformal margin: log of the factor that widens the 90 % interval at both ends; None: too few predictions."""
 
     @property
     def wider(self) -> tuple[float, float] | None:

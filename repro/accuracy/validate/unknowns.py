@@ -87,9 +87,9 @@ class UncertainInput:
     """Uncertain input of predictions, and the published values whose predictions depend on it."""
 
     key: str
-    """Key of the system file, such as `links.inter-node.rings`, or `NAME: FLOP/s` of NAME, a run that calibrates."""
+    """Key of the system file, such as `links.inter-node.rings`, or `NAME: FLOP/s` of the calibrating run NAME."""
     system: str
-    """System to which the uncertain input belongs; for an input of a published run that calibrates, its system."""
+    """System to which the uncertain input belongs; for an input of a calibrating run, the system of this run."""
     low: float
     best: float
     high: float

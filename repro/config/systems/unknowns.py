@@ -76,7 +76,7 @@ class Unknown:
 
     @cached_property
     def around(self) -> dict[float, float]:
-        """Return values of an uncertain number in and around its range, with quantiles; every integer if a count."""
+        """Return values of an uncertain number in and around its range, with quantiles; for counts, every integer."""
         quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
         if self._last_word in COUNTED_KEYS:
             for side, best in ((self.low, LOW), (self.high, HIGH)):
