@@ -53,7 +53,7 @@ class PackagedFiles:
         return [path.stem for path in self.files()]
 
     def find(self, given: Path) -> Path:
-        """Return the path of the packaged suite or profile `given`; a path that ends in `.toml` is unchanged."""
+        """Return the path of the packaged suite or profile `given`, or a `.toml` path; else raise `ConfigError`."""
         if given.suffix == ".toml":
             return given
         if str(given) not in self.names():
