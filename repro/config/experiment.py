@@ -138,7 +138,7 @@ class Experiment:
 
     @property
     def course(self) -> dict[str, Any]:
-        """Return the settings that determine the weights after each step, up to rounding.
+        """Return the experiment's settings that determine the weights after each step, up to rounding.
 
         Experiments that agree in these settings can continue from each other's checkpoints.
         """
@@ -177,7 +177,7 @@ class Experiment:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON data that `from_dict` reads; of the keys in `DEPARTURES`, only those that differ from GPT-2."""
+        """Return the experiment as JSON data for `from_dict`; layer variants (such as the norm) only if not GPT-2's."""
         data, given = asdict(self), self.model.departures()
         data["model"] = {
             key: value for key, value in data["model"].items() if key in given or key not in DEPARTURES
@@ -186,7 +186,7 @@ class Experiment:
 
 
 def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the fields of `part` that have no default or differ from it, except the fields in `without`."""
+    """Return the settings of a model, layout or training that are not at their defaults, except those in `without`."""
     values = {f.name: (getattr(part, f.name), f.default) for f in fields(part) if f.name not in without}
     return {
         name: value for name, (value, default) in values.items() if default is MISSING or value != default
@@ -194,12 +194,12 @@ def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> d
 
 
 def _default_tp_overlap(operators: OperatorSet) -> bool:
-    """Return the value of `tp_overlap` in records without it: true unless `operators` write the attention scores."""
+    """Return the `tp_overlap` of records without this key: true unless `operators` write attention scores to memory."""
     return not operators.writes_scores
 
 
 def _chosen_layout(layout: Layout) -> dict[str, Any]:
-    """Return the fields of a layout that belong to the hash that identifies an experiment.
+    """Return the settings of a layout that belong to the hash that identifies an experiment.
 
     `tp_overlap` is included only if it differs from `_default_tp_overlap`, so that keys of older records stay valid.
     """

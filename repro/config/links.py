@@ -85,7 +85,7 @@ class Link:
     efficiency: Quantity = UNSAID
     """Fraction of the peak bandwidth that collectives of large messages reach."""
     half_bytes: Quantity = UNSAID
-    """Payload per step, in bytes, with half the efficiency of large messages, in addition to effects of `latency_s`."""
+    """Payload per step, in bytes, that reaches half the rate of large messages, apart from the latency of a step."""
     chunk_s: Quantity = UNSAID
     """Time per chunk of a tree collective, in seconds; a node forwards a chunk after it has received all of it."""
     pair: Quantity = UNSAID

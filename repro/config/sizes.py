@@ -39,7 +39,7 @@ NAME = SizeLimit(100, "names become file names and table columns")
 
 
 def at_least(part: object, keys: Iterable[str], least: float, expected: str) -> None:
-    """Raise `ConfigError` if an attribute in `keys` of `part` is under `least`; `expected` describes valid values."""
+    """Raise `ConfigError` if one of the settings `keys` is under `least`; its text `expected` gives valid values."""
     for key in keys:
         require(getattr(part, key) >= least, key, getattr(part, key), expected)
 

@@ -125,7 +125,7 @@ class OperatorRate:
         return self.fixed_s + nbytes * self.per_byte_s + flops * self.per_flop_s
 
     def slowed(self, times: float) -> OperatorRate:
-        """Return the rate of an operator that takes `times` as long as this one."""
+        """Return the measured rate of an operator, slowed down by the factor `times`."""
         return OperatorRate(**{key: value * times for key, value in vars(self).items()})
 
 

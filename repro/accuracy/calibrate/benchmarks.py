@@ -36,7 +36,7 @@ from repro.util import processes
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 OVERLAPPED = ("all_reduce", "reduce_scatter", "all_gather")
 SMALL, MANY = 2**20, 3
-"""Payload in bytes up to which latency dominates a message, and the factor by which such messages repeat more often."""
+"""Maximum payload, in bytes, of messages that latency dominates, and ratio of their repeats to those of larger ones."""
 PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}
 LONGER = 1.5
 """Ratio of the duration of the compute that runs during a collective to the duration of the collective."""
@@ -61,10 +61,10 @@ class LinkBench:
         beat: Callable[[], None],
         collectives: Sequence[str] = COLLECTIVES,
     ) -> list[dict[str, Any]]:
-        """Return durations by payload, as rows of collectives by kind of group, and of messages between neighbours.
+        """Return durations by payload: a row for each collective and kind of group (such as tp groups), and for sends.
 
-        A row has `op`, `place` (inside or between nodes), the fields of the kind, and `points` (payload in bytes,
-        timing). Measurements alternate, so that a disturbance affects few of each kind. `beat` is called after each.
+        A row has `op`, `place` (inside or between nodes), sizes of the groups, and `points` (payload in bytes, timing).
+        Measurements of all rows alternate, so that a disturbance affects few of each. `beat` reports progress.
         """
         rows: list[dict[str, Any]] = []
         runs: dict[tuple[int, int], Callable[[], None]] = {}
@@ -93,7 +93,7 @@ class LinkBench:
     def overlap_cost(self, op: str, payload: int, group: Group, beat: Callable[[], None]) -> float:
         """Return the delay of matrix products by a concurrent collective, over the collective's duration (0 to 1).
 
-        `beat` is called after each repeat.
+        `beat` reports the progress of the rank after each repeat.
         """
         start = self._start(op, payload, group)
         kind = self.clock.device.type
@@ -157,7 +157,7 @@ class LinkBench:
         return lambda: start().wait()
 
     def _messages(self, payload: int, pipeline: Group) -> Callable[[], None]:
-        """Return a function that exchanges messages of `payload` bytes between two neighbouring ranks of `pipeline`."""
+        """Return a function with which two neighbouring ranks of a pipeline group exchange messages of given size."""
         message, back = (buffer[: max(1, payload // 4)] for buffer in (self._one, self._other))
         first = pipeline.rank % 2 == 0
         peer = pipeline.rank + (1 if first else -1)
@@ -230,7 +230,7 @@ class LaunchBench:
             self._step()
 
     def sample(self) -> None:
-        """Time one training step; samples are spread over the calibration, so that a short disturbance affects few."""
+        """Time a step of the tiny model; called throughout the calibration, so that a disturbance affects few calls."""
         self._step()  # an untimed step loads the code into the caches again
         self.clock.synchronize()
         self.clock.group.barrier()
@@ -259,7 +259,7 @@ class LaunchBench:
 
 
 class SilentTransport(NoTransport):
-    """Transport that sends nothing and fills received tensors with normal numbers, since denormal ones are slow."""
+    """Transport without communication, which fills received tensors with 0.5, since denormal floats slow operators."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         output.view(-1, input.numel()).copy_(input.clone())  # a copy, since `input` may be a view of `output`
@@ -275,8 +275,8 @@ def time_silent_step(
 ) -> dict[str, Any]:
     """Time training steps of the first pipeline stage of `experiment` without communication, on all ranks at once.
 
-    Returns `operators` (name, bytes, FLOP, calls), the mean `seconds` of a step, and the seconds `between` its omitted
-    messages. Processor seconds are multiplied by the ranks per core. `beat` is called at each message and phase.
+    Returns `operators` (name, bytes, FLOP, calls), the mean `seconds` of a step, and `between`: the compute seconds
+    between two omitted messages. Seconds are processor time times the ranks per core. `beat` reports progress.
     """
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     short = replace(experiment, layout=traced.layout)

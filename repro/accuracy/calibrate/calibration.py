@@ -59,8 +59,8 @@ def run_calibration(
 ) -> Calibrated:
     """Measure this machine, or nodes of a cluster with a SLURM `profile`, and write a system file.
 
-    `gpus` is the number of ranks per node. With `suites`, the operators of their scaled-down experiments are measured,
-    but only messages and one ring of the collectives, since networks are emulated. `quiet` prints nothing.
+    `gpus` is the number of ranks per node. With `suites` of scaled-down experiments, their operators are measured.
+    Such experiments emulate a network, so only messages and one ring collective are measured. `quiet` prints nothing.
 
     Raises:
         ConfigError: An option is wrong, or two options contradict each other.
@@ -116,7 +116,7 @@ class LocalMachine:
     def __init__(self, system: str, gpus: int, *, target: str):
         """Check that the machine has the devices that the options request.
 
-        `gpus` is the number of ranks; 0: one per GPU, or 2 on processor cores. `target` names the function of a rank.
+        `gpus` is the number of ranks; 0: one per GPU, or 2 on a CPU. `target` names the function that each rank runs.
 
         Raises:
             ConfigError: The machine does not have the requested devices.
@@ -139,7 +139,7 @@ class LocalMachine:
         self.precision = "fp32" if on_cpu else discover().best_precision
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """Run `job` and return `outcome`, `reason`, `results` of the ranks, and the machine load at the start."""
+        """Run the calibration `job`; return `outcome`, failure `reason`, rank `results`, and initial machine `load`."""
         if not quiet:
             text = f"measuring with {self.ranks} ranks; other programs on this machine would slow the result"
             print(text, file=sys.stderr)
@@ -190,9 +190,9 @@ class ClusterNodes:
         require(self.nodes <= partition.nodes, "--nodes", self.nodes, expected)
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """Submit `job` to SLURM and return the fields of `LocalMachine.measure`, with the job's allocation as `place`.
+        """Submit the calibration `job` to SLURM; return `outcome`, failure `reason`, rank `results`, initial `load`.
 
-        `place` is the result of `repro.launch.slurm.allocation.nodes.slurm_provenance`.
+        The key `place` of the returned dictionary has the number, partition and nodes of the SLURM job.
         """
         from repro.launch.slurm.scheduler import SchedulerError, parse_time_limit
         from repro.launch.slurm.submission import submit

@@ -98,7 +98,7 @@ class CallRecorder(TraceRecorder):
 
 
 def calls_of(experiment: Experiment, *, gloo: bool) -> list[Call]:
-    """Return the distinct operator calls of all pipeline roles of `experiment`, in order of their first occurrence."""
+    """Return the distinct operator calls of all pipeline roles (stages with equal work), in order of first call."""
     found: dict[object, Call] = {}
     for role in roles(experiment):
         recorder = CallRecorder()

@@ -27,7 +27,7 @@ ASSUMED_CACHE = 64 * 2**20
 REPEAT_S = 2e-3
 """Minimum duration of a repeated measurement, in seconds: far above the resolution of the clock."""
 CROWDED_S = 40e-3
-"""Minimum duration of a repeated measurement if ranks share cores, in seconds; most ranks measure at once for long."""
+"""Minimum duration of a repeated measurement if ranks share cores, in seconds; long enough that most ranks overlap."""
 MOST_CALLS = 64
 LOAD_SIZE = 4096
 """Number of rows and columns of the matrices whose products load a GPU before measurements."""
@@ -74,7 +74,7 @@ class SustainedLoad:
         synchronize: Callable[[], Any],
         state: Callable[[], dict[str, float]],
     ):
-        """Measure the duration of `product`. `state` returns the GPU's clock rate and power as `gpu_state` does."""
+        """Measure the duration of the matrix product `product`; `state` returns the GPU's clock rate and power."""
         self._product, self._synchronize, self._state = product, synchronize, state
         self._settled_mhz: float | None = None
         """Settled clock rate of the GPU, in MHz; 0: NVML reports none; None: before the first load."""
@@ -89,7 +89,7 @@ class SustainedLoad:
             self._product_s = (time.perf_counter() - began) / count
 
     def hold(self, seconds: float) -> None:
-        """Queue matrix products on the GPU that take at least `seconds`, and at least `HOLD_S`."""
+        """Queue matrix products on the GPU that take at least `seconds`, and at least 5 ms (`HOLD_S`)."""
         for _ in range(math.ceil(max(seconds, HOLD_S) / self._product_s)):
             self._product()
 
@@ -232,10 +232,10 @@ class OperatorClock:
         return timing(found)
 
     def in_a_crowd(self, call: Callable[[int], object], alone: Callable[[], float]) -> float:
-        """Return the seconds per call of `call(number)` on a core that ranks share; on an unshared core, of `alone()`.
+        """Return the seconds per call of the operator `call`; if each rank has its own core, the result of `alone()`.
 
-        The processor time of all calls during `CROWDED_S` is measured and multiplied by the ranks per core. Wall time
-        would be too short, since ranks leave a barrier at different times, so that some have the core alone.
+        On shared cores, the processor time of calls for 40 ms (`CROWDED_S`) is multiplied by the ranks per core. Wall
+        time would be too short, since ranks leave a barrier at different times, so that some have the core alone.
         """
         if self.ranks_per_core == 1:
             return alone()

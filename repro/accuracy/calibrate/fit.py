@@ -22,7 +22,7 @@ MIN_SIZE_RATIO = 8.0
 MIN_SIZES = 3
 """Minimum number of different measured sizes of an operator for fitting a separate slope (time per byte or FLOP)."""
 MAX_COMMON_RATE_ERROR = 0.1
-"""Maximum median relative error of the common rate at an operator's calls, up to which the operator uses this rate."""
+"""Maximum median relative error at which an operator uses the rate that all operators of its kind have in common."""
 
 
 class TimedCall(NamedTuple):
@@ -67,7 +67,7 @@ def median_error(rate: OperatorRate, points: Sequence[TimedCall]) -> float:
 def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, OperatorRate]:
     """Return the common operator rates, and separate rates of operators that deviate from them, by name.
 
-    The common rates are `matmul` and `elementwise`, and `unaligned_matmul` if such matrix products were measured.
+    The common rates are `matmul`, `elementwise`, and `unaligned_matmul` (sizes not divisible by 8) if measured.
     """
     pools: dict[str, list[TimedCall]] = {MATMUL: [], ELEMENTWISE: [], UNALIGNED_MATMUL: []}
     pools[UNALIGNED_MATMUL] += points.get(UNALIGNED_MATMUL, [])
@@ -90,7 +90,7 @@ def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, Opera
 
 
 def scale_rate(common: OperatorRate, points: Sequence[TimedCall]) -> OperatorRate:
-    """Return the common rate with its slopes (if these dominate) or else its fixed time fitted to the given calls."""
+    """Return the common rate with its slopes or (if it dominates) its fixed time fitted to one operator's calls."""
     work = [common.seconds(flops=point.flops, nbytes=point.nbytes) - common.fixed_s for point in points]
     if median(work) < common.fixed_s:
         calls = [point.seconds - seconds for point, seconds in zip(points, work, strict=True)]
@@ -163,7 +163,7 @@ def _link(
 
 
 def _collectives(ranks: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
-    """Return points of each collective's largest group inside or between nodes; `groups` has those of other groups."""
+    """Return durations of each collective by payload, in its largest group at `place`, and under `groups` in others."""
     found: dict[str, Any] = {}
     for same in zip(*(rank.get("links", ()) for rank in ranks), strict=True):
         row = same[0]

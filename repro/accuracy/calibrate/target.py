@@ -53,9 +53,9 @@ def _measure(
     heartbeat: HeartbeatWriter,
     collectives: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Return this rank's calibration measurements under the key of the first experiment, and nothing under other keys.
+    """Return this rank's calibration measurements under the first experiment's key; other experiments have none.
 
-    `collectives`: measure the collectives of all groups, and not only messages and rings of all ranks.
+    `collectives`: measure the collectives of all groups, and not only messages and one ring collective of all ranks.
     """
     place = rank_device(device)
     quick = job.experiments[0].training.steps == plan.QUICK_REPEATS
@@ -138,7 +138,7 @@ def _measure(
 run_rank = partial(_measure, collectives=True)
 """Function that each rank process of a machine's calibration runs."""
 run_rank_of_twin = partial(_measure, collectives=False)
-"""Function that each rank process runs to calibrate for twins: of the collectives, only messages and one ring."""
+"""Function that each rank process runs to calibrate for scaled-down twins: only messages and one ring collective."""
 
 
 def operators(
@@ -152,7 +152,7 @@ def operators(
 
     Dropout and a vocabulary that is not a multiple of 8 make some operators slower without a difference in the trace.
     Experiments with dropout or such a vocabulary add only operators that other experiments do not have. On a GPU,
-    unaligned products count as separate operators. `beat` is called often, `between` after each operator.
+    unaligned products are separate operators. `beat` reports progress; `between` is called after each operator.
     """
     on_gpu = clock.device.type == "cuda"
     by_name: dict[tuple[str, bool], list[Call]] = {}

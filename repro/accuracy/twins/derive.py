@@ -93,7 +93,7 @@ class Twin:
 
     @property
     def together(self) -> list[Member]:
-        """Return the members with the baseline's emulated network, which one launch can interleave; baseline first."""
+        """Return the baseline and the experiments that one launch can interleave, since their networks are equal."""
         return [member for member in self.members if member.network == self.members[0].network]
 
 
@@ -251,7 +251,7 @@ def inside_rate(system: System) -> float:
 
 
 def limit_to_machine(network: EmulatedNetwork, machine: System) -> tuple[EmulatedNetwork, list[str]]:
-    """Return `network`. If this machine is slower than the link rate inside nodes, remove the limit and say why."""
+    """Return `network`, without a limit inside nodes if this machine is slower than that limit, and the reason."""
     most = machine.links["memory"].bandwidth.known("links.memory.bandwidth", system=machine.name)
     wanted = network.within * payload_share(network)
     if wanted <= most:

@@ -1,6 +1,6 @@
 """Dimensionless numbers of published experiments and their twins, and effects of their differences on throughput.
 
-The effect of a difference is the throughput ratio of twins in whose predicted steps one part has the original's value.
+The effect of a difference is the throughput ratio predicted for scaled-down twins without this difference.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SimilarityNumber:
 
     @property
     def change(self) -> float:
-        """Return the number's relative change, twin / original - 1; infinite if only the original's number is 0."""
+        """Return the dimensionless number's relative change, twin / original - 1; infinite if only original is 0."""
         if self.original:
             return self.twin / self.original - 1
         return 0.0 if not self.twin else float("inf")
@@ -99,7 +99,7 @@ def dp_number(prediction: Prediction) -> float:
 
 
 def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> float:
-    """Return compute / communication, `work` W / (hops e F): ring rate W, e bytes an element; 0 without hops."""
+    """Return compute over communication time, work W / (hops e F): ring rate W, e bytes per element, F FLOP/s."""
     if not hops:
         return 0.0
     layout = prediction.experiment.layout
@@ -225,7 +225,7 @@ class Effect:
 
     difference: str
     ratio: float
-    """Throughput ratio of the scaled-down twins, predicted without the difference."""
+    """Throughput ratio predicted for the scaled-down twins without this difference from the published experiments."""
 
 
 @dataclass(frozen=True)
@@ -242,11 +242,11 @@ class ScaledRatio:
 
 
 Parts = dict[str, float]
-"""Parts of a step: ratios of `optimizer` and `waiting` time to compute time, and `rate`, FLOP/s over the baseline's."""
+"""Ratios for a predicted step: `optimizer` and `waiting` time to compute time; `rate`, FLOP/s to the baseline's."""
 
 
 def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
-    """Return the throughput ratio of `member` to `baseline` for originals and twins, and the effects that change it."""
+    """Return an experiment's throughput over its baseline's, for originals and twins, and effects on this ratio."""
     rates = [useful_rate(m.after) / useful_rate(m.before) / scale.rate for m in (member, baseline)]
     twin = _efficiencies(member, baseline, lambda m: m.after)
     original = _efficiencies(member, baseline, lambda m: m.before)
@@ -292,9 +292,9 @@ def _swapped(pair: Pair, other: Pair, key: str) -> Pair:
 
 
 def _at_rates(twin: Pair, rates: Sequence[float]) -> Pair:
-    """Return the steps of twins whose compute rates have the originals' ratio and whose waiting times are unchanged.
+    """Return ratios for predicted steps of twins if their compute rates had the ratio of the original experiments.
 
-    `rates`: for member and baseline, F'/F (compute rate of the twin over the original's) over the mean F'/F.
+    Waiting times are unchanged. `rates`: F'/F (compute rate of twin over original) of both twins, over the mean F'/F.
     """
     mine, base = ({**parts, "waiting": parts["waiting"] / r} for parts, r in zip(twin, rates, strict=True))
     return {**mine, "rate": mine["rate"] * rates[1] / rates[0]}, base

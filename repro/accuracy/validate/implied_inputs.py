@@ -69,7 +69,7 @@ class ImpliedInput:
 
     @property
     def torn(self) -> int:
-        """Return the minimum number of published values that one input value contradicts, without `unserved` ones."""
+        """Return the minimum number of published values that any one input value contradicts, although another fits."""
         ends = ((need.low, need.high) for need in self.needs)
         served = [(low, high) for low, high in ends if low is not None and high is not None]
         most = max((sum(low <= at <= high for low, high in served) for at, _ in served), default=0)

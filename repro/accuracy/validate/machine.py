@@ -28,7 +28,7 @@ class Pair:
     measured: float
     predicted: float
     rests_on: str
-    """Basis of the predicted step time, one of `repro.simulate.time.calibration.BASES`."""
+    """Basis of the predicted step time, such as calibrated on the machine, or on a published run."""
 
     @property
     def error(self) -> float:

@@ -79,7 +79,7 @@ class Point:
     device_flops: float
     """Predicted FLOP/s per device of the run, for rates; 0 for ratios and memory."""
     rests_on: str = ""
-    """Basis of the prediction (`repro.simulate.time.calibration.BASES`); for a ratio, the weaker one of its runs."""
+    """Basis of the predicted time (such as calibrated on a published run); for a ratio, the less reliable one."""
     left_out: str = ""
     """Reason why the published value does not count in the error statistics; empty if it counts."""
     note: str = ""
@@ -88,7 +88,7 @@ class Point:
     reports: frozenset[str] = frozenset()
     """Keys of the sources that the claim cites."""
     margin: float | None = None
-    """Logarithm of the factor by which the model's error widens both ends of the interval; None: too few points."""
+    """Conformal margin: log of the factor that widens the 90 % interval at both ends; None: too few predictions."""
 
     @property
     def wider(self) -> tuple[float, float] | None:
@@ -99,7 +99,7 @@ class Point:
 
     @property
     def holds_wider(self) -> bool:
-        """Return whether the published value, with its error, overlaps the interval widened by the model's error."""
+        """Return whether the published value, with its error, overlaps the interval with the time model's error."""
         return self.wider is not None and self.stated is not None and self.stated.meets(*self.wider)
 
     @property
@@ -121,7 +121,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyStatistics:
-    """Statistics of prediction errors over the published values of one family, without those that are left out."""
+    """Statistics of prediction errors over one family of published values, such as ratios, without those left out."""
 
     name: str
     points: int
@@ -151,7 +151,7 @@ def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Poi
 
 
 def _with_margins(found: list[Point]) -> list[Point]:
-    """Return the points, where each point that counts in the statistics has its conformal margin."""
+    """Return the pairs of published and predicted value, with a conformal margin if they count in the statistics."""
     counted = [point for point in found if not point.left_out]
     scores = (conformity_score(one.low, one.high, one.published) for one in counted)
     keys = ((one.kind, one.reports, frozenset(one.runs)) for one in counted)
@@ -161,14 +161,14 @@ def _with_margins(found: list[Point]) -> list[Point]:
 
 
 def claim_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
-    """Return error statistics of each claim, over the published values that count."""
+    """Return prediction-error statistics of each claim, without published values that are left out."""
     counted = [point for point in found if not point.left_out]
     names = dict.fromkeys(point.claim for point in counted)
     return [_family(name, [point for point in counted if point.claim == name]) for name in names]
 
 
 def source_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
-    """Return error statistics of peak memory by source; a claim with several sources counts for the first source."""
+    """Return statistics of peak-memory prediction errors by cited source; a claim counts for its first source."""
     memory = [point for point in found if point.kind == MEMORY and not point.left_out]
     names = dict.fromkeys(point.family for point in memory)
     return [_family(name, [point for point in memory if point.family == name]) for name in names]

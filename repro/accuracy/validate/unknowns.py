@@ -87,9 +87,9 @@ class UncertainInput:
     """Uncertain input of predictions, and the published values whose predictions depend on it."""
 
     key: str
-    """Key of the system file, such as `links.inter-node.rings`, or `NAME: FLOP/s` of a calibration point NAME."""
+    """Key of the system file, such as `links.inter-node.rings`, or `NAME: FLOP/s` of the calibrating run NAME."""
     system: str
-    """System to which the input belongs; for a calibration point, the system of the published run."""
+    """System to which the uncertain input belongs; for an input of a calibrating run, the system of this run."""
     low: float
     best: float
     high: float
@@ -97,9 +97,9 @@ class UncertainInput:
     rows: list[str] = field(default_factory=list)
     """Published values whose predictions depend on the input, as `claim/label`."""
     settles: list[str] = field(default_factory=list)
-    """Published values in whose predictions the input has more than `MIN_SETTLING_SHARE` of all effects."""
+    """Published values in whose predictions the input has more than half of the summed effects of all inputs."""
     possible: list[str] = field(default_factory=list)
-    """Published values whose verdict is `possible` because of this input, or of this and one other input."""
+    """Published values that a prediction misses, but reaches within input ranges, mainly the range of this input."""
     share: float = 0.0
     """Mean share of the input in the effects on all uncertain predictions; the shares of all inputs add up to 1."""
 
@@ -123,7 +123,7 @@ class RankedInputs:
     rows: int
     """Number of published values with an uncertain prediction."""
     possible: int
-    """Number of published values with an uncertain prediction whose verdict is `possible`."""
+    """Number of published values that predictions miss, although the ranges of uncertain inputs contain them."""
 
     @property
     def settled_by_the_first(self) -> int:
@@ -157,7 +157,7 @@ def count_by_claim(rows: Sequence[str]) -> str:
 
 
 def rank_inputs(judged: Iterable[ClaimResult], records: Iterable[Record]) -> RankedInputs:
-    """Return the ranking of the uncertain inputs on which the simulated values in `judged` depend."""
+    """Return the ranking of the uncertain inputs on which predictions of the claims' published values depend."""
     seen = simulated_records(records)
     found: dict[tuple[str, str], UncertainInput] = {}
     rows = [(row_name(result, row), finding) for result, row, finding in uncertain_rows(judged)]
@@ -190,7 +190,7 @@ def row_name(result: ClaimResult, row: RowResult) -> str:
 
 
 def simulated_records(records: Iterable[Record]) -> dict[str, ExperimentRecord]:
-    """Return the conclusive simulated records that `select` chooses, by `suite/name`."""
+    """Return the records of simulated runs that claims use, by `suite/name`, without runs that ended in an error."""
     return {record.label: record for record in select(records).simulated if record.conclusive}
 
 

@@ -40,20 +40,20 @@ class PackagedFiles:
     """Packaged TOML files of one kind (suites or SLURM profiles), which commands find by name."""
 
     key: str
-    """Command-line argument or option that takes the name of such a file, for error messages."""
+    """Command-line argument or option that takes the name of a packaged suite or profile, for error messages."""
     what: str
     folder: Path
 
     def files(self) -> list[Path]:
-        """Return the paths of all packaged files of this kind, sorted."""
+        """Return the paths of all packaged suite files or all packaged SLURM profiles, sorted."""
         return sorted(self.folder.glob("*.toml"))
 
     def names(self) -> list[str]:
-        """Return the names of all packaged files of this kind, without `.toml`."""
+        """Return the names of all packaged suite files or all packaged SLURM profiles, without `.toml`."""
         return [path.stem for path in self.files()]
 
     def find(self, given: Path) -> Path:
-        """Return a `.toml` path unchanged, and for a name the packaged file; an unknown name raises `ConfigError`."""
+        """Return the path of the packaged suite or profile `given`, or a `.toml` path; else raise `ConfigError`."""
         if given.suffix == ".toml":
             return given
         if str(given) not in self.names():
@@ -105,7 +105,7 @@ class Suite:
     comparisons: tuple[Comparison, ...] = ()
 
     def entry(self, name: str) -> Entry:
-        """Return the suite's entry for the experiment called `name`."""
+        """Return the suite's experiment called `name`, with its launch and its expected outcome."""
         return next(entry for entry in self.entries if entry.experiment.name == name)
 
 
@@ -145,7 +145,7 @@ def parse_suite(data: dict[str, Any], *, file: str) -> Suite:
 
 
 def _distinct(entries: list[Entry], file: str) -> None:
-    """Raise `ConfigError` unless every experiment has a unique name and unique conditions."""
+    """Raise `ConfigError` unless the experiments of a suite have different names and different settings."""
     names: set[str] = set()
     keys: dict[str, str] = {}
     for entry in entries:
@@ -187,7 +187,7 @@ def _continued(entries: list[Entry], file: str) -> None:
 
 
 def _differing(part: str, there: Any, here: Any) -> str:
-    """Return a text with the first setting that differs between two experiments in `part` of `Experiment.course`."""
+    """Return a text with the first different setting of two experiments in `part` (model, training, ...)."""
     if isinstance(there, dict) and isinstance(here, dict):
         key = next(key for key in sorted({*there, *here}) if there.get(key) != here.get(key))
         there, here = (repr(side[key]) if key in side else "its default" for side in (there, here))

@@ -48,9 +48,9 @@ _PARTS: dict[str, type[Any]] = {
     "twin": TwinOf,
 }
 _OPTIONAL = ("network", "twin")
-"""Parts of an experiment's configuration that are None unless the suite file has keys for them."""
+"""Parts of an experiment's configuration that are None unless the suite file defines them."""
 _NAMED = {"layout": "layouts", "network": "networks"}
-"""Parts of an experiment that a suite file may define by name, and the tables with these definitions."""
+"""Parts of an experiment that several experiments of a suite file can share by name, and the tables of the parts."""
 _DATA = ("synthetic", "shakespeare", "shakespeare-gpt2")
 
 
@@ -142,7 +142,7 @@ def _models(tables: Any, file: str) -> dict[str, Model]:
 
 
 def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
-    """Return the entry for the `number`-th [[experiment]] table of a suite; raise `ConfigError` if it is invalid."""
+    """Return the experiment of the `number`-th [[experiment]] table of a suite; raise `ConfigError` if invalid."""
     name = data.get("name") if isinstance(data, dict) else None
     if not isinstance(name, str) or not name:
         raise ConfigError("name", says=f"is missing in [[experiment]] number {number}", file=from_file.file)

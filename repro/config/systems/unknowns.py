@@ -31,14 +31,14 @@ PER_RANGE = 4
 DRAWS = 64
 """Number of sampled cases in which all uncertain numbers vary jointly at random."""
 MAX_CASES = 32
-"""Maximum number of cached results of `quantiles_in_cases`, one for each set of uncertain numbers."""
+"""Maximum number of sets of uncertain numbers whose sampled cases are cached."""
 COUNTED_KEYS = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
-"""Last part of the dotted keys of numbers that are counts."""
+"""Last part of the dotted system-file keys (`links.inter-node.rings`) whose uncertain numbers are integers."""
 FRACTION_KEYS = (
     *("efficiency", "matmul_efficiency", "unthrottled_efficiency", "memory_efficiency"),
     *("overlap_cost", "pair"),
 )
-"""Last part of the dotted keys of numbers that are fractions of at most 1."""
+"""Last part of the dotted system-file keys whose uncertain numbers are fractions of at most 1."""
 LOW, BEST, HIGH = 0.0, 0.5, 1.0
 """Quantiles that represent the low end of an uncertain number's range, its best value and the high end."""
 REACH = 4.0
@@ -76,7 +76,7 @@ class Unknown:
 
     @cached_property
     def around(self) -> dict[float, float]:
-        """Return the values that the cases try in and around the range, with their quantiles; counts: every integer."""
+        """Return values of an uncertain number in and around its range, with quantiles; for counts, every integer."""
         quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
         if self._last_word in COUNTED_KEYS:
             for side, best in ((self.low, LOW), (self.high, HIGH)):
