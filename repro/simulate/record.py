@@ -1,7 +1,7 @@
 """Record of a simulated step, with the field names of a measured record where the meaning is equal.
 
-Memory is the maximum over pipeline roles, and communication is that of the first stage. The record of a step that does
-not fit (`oom`) has live bytes but no reserved bytes, and its role has the allocator's state at the failed request.
+Memory is the maximum over pipeline roles (stages with equal layers); communication is that of the first stage. The
+record of an out-of-memory step has live bytes, no reserved bytes, and the allocator's state at the failed request.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: fl
 
 
 def simulation_facts(system: System, kernels: OperatorSet) -> SimulatedOn:
-    """Return the facts of `system` that determine a simulation, and a hash of all its numbers and the calibration of
-    `kernels`."""
+    """Return the properties of `system` that determine a simulation, and a hash of its numbers and of the calibration
+    of `kernels`."""
     from repro.simulate.time.calibration import CalibrationPoint, calibration_point_of, uncertain_numbers
 
     point = calibration_point_of(kernels, system)

@@ -28,7 +28,7 @@ NO_STEP_TIME = "the step does not fit the device's memory"
 
 @dataclass
 class RoleResult:
-    """Simulation result of one pipeline role."""
+    """Simulation result of one pipeline role (pipeline stages with equal layers)."""
 
     role: PipelineRole
     memory: RoleMemory
@@ -95,7 +95,7 @@ class Simulation:
 
     @property
     def required_bytes(self) -> int:
-        """Bytes that the allocator of the fullest role requires; a lower bound if the step does not fit."""
+        """Bytes that the allocator of the role with the most memory needs; a lower bound if the step does not fit."""
         role = self.fullest
         error = role.replay.out_of_memory
         if error is None:

@@ -140,7 +140,7 @@ class CachingAllocator:
         self._small.release()
 
     def record(self, history: AllocationHistory, event: Alloc, phase: str) -> None:
-        """Add the allocation `event` of phase `phase` to `history`, after preceding changes of reserved memory."""
+        """Add segments' allocations and releases, and then the tensor allocation `event`, to the log `history`."""
         for action, address, size in self.device.changes:
             history.add(action, address, size)
         self.device.changes.clear()
@@ -192,7 +192,7 @@ class Replay:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the peak of reserved bytes that exceeds the peak of allocated bytes, 0 to 1."""
+        """Fragmentation: share of the peak of reserved bytes that exceeds the peak of allocated bytes, 0 to 1."""
         return 1 - self.peak_allocated / self.peak_reserved if self.peak_reserved else 0.0
 
 
@@ -205,7 +205,7 @@ def replay(
 ) -> Replay:
     """Replay the allocations of `events` in the caching allocator of an empty device, until the end or a failure.
 
-    `limit` (bytes) and `expandable` are those of `CachingAllocator`. `history` receives every allocation.
+    `limit`: maximum reserved bytes. `expandable`: use expandable segments. `history`: log of all allocations.
     """
     allocator = CachingAllocator(limit, expandable=expandable)
     malloc, free, device = allocator.malloc, allocator.free, allocator.device

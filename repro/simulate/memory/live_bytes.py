@@ -1,4 +1,4 @@
-"""Live bytes of a trace at every moment: their peak, its cause, pinned host memory, and a timeline for a record."""
+"""Live bytes of a traced step at every moment: peak, cause of the peak, pinned host memory, and a record's timeline."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ COLUMNS = {category: column for column, category in enumerate(ACCOUNTED)}
 class LiveBytes:
     """Live bytes of a trace after each change, as arrays whose first index is the number of preceding changes.
 
-    An allocation or a release is one change. A storage's new category is two changes: a release and an allocation.
+    An allocation or a release is one change. A new memory category of a storage counts as a release and an allocation.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.allocations: dict[int, Alloc] = {}
-        """Allocation events by the number of changes of live bytes up to and including the event."""
+        """Allocation events; the key is the number of changes of live bytes up to and including the event."""
         self.phases: list[tuple[int, int, PhaseStart]] = []
-        """Starts of the step's phases: numbers of preceding changes of live bytes and of operators, and the event."""
+        """Start of each phase: number of preceding changes of live bytes, number of preceding operators, and event."""
         self.operators: list[Operator] = []
         self.changes_before: list[int] = []
         """Number of changes of live bytes before each operator of the trace."""
@@ -61,7 +61,7 @@ class LiveBytes:
         """Live bytes in device memory after each change, as an array [1 + changes]."""
 
     def after(self, changes: int) -> dict[str, int]:
-        """Return the live bytes by category after that many allocations and releases; -1 stands for all of them."""
+        """Return the live bytes by memory category after the first `changes` allocations and releases; -1: all."""
         return dict(zip(COLUMNS, self.by_category[changes].tolist(), strict=True))
 
     @property
@@ -72,8 +72,8 @@ class LiveBytes:
 
 @dataclass
 class RoleMemory:
-    """Live bytes of a rank of one pipeline role, in initialisation and one step. Names that begin with `host` refer to
-    host memory, others to device memory."""
+    """Live bytes of a rank of one pipeline role (stages with equal layers), in initialisation and one step. Names that
+    begin with `host` refer to host memory, others to device memory."""
 
     live: LiveBytes = field(repr=False, compare=False)
     peak_bytes: int = 0
@@ -142,7 +142,7 @@ def page_locked_bytes(events: Sequence[Event]) -> int:
 
 TIMELINE_POINTS = 96
 TIMELINE_RESOLUTION = 10_000
-"""Number of units in the peak of live bytes. A record's memory timeline stores integer multiples of the unit."""
+"""Peak of live bytes in units of a record's memory timeline, which stores integer multiples of this unit."""
 
 
 def live_bytes_over_step(

@@ -72,7 +72,7 @@ def communicator_bytes(layout: Layout, system: System) -> int:
 
 
 def device_memory_limit(system: System, given: int | None) -> int:
-    """Return `given` or else the system's number of bytes of a device's memory; `ConfigError` if both are unknown."""
+    """Return a device's memory in bytes: `given`, or else the system's value; `ConfigError` if both are unknown."""
     if given is None:
         known = system.device.memory_bytes
         if known.value is None:
@@ -112,7 +112,7 @@ def complete_layout(given: dict[str, Any], gpus: int, system: System) -> Layout:
 
 
 def complete_experiment(model: str, query: LayoutQuery, system: System) -> Experiment:
-    """Return the experiment of one step on `system` that a layout query describes. Raises `ConfigError`."""
+    """Return the experiment of one step of `model` on `system`, with the user's layout keys. Raises `ConfigError`."""
     sizes, layout = models.load_model(model), complete_layout(query.layout, query.gpus, system)
     training = Training(seq=query.seq)
     return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)

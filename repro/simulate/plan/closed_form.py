@@ -41,7 +41,7 @@ def _layer(model: Model, tp: int) -> float:
 
 
 def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
-    """Return the number of parameters of a rank of the first and the last pipeline stage; `all` without a pipeline."""
+    """Return a rank's number of parameters in the first and the last pipeline stage (key `all` without a pipeline)."""
     tp, per_stage = layout.tp, model.layers / layout.pp
     tokens, norm = model.vocab * model.hidden / tp, counts.count_norm(model)
     layers = per_stage * _layer(model, tp)

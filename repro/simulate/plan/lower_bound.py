@@ -149,7 +149,7 @@ class LayerWork:
         return [*queries, (inner, hidden), (hidden, (model.mlp_matrices - 1) * ffn), (ffn, hidden)]
 
     def _copies(self, gathers: int, scatters: int) -> list[Operator]:
-        """Return the copies before and after collectives of sequence parallelism; none for one sample."""
+        """Return the copy operators of sequence parallelism's collectives; empty for micro-batches of one sample."""
         if not self.layout.sp or self.layout.micro_batch == 1:
             return []
         elements = self.tokens * self.model.hidden
@@ -159,7 +159,7 @@ class LayerWork:
         ]
 
     def _attention(self, flash: float, batched: int) -> list[Operator]:
-        """Return attention as one operator with `flash` times its forward FLOP, or as `batched` matrix products."""
+        """Return attention as one fused operator (`flash` x forward FLOP), or as `batched` batched matrix products."""
         model, layout = self.model, self.layout
         heads, width = model.heads // layout.tp, model.head_width
         if layout.kernels.writes_scores:

@@ -26,7 +26,7 @@ from repro.simulate.plan.rows import OK, OOM, OPEN, STATES, PlanRow, plan_entry,
 from repro.util.processes import Workers, pause_garbage_collection
 
 COMPARED_ROWS = 12
-"""Minimum number of first layouts that a plan compares in all joint draws of the unknown numbers."""
+"""Minimum number of first layouts that a plan compares in all joint random draws of the unknown numbers."""
 BEGUN_PER_WORKER = 2
 """Number of simulations that are queued per worker process, so that no worker is idle."""
 

@@ -137,7 +137,7 @@ class Planner:
 
 
 def _kernels_in_worker(generation: Generation | None) -> Kernels:
-    """Return the calibrated kernels of a software generation. The function runs in a worker that imports torch."""
+    """Return the calibrated kernel efficiencies of a software generation, computed in a worker that imports torch."""
     from repro.simulate.time.predict import calibrated_kernels
 
     return calibrated_kernels(generation)

@@ -87,15 +87,15 @@ class PlanRow:
     """Outcome of the layout: `ok`, `oom`, or `open` if it was not simulated."""
     evidence: str
     memory: dict[str, Any]
-    """Memory of the layout with the keys of `repro.simulate.step.Simulation.as_dict`. Layouts that a lower bound
-    excludes have some of these keys, and open layouts have none."""
+    """Memory of the layout, with the keys of `memory` in `repro simulate --json`. Layouts that a lower bound excludes
+    have some of these keys; open layouts (neither excluded nor simulated) have none."""
     comm: dict[str, Any] = field(default_factory=dict)
     """Bytes that the busiest rank sends in a step, by group and by link; empty without a simulation."""
     ideal_s: float | None = None
     """Step time at the peak rates of devices and links, without overlap. It is a sort key, not a prediction."""
     time: dict[str, Any] = field(default_factory=dict)
-    """Predicted step time as in `repro.simulate.time.predict.Prediction.as_dict`. It is empty for layouts that were not
-    simulated, and for systems that lack the numbers for a time prediction."""
+    """Predicted step time and its parts, with the keys of `time` in `repro simulate --json`. Empty for layouts that
+    were not simulated, and for systems that lack the numbers for a time prediction."""
     interval: StepInterval | None = None
     """Uncertainty interval of the step time; None except in the first rows of a plan."""
     is_tight: bool = False
@@ -109,11 +109,11 @@ class PlanRow:
     reason: str = ""
     trace_seconds: float = 0.0
     least_s: float = 0.0
-    """Lower bound in seconds of the step time of a layout that was not simulated, or of its `ideal_s` without times."""
+    """Lower bound in seconds of an unsimulated layout's step time, or of its time at peak rates without predictions."""
 
     @property
     def seconds(self) -> float:
-        """Step time in seconds by which a plan orders layouts: predicted, else `ideal_s`, else the lower bound."""
+        """Step time in seconds that orders a plan: predicted, else at peak rates; a lower bound for open layouts."""
         if self.outcome == OPEN:
             return self.least_s
         ideal = self.ideal_s if self.ideal_s is not None else float("inf")
@@ -127,7 +127,7 @@ class PlanRow:
 
 
 def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
-    """Return plan rows by a quantile of step times, and set their ties; tight rows are last, without ties."""
+    """Return plan rows by a quantile of step time, and set ties; rows with little free memory are last, untied."""
     for row in rows:
         draws = [row.seconds] if row.interval is None else row.interval.draws
         row.rank_s, row.undecided = quantile(draws, RANK_QUANTILES[rank_by]), None if row.is_tight else []
@@ -178,9 +178,9 @@ def _timed_cost(request: PlanRequest, row: PlanRow) -> TimedStep:
 
 
 def plan_order(row: PlanRow) -> tuple[Any, ...]:
-    """Return the sort key of a plan row. The order is: rows that fit, tight rows, open rows, rows that do not fit.
+    """Return a plan row's sort key: fitting rows, rows with little free memory, open (unsimulated) rows, OOM rows.
 
-    Among these, the shortest step time (or else the least `ideal_s`) comes first, then the simplest layout.
+    Among these, the shortest step time (or else time at peak rates) comes first, then the simplest layout.
     """
     if row.outcome == OOM:
         return (3, row.evidence != FULL, row.memory["peak_bytes"], *_complexity(row.layout))
@@ -217,7 +217,7 @@ def unknown_rates(request: PlanRequest, precision: str) -> list[str]:
 
 
 def ideal_s(request: PlanRequest, layout: Layout, by_link: Mapping[str, float]) -> float:
-    """Return the step time in seconds at the peak rates of devices and links, without work at an unknown rate."""
+    """Return the step time in seconds at the peak rates of devices and links; work at an unknown rate is left out."""
     system, model = request.system, request.model
     bubble = (layout.pp - 1) / (layout.chunks * layout.accumulation)
     work = counts.hardware_flops(model, request.seq, layout.global_batch, layout.recompute) / layout.world

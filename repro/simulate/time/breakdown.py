@@ -85,7 +85,7 @@ class StageTime:
         self.exposed[STAGE_SEND] += delay - waited
 
     def waited_for(self, issue: Issue, now: float, end: float, *, across: bool) -> None:
-        """Add a wait until a collective's `end`. If it is `across` stages, the wait beyond its seconds is bubble."""
+        """Add a wait for a collective. `across`: it spans stages, so waits longer than the collective are bubble."""
         delay = max(0.0, first_lane(end) - first_lane(now))
         exposed = min(delay, first_lane(issue.seconds)) if across else delay
         self.exposed[issue.label] += exposed
@@ -113,7 +113,7 @@ class Span:
         return self.start + self.seconds
 
     def kernels(self) -> Iterator[tuple[str, str, float, float]]:
-        """Yield stream, name, start and seconds of each kernel, with seconds that are scaled to fill the interval."""
+        """Yield stream, name, start and seconds of each kernel of the busy interval, scaled to fill the interval."""
         if self.block is None:
             yield self.stream, self.name, self.start, self.seconds
             return

@@ -1,4 +1,4 @@
-"""Calibration of the kernels of software generations, its uncertainty, and the basis of a predicted step time.
+"""Calibration of software generations' kernels, its uncertainty, and the basis (evidence) of a predicted step time.
 
 `calibration_points.toml` has one published step per generation, which gives the ratio of published to modelled kernel
 time. For some generations, the file has the kernel times of a profile instead. This module does not import torch.
@@ -73,7 +73,7 @@ class CalibrationPoint:
     attention_start: float = 0.0
     """Number of keys with which fused attention reaches half of the rate `attention`."""
     card: str = ""
-    """Prefix of the device's name, if several points calibrate devices of one compute capability; otherwise empty."""
+    """Prefix of the device's name, if several calibration points share a compute capability; otherwise empty."""
     note: str = ""
     """Properties of the software that the trace does not represent; the calibration includes their effect on time."""
 
@@ -142,7 +142,7 @@ Generation: TypeAlias = CalibrationPoint | MeasuredKernels
 
 
 def unknown_of(generation: Generation, key: str) -> Unknown | None:
-    """Return the number `key` (such as `products`) of a software generation with its range; None if it is missing."""
+    """Return a software generation's calibration number `key` (`products`, ...) with its range; None if missing."""
     number: Quantity | None = getattr(generation, key)
     return make_unknown(f"{generation.name}: {key}", number) if number is not None else None
 
@@ -223,7 +223,7 @@ BASES = {
     PUBLISHED_POINT: "a published run of one GPU or one node calibrates the kernels",
     UNCALIBRATED: "no run calibrates the kernels on this device; calibrated kernels of other devices give the range",
 }
-"""Meaning of each basis of a predicted step time, in the order of reliability."""
+"""Meaning of each basis of a predicted step time (kind of calibration), in the order of reliability."""
 BASIS_LABELS = {
     CALIBRATED: "calibrated",
     KERNEL_TIMES: "kernels",
@@ -231,11 +231,11 @@ BASIS_LABELS = {
     UNCALIBRATED: "other devices",
     "": "–",
 }
-"""Label in a table column of each basis of a predicted step time; a dash if there is no prediction."""
+"""Table label of each basis (kind of calibration) of a predicted step time; a dash if there is no prediction."""
 
 
 def prediction_basis(kernels: OperatorSet, system: System) -> str:
-    """Return the basis (a key of `BASES`) of step times that are predicted with `kernels` on `system`."""
+    """Return the basis (kind of calibration, a key of `BASES`) of step times predicted with `kernels` on `system`."""
     generation = calibration_point_of(kernels, system)
     if generation is None:
         return CALIBRATED
@@ -245,7 +245,7 @@ def prediction_basis(kernels: OperatorSet, system: System) -> str:
 
 
 def describe_basis(kernels: OperatorSet, system: System) -> str:
-    """Return a text on the basis of predicted step times: its meaning, and name, source and note of the calibration."""
+    """Return a text on the calibration of predicted step times: its kind, meaning, name, source and note."""
     basis = prediction_basis(kernels, system)
     point = calibration_point_of(kernels, system)
     if point is None:
@@ -255,7 +255,7 @@ def describe_basis(kernels: OperatorSet, system: System) -> str:
 
 
 def basis_of_record(record: ExperimentRecord) -> str:
-    """Return the basis of a record's predicted step time; empty without a prediction or without the system's file."""
+    """Return the basis (kind of calibration) of a record's step time; empty without a prediction or a system file."""
     if record.evidence != SIMULATED or record.outcome != "ok" or STEP_SECONDS not in record.metrics:
         return ""
     try:
@@ -265,7 +265,7 @@ def basis_of_record(record: ExperimentRecord) -> str:
 
 
 def weakest_basis(bases: Iterable[str]) -> str:
-    """Return the least reliable of `bases`, which is the basis of a result from several predictions; empty for none."""
+    """Return the least reliable basis (kind of calibration) of the predictions behind a result; empty for none."""
     return max(filter(None, bases), key=list(BASES).index, default="")
 
 

@@ -24,7 +24,7 @@ class CoreWork:
     """Compute work of one stage on shared CPU cores. Its `end` is None until all concurrent work is known."""
 
     def __init__(self, start: float, seconds: float):
-        """`seconds`: duration of the work if all stages compute all the time."""
+        """`seconds`: duration of a stage's compute work while all stages compute on the shared CPU cores."""
         self.start, self.left = start, seconds
         self.end: float | None = None
 
@@ -39,20 +39,20 @@ class CrossStageCollective:
 
 @dataclass(frozen=True, eq=False)
 class UndelayedRun:
-    """Consecutive items of a stage of constant total duration, which only unfinished collectives can delay."""
+    """Operators and collectives of a stage with a constant total time, which only unfinished collectives can delay."""
 
     items: Sequence[Item]
     seconds: float
     keys: frozenset[tuple[object, ...]]
-    """Keys of the collectives that the run contains."""
+    """Keys of the collectives in this run of consecutive operators and collectives."""
     groups: frozenset[str]
-    """Process groups of the collectives that the run contains."""
+    """Process groups of the collectives in this run of consecutive operators and collectives."""
     time: StageTime
     """Breakdown of `seconds`."""
 
 
 StageItems = list[Item | UndelayedRun]
-"""Items of an action (a forward or backward pass) or of the optimizer, in the order in which a stage runs them."""
+"""Operators, collectives and messages of a forward or backward pass or the optimizer, in the order of execution."""
 
 
 class SharedCores:
@@ -69,7 +69,7 @@ class SharedCores:
         self.works.append(work)
 
     def advance(self) -> list[CoreWork]:
-        """Advance the current time to the next end of any work, and return all work that ends then."""
+        """Advance the current time to the next end of any stage's compute work, and return all work that ends then."""
         while True:
             active = [work for work in self.works if work.start <= self.now]
             later = min((work.start for work in self.works if work.start > self.now), default=float("inf"))

@@ -51,7 +51,7 @@ def in_any_lane(condition: Any) -> bool:
 
 
 def first_lane(number: float) -> float:
-    """Return `number`, or the first element of an array, which has the best value of every unknown number."""
+    """Return `number`; for an array over cases of unknown numbers, its first element, which has the best values."""
     return float(number.flat[0] if isinstance(number, np.ndarray) else number)
 
 

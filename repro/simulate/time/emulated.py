@@ -25,7 +25,7 @@ RING_COLLECTIVE = "all_reduce"
 RING_SEGMENTS = 2
 """Minimum number of segments in which gloo sends a rank's part of a ring step."""
 MESSAGE_CORES_FACT = "cores_for_messages"
-"""Key in a calibrated system's facts: number of cores that processed messages while the other cores computed."""
+"""Key of a fact in a calibrated system's file: number of cores that processed messages while others computed."""
 PROCESS_LINK = "memory"
 """Class of links between processes of one machine; in an emulated network, the class of links inside a node."""
 

@@ -182,7 +182,7 @@ class PlacedGroups:
         return GroupsOnNodes(pairs, pairs // self.devices)
 
     def _rings(self, group: str, counts: NodeCounts) -> frozenset[PlacedRing]:
-        """Return the distinct placements of an axis's process groups; `counts` matters only for groups across nodes."""
+        """Return the distinct placements of an axis's process groups. `counts`: adapters, switches, pods of nodes."""
         on = self.on_nodes(group)
         if on is None:
             return frozenset()
@@ -224,7 +224,7 @@ class PlacedGroups:
         )
 
     def _adapter_shares(self, on: GroupsOnNodes, across: Numbers, counts: NodeCounts) -> Numbers:
-        """Return number and share of each entry's adapters, [2, entries]; 0 for process groups not in `across`."""
+        """Return number and share of adapters per pair of group and node, [2, pairs]; 0 for groups inside a node."""
         reached: Numbers = self._reached(on, counts) & across[:, None]
         users = np.stack([on.by_node(column) for column in reached.T], axis=1)
         return np.stack([reached.sum(axis=1), (reached / np.maximum(users[on.node], 1)).sum(axis=1)])
@@ -245,7 +245,7 @@ class PlacedGroups:
 
 
 def _placed_ring(size: int, entries: Numbers) -> PlacedRing:
-    """Return the placement of a process group of `size` ranks. `entries`: one row of `PlacedGroups._rings` per node."""
+    """Return the placement of a process group of `size` ranks. `entries`: ranks, adapters and uplinks of its nodes."""
     groups, ranks, count, part, users, nodes = entries.T
     return PlacedRing(
         ranks=size,
@@ -269,7 +269,7 @@ def _uplink_users(ways: Numbers, leaving: Numbers) -> Numbers:
 
 
 def _distinct_rows(rows: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the distinct rows of an array with few of them, and the index of each row among the distinct rows."""
+    """Return the few distinct rows of an array, and the index of each row among the distinct rows."""
     index, found = np.full(len(rows), -1), list[Numbers]()
     while (left := index < 0).any():
         row = rows[left.argmax()]

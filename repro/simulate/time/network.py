@@ -47,10 +47,10 @@ class GroupSpan(NamedTuple):
 
 
 def measured_seconds(measured: Collective, all_ranks: int, span: GroupSpan, payload: float) -> float:
-    """Return the seconds of a `measured` collective of `payload` bytes in groups like `span`.
+    """Return the seconds of a collective of `payload` bytes in groups of the size and placement `span`.
 
-    The seconds are those of the measured group with the most similar size, members per node and stride, scaled to the
-    steps of a ring of `span.ranks` ranks. `all_ranks`: number of ranks of the measurement.
+    The seconds are those of the measured group most similar in size, members per node and stride. They are scaled to
+    the ring steps of `span.ranks` ranks. `all_ranks`: number of ranks of the measurement.
     """
 
     def distance(known: Collective) -> tuple[float, float]:
@@ -198,7 +198,7 @@ class Network:
         return self._in_node_counts(self.link(group), slowest)
 
     def number(self, link: str, key: str) -> float:
-        """Return the number `key` of a class of links from the system's file, or else its assumed value."""
+        """Return the value of the key `key` for a class of links, from the system's file or else assumed."""
         return self.system.links[link].used(link, key).known(f"links.{link}.{key}", system=self.system.name)
 
     def peak(self, link: str) -> float:
@@ -233,7 +233,7 @@ class Network:
 
     @cached_property
     def _node_counts(self) -> dict[NodeCounts, Lanes]:
-        """Distinct numbers of adapters, switches and pods, each with a mask of its cases of unknown numbers."""
+        """Distinct counts of adapters, switches and pods, each with a mask of the uncertainty cases that have them."""
         if BETWEEN_NODES not in self.system.links:
             # The call raises a ConfigError that names the known links.
             self.system.link_per_device(BETWEEN_NODES)
@@ -246,7 +246,7 @@ class Network:
         return {NodeCounts(*map(int, one)): (cases == one).all(axis=-1) for one in distinct}
 
     def _in_node_counts(self, link: str, find: Callable[[NodeCounts], float]) -> float:
-        """Return `find(counts)` by cases of unknown numbers, in which counts differ only for the link between nodes."""
+        """Return `find(counts)` in each case of the unknown numbers; counts matter only for the link between nodes."""
         if link != BETWEEN_NODES:
             return find(NodeCounts())
         found = [find(counts) for counts in self._node_counts]

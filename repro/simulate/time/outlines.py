@@ -14,7 +14,7 @@ from repro.simulate.trace.events import HOST_WAIT, Message, Operator, Timed, Wai
 from repro.simulate.trace.roles import Trace
 
 PURPOSE_STOP = 1 + Message._fields.index("purpose")
-"""Number of fields of a `Message` event up to and including `purpose`."""
+"""Number of the first fields of a `Message` event, up to `purpose`, which identify equal collectives."""
 INNER_GROUP = "tp"
 """Name of the process group whose collectives begin and end within a layer."""
 
@@ -23,9 +23,9 @@ class Stretch(NamedTuple):
     """Part of a trace: operators and immediately awaited collectives, up to the next asynchronous message or wait."""
 
     entries: tuple[int | Message, ...]
-    """Index of each operator sequence (`EventOutlines.sequences`) and each immediately awaited collective, in order."""
+    """Operator sequences, as indices of `EventOutlines.sequences`, and immediately awaited collectives, in order."""
     last: Message | Wait | None
-    """Event after `entries`: a message to another stage, the start of a collective, or a wait; None without event."""
+    """Event that ends this part: a message to another stage, the start of a collective, a wait, or no event (None)."""
 
 
 class EventOutlines:
@@ -36,14 +36,14 @@ class EventOutlines:
         """Each distinct sequence of operators, as the number of occurrences of each operator."""
         self._numbers: dict[tuple[int | None, ...], int] = {}
         self._operators: dict[int, int] = {}
-        """Index in `_known` of each operator by `id(operator)`, because hashing the operator itself takes longer."""
+        """Index of each known operator by its `id`, because hashing the operator itself takes longer."""
         self._known: dict[Operator, int] = {}
         self._awaited: dict[tuple[object, ...], Message] = {}
-        """Immediately awaited collectives by their fields up to `purpose`, with `work` = -1 for equality."""
+        """Immediately awaited collectives by kind (fields up to `purpose`), with -1 as the number of the collective."""
         self._pieces: dict[int, list[Stretch]] = {}
 
     def of_piece(self, traced: Trace, place: int) -> list[Stretch]:
-        """Return the stretches of one action's events, `traced.pieces[place]`; the trace must outlive this object."""
+        """Split the pass `traced.pieces[place]` at async messages and waits; `traced` must outlive this object."""
         if place not in self._pieces:
             self._pieces[place] = self.stretches(traced.pieces[place], traced.keys)
         return self._pieces[place]
@@ -54,7 +54,7 @@ class EventOutlines:
         return [known[at] for at in sequences[number] if at is not None]
 
     def stretches(self, events: Sequence[Timed], keys: Container[int]) -> list[Stretch]:
-        """Split `events` into stretches that end at asynchronous messages or waits. `keys`: numbers of collectives."""
+        """Split `events` into parts that end at asynchronous messages or waits for the collectives numbered `keys`."""
         found: list[Stretch] = []
         entries: list[int | Message] = []
 

@@ -56,8 +56,8 @@ MAX_GENERATIONS = 32
 def calibrated_kernels(generation: Generation | None) -> Kernels:
     """Return the kernel efficiencies of a software generation with which its published step takes the published time.
 
-    None stands for a device with measured operators. All time beyond the model is attributed to kernels, so a published
-    step on one node must hide its communication (tests/simulate/time/test_device.py).
+    `generation` is None for a device with measured operators. All time beyond the model is attributed to kernels, so a
+    published step on one node must hide its communication (tests/simulate/time/test_device.py).
     """
     if generation is None:
         return MODELLED_KERNELS
@@ -121,7 +121,7 @@ def _traces_of_layers(generation: CalibrationPoint, layers: int) -> tuple[Experi
 SIGNIFICANT_DIGITS = 7
 """Number of significant digits to which seconds are rounded in a record."""
 MIN_CURVE_SPAN = 0.01
-"""Minimum effect of an unknown number on the step time, as a share of it, for which a record stores a curve."""
+"""Minimum relative effect of an unknown number on the step time for which a record stores a curve of step times."""
 
 
 def round_seconds(seconds: float) -> float:
@@ -187,7 +187,7 @@ class Prediction:
 
     @property
     def rests_on(self) -> str:
-        """Basis of the predicted step time, one of `repro.simulate.time.calibration.BASES`."""
+        """Basis of the predicted step time (kind of calibration), one of `repro.simulate.time.calibration.BASES`."""
         return prediction_basis(self.experiment.layout.kernels, self.system)
 
     @property
@@ -198,7 +198,7 @@ class Prediction:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the value of the key `time` in `repro simulate --json`."""
+        """Return the step's predicted times and rates, which `repro simulate --json` prints under the key `time`."""
         stage = self.slowest
         exposed, total = sum(stage.exposed.values()), sum(stage.communication.values())
         busy = dict(stage.busy)

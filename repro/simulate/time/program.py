@@ -1,4 +1,4 @@
-"""Conversion of a role's trace to a program: the timed operator blocks, collectives and messages of pipeline actions.
+"""Conversion of a pipeline stage's trace to a program of timed items: operator blocks, collectives and messages.
 
 An action is a forward or backward pass of one micro-batch. One traced micro-batch stands for all that were not traced.
 Items that no other item can delay form a run (`split_into_runs`), whose duration is computed once."""
@@ -56,7 +56,7 @@ class Issue(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Wait of the compute stream for the oldest unfinished collective with a key."""
+    """Wait of the compute stream for the oldest unfinished collective with a key, equal in all micro-batches."""
 
     key: tuple[object, ...]
 
@@ -83,14 +83,14 @@ class StageProgram:
     """Timed operators, collectives and messages of a step, for the pipeline stages of one role."""
 
     segments: dict[Action, list[Item]] = field(default_factory=dict)
-    """Timed items of each action (a forward or backward pass) that the trace ran."""
+    """Timed operators, collectives and messages of each action (a forward or backward pass) that the trace ran."""
     tail: list[Item] = field(default_factory=list)
     """Timed items after the last backward pass: remaining gradient reductions, norm, optimizer, parameter gather."""
     micro_batches: int = 0
     """Number of micro-batches that the trace ran."""
 
     def items_of(self, action: Action, last: int) -> list[Item]:
-        """Return the timed items of an action (a forward or backward pass) in a step of `last` + 1 micro-batches."""
+        """Return the timed operators and messages of an action (a pass) in a step of `last` + 1 micro-batches."""
         return self.segments[Action(action.kind, self.shown(action.micro_batch, last), action.chunk)]
 
     def shown(self, micro_batch: int, last: int) -> int:
@@ -145,7 +145,7 @@ class _SequenceTime(NamedTuple):
 
 
 class ProgramCompiler:
-    """Converter of a trace's stretches, each up to an asynchronous message or wait, to timed items."""
+    """Converter of a trace's operators and messages to timed items (operator blocks, collectives, messages, waits)."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class ProgramCompiler:
         """Seconds of compute after the ranks last waited for a collective."""
 
     def timed(self, stretches: Sequence[Stretch], phase: str = FORWARD) -> list[Item]:
-        """Return the timed items of consecutive stretches of a trace in one phase: FORWARD, BACKWARD or OPTIMIZER."""
+        """Return the timed operators and messages of parts of a trace in one phase: FORWARD, BACKWARD or OPTIMIZER."""
         found: list[Item] = []
         self._apart = 0.0
         for entries, last in stretches:
@@ -197,7 +197,7 @@ class ProgramCompiler:
     def _block(
         self, entries: tuple[int | Message, ...], last: Message | Wait | None, phase: str
     ) -> OperatorBlock | None:
-        """Return a block of the operators and collectives `entries` and the start of message `last`; None if empty."""
+        """Time operators and collectives `entries` and the start of the message `last` as one block; None if empty."""
         if self._own or self._jitter:
             return self._new_block(entries, last if isinstance(last, Message) else None, phase)
         key = entries, phase
@@ -288,9 +288,9 @@ def kind_of(operator: Operator) -> str:
 
 
 def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
-    """Split timed items into runs that no other item can delay, and other items. Yield True with a run, else False.
+    """Split timed operators and messages into undelayed runs (yielded with True) and others (yielded with False).
 
-    A run awaits all collectives that it issues, and contains no message or collective between pipeline stages.
+    A run awaits all its collectives, has no message or collective between stages, and is delayed by no other item.
     """
     matched = _matched_positions(items)
     part: list[Item] = []
@@ -310,7 +310,7 @@ def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
 
 
 def _matched_positions(items: Sequence[Item]) -> set[int]:
-    """Return the positions in `items` of collectives within a stage that `items` start and await, and their waits."""
+    """Return the positions of collectives that start and end within `items` and within a stage, and of their waits."""
     under_way: dict[tuple[object, ...], list[int]] = defaultdict(list)
     leaving = Counter(
         item.key for item in items if isinstance(item, Issue) and item.group not in GROUPS_ACROSS_STAGES

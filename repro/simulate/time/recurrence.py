@@ -25,10 +25,10 @@ from repro.simulate.time.step_order import DEPART, FINISH, SLOTS, START, StepOrd
 
 
 def run_actions(stages: Sequence[StageStreams], layout: Layout, *, compare: bool) -> ActionTimes | None:
-    """Return the times of all actions (forward and backward passes) of `stages`, which have begun the step.
+    """Return the times of all actions (forward and backward passes) of pipeline stages that have begun the step.
 
-    Return None if an action has a collective across stages. `compare`: store the times of the last periods in
-    `ActionTimes.samples`, which finds cycles.
+    Return None if an action has a collective across stages. `compare`: store times of the schedule's last periods, in
+    which `ActionTimes.samples` finds cycles.
     """
     order = stages[0].all.order
     found = _distinct_bodies(stages, order)
@@ -47,24 +47,24 @@ def run_actions(stages: Sequence[StageStreams], layout: Layout, *, compare: bool
 
 
 class _Body(NamedTuple):
-    """Timed items of an action (a forward or backward pass) before and after its message to another pipeline stage."""
+    """Operators and messages of an action (a forward or backward pass), before and after its send to another stage."""
 
     items: StageItems
-    """Timed items before the message to another stage."""
+    """Timed operators, collectives and waits before the message to another stage."""
     payload: int
     """Bytes of the message to another stage; -1 if the action sends none."""
     rest: StageItems
-    """Timed items after the message to another stage."""
+    """Timed operators, collectives and waits after the message to another stage."""
 
     @property
     def run(self) -> UndelayedRun | None:
-        """Undelayed run that is the only element of `items`; None for other `items`."""
+        """Only element of `items` if it is an `UndelayedRun` (operators timed together); None for other `items`."""
         (only,) = self.items if len(self.items) == 1 else (None,)
         return only if isinstance(only, UndelayedRun) else None
 
 
 def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[list[_Body], Lanes] | None:
-    """Return the distinct bodies (timed items) of actions and each action's index; None for cross-stage collectives."""
+    """Return the distinct bodies (timed operators) of passes and each pass's index; None for collectives of stages."""
     found: list[_Body] = []
     known: dict[int, Lanes] = {}
     across = GROUPS_ACROSS_STAGES if len(stages) > 1 else ()
@@ -104,9 +104,9 @@ class ActionTimes:
         self.has_rest = np.array([bool(body.rest) for body in bodies])
         runs = [body.run for body in bodies if body.run is not None]
         self.keys = {key for run in runs for key in run.keys}
-        """Keys of all collectives in actions that consist of one undelayed run."""
+        """Keys of all collectives in passes that consist of one undelayed run (operators timed together)."""
         self.groups = {group for run in runs for group in run.groups}
-        """Process groups of all collectives in actions that consist of one undelayed run."""
+        """Process groups of all collectives in passes that consist of one undelayed run (operators timed together)."""
         durations = [body.run.seconds if body.run is not None else 0.0 for body in bodies]
         seconds, self.second_of = self._message_seconds()
         starts = [stage.now for stage in stages]
@@ -118,7 +118,7 @@ class ActionTimes:
         lanes = max(map(np.size, numbers))
         self.durations, self.now, self.seconds = (_rows(of, lanes) for of in (durations, starts, seconds))
         self.ends = np.zeros((2 * SLOTS * len(stages) + 1, lanes))
-        """End of the transfer of each slot's message; until both stages posted the message, time of the first post."""
+        """Ends of messages' transfers, in slots that later messages reuse; until the second post, time of the first."""
         self.stamps = np.zeros(len(order.slots), dtype=int)
         """Number of posts of each message: 0 to 2, which are its send and its receive."""
         self.stamps[-1] = 2
@@ -129,13 +129,13 @@ class ActionTimes:
         self.first_end = np.zeros(len(order.slots))
         """Time in seconds at which each message's transfer ends."""
         self.waited_at = [np.zeros(awaited.shape) for awaited in (*order.awaited, order.last)]
-        """Time at which a pipeline stage begins to wait for each message, as in `order.awaited` and `order.last`."""
+        """Time at which a stage begins to wait for each message, in arrays like `order.awaited` and `order.last`."""
         self.is_alone = ~self.is_plain[body_of]
-        """Whether each action was timed item by item, [stages, actions]."""
+        """Whether the operators of each action (a pass) were timed one by one, [stages, actions]."""
         self.uneven: set[int] = set()
         """Pipeline stages with actions that are timed item by item in every period of the schedule."""
         self.accounts: dict[tuple[int, int], StageTime] = {}
-        """Breakdown of all actions that were timed item by item, by stage in `uneven` and position in the schedule."""
+        """Time breakdown of actions timed operator by operator, by stage in `uneven` and position in the schedule."""
         self.busy, self.open = set(range(len(stages))), set(range(len(stages)))
         """Pipeline stages whose next action a collective may delay, and stages that may have unfinished collectives."""
 

@@ -39,7 +39,7 @@ class StageStreams:
     """Compute stream and collective streams of one pipeline stage."""
 
     def __init__(self, peers: CrossStageState, stage: int, program: StageProgram, *, record: bool):
-        """`record`: store each busy interval of each stream in `spans`."""
+        """`record`: store each busy interval of each stream of the stage in the list `spans`."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
         self.action = 0
         """Position in the schedule of the action (a forward or backward pass) that the stage runs."""
@@ -100,7 +100,7 @@ class StageStreams:
         return [maximum(end, self.now) for end in (*self.streams.values(), *known)]
 
     def prepared(self, items: Sequence[Item]) -> StageItems:
-        """Return `items` with one `UndelayedRun` in place of each run of items that no other item can delay."""
+        """Return operators and messages with an `UndelayedRun` in place of each run that no other item delays."""
         if id(items) not in self.all.prepared_items:
             found: StageItems = []
             for is_run, part in split_into_runs(items):
@@ -110,7 +110,7 @@ class StageStreams:
         return self.all.prepared_items[id(items)]
 
     def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
-        """Return timed operators and messages as an `UndelayedRun`: their time if no collective is unfinished."""
+        """Time operators and collectives as one run, on the assumption that no earlier collective is unfinished."""
         before = self.now, self.latest, self.streams, self.under_way, self.time, self.recording
         self.now, self.latest, self.time, self.recording = 0.0, 0.0, StageTime(), False
         self.streams, self.under_way = defaultdict(float), defaultdict(deque)
@@ -123,19 +123,19 @@ class StageStreams:
         return found
 
     def _alone(self, run: UndelayedRun) -> bool:
-        """Return whether a run can be timed as one item: no unfinished collective delays it and no span is stored."""
+        """Return whether a run has one known duration: no collective delays it, and no busy intervals are stored."""
         if self.recording:
             return False
         return self.is_idle(run.groups) and not any(self.under_way[key] for key in run.keys)
 
     def is_idle(self, groups: Collection[str]) -> bool:
-        """Return whether no unfinished collective would delay computation, or further collectives of `groups`."""
+        """Return whether no unfinished collective delays the stage's compute or further collectives of `groups`."""
         if self.all.has_overlap_cost:
             return not in_any_lane(self.latest > self.now)
         return not any(in_any_lane(self.streams[group] > self.now) for group in groups)
 
     def _step(self, number: int) -> Generator[object, None, None]:
-        """Await and then post the messages at one point of the current action: START, DEPART or FINISH."""
+        """Await and post messages at a point of the action: before compute, its send, or the next action."""
         order = self.all.order
         for message in order.awaited[number][self.stage, self.action]:
             yield from self._arrive(message)
@@ -172,7 +172,7 @@ class StageStreams:
         self.now = maximum(self.now, end)
 
     def run_items(self, items: Sequence[Item | UndelayedRun], name: str) -> Generator[object, None, None]:
-        """Run the timed items of a pass or of the update. Yield each message or collective with an unknown end."""
+        """Run operators and messages of a pass or of the update. Yield each message or collective of unknown end."""
         for item in items:
             if isinstance(item, UndelayedRun):
                 if self._alone(item):

@@ -20,7 +20,7 @@ from repro.simulate.time.step_order import StepOrder
 REACH = 6
 """Number of repeated consecutive actions of a stage that prove a cycle. No message connects actions further apart."""
 CHUNK_REACH = 2
-"""Additional repeated actions per stage that prove a cycle of interleaved chunks, whose gradients take p batches."""
+"""With interleaved chunks, additional repeated actions per pipeline stage that prove a cycle of the schedule."""
 FIRST_TRANSIENT = 4
 """Number of periods that the shortest schedule runs before the periods that a search for a cycle compares."""
 TOLERANCE = 1e-11
@@ -88,12 +88,12 @@ class PeriodSamples:
         self.stride = min(self.length, self.reach)
         rows, columns = self.cycles * self.stride + self.reach, sum(a.shape[-1] for a in order.awaited)
         self.times = np.zeros((len(first), rows, 1 + columns, lanes))
-        """Ends of each compared action and of the messages that it awaits, [stages, rows, 1 + messages, lanes]."""
+        """Ends of each compared action and of its awaited messages, [stages, compared actions, 1 + messages, cases]."""
         self.further: dict[tuple[int, int], list[float]] = {}
-        """Ends of unfinished collectives after a compared action, by stage and row of `times`."""
+        """Ends of unfinished collectives after a compared action, by stage and index of the action in `times`."""
 
     def rows(self, stages: Lanes, positions: Lanes) -> Lanes:
-        """Return the row of `times` for the action at each position of a stage; -1 for an action without comparison."""
+        """Return the index in `times` of the action at each position of a stage; -1 without comparison."""
         periods, before = np.divmod(self.stop[stages] - 1 - positions, self.length)
         rows = periods * self.stride + before
         return np.where((periods >= 0) & (before < self.reach) & (rows < self.times.shape[1]), rows, -1)
@@ -113,12 +113,12 @@ class PeriodSamples:
         return None
 
     def _grow(self, times: Lanes, apart: int, seconds: Lanes) -> bool:
-        """Return whether all times exceed the times `apart` rows further, which are earlier, by `seconds`."""
+        """Return whether all times exceed the times `apart` compared actions earlier by `seconds`."""
         growth = times[:, : self.reach] - times[:, apart : apart + self.reach]
         return bool(np.all(abs(growth - seconds) <= TOLERANCE * seconds))
 
     def _further_grow(self, stage: int, apart: int, seconds: Lanes) -> bool:
-        """Return whether the ends of a stage's unfinished collectives exceed those `apart` rows later by `seconds`."""
+        """Return whether a stage's unfinished collectives end `seconds` after those `apart` actions earlier."""
         for row in range(self.reach):
             new, old = (self.further.get((stage, at), []) for at in (row, row + apart))
             if len(new) != len(old):

@@ -50,9 +50,9 @@ class StepOrder(NamedTuple):
     first: Lanes
     """Messages whose receive each stage posts before its first action, [stages, any]."""
     awaited: tuple[Lanes, ...]
-    """Messages that each action awaits, one array [stages, actions, any] for each of START, DEPART and FINISH."""
+    """Messages that each action awaits before compute, its send and the next action, as [stages, actions, any]."""
     stamped: tuple[Lanes, ...]
-    """Messages whose send or receive each action posts after its waits, in arrays like those of `awaited`."""
+    """Messages whose send or receive each action posts after its waits, in 3 arrays [stages, actions, any]."""
     last: Lanes
     """Messages that each stage awaits after its last action, [stages, any]."""
     together: Lanes

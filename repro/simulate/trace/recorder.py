@@ -111,7 +111,7 @@ class TraceRecorder(UncompiledMode):
         sums of 16-bit products copy the operands to fp32."""
         self._quiet = False
         self._calls: dict[Hashable, tuple[list[Event], int, int]] = {}
-        """Recorded calls of `call_once` by key: events, number of storages before the call, storages in the call."""
+        """Calls recorded for repetition, by key: events, number of storages before the call, storages in the call."""
         self._released: set[int] = set()
         """Numbers of storages whose memory is freed while their tensors remain, as ZeRO stage 3 does between uses."""
 
@@ -201,7 +201,7 @@ class TraceRecorder(UncompiledMode):
             self.events.append(Alloc(number, size, category, "restore", line_of_step()))
 
     def call_once(self, key: Hashable, call: Callable[[], None]) -> None:
-        """Record `call`, or repeat the events of an earlier call with an equal `key` (`repro.parallel.storage`)."""
+        """Run `call` and record its events, or repeat the events of an earlier call with an equal `key`."""
         if key not in self._calls:
             start, count, live = len(self.events), self._count, len(self._live)
             call()
@@ -285,7 +285,7 @@ class TraceRecorder(UncompiledMode):
 _SHAPES = ShapeCache()
 FUSED_ATTENTION = tuple(f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient"))
 _OPERATORS: dict[CallKey, Operator] = {}
-"""Recorded operators by `call_key`, because layers and micro-batches repeat the same operators."""
+"""Recorded operators by operator call, because layers and micro-batches repeat the same calls."""
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
 OVERWRITE = ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_")
 """Operators that write to their first argument without reading it."""
@@ -301,7 +301,7 @@ def _changes_first(func: Any) -> bool:
 
 @cached_by_operator
 def _kind(func: Any) -> tuple[int, str]:
-    """Return the rule by which an operator's cost is counted (`_VIEW` to `_PLAIN`), and the operator's name."""
+    """Return how an operator's cost is counted (as a view, an allocation, by a FLOP formula, ...), and its name."""
     name = str(func.overloadpacket)
     if name.startswith("repro."):
         return (_OURS if name.removeprefix("repro.") in FORMULAS else _PLAIN), name

@@ -97,7 +97,7 @@ class BlockRepeater:
         self._parts.clear()
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Wrap the gradient sinks and hooks of a block's parameters to record each call as a `GradientCall`."""
+        """Wrap the functions that receive a block's parameter gradients, to record each call as a `GradientCall`."""
         for number, parameter in enumerate(parameters):
             own = vars(parameter)
             sink = own.get("gradient_sink")
@@ -205,7 +205,7 @@ class _BlockRecorder:
     def __init__(self, repeats: BlockRepeater, recording: Recording, inputs: Sequence[Tensor]):
         self.repeats, self.recorder, self.recording = repeats, repeats.recorder, recording
         self.places = {self.recorder.number(tensor): -1 - i for i, tensor in enumerate(inputs)}
-        """Block-local index (see `Segment`) of each storage, by the number of the storage in the trace."""
+        """Index within the block of each storage, by the number of the storage in the trace."""
         self.running = RecordedPass(len(self.recorder.events))
         self.gradient = -1
         self.has_input = bool(inputs)

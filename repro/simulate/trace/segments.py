@@ -38,7 +38,7 @@ class TensorMeta(NamedTuple):
 
 
 class GradientCall(NamedTuple):
-    """Call of a parameter's gradient hook or gradient sink during the backward pass of a recorded block."""
+    """Call of a parameter's gradient hook or sink (which computes the gradient) in a recorded block's backward pass."""
 
     first: int
     """Index in the trace of the first event of the hook's or sink's call."""
@@ -49,10 +49,10 @@ class GradientCall(NamedTuple):
     gradient: int
     """Storage number of the parameter's gradient; -1 for a gradient sink, which computes the gradient itself."""
     operands: tuple[TensorMeta, ...]
-    """Shapes of the tensors that the hook or sink receives.
+    """Shapes of the tensors that the gradient hook or gradient sink receives.
 
-    A hook receives the gradient. A sink receives the output's gradient [N, o] and the input [N, i] of a linear layer.
-    N is the number of tokens, and o and i are the numbers of outputs and inputs per token.
+    A hook receives the gradient. A sink receives the output's gradient [N, o] and the input [N, i] of a linear layer. N
+    is the number of tokens, and o and i are the numbers of outputs and inputs per token.
     """
 
 
@@ -70,7 +70,7 @@ class Instruction(IntEnum):
     MARK = 4
     """Change the memory category of an input of the forward pass."""
     SINK = 5
-    """Call the gradient sink of a weight with the two factors of the weight's gradient."""
+    """Call the function (gradient sink) that computes a weight's gradient from its two factors."""
     GIVE = 6
     """Set a parameter's `.grad` to the complete gradient, and call the parameter's gradient hooks."""
 
@@ -272,7 +272,7 @@ class RepeatedBlock:
         """Storage numbers in the trace, by block-local index."""
         with unobserved():
             self.tensors: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
-            """Tensors that code outside the block may also reference, by block-local index."""
+            """Tensors that code outside the block may also reference, by index of their storage in the block."""
 
     def __del__(self) -> None:
         if self.recording.outliving is not None:
@@ -354,7 +354,7 @@ class RepeatedBlock:
         recorder.events += events
 
     def _give(self, parameter: nn.Parameter, place: int, given: Sequence[int]) -> None:
-        """Set the parameter's `.grad`, delete the references in `given`, and call the parameter's gradient hooks."""
+        """Set a parameter's `.grad`, delete the references to the tensors `given`, and call the gradient hooks."""
         parameter.grad = self.tensors[place]
         for storage in given:
             del self.tensors[storage]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class RecordedTransport:
     """Transport that numbers each message in the trace and records the wait for its completion.
 
-    Tensor operations of the `inner` transport are not recorded as operators of the step.
+    Tensor operations of the wrapped transport `inner` are not recorded as operators of the step.
     """
 
     def __init__(self, inner: Transport, recorder: TraceRecorder):
