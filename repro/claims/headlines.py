@@ -100,7 +100,7 @@ def describe_margin(row: RowResult) -> str:
 
 
 def describe_strength(row: RowResult) -> str:
-    """Return as text a reproduced value's margin, its test's weakness, and a simulator fault that changes its verdict."""
+    """Return as text a reproduced value's margin, its test's weakness, a simulator fault changing its verdict."""
     parts = (
         f"Margin {describe_margin(row)} %." if row.margin else "",
         f"Weak: {row.weakness}." if row.weakness else "",

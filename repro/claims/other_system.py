@@ -142,7 +142,7 @@ def _words_and_thresholds(parts: list[str | float]) -> tuple[tuple[str, ...], tu
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer to whether a published value holds on another system: a simulated value, or the reason why it is missing."""
+    """Answer to whether a published value holds on another system: simulated value, or the reason why it is missing."""
 
     question: SystemQuestion
     value: float | str | None = None
