@@ -1,4 +1,4 @@
-"""The ledger of published claims, the closed forms, the tolerance rule and the judge that decides verdicts.
+"""Published claims (the ledger), closed forms of the papers, the tolerance rule, and the verdicts about the claims.
 
-Claims read records of `results` and never run an experiment. The ledger is the TOML files of this package.
+Verdicts read stored records (`results`) and never run an experiment. The ledger is the TOML files of this package.
 """

@@ -44,9 +44,9 @@ def evaluate_evidence(
 ) -> Finding:
     """Evaluate one test of a published value on the records of the experiments `read`, and return its verdict.
 
-    Measured and emulated values come from the user's own records, or else from the newest reference records of one
-    machine that suffice. Missing records give the verdict `not run`. A simulated value that misses the published value
-    gives `possible` if the ranges of unknown inputs explain the miss.
+    Measured and emulated values come from the user's own records, or else from reference records (packaged records of
+    another machine). Missing records give the verdict `not run`. A simulated value that misses the published value
+    gives `possible` if the ranges of the system's unknown inputs contain the published value.
     """
     found = _evaluate_on(records, evidence, row, claim, read)
     if evidence.kind not in (MEASURED, EMULATED) or found.decided:
@@ -142,7 +142,7 @@ def _evaluate_on(
 
 
 def _numbers(value: Result, row: Row) -> dict[str, Any]:
-    """Return a tested value, its interval and their displayed text, as fields of a `Finding`."""
+    """Return a tested value, its interval and their displayed text, as fields of a test result (`Finding`)."""
     return {"value": value.value, "low": value.low, "high": value.high, "text": _text(value, row)}
 
 
@@ -153,7 +153,7 @@ def _joined(reason: str, detail: str) -> str:
 def _measured_where(
     evidence: Evidence, records: Records, used: Sequence[ExperimentRecord | FitRecord]
 ) -> dict[str, Any]:
-    """Return the scale of a test and the device that measured its value, as fields of a `Finding`."""
+    """Return the scale of a test and the device that measured its value, as fields of a test result (`Finding`)."""
     device = device_of(used[0]) if used else ""
     return {
         "scale": scale_of_fits(used) or evidence.scale,
@@ -165,7 +165,7 @@ def _measured_where(
 def _judge_miss(
     uncertainty: InputUncertainty, row: Row, claim: Claim, rule: str
 ) -> tuple[str, str, tuple[str, ...]]:
-    """Return verdict, reason and deciding unknown inputs of a simulated value that misses the published one."""
+    """Return the verdict on a simulated value that misses the published one, its reason, and inputs that explain it."""
     published = published_range(row, claim)
     assert published is not None
     interval = uncertainty.least, uncertainty.most

@@ -228,7 +228,7 @@ def _walk(
 ) -> Any:
     """Return the value of a syntax node of an expression.
 
-    Uncertain inputs are recorded in `seen`. They have their values in `chosen`, or else their best estimates.
+    Uncertain inputs are added to `seen`. An uncertain input has its value from `chosen`, or else its best estimate.
     """
 
     def settle(key: str, value: Any) -> Any:

@@ -20,7 +20,7 @@ OUTCOMES = {"ok": "fits", "oom": "does not fit"}
 BOUND_SIGNS = {"over": ">", "at least": "≥", "under": "<", "at most": "≤"}
 """Comparison sign displayed before a published value, by the bound that the source states."""
 REFERENCE_SUFFIX = " (a reference record of this package)"
-"""Text after the name of a machine whose value comes from the packaged reference records."""
+"""Suffix of a machine's name in tables, for a value from the packaged records of other machines."""
 MAX_LISTED_VALUES = 3
 """Maximum number of values that a table cell lists; more values are displayed as a range."""
 
@@ -30,14 +30,14 @@ class HeadlineLine:
     """Line of the table of headline claims."""
 
     number: int
-    """Number of the headline, from 1; `repro claims NUMBER` shows the claim."""
+    """Number of the headline claim, from 1; the command `repro claims NUMBER` shows the claim."""
     name: str
     claim: str
     published: str
     values: Mapping[str, str]
-    """Displayed value by kind of evidence; `not run`, or a dash if the headline has no such evidence."""
+    """Displayed value by kind of evidence; `not run`, or a dash if the headline claim has no such evidence."""
     verdict: str
-    """Verdict about the values that the headline names; the claim may have more values."""
+    """Verdict about the published values that the headline claim selects; the full claim may have more values."""
     machines: tuple[str, ...]
     """Devices that measured the values of a headline claim (`measuring_machines`)."""
     miss: str
@@ -100,7 +100,7 @@ def describe_margin(row: RowResult) -> str:
 
 
 def describe_strength(row: RowResult) -> str:
-    """Return a text on a reproduced value: its margin, why its test is weak, one fault that changes its verdict."""
+    """Return as text a reproduced value's margin, its test's weakness, a simulator fault changing its verdict."""
     parts = (
         f"Margin {describe_margin(row)} %." if row.margin else "",
         f"Weak: {row.weakness}." if row.weakness else "",
@@ -122,7 +122,7 @@ def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
 
 
 def value_text(rows: Sequence[RowResult], kind: str) -> str:
-    """Return the displayed values of ledger rows under one kind of evidence; a single simulation has its interval."""
+    """Return as text the tested values of rows under one kind of evidence; a single simulated value has an interval."""
     found = [row.under(kind) for row in rows]
     if not any(found):
         return units.NO_VALUE
@@ -147,7 +147,7 @@ def value_text(rows: Sequence[RowResult], kind: str) -> str:
 
 
 def _agreement(findings: Sequence[Finding]) -> str:
-    """Return the text of the worst ratio of a scaled-down run's value to the formula at its scale; `exact` near 1."""
+    """Return as text the ratio farthest from 1 of a scaled-down run's value to the formula's; `exact` if all are 1."""
     ratios = [float(finding.value or 0.0) / float(finding.expected or 1.0) for finding in findings]
     farthest = max(ratios, key=lambda ratio: abs(ratio - 1))
     return "exact" if abs(farthest - 1) < 1e-9 else f"{units.number(farthest)} of formula"

@@ -43,7 +43,7 @@ UBIQUITOUS_NUMBERS = frozenset({0.0, 1.0, 2.0})
 
 
 def analytic_origin(expression: Expression, variables: Mapping[str, Any]) -> str:
-    """Return the origin of an analytic value: `COUNT` for script lines, `CLOSED_FORM` for a formula, else `ITSELF`."""
+    """Return an analytic value's origin: `COUNT` (script lines), `CLOSED_FORM` (formula), `ITSELF` (source itself)."""
     if isinstance(expression.tree, ast.Call) and expression.calls <= SCRIPT_COUNTS.keys():
         return COUNT
     is_formula = expression.calls & PAPER_FUNCTIONS and not _reads_printed_numbers(expression, variables)
@@ -51,7 +51,7 @@ def analytic_origin(expression: Expression, variables: Mapping[str, Any]) -> str
 
 
 def is_constant(expression: Expression, variables: Mapping[str, Any]) -> bool:
-    """Return whether no number other than 0 and 1 in an analytic expression or its table line changes the value."""
+    """Return whether no literal (except 0 and 1) and no table column of an analytic expression affects its value."""
     if expression.calls & SCRIPT_COUNTS.keys() or _reads_printed_numbers(expression, variables):
         return False
     columns = {name: variables[name] for name in expression.names & variables.keys()}
@@ -62,7 +62,7 @@ def is_constant(expression: Expression, variables: Mapping[str, Any]) -> bool:
 def _changed_inputs(
     expression: Expression, columns: Mapping[str, Any]
 ) -> Iterator[tuple[Expression, Mapping[str, Any]]]:
-    """Yield variants (expression, columns) of an expression and its table columns with one number changed in each."""
+    """Yield variants of an expression and its table columns, each with one literal or one column changed."""
     for name, number in columns.items():
         if not isinstance(number, str):
             for other in (2 * number, number + 1, number - 1):
@@ -73,7 +73,7 @@ def _changed_inputs(
 
 
 _QUICK_FORMULAS = {**FORMULAS, "schedule_bubble": bubble_fraction}
-"""Formulas by name, with a fast replacement of `schedule_bubble` that depends on the same inputs."""
+"""Formulas by name. A fast formula of the same inputs replaces `schedule_bubble`, which computes a schedule."""
 
 
 def _value(expression: Expression, columns: Mapping[str, Any]) -> Any:
@@ -90,7 +90,7 @@ def _reads_printed_numbers(expression: Expression, variables: Mapping[str, Any])
 
 
 def shared_input(row: Row) -> str:
-    """Return a text about a test's use of the published value as an input; empty if unused or declared in `given`."""
+    """Return as text how a test uses the published value as an input; empty if unused or if `given` declares it."""
     if row.given:
         return ""
     published = None if row.printed is None else row.printed.value * UNITS[row.unit]
@@ -134,7 +134,7 @@ LOSS_CURVE_FUNCTIONS = ("strayed", "apart")
 
 
 FAILS, OPEN, HOLDS = range(3)
-"""Outcomes of the tests of one quantity: a test misses, a test is `possible`, all tests agree. The lowest counts."""
+"""Outcomes of the tests of one quantity: a test misses, else a test is `possible`, else all tests agree."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class QuantityCounts:
 
 
 def count_independent(results: Sequence[ClaimResult], possible: bool = False) -> dict[str, QuantityCounts]:
-    """Return counts of independent quantities by kind of evidence; if `possible`, also quantities without a run."""
+    """Return counts of independent quantities by kind of evidence. `possible`: also count tests without a result."""
     groups: dict[str, dict[frozenset[Quantity], int]] = {name: {} for name in (*KINDS, ITSELF)}
     for result in results:
         for row in result.rows:
@@ -199,7 +199,7 @@ def quantities_read(finding: Finding, row: RowResult, result: ClaimResult) -> It
 
 
 def _device_results(expression: Expression) -> list[Quantity]:
-    """Return one independent quantity for each call of a one-device function (`largest_fit`, ...) in an expression."""
+    """Return one independent quantity per call of a function for one-device measurements, such as `largest_fit`."""
     calls = [node for node in ast.walk(expression.tree) if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in DEVICE_FUNCTIONS]
     return [("one device", *sorted(map(ast.unparse, call.keywords))) for call in named]

@@ -1,9 +1,9 @@
-"""Verdicts of rows and claims, computed from the ledger and from records.
+"""Verdicts of claims and of their rows (published values), computed from the ledger and from records.
 
-Every piece of evidence of a row gets its own verdict.  The strongest evidence that has been evaluated decides the row
-(`_ORDER`).  Closed forms and other numbers of the source are no tests: they give `follows` or `inconsistent`, never
-`reproduced`, and only `inconsistent` while a test of the row has not run.  A claim's verdict is the first in
-`DISAGREEING_FIRST` that one of its main rows has.
+Every test of a row gets its own verdict.  The strongest kind of evidence with a result decides the row (`_ORDER`).
+Closed forms and other numbers of the source are no tests: they give `follows` or `inconsistent`, never `reproduced`.
+While a test of the row has not run, they can only give `inconsistent`.  A claim's verdict is the first in
+`DISAGREEING_FIRST` that one of its main rows has (rows that count for the verdict).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
 
 
 def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -> RowResult:
-    """Return a result, with its margin and the simulator faults that change its verdict if it is `reproduced`."""
+    """Return a row's result; if `reproduced`, with its margin and the simulator faults that change its verdict."""
     if result.verdict != REPRODUCED:
         return result
     margins = [one.margin for one in deciding if one.margin is not None]
@@ -160,7 +160,7 @@ def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -
 
 @cache
 def load_mutations() -> dict[str, dict[str, list[str]]]:
-    """Return the simulator faults that change verdicts, by claim and row label. `make mutation-table` finds them."""
+    """Return injected simulator faults that change verdicts, by claim and row label (from `make mutation-table`)."""
     document = json.loads((Path(__file__).parent / "data/mutations.json").read_text(encoding="utf-8"))
     found: dict[str, dict[str, list[str]]] = document["claims"]
     return found
@@ -203,7 +203,7 @@ def _read(evidence: Evidence, row: Row) -> list[str]:
 
 
 def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
-    """Return verdict and counts of one kind of evidence, or of `ITSELF`, on ledger rows; None if it can test no row."""
+    """Return verdict and counts of ledger rows under one kind of evidence or the source's own numbers; None without."""
     tested = [found for row in rows if (found := row.under(name))]
     if not tested:
         return None
@@ -225,7 +225,7 @@ def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
 
 
 def _basis(rows: list[RowResult]) -> str:
-    """Return the text of agreeing and decided rows by kind of evidence: `measured, scaled twin 9/9; 2 not run`."""
+    """Return counts of agreeing/tested rows as text, by kind of evidence: `measured, scaled twin 9/9; 2 not run`."""
     rest = Counter(row.basis for row in rows if row.basis)
     good = Counter(row.basis for row in rows if row.basis and row.verdict in GOOD)
     open_ = Counter(row.verdict for row in rows if rest and not row.basis)

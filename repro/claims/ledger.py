@@ -77,10 +77,10 @@ class Evidence:
     kind: str
     """One of `KINDS`."""
     scale: str
-    """Scale of the tested run: `published scale`, `one rank of N`, `scaled twin` or `scaled twin, emulated network`;
-    for analytic evidence, the `origin`."""
+    """Scale of the tested run: `published scale`, `one rank of N` (memory of one rank), `scaled twin` (scaled-down
+    model) or `scaled twin, emulated network`; for analytic evidence, the `origin`."""
     origin: str
-    """Origin of the value: `CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
+    """Origin of the value, such as `CLOSED_FORM` (formula), `TRACE` (simulated step) or `RUN` (run of processes)."""
     value: Expression
     """Expression that computes the tested value, in bytes, seconds or FLOP, or without a unit."""
     expect: Expression | None
@@ -131,7 +131,7 @@ class Row:
     main: bool = True
     """Whether the verdict of this published value counts for the verdict of its claim."""
     given: str = ""
-    """Part of the published answer that is an input of the test; empty: none. The best verdict is then `follows`."""
+    """Part of the published result that the test uses as an input; empty: none. The best verdict is then `follows`."""
     variables: Mapping[str, Value | Uncertain] = field(default_factory=dict, compare=False)
     """Variables of the row's expressions: the cells of its line in a ledger table, by column name."""
 
@@ -242,7 +242,7 @@ class EvidenceEntry:
 
 @dataclass(kw_only=True)
 class TestableEntry:
-    """Keys of a ledger file that a row and a table column have in common; an empty key takes the claim's value."""
+    """Keys that rows and table columns of a ledger file have in common. Some empty keys take the value of the claim."""
 
     label: str = ""
     unit: str | None = None

@@ -22,7 +22,7 @@ from repro.results.select import Selection
 from repro.util import units
 
 FIT_NAME, KERNELS_NAME = "repro fit", "kernels compared"
-"""Names in messages of missing records: a search for the largest model, and a pair of runs with different kernels."""
+"""Names, in messages about missing records, of a largest-model search and of runs with different kernels."""
 LARGEST_GB_PER_GB = 1.024**3
 """Bytes of a GiB over bytes of a GB, because memory of "32 GB" may be 32e9 to 32 * 2**30 bytes."""
 _NOT_COMPARED = ("kernels", "global_batch", "overlap", "gather_overlap", "tp_overlap")
@@ -46,11 +46,11 @@ def device_functions(
         )
 
     def largest_fit(*, memory: float, hidden: int, **conditions: Any) -> Value:
-        """Return the parameter count of the largest model in `memory` bytes. `conditions`: arguments of `_layout`."""
+        """Return the parameter count of the largest model in `memory` bytes. `conditions`: layout, such as `zero`."""
         return largest(memory, hidden, **conditions).parameters
 
     def fit_outcome(layers: int, *, memory: float, hidden: int, **conditions: Any) -> Value:
-        """Return `"ok"` if a model of `layers` layers fits in memory in the search of `largest_fit`, else `"oom"`."""
+        """Return `"ok"` if the largest measured model in `memory` bytes has `layers` layers or more, else `"oom"`."""
         return "ok" if layers <= largest(memory, hidden, **conditions).layers else "oom"
 
     def fit_states(model: str, *, ranks: int, zero: int, tp: int = 1) -> Value:
@@ -88,7 +88,7 @@ DEVICE_FUNCTIONS = frozenset({"largest_fit", "fit_outcome", "fit_states", "kerne
 
 
 def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
-    """Return the scale of the searches for the largest model in `used`, such as `one rank of 64`; or empty."""
+    """Return the scale of largest-model searches in the records `used`, such as `one rank of 64`; empty for none."""
     fits = [record for record in used if isinstance(record, FitRecord)]
     if not fits:
         return ""

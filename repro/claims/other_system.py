@@ -7,7 +7,7 @@
     value = 'metric("again/1.5b-zero1", "samples_per_s") / metric("again/1.5b-mp4", "samples_per_s")'
     words = ["no gain", 1.05, "a smaller gain", 3, "as then"]      # no gain below 1.05, as then from 3 on
 
-`value` names experiments of the suite `again`. On dgx-h100 it reads the records `again/NAME@dgx-h100`, which
+`value` reads the suite `again` (Llamas in the published layouts): on dgx-h100, the records `again/NAME@dgx-h100`, which
 `repro run again --evidence simulated --system dgx-h100` creates. `PEAK` is the system's dense bf16 peak in FLOP/s.
 """
 
@@ -41,7 +41,7 @@ SUITE = "again"
 QUESTIONS_FILE = Path(__file__).parent / "data" / "questions.toml"
 PEAK = "PEAK"
 QUESTION_FAMILIES = ("throughput", "memory", "limit", "scaling", "time")
-"""Families in which each claim needs a question about another system, or a reason why it has no question."""
+"""Topics of claims (families) in which each claim needs a question about another system, or a reason for none."""
 PREDICTIONS = (
     "Predictions for Llama models of the same size with software of 2024; no verdicts. The 90 % intervals include the "
     "uncertainty of the system's inputs, but not the error of the time model."
@@ -55,17 +55,17 @@ class SystemQuestion:
     claim: str
     row: Row
     asks: str
-    """Displayed description of the compared experiments."""
+    """Displayed description of the experiments that the question compares."""
     value: Expression
     words: tuple[str, ...]
-    """Words for ranges of the answer's value, such as `slower`, one more than `steps`; empty: no words."""
+    """Words for ranges of the predicted value, such as `slower`, separated by thresholds `steps`; empty: no words."""
     steps: tuple[float, ...]
     """Rising thresholds between `words`, in the row's unit. From the first threshold on, the second word applies."""
     note: str = ""
-    """Caveat that is displayed with the answer; empty: none."""
+    """Caveat that is displayed with the predicted value; empty: none."""
 
     def word(self, value: float) -> str:
-        """Return the answer's word, such as `slower`, for a value in the row's unit; empty if the question has none."""
+        """Return the question's word, such as `slower`, for a predicted value in the row's unit; empty if none."""
         return self.words[sum(value >= step for step in self.steps)] if self.words else ""
 
 
@@ -142,7 +142,7 @@ def _words_and_thresholds(parts: list[str | float]) -> tuple[tuple[str, ...], tu
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer to one question on one system: a simulated value, or the reason why it is missing."""
+    """Answer to whether a published value holds on another system: simulated value, or the reason why it is missing."""
 
     question: SystemQuestion
     value: float | str | None = None
@@ -153,7 +153,7 @@ class Answer:
     word: str = ""
     """Word for the predicted value, such as `slower`, followed in brackets by words for values in its interval."""
     rests_on: str = ""
-    """Weakest calibration basis of the simulated step times, one of `repro.simulate.time.calibration.BASES`."""
+    """Least reliable calibration of the simulated step times, a key of `repro.simulate.time.calibration.BASES`."""
     lacks: str = ""
     """Reason why the predicted value is missing; empty if the value exists."""
     unrecorded: bool = False
@@ -178,7 +178,7 @@ class Answer:
         return append_unit(text, row.unit)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the question and its answer as JSON data."""
+        """Return the question about another system, and its answer, as JSON data."""
         row = self.question.row
         keys = ("value", "low", "high", "word", "rests_on", "lacks")
         return {
@@ -193,12 +193,12 @@ class Answer:
 
 
 def simulation_command(system: str) -> str:
-    """Return the command that simulates the suite `again` on a system."""
+    """Return the command that simulates the suite `again` (Llama models in the published layouts) on a system."""
     return f"repro run {SUITE} --evidence {SIMULATED} --system {system}"
 
 
 def simulated_systems(records: Iterable[Record]) -> list[str]:
-    """Return the packaged systems on which the suite `again` has been simulated."""
+    """Return the packaged systems on which the suite `again` (Llamas in the published layouts) has been simulated."""
     names = {record.name.rpartition("@")[2] for record in _suite_records(records)}
     return [name for name in systems.system_names() if name in names]
 
@@ -206,7 +206,7 @@ def simulated_systems(records: Iterable[Record]) -> list[str]:
 def answer_questions(
     questions: Iterable[SystemQuestion], records: Iterable[Record], system: System
 ) -> list[Answer]:
-    """Return the answer to each question from the simulated records of `system`."""
+    """Return an answer per question whether a published value holds on `system`, from its simulated records."""
     ending = f"@{system.name}"
     system_records = [
         replace(record, name=record.name.removesuffix(ending))
@@ -221,7 +221,7 @@ def answer_questions(
 
 
 def _suite_records(records: Iterable[Record]) -> list[ExperimentRecord]:
-    """Return the simulated records of the suite `again`."""
+    """Return the simulated records of the suite `again` (Llama models in the published layouts)."""
     experiments = (record for record in records if isinstance(record, ExperimentRecord))
     return [record for record in experiments if (record.suite, record.evidence) == (SUITE, SIMULATED)]
 
@@ -261,7 +261,7 @@ def _answer(
 
 
 def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecord]) -> list[ExperimentRecord]:
-    """Return the simulated records that affect an answer. Raises `Missing` if a step does not fit in memory."""
+    """Return the simulated records whose speed a question reads. Raises `Missing` if a step does not fit in memory."""
     found = []
     for function, texts in arguments(question.value, question.row.variables):
         if function == "metric":
@@ -280,7 +280,7 @@ def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecor
 def _word_with_alternatives(
     question: SystemQuestion, value: float, uncertainty: InputUncertainty | None
 ) -> str:
-    """Return the word for a predicted value, followed in brackets by words for other values in its interval."""
+    """Return the word for a predicted value (`slower`), then in brackets other words for values in its interval."""
     best = question.word(value)
     if uncertainty is None:
         return best

@@ -165,7 +165,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
 
 
 def _common(entry: object, of: type[Any]) -> dict[str, Any]:
-    """Return the fields of a ledger file's entry that the dataclass `of` also has, except `steps` and `rows`."""
+    """Return the values of a ledger table whose keys are fields of the dataclass `of`, except `steps` and `rows`."""
     names = {field.name for field in dataclasses.fields(of)} - {"steps", "rows"}
     return {name: value for name, value in vars(entry).items() if name in names}
 
@@ -321,7 +321,7 @@ def _evidence(
 def parse_checked(
     key: str, text: str, functions: Mapping[str, Any], variables: Collection[str]
 ) -> Expression:
-    """Parse the ledger expression `text` of `key`. Raises `ConfigError` for unknown functions and variables."""
+    """Parse `text`, the expression of a ledger key `key`. Raises `ConfigError` for unknown functions and variables."""
     try:
         expression = parse(text)
         check_expression(expression, functions, frozenset(variables) | frozenset(CONSTANTS))

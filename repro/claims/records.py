@@ -195,7 +195,7 @@ class Records:
             return record.series.loss
 
         def strayed(experiment: str, reference: str, *controls: str) -> Value:
-            """Return the distance of a loss curve from the reference curve, over that distance of control runs."""
+            """Return a loss curve's distance from a reference curve, over the distance of control runs from it."""
             curve, *others = map(losses, (experiment, *controls))
             try:
                 return relative_loss_distance(curve, losses(reference), others)
@@ -280,7 +280,7 @@ MAX_CACHED_CONDITIONS = 4096
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:
-    """Raise `Missing` if experiments differ in more than the setting `name`, which must decide about the fit."""
+    """Raise `Missing` if experiments differ in more than the setting `name`, which alone may decide the fit."""
     free = _FOLLOWS.get(name) or _FOLLOWS.get(name.partition(".")[0]) or (name,)
     first = _conditions(records[0].experiment, free)
     for record in records[1:]:
@@ -316,6 +316,6 @@ def _ended(record: ExperimentRecord) -> str:
 
 
 def uncertain_ratio(comparison: ComparisonRecord) -> Uncertain:
-    """Return the measured ratio of a comparison and its confidence interval, a point for too few rounds."""
+    """Return the measured ratio of a comparison and its confidence interval (a point if it has too few rounds)."""
     ratio, low, high = comparison.ratio, comparison.low, comparison.high
     return Uncertain(ratio, ratio if low is None else low, ratio if high is None else high)

@@ -81,7 +81,7 @@ def named_experiments(ledger: Ledger, name: str, evidence: str) -> list[str]:
 
 
 class SuiteCatalogue:
-    """The packaged suites by name, and the SLURM profile of each system."""
+    """Catalogue of the packaged suites by name, and of the SLURM profile of each hardware system."""
 
     def __init__(self) -> None:
         self.suites: dict[str, Suite] = {

@@ -75,7 +75,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class AcceptedRange:
-    """Values from `low` to `high`, including ends that are not open, that agree by the rule `because`."""
+    """Range of values that agree with a published value: `low` to `high`, open or closed, by the rule `because`."""
 
     low: float
     high: float

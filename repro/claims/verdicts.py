@@ -51,7 +51,7 @@ class InputUncertainty:
         ][:count]
 
     def deciding_unknowns(self, meets: Callable[[float, float], bool]) -> tuple[str, ...]:
-        """Return the unknown input whose range alone meets the published value, else the two of largest effect."""
+        """Return the unknown input whose range alone explains the published value, else the two of largest effect."""
         for key, ends in self.alone.items():
             if meets(*possible_range(ends, self.best)):
                 return (key,)
@@ -89,7 +89,7 @@ class Finding:
     kind: str
     scale: str
     origin: str
-    """Origin of the tested value: `ledger.CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
+    """Origin of the tested value, such as `CLOSED_FORM` (formula), `TRACE` (simulation) or `RUN` (processes)."""
     verdict: str
     reason: str
     """Reason for the verdict: the tolerance rule that was applied, or the record that is missing."""
@@ -164,7 +164,7 @@ class RowResult:
     margin: tuple[float, float] | None = None
     """Relative decrease and increase of a `reproduced` number that would just change its verdict; otherwise None."""
     mutations: tuple[str, ...] | None = None
-    """Simulator faults that would change the verdict; None if data/mutations.json does not contain the row."""
+    """Injected simulator faults that would change the verdict; None if data/mutations.json does not contain the row."""
 
     @property
     def weakness(self) -> str:
@@ -216,7 +216,7 @@ class ClaimResult:
     claim: Claim
     rows: tuple[RowResult, ...]
     kinds: tuple[KindResult, ...]
-    """Results of the kinds of evidence that can test one of the claim's main values."""
+    """Results by kind of evidence that can test a main value of the claim (a value that counts for its verdict)."""
     verdict: str
     basis: str
     """Text of the deciding kinds of evidence, strongest first, each with its numbers of agreeing and decided rows."""
@@ -229,5 +229,5 @@ class ClaimResult:
         return [finding for row in self.rows for finding in row.findings]
 
     def kind(self, name: str) -> KindResult | None:
-        """Return the claim's result under a kind of evidence or `ledger.ITSELF`; None if it can test no main row."""
+        """Return the claim's result under a kind of evidence; None if it tests no value that counts for the verdict."""
         return next((k for k in self.kinds if k.kind == name), None)

@@ -1,4 +1,4 @@
-"""Records: their types, metrics, the append-only store on disk, and the rule that selects the record that counts.
+"""Result records: their types and metrics, the append-only store on disk, and the selection of one per experiment.
 
 `launch` and `simulate` write records; `claims`, `accuracy` and `report` read them.
 """

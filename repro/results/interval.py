@@ -23,7 +23,7 @@ class Other(NamedTuple):
 
 
 Case: TypeAlias = int | tuple[str, bool] | Other
-"""Choice of values for the unknown inputs of a system: number of a joint random draw, a pair, or `Other`.
+"""Choice of values for the unknown inputs of a system: number of a joint random draw, a pair, or one given value.
 
 In a pair (key, high end), the input `key` is at the high or the low end of its range, all others at their best values.
 """
@@ -71,7 +71,7 @@ class StepInterval(RecordPart):
     """Simulated step times for many values of the unknown inputs of a system, in seconds."""
 
     draws: list[float]
-    """Step time of each joint random draw of all unknown inputs. Draw i has equal quantiles in all records."""
+    """Step time of each joint random draw of all unknown inputs. Draw i has the same quantiles in all records."""
     moves: list[Sensitivity]
     """Step times under variation of each single unknown input, sorted by descending effect on the step time."""
 

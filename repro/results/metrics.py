@@ -50,7 +50,7 @@ SPEED = ("step_seconds.", *RATES, "time.")
 
 @dataclass(frozen=True)
 class Held:
-    """Memory by category on one rank, or on each rank of a simulated role, in bytes."""
+    """Memory by category on one rank, or on each rank of a pipeline role (ranks with equal work), in bytes."""
 
     states: Mapping[str, int]
     """Bytes of model states between two steps: `parameters`, `gradients` and `optimizer`."""
@@ -74,7 +74,7 @@ def metric_at_step_seconds(name: str, found: Mapping[str, float], seconds: float
 
 
 def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:
-    """Return the maximum of each memory metric over the ranks, if any. `marked`: whether buffers have categories."""
+    """Return the maximum of each memory metric over ranks. `marked`: whether each buffer has a memory category."""
     if not ranks:
         return {}
     found: Metrics = {
@@ -136,7 +136,7 @@ def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic])
 
 
 def purposes(found: Iterable[tuple[int, Sequence[TrafficRow]]]) -> Metrics:
-    """Return calls and sent bytes by purpose, summed over ranks. `found`: pairs (number of equal ranks, traffic)."""
+    """Return calls and sent bytes by purpose, summed over ranks. `found`: pairs (ranks, their equal traffic)."""
     metrics: Metrics = {}
     for ranks, rows in found:
         for row in rows:
@@ -204,7 +204,7 @@ def work(experiment: Experiment, operator_flops: int) -> Metrics:
 
 
 def bubble(stages: Sequence[StageReport], *, cores: bool) -> Metrics:
-    """Return the pipeline metrics from the stage reports; `cores`: without steps that other processes disturbed."""
+    """Return the pipeline metrics from stage reports. `cores`: omit steps in which other processes used the cores."""
     if not stages:
         return {}
     by_rank = [zip(stage.busy_s, stage.idle_s, stage.core_s, strict=True) for stage in stages]

@@ -1,4 +1,4 @@
-"""Parts of records: communication, memory, pipeline stages, checkpoints, emulated networks and simulated roles."""
+"""Parts of records: communication, memory, pipeline stages, checkpoints, emulated networks and pipeline roles."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RankMemory(RecordPart):
     cuda: Bytes = field(default_factory=dict)
     """Peaks and retries of torch's caching allocator on CUDA; empty on a CPU."""
     beside_torch: Bytes | None = None
-    """Bytes of GPU memory outside torch's allocator: before NCCL's first use (`start`), `end`, and NCCL by group."""
+    """Bytes of GPU memory outside torch's allocator: before NCCL (`start`), at the `end`, and NCCL by process group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +251,7 @@ class NetworkReport(RecordPart):
     """Bytes that each node receives from the other nodes in one step."""
 
     def made(self, network: EmulatedNetwork) -> EmulatedNetwork:
-        """Return the emulated network with measured median instead of requested link rates, without a compute rate."""
+        """Return the emulated network with measured (median) link rates, used unscaled, in place of requested rates."""
         within = median(self.rates["rank sends"]) if network.within else 0.0
         between = median(self.rates["node sends"]) if network.between else 0.0
         return replace(network, within=within, between=between, flops_per_s=0.0)

@@ -164,7 +164,7 @@ class ExperimentRecord(RecordHead, ExperimentConditions):
 
 @dataclass(frozen=True, kw_only=True)
 class Side(RecordPart):
-    """One of the two experiments of a comparison: its name and its key."""
+    """One of the two experiments of a comparison: its name and its key (hash of its conditions)."""
 
     name: str
     key: str

@@ -52,7 +52,7 @@ class Store:
         self._has_noted_clock = False
 
     def prepare(self) -> None:
-        """Create the record file of this process and its reserve file, while the disk has space."""
+        """Create this process's record file and its reserve file (disk space for one last record)."""
         self._open()
 
     def append(self, record: RecordT) -> RecordT:
@@ -120,7 +120,7 @@ class Store:
         return [remark for reading in self._read.values() for remark in reading.remarks()]
 
     def readable(self) -> tuple[list[Record], list[str]]:
-        """Return the records whose experiments this version can read, oldest first; and a remark per other record."""
+        """Return the records whose experiments this version can read, oldest first, and a remark per unreadable one."""
         self.records()
         found, remarks = [], self.skipped
         for reading in self._read.values():
@@ -218,7 +218,7 @@ class _Reading:
     def __init__(self, path: Path):
         self.path = path
         self.records: dict[int, Record] = {}
-        """Records of the file by line number."""
+        """Readable records of a store file by line number."""
         self.newest = 0
         """Sort key (`order`) of the newest record in the file; 0 without a record."""
         self._bad: dict[int, str] = {}

@@ -34,9 +34,9 @@ from repro.quality.weights import open_weights
 from repro.quality.weights.source import WeightSource
 
 SampleScore = tuple[int, float, bool, bool]
-"""Score of a text sample: its number, the sum of its losses, and two answers whether all predictions are right.
+"""Score of a text sample: its number, the sum of its losses, and two flags that are true if all predictions are right.
 
-The first answer is for predictions from the full vocabulary, the second for predictions that exclude stop words.
+The first flag is for predictions from the full vocabulary, the second for predictions that exclude stop words.
 """
 
 
@@ -141,7 +141,7 @@ class Scorer:
         source: WeightSource,
         forbidden: Sequence[int] = (),
     ):
-        """Load this rank's weights of `model`, the model of `source` with tp padding. `forbidden`: stop words' ids."""
+        """Load this rank's weights of `model` (tp-padded vocabulary) from `source`. `forbidden`: stop words' ids."""
         parts, stage = layout.parts(model.layers), mesh.pp.rank
         part = Part(parts[stage], first=stage == 0, last=stage == len(parts) - 1)
         self.mesh, self.layout, self.part = mesh, layout, part
@@ -218,7 +218,7 @@ class Scorer:
 
 
 def _argmax_token(rows: Tensor, first: int, tp: Group) -> Tensor:
-    """Return the tokens [n] of the largest logits over all tp ranks, from `rows` [n, V/t] from token `first` on."""
+    """Return the most likely tokens [n] of all tp ranks. `rows`: logits [n, V/t] of the tokens from `first` on."""
     largest, index = rows.float().max(1)
     best = largest.clone()
     tp.all_reduce(best, MAX, "evaluation").wait()

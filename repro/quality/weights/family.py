@@ -55,7 +55,7 @@ class Family:
     """Pattern of names of tensors that are no weights, such as masks in old files."""
 
     def model(self, config: Config, name: str) -> Model:
-        """Return the model that a configuration describes; raise `ConfigError` if this suite's GPT lacks its layers."""
+        """Return the model of a configuration; raise `ConfigError` if this suite's GPT cannot represent the model."""
         for key, right in self.fixed.items():
             value = config.get(key, right)
             require(value == right, key, value, f"{right}, the only value that this suite's GPT supports")
