@@ -48,7 +48,7 @@ def mtu_bytes(network: EmulatedNetwork) -> int:
 
 
 def segment_bytes(network: EmulatedNetwork) -> int:
-    """Return the TCP segment size in bytes. A rank's link sends a segment as one frame; other links divide a segment."""
+    """Return the TCP segment size in bytes. A rank's link sends a segment as one frame; slower links split segments."""
     frame = _frame_bytes(network.within, network.world) if network.within else MAX_SEGMENT_BYTES
     return round(min(max(frame, mtu_bytes(network)), MAX_SEGMENT_BYTES))
 

@@ -38,7 +38,7 @@ class AllocationHistory:
         self._end = 0
 
     def add(self, action: str, address: int, size: int, **more: Any) -> dict[str, Any]:
-        """Add an allocator event of type `action`, such as `segment_alloc`, to the allocation history; return the event."""
+        """Add an allocator event of type `action`, e.g. `segment_free`, to the allocation history. Return the event."""
         # PyTorch's memory viewer fails if no event has the category `unknown`.
         found = {"action": action, "addr": address, "size": size, "stream": 0}
         self.events.append({**found, "frames": [], "category": "unknown", **more})

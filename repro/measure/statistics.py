@@ -54,7 +54,7 @@ def summarize(seconds: Sequence[float]) -> Summary:
 
 
 def round_ratios(pairs: Sequence[Sequence[float]]) -> list[float]:
-    """Return the ratio of two strategies (subject/baseline) for every measured round `(baseline, subject)`."""
+    """Return the ratio subject/baseline of two strategies in every round; both values must be positive and finite."""
     if not pairs:
         raise ValueError("pairs: empty. A ratio needs one round or more")
     for pair in pairs:

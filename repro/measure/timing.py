@@ -41,7 +41,7 @@ class StepClock:
         return event
 
     def read(self) -> list[dict[str, float]]:
-        """Return the seconds of each recorded step by phase, with the step time (`step`) and the CPU time (`core`)."""
+        """Return, per step since the last call, the seconds by phase, step time (`step`) and CPU time (`core`)."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         found = []

@@ -190,7 +190,7 @@ class GPT(nn.Module):
         return y
 
     def matrix_shapes(self) -> set[tuple[int, int]]:
-        """Return sizes (rows, columns) of this rank's weight matrices; matrices with equal input count as one matrix."""
+        """Return sizes (rows, columns) of this rank's weight matrices; matrices with equal input form one matrix."""
         found: list[list[Tensor]] = []
         if self.part.last:
             found.append([self.head.tokens if self.setting.model.tied else self.head.output])

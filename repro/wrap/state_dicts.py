@@ -190,7 +190,7 @@ class WrappedModule(ShardedModule):
         }
 
     def load_shard_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Load a result of `shard_state_dict`. Raises `ValueError` unless this rank and layout have saved the result."""
+        """Load a result of `shard_state_dict`. Raises `ValueError` if another rank or layout has saved the result."""
         mine = self._pieces()
         sizes = {name: piece.numel() for name, piece in mine.items()}
         if states["repro"] != mark_of(self) or sizes != {n: v.numel() for n, v in states["shard"].items()}:
@@ -225,7 +225,7 @@ class WrappedModule(ShardedModule):
         return found
 
     def _copied(self, cut: Any) -> dict[str, Any]:
-        """Return the module's `state_dict` with copies of all tensors except sharded ones (ids in `cut`)."""
+        """Return the module's `state_dict` with copies of all tensors except bucket parameters. `cut`: their ids."""
         self._saving = True
         try:
             states = self.module.state_dict(keep_vars=True)
