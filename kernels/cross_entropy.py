@@ -230,7 +230,7 @@ def max_cost(logits: Operand) -> Cost:
 
 
 def sums_cost(logits: Operand, maximum: Operand, targets: Operand, *_: object) -> Cost:
-    """Return the cost of cross-entropy's sums: 3 FLOP per logit (shift, exp, sum), without a read of the target."""
+    """Return the cost of cross-entropy's sums: 3 FLOP per logit (shift, exp, sum). Each logit is read only once."""
     rows = logits.shape[0]
     return Cost(3 * logits.numel + rows, logits.nbytes + maximum.nbytes + targets.nbytes, 2 * 4 * rows)
 

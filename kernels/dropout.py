@@ -302,7 +302,7 @@ def bias_dropout_residual(
 def forward_cost(
     x: Operand, bias: Operand | None, residual: Operand | None, p: float = 0.0, *_: object
 ) -> Cost:
-    """Return the cost of bias, dropout and residual: 1 FLOP per element for bias, scale and residual, no mask bytes."""
+    """Return the cost of bias, dropout and residual: 1 FLOP per element for each; the mask needs no memory traffic."""
     per_element = (bias is not None) + (residual is not None) + (p > 0)
     read = x.nbytes + sum(operand.nbytes for operand in (bias, residual) if operand is not None)
     return Cost(per_element * x.numel, read, x.nbytes)

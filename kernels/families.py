@@ -108,12 +108,12 @@ class SizeClass(NamedTuple):
 
     program: Program
     sizes: tuple[int, ...]
-    """Row lengths in elements, ascending; empty if the program accepts rows of any length."""
+    """Row lengths of the CUDA program's tensors in elements, ascending; empty if rows may have any length."""
 
 
 @cache
 def size_classes() -> list[SizeClass]:
-    """Return the CUDA programs for aligned tensors (16 bytes) of the suites' experiments and of all model files."""
+    """Return the CUDA programs, for 16-byte aligned tensors, of all packaged experiments and packaged models."""
     from repro.config import models
     from repro.config.enums import OperatorSet
     from repro.config.suites import SUITES, load_suite

@@ -68,7 +68,7 @@ class Differentiable(torch.autograd.Function):
         saved: tuple[int, ...],
         *inputs: Tensor,
     ) -> Tensor:
-        """Return the first result of `forward(*inputs)`; save the inputs and results of indices `saved`."""
+        """Return the first result of `forward(*inputs)`. `saved`: indices of inputs and results saved for backward."""
         results = _as_tuple(forward(*inputs))
         ctx.save_for_backward(*((*inputs, *results)[number] for number in saved))
         ctx.gradients = backward

@@ -76,7 +76,7 @@ def device_key(key: int, first_sample: int) -> tuple[int, int]:
 
 
 def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the operands of random bits as int32: two words [R, 1] per row, and two words [C] per column."""
+    """Return int32 hashes from which `combine` computes random bits: two words per row [R, 1] and per column [C]."""
     index = torch.cat([rows, torch.arange(-1, -1 - columns, -1, device=rows.device)])
     low, high = _hash_(index, key)
     count = rows.numel()
@@ -84,7 +84,7 @@ def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def combine(row_low: Tensor, row_odd: Tensor, column_low: Tensor, column_even: Tensor) -> Tensor:
-    """Return random bits, int32 [rows, columns], from the results of `factors` or from a slice of their rows."""
+    """Return random bits, int32 [rows, columns], from the hash words of rows and columns that `factors` returns."""
     return torch.bitwise_xor(row_odd, column_even).mul_(row_low + column_low)
 
 
@@ -94,7 +94,7 @@ def uniform_bits(rows: Tensor, columns: int, key: int) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """Return the minimum of random bits with which dropout of probability p in [0, 1) retains an element."""
+    """Return the minimum random int32 value for which dropout with probability p in [0, 1) retains an element."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability is {p}, it must be at least 0 and less than 1")
     return min(round(p * 2**32), 2**32 - 1) - 2**31

@@ -68,7 +68,7 @@ def launch_rotary(
 
 
 def _angles(s: int, width: int, base: float, place: Sequence[int], device: torch.device) -> Tensor:
-    """Return the rotation angles of positions and pairs of elements, fp64 [s, width/2]. `place`: as in `rotary`."""
+    """Return rotary angles, fp64 [s, width/2]. `place`: first position, token of a position jump, jump size."""
     first, split, jump = place
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
     positions = torch.arange(first, first + s, dtype=torch.float64, device=device)
@@ -80,7 +80,7 @@ def _angles(s: int, width: int, base: float, place: Sequence[int], device: torch
 def reference(
     x: Tensor, heads: int, head_width: int, width: int, base: float, place: Sequence[int] = (0, 0, 0)
 ) -> Tensor:
-    """Compute rotary positions with pairs of elements as complex numbers, in x's dtype. `place`: as in `rotary`."""
+    """Rotate pairs of x's elements as complex numbers. `place`: first position, token of a position jump, jump size."""
     b, s, _ = x.shape
     turning, others = x.view(b, s, -1, head_width).split([heads, x.shape[-1] // head_width - heads], 2)
     first, second, rest = turning.split([width // 2, width // 2, head_width - width], -1)
@@ -166,6 +166,6 @@ def rotary(
 
 
 def cost(x: Operand, heads: int, head_width: int, width: int, *_: object) -> Cost:
-    """Return the cost of rotary positions: 3 FLOP per rotated element (two products, one sum), without a table."""
+    """Return the cost of rotary positions: 3 FLOP per rotated element (two products, one sum), 0 for the angles."""
     turned = x.numel * heads * width // x.shape[-1]
     return Cost(3 * turned, x.nbytes, x.nbytes)

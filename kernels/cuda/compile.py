@@ -29,7 +29,7 @@ class CompileTarget(NamedTuple):
     """GPU architecture for which NVRTC compiles a CUDA program."""
 
     architecture: str
-    """`sm_90` for machine code, or `compute_90` for intermediate code, which the driver compiles for a newer device."""
+    """Name of the GPU architecture: `sm_90` for machine code, or `compute_90` for PTX, which a driver compiles."""
 
 
 class CompiledProgram(NamedTuple):

@@ -48,7 +48,7 @@ def cuda_launcher(index: int) -> KernelLauncher:
 
 
 def _make_once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Return the cached object `known[key]` from `make()`. Its `Unavailable` error is cached and raised as well."""
+    """Return `known[key]`, which the first call creates by `make()`. Repeat an `Unavailable` error in later calls."""
     found = known.get(key)
     if found is None:
         try:

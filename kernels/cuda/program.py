@@ -114,7 +114,7 @@ BLOCKS_PER_PROCESSOR = 8
 
 
 PackedLaunch = tuple[Loaded, list[tuple[int, ...]], list[int], int]
-"""Launch of one kernel over several tensors: program, pointers, sizes, cumulative chunks, number of thread blocks."""
+"""Kernel launch over several tensors: program, pointers and sizes, cumulative chunk counts, number of thread blocks."""
 
 
 def pack_launches(

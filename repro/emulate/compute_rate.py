@@ -22,7 +22,7 @@ COMPUTE_RATE_FACT = "products_flops_per_s"
 """Provenance key under which `repro calibrate` records a core's FLOP/s of matrix products in a system file."""
 MEASUREMENT_S = 0.5
 WIDTH = 192
-"""Rows and columns of the fp32 matrices whose products measure a core's compute rate, as in small models of twins."""
+"""Rows and columns of the fp32 matrices whose products measure a core's FLOP/s, as small as in scaled-down models."""
 
 
 def rank_flops_per_s(world: int) -> float:

@@ -82,7 +82,7 @@ class Namespace:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Enter the namespace, so that new sockets and `/proc/sys/net` belong to it."""
+        """Move the calling thread to this network namespace inside the context, for new sockets and `/proc/sys/net`."""
         home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             _call("setns", self.descriptor, _NEWNET)
@@ -109,7 +109,7 @@ class Host:
         return index
 
     def become_switch(self) -> None:
-        """Create a bridge, which forwards packets between the interfaces of this host."""
+        """Turn this network namespace into a switch: create a Linux bridge, to which `join` attaches its interfaces."""
         self.netlink.link("add", ifname="switch", kind="bridge")
         self._bridge = self._up("switch")
 
@@ -206,9 +206,9 @@ class Links:
         self.nodes: list[Host] = []
         self.ranks: list[Host] = []
         self.sent: dict[str, list[End]] = {"rank": [], "node": []}
-        """Link ends whose rate limits the bytes/s that each rank (`rank`) or each node (`node`) sends."""
+        """Link ends that limit the send rate of every rank (key `rank`) and of every node (key `node`)."""
         self.received: dict[str, list[End]] = {"rank": [], "node": []}
-        """Link ends whose rate limits the bytes/s that each rank (`rank`) or each node (`node`) receives."""
+        """Link ends that limit the receive rate of every rank (key `rank`) and of every node (key `node`)."""
         for number in range(network.nodes):
             node = Host(window)
             node.become_switch()

@@ -36,25 +36,25 @@ MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 1 << 18, 1 << 22
 
 
 def _frame_bytes(rate: float, links: int) -> float:
-    """Return the bytes of a frame on `links` links of `rate` bytes/s, by `MIN_FRAME_S` and `MAX_FRAMES_PER_CORE_S`."""
+    """Return the minimum frame size in bytes at which this machine can emulate `links` links of `rate` bytes/s."""
     return rate * max(MIN_FRAME_S, links / (MAX_FRAMES_PER_CORE_S * usable_cores()))
 
 
 def mtu_bytes(network: EmulatedNetwork) -> int:
-    """Return the MTU of an emulated network in bytes: a frame of its slowest link, from `MIN_MTU` to `MAX_MTU`."""
+    """Return the MTU of an emulated network in bytes: the smallest frame of its links, limited to a valid range."""
     kinds = ((network.between, network.nodes), (network.within, network.world))
     frame = min((_frame_bytes(*kind) for kind in kinds if kind[0]), default=MAX_MTU)
     return round(min(max(frame, MIN_MTU), MAX_MTU))
 
 
 def segment_bytes(network: EmulatedNetwork) -> int:
-    """Return the bytes of a segment that a rank's link transmits as one frame; slower links divide it into packets."""
+    """Return the TCP segment size in bytes. A rank's link sends a segment as one frame; slower links split segments."""
     frame = _frame_bytes(network.within, network.world) if network.within else MAX_SEGMENT_BYTES
     return round(min(max(frame, mtu_bytes(network)), MAX_SEGMENT_BYTES))
 
 
 def window_bytes(network: EmulatedNetwork) -> int:
-    """Return the TCP window in bytes: the maximum number of bytes that a stream has in flight."""
+    """Return the TCP window of an emulated network in bytes: the maximum number of a stream's bytes in flight."""
     fastest = network.within or (network.between if network.ranks_per_node == 1 else math.inf)
     return round(min(max(fastest * WINDOW_S, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES))
 

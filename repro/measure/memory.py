@@ -29,16 +29,16 @@ class AllocationHistory:
     """
 
     def __init__(self, line: Callable[[], str] = str) -> None:
-        """Create an empty history. `line`: function that returns the source line being executed, as `file:line`."""
+        """Create an empty allocation history. `line`: function that returns the current source line, as `file:line`."""
         self.line = line
         self.events: list[dict[str, Any]] = []
         self.segments: Sequence[Sequence[tuple[int, int, int | None]]] = []
-        """Allocator segments at the end, as lists of blocks (address, bytes, allocation number or None if free)."""
+        """Allocator segments at the end of the run, as lists of blocks (address, bytes, allocation number or None)."""
         self._live: dict[int, dict[str, Any]] = {}
         self._end = 0
 
     def add(self, action: str, address: int, size: int, **more: Any) -> dict[str, Any]:
-        """Add an allocator event of type `action`, for example `segment_alloc`, to the history and return the event."""
+        """Add an allocator event of type `action`, e.g. `segment_free`, to the allocation history. Return the event."""
         # PyTorch's memory viewer fails if no event has the category `unknown`.
         found = {"action": action, "addr": address, "size": size, "stream": 0}
         self.events.append({**found, "frames": [], "category": "unknown", **more})
@@ -76,7 +76,7 @@ class AllocationHistory:
             self._end += size
 
     def final_segments(self, device: int) -> Iterator[dict[str, Any]]:
-        """Yield allocator segments at the end: those in `segments`, or else one segment for each live allocation."""
+        """Yield the allocator segments at the end of the run: `segments` or, by default, one per live allocation."""
         single = [[(event["addr"], event["size"], number)] for number, event in self._live.items()]
         for stretch in self.segments or single:
             blocks = []
@@ -114,7 +114,7 @@ class MemoryTracker(UncompiledMode):
     """Context manager that tracks live bytes by category during initialisation and steps; the caller sets `phase`."""
 
     def __init__(self, history: AllocationHistory | None = None) -> None:
-        """Create a tracker without storages. `history`: receives every allocation on the device; None: no history."""
+        """Create a memory tracker. `history`: history to which the tracker adds the device's allocations, or None."""
         super().__init__()
         self.history, self._operator = history, "empty"
         self.phase = Phase.INIT
@@ -125,7 +125,7 @@ class MemoryTracker(UncompiledMode):
         self._now = self._nothing()
         """Live bytes by memory category after the last operator."""
         self._newborn: list[tuple[_TrackedStorage, Category, int]] = []
-        """Storages that the last operator created, with the memory category and bytes that `_now` counts for each."""
+        """Tensor storages that the last operator created, with each storage's counted memory category and bytes."""
         self._now_phase = self.phase
         self._peak, self._most, self._peak_phase = self._nothing(), self._nothing(), ""
 
@@ -253,12 +253,12 @@ class MemoryTracker(UncompiledMode):
         self._newborn.append((seen, seen.category, seen.size))
 
     def _follow(self, data: torch.UntypedStorage, seen: _TrackedStorage) -> None:
-        """Count a storage, and register the tracker as observer of the storage's category and size."""
+        """Add a tensor storage to the live bytes, and observe later changes of the storage's category and size."""
         self._count(seen, storage.category_of(data) or seen.born, data.nbytes())
         data.watcher = self  # type: ignore[attr-defined]
 
     def _count(self, seen: _TrackedStorage, category: Category, size: int) -> None:
-        """Count a storage with `size` bytes under `category`, in place of its previous size and category."""
+        """Update the live bytes by category for a tensor storage that now has `size` bytes and this `category`."""
         if self.history is not None:
             on_device = 0 if category in (Category.HOST, Category.SHAPE) else size
             self.history.resize(id(seen), on_device, category, self._operator, self.phase)
@@ -270,7 +270,7 @@ class MemoryTracker(UncompiledMode):
 
 
 def _with_total(found: dict[str, int]) -> dict[str, int]:
-    """Set the key `total` of `found` to the sum of all memory categories except host memory, and return `found`."""
+    """Add the key `total`, the sum of all categories except host memory, to the bytes by category; return the bytes."""
     found["total"] = 0
     found["total"] = sum(found.values()) - found[Category.HOST]
     return found

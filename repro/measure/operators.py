@@ -61,7 +61,7 @@ _WITHOUT_PAYLOAD = {
     *("c10d::recv_", "c10d::recv_any_source_", "_c10d_functional::irecv"),
 }
 ALL_OPERATORS = "every operator"
-"""Key that stands for all operators if none can run a CUDA kernel: on a CPU, or with `kernels = "reference"`."""
+"""Key of kernel counts for all operators together, if CUDA kernels are off (CPU, or `kernels = "reference"`)."""
 
 
 class UncompiledMode(TorchDispatchMode):
@@ -136,7 +136,7 @@ class CollectiveCounter(UncompiledMode):
 
 
 def group_names(mesh: Mesh) -> dict[frozenset[int], str]:
-    """Return group names by ranks; groups with equal ranks get the first name of dp, tp, pp, embedding and world."""
+    """Return each process group's name by its ranks; equal groups get the first of dp, tp, pp, embedding, world."""
     groups = (mesh.world, mesh.embedding, mesh.pp, mesh.tp, mesh.dp)
     return {frozenset(group.ranks): group.name for group in groups if group.size > 1}
 
@@ -155,7 +155,7 @@ class KernelCounter:
     """Counter of the kernels that one experiment calls, in a process that runs several experiments in turns."""
 
     def __init__(self, device_type: str, *, plain: bool):
-        """Create an empty counter. `plain`: whether the layout requests torch's operators in place of CUDA kernels."""
+        """Create a counter of kernel calls. `plain`: whether torch's operators replace the project's CUDA kernels."""
         self._otherwise = "torch: kernels = reference" if plain else f"torch: on {device_type}"
         self._calls: Counter[tuple[str, str]] = Counter()
 

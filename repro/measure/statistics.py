@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
-"""Nominal coverage of the intervals, as a fraction."""
+"""Nominal coverage of the bootstrap confidence intervals, as a fraction."""
 RESAMPLES = 9999
 """Number of bootstrap resamples. With 9999, the 2.5 % and 97.5 % quantiles need no interpolation."""
 MINIMUM_ROUNDS = 3
@@ -30,7 +30,7 @@ class Summary(NamedTuple):
 
 
 class RatioInterval(NamedTuple):
-    """Median ratio subject/baseline and its confidence interval, whose ends are None with too few rounds."""
+    """Median ratio of two strategies (subject/baseline) and its confidence interval, None with too few rounds."""
 
     ratio: float
     low: float | None
@@ -54,7 +54,7 @@ def summarize(seconds: Sequence[float]) -> Summary:
 
 
 def round_ratios(pairs: Sequence[Sequence[float]]) -> list[float]:
-    """Return the ratio subject/baseline of every round `(baseline, subject)`; both must be positive and finite."""
+    """Return the ratio subject/baseline of two strategies in every round; both values must be positive and finite."""
     if not pairs:
         raise ValueError("pairs: empty. A ratio needs one round or more")
     for pair in pairs:

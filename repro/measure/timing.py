@@ -15,7 +15,7 @@ from repro.config.enums import STEP_PHASES, Phase
 
 COMPUTE_PHASES = (Phase.FORWARD, Phase.BACKWARD)
 CORE_TIME = "core"
-"""Key of the thread's CPU time in forward and backward passes, in seconds, without time spent waiting for a core."""
+"""Key, in the times of a step, of the thread's CPU seconds in forward and backward passes (no wait for a core)."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class StepClock:
         return event
 
     def read(self) -> list[dict[str, float]]:
-        """Return for every step since the last call the seconds of each phase, of the `step`, and of `CORE_TIME`."""
+        """Return, per step since the last call, the seconds by phase, step time (`step`) and CPU time (`core`)."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         found = []

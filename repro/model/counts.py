@@ -31,12 +31,12 @@ K = 12
 GPT2_FLOPS_FORMULA = (
     "2104.04473 eq. 3: 72 B s l h^2 (1 + s/6h + V/12lh); recomputing layers 96 B s l h^2 (1 + s/6h + V/16lh)"
 )
-"""FLOP of a training step with GPT-2's layers, without and with recomputation, as a formula for records."""
+"""Formula, as text in records, of the FLOP of a training step with GPT-2's layers, without and with recomputation."""
 GENERAL_FLOPS_FORMULA = (
     "matrix by matrix as in 2104.04473: 3 l (4 B s h (a + k) + 4 B s^2 a + 2 m B s h f) + 6 B s h V "
     "with keys of width k and m matrices per MLP; 4 l in place of 3 l if layers are recomputed"
 )
-"""FLOP of a training step with grouped-query attention or SwiGLU, as a formula for records."""
+"""Formula, as text in records, of the FLOP of a training step with grouped-query attention or SwiGLU."""
 
 
 def parameters_by_part(model: Model) -> dict[str, int]:

@@ -64,7 +64,7 @@ class LossHead(nn.Module):
     """Final norm, logits and loss: activations x [b, s, h] and targets [b, s] to fp32 losses per token [b * s]."""
 
     def __init__(self, setting: Setting, tokens: nn.Parameter | None):
-        """`tokens`: the token embedding if this pipeline stage has it; with None, a tied head creates a copy of it."""
+        """Create the loss head. `tokens`: token embedding on this pipeline stage; with None, a tied head has a copy."""
         super().__init__()
         m = setting.model
         self.setting = setting
@@ -127,7 +127,7 @@ class GPT(nn.Module):
         part: Part | None = None,
         cp: Group | None = None,
     ):
-        """Create the modules on `meta`. `cp`: context-parallel group; with None, the rank processes full samples."""
+        """Create the GPT on `meta`. `cp`: context-parallel group; with None, each rank processes full samples."""
         super().__init__()
         cp = cp or meshes.single_rank_mesh().cp
         dropouts = (training.dropout, training.attention_dropout)
@@ -190,7 +190,7 @@ class GPT(nn.Module):
         return y
 
     def matrix_shapes(self) -> set[tuple[int, int]]:
-        """Return sizes (rows, columns) of this rank's weight matrices; those with a common input count as one."""
+        """Return sizes (rows, columns) of this rank's weight matrices; matrices with equal input form one matrix."""
         found: list[list[Tensor]] = []
         if self.part.last:
             found.append([self.head.tokens if self.setting.model.tied else self.head.output])

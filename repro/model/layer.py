@@ -24,12 +24,12 @@ from repro.parallel.context import Positions
 from repro.parallel.zero_r.activation_checkpointing import recompute_attention
 
 KEYS_AND_VALUES = (".kv", ".kv_bias")
-"""Name endings of the key and value parameters, which tp ranks hold in full if they outnumber the key heads."""
+"""Name endings of the key and value parameters, which every tp rank has in full if key heads are fewer than ranks."""
 
 
 Masks = tuple[Tensor, ...]
-"""Tensors that attention applies to its scores: the causal mask of the operator set `unfused`, ALiBi's biases (one per
-chunk of a sample on this rank: two under context parallelism), or none."""
+"""Tensors that attention applies to its scores: the causal mask for unfused operators, ALiBi's biases (one per chunk
+of a sample on this rank: two under context parallelism), or none."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Setting:
         return context.positions(self.cp, count, *((self.tp.rank, self.tp.size) if self.sp else ()))
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Return the random number key of dropout `site` in a layer (0: embedding) at the training step of `place`."""
+        """Return the random number key of dropout `site` in a layer (0: embedding) at a micro-batch's training step."""
         return kernels.derive_key(self.seed, place.step, layer, site)
 
     def dropout_keys(self, place: BatchPosition) -> Tensor:

@@ -125,7 +125,7 @@ def attend(
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Tensor | None, s: int) -> Tensor:
-    """Return attention with dropout for chunks of samples of `s` tokens, by torch's operators with an fp32 softmax."""
+    """Return attention with dropout by torch's operators, with an fp32 softmax. `s`: tokens of a full sample."""
     queries, keys, d = q.shape[-2], *k.shape[-2:]
     future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
     scores = _by_keys(q, k.transpose(-1, -2)) / math.sqrt(d)

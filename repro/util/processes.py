@@ -151,7 +151,7 @@ class Workers:
     """Context manager of a pool of worker processes, which start with the first tasks and end with the context."""
 
     def __init__(self, maximum: int = 0):
-        """Limit the number of processes. `maximum`: 0 for a limit by cores and memory; 1 runs tasks in this process."""
+        """Set the maximum number of worker processes; 0: as cores and memory allow; 1: tasks run in this process."""
         limit = max(1, min(usable_cores(), available_bytes() // WORKER_BYTES))
         self.count = min(maximum or limit, limit)
         self._pool: ProcessPoolExecutor | None = None

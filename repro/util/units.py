@@ -68,13 +68,13 @@ def percent(part: float, *, sign: bool = False) -> str:
 
 
 def ratio(value: float, low: float | None, high: float | None) -> str:
-    """Return a ratio with its interval if both ends are known: `1.023 times (1.010 to 1.034)`."""
+    """Return a ratio as text, with its confidence interval if both ends are known: `1.023 times (1.010 to 1.034)`."""
     span = f" ({low:.3f} to {high:.3f})" if low is not None and high is not None else ""
     return f"{value:.3f} times{span}"
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """Return an interval as text: `[0.98, 1.04]`, or `no interval`."""
+    """Return a confidence interval as text: `[0.98, 1.04]`, or `no interval` if an end is unknown."""
     return "no interval" if low is None or high is None else f"[{low:.2f}, {high:.2f}]"
 
 

@@ -31,7 +31,7 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def create(shape: torch.Size, piece: Tensor, number: int, norms: GradientNorms) -> ShardedGradient:
-        """Return a gradient of full `shape` with elements `piece` [k] on this rank; `number`: index of its norm."""
+        """Return a sharded gradient of full `shape`. `piece`: this rank's elements [k]. `number`: index in `norms`."""
         gradient: ShardedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedGradient, shape, dtype=piece.dtype, device=piece.device
         )

@@ -190,7 +190,7 @@ class WrappedModule(ShardedModule):
         }
 
     def load_shard_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Load this rank's and layout's result of `shard_state_dict`, on all ranks. Raises `ValueError` for others."""
+        """Load a result of `shard_state_dict`. Raises `ValueError` if another rank or layout has saved the result."""
         mine = self._pieces()
         sizes = {name: piece.numel() for name, piece in mine.items()}
         if states["repro"] != mark_of(self) or sizes != {n: v.numel() for n, v in states["shard"].items()}:
@@ -225,7 +225,7 @@ class WrappedModule(ShardedModule):
         return found
 
     def _copied(self, cut: Any) -> dict[str, Any]:
-        """Return the stock `state_dict` with copies of all tensors except those whose ids are in `cut`."""
+        """Return the module's `state_dict` with copies of all tensors except bucket parameters. `cut`: their ids."""
         self._saving = True
         try:
             states = self.module.state_dict(keep_vars=True)

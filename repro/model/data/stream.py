@@ -20,8 +20,8 @@ SHAKESPEARE = Path(__file__).parent / "files" / "shakespeare.txt"
 """Path of the packaged training text: plays by William Shakespeare (public domain), 1.5 MB of ASCII."""
 U64 = npt.NDArray[np.uint64]
 ROUNDS = 10
-"""Number of rounds of the Feistel network that shuffles samples.  With 6 rounds the frequencies of the 24 orders of
-four items differ by 6 %, with 10 rounds by 0.4 % (enumerated)."""
+"""Number of rounds of the Feistel network that shuffles samples.  Frequencies of the 24 orders of
+four samples differ by 6 % with 6 rounds, and by 0.4 % with 10 rounds (enumerated)."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
