@@ -84,7 +84,7 @@ _UNNAMED = {errno.ENOSPC: "standard output", errno.ENOENT: "the current folder"}
 
 
 def _check_filled(given: list[str]) -> None:
-    """Raise `ConfigError` for an empty argument, such as an undefined shell variable; skip the arguments of `exec`."""
+    """Raise `ConfigError` if a command-line argument is empty; the command after `repro lab exec` is not checked."""
     for before, argument in zip(["", *given], given, strict=False):
         if before == "exec":
             return

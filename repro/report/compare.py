@@ -42,7 +42,7 @@ MAX_CHANGES = 8
 
 @dataclass(frozen=True)
 class Change:
-    """Difference in one result of an experiment, or in the verdict of a claim, between A (`before`) and B (`after`)."""
+    """Difference between results A (`before`) and results B (`after`) in one experiment or in a claim's verdict."""
 
     kind: str
     """Compared quantity: `speed` in samples/s, `memory` in peak bytes, `outcome` or `verdict`."""
@@ -50,15 +50,15 @@ class Change:
     before: str
     after: str
     judged: str
-    """Judgement of the change: `worse`, `same`, `better`, or `not decided` with few launches or a wide interval."""
+    """Judgement of a changed result: `worse`, `same`, `better`, or `not decided` (few launches, wide interval)."""
     ratio: float | None = None
-    """Ratio of speed or peak memory, B over A, or None. `low`, `high`: ends of the 95 % interval of a speed ratio."""
+    """Speed or peak memory of results B over A, or None. `low`, `high`: ends of a speed ratio's 95 % interval."""
     low: float | None = None
     high: float | None = None
 
 
 def read_side(text: str, results: Path) -> list[Record]:
-    """Return the records to compare: those in the folder `text`, or those in `results` that git commit `text` wrote."""
+    """Return the experiment records to compare: those in folder `text`, or in `results` by git commit `text`."""
     folder = Path(text)
     if folder.is_dir():
         records = read_records(folder)
@@ -80,7 +80,7 @@ def read_side(text: str, results: Path) -> list[Record]:
 def compare_results(
     before: list[Record], after: list[Record], *, tolerance: float, own: Sequence[Path] = ()
 ) -> list[Change]:
-    """Return the differences of all experiments with records on both sides, then the claims whose verdicts differ."""
+    """Return the changes of all experiments with records in both results, then of claims whose verdicts differ."""
     changes = _compare_experiments(before, after, tolerance)
     return changes + _verdicts(before, after, own) if changes else []
 
@@ -219,7 +219,7 @@ def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) ->
 
 
 def _judge_verdicts(old: str, new: str) -> str:
-    """Return whether a claim's verdict `new` is `better` or `worse` than `old`, or the `same` (also if unranked)."""
+    """Return `better` or `worse` for a claim's verdict `new` over `old`; `same` for equal or missing ranks."""
     from repro.claims.verdicts import BAD, GOOD, POSSIBLE
 
     rank = {**dict.fromkeys(BAD, 0), POSSIBLE: 1, **dict.fromkeys(GOOD, 2)}
@@ -265,7 +265,7 @@ def print_comparison(
 
 
 def _print_changes(changes: Sequence[Change], most: int | None) -> None:
-    """Print the number of changes by judgement, then `most` (None: all) changes, worse ones first."""
+    """Print the number of changed results by judgement, then up to `most` (None: all) changes, worse ones first."""
     order = (WORSE, SAME, BETTER, UNDECIDED)
     counts = ", ".join(f"{sum(c.judged == judged for c in changes)} {judged}" for judged in order)
     wrap = ("before", "after")

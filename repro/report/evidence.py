@@ -213,7 +213,7 @@ class JudgedStore:
 
 
 def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
-    """Return the records in `results` (default: `default_store()`) with the ledger of claims. `own`: more ledgers."""
+    """Return the records in `results` (default: `default_store()`) with the claims. `own`: more ledger files."""
     store = Store(Path(results) if results is not None else default_store())
     records, torn = store.readable()
     return JudgedStore(store.root, records, torn, load_ledger(own=tuple(own)), load_reference())

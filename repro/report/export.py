@@ -113,7 +113,7 @@ def write_table(
 def build_table(
     results: Path, table: str, own: Sequence[Path] = (), claims: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Return one of `TABLES` from the records in `results` as a data frame; `claims`: globs for `CLAIM_TABLES`."""
+    """Return the export table named `table` of the records in `results`; `claims`: globs of claim ids."""
     import pandas as pd
 
     from repro.report import evidence

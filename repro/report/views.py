@@ -74,7 +74,7 @@ def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
 
 
 def _cell(result: ClaimResult, name: str) -> dict[str, str]:
-    """Return a claim's table cell for one kind of evidence: only value or count of reproduced ones, scale, verdict."""
+    """Return a claim's table cell for one kind of evidence: value (or number of reproduced values), scale, verdict."""
     words = count_text(result, name)
     kind = result.kind(name)
     if kind is None or kind.decided == 0:

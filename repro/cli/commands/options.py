@@ -28,7 +28,7 @@ WITHOUT = {
     "global_batch": "Default: micro-batch x dp x pp samples; for repro plan, 2 samples per GPU.",
     "precision": "Default: fp16 on GPUs before A100, bf16 on A100 and later, fp32 on CPUs.",
 }
-"""Help text about the default of a command-line option, by layout key, if it is not the default of the key."""
+"""Help text on the default of a command-line option, by layout key, if the default depends on other settings."""
 
 
 def check_folder(option: typer.CallbackParam, value: Path | None) -> Path | None:
@@ -215,11 +215,11 @@ QUESTION = [
     ),
     _parameter("expandable", bool, flag("--expandable", "Use torch's expandable memory segments."), False),
 ]
-"""Parameters of a command that takes a `LayoutQuery`: system, devices, and one option for each key of a layout."""
+"""Command-line parameters of commands that simulate layouts: system, devices, and one option for each layout key."""
 
 
 def question_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Return `command` with one option per key of a layout (`QUESTION`) in place of its parameter `query`.
+    """Return a `repro` command with options for system, devices and each layout key in place of its parameter `query`.
 
     Errors about a key name the command-line option that sets the key.
     """
@@ -252,7 +252,7 @@ def _layout_query(given: dict[str, Any]) -> LayoutQuery:
 
 
 def read_alternative(context: typer.Context, option: str, text: str) -> tuple[str, LayoutQuery]:
-    """Return the model and the layout query of the running command, changed by the options in `text`.
+    """Return the running command's model and its query (system and layout), changed by the options in `text`.
 
     `option`: name of the option whose value is `text`. Raises `ConfigError` if `text` contains other options.
     """
@@ -268,7 +268,7 @@ def read_alternative(context: typer.Context, option: str, text: str) -> tuple[st
 
 
 def as_option(error: ConfigError, options: Container[str]) -> ConfigError:
-    """Return `error` with the option's name instead of the key it sets; errors about a file are unchanged."""
+    """Return a `ConfigError` that names the option which sets its layout key; errors about a file are unchanged."""
     if error.file or error.key not in options:
         return error
     return error.for_key(f"--{error.key.replace('_', '-')}")

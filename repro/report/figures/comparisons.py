@@ -112,7 +112,7 @@ def _strategy_of(record: Record) -> str:
 
 
 SPEEDUP_ROW = "ds-3p75x-lowbw/throughput over Megatron"
-"""Ledger row `claim/label` of the published speedup that the sweeps over emulated bandwidths reproduce."""
+"""Published speedup of DeepSpeed over Megatron (`claim/label`) that sweeps over emulated bandwidths reproduce."""
 LARGER_TWIN_SUITE = "windtunnel_3p75x"
 SWEEPS = {
     "windtunnel_between": ("between", "GB/s of the original's links between nodes"),
@@ -127,23 +127,23 @@ BANDWIDTHS = Drawing(
 
 
 class _TwinComparison(NamedTuple):
-    """Measured comparison of two small twins of published experiments: the subject's twin and its baseline's twin."""
+    """Measured comparison of the scaled-down twins of two published experiments, a subject and its baseline."""
 
     suite: str
     twin: TwinOf
-    """Original experiment, scale and predicted ratios of the subject's small twin."""
+    """Original experiment, scale and predicted speed ratios of the scaled-down twin of the subject experiment."""
     record: ComparisonRecord
 
     @property
     def predicted(self) -> tuple[float, float]:
-        """Predicted speed ratio (subject over baseline) of the original experiments, and that of their twins."""
+        """Predicted speed ratios, subject over baseline: of the original experiments and of scaled-down twins."""
         return self.twin.numbers[TWIN_RATIO]
 
 
 def draw_bandwidth_sweeps(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord], published: float | None
 ) -> Drawing:
-    """Draw measured and predicted speed ratios of two twins over the emulated bandwidth, and the `published` ratio."""
+    """Draw measured and predicted speed ratios of scaled-down twins by emulated bandwidth, and the `published` one."""
     found = _twin_comparisons(records, comparisons)
     shown = {sweep: [p for p in found if p.suite == sweep] for sweep in SWEEPS}
     shown = {sweep: points for sweep, points in shown.items() if len(points) > 1}
@@ -169,7 +169,7 @@ def draw_bandwidth_sweeps(
 def _twin_comparisons(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord]
 ) -> list[_TwinComparison]:
-    """Return the newest comparison of each pair of twin experiments, once for every suite that contains the pair."""
+    """Return the newest comparison of each pair of scaled-down twin experiments, once for every suite with the pair."""
     twins: dict[str, dict[str, TwinOf]] = {}
     for record in records:
         if record.experiment.twin is not None and record.outcome == "ok":

@@ -128,7 +128,7 @@ PRECISION_COLOURS = {"fp16": style.VERMILION, "bf16": style.BLUE}
 
 
 def draw_convergence(records: Sequence[Record]) -> Drawing:
-    """Draw losses, and their differences from one process in fp32: layouts (middle), 16 bits and seeds (right)."""
+    """Draw losses, and differences from one process in fp32: layouts (middle), 16-bit precision and seeds (right)."""
     found = style.successful_records([record for record in records if record.suite == "convergence"], "")
     every = [r for r in found if r.series.loss and None not in r.series.loss]
     ran = [record for record in every if not record.name.startswith("batch-")]
@@ -215,7 +215,7 @@ def _finish_axes(axes: Axes) -> None:
 
 
 def layout_kind(record: Record) -> str:
-    """Return the key of `LAYOUT_COLOURS` for a record: the parallelism of its layout, or its engine."""
+    """Return the key of a record's line colour in `LAYOUT_COLOURS`: the parallelism of its layout, or its engine."""
     layout = record.experiment.layout
     if record.experiment.engine != "native":
         return "DeepSpeed"

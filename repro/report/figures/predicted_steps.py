@@ -85,7 +85,7 @@ def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
 
 
 def seconds_by_part(record: Record) -> dict[str, float]:
-    """Return the seconds of each part of a simulated step, which sum to the step time; time series give finer parts."""
+    """Return the seconds of each part of a simulated step, which sum to the step time; by operator if recorded."""
     metrics, series = record.metrics, record.series.seconds
     found = dict.fromkeys(PART_COLOURS, 0.0)
     if series:

@@ -47,9 +47,9 @@ class SeriesEntry:
 
     name: str
     rows: str = ""
-    """Pattern `claim/label` of the ledger rows to draw; the text that `*` matches is the label of a bar on the axis."""
+    """Pattern `claim/label` of the published values to draw; the text that `*` matches is a bar's label on the axis."""
     at: dict[str, str] = field(default_factory=dict)
-    """Ledger row `claim/label` of each bar, by the bar's label on the horizontal axis."""
+    """Published value of each bar, as `claim/label`, by the bar's label on the horizontal axis."""
     more: dict[str, str] = field(default_factory=dict)
     """Expression over simulated records for each bar without a published number, by the bar's label on the axis."""
 
@@ -74,11 +74,11 @@ class PanelEntry:
     order: list[str] = field(default_factory=list)
     """Labels that come first on the horizontal axis, in this order; other labels follow in the order of the ledger."""
     unit: str = ""
-    """Unit of the panel's values, needed for series with `more`; empty: the unit of the ledger rows."""
+    """Unit of a panel's values, needed for bars without published numbers; empty: that of the first value."""
     under: str = ""
-    """Pattern `claim/label` with a `*`, of ledger rows whose published text is printed below the axis labels."""
+    """Pattern `claim/label` with a `*`, of the published values whose original text is printed below the axis."""
     words: list[str] = field(default_factory=list)
-    """Ledger rows `claim/label` whose published text and verdict are printed above the panel."""
+    """Published values, as `claim/label`, whose original text and verdict are printed above the panel."""
 
     def __post_init__(self) -> None:
         if self.unit and self.unit not in UNITS:
@@ -161,7 +161,7 @@ class Panel:
 
 
 def draw_entry(entry: FigureEntry, view: View) -> Drawing:
-    """Draw a published figure again, with our values; without a picture if the store has no values for it."""
+    """Draw a published figure again, with our values; omit the picture if the results store has no such values."""
     panels = [_read_panel(panel, view) for panel in entry.panel]
     values = [value for panel in panels for value in panel.values]
     remedy = tuple(dict.fromkeys(command for value in values for command in value.remedy))

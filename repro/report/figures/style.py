@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Record: TypeAlias = ExperimentRecord
 
 WIDTH_INCHES = 9.5
-"""Maximum width of a figure on the page, in inches."""
+"""Maximum width of a figure on a page of the HTML report, in inches."""
 INK, MUTED, GRID = "#1d2530", "#5d6875", "#dfe4ea"
 """Colours of text, secondary text and grid lines: `--ink`, `--muted` and `--line` in `page/templates/style.css`."""
 DARK_THEME = {INK: "#e4e9ee", MUTED: "#9fabb7", GRID: "#36404b", "#ffffff": "#14191f"}
@@ -51,7 +51,7 @@ STAGE_NAMES = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
 
 @dataclass(frozen=True)
 class Drawing:
-    """Figure of the HTML report: texts, records, and commands for missing records; `drawn` adds the picture."""
+    """Figure of the HTML report: title, caption, records, command for missing records, and the picture from `drawn`."""
 
     id: str
     """Name of the figure's files without suffix, and of its anchor on the page."""
@@ -67,7 +67,7 @@ class Drawing:
     """Kind of evidence of the figure's records, `measured` or `simulated`."""
 
     def drawn(self, figure: Figure, caption: str, records: Iterable[str], *, missing: bool | str) -> Drawing:
-        """Return the drawing with a picture; `missing`: whether records are missing, or commands to create records."""
+        """Return the report figure with a picture; `missing`: whether records are missing, or commands for them."""
         command = self.missing if missing is True else missing or ""
         return replace(self, figure=figure, caption=caption, records=tuple(records), missing=command)
 
@@ -201,7 +201,7 @@ def scatter_by(
 
 
 def draw_fills_above(figure: Figure | Axes, fills: Mapping[str, Any], *more: Artist, **where: Any) -> None:
-    """Draw the legend of bars above all axes: fills by label, and artists `more`. `where`: legend properties."""
+    """Draw the legend of bars above all axes: fills by label, and matplotlib artists `more`. `where`: properties."""
     from matplotlib.patches import Patch
 
     properties = {

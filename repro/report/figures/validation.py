@@ -80,7 +80,7 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
 
 
 def _position(point: Point) -> tuple[float, float]:
-    """Return the published and the predicted value of a point, as TFLOP/s per GPU or as a ratio."""
+    """Return a published value and its prediction as the coordinates of a point, in TFLOP/s per GPU or as a ratio."""
     if point.kind == published.RATE:
         predicted = point.device_flops / units.TERA
         return predicted / point.factor, predicted
@@ -88,7 +88,7 @@ def _position(point: Point) -> tuple[float, float]:
 
 
 def _interval_of(point: Point) -> tuple[float, float]:
-    """Return the 90 % interval of a point's predicted value, in TFLOP/s per GPU or as a ratio."""
+    """Return the 90 % interval of the prediction of a published value, in TFLOP/s per GPU or as a ratio of two runs."""
     _, predicted = _position(point)
     low, high = predicted * point.low / point.predicted, predicted * point.high / point.predicted
     # For a published time, the longest time corresponds to the smallest rate.
@@ -117,7 +117,7 @@ def _draw_error_bands(axes: Axes, at: Sequence[tuple[float, float]], what: str) 
 
 
 def _name_outliers(axes: Axes, points: Sequence[Point]) -> None:
-    """Label the points with the largest prediction errors with their claim and ledger row."""
+    """Label the drawn predictions with the largest errors with the claim and the label of their published value."""
     named: list[float] = []
     box = {"facecolor": "white", "linewidth": 0, "pad": 1}
     kw: dict[str, Any] = {"fontsize": 6.5, "color": style.MUTED, "zorder": 2, "bbox": box, "va": "center"}

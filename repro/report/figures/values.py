@@ -34,7 +34,7 @@ _CHOOSE = {"largest", "smallest"}
 
 @dataclass(frozen=True, kw_only=True)
 class Ours:
-    """Value that this suite computes, simulates or measures to reproduce a published value, in the same unit."""
+    """Value that this package computes, simulates or measures to reproduce a published value, in the published unit."""
 
     kind: str
     """Kind of evidence: `analytic`, `simulated`, or `measured` at the published scale."""
@@ -42,7 +42,7 @@ class Ours:
     low: float
     high: float
     agrees: bool | None = None
-    """Whether our value agrees with the published one; None if it is a calibration value, `possible` or not judged."""
+    """Whether our value agrees with the published one; None for calibration, `possible` or unjudged values."""
     runs: tuple[str, ...]
     """Names `suite/name` of the experiment records from which our value is computed."""
     fits: bool
@@ -50,7 +50,7 @@ class Ours:
     possible: bool = False
     """Whether the prediction misses and the published value lies inside the interval from unknown inputs."""
     rests_on: str = ""
-    """Basis of a predicted time or rate, one of `repro.simulate.time.calibration.BASES`; empty for other values."""
+    """Basis of a predicted time or rate: the kind of calibration (a key of `BASES`); empty for other values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +90,12 @@ class View:
         self._functions = {**FORMULAS, **Records(simulated).functions(SIMULATED)}
 
     def row(self, reference: str) -> RowResult:
-        """Return the ledger row `claim/label` with its evidence. Raises `ConfigError` if the ledger has no such row."""
+        """Return the published value `claim/label` with its evidence. Raises `ConfigError` for an unknown value."""
         require(reference in self._rows, "row", reference, "claim/label of a row of the ledger")
         return self._rows[reference]
 
     def matching(self, pattern: str) -> list[Value]:
-        """Return a value per ledger row that `pattern` matches; the text that `*` matches is the axis label."""
+        """Return each published value `claim/label` that `pattern` matches; its axis label is the match of `*`."""
         before, _, after = pattern.partition("*")
         found = [
             (name[len(before) : len(name) - len(after)], row)
@@ -106,7 +106,7 @@ class View:
         return [self._value(at, row) for at, row in found]
 
     def value(self, at: str, reference: str) -> Value:
-        """Return the value of the ledger row `reference` (`claim/label`), for the axis label `at` of a figure."""
+        """Return the published value `reference` (`claim/label`) and our values, for the axis label `at`."""
         return self._value(at, self.row(reference))
 
     def unpublished(self, at: str, expression: str, unit: str) -> Value:
@@ -153,7 +153,7 @@ class View:
         )
 
     def _ours(self, finding: Finding, result: RowResult) -> Ours | None:
-        """Return our value to draw; None for measurements at another scale and for tests of a source against itself."""
+        """Return our value to draw; None for measurements at another scale and for checks of a report's formulas."""
         value = finding.value
         if not isinstance(value, int | float) or finding.expected is not None:
             return None

@@ -21,7 +21,7 @@ MEASURED_STATES = Drawing(
     missing="repro run suites/smoke.toml --only 'states-*'",
 )
 MEASURED_LAYOUTS = {(stage, nd) for stage in range(4) for nd in (1, 2, 4)}
-"""Pairs (ZeRO stage, Nd) of all bars in the figure of measured model states."""
+"""Pairs (ZeRO stage, data-parallel degree Nd) of all bars in the figure of measured model states."""
 FORMULA_MARK: dict[str, Any] = {
     "marker": "D",
     "color": "white",

@@ -68,7 +68,7 @@ def context(
     remarks: list[str],
     catalogue: SuiteCatalogue,
 ) -> dict[str, Any]:
-    """Return the values for HTML templates by name; `figures`: data of each written figure (`build._save_figure`)."""
+    """Return the values for the report's HTML templates by name; `figures`: title, caption and records of figures."""
     everything = [*chosen.measured, *chosen.simulated]
     machines = Machines([*everything, *chosen.comparisons])
     known = {_anchor(record): record for record in everything}
@@ -127,7 +127,7 @@ def context(
 def _sources(
     ledger: Ledger, claims: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return one entry per source of claims, in the order of publication; add its page to each claim and figure.
+    """Return the data of one page per source of claims, in order of publication; set each claim's and figure's page.
 
     A source is a ledger file, or consecutive files about the same subject. All files without a date are one source.
     """

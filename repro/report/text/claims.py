@@ -141,7 +141,7 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
 def print_claim(
     result: ClaimResult, console: Console, first: Collection[str] = (), options: str = ""
 ) -> None:
-    """Print a claim on one screen: verdict, cause, values (first those labelled `first`), and repeating commands.
+    """Print a claim on one screen: verdict, cause, values (first those labelled `first`), and commands to repeat it.
 
     `options`: options of the suggested `repro claims`.
     """
@@ -202,7 +202,7 @@ def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:
 
 
 def _strength_lines(rows: Sequence[RowResult]) -> list[str]:
-    """Return a line with the margins of reproduced values, and a line with simulator faults that make them fail."""
+    """Return lines on the margins of reproduced values, and on deliberate simulator faults that change the verdict."""
     rows = sorted((row for row in rows if row.margin or row.mutations), key=lambda row: not row.weakness)
     margins = [
         f"{row.row.label} {headlines.describe_margin(row)}{', weak' * bool(row.weakness)}" for row in rows

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 KNOWN_FROM = {STATES: "closed form", RETAINED: "lower bound", FULL: "simulation"}
-"""Printed method that shows that a layout does not fit into memory, by its key in `PlanRow.evidence`."""
+"""Printed name of the method that shows that a layout does not fit into memory, by the method's key."""
 SWITCHES = {
     "recompute": ("rc", "recomputation"),
     "sp": ("sp", "sequence parallelism"),
@@ -42,7 +42,7 @@ def print_fits(
     *,
     details: bool = False,
 ) -> None:
-    """Print the largest model (or micro-batch) that fits into memory, for each pair of search and result in `fits`.
+    """Print the largest model (or micro-batch) that fits into memory, for each pair (search, result) in `fits`.
 
     `options`: model, system and devices of the suggested command. `remarks`: reasons for ZeRO stages without a
     result. `details`: also print memory by category and all trials.
@@ -293,7 +293,7 @@ def _join_places(places: Sequence[int]) -> str:
 def _plan_details(
     plans: Sequence[tuple[PlanRequest, Plan]], placed: Sequence[tuple[int, PlanRequest, PlanRow]]
 ) -> list[str | Table]:
-    """Return details of a plan: rates and losses of layouts, tied pairs, the order, and layouts that do not fit."""
+    """Return details of ranked layouts: rates, waiting times, ties, the ranking rule, and layouts that do not fit."""
     from repro.simulate.plan.rows import IDEAL_ORDER_RULE
 
     losses = {"communication\nwait (%)": "exposed_s", "pipeline\nbubble (%)": "bubble_s"}
@@ -326,7 +326,7 @@ def _plan_details(
 
 
 def _describe_failures(request: PlanRequest, rows: Sequence[PlanRow]) -> list[str]:
-    """Return sentences for a plan in which no layout fits: the layout of least memory, and the limits of all `rows`."""
+    """Return sentences for a plan in which no layout fits: least memory, and the number of `rows` by failure cause."""
     best = min(rows, key=lambda row: row.memory["peak_bytes"])
     causes = Counter(row.ruled_out_by for row in rows).most_common()
     return [

@@ -196,7 +196,7 @@ def _bandwidth(system: System, link: str) -> str:
 
 
 def _print_all_systems(systems: list[System], details: bool) -> None:
-    """Print one row per system; without `details`, only the local one, those of the reports and those with aliases."""
+    """Print one row per system; without `details`, only this machine, the reports' systems, and those with aliases."""
     # The width of the table is limited to 80 columns.
     headings = ("devices\nper node", "memory\n(GB)", "fp16\n(TFLOP/s)", "nvlink\n(GB/s)", "network\n(GB/s)")
     names = ("system", "other names", "device")
@@ -287,7 +287,7 @@ FORMATS_BY_ENDING: dict[str, Callable[[float], str]] = {
     "_bytes": _size,
     "_flops": _flop_rate,
 }
-"""Functions that print inputs of the time model, by the ending of the input's key; other inputs are counts."""
+"""Functions that format inputs of the time model as text, by the ending of the input's key; other inputs are counts."""
 SHOWN_LINK_KEYS = ("latency_s", "efficiency")
 """Keys of each link that are printed even if the system's file omits them and defaults apply."""
 NETWORK_KEYS = ("adapters", "rings")

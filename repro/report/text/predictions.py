@@ -112,7 +112,7 @@ def _simulate(
 
 
 def _stated(files: LaunchFiles, model: str, query: LayoutQuery) -> Experiment | None:
-    """Return the experiment in the launch file of `--from`, and print ignored settings; None without a launch file."""
+    """Return the experiment in the launch file of `--from`, and print its ignored settings; None without a file."""
     software = query.layout.get("software")
     is_valid = files.source is None or software is None
     require(is_valid, "software", software, says="cannot be combined with --from, whose file sets it")
@@ -334,7 +334,7 @@ def _prices(text: str, count: int) -> list[float]:
 
 
 def _defaults_again(stated: Layout, found: Layout) -> str:
-    """Return options for the keys in which layout `found` has the default but layout `stated`, of a file, does not."""
+    """Return options that reset layout keys to defaults: keys that a launch file (`stated`) changes, not `found`."""
     text = ""
     for key in (field.name for field in fields(Layout) if field.name not in ("dp", "stage_layers")):
         value, default = getattr(found, key), getattr(Layout, key)
@@ -345,7 +345,7 @@ def _defaults_again(stated: Layout, found: Layout) -> str:
 
 
 def _print_map(request: PlanRequest, limits: list[int], json: bool) -> int:
-    """Print which (tp, pp) fit into each device memory in `limits`, in bytes; return 1 if no layout fits, else 0."""
+    """Print which tp and pp degrees fit into device memories of `limits` bytes; return 1 if no layout fits, else 0."""
     from repro.report.text.fit_and_plan import print_plan_map
     from repro.simulate.plan.plan import map_axes, map_document, search_map
     from repro.simulate.plan.rows import OK

@@ -150,7 +150,7 @@ def _widest(plan: TimedSchedule, colour: bool) -> int:
 
 
 def _columns_per_action(plan: TimedSchedule, width: int, colour: bool, most: int) -> int:
-    """Return the width of the shortest action in characters, or 0 if the terminal is too narrow to draw every action.
+    """Return the width of the shortest drawn pass in characters; 0 if the terminal is too narrow to draw every pass.
 
     Labels on one line of time are preferred, then labels on several lines, then one line without labels.
     """

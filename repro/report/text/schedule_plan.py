@@ -158,7 +158,7 @@ def _in_flight(plan: TimedSchedule) -> str:
 
 
 def _activations(plan: TimedSchedule) -> str:
-    """Return text on the maximum activations that a stage stores, in micro-batches of all layers, and on GPipe's."""
+    """Return text on the maximum activations of a stage, in micro-batches of all layers, and those with GPipe."""
     most = max(plan.in_flight)
     parts = plan.stages * plan.chunks
     in_flight = Fraction(most, parts)

@@ -26,7 +26,7 @@ TIME_PARTS = {
     "exposed_s": "communication",
     "bubble_s": "pipeline bubble",
 }
-"""Names of the parts of a step's time, by their key in a simulation's document."""
+"""Names of the parts of a step's time, by their key in the JSON document of a simulated step."""
 MIN_SHOWN_SHARE = 0.005
 """Minimum share of total memory or traffic for which a memory category or process group has a table row."""
 MIN_SHOWN_DIGIT = 0.005

@@ -112,7 +112,7 @@ def _parse_rates(option: str, given: str) -> list[float]:
 
 
 def _variant_suffix(within: float, between: float) -> str:
-    """Return the suffix of a twin's name in a sweep of rates in bytes/s, such as `-between2.5` for 2.5 GB/s."""
+    """Return the name suffix of a scaled-down twin by its link rates in bytes/s, such as `-between2.5` for 2.5 GB/s."""
     parts = (("within", within), ("between", between))
     return "".join(f"-{name}{rate / units.GB:g}" for name, rate in parts if rate)
 
@@ -122,7 +122,7 @@ def _ratios(twin: Twin) -> list[ScaledRatio]:
 
 
 def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
-    """Return a table of the speed ratios of originals and twins, and a table of the sizes of the first twins."""
+    """Return tables of the speed ratios of original experiments and their scaled-down twins, and of twin sizes."""
     ratios = [(each.ending, each.twin, ratio) for each in found for ratio in _ratios(each.twin)]
     apart = [ratio.twin / ratio.original - 1 for _, _, ratio in ratios]
     compared = new_table("compared", "original\nratio", "twin\nratio", "difference\n(%)", "corrected\nratio")
@@ -146,7 +146,7 @@ def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
 
 
 def _twin_details(twin: Twin) -> list[str | Table]:
-    """Return tables of each twin's similarity numbers, and of the effect of each scaling difference on the ratios."""
+    """Return tables of each scaled-down twin's dimensionless numbers, and of each difference's effect on ratios."""
     parts: list[str | Table] = []
     for member, scale in zip(twin.members, twin.scales, strict=True):
         headings = ("number", "original", "twin", "change", "reason")
@@ -173,7 +173,7 @@ def _twin_details(twin: Twin) -> list[str | Table]:
 
 
 def _document(twin: Twin, ending: str) -> dict[str, Any]:
-    """Return the JSON document of `repro twin` for one group of compared twins."""
+    """Return the JSON document of `repro twin` for one group of compared scaled-down twins."""
     return {
         "variant": ending.lstrip("-"),
         "take_turns": [member.original.name for member in twin.together],

@@ -58,7 +58,7 @@ def print_validation(
 
 
 def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
-    """Print shares of published rates and ratios in their wider intervals; return 0 if both are in `between` (%)."""
+    """Print shares of published rates and ratios in widened prediction intervals; return 0 if in `between` (%)."""
     seen = _read_store(results, own)
     console, least, most = stdout(), *between
     found = published.family_statistics(published.points(seen.judged, seen.records))
@@ -90,7 +90,7 @@ def _read_store(results: Path, own: Sequence[Path]) -> JudgedStore:
 
 
 def validation_document(found: Sequence[Point], machine: MachineErrors | None = None) -> dict[str, Any]:
-    """Return the JSON document of `repro validate`: every point with its error, and statistics by family."""
+    """Return the JSON document of `repro validate`: every prediction with its error, and statistics by run family."""
     ratios = [point for point in found if point.kind == published.RATIO and not point.left_out]
     document: dict[str, Any] = {
         "points": [
@@ -137,7 +137,7 @@ def _statistics_of(family: FamilyStatistics) -> dict[str, Any]:
 
 
 def print_points(found: Sequence[Point], details: bool) -> None:
-    """Print the errors of predictions by family; `details`: also print all points, with reasons of large errors."""
+    """Print prediction errors by family of published runs; `details`: also all predictions, and causes of errors."""
     if not found:
         print_page("This store has no predictions of published values.", command=SIMULATE_COMMAND)
         return
@@ -185,7 +185,7 @@ def _statistics_table(headings: list[str], families: Sequence[FamilyStatistics])
 
 
 def _point_tables(found: Sequence[Point]) -> list[str | Table]:
-    """Return tables of predicted values by family, of reasons of large errors, and of counts by claim."""
+    """Return tables of predicted values by family of runs, of reasons of large errors, and of counts by claim."""
     counted = [point for point in found if not point.left_out]
     groups = {
         name: [p for p in counted if (p.kind, p.family) == (published.RATE, name)]
