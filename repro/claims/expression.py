@@ -274,7 +274,7 @@ def _power(base: float, exponent: float) -> float:
         raise ArithmeticError("an exponent must be between -64 and 64")
     result = base**exponent
     if isinstance(result, complex) or (isinstance(result, float) and math.isnan(result)):
-        raise ArithmeticError("the power is not a real number")
+        raise ArithmeticError("the result of ** is not a real number")
     return result
 
 

@@ -134,7 +134,7 @@ LOSS_CURVE_FUNCTIONS = ("strayed", "apart")
 
 
 FAILS, OPEN, HOLDS = range(3)
-"""Outcomes of the tests of one quantity: a test misses, else a test is `possible`, else all tests agree."""
+"""Outcomes for a quantity with several tests, in this order: a test misses, a test is undecided, all tests agree."""
 
 
 @dataclass(frozen=True)

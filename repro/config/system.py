@@ -47,7 +47,7 @@ class Device:
     def __post_init__(self) -> None:
         for key in ("memory_bytes", "memory_bandwidth", "power_w", "price_per_hour"):
             check_positive(key, getattr(self, key))
-        # A range would make the key an unknown input of predicted times, which do not depend on power and price.
+        # A range of power or price would mark predicted step times as uncertain, although they depend on neither.
         for key in ("power_w", "price_per_hour"):
             low, value, high = getattr(self, key).ends or (0, 0, 0)
             require(low == high, key, f"{value:g} ({low:g} to {high:g})", "one number without a range")

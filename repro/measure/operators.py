@@ -61,7 +61,7 @@ _WITHOUT_PAYLOAD = {
     *("c10d::recv_", "c10d::recv_any_source_", "_c10d_functional::irecv"),
 }
 ALL_OPERATORS = "every operator"
-"""Key of kernel counts for all operators together, if CUDA kernels are off (CPU, or `kernels = "reference"`)."""
+"""Key under which all operators are counted together if no CUDA kernels run (CPU, or `kernels = "reference"`)."""
 
 
 class UncompiledMode(TorchDispatchMode):

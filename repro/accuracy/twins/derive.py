@@ -65,7 +65,7 @@ class Member:
 
     @cached_property
     def before(self) -> Prediction:
-        """Return the predicted step of the original experiment under the native engine."""
+        """Return the predicted step of the published experiment with this suite's native engine."""
         return predict(replace(self.original, engine=NATIVE), self.system)
 
     @cached_property

@@ -71,7 +71,7 @@ class Value:
     """Commands that create the simulated records that are missing for the published value."""
 
     def of_kind(self, kind: str) -> Ours | None:
-        """Return our value by the kind of evidence `kind`, such as `simulated`; None without such evidence."""
+        """Return the value that evidence of the given kind, such as `simulated`, gives for a claim; None without it."""
         return next((ours for ours in self.ours if ours.kind == kind), None)
 
     @property

@@ -33,7 +33,7 @@ class EventOutlines:
 
     def __init__(self) -> None:
         self.sequences: list[dict[Operator, int]] = []
-        """Each distinct sequence of operators, as the number of occurrences of each operator."""
+        """Number of occurrences of each operator, for each distinct sequence of operators."""
         self._numbers: dict[tuple[int | None, ...], int] = {}
         self._operators: dict[int, int] = {}
         """Index of each known operator by its `id`, because hashing the operator itself takes longer."""
