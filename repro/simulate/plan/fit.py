@@ -150,9 +150,8 @@ def search_largest(
 def _next_index(values: Sequence[int], found: dict[int, FitTrial], limit: int, low: int, high: int) -> int:
     """Return the index of the next value to try, strictly between `low` (which fits) and `high` (which does not)."""
     points = sorted((t.value, t.needed) for t in found.values() if t.needed is not None)
-    if (
-        high < len(values)
-    ):  # Interpolate between the largest size that fits and the smallest that does not, if both trials report bytes.
+    # Interpolate between the largest size that fits and the smallest that does not, if both trials report bytes.
+    if high < len(values):
         points = [point for point in points if low >= 0 and point[0] in (values[low], values[high])]
     if len(points) >= 2:
         (a, at_a), (b, at_b) = points[-2:]

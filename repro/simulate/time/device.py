@@ -191,7 +191,7 @@ class DeviceCost:
         name, factor = operator.name, self.kernels.others
         if name in MATMULS:
             if self._on_ordinary_cores(operator):
-                # Only arithmetic limits matrix products of unaligned sizes, so one measured rate is used for all software.
+                # Only arithmetic limits products of unaligned sizes, so one measured rate is used for all software.
                 return self._product(operator, self.unaligned) + self.kernel_s
             if operator.itemsize == 4 and in_any_lane(self.slow_peak):
                 found = self._product(operator, self.slow_peak)
