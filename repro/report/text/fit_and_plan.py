@@ -148,8 +148,9 @@ def print_layouts(
     without = [query.system.name for query, _ in plans if query.system.name not in best]
     counts = [f"{len(others):,} of {len(ranked):,} layouts do not fit"] * bool(others)
     counts += [f"{len(left):,} are slower than the listed ones even at their minimum time"] * bool(left)
+    best_s = 0.0 if several or row.rank_s is None else row.rank_s
     hidden = [(place, one) for place, _, one in placed if place not in places and one.is_tight]
-    faster = [place for place, one in hidden if one.rank_s < row.rank_s] if not several else []
+    faster = [place for place, one in hidden if (one.rank_s or best_s) < best_s]
     tight = f"Faster, but with less than {100 * MIN_HEADROOM:g} % of the device's memory left: "
     tight += f"{words.count_noun(len(faster), 'layout')} (--top {max(faster, default=0)})."
     options = words.layout_options(row.layout, request.system.best_precision, request.given.get("software"))
@@ -161,7 +162,7 @@ def print_layouts(
         *_layout_table(shown, timed=not plan.no_time, several=several),
         *(_plan_details(plans, shown) if details else ()),
         f"No layout fits {' or '.join(without)}." if without else "",
-        tight if faster and not plan.no_time else "",
+        tight if faster else "",
         f"{' and '.join(counts)}. {more}".strip() if counts else more,
         command=f"repro simulate {question} {options}",
     )
