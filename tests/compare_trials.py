@@ -82,8 +82,11 @@ def run_trial(store: Path, commit: str) -> dict[str, object]:
     if done.returncode not in (0, 1):
         raise SystemExit(f"repro compare failed: {done.stderr.strip()}")
     speed = next(change for change in json.loads(done.stdout)["changes"] if change["kind"] == "speed")
-    load = os.getloadavg()[0]
-    return {"commit": commit, **speed, "seconds": round(time.monotonic() - began), "load": round(load, 2)}
+    base = subprocess.check_output(
+        ["git", "-C", str(clone), "rev-parse", "--short=9", "base"], text=True
+    ).strip()
+    trial = {"date": time.strftime("%Y-%m-%d"), "base": base, "commit": commit, **speed}
+    return {**trial, "seconds": round(time.monotonic() - began), "load": round(os.getloadavg()[0], 2)}
 
 
 def main() -> None:
