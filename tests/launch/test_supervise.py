@@ -272,6 +272,7 @@ def test_out_of_memory_errors_are_classified_as_oom() -> None:
         MemoryError(),
         OutOfMemoryError("CUDA out of memory"),
         RuntimeError("could not create a primitive"),
+        RuntimeError("could not execute a primitive"),
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"
         ),
