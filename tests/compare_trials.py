@@ -4,8 +4,8 @@
 
 `--store` keeps a clone of this repository and one line of JSON per trial, so that an interrupted run resumes. The
 clone has three commits: `base`, `same` without a difference, and `slow`, in which a step takes 15 % longer. A trial
-compares `base` with one of the others. Trials with `same` and with `slow` alternate. reports/compare_trials.jsonl has the
-trials so far: copied to `trials.jsonl` in `--store`, they are continued.
+compares `base` with one of the others. Trials with `same` and with `slow` alternate. Copy
+reports/compare_trials.jsonl to `trials.jsonl` in `--store` to continue these trials.
 """
 
 from __future__ import annotations
