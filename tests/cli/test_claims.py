@@ -115,6 +115,12 @@ def test_json_of_one_claim_has_its_values(tmp_path: Path, capsys: pytest.Capture
     assert evidence["measured"]["verdict"] == "not run"
 
 
+def test_suggested_command_repeats_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for results, options in ((Path("results"), ""), (tmp_path, f" --results {tmp_path}")):
+        print_claims("ds-3p75x-lowbw", False, results)
+        assert f"repro claims ds-3p75x-lowbw --details{options}\n" in capsys.readouterr().out
+
+
 def test_error_for_an_unknown_claim_suggests_a_claim(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean yuan-bubble"):
         print_claims("yuan-bubbles", False, tmp_path)

@@ -151,6 +151,7 @@ def test_run_ends_with_its_totals_and_results(tmp_path: Path, capsys: pytest.Cap
     assert code == 0, err
     totals, _, table = out.partition("\n\n")
     assert totals.startswith("faults: 1 experiment: 1 ok; all as expected\nrecords: ")
+    assert f"/records; `repro results faults --results {folder}` shows them" in totals
     assert table.startswith("faults, 1 experiment, measured")
     assert "tokens" in table
     run(suite, folder)
