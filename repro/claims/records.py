@@ -288,7 +288,7 @@ def _alike(records: list[ExperimentRecord], name: str) -> None:
         differ = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
         if differ:
             raise Missing(
-                record.label, f"experiment also differs from {records[0].label} in {', '.join(differ)}"
+                record.label, f"the experiment also differs from {records[0].label} in {', '.join(differ)}"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from repro.config import engines
 from repro.config.enums import OperatorSet
@@ -109,6 +110,11 @@ def degrees(spread: Layout, names: Iterable[str]) -> str:
 def describe_devices(count: int, system: System) -> str:
     """Return a text with number and name of a system's devices: `16 x NVIDIA V100 SXM3 32 GB (dgx2)`."""
     return f"{count:,} x {system.device.name} ({system.name})"
+
+
+def results_option(folder: Path | str) -> str:
+    """Return ` --results FOLDER` for a suggested command; empty for the default folder `results`."""
+    return f" --results {folder}" * (str(folder) != "results")
 
 
 def count_noun(count: float, noun: str) -> str:

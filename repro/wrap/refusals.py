@@ -49,7 +49,8 @@ def check_module(module: nn.Module) -> None:
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             if child.max_norm is not None:
                 raise ValueError(
-                    f"module: {name} has max_norm, which changes weights differently on each rank. Set max_norm=None."
+                    f"module: {name} has max_norm, which is not supported, because ranks would change the weights "
+                    "differently. Set max_norm=None."
                 )
             if child.sparse:
                 raise ValueError(

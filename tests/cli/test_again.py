@@ -35,7 +35,10 @@ def test_table_has_published_and_predicted_values(results: Path, capsys: pytest.
     assert "3.75x 1.5x a smaller gain" in text
     assert "1.5b-dp: no record" in text
     assert "no verdicts" in text
-    assert "1 predictions need a simulation: `repro run again --evidence simulated --system dgx-h100`" in text
+    assert (
+        "No simulation has run for 1 prediction: `repro run again --evidence simulated --system dgx-h100`"
+        in text
+    )
 
 
 def test_store_without_predictions_names_the_command(

@@ -31,7 +31,7 @@ def run_experiment(layout: Layout) -> dict[str, Any]:
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_strategies_of_torch_have_the_expected_state_bytes(two: RankPool, zero: int) -> None:
-    """In fp32, a parameter has 4 bytes, its gradient 4 and its moments 8, on each rank or in shards on two ranks.
+    """Two ranks have 4 bytes per fp32 parameter, 4 per gradient and 8 per pair of moments, each in full or in shards.
 
     ZeroRedundancyOptimizer assigns full parameters to ranks, so that a rank may have more than half of the moments.
     """

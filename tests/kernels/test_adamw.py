@@ -88,7 +88,7 @@ def test_fused_and_reference_agree(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("function", [adamw_, partial(adamw_, plain=True), adamw.reference])
 def test_epsilon_is_added_outside_the_root(function: Callable[..., None]) -> None:
-    """By hand: after one step the corrected moments are g and g^2, and p is p (1 - lr wd) - lr g / (|g| + eps)."""
+    """After one step, the bias-corrected moments are g and g^2, so p becomes p (1 - lr wd) - lr g / (|g| + eps)."""
     master, first, second = torch.ones(1), torch.zeros(1), torch.zeros(1)
     settings = {"beta1": 0.9, "beta2": 0.95, "eps": 0.25, "weight_decay": 0.1}
     scalars = {"step": torch.tensor(1.0), "lr": torch.tensor(0.5)}

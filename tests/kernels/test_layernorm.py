@@ -67,7 +67,7 @@ def test_any_sizes_and_strides(rows: int, h: int, seed: int) -> None:
 
 
 def test_epsilon_is_added_to_the_variance() -> None:
-    """By hand: with eps 3, the row (-1, 1) is halved; a row of variance 3e-5 is divided by the root of 4e-5."""
+    """The divisor is sqrt(variance + eps): sqrt(1 + 3) for the row (-1, 1), and sqrt(3e-5 + 1e-5) for the small row."""
     row = torch.tensor([[-1.0, 1.0]])
     weight, bias = torch.tensor([2.0, 4.0]), torch.tensor([1.0, 1.0])
     small = row * math.sqrt(3e-5)

@@ -96,7 +96,7 @@ def test_non_torch_bytes_are_used_minus_reserved_bytes(monkeypatch: pytest.Monke
 
 
 def test_barrier_runs_on_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default torch uses the GPU with the rank's number, which does not exist on a second node."""
+    """torch's default is the GPU with the rank's number, which does not exist on a second node."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(transports.dist, "barrier", lambda **keys: calls.append(keys))

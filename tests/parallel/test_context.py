@@ -136,7 +136,7 @@ def test_cp_ranks_have_equal_attention_work(family: str) -> None:
 
 
 def test_cp_divides_activations_except_gathered_keys_and_values() -> None:
-    """Of s tokens, a cp rank retains the activations of s/cp tokens, and one layer's gathered keys and values."""
+    """A cp rank retains the activations of s/cp of the s tokens, and the gathered keys and values of one layer."""
     model = replace(FAMILIES["llama"], seq=256, layers=8)
 
     def activation_bytes(layout: Layout, seq: int) -> int:

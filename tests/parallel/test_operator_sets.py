@@ -219,7 +219,7 @@ def test_dropout_of_attention_weights_is_one_operator(kernels: str) -> None:
 
 
 def test_fused_kernels_with_dropout_write_16_bit_scores() -> None:
-    """With dropout, the fused set runs the operators of the softmax set."""
+    """Dropout of attention weights excludes fused attention, so the sets `fused` and `softmax` run equal operators."""
     fused, softmax = traced("fused", DROPOUT), traced("softmax", DROPOUT)
     operators = [
         sorted(

@@ -50,7 +50,7 @@ def test_executing_notebooks_writes_nothing_to_standard_error(tmp_path: Path) ->
 
 
 def test_cache_folder_without_a_home_is_not_writable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container whose user has no entry in /etc/passwd, no folder named `~` is created in the current folder."""
+    """A user without an entry in /etc/passwd has no home folder. `~` must not name a folder in the current folder."""
     monkeypatch.delenv(compiler.CACHE_VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)

@@ -244,7 +244,7 @@ def test_only_measured_records_with_a_network_are_emulated() -> None:
 
 
 def test_network_report_combines_the_reports_of_its_ranks() -> None:
-    """Of four ranks on two nodes, the first rank of a node reports its bytes, and rank 0 reports the network."""
+    """The first rank of each of two nodes reports the node's bytes, and rank 0 reports the network."""
     rates = {"rank sends": [9e6, 11e6, 10e6, 10e6], "node sends": [4e6, 6e6]}
     facts = {
         "mtu": 1500, "payload_share": 0.9, "rates": rates, "round_trip_s": {}, "user_namespace": True

@@ -128,7 +128,7 @@ def test_cancelled_cases_are_recorded_and_can_run_again(lab: Lab, tmp_path: Path
 
 @pytest.mark.xdist_group("cores")
 def test_a_killed_and_a_hanging_rank_fail_only_their_cases(lab: Lab, tmp_path: Path) -> None:
-    """With real ranks, the report of a fault names rank, step and node, and the allocation runs the next cases."""
+    """The failure reason names rank, step and node, and the allocation then runs its remaining cases (real ranks)."""
     bench = Bench(lab, tmp_path, {"cases_per_job": 3}, target=HELD_TARGET)
     suite = bench.suite(
         case("victim", "dp = 2, zero = 2", steps=6),
@@ -171,7 +171,7 @@ def test_a_killed_and_a_hanging_rank_fail_only_their_cases(lab: Lab, tmp_path: P
 
 @pytest.mark.xdist_group("cores")
 def test_out_of_memory_is_a_result_and_a_timeout_a_failure(lab: Lab, tmp_path: Path) -> None:
-    """With real ranks, an expected out-of-memory error is a result, and a case is stopped after limits.timeout_s."""
+    """An expected out-of-memory error is a result. A case ends after `limits.timeout_s` as a failure (real ranks)."""
     bench = Bench(lab, tmp_path, {"array_parallelism": 1}, target=HELD_TARGET)
     short, long = "limits = { timeout_s = 40 }", "limits = { timeout_s = 600 }"
     big = 'model = "limit-40m"\ntraining = { steps = 2, untimed_steps = 1, seq = 32 }'

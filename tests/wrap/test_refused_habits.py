@@ -71,7 +71,7 @@ def with_embedding(**options: Any) -> Callable[[], nn.Module]:
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "complex": (complex_module, sgd, "phase is complex"),
-    "max_norm": (with_embedding(max_norm=1.0), sgd, "0 has max_norm"),
+    "max_norm": (with_embedding(max_norm=1.0), sgd, "0 has max_norm, which is not supported"),
     "sparse": (with_embedding(sparse=True), sgd, "sparse=False"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(WIDTH)), sgd, "Run a forward pass before"),
     "nothing to train": (lambda: Plain().requires_grad_(False), sgd, "no parameter requires a gradient"),

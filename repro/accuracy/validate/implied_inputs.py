@@ -97,10 +97,8 @@ class ImpliedInput:
             text += f" (given {self.low:.4g} to {self.high:.4g})"
         if self.unserved:
             count, rows = len(self.unserved), ", ".join(need.row for need in self.unserved[:3])
-            text += (
-                f"; no value from {self.searched[0]:.3g} to {self.searched[1]:.3g} fits {count} rows ({rows}"
-            )
-            text += ", ...)" if count > 3 else ")"
+            text += f"; no value from {self.searched[0]:.3g} to {self.searched[1]:.3g} fits "
+            text += f"{count_noun(count, 'row')} ({rows}{', ...' * (count > 3)})"
         against = self.contradiction
         served = [need for need in self.needs if need.low is not None and need.high is not None]
         if against is None and served:

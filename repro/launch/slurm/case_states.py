@@ -312,8 +312,11 @@ def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseSta
         return replace(base, state=state, detail=", ".join(part for part in parts if part))
     if base.name != current.get("case"):
         turns = current.get("compare") and base.name in current["names"]
-        comparing = f"alternates with {current.get('case')} in a comparison"
-        detail = comparing if turns else "its job runs other cases first"
+        detail = (
+            f"alternates with {current['case']} in a comparison"
+            if turns
+            else "its job runs other cases first"
+        )
         return replace(base, state=RUNNING, detail=detail)
     rate = current.get("steps_per_s")
     place = f"step {current.get('step', 0)} of {current.get('steps', 0)}, {current.get('phase', '')}"

@@ -26,6 +26,7 @@ from repro.claims.other_system import Answer
 from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, count_text, summary, totals, why
 from repro.claims.verdicts import BAD, FOLLOWS, GOOD, NOT_REPRODUCED, NOT_RUN, ClaimResult, Finding, RowResult
+from repro.config import words
 from repro.config.errors import ConfigError
 from repro.config.suites import SUITES
 from repro.measure.local_system import load_system
@@ -88,9 +89,7 @@ def print_claims(
     if json:
         print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
     elif claim_id and not details:
-        options = "".join(f" --ledger {path}" for path in own) + f" --results {results}" * (
-            results != Path("results")
-        )
+        options = "".join(f" --ledger {path}" for path in own) + words.results_option(results)
         print_claim(chosen[0], stdout(PAGE_COLUMNS), first, options)
     elif claim_id:
         print_claim_details(chosen[0], ledger, stdout(PAGE_COLUMNS))
@@ -384,7 +383,8 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
     console = stdout(PAGE_COLUMNS)
     print_answers(found, name, console, None if details or claim else MAX_ANSWERS)
     if lacking := sum(answer.unrecorded for answer in found):
-        console.print(f"{lacking} predictions need a simulation: `{command}`.", markup=False, soft_wrap=True)
+        missing = words.count_noun(lacking, "prediction")
+        console.print(f"No simulation has run for {missing}: `{command}`.", markup=False, soft_wrap=True)
     return 0
 
 

@@ -230,7 +230,7 @@ def print_measured_fit(
         print_fits([(trials.question, document)], _question(model or "MODEL", query), details=details)
         if not interrupt:
             print(
-                f"Recorded in {results}. `repro claims --results {results}` compares with published limits."
+                f"Recorded in {results}. `repro claims{words.results_option(results)}` compares with published limits."
             )
     if interrupt:
         return 128 + interrupt.signal

@@ -318,9 +318,7 @@ def print_run_summary(summary: dict[str, Any], *, with_table: bool, details: boo
         lines.append(f"{row['name']}: {row['outcome']}  {units.readable(row['reason'])}{logs}")
     lines += [f"{len(wrong) - MAX_LINES} more, which --json lists"] * (len(wrong) > MAX_LINES)
     lines += reason_lines([row["reason"] for row in missing])
-    shown = f"repro results {summary['suite']}" + f" --results {summary['results']}" * (
-        summary["results"] != "results"
-    )
+    shown = f"repro results {summary['suite']}{words.results_option(summary['results'])}"
     lines.append(f"records: {summary['results']}/records; `{shown}` shows them")
     print("\n".join(lines))
     if with_table:

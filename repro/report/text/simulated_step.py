@@ -10,7 +10,7 @@ from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.config.system import System
 from repro.results.interval import likely_range
-from repro.simulate.plan.candidates import MIN_HEADROOM, communicator_bytes
+from repro.simulate.plan.candidates import communicator_bytes, is_tight
 from repro.simulate.plan.closed_form import TERMS
 from repro.simulate.time.calibration import BASES, describe_basis
 from repro.util import units
@@ -141,7 +141,7 @@ def describe_fit(simulation: Simulation, system: System) -> list[str]:
         available = "an unknown memory" if limit is None else f"{units.size(limit)} of device memory"
         parts = [f"Fits: {name}. Peak memory: {units.size(required)} of {available}."]
         further = communicator_bytes(e.layout, system)
-        if limit is not None and limit - required - further < MIN_HEADROOM * limit:
+        if limit is not None and is_tight(limit - required - further, limit + simulation.context_bytes):
             buffers = f", of which NCCL's further communicators need {units.size(further)}" if further else ""
             parts.append(f"Little memory is left: {units.size(limit - required)}{buffers}.")
         return parts

@@ -71,6 +71,11 @@ def communicator_bytes(layout: Layout, system: System) -> int:
     return int(max(groups - 1, 0) * prod(_COMMUNICATOR.values()))
 
 
+def is_tight(left: int, memory: int) -> bool:
+    """Return whether `left` free bytes are less than `MIN_HEADROOM` of a device's `memory` in bytes."""
+    return left < MIN_HEADROOM * memory
+
+
 def device_memory_limit(system: System, given: int | None) -> int:
     """Return a device's memory in bytes: `given`, or else the system's value; `ConfigError` if both are unknown."""
     if given is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from repro.config import Experiment, Layout, Training
 from repro.config.errors import ConfigError
 from repro.simulate.plan import closed_form
-from repro.simulate.plan.candidates import MIN_HEADROOM, PlanRequest, communicator_bytes
+from repro.simulate.plan.candidates import PlanRequest, communicator_bytes, is_tight
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS, largest_term
 from repro.simulate.plan.lower_bound import memory_lower_bound, sent_bytes_lower_bound, step_time_lower_bound
 from repro.simulate.plan.rows import BOUND, FULL, OOM, OPEN, RETAINED, STATES, PlanRow, ideal_s
@@ -166,7 +166,7 @@ def _simulated_row(
     row.trace_seconds = document["trace_seconds"]
     row.ideal_s = max(ideal_s(request, layout, sent_bytes_by(role.traffic, "link")) for role in found.roles)
     left = request.allocatable - further - document["memory"]["reserved_bytes"]
-    row.is_tight = found.fits and left < MIN_HEADROOM * request.limit
+    row.is_tight = found.fits and is_tight(left, request.limit)
     if found.time is not None:
         row.time, row.interval = document["time"], found.time.interval
     if not found.fits:

@@ -20,7 +20,7 @@ from repro.simulate.time.step_order import StepOrder
 REACH = 6
 """Number of repeated consecutive actions of a stage that prove a cycle. No message connects actions further apart."""
 CHUNK_REACH = 2
-"""With interleaved chunks, additional repeated actions per pipeline stage that prove a cycle of the schedule."""
+"""Number of actions by which `REACH` grows per pipeline stage, if stages have interleaved chunks."""
 FIRST_TRANSIENT = 4
 """Number of periods that the shortest schedule runs before the periods that a search for a cycle compares."""
 TOLERANCE = 1e-11

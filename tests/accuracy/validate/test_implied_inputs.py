@@ -64,7 +64,7 @@ def test_row_without_a_value_is_named_and_contradicts_none(tmp_path: Path) -> No
     (found,) = implied(tmp_path, {"a": "15.0", "b": "500"}, with_curve("a", CURVE), with_curve("b", CURVE))
     assert [(need.row, need.value, need.low) for need in found.unserved] == [("a-claim/b", None, None)]
     assert found.contradiction is None
-    assert "no value from 0.25 to 16 fits 1 rows (a-claim/b)" in found.words
+    assert "no value from 0.25 to 16 fits 1 row (a-claim/b)" in found.words
 
 
 def test_systems_are_separate_and_weak_unknowns_are_ignored(tmp_path: Path) -> None:

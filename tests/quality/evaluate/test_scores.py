@@ -104,7 +104,7 @@ LAYOUTS = {
 def test_scores_of_every_layout_equal_those_of_transformers(
     model: Any, folder: Path, request: pytest.FixtureRequest, name: str
 ) -> None:
-    """With four tensor-parallel ranks, the vocabulary of 90 tokens is padded to 92."""
+    """Layouts with four tensor-parallel ranks also test padding: 90 tokens become 92, a multiple of four."""
     layout = LAYOUTS[name]
     pool = {1: "", 2: "two", 4: "four"}[layout.world]
     found = [score(layout, folder)] if not pool else request.getfixturevalue(pool).run(score, layout, folder)

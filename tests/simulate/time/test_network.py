@@ -89,7 +89,10 @@ def test_half_the_adapters_have_the_measured_bus_bandwidth() -> None:
 
 
 def test_groups_of_a_dgx_2_share_eight_adapters() -> None:
-    """With MP 16, the ZeRO paper has 16 groups on 8 adapters. With MP 1, a group uses one adapter per ring."""
+    """Model parallelism of degree 16 puts 16 data-parallel groups on the 8 adapters; each gets half an adapter.
+
+    A single data-parallel group (degree 1) uses as many adapters as it has rings.
+    """
     peak = 100e9 * 0.96
     many = with_link(load_system_file("dgx2"), "inter-node", rings=8)
     assert network("dgx2", tp=16, dp=25).bus_bandwidth("dp") == pytest.approx(peak / 16)
@@ -120,7 +123,7 @@ def test_groups_behind_one_switch_use_the_same_adapter() -> None:
 
 
 def test_a_single_sender_of_a_node_uses_one_adapter() -> None:
-    """With 16 ranks per stage, two senders share an adapter."""
+    """Two of the 16 senders of a stage share each of the 8 adapters; a single sender has its adapter alone."""
     found = network("dgx2", tp=16, pp=2)
     full = found.send_seconds(10**9, from_stage=0, to_stage=1)
     assert full == pytest.approx(10**9 / (6.25e9 * 0.96), rel=1e-3)

@@ -239,7 +239,10 @@ def test_overlapped_messages_cost_less_than_blocking_messages() -> None:
 
 
 def test_blocking_messages_of_two_chunks_are_sent_together() -> None:
-    """In steady state, a stage with two chunks computes half a forward and half a backward, then sends both results."""
+    """A stage alternates the forward pass of a chunk and the backward pass of a chunk, and then sends both results.
+
+    A chunk has half of the stage's layers. The four additional micro-batches show the time of the steady state.
+    """
     layout = Layout(pp=4, global_batch=16, schedule="interleaved", chunks=2, overlap=False)
     wire = 0.25
     more = pipeline(replace(layout, global_batch=20), wire).step_s - pipeline(layout, wire).step_s

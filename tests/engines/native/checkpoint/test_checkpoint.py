@@ -134,7 +134,7 @@ def resume_elsewhere(
 def test_same_layout_resumes_bit_for_bit(
     name: str, precision: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """In fp16, the loss scale is halved before the stop and grows by counts from before and after the stop."""
+    """The fp16 run halves its loss scale before the stop. The later increase counts steps on both sides of the stop."""
     assert_resumes(replace(LAYOUTS[name], precision=precision), tmp_path, run_on(LAYOUTS[name], request))
 
 
