@@ -5,7 +5,7 @@
     row = "throughput over Megatron"                       # row of the ledger: published value and unit
     asks = "1.5B on 16 GPUs: ZeRO 1 over MP 4"
     value = 'metric("again/1.5b-zero1", "samples_per_s") / metric("again/1.5b-mp4", "samples_per_s")'
-    words = ["no gain", 1.05, "a smaller gain", 3, "as then"]      # no gain below 1.05, as then from 3 on
+    words = ["no gain", 1.05, "a smaller gain", 3, "as published"]      # no gain below 1.05, as published from 3 on
 
 `value` reads the suite `again` (Llamas in the published layouts): on dgx-h100, the records `again/NAME@dgx-h100`, which
 `repro run again --evidence simulated --system dgx-h100` creates. `PEAK` is the system's dense bf16 peak in FLOP/s.

@@ -115,11 +115,11 @@ def test_answer_has_the_value_and_interval_of_its_system(tmp_path: Path) -> None
         simulated("b@dgx-h100"),
         simulated("a@dgx-h200", 9.0),
     ]
-    words = 'words = ["no gain", 1.05, "a smaller gain", 3, "as then"]'
+    words = 'words = ["no gain", 1.05, "a smaller gain", 3, "as published"]'
     found = answer(tmp_path, RATIO + words, *records)
     assert (found.value, found.low, found.high) == (2.0, 2.0, 8.0)
     assert (found.text, found.published) == ("2x [2, 8]", "3.75x")
-    assert found.word == "a smaller gain (or as then)"
+    assert found.word == "a smaller gain (or as published)"
     assert simulated_systems(records) == ["dgx-h100", "dgx-h200"]
 
 

@@ -10,7 +10,7 @@ QUESTIONS = load_questions(committed.ledger()).asked
 
 
 def rendered(*systems: str) -> str:
-    gain = Answer(question=QUESTIONS[0], value=1.5, low=1.25, high=4.0, word="a smaller gain (or as then)")
+    gain = Answer(question=QUESTIONS[0], value=1.5, low=1.25, high=4.0, word="a smaller gain (or as published)")
     unanswered = Answer(question=QUESTIONS[1], lacks="1.5b-dp: the step does not fit in memory")
     return template("again.html").render(
         again={system: [gain, unanswered] for system in systems}, ledger=committed.ledger()
@@ -20,7 +20,7 @@ def rendered(*systems: str) -> str:
 def test_rows_have_the_published_value_and_all_predictions() -> None:
     text = rendered("dgx-h100", "dgx-h200")
     assert text.count("<b>1.5x [1.25, 4]</b>") == 2
-    assert text.count("a smaller gain (or as then)") == 2
+    assert text.count("a smaller gain (or as published)") == 2
     assert text.count("1.5b-dp: the step does not fit in memory") == 2
     assert "Predicted on dgx-h200" in text
     assert "<td>3.75x</td>" in text
