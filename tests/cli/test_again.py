@@ -75,7 +75,7 @@ def test_json_contains_the_answers(results: Path, capsys: pytest.CaptureFixture[
             "dgx-h100",
             "cannot be predicted for another system: the claim's family is quality, not one of throughput, memory",
         ),
-        ("yuan-bubble", "dgx-h100", "cannot be predicted for another system: sizes or a schedule decide it"),
+        ("yuan-bubble", "dgx-h100", "cannot be predicted for another system: the value depends on sizes or on a schedule"),
     ],
 )
 def test_error_for_a_claim_without_a_question(results: Path, claim: str, system: str, message: str) -> None:
