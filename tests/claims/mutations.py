@@ -54,8 +54,9 @@ Row = tuple[str, str]
 """Claim and label of a row."""
 EventChange = Callable[[Event, Layout, str], Sequence[Event]]
 """Function of an event, the layout and the phase that returns the replacement events; no event drops the event."""
-MEMORY, FIT, TRAFFIC, TIME = "memory", "fit", "traffic", "time"
+MEMORY, FIT, TRAFFIC, TIME = ALL = "memory", "fit", "traffic", "time"
 """Quantities of a simulation."""
+OF_MEMORY, OF_TRAFFIC = (MEMORY, FIT), (TRAFFIC, TIME)
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,6 @@ class Mutation:
     """One fault of a simulator."""
 
     name: str
-    area: str
-    """`memory`, `communication`, `time` or `schedule`."""
     fault: str
     """The fault, as a sentence about a simulator."""
     quantities: tuple[str, ...]
@@ -147,168 +146,154 @@ def _bubble_times(factor: float) -> Callable[..., Timeline]:
 
 
 CALIBRATED = predict.calibrated_kernels
-NONE = Mutation("", "", "", (MEMORY, FIT, TRAFFIC, TIME))
-MUTATIONS = (
-    Mutation(
-        "fp32 gradients",
-        "memory",
-        "Gradients and their messages have 4 bytes a parameter in 16-bit training.",
-        (MEMORY, FIT, TRAFFIC, TIME),
-        lambda layout: layout.grad_bytes == 2,
-        events=_fp32_gradients,
+NONE = Mutation("", "", ALL)
+MUTATIONS_BY_AREA = {
+    "memory": (
+        Mutation(
+            "fp32 gradients",
+            "Gradients and their messages have 4 bytes a parameter in 16-bit training.",
+            ALL,
+            lambda layout: layout.grad_bytes == 2,
+            events=_fp32_gradients,
+        ),
+        Mutation(
+            "no master copy",
+            "Optimizer states have 8 bytes a parameter, because the fp32 parameters are missing.",
+            OF_MEMORY,
+            lambda layout: layout.precision != "fp32",
+            events=_resize((Category.OPTIMIZER,), lambda layout: 2 / 3),
+        ),
+        Mutation(
+            "no optimizer states",
+            "Only parameters and gradients are model states.",
+            OF_MEMORY,
+            events=_resize((Category.OPTIMIZER,), lambda layout: 0),
+        ),
+        Mutation(
+            "no activations",
+            "Activations, checkpoints and temporary tensors need no memory.",
+            OF_MEMORY,
+            events=_resize((Category.ACTIVATIONS, Category.CHECKPOINTS, Category.OTHER), lambda layout: 0),
+        ),
+        Mutation(
+            "optimizer states not partitioned",
+            "Every rank has all optimizer states under ZeRO.",
+            OF_MEMORY,
+            lambda layout: layout.zero,
+            events=_resize((Category.OPTIMIZER,), lambda layout: layout.copies),
+        ),
+        Mutation(
+            "gradients not partitioned",
+            "Stage 2 of ZeRO behaves as stage 1.",
+            OF_MEMORY,
+            lambda layout: layout.zero == 2,
+            layout=lambda layout: {"zero": 1},
+        ),
+        Mutation(
+            "no recomputation",
+            "All activations stay in memory, and nothing is computed twice.",
+            ALL,
+            lambda layout: layout.recompute,
+            layout=lambda layout: {"recompute": False, "pa": False, "pa_cpu": False},
+        ),
+        Mutation(
+            "no sequence parallelism",
+            "Every tensor-parallel rank has the activations of the full sequence.",
+            (MEMORY, FIT, TIME),
+            lambda layout: layout.sp,
+            layout=lambda layout: {"sp": False},
+        ),
+        Mutation(
+            "no fragmentation",
+            "The allocator loses no memory to fragments.",
+            OF_MEMORY,
+            settings={"expandable": True},
+        ),
+        Mutation(
+            "no context",
+            "The CUDA context and its libraries need no memory.",
+            OF_MEMORY,
+            system=lambda system: replace(system, context_bytes=Quantity(value=0, source="mutation")),
+        ),
     ),
-    Mutation(
-        "no master copy",
-        "memory",
-        "Optimizer states have 8 bytes a parameter, because the fp32 parameters are missing.",
-        (MEMORY, FIT),
-        lambda layout: layout.precision != "fp32",
-        events=_resize((Category.OPTIMIZER,), lambda layout: 2 / 3),
+    "communication": (
+        Mutation(
+            "gradients not reduced",
+            "The collective that sums gradients over replicas is missing.",
+            OF_TRAFFIC,
+            lambda layout: layout.copies > 1,
+            events=_drop_collectives("dp", "gradients"),
+        ),
+        Mutation(
+            "parameters not gathered",
+            "The all-gather of parameters under ZeRO is missing.",
+            OF_TRAFFIC,
+            lambda layout: layout.zero,
+            events=_drop_collectives("dp", "parameters"),
+        ),
+        Mutation(
+            "no tensor-parallel collective in backward",
+            "The collectives of tensor parallelism run in the forward pass only.",
+            OF_TRAFFIC,
+            lambda layout: layout.tp > 1,
+            events=_drop_collectives("tp", only_in=Phase.BACKWARD),
+        ),
+        Mutation(
+            "half the bandwidth between nodes",
+            "Links between nodes have half of their bandwidth.",
+            (TIME,),
+            system=lambda system: _halve_bandwidth(system, ("inter-node",)),
+        ),
+        Mutation(
+            "half the bandwidth inside a node",
+            "Links inside a node have half of their bandwidth.",
+            (TIME,),
+            system=lambda system: _halve_bandwidth(system, ("nvlink", "pcie", "memory")),
+        ),
+        Mutation(
+            "no overlap", "The computation waits for every collective.", (TIME,), events=_wait_for_collective
+        ),
     ),
-    Mutation(
-        "no optimizer states",
-        "memory",
-        "Only parameters and gradients are model states.",
-        (MEMORY, FIT),
-        events=_resize((Category.OPTIMIZER,), lambda layout: 0),
+    "time": (
+        Mutation(
+            "slower kernels",
+            f"Every kernel takes {KERNEL_TIME_FACTOR} times its calibrated time.",
+            (TIME,),
+            function=("calibrated_kernels", _slow_kernels),
+        ),
+        Mutation(
+            "ideal kernels",
+            "Kernels are not calibrated and reach the modelled roofline.",
+            (TIME,),
+            function=("calibrated_kernels", lambda generation: MODELLED_KERNELS),
+        ),
     ),
-    Mutation(
-        "no activations",
-        "memory",
-        "Activations, checkpoints and temporary tensors need no memory.",
-        (MEMORY, FIT),
-        events=_resize((Category.ACTIVATIONS, Category.CHECKPOINTS, Category.OTHER), lambda layout: 0),
+    "schedule": (
+        Mutation(
+            "double bubble",
+            "Pipeline stages wait twice as long for each other.",
+            (TIME,),
+            lambda layout: layout.pp > 1,
+            function=("schedule_traces", _bubble_times(2)),
+        ),
+        Mutation(
+            "no interleaving",
+            "Each pipeline stage has one part of the model instead of several chunks.",
+            ALL,
+            lambda layout: layout.chunks > 1 and not layout.stage_layers,
+            layout=lambda layout: {"schedule": "1f1b", "chunks": 1},
+        ),
+        Mutation(
+            "half the stages",
+            "Each pipeline stage has the layers of two stages.",
+            (MEMORY, FIT, TRAFFIC),
+            lambda layout: layout.pp % 4 == 0 and not layout.stage_layers,
+            layout=lambda layout: {"pp": layout.pp // 2},
+        ),
     ),
-    Mutation(
-        "optimizer states not partitioned",
-        "memory",
-        "Every rank has all optimizer states under ZeRO.",
-        (MEMORY, FIT),
-        lambda layout: layout.zero,
-        events=_resize((Category.OPTIMIZER,), lambda layout: layout.copies),
-    ),
-    Mutation(
-        "gradients not partitioned",
-        "memory",
-        "Stage 2 of ZeRO behaves as stage 1.",
-        (MEMORY, FIT),
-        lambda layout: layout.zero == 2,
-        layout=lambda layout: {"zero": 1},
-    ),
-    Mutation(
-        "no recomputation",
-        "memory",
-        "All activations stay in memory, and nothing is computed twice.",
-        (MEMORY, FIT, TRAFFIC, TIME),
-        lambda layout: layout.recompute,
-        layout=lambda layout: {"recompute": False, "pa": False, "pa_cpu": False},
-    ),
-    Mutation(
-        "no sequence parallelism",
-        "memory",
-        "Every tensor-parallel rank has the activations of the full sequence.",
-        (MEMORY, FIT, TIME),
-        lambda layout: layout.sp,
-        layout=lambda layout: {"sp": False},
-    ),
-    Mutation(
-        "no fragmentation",
-        "memory",
-        "The allocator loses no memory to fragments.",
-        (MEMORY, FIT),
-        settings={"expandable": True},
-    ),
-    Mutation(
-        "no context",
-        "memory",
-        "The CUDA context and its libraries need no memory.",
-        (MEMORY, FIT),
-        system=lambda system: replace(system, context_bytes=Quantity(value=0, source="mutation")),
-    ),
-    Mutation(
-        "gradients not reduced",
-        "communication",
-        "The collective that sums gradients over replicas is missing.",
-        (TRAFFIC, TIME),
-        lambda layout: layout.copies > 1,
-        events=_drop_collectives("dp", "gradients"),
-    ),
-    Mutation(
-        "parameters not gathered",
-        "communication",
-        "The all-gather of parameters under ZeRO is missing.",
-        (TRAFFIC, TIME),
-        lambda layout: layout.zero,
-        events=_drop_collectives("dp", "parameters"),
-    ),
-    Mutation(
-        "no tensor-parallel collective in backward",
-        "communication",
-        "The collectives of tensor parallelism run in the forward pass only.",
-        (TRAFFIC, TIME),
-        lambda layout: layout.tp > 1,
-        events=_drop_collectives("tp", only_in=Phase.BACKWARD),
-    ),
-    Mutation(
-        "half the bandwidth between nodes",
-        "communication",
-        "Links between nodes have half of their bandwidth.",
-        (TIME,),
-        system=lambda system: _halve_bandwidth(system, ("inter-node",)),
-    ),
-    Mutation(
-        "half the bandwidth inside a node",
-        "communication",
-        "Links inside a node have half of their bandwidth.",
-        (TIME,),
-        system=lambda system: _halve_bandwidth(system, ("nvlink", "pcie", "memory")),
-    ),
-    Mutation(
-        "no overlap",
-        "communication",
-        "The computation waits for every collective.",
-        (TIME,),
-        events=_wait_for_collective,
-    ),
-    Mutation(
-        "slower kernels",
-        "time",
-        f"Every kernel takes {KERNEL_TIME_FACTOR} times its calibrated time.",
-        (TIME,),
-        function=("calibrated_kernels", _slow_kernels),
-    ),
-    Mutation(
-        "ideal kernels",
-        "time",
-        "Kernels are not calibrated and reach the modelled roofline.",
-        (TIME,),
-        function=("calibrated_kernels", lambda generation: MODELLED_KERNELS),
-    ),
-    Mutation(
-        "double bubble",
-        "schedule",
-        "Pipeline stages wait twice as long for each other.",
-        (TIME,),
-        lambda layout: layout.pp > 1,
-        function=("schedule_traces", _bubble_times(2)),
-    ),
-    Mutation(
-        "no interleaving",
-        "schedule",
-        "Each pipeline stage has one part of the model instead of several chunks.",
-        (MEMORY, FIT, TRAFFIC, TIME),
-        lambda layout: layout.chunks > 1 and not layout.stage_layers,
-        layout=lambda layout: {"schedule": "1f1b", "chunks": 1},
-    ),
-    Mutation(
-        "half the stages",
-        "schedule",
-        "Each pipeline stage has the layers of two stages.",
-        (MEMORY, FIT, TRAFFIC),
-        lambda layout: layout.pp % 4 == 0 and not layout.stage_layers,
-        layout=lambda layout: {"pp": layout.pp // 2},
-    ),
-)
+}
+"""Mutations by the area of the fault."""
+MUTATIONS = tuple(one for mutations in MUTATIONS_BY_AREA.values() for one in mutations)
 BY_NAME = {one.name: one for one in (NONE, *MUTATIONS)}
 
 
@@ -538,7 +523,11 @@ def page_tables(document: Mapping[str, Any]) -> str:
         "",
         "| mutation | area | fault of a simulator | changed verdicts (values) |",
         "|---|---|---|---|",
-        *(f"| {one.name} | {one.area} | {one.fault} | {counts[one.name]} |" for one in MUTATIONS),
+        *(
+            f"| {one.name} | {area} | {one.fault} | {counts[one.name]} |"
+            for area, mutations in MUTATIONS_BY_AREA.items()
+            for one in mutations
+        ),
         "",
         "| claim | values that no mutation changes |",
         "|---|---|",

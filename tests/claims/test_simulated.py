@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from repro.claims.expression import arguments
-from repro.claims.judge import experiments_read, judge, judge_claim
+from repro.claims.judge import experiments_read, judge_claim
 from repro.claims.records import Missing, Records
 from repro.claims.tolerance import accepted_range
 from repro.claims.verdicts import NO_TEST, NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
@@ -23,6 +23,11 @@ from tests.records import changed
 
 LEDGER = committed.ledger()
 SIZES = {"a": 1e9, "b": 2e9, "c": 4e9}
+PACKAGED = {
+    f"{suite.name}/{entry.experiment.name}": entry.experiment
+    for suite in (committed.suite(path) for path in (Path(__file__).parents[2] / "suites").glob("*.toml"))
+    for entry in suite.entries
+}
 
 
 def record(
@@ -37,10 +42,6 @@ def record(
 
 def call(name: str, *arguments: str, of: list[ExperimentRecord], kind: str = "simulated") -> Any:
     return Records(of).functions(kind)[name](*arguments)
-
-
-def limit(*outcomes: str, differ: str = "size") -> list[ExperimentRecord]:
-    return [record(name, outcome, differ=differ) for name, outcome in zip("abc", outcomes, strict=True)]
 
 
 def test_simulated_peak_memory_of_an_oom_step_is_readable() -> None:
@@ -69,21 +70,20 @@ def test_failure_reports_phase_and_memory() -> None:
 
 def test_ddp_bucket_copies_decide_whether_1p5b_fits() -> None:
     """On a V100, 1.4B fits with the copies; 1.5B fits only without the copies (ZERO3 p.2, DS-FEB20 README)."""
-    suite = committed.suite(Path(__file__).parents[2] / "suites/zero_memory.toml")
     outcomes = {}
-    for name in ("dp-mp1-1.4b", "dp-mp1-1.5b"):
+    for size in ("1.4b", "1.5b"):
+        experiment = PACKAGED[f"zero_memory/dp-mp1-{size}"]
+        assert not experiment.layout.gradient_as_bucket_view
         for view in (False, True):
-            experiment = suite.entry(name).experiment
-            assert not experiment.layout.gradient_as_bucket_view
             layout = dataclasses.replace(experiment.layout, gradient_as_bucket_view=view)
-            experiment = dataclasses.replace(experiment, layout=layout)
-            outcomes[name, view] = simulate_experiment(experiment, simulated_system(experiment), "s").outcome
-    assert outcomes == {
-        ("dp-mp1-1.4b", False): "ok",
-        ("dp-mp1-1.4b", True): "ok",
-        ("dp-mp1-1.5b", False): "oom",
-        ("dp-mp1-1.5b", True): "ok",
+            changed_run = dataclasses.replace(experiment, layout=layout)
+            outcomes[size, view] = simulate_experiment(
+                changed_run, simulated_system(changed_run), "s"
+            ).outcome
+    assert {key for key, outcome in outcomes.items() if outcome == "ok"} == {
+        *(("1.4b", False), ("1.4b", True), ("1.5b", True)),
     }
+    assert outcomes["1.5b", False] == "oom"
 
 
 def test_simulated_and_measured_records_are_separate() -> None:
@@ -112,7 +112,7 @@ def test_limit_needs_an_experiment_that_does_not_fit(
         ("largest", "model.published_params", largest, "s/c", "size"),
         ("smallest", "layout.tp", smallest, "s/a", "tp"),
     ):
-        of = limit(*outcomes, differ=differ)
+        of = [record(name, outcome, differ=differ) for name, outcome in zip("abc", outcomes, strict=True)]
         if expected is not None:
             assert call(function, setting, *names, of=of) == expected
             continue
@@ -122,16 +122,26 @@ def test_limit_needs_an_experiment_that_does_not_fit(
             call(function, setting, *names, of=of)
 
 
-def test_search_needs_experiments_that_differ_in_one_setting() -> None:
-    """Experiments of a search for the largest model must have equal batches."""
+@pytest.mark.parametrize(
+    ("part", "changes", "differ"),
+    [
+        ("layout", {"micro_batch": 2, "global_batch": 2}, "layout.global_batch, layout.micro_batch"),
+        # The sequence length of a model counts as a condition of the training, not as the size of the model.
+        ("model", {"seq": 32}, "training.seq"),
+    ],
+)
+def test_search_needs_experiments_that_differ_in_one_setting(
+    part: str, changes: dict[str, int], differ: str
+) -> None:
     small, large = record("a"), record("c", "oom")
-    conditions = dataclasses.replace(large.experiment, layout=Layout(micro_batch=2)).as_dict()
-    assert call("largest", "model.published_params", "s/a", "s/c", of=[small, large]) == 1e9
-    other = changed(large, experiment=conditions)
-    with pytest.raises(
-        Missing, match=r"experiment also differs from s/a in layout.global_batch, layout.micro_batch"
-    ):
-        call("largest", "model.published_params", "s/a", "s/c", of=[small, other])
+    search = "largest", "model.published_params", "s/a", "s/c"
+    assert call(*search, of=[small, large]) == 1e9
+    with pytest.raises(Missing, match="s/c: no record"):
+        call(*search, of=[small])
+    other = dataclasses.replace(getattr(large.experiment, part), **changes)
+    conditions = dataclasses.replace(large.experiment, **{part: other}).as_dict()
+    with pytest.raises(Missing, match=f"experiment also differs from s/a in {differ}$"):
+        call(*search, of=[small, changed(large, experiment=conditions)])
 
 
 def test_smallest_degree_may_be_one() -> None:
@@ -143,33 +153,6 @@ def test_smallest_degree_may_be_one() -> None:
         call("largest", "layout.tp", "s/one", of=one[:1])
 
 
-def test_search_for_the_largest_model_needs_equal_sequence_lengths() -> None:
-    """The sequence length of a model counts as a condition of the training, not as the size of the model."""
-    small, large = record("a"), record("c", "oom")
-    longer = dataclasses.replace(large.experiment.model, seq=32)
-    conditions = dataclasses.replace(large.experiment, model=longer).as_dict()
-    with pytest.raises(Missing, match=r"experiment also differs from s/a in training.seq"):
-        call(
-            "largest",
-            "model.published_params",
-            "s/a",
-            "s/c",
-            of=[small, changed(large, experiment=conditions)],
-        )
-
-
-def test_missing_simulation_does_not_count_as_out_of_memory() -> None:
-    with pytest.raises(Missing, match="s/c: no record"):
-        call("largest", "model.published_params", "s/a", "s/c", of=limit("ok", "ok", "oom")[:1])
-
-
-def test_experiment_names_are_formatted_from_table_columns() -> None:
-    claim = LEDGER.claim("zero-table1-per-device-memory")
-    row = next(row for row in claim.rows if row.label == "DP 64: 1T P_os+g")
-    (evidence,) = (e for e in row.evidence if e.kind == "simulated")
-    assert experiments_read(evidence.value, row.variables) == ["zero_memory/1t-z2-n64"]
-
-
 def test_reason_of_a_missing_simulation_names_its_command() -> None:
     result = judge_claim(LEDGER.claim("zero-fig1-7p5b"), Records([]))
     finding = next(f for f in result.rows[0].findings if f.kind == "simulated")
@@ -178,8 +161,7 @@ def test_reason_of_a_missing_simulation_names_its_command() -> None:
 
 
 def simulated(suite: str, *names: str) -> list[ExperimentRecord]:
-    loaded = committed.suite(Path(__file__).parents[2] / "suites" / f"{suite}.toml")
-    found = [loaded.entry(name).experiment for name in names]
+    found = [PACKAGED[f"{suite}/{name}"] for name in names]
     return [simulate_experiment(experiment, simulated_system(experiment), suite) for experiment in found]
 
 
@@ -191,24 +173,18 @@ def test_simulated_table_1_has_the_digits_of_the_paper() -> None:
     )
     records = simulated("zero_memory", *names)
     result = judge_claim(LEDGER.claim("zero-table1-per-device-memory"), Records(records))
-    compared = 0
-    for row in result.rows:
-        for finding in row.findings:
-            if finding.kind == "simulated" and finding.decided:
-                assert row.row.printed is not None
-                value = float(finding.value or 0)
-                rule = accepted_range(row.row.printed, "exact", closed_form=True)
-                assert finding.verdict == REPRODUCED
-                assert rule.meets(value, value), (row.row.label, value)
-                compared += 1
-    assert compared == len(names)
-
-
-PACKAGED = {
-    f"{suite.name}/{entry.experiment.name}": entry.experiment
-    for suite in (committed.suite(path) for path in (Path(__file__).parents[2] / "suites").glob("*.toml"))
-    for entry in suite.entries
-}
+    compared = [
+        (row.row.printed, finding)
+        for row in result.rows
+        for finding in row.findings
+        if finding.kind == "simulated" and finding.decided
+    ]
+    assert len(compared) == len(names)
+    for printed, finding in compared:
+        assert printed is not None
+        assert finding.verdict == REPRODUCED
+        value = float(finding.value or 0)
+        assert accepted_range(printed, "exact", closed_form=True).meets(value, value), (printed, value)
 
 
 def records_of(fit: Collection[str], names: Collection[str]) -> list[ExperimentRecord]:
@@ -267,27 +243,24 @@ RULE_SETTINGS = {
 
 def test_sweep_of_a_yuan_rule_changes_only_its_setting() -> None:
     """For example, the wider 60B model has the same number of heads."""
-    rows = {
-        row.label: row
-        for row in LEDGER.claim("yuan-design-rules").rows
-        if row.label != "all-reduces per layer"
-    }
+    rows = {row.label: row for row in LEDGER.claim("yuan-design-rules").rows}
+    del rows["all-reduces per layer"]
     assert rows.keys() == RULE_SETTINGS.keys()
     for label, row in rows.items():
         (evidence,) = row.evidence
         names = experiments_read(evidence.value, row.variables)
-        flat = [_flat(PACKAGED[name]) for name in names]
+        flat = [settings(PACKAGED[name]) for name in names]
         differ = {key for key in flat[0] if len({str(one[key]) for one in flat}) > 1}
-        assert differ - {"name", "model.note", "model.source"} == RULE_SETTINGS[label], label
+        assert differ - {"model.note", "model.source"} == RULE_SETTINGS[label], label
 
 
-def _flat(experiment: Experiment) -> dict[str, Any]:
+def settings(experiment: Experiment) -> dict[str, Any]:
     """Return the conditions of an experiment by name, such as `layout.tp`."""
-    parts = {"name": experiment.name}
-    for part in ("model", "layout", "training"):
-        fields = dataclasses.asdict(getattr(experiment, part))
-        parts |= {f"{part}.{key}": value for key, value in fields.items()}
-    return parts
+    return {
+        f"{part}.{key}": value
+        for part in ("model", "layout", "training")
+        for key, value in dataclasses.asdict(getattr(experiment, part)).items()
+    }
 
 
 def test_turing_nlg_limits_depend_on_the_layouts_that_fit() -> None:
@@ -296,9 +269,9 @@ def test_turing_nlg_limits_depend_on_the_layouts_that_fit() -> None:
     names = [name for name in PACKAGED if name.startswith("turing_nlg/")]
 
     def verdicts(*more: str) -> dict[str, str]:
-        records = records_of((*fit, *more), names)
-        results = [result for result in judge(LEDGER, records) if result.claim.id in claims]
-        rows = [row for result in results for row in result.rows if row.row.label != "training time"]
+        records = Records(records_of((*fit, *more), names))
+        rows = [row for claim in claims for row in judge_claim(LEDGER.claim(claim), records).rows]
+        rows = [row for row in rows if row.row.label != "training time"]
         return {row.row.label: f.verdict for row in rows for f in row.findings if f.kind == "simulated"}
 
     expected = verdicts()
@@ -326,10 +299,8 @@ def test_simulation_does_not_test_a_value_that_calibrates_it() -> None:
     assert row.row.calibrates in finding.reason
     assert (row.verdict, row.basis, row.reason) == (NO_TEST, "", row.row.needs)
     assert result.kind("simulated") is None
-    empty = judge_claim(claim, Records([]))
-    assert [f.verdict for row in empty.rows for f in row.findings if f.kind == "simulated"] == [
-        NOT_COMPARABLE
-    ]
+    empty = [f for row in judge_claim(claim, Records([])).rows for f in row.findings]
+    assert [f.verdict for f in empty if f.kind == "simulated"] == [NOT_COMPARABLE]
 
 
 def test_calibration_points_are_the_rows_marked_calibrates() -> None:
@@ -341,13 +312,10 @@ def test_calibration_points_are_the_rows_marked_calibrates() -> None:
 
 def test_rising_order_needs_every_value_to_increase() -> None:
     for rates, verdict in (((1, 2, 3, 4), REPRODUCED), ((1, 3, 3, 4), NOT_REPRODUCED)):
+        metrics = [{"hardware_flops_per_s.device": rate} for rate in rates]
         records = [
-            changed(
-                record(f"fig8-c{number}-60b"),
-                suite="zero_throughput",
-                metrics={"hardware_flops_per_s.device": rate},
-            )
-            for number, rate in enumerate(rates, 1)
+            changed(record(f"fig8-c{number}-60b"), suite="zero_throughput", metrics=found)
+            for number, found in enumerate(metrics, 1)
         ]
         result = judge_claim(LEDGER.claim("zero-table9-fig8-ablation"), Records(records))
         assert next(row for row in result.rows if row.row.label == "60B").verdict == verdict

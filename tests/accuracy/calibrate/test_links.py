@@ -17,16 +17,15 @@ from repro.accuracy.calibrate.plan import GroupKind
 from repro.parallel import mesh as meshes
 from tests.clock import Clock
 
-WORLD = meshes.single_rank_mesh().world
+CPU, WORLD = torch.device("cpu"), meshes.single_rank_mesh().world
+
+
+SIZES = [1024, 2**21]
 
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock().rules(monkeypatch, clock_module, benchmarks)
-
-
-def operator_clock(repeats: int) -> OperatorClock:
-    return OperatorClock(torch.device("cpu"), WORLD, repeats)
 
 
 def make_cold_call(time: Clock, calls: list[int], seconds: float) -> Callable[[], object]:
@@ -44,12 +43,14 @@ def make_cold_call(time: Clock, calls: list[int], seconds: float) -> Callable[[]
 def test_operator_seconds_are_those_of_one_warm_call(time: Clock) -> None:
     """Calls of 0.5 ms are made four times per repeat. Each set of arguments is used once before the timing."""
     calls: list[int] = []
-    found = operator_clock(repeats=3).time(lambda: make_cold_call(time, calls, 0.5e-3), nbytes=1 << 40)
+    found = OperatorClock(CPU, WORLD, repeats=3).time(
+        lambda: make_cold_call(time, calls, 0.5e-3), nbytes=1 << 40
+    )
     assert (found.median, found.low, found.high) == pytest.approx((0.5e-3,) * 3)
     assert found.repeats == 3
     assert calls == [2 + 1 + 1 + 3 * 4]  # operands beyond the cache have one set
     calls.clear()
-    found = operator_clock(repeats=1).time(lambda: make_cold_call(time, calls, 0.5e-3), nbytes=1)
+    found = OperatorClock(CPU, WORLD, repeats=1).time(lambda: make_cold_call(time, calls, 0.5e-3), nbytes=1)
     assert found.median == pytest.approx(0.5e-3)
     assert calls == [2 + 1 + 1 + 1, *[2] * (MOST_CALLS - 1)], "the maximum number of sets"
 
@@ -62,14 +63,14 @@ def test_small_messages_are_repeated_within_one_timing(time: Clock, payload: int
         runs.append(0)
         time.now += 0.25
 
-    bench = LinkBench(operator_clock(1), 1024)
+    bench = LinkBench(OperatorClock(CPU, WORLD, repeats=1), 1024)
     assert bench._seconds(run, payload) == 0.25
     assert len(runs) == calls
 
 
 def test_round_trip_counts_as_two_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operation runs once before its timing; large payloads have a third of the repeats."""
-    bench = LinkBench(operator_clock(2), 2**22)
+    bench = LinkBench(OperatorClock(CPU, WORLD, repeats=2), 2**22)
     runs: Counter[Any] = Counter()
 
     def counted(name: str) -> Callable[..., Callable[[], None]]:
@@ -79,20 +80,15 @@ def test_round_trip_counts_as_two_messages(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(bench, "_messages", counted("message"))
     monkeypatch.setattr(bench, "_seconds", lambda run, payload: 8.0)
     beats: list[int] = []
-    rows = bench.by_payload(
-        {GroupKind(1, 1, 1): WORLD}, {"memory": WORLD}, [1024, 2**21], lambda: beats.append(0)
-    )
+    rows = bench.by_payload({GroupKind(1, 1, 1): WORLD}, {"memory": WORLD}, SIZES, lambda: beats.append(0))
     assert runs == {
-        ("collective", 1024): 4,
-        ("collective", 2**21): 4,
-        ("message", 1024): 1,
-        ("message", 2**21): 1,
+        (kind, size): count for kind, count in (("collective", 4), ("message", 1)) for size in SIZES
     }
     assert [row["op"] for row in rows] == ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "send"]
     for row in rows:
         expected = 4.0 if row["op"] == "send" else 8.0
         small, large = row["points"]
-        assert (small[0], large[0]) == (1024, 2**21)
+        assert [small[0], large[0]] == SIZES
         assert (small[1].median, small[1].repeats) == (expected, MANY * 2)
         assert (large[1].median, large[1].repeats) == (expected, 2)
     assert len(beats) == 5 * (MANY * 2 + 2)

@@ -65,29 +65,20 @@ def predicted_rates(device: str, step: int = 1) -> list[Point]:
     generations = [*calibration.calibration_points(), *calibration.measured_kernels()]
     others = [one for one in generations if one.compute_capability != capability]
     found = kernels_of_others(others, capability)
-    entries = [
-        (suite, entry.experiment)
+    systems_here = systems.system_names()
+    on_device = [
+        (suite, entry.experiment, system)
         for suite in SUITES
         for entry in load_suite(Path(f"suites/{suite}.toml")).entries
+        if entry.experiment.system in systems_here
+        and (system := simulated_system(entry.experiment)).device.compute_capability == capability
     ]
-    published = [
-        (suite, experiment, simulated_system(experiment))
-        for suite, experiment in entries
-        if experiment.system in systems.system_names()
-    ]
-    on_device = [one for one in published if one[2].device.compute_capability == capability]
+    points_of_others = tuple(one for one in others if isinstance(one, calibration.CalibrationPoint))
+    measured_on_others = tuple(one for one in others if isinstance(one, MeasuredKernels))
     with (
         patch.object(calibration, "uncalibrated_kernels", lambda system: found),
-        patch.object(
-            calibration,
-            "calibration_points",
-            lambda: tuple(one for one in others if isinstance(one, calibration.CalibrationPoint)),
-        ),
-        patch.object(
-            calibration,
-            "measured_kernels",
-            lambda: tuple(one for one in others if isinstance(one, MeasuredKernels)),
-        ),
+        patch.object(calibration, "calibration_points", lambda: points_of_others),
+        patch.object(calibration, "measured_kernels", lambda: measured_on_others),
     ):
         records = [
             simulate_experiment(experiment, system, suite) for suite, experiment, system in on_device[::step]

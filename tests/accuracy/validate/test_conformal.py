@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from repro.accuracy.validate.published import Residual, conformal_margin, conformal_margins, conformity_score
 
+ROWS = st.tuples(st.sampled_from("ABC"), st.floats(-1, 1), st.sampled_from("abcdef"))
+
 
 def residual(report: str, value: float, run: str = "", kind: str = "rate") -> Residual:
     return Residual(kind, frozenset({report}), frozenset({run} if run else ()), value)
@@ -27,24 +29,13 @@ def test_margin_is_the_90_percent_quantile() -> None:
     """The margin is the 9th of 9 scores, ceil(10 x 0.9), and the 18th of 19; of 8 scores, the 9th does not exist."""
     assert conformal_margin([0.1 * n for n in range(1, 10)]) == pytest.approx(0.9)
     assert conformal_margin([0.1 * n for n in range(19, 0, -1)]) == pytest.approx(1.8)
-    assert conformal_margin([0.1] * 8) is None
-    assert conformal_margin([]) is None
+    assert conformal_margin([0.1] * 8) is conformal_margin([]) is None
     assert conformal_margin([-0.3] * 9) == 0.0, "a margin must not narrow an interval"
+    assert conformal_margins([residual("A", 0.1)] * 50) == [None] * 50, "other reports are necessary"
 
 
-def test_margin_needs_other_reports() -> None:
-    assert conformal_margins([residual("A", 0.1) for _ in range(50)]) == [None] * 50
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("ABC"), st.floats(-1, 1), st.sampled_from("abcdef")),
-        min_size=12,
-        max_size=40,
-    ),
-    st.floats(5, 10),
-)
+@settings(max_examples=50)
+@given(st.lists(ROWS, min_size=12, max_size=40), st.floats(5, 10))
 def test_margin_ignores_the_same_report_and_runs(rows: list[tuple[str, float, str]], far: float) -> None:
     """Scores of the row's report, and of its runs in other reports, do not change the margin."""
     residuals = [residual(*row) for row in rows]
@@ -59,19 +50,14 @@ def test_margin_ignores_the_same_report_and_runs(rows: list[tuple[str, float, st
         assert found == far, "scores of other reports must count"
 
 
-def test_margin_ignores_both_reports_of_a_row() -> None:
+def test_margin_ignores_both_reports_of_a_row_and_the_other_kind() -> None:
+    """Rates and ratios have separate margins."""
     others = [residual("C", 0.1) for _ in range(9)]
     both = Residual("rate", frozenset({"A", "B"}), frozenset(), 0.0)
     assert conformal_margins([both, residual("B", 5.0), residual("A", 5.0), *others])[0] == pytest.approx(0.1)
-
-
-def test_rates_and_ratios_have_separate_margins() -> None:
-    rates = [residual("A", 0.1) for _ in range(9)]
-    ratios = [residual("A", 0.7, kind="ratio") for _ in range(9)]
-    assert conformal_margins([residual("B", 0.0), residual("B", 0.0, kind="ratio"), *rates, *ratios])[:2] == [
-        0.1,
-        0.7,
-    ]
+    ratios = [residual("C", 0.7, kind="ratio") for _ in range(9)]
+    found = conformal_margins([residual("B", 0.0), residual("B", 0.0, kind="ratio"), *others, *ratios])
+    assert found[:2] == [0.1, 0.7]
 
 
 def test_margins_cover_90_percent_of_similar_reports() -> None:

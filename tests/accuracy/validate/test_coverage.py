@@ -16,9 +16,8 @@ MIN_PERCENT, MAX_PERCENT = 80.0, 97.0
 
 def family(name: str, held: int, wider: int = 100) -> FamilyStatistics:
     worst: Any = None
-    return FamilyStatistics(
-        name=name, points=wider, median=0.1, worst=worst, close=0, held=0, wider=wider, held_wider=held
-    )
+    counts = {"points": wider, "close": 0, "held": 0, "wider": wider, "held_wider": held}
+    return FamilyStatistics(name=name, median=0.1, worst=worst, **counts)
 
 
 @pytest.mark.parametrize(
@@ -47,16 +46,18 @@ def test_store_without_predictions_fails(tmp_path: Path, capsys: pytest.CaptureF
     assert "This store has too few predictions" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [("97", "80"), ("-1", "50"), ("80", "101")])
-def test_invalid_range_of_percentages_is_refused(
-    words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        *(
+            (words, "two percentages between 0 and 100, the smaller one first")
+            for words in (["97", "80"], ["-1", "50"], ["80", "101"])
+        ),
+        (["80", "97", "--unknowns"], "excludes --svg"),
+    ],
+)
+def test_invalid_range_or_another_option_is_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["validate", "--results", str(tmp_path), "--covered", *words]) == 2
-    assert "two percentages between 0 and 100, the smaller one first" in " ".join(
-        capsys.readouterr().err.split()
-    )
-
-
-def test_covered_excludes_other_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["validate", "--results", str(tmp_path), "--covered", "80", "97", "--unknowns"]) == 2
-    assert "excludes --svg" in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())

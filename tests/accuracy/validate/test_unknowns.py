@@ -19,13 +19,9 @@ from repro.measure.local_system import load_system
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
-from repro.simulate.time.calibration import (
-    calibration_point_of,
-    calibration_points,
-    uncertain_numbers,
-)
+from repro.simulate.time.calibration import calibration_point_of, calibration_points, uncertain_numbers
 from tests.accuracy.validate.steps import RINGS, judge_rates, step_record
-from tests.claims.test_judge import HEAD
+from tests.claims.constructed_records import HEAD, row
 from tests.claims.test_possible import rate
 from tests.records import changed
 
@@ -77,6 +73,8 @@ def rank_result(nvlink: bool) -> dict[str, Any]:
     timing = (1e-3, 1e-3, 1e-3, 3)
     call = {"median": 1e-3, "low": 1e-3, "high": 1e-3, "is_unaligned": False}
     gpu = {"name": "GPU", "memory_bytes": 2**30, "compute_capability": "8.0", "driver": "1"}
+    gpu |= {"power_limit_w": 1, "max_sm_mhz": 1}
+    launch = {"operators": [("elementwise", 1, 1)] * 2, "backward_s": 5e-4, "backward_operators": 1}
     links = [
         {"op": op, "place": place, "points": [(1000, timing), (10**6, timing)], **kind}
         for place, kind in (
@@ -89,7 +87,7 @@ def rank_result(nvlink: bool) -> dict[str, Any]:
     return {
         "machine": {
             "versions": {"torch": "2"},
-            "gpus": [gpu | {"power_limit_w": 1, "max_sm_mhz": 1}],
+            "gpus": [gpu],
             "nvlink": nvlink,
             "memory": {"total_bytes": 2**40},
         },
@@ -100,12 +98,7 @@ def rank_result(nvlink: bool) -> dict[str, Any]:
         "gpu_state": {"sm_mhz": 1.0, "power_w": 1.0},
         "operators": [{"name": "aten.mm", "nbytes": b, "flops": f, **call} for b, f in sizes]
         + [{"name": "elementwise", "nbytes": b, "flops": 0, **call} for b, _ in sizes],
-        "launch": {
-            **call,
-            "operators": [("elementwise", 1, 1)] * 2,
-            "backward_s": 5e-4,
-            "backward_operators": 1,
-        },
+        "launch": {**call, **launch},
         "copy": {"nbytes": 10**9, **call},
         "host_copy": {"nbytes": 10**9, **call},
         "links": links,
@@ -140,8 +133,8 @@ def store(tmp_path: Path) -> list[str]:
     """Return the options of a store and of an additional ledger with one row."""
     ledger = tmp_path / "mine.toml"
     text = HEAD.replace('id = "a-claim"', 'id = "my-claim"').replace('key = "PAPER"', 'key = "MY-PAPER"')
-    row = f'{{ label = "a", published = "18", {rate("s/a")} }}'
-    ledger.write_text(text.replace('["PAPER p.1"]', '["MY-PAPER p.1"]') + row + "]\n")
+    text = text.replace('["PAPER p.1"]', '["MY-PAPER p.1"]')
+    ledger.write_text(f"{text}{row('18', 'a', simulated=rate('s/a'))}]\n")
     with Store(tmp_path / "results") as opened:
         opened.append(step_record("dgx2", "a", rings=(10.0, 5.0), pace=(8.0, 10.0)))
     return ["--results", str(tmp_path / "results"), "--ledger", str(ledger)]
