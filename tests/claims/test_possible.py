@@ -92,12 +92,6 @@ def test_page_shows_the_tolerance_of_a_miss_once(tmp_path: Path, published: str,
     assert shown["reason"] == rest
 
 
-def test_miss_without_an_interval_is_not_reproduced(tmp_path: Path) -> None:
-    result = judge_rate(tmp_path, "15.0", simulated("s/a", 10.0))
-    assert (result.verdict, result.findings[0].low) == (v.NOT_REPRODUCED, 10.0)
-    assert row_view(result.rows[0], result.claim)["findings"][0]["tornado"] == []
-
-
 def test_reason_names_two_unknowns_if_none_decides_alone(tmp_path: Path) -> None:
     uncertainty = step_range((10.0, 8.0), (9.0, 10.0), [7.0] * 4)
     result = judge_rate(tmp_path, "14.0", simulated("s/a", 10.0, uncertainty))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from tests.claims.constructed_records import record as constructed
 from tests.records import changed
 
 LEDGER = committed.ledger()
-SIZES = {"a": 1e9, "b": 2e9, "c": 4e9}
 PACKAGED = {
     f"{suite.name}/{entry.experiment.name}": entry.experiment
     for suite in (committed.suite(path) for path in (Path(__file__).parents[2] / "suites").glob("*.toml"))
@@ -30,13 +30,10 @@ PACKAGED = {
 }
 
 
-def record(
-    name: str, outcome: str = "ok", evidence: str = "simulated", differ: str = "size", **metrics: float
-) -> ExperimentRecord:
-    size = SIZES.get(name, 1.0) if differ == "size" else 1.0
+def record(name: str, outcome: str = "ok", evidence: str = "simulated", **metrics: float) -> ExperimentRecord:
+    size = {"a": 1e9, "c": 4e9}.get(name, 1.0)
     model = Model(name="m", layers=2, hidden=16, heads=16, vocab=64, seq=16, published_params=size)
-    layout = Layout(tp={"a": 2, "b": 4, "c": 8}.get(name, 1) if differ == "tp" else 1)
-    conditions = Experiment(name=name, model=model, layout=layout).as_dict()
+    conditions = Experiment(name=name, model=model, layout=Layout()).as_dict()
     return changed(constructed(name, outcome=outcome, **metrics), evidence=evidence, experiment=conditions)
 
 
@@ -76,50 +73,10 @@ def test_ddp_bucket_copies_decide_whether_1p5b_fits() -> None:
         assert not experiment.layout.gradient_as_bucket_view
         for view in (False, True):
             layout = dataclasses.replace(experiment.layout, gradient_as_bucket_view=view)
-            changed_run = dataclasses.replace(experiment, layout=layout)
-            outcomes[size, view] = simulate_experiment(
-                changed_run, simulated_system(changed_run), "s"
-            ).outcome
-    assert {key for key, outcome in outcomes.items() if outcome == "ok"} == {
-        *(("1.4b", False), ("1.4b", True), ("1.5b", True)),
-    }
-    assert outcomes["1.5b", False] == "oom"
-
-
-def test_simulated_and_measured_records_are_separate() -> None:
-    both = [record("a", memory=1.0), record("a", "oom", "measured")]
-    assert call("outcome", "s/a", of=both) == "ok"
-    assert call("outcome", "s/a", of=both, kind="measured") == "oom"
-    with pytest.raises(Missing, match="s/b: no record"):
-        call("outcome", "s/b", of=[record("b", evidence="measured")])
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "largest", "smallest"),
-    [
-        (("ok", "ok", "oom"), 2e9, None),
-        (("ok", "oom", "oom"), 1e9, None),
-        (("oom", "ok", "ok"), None, 4),
-        (("oom", "oom", "oom"), 0, float("inf")),
-        (("ok", "ok", "ok"), None, None),
-    ],
-)
-def test_limit_needs_an_experiment_that_does_not_fit(
-    outcomes: tuple[str, ...], largest: float | None, smallest: float | None
-) -> None:
-    names = ("s/c", "s/a", "s/b")
-    for function, setting, expected, beyond, differ in (
-        ("largest", "model.published_params", largest, "s/c", "size"),
-        ("smallest", "layout.tp", smallest, "s/a", "tp"),
-    ):
-        of = [record(name, outcome, differ=differ) for name, outcome in zip("abc", outcomes, strict=True)]
-        if expected is not None:
-            assert call(function, setting, *names, of=of) == expected
-            continue
-        with pytest.raises(
-            Missing, match=f"{beyond}: the step fits, so the {function} {setting} that fits is"
-        ):
-            call(function, setting, *names, of=of)
+            run = dataclasses.replace(experiment, layout=layout)
+            outcomes[size, view] = simulate_experiment(run, simulated_system(run), "s").outcome
+    fits = {("1.4b", False): "ok", ("1.4b", True): "ok", ("1.5b", True): "ok"}
+    assert outcomes == {**fits, ("1.5b", False): "oom"}
 
 
 @pytest.mark.parametrize(
@@ -142,15 +99,6 @@ def test_search_needs_experiments_that_differ_in_one_setting(
     conditions = dataclasses.replace(large.experiment, **{part: other}).as_dict()
     with pytest.raises(Missing, match=f"experiment also differs from s/a in {differ}$"):
         call(*search, of=[small, changed(large, experiment=conditions)])
-
-
-def test_smallest_degree_may_be_one() -> None:
-    """Degree 1 needs no experiment with a smaller degree that does not fit."""
-    one = [record(name, "ok", differ="tp") for name in ("one", "a")]
-    assert call("setting", "s/one", "layout.tp", of=one) == 1
-    assert call("smallest", "layout.tp", "s/one", "s/a", of=one) == 1
-    with pytest.raises(Missing, match="the step fits, so the largest"):
-        call("largest", "layout.tp", "s/one", of=one[:1])
 
 
 def test_reason_of_a_missing_simulation_names_its_command() -> None:
@@ -209,21 +157,24 @@ SEARCHES = sorted(
 
 @pytest.mark.parametrize("search", SEARCHES, ids=" ".join)
 def test_result_of_a_ledger_search_depends_on_its_experiments(search: tuple[str, ...]) -> None:
-    """The experiments differ in the setting alone, and each of them gives another limit if it alone fits."""
+    """The experiments differ in the setting alone. The largest model or the smallest degree must not fit."""
     function, setting, *names = search
-    of = records_of((), names)
-    by_setting = sorted({call("setting", name, setting, of=of): name for name in names}.items())
-    if function == "smallest":
-        by_setting.reverse()
-    assert len(by_setting) > 1
-    least, end = by_setting[-1]
-    if (function, least) == ("smallest", 1):  # no degree is below 1
-        assert call(function, setting, *names, of=records_of(names, names)) == 1
-    else:
-        with pytest.raises(Missing, match="the step fits, so the"):
-            call(function, setting, *names, of=records_of(names, names))
-    limits = [call(function, setting, *names, of=records_of((fits,), names)) for _, fits in by_setting[:-1]]
-    assert limits == [value for value, name in by_setting if name != end]
+
+    def limit(fit: Collection[str]) -> float:
+        return float(call(function, setting, *names, of=records_of(fit, names)))
+
+    values = {name: call("setting", name, setting, of=records_of((), names)) for name in names}
+    *inside, end = sorted(set(values.values()), reverse=function == "smallest")
+    assert inside
+    assert limit(()) == (0 if function == "largest" else math.inf)
+    for place, value in enumerate(inside):
+        assert limit([name for name in names if values[name] in inside[: place + 1]]) == value
+    if (function, end) == ("smallest", 1):  # no degree is below 1
+        assert limit(names) == 1
+        return
+    with pytest.raises(Missing, match=f"the step fits, so the {function} {setting} that fits is") as error:
+        limit(names)
+    assert values[error.value.experiment] == end
 
 
 SHAPE = {"model.name", "model.layers", "model.hidden"}

@@ -109,19 +109,13 @@ def test_first_key_of_a_wrong_type_is_named(keys: dict[str, Any], wrong: str) ->
         schema.read_record(line(**keys))
 
 
-def test_a_record_needs_a_written_time() -> None:
+def test_a_record_needs_a_written_time_and_the_conditions_of_every_version() -> None:
     undated = line()
     del undated["written"]
-    with pytest.raises(schema.NotARecord, match="written: missing in a record of kind experiment"):
-        schema.read_record(undated)
-    with pytest.raises(schema.NotARecord, match="wall_s: of another type in"):
-        schema.read_record(undated | {"wall_s": "1"})
-
-
-@pytest.mark.parametrize("key", ["model", "layout", "system", "engine"])
-def test_conditions_of_every_version_are_required(key: str) -> None:
-    incomplete = line(experiment={name: value for name, value in CONDITIONS.items() if name != key})
-    with pytest.raises(
-        schema.NotARecord, match=rf"experiment\.{key}: missing in a record of kind experiment"
-    ):
-        schema.read_record(incomplete)
+    incomplete = [(undated, "written: missing"), (undated | {"wall_s": "1"}, "wall_s: of another type")]
+    for key in ("model", "layout", "system", "engine"):
+        conditions = {name: value for name, value in CONDITIONS.items() if name != key}
+        incomplete.append((line(experiment=conditions), rf"experiment\.{key}: missing"))
+    for document, wrong in incomplete:
+        with pytest.raises(schema.NotARecord, match=f"{wrong} in a record of kind experiment"):
+            schema.read_record(document)

@@ -55,11 +55,9 @@ def test_omitted_records_are_counted() -> None:
     assert (chosen.older, chosen.foreign) == (3, 2)
     assert [record.ratio for record in chosen.comparisons] == [2]
     assert chosen.by_pair["s/subject", "s/baseline"].ratio == 2
+    interrupted = run(1, "error"), run(2, "interrupted")
+    assert by_key(interrupted, without=("interrupted",))["k"].id == "1 error"
     assert by_keys(all_records)["baseline", "subject"].ratio == 2
-
-
-def test_records_with_excluded_outcomes_are_ignored() -> None:
-    assert by_key([run(1, "error"), run(2, "interrupted")], without=("interrupted",))["k"].id == "1 error"
 
 
 def test_validation_ignores_records_of_another_protocol() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +9,13 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from repro.accuracy.calibrate import clock as clock_module
-from repro.accuracy.calibrate import target
 from repro.accuracy.calibrate.calls import bind, calls_of, choose
-from repro.accuracy.calibrate.clock import OperatorClock
 from repro.config import Layout
-from repro.parallel import mesh as meshes
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.roles import roles, trace
 from tests.training import tiny
 
-CPU, WORLD = torch.device("cpu"), meshes.single_rank_mesh().world
+CPU = torch.device("cpu")
 LAYOUTS = {
     "dp": Layout(dp=2, zero=1, global_batch=6),
     "zero3": Layout(dp=2, zero=3, recompute=True, global_batch=6),
@@ -81,73 +76,3 @@ def test_chosen_sizes_include_the_smallest_and_largest() -> None:
     sizes = [call.nbytes for call in calls]
     assert {min(sizes), max(sizes)} <= {call.nbytes for call in chosen}
     assert len(choose(calls[:1], 3)) == 1
-
-
-def test_ranks_that_share_a_cache_each_flush_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A virtual machine with two cores may report the 480 MB cache of its host, too much for each of sixteen ranks."""
-    monkeypatch.setattr(clock_module, "cache_bytes", lambda device: 2**20)
-    single, one_of_eight = (OperatorClock(CPU, WORLD, repeats=1, neighbours=n) for n in (1, 8))
-    assert (single.cache, one_of_eight.cache) == (2**20, 2**17)
-    assert single._wipe.nbytes == 8 * one_of_eight._wipe.nbytes > 2**20
-    monkeypatch.undo()
-    assert clock_module.cache_bytes(CPU) > 0
-
-
-def test_operands_and_results_of_a_call_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "cache_bytes", lambda device: 2**20)
-    read, written = list[int](), list[int]()
-
-    def make_call() -> Callable[[], torch.Tensor]:
-        operand = torch.ones(2**15)  # a quarter of the cache, with the result
-
-        def call() -> torch.Tensor:
-            result = operand + 1
-            read.append(operand.data_ptr())
-            written.append(result.data_ptr())
-            return result
-
-        return call
-
-    OperatorClock(CPU, WORLD, repeats=3).time(make_call, 2**18)
-    for addresses in (read, written):
-        assert all(len(set(addresses[i : i + 5])) == 5 for i in range(len(read) - 15, len(read) - 5))
-
-
-def test_one_rank_per_core_measures_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rank_flops_per_s` also starts one rank per core; ranks that share a core would measure a lower rate."""
-    monkeypatch.setattr(target.compute_rate, "core_flops_per_s", lambda: 5e9)
-    found = [target.products_of_a_core(place, 2, WORLD) for place in range(4)]
-    assert found == [5e9, 5e9, None, None]
-
-
-class Busy:
-    """Calls of 1 ms CPU time each, and a clock that advances by `wall_s` per call."""
-
-    def __init__(self, wall_s: float):
-        self.wall_s, self.calls = wall_s, 0
-
-    def __call__(self, number: int = 0) -> None:
-        self.calls += 1
-
-    def perf_counter(self) -> float:
-        return self.calls * self.wall_s
-
-    def thread_time(self) -> float:
-        return self.calls * 1e-3
-
-
-@pytest.mark.parametrize("wall_s", [1e-3, 4e-3, 1.0])
-def test_crowded_clock_measures_time_at_an_equal_core_share(
-    monkeypatch: pytest.MonkeyPatch, wall_s: float
-) -> None:
-    """The result does not depend on whether the rank had the full core, its share or less during the measurement.
-
-    Ranks with a core each use wall time.
-    """
-    monkeypatch.setattr(clock_module, "usable_cores", lambda: 2)
-    crowded, alone = (OperatorClock(CPU, WORLD, repeats=2, neighbours=count) for count in (8, 2))
-    busy = Busy(wall_s)
-    monkeypatch.setattr(clock_module, "time", busy)
-    assert crowded.in_a_crowd(busy, alone=lambda: 0.0) == pytest.approx(4e-3)
-    assert busy.calls == pytest.approx(max(1, clock_module.CROWDED_S / wall_s), abs=1)
-    assert alone.time(lambda: busy, 8).median == pytest.approx(wall_s)

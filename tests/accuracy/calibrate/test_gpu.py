@@ -126,6 +126,19 @@ def test_repeat_runs_under_load_and_records_clock_rate(time: Clock, monkeypatch:
     assert gpu.load.medians()["power_w"] == 700.0
 
 
+def rank_result(
+    *, copy: dict[str, float], nvlink: bool = False, per_node: int = 1, **measured: Any
+) -> dict[str, Any]:
+    """Return the result of a rank of a calibration on GPUs, with its measurements."""
+    gpu = {"name": "NVIDIA Test", "compute_capability": "9.0", "memory_bytes": 10**11, "driver": "1"}
+    gpu |= {"power_limit_w": 700.0, "max_sm_mhz": 1980}
+    machine = {"gpus": [gpu], "memory": {"total_bytes": 10**11}, "versions": {"torch": "2.11.0"}}
+    sizes = {"per_node": per_node, "threads": 1, "cache_bytes": 2**25, "context_bytes": 10**9}
+    state = {"sm_mhz": LOADED_MHZ, "power_w": 690.0}
+    copies = {"copy": copy, "host_copy": copy}
+    return {"machine": {**machine, "nvlink": nvlink}, "gpu_state": state, **sizes, **copies, **measured}
+
+
 def fake_rank(monkeypatch: pytest.MonkeyPatch, quick: bool) -> dict[str, Any]:
     """Return the result of a rank on a fake GPU; the calls of the planned steps are not executed."""
 
@@ -141,27 +154,9 @@ def fake_rank(monkeypatch: pytest.MonkeyPatch, quick: bool) -> dict[str, Any]:
     clock = SimpleNamespace(device=torch.device("cuda"), time=timed)
     experiments = plan.step_experiments("local-gpu", 1, "bf16", quick)
     rows = target.operators(experiments, clock, quick, lambda: None, lambda: None)  # type: ignore[arg-type]
-    gpu = {"name": "NVIDIA Test", "compute_capability": "9.0", "memory_bytes": 10**11, "driver": "1"}
-    gpu |= {"power_limit_w": 700.0, "max_sm_mhz": 1980}
-    copy = {"nbytes": 4 * 10**9, "median": 1e-3}
     launch = {"operators": [("aten.add", 8, 0)] * 10, "median": 0.7e-3}
-    return {
-        "machine": {
-            "gpus": [gpu],
-            "memory": {"total_bytes": 10**11},
-            "nvlink": False,
-            "versions": {"torch": "2.11.0"},
-        },
-        "per_node": 1,
-        "threads": 1,
-        "cache_bytes": 2**25,
-        "operators": rows,
-        "launch": {**launch, "backward_operators": 4, "backward_s": 0.4e-3},
-        "copy": copy,
-        "host_copy": copy,
-        "context_bytes": 10**9,
-        "gpu_state": {"sm_mhz": LOADED_MHZ, "power_w": 690.0},
-    }
+    launch |= {"backward_operators": 4, "backward_s": 0.4e-3}
+    return rank_result(operators=rows, launch=launch, copy={"nbytes": 4 * 10**9, "median": 1e-3})
 
 
 def test_an_unaligned_vocabulary_adds_only_its_products(monkeypatch: pytest.MonkeyPatch) -> None:

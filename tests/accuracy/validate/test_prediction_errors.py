@@ -1,6 +1,6 @@
-"""Test of Megatron-LM on V100: error and coverage of all published rates that calibrate nothing.
+"""Tests of errors and coverage of predicted rates: Megatron-LM on V100, and devices without their calibration.
 
-`repro validate` prints these numbers after a simulation of the suites.
+`repro validate` prints the numbers of Megatron-LM after a simulation of the suites.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from repro.config import Experiment, systems
 from repro.simulate.record import simulated_record
 from repro.simulate.step import simulate
 from tests import committed
+from tests.accuracy.validate.leave_one_out import DEVICES, predicted_rates
 
 FOLDER = Path(__file__).parents[3] / "suites"
 
@@ -63,3 +64,16 @@ def test_median_error_is_20_percent_and_half_are_covered() -> None:
     assert median(map(abs, elsewhere.values())) <= 0.1, elsewhere
     covered = {point.name: point.holds for point in rates}
     assert family.held > family.points / 2, covered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_intervals_without_calibration_cover_published_rates(device: str) -> None:
+    """A sample of the rates; the module prints the table of docs/accuracy.md with all of them."""
+    rates = predicted_rates(device, step=3)
+    assert len(rates) >= 10
+    covered = sum(rate.holds for rate in rates)
+    assert covered >= 0.7 * len(rates), [rate.name for rate in rates if not rate.holds]
+    assert {rate.rests_on for rate in rates} - {""} == {"uncalibrated"}, (
+        "a step that does not fit has no calibration"
+    )
