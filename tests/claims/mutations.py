@@ -490,14 +490,6 @@ def verdict_changes(
     )
 
 
-def document_of(table: MutationTable) -> dict[str, Any]:
-    """Return the table as the data of `repro/claims/data/mutations.json`."""
-    claims: dict[str, dict[str, list[str]]] = {}
-    for (claim, label), names in table.changed_by.items():
-        claims.setdefault(claim, {})[label] = names
-    return {"agreeing": table.agreeing, "mutations": [one.name for one in MUTATIONS], "claims": claims}
-
-
 def write_data(document: Mapping[str, Any]) -> None:
     """Write the data file, with one line per value."""
     claims = ",\n".join(
@@ -553,7 +545,11 @@ def main() -> int:
     given = parser.parse_args()
     with Workers(given.workers) as workers:
         table = verdict_changes(load_ledger(), workers, store=given.results)
-    document = document_of(table)
+    claims: dict[str, dict[str, list[str]]] = defaultdict(dict)
+    for (claim, label), names in table.changed_by.items():
+        claims[claim][label] = names
+    mutations = [one.name for one in MUTATIONS]
+    document = {"agreeing": table.agreeing, "mutations": mutations, "claims": claims}
     write_data(document)
     PAGE.write_text(page(document), encoding="utf-8")
     print(page_tables(document))

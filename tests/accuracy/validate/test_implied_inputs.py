@@ -94,6 +94,8 @@ def test_rows_that_disagree_with_most_others_are_torn(tmp_path: Path) -> None:
 def test_curve_is_interpolated_between_its_points() -> None:
     interval = with_curve("a", {1: 20.0, 2: 10.0, 4: 5.0}).interval
     assert interval is not None
+    (move,) = interval.moves
+    assert move.span == replace(move, low_s=5.0, high_s=20.0).span == 15
     assert interval.seconds_in(Other(RINGS, 3.0), 10.0) == pytest.approx(20 / 3)
     assert interval.seconds_in(Other(RINGS, 100.0), 10.0) == pytest.approx(5), "no extrapolation"
     assert interval.seconds_in(Other(PACE, 3.0), 10.0) == 10.0, "another unknown has no effect"
