@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,6 @@ from repro.claims.reader import load_ledger
 from repro.claims.verdicts import REPRODUCED, RowResult
 from repro.config import Experiment, Layout
 from repro.config.enums import Category, Phase
-from repro.config.suites import Suite, load_suite
 from repro.config.system import Quantity, System
 from repro.launch.simulated import missing_for_simulation, simulated_system
 from repro.results.metrics import SPEED
@@ -43,6 +42,7 @@ from repro.simulate.time.schedule import Timeline, schedule_traces
 from repro.simulate.trace.events import Alloc, Event, Message, PhaseStart, Wait
 from repro.simulate.trace.roles import PipelineRole, Trace, trace
 from repro.util.processes import Workers, pause_garbage_collection
+from tests import committed
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "repro/claims/data/mutations.json"
@@ -399,16 +399,6 @@ def simulate_mutations(
     return {name: record for name, record in found.items() if record is not None}
 
 
-@dataclass(frozen=True)
-class MutationTable:
-    """Reproduced values that a simulation decides, with the mutations that change each verdict."""
-
-    changed_by: Mapping[Row, list[str]]
-    """Mutations by row; the mutation that changes the fewest rows is first."""
-    agreeing: int
-    """Number of all reproduced values: simulated, measured and counted."""
-
-
 def quantities_read(rows: Iterable[RowResult]) -> dict[str, set[str]]:
     """Return the quantities that the simulated evidence of `rows` reads, by `suite/name` of the experiment."""
     read: dict[str, set[str]] = defaultdict(set)
@@ -437,8 +427,9 @@ def simulate_all(
     """Return the records of the experiments in `read` by mutation and by name."""
     work = []
     for name, reads in read.items():
-        suite, _, experiment = name.partition("/")
-        work.append((load_suite_of(suite).entry(experiment).experiment, suite, sorted(reads), mutations))
+        suite, _, entry = name.partition("/")
+        experiment = committed.suite(ROOT / f"suites/{suite}.toml").entry(entry).experiment
+        work.append((experiment, suite, sorted(reads), mutations))
     work = [one for one in work if not missing_for_simulation(one[0])]
     found: dict[str, dict[str, ExperimentRecord]] = {name: {} for name in mutations}
     for number, records in enumerate(workers.completed(simulate_mutations, work), 1):
@@ -449,16 +440,12 @@ def simulate_all(
     return found
 
 
-@cache
-def load_suite_of(name: str) -> Suite:
-    return load_suite(ROOT / f"suites/{name}.toml")
-
-
 def verdict_changes(
-    ledger: Ledger, workers: Workers, mutations: Sequence[str] = (), store: Path | None = None
-) -> MutationTable:
-    """Judge `ledger` without a mutation and under each of `mutations`, by default all.
+    ledger: Ledger, workers: Workers, store: Path | None = None
+) -> tuple[dict[Row, list[str]], int]:
+    """Return the mutations that change the verdict of each reproduced simulated value, and the number of agreements.
 
+    The mutation that changes the fewest rows is first. The number counts simulated, measured and counted values.
     `store` contains simulations without a mutation and is only read. Missing simulations are run.
     """
     references = load_reference()
@@ -475,9 +462,7 @@ def verdict_changes(
     base |= simulate_all(missing, [""], workers)[""]
     agreeing = {row: found for row, found in judged(base).items() if found.verdict == REPRODUCED}
     tested = {row: found for row, found in agreeing.items() if found.basis == SIMULATED}
-    mutated = simulate_all(
-        quantities_read(tested.values()), mutations or [one.name for one in MUTATIONS], workers
-    )
+    mutated = simulate_all(quantities_read(tested.values()), [one.name for one in MUTATIONS], workers)
     changed: dict[Row, list[str]] = {row: [] for row in tested}
     for mutation, records in mutated.items():
         found = judged({**base, **records})
@@ -485,9 +470,8 @@ def verdict_changes(
             if found[row].verdict != REPRODUCED:
                 changed[row].append(mutation)
     counts = Counter(name for names in changed.values() for name in names)
-    return MutationTable(
-        {row: sorted(names, key=counts.__getitem__) for row, names in changed.items()}, len(agreeing)
-    )
+    ordered = {row: sorted(names, key=counts.__getitem__) for row, names in changed.items()}
+    return ordered, len(agreeing)
 
 
 def write_data(document: Mapping[str, Any]) -> None:
@@ -544,12 +528,12 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: as many as cores allow")
     given = parser.parse_args()
     with Workers(given.workers) as workers:
-        table = verdict_changes(load_ledger(), workers, store=given.results)
+        changed_by, agreeing = verdict_changes(load_ledger(), workers, given.results)
     claims: dict[str, dict[str, list[str]]] = defaultdict(dict)
-    for (claim, label), names in table.changed_by.items():
+    for (claim, label), names in changed_by.items():
         claims[claim][label] = names
     mutations = [one.name for one in MUTATIONS]
-    document = {"agreeing": table.agreeing, "mutations": mutations, "claims": claims}
+    document = {"agreeing": agreeing, "mutations": mutations, "claims": claims}
     write_data(document)
     PAGE.write_text(page(document), encoding="utf-8")
     print(page_tables(document))

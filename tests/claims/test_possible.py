@@ -99,6 +99,15 @@ def test_reason_names_two_unknowns_if_none_decides_alone(tmp_path: Path) -> None
     assert f"{RINGS} and {LAUNCH} decide" in result.rows[0].reason
 
 
+def test_possible_value_decides_over_a_reproduced_value_of_the_same_row(tmp_path: Path) -> None:
+    rows = row("15.0", simulated=f"[{rate('s/b')}, {rate('s/a')}]")
+    result = judged(tmp_path, rows, WIDE, simulated("s/b", 100 / 15))
+    assert ([one.verdict for one in result.findings], result.verdict) == (
+        [v.REPRODUCED, v.POSSIBLE],
+        v.POSSIBLE,
+    )
+
+
 def test_ratio_uses_the_same_draw_on_both_sides(tmp_path: Path) -> None:
     """The ratio is 2 in every draw of both rates. An unknown that affects one side alone changes the ratio."""
     rows = row("3.0", simulated=value(RATIO, 'metric = "ratio"'))

@@ -105,8 +105,12 @@ def test_value_with_other_printed_digits_does_not_agree(number: int, digits: int
 
 
 def test_published_measurement_is_rounded_and_not_truncated() -> None:
-    """Exact values and counts have no tolerance."""
-    for published, metric, inside, outside in (("4", "exact", 4, 4.4), ("2", "ratio", 1.6, 2.9)):
+    """Exact values and scores have no tolerance."""
+    for published, metric, inside, outside in (
+        ("4", "exact", 4, 4.4),
+        ("63.24", "quality", 63.244, 63.246),
+        ("2", "ratio", 1.6, 2.9),
+    ):
         assert agrees(published, inside, metric, closed_form=False)
         assert not agrees(published, outside, metric, closed_form=False)
     assert agrees("2", 2.4, "ratio", closed_form=False)
