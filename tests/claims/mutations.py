@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,6 @@ from repro.claims.reader import load_ledger
 from repro.claims.verdicts import REPRODUCED, RowResult
 from repro.config import Experiment, Layout
 from repro.config.enums import Category, Phase
-from repro.config.suites import Suite, load_suite
 from repro.config.system import Quantity, System
 from repro.launch.simulated import missing_for_simulation, simulated_system
 from repro.results.metrics import SPEED
@@ -43,6 +42,7 @@ from repro.simulate.time.schedule import Timeline, schedule_traces
 from repro.simulate.trace.events import Alloc, Event, Message, PhaseStart, Wait
 from repro.simulate.trace.roles import PipelineRole, Trace, trace
 from repro.util.processes import Workers, pause_garbage_collection
+from tests import committed
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "repro/claims/data/mutations.json"
@@ -54,8 +54,9 @@ Row = tuple[str, str]
 """Claim and label of a row."""
 EventChange = Callable[[Event, Layout, str], Sequence[Event]]
 """Function of an event, the layout and the phase that returns the replacement events; no event drops the event."""
-MEMORY, FIT, TRAFFIC, TIME = "memory", "fit", "traffic", "time"
+MEMORY, FIT, TRAFFIC, TIME = ALL = "memory", "fit", "traffic", "time"
 """Quantities of a simulation."""
+OF_MEMORY, OF_TRAFFIC = (MEMORY, FIT), (TRAFFIC, TIME)
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,6 @@ class Mutation:
     """One fault of a simulator."""
 
     name: str
-    area: str
-    """`memory`, `communication`, `time` or `schedule`."""
     fault: str
     """The fault, as a sentence about a simulator."""
     quantities: tuple[str, ...]
@@ -147,168 +146,154 @@ def _bubble_times(factor: float) -> Callable[..., Timeline]:
 
 
 CALIBRATED = predict.calibrated_kernels
-NONE = Mutation("", "", "", (MEMORY, FIT, TRAFFIC, TIME))
-MUTATIONS = (
-    Mutation(
-        "fp32 gradients",
-        "memory",
-        "Gradients and their messages have 4 bytes a parameter in 16-bit training.",
-        (MEMORY, FIT, TRAFFIC, TIME),
-        lambda layout: layout.grad_bytes == 2,
-        events=_fp32_gradients,
+NONE = Mutation("", "", ALL)
+MUTATIONS_BY_AREA = {
+    "memory": (
+        Mutation(
+            "fp32 gradients",
+            "Gradients and their messages have 4 bytes a parameter in 16-bit training.",
+            ALL,
+            lambda layout: layout.grad_bytes == 2,
+            events=_fp32_gradients,
+        ),
+        Mutation(
+            "no master copy",
+            "Optimizer states have 8 bytes a parameter, because the fp32 parameters are missing.",
+            OF_MEMORY,
+            lambda layout: layout.precision != "fp32",
+            events=_resize((Category.OPTIMIZER,), lambda layout: 2 / 3),
+        ),
+        Mutation(
+            "no optimizer states",
+            "Only parameters and gradients are model states.",
+            OF_MEMORY,
+            events=_resize((Category.OPTIMIZER,), lambda layout: 0),
+        ),
+        Mutation(
+            "no activations",
+            "Activations, checkpoints and temporary tensors need no memory.",
+            OF_MEMORY,
+            events=_resize((Category.ACTIVATIONS, Category.CHECKPOINTS, Category.OTHER), lambda layout: 0),
+        ),
+        Mutation(
+            "optimizer states not partitioned",
+            "Every rank has all optimizer states under ZeRO.",
+            OF_MEMORY,
+            lambda layout: layout.zero,
+            events=_resize((Category.OPTIMIZER,), lambda layout: layout.copies),
+        ),
+        Mutation(
+            "gradients not partitioned",
+            "Stage 2 of ZeRO behaves as stage 1.",
+            OF_MEMORY,
+            lambda layout: layout.zero == 2,
+            layout=lambda layout: {"zero": 1},
+        ),
+        Mutation(
+            "no recomputation",
+            "All activations stay in memory, and nothing is computed twice.",
+            ALL,
+            lambda layout: layout.recompute,
+            layout=lambda layout: {"recompute": False, "pa": False, "pa_cpu": False},
+        ),
+        Mutation(
+            "no sequence parallelism",
+            "Every tensor-parallel rank has the activations of the full sequence.",
+            (MEMORY, FIT, TIME),
+            lambda layout: layout.sp,
+            layout=lambda layout: {"sp": False},
+        ),
+        Mutation(
+            "no fragmentation",
+            "The allocator loses no memory to fragments.",
+            OF_MEMORY,
+            settings={"expandable": True},
+        ),
+        Mutation(
+            "no context",
+            "The CUDA context and its libraries need no memory.",
+            OF_MEMORY,
+            system=lambda system: replace(system, context_bytes=Quantity(value=0, source="mutation")),
+        ),
     ),
-    Mutation(
-        "no master copy",
-        "memory",
-        "Optimizer states have 8 bytes a parameter, because the fp32 parameters are missing.",
-        (MEMORY, FIT),
-        lambda layout: layout.precision != "fp32",
-        events=_resize((Category.OPTIMIZER,), lambda layout: 2 / 3),
+    "communication": (
+        Mutation(
+            "gradients not reduced",
+            "The collective that sums gradients over replicas is missing.",
+            OF_TRAFFIC,
+            lambda layout: layout.copies > 1,
+            events=_drop_collectives("dp", "gradients"),
+        ),
+        Mutation(
+            "parameters not gathered",
+            "The all-gather of parameters under ZeRO is missing.",
+            OF_TRAFFIC,
+            lambda layout: layout.zero,
+            events=_drop_collectives("dp", "parameters"),
+        ),
+        Mutation(
+            "no tensor-parallel collective in backward",
+            "The collectives of tensor parallelism run in the forward pass only.",
+            OF_TRAFFIC,
+            lambda layout: layout.tp > 1,
+            events=_drop_collectives("tp", only_in=Phase.BACKWARD),
+        ),
+        Mutation(
+            "half the bandwidth between nodes",
+            "Links between nodes have half of their bandwidth.",
+            (TIME,),
+            system=lambda system: _halve_bandwidth(system, ("inter-node",)),
+        ),
+        Mutation(
+            "half the bandwidth inside a node",
+            "Links inside a node have half of their bandwidth.",
+            (TIME,),
+            system=lambda system: _halve_bandwidth(system, ("nvlink", "pcie", "memory")),
+        ),
+        Mutation(
+            "no overlap", "The computation waits for every collective.", (TIME,), events=_wait_for_collective
+        ),
     ),
-    Mutation(
-        "no optimizer states",
-        "memory",
-        "Only parameters and gradients are model states.",
-        (MEMORY, FIT),
-        events=_resize((Category.OPTIMIZER,), lambda layout: 0),
+    "time": (
+        Mutation(
+            "slower kernels",
+            f"Every kernel takes {KERNEL_TIME_FACTOR} times its calibrated time.",
+            (TIME,),
+            function=("calibrated_kernels", _slow_kernels),
+        ),
+        Mutation(
+            "ideal kernels",
+            "Kernels are not calibrated and reach the modelled roofline.",
+            (TIME,),
+            function=("calibrated_kernels", lambda generation: MODELLED_KERNELS),
+        ),
     ),
-    Mutation(
-        "no activations",
-        "memory",
-        "Activations, checkpoints and temporary tensors need no memory.",
-        (MEMORY, FIT),
-        events=_resize((Category.ACTIVATIONS, Category.CHECKPOINTS, Category.OTHER), lambda layout: 0),
+    "schedule": (
+        Mutation(
+            "double bubble",
+            "Pipeline stages wait twice as long for each other.",
+            (TIME,),
+            lambda layout: layout.pp > 1,
+            function=("schedule_traces", _bubble_times(2)),
+        ),
+        Mutation(
+            "no interleaving",
+            "Each pipeline stage has one part of the model instead of several chunks.",
+            ALL,
+            lambda layout: layout.chunks > 1 and not layout.stage_layers,
+            layout=lambda layout: {"schedule": "1f1b", "chunks": 1},
+        ),
+        Mutation(
+            "half the stages",
+            "Each pipeline stage has the layers of two stages.",
+            (MEMORY, FIT, TRAFFIC),
+            lambda layout: layout.pp % 4 == 0 and not layout.stage_layers,
+            layout=lambda layout: {"pp": layout.pp // 2},
+        ),
     ),
-    Mutation(
-        "optimizer states not partitioned",
-        "memory",
-        "Every rank has all optimizer states under ZeRO.",
-        (MEMORY, FIT),
-        lambda layout: layout.zero,
-        events=_resize((Category.OPTIMIZER,), lambda layout: layout.copies),
-    ),
-    Mutation(
-        "gradients not partitioned",
-        "memory",
-        "Stage 2 of ZeRO behaves as stage 1.",
-        (MEMORY, FIT),
-        lambda layout: layout.zero == 2,
-        layout=lambda layout: {"zero": 1},
-    ),
-    Mutation(
-        "no recomputation",
-        "memory",
-        "All activations stay in memory, and nothing is computed twice.",
-        (MEMORY, FIT, TRAFFIC, TIME),
-        lambda layout: layout.recompute,
-        layout=lambda layout: {"recompute": False, "pa": False, "pa_cpu": False},
-    ),
-    Mutation(
-        "no sequence parallelism",
-        "memory",
-        "Every tensor-parallel rank has the activations of the full sequence.",
-        (MEMORY, FIT, TIME),
-        lambda layout: layout.sp,
-        layout=lambda layout: {"sp": False},
-    ),
-    Mutation(
-        "no fragmentation",
-        "memory",
-        "The allocator loses no memory to fragments.",
-        (MEMORY, FIT),
-        settings={"expandable": True},
-    ),
-    Mutation(
-        "no context",
-        "memory",
-        "The CUDA context and its libraries need no memory.",
-        (MEMORY, FIT),
-        system=lambda system: replace(system, context_bytes=Quantity(value=0, source="mutation")),
-    ),
-    Mutation(
-        "gradients not reduced",
-        "communication",
-        "The collective that sums gradients over replicas is missing.",
-        (TRAFFIC, TIME),
-        lambda layout: layout.copies > 1,
-        events=_drop_collectives("dp", "gradients"),
-    ),
-    Mutation(
-        "parameters not gathered",
-        "communication",
-        "The all-gather of parameters under ZeRO is missing.",
-        (TRAFFIC, TIME),
-        lambda layout: layout.zero,
-        events=_drop_collectives("dp", "parameters"),
-    ),
-    Mutation(
-        "no tensor-parallel collective in backward",
-        "communication",
-        "The collectives of tensor parallelism run in the forward pass only.",
-        (TRAFFIC, TIME),
-        lambda layout: layout.tp > 1,
-        events=_drop_collectives("tp", only_in=Phase.BACKWARD),
-    ),
-    Mutation(
-        "half the bandwidth between nodes",
-        "communication",
-        "Links between nodes have half of their bandwidth.",
-        (TIME,),
-        system=lambda system: _halve_bandwidth(system, ("inter-node",)),
-    ),
-    Mutation(
-        "half the bandwidth inside a node",
-        "communication",
-        "Links inside a node have half of their bandwidth.",
-        (TIME,),
-        system=lambda system: _halve_bandwidth(system, ("nvlink", "pcie", "memory")),
-    ),
-    Mutation(
-        "no overlap",
-        "communication",
-        "The computation waits for every collective.",
-        (TIME,),
-        events=_wait_for_collective,
-    ),
-    Mutation(
-        "slower kernels",
-        "time",
-        f"Every kernel takes {KERNEL_TIME_FACTOR} times its calibrated time.",
-        (TIME,),
-        function=("calibrated_kernels", _slow_kernels),
-    ),
-    Mutation(
-        "ideal kernels",
-        "time",
-        "Kernels are not calibrated and reach the modelled roofline.",
-        (TIME,),
-        function=("calibrated_kernels", lambda generation: MODELLED_KERNELS),
-    ),
-    Mutation(
-        "double bubble",
-        "schedule",
-        "Pipeline stages wait twice as long for each other.",
-        (TIME,),
-        lambda layout: layout.pp > 1,
-        function=("schedule_traces", _bubble_times(2)),
-    ),
-    Mutation(
-        "no interleaving",
-        "schedule",
-        "Each pipeline stage has one part of the model instead of several chunks.",
-        (MEMORY, FIT, TRAFFIC, TIME),
-        lambda layout: layout.chunks > 1 and not layout.stage_layers,
-        layout=lambda layout: {"schedule": "1f1b", "chunks": 1},
-    ),
-    Mutation(
-        "half the stages",
-        "schedule",
-        "Each pipeline stage has the layers of two stages.",
-        (MEMORY, FIT, TRAFFIC),
-        lambda layout: layout.pp % 4 == 0 and not layout.stage_layers,
-        layout=lambda layout: {"pp": layout.pp // 2},
-    ),
-)
+}
+"""Mutations by the area of the fault."""
+MUTATIONS = tuple(one for mutations in MUTATIONS_BY_AREA.values() for one in mutations)
 BY_NAME = {one.name: one for one in (NONE, *MUTATIONS)}
 
 
@@ -414,16 +399,6 @@ def simulate_mutations(
     return {name: record for name, record in found.items() if record is not None}
 
 
-@dataclass(frozen=True)
-class MutationTable:
-    """Reproduced values that a simulation decides, with the mutations that change each verdict."""
-
-    changed_by: Mapping[Row, list[str]]
-    """Mutations by row; the mutation that changes the fewest rows is first."""
-    agreeing: int
-    """Number of all reproduced values: simulated, measured and counted."""
-
-
 def quantities_read(rows: Iterable[RowResult]) -> dict[str, set[str]]:
     """Return the quantities that the simulated evidence of `rows` reads, by `suite/name` of the experiment."""
     read: dict[str, set[str]] = defaultdict(set)
@@ -452,8 +427,9 @@ def simulate_all(
     """Return the records of the experiments in `read` by mutation and by name."""
     work = []
     for name, reads in read.items():
-        suite, _, experiment = name.partition("/")
-        work.append((load_suite_of(suite).entry(experiment).experiment, suite, sorted(reads), mutations))
+        suite, _, entry = name.partition("/")
+        experiment = committed.suite(ROOT / f"suites/{suite}.toml").entry(entry).experiment
+        work.append((experiment, suite, sorted(reads), mutations))
     work = [one for one in work if not missing_for_simulation(one[0])]
     found: dict[str, dict[str, ExperimentRecord]] = {name: {} for name in mutations}
     for number, records in enumerate(workers.completed(simulate_mutations, work), 1):
@@ -464,16 +440,12 @@ def simulate_all(
     return found
 
 
-@cache
-def load_suite_of(name: str) -> Suite:
-    return load_suite(ROOT / f"suites/{name}.toml")
-
-
 def verdict_changes(
-    ledger: Ledger, workers: Workers, mutations: Sequence[str] = (), store: Path | None = None
-) -> MutationTable:
-    """Judge `ledger` without a mutation and under each of `mutations`, by default all.
+    ledger: Ledger, workers: Workers, store: Path | None = None
+) -> tuple[dict[Row, list[str]], int]:
+    """Return the mutations that change the verdict of each reproduced simulated value, and the number of agreements.
 
+    The mutation that changes the fewest rows is first. The number counts simulated, measured and counted values.
     `store` contains simulations without a mutation and is only read. Missing simulations are run.
     """
     references = load_reference()
@@ -490,9 +462,7 @@ def verdict_changes(
     base |= simulate_all(missing, [""], workers)[""]
     agreeing = {row: found for row, found in judged(base).items() if found.verdict == REPRODUCED}
     tested = {row: found for row, found in agreeing.items() if found.basis == SIMULATED}
-    mutated = simulate_all(
-        quantities_read(tested.values()), mutations or [one.name for one in MUTATIONS], workers
-    )
+    mutated = simulate_all(quantities_read(tested.values()), [one.name for one in MUTATIONS], workers)
     changed: dict[Row, list[str]] = {row: [] for row in tested}
     for mutation, records in mutated.items():
         found = judged({**base, **records})
@@ -500,17 +470,8 @@ def verdict_changes(
             if found[row].verdict != REPRODUCED:
                 changed[row].append(mutation)
     counts = Counter(name for names in changed.values() for name in names)
-    return MutationTable(
-        {row: sorted(names, key=counts.__getitem__) for row, names in changed.items()}, len(agreeing)
-    )
-
-
-def document_of(table: MutationTable) -> dict[str, Any]:
-    """Return the table as the data of `repro/claims/data/mutations.json`."""
-    claims: dict[str, dict[str, list[str]]] = {}
-    for (claim, label), names in table.changed_by.items():
-        claims.setdefault(claim, {})[label] = names
-    return {"agreeing": table.agreeing, "mutations": [one.name for one in MUTATIONS], "claims": claims}
+    ordered = {row: sorted(names, key=counts.__getitem__) for row, names in changed.items()}
+    return ordered, len(agreeing)
 
 
 def write_data(document: Mapping[str, Any]) -> None:
@@ -538,7 +499,11 @@ def page_tables(document: Mapping[str, Any]) -> str:
         "",
         "| mutation | area | fault of a simulator | changed verdicts (values) |",
         "|---|---|---|---|",
-        *(f"| {one.name} | {one.area} | {one.fault} | {counts[one.name]} |" for one in MUTATIONS),
+        *(
+            f"| {one.name} | {area} | {one.fault} | {counts[one.name]} |"
+            for area, mutations in MUTATIONS_BY_AREA.items()
+            for one in mutations
+        ),
         "",
         "| claim | values that no mutation changes |",
         "|---|---|",
@@ -563,8 +528,12 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: as many as cores allow")
     given = parser.parse_args()
     with Workers(given.workers) as workers:
-        table = verdict_changes(load_ledger(), workers, store=given.results)
-    document = document_of(table)
+        changed_by, agreeing = verdict_changes(load_ledger(), workers, given.results)
+    claims: dict[str, dict[str, list[str]]] = defaultdict(dict)
+    for (claim, label), names in changed_by.items():
+        claims[claim][label] = names
+    mutations = [one.name for one in MUTATIONS]
+    document = {"agreeing": agreeing, "mutations": mutations, "claims": claims}
     write_data(document)
     PAGE.write_text(page(document), encoding="utf-8")
     print(page_tables(document))

@@ -38,17 +38,20 @@ def test_layer_activations_of_the_1t_model() -> None:
     assert f.layer_activation_bytes(1, 2048, 25600, 160, 8, sp=1, selective=1) == sbh * 34 / 8
 
 
-def test_unknown_stage_or_collective_is_an_error() -> None:
-    with pytest.raises(ArithmeticError, match="stage 4"):
-        f.model_state_bytes(1, 1, 4)
-    with pytest.raises(ArithmeticError, match="variant"):
-        f.dp_elements(1, 1, "ring")
-
-
-def test_root_of_a_negative_number_is_an_error() -> None:
-    assert [f.FORMULAS["sqrt"](x) for x in (0.0, 0.25)] == [0.0, 0.5]
-    with pytest.raises(ArithmeticError, match="no real root"):
-        f.FORMULAS["sqrt"](-0.25)
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("model_state_bytes", (1, 1, 4), "stage 4"),
+        ("dp_elements", (1, 1, "ring"), "variant"),
+        ("sqrt", (-0.25,), "no real root"),
+        ("schedule_bubble", (2, 5, 2), "a multiple of stages = 2"),
+        ("schedule_bubble", (2, 2.5, 1), "must be integers"),
+        ("schedule_bubble", (0, 1, 1), "at least 1"),
+    ],
+)
+def test_impossible_argument_is_an_error(name: str, arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ArithmeticError, match=message):
+        f.FORMULAS[name](*arguments)
 
 
 def test_communication_volume_by_kind_of_parallelism() -> None:
@@ -64,11 +67,11 @@ def test_gpt_params_is_the_sum_of_its_matrices() -> None:
     h = 4
     attention = 3 * (h * h + h) + h * h + h
     mlp = h * 4 * h + 4 * h + 4 * h * h + h
-    norms = 2 * 2 * h
-    assert f.gpt_params(2, h, 10, 6) == pytest.approx(2 * (attention + mlp + norms) + 10 * h + 6 * h)
-    default = 2 * (attention + mlp + norms) + 51200 * h + 1024 * h
-    assert f.gpt_params(2, h) == pytest.approx(default, abs=0.5), (
-        "defaults: the padded vocabulary and the positions of GPT-2"
+    layers = 2 * (attention + mlp + 2 * 2 * h)
+    assert f.gpt_params(2, h, 10, 6) == pytest.approx(layers + 10 * h + 6 * h)
+    padded = layers + 51200 * h + 1024 * h
+    assert f.gpt_params(2, h) == pytest.approx(padded, abs=0.5), (
+        "the padded vocabulary and positions of GPT-2"
     )
 
 
@@ -82,36 +85,26 @@ def test_gpt_flops_is_the_sum_of_matrix_products() -> None:
     assert once == pytest.approx(3 * layers * layer + 3 * logits)
 
 
-def test_bubble_fraction_of_four_stages() -> None:
-    """With eight micro-batches, each stage computes in 8 slots and waits in 3."""
-    assert f.bubble_fraction(4, 8) == 3 / 8
-    assert f.bubble_fraction(4, 8, 2) == 3 / 16
+def test_bubble_over_computation_of_pipelines() -> None:
+    """With four stages and eight micro-batches, each stage computes in 8 slots and waits in 3.
 
-
-def test_training_time_and_steps() -> None:
-    """MEG2 sec. 5.1: 300B tokens with 175B parameters take 34 days on 1024 GPUs at 140 TFLOP/s."""
-    assert round(f.train_seconds(300e9, 175e9, 1024, 140e12) / f.DAY) == 34
-    assert f.training_steps(3 * 5 * 7, 3, 5) == 7
-
-
-def test_every_formula_has_a_docstring() -> None:
-    assert all(function.__doc__ for name, function in f.FORMULAS.items() if name != "sqrt")
-
-
-def test_schedule_bubble_equals_the_bubble_of_the_papers() -> None:
-    """MEG2 sec. 2.2: (p-1)/m, and (p-1)/(v m) with interleaving. Yuan 1.0 has p = 38 and m = 480."""
-    assert f.schedule_bubble(38, 480) == 37 / 480
+    MEG2 sec. 2.2: (p-1)/m, and (p-1)/(v m) with interleaving.
+    """
+    assert f.bubble_fraction(4, 8) == f.schedule_bubble(4, 8) == 3 / 8
+    assert f.bubble_fraction(4, 8, 2) == f.schedule_bubble(4, 8, 2) == 3 / 16
     assert f.schedule_bubble(8, 64, 4) == f.bubble_fraction(8, 64, 4) == 7 / 256
     assert f.schedule_bubble(2, 13) == pytest.approx(1 / 13)
 
 
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [((2, 5, 2), "a multiple of stages = 2"), ((2, 2.5, 1), "must be integers"), ((0, 1, 1), "at least 1")],
-)
-def test_schedule_bubble_rejects_impossible_schedules(counts: tuple[float, ...], message: str) -> None:
-    with pytest.raises(ArithmeticError, match=message):
-        f.schedule_bubble(*counts)
+def test_training_time_steps_and_roots() -> None:
+    """MEG2 sec. 5.1: 300B tokens with 175B parameters take 34 days on 1024 GPUs at 140 TFLOP/s."""
+    assert round(f.train_seconds(300e9, 175e9, 1024, 140e12) / f.DAY) == 34
+    assert f.training_steps(3 * 5 * 7, 3, 5) == 7
+    assert [f.FORMULAS["sqrt"](x) for x in (0.0, 0.25)] == [0.0, 0.5]
+
+
+def test_every_formula_has_a_docstring() -> None:
+    assert all(function.__doc__ for name, function in f.FORMULAS.items() if name != "sqrt")
 
 
 def test_pipeline_messages_cross_each_stage_boundary_twice() -> None:

@@ -8,23 +8,19 @@ from typing import Any
 
 import pytest
 
-from repro.claims.judge import judge, judge_claim
-from repro.claims.reader import load_ledger
+from repro.claims.judge import judge_claim
 from repro.claims.records import Records
 from repro.claims.run_commands import device_commands
 from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, Finding
-from repro.config import Experiment, Layout, Model, Training, models
+from repro.config import Experiment, Layout, Model, models
 from repro.results.reference_records import ReferenceFile
-from repro.results.schema import ComparisonRecord, Record, Side
+from repro.results.schema import Record
 from tests import committed
-from tests.claims.constructed_records import record
-from tests.claims.test_judge import HEAD
+from tests.claims.constructed_records import RATIO, comparison, judged, record, row, value
 from tests.records import fit_record, made_up
 
-LIMIT, FIG4, SIZES, STATES = (
-    *("zero-ddp-oom-limit", "zero-table10-fig4-dp-only"),
-    *("zero-max-size-nd64", "zero-fig1-7p5b"),
-)
+LIMIT, FIG4, STATES = "zero-ddp-oom-limit", "zero-table10-fig4-dp-only", "zero-fig1-7p5b"
+KERNELS = ("repro-kernels", "vocabulary padded to 50,304")
 
 
 def reference(*records: Record, device: str = "NVIDIA H200") -> ReferenceFile:
@@ -33,8 +29,8 @@ def reference(*records: Record, device: str = "NVIDIA H200") -> ReferenceFile:
 
 def measured(claim: str, label: str, *records: Record, files: tuple[ReferenceFile, ...] = ()) -> Finding:
     result = judge_claim(committed.ledger().claim(claim), Records(records, files))
-    (row,) = (row for row in result.rows if row.row.label == label)
-    (finding,) = (finding for finding in row.findings if finding.kind == "measured")
+    rows = (row for row in result.rows if row.row.label == label)
+    (finding,) = (finding for row in rows for finding in row.findings if finding.kind == "measured")
     return finding
 
 
@@ -48,10 +44,8 @@ def test_search_of_one_rank_decides_a_limit() -> None:
     fails_beyond = {row.row.published: row.verdict for row in result.rows if "fails beyond" in row.row.label}
     assert fails_beyond == {"1.3B": NOT_REPRODUCED, "1B": NOT_REPRODUCED}, "46 layers are 1.498B"
     assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, one rank of 64, on NVIDIA V100 2/5")
-    assert (
-        measured(FIG4, "largest without MP", fit_record(hidden=4096, layers=63, zero=2, cb=True)).text
-        == "12.9B"
-    )
+    largest = measured(FIG4, "largest without MP", fit_record(hidden=4096, layers=63, zero=2, cb=True))
+    assert largest.text == "12.9B"
 
 
 @pytest.mark.parametrize(
@@ -78,12 +72,10 @@ def test_search_with_another_condition_is_ignored(change: dict[str, Any]) -> Non
 
 
 def test_search_with_all_ranks_has_the_published_scale() -> None:
-    found = measured(LIMIT, "text", replace(fit_record(), one_rank=False, rank=None, collectives="data"))
-    assert found.scale_label == "published scale, on NVIDIA V100"
-
-
-def test_memory_limit_of_32_gib_matches_32_gb() -> None:
-    assert measured(LIMIT, "text", fit_record(limit_bytes=32 * 2**30)).verdict == REPRODUCED
+    """Memory of 32 GiB counts as 32 GB."""
+    full = replace(fit_record(limit_bytes=32 * 2**30), one_rank=False, rank=None, collectives="data")
+    found = measured(LIMIT, "text", full)
+    assert (found.verdict, found.scale_label) == (REPRODUCED, "published scale, on NVIDIA V100")
 
 
 def test_limit_far_from_the_published_one_is_not_reproduced() -> None:
@@ -107,12 +99,8 @@ def run(
 ) -> Record:
     model = Model(name="m", layers=48, hidden=1600, heads=25, vocab=50304, seq=1024)
     layout = Layout(micro_batch=8, global_batch=16, precision="bf16", kernels=kernels)
-    experiment = Experiment(name=kernels, model=model, layout=layout, training=Training(), system=system)
-    conditions, metrics = experiment.as_dict(), {"samples_per_s": speed}
-    return made_up(kernels, suite=suite, experiment=conditions, metrics=metrics, **keys)
-
-
-KERNELS = ("repro-kernels", "vocabulary padded to 50,304")
+    experiment = Experiment(name=kernels, model=model, layout=layout, system=system).as_dict()
+    return made_up(kernels, suite=suite, experiment=experiment, metrics={"samples_per_s": speed}, **keys)
 
 
 def test_compared_kernel_runs_differ_only_in_their_kernels() -> None:
@@ -130,18 +118,7 @@ def test_compared_kernel_runs_differ_only_in_their_kernels() -> None:
 
 
 def test_interleaved_kernels_have_an_interval() -> None:
-    sides = [Side(name=name, key=name) for name in ("reference", "fused")]
-    interleaved = ComparisonRecord(
-        suite="one_gpu",
-        name="x",
-        baseline=sides[0],
-        subject=sides[1],
-        metric="samples_per_s",
-        ratio=1.2,
-        low=1.1,
-        high=1.3,
-        rounds=3,
-    )
+    interleaved = comparison("fused", "reference", 1.2, 1.1, 1.3, suite="one_gpu")
     found = measured(*KERNELS, run("fused", 47.0), run("reference", 40.0), interleaved)
     assert (found.value, found.low, found.high) == (1.2, 1.1, 1.3)
 
@@ -158,19 +135,13 @@ def test_reference_records_decide_until_this_machine_has_a_result() -> None:
     assert own.scale_label == "one rank of 64, on NVIDIA V100"
 
 
-SPEEDS = 'metric("s/a", "speed") / metric("s/b", "speed")'
-RATIO = f"""{{ label = "r", published = "2.0", simulated = {{ value = '{SPEEDS}' }} }}]"""
-
-
 def test_value_reads_records_of_one_machine_only(tmp_path: Path) -> None:
     """A local run of one side and a reference run of the other side give no ratio."""
-    (tmp_path / "test.toml").write_text(HEAD + RATIO)
-    ledger = load_ledger(tmp_path)
-    half = reference(record("b", speed=1.0))
-    both = reference(record("a", speed=6.0), record("b", speed=3.0), device="NVIDIA A100")
-    (result,) = judge(ledger, [record("a", speed=2.0)], [half])
-    assert result.verdict == NOT_RUN
-    (result,) = judge(ledger, [record("a", speed=2.0)], [half, both])
+    rows, own = row(simulated=value(RATIO)), record("a", samples_per_s=2.0)
+    half = reference(record("b", samples_per_s=1.0))
+    both = reference(record("a", samples_per_s=6.0), record("b", samples_per_s=3.0), device="NVIDIA A100")
+    assert judged(tmp_path, rows, own, references=[half]).verdict == NOT_RUN
+    result = judged(tmp_path, rows, own, references=[half, both])
     assert result.basis == "measured, published scale, as measured on NVIDIA A100, 2026-11-26 1/1"
 
 

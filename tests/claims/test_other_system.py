@@ -18,6 +18,7 @@ from repro.claims.other_system import (
     simulated_systems,
 )
 from repro.config import ConfigError, Experiment, Layout, Model, OperatorSet, systems
+from repro.model.counts import total_parameters
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.time.calibration import PUBLISHED_POINT, UNCALIBRATED
@@ -25,8 +26,10 @@ from tests import committed
 from tests.claims.constructed_records import record
 
 LEDGER = committed.ledger()
+AGAIN = committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml")
 QUESTIONS = load_questions(LEDGER)
 ROW = 'claim = "ds-3p75x-lowbw"\nrow = "throughput over Megatron"\nasks = "?"\n'
+MEMORY = """value = 'metric("again/b", "memory.states_bytes") / 8e9'"""
 RATIO = """value = 'metric("again/a", "samples_per_s") / metric("again/b", "samples_per_s")'\n"""
 
 
@@ -36,30 +39,21 @@ def test_claims_have_a_question_or_a_reason_against_it() -> None:
 
 
 def test_questions_read_all_experiments_of_their_suite() -> None:
-    suite = committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml")
-    experiments = {f"{suite.name}/{entry.experiment.name}" for entry in suite.entries}
-    read = {
-        text
-        for question in QUESTIONS.asked
-        for text in texts(question.value, question.row.variables)
-        if "/" in text
-    }
-    assert read == experiments
+    names = [texts(question.value, question.row.variables) for question in QUESTIONS.asked]
+    read = {text for found in names for text in found if "/" in text}
+    assert read == {f"{AGAIN.name}/{entry.experiment.name}" for entry in AGAIN.entries}
 
 
 def test_words_do_not_call_the_published_value_different() -> None:
     for question in QUESTIONS.asked:
         if question.words and question.row.printed is not None:
             word = question.word(question.row.printed.value)
-            assert not word.startswith(("less", "more than", "fewer", "a smaller", "a larger")), (
-                question.row.label
-            )
+            different = ("less", "more than", "fewer", "a smaller", "a larger")
+            assert not word.startswith(different), question.row.label
 
 
 def test_llama_models_of_the_suite_have_their_published_sizes() -> None:
-    from repro.model.counts import total_parameters
-
-    for entry in committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml").entries:
+    for entry in AGAIN.entries:
         model = entry.experiment.model
         assert total_parameters(model) == pytest.approx(model.published_params, rel=0.05), model.name
 
@@ -134,8 +128,7 @@ def test_answer_has_no_value_without_a_step_that_fits(tmp_path: Path) -> None:
     records = simulated("a@dgx-h100"), simulated("b@dgx-h100", outcome="oom")
     oom = answer(tmp_path, RATIO, *records)
     assert (oom.value, oom.unrecorded, oom.lacks) == (None, False, "b: the step does not fit in memory")
-    memory = """value = 'metric("again/b", "memory.states_bytes") / 8e9'"""
-    assert answer(tmp_path, memory, *records).value == 1.0  # known although the step does not fit
+    assert answer(tmp_path, MEMORY, *records).value == 1.0  # known although the step does not fit
 
 
 def test_fastest_returns_the_maximum_of_the_steps_that_fit(tmp_path: Path) -> None:
@@ -169,5 +162,4 @@ def test_answer_names_the_weakest_calibration_of_its_steps(tmp_path: Path) -> No
     assert answer(tmp_path, RATIO, *records).rests_on == PUBLISHED_POINT
     records[1] = on_h100("b", "unfused")
     assert answer(tmp_path, RATIO, *records).rests_on == UNCALIBRATED
-    memory = """value = 'metric("again/b", "memory.states_bytes") / 8e9'"""
-    assert answer(tmp_path, memory, *records).rests_on == ""
+    assert answer(tmp_path, MEMORY, *records).rests_on == ""

@@ -9,25 +9,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from repro.claims.judge import judge
+from repro.claims import verdicts as v
 from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, summary, totals, why
-from repro.claims.verdicts import (
-    NOT_COMPARABLE,
-    NOT_REPRODUCED,
-    POSSIBLE,
-    REPRODUCED,
-    ClaimResult,
-    InputUncertainty,
-    RowResult,
-)
+from repro.claims.verdicts import ClaimResult, InputUncertainty
 from repro.report.compare import BETTER, SAME, WORSE, _judge_verdicts
 from repro.report.text.claims import print_claim_details
 from repro.report.views import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
-from tests.claims.constructed_records import record
-from tests.claims.test_judge import HEAD
+from tests.claims.constructed_records import RATIO, judged, record, row, value
 
 RINGS, LAUNCH = "links.inter-node.rings", "device.time.launch_s"
 
@@ -47,114 +38,99 @@ def step_range(rings: tuple[float, float], launch: tuple[float, float], draws: l
     return StepInterval(draws=draws, moves=moves)
 
 
-def judged(
-    path: Path, published: str, *records: ExperimentRecord, value: str, bound: str = ""
-) -> ClaimResult:
-    text = f'{{ label = "x", published = "{published}", bound = "{bound}", {value} }}'
-    (path / "claims.toml").write_text(HEAD + text + "]\n")
-    return judge(load_ledger(path), records)[0]
-
-
 def rate(name: str = "s/a") -> str:
-    return f"""simulated = {{ value = 'metric("{name}", "samples_per_s")', metric = "throughput" }}"""
+    """Return simulated evidence about the rate of an experiment."""
+    return value(f'metric("{name}", "samples_per_s")', 'metric = "throughput"')
 
 
-def only(result: ClaimResult) -> RowResult:
-    (row,) = result.rows
-    return row
+def judge_rate(path: Path, published: str, *records: ExperimentRecord, bound: str = "") -> ClaimResult:
+    return judged(path, row(published, bound=f'"{bound}"', simulated=rate()), *records)
 
 
 WIDE_INTERVAL = step_range((10.0, 5.0), (9.9, 11.0), [5.0, 8.0, 10.0, 12.0])
 """Interval of a step of 10 s, or 10 samples/s: 20 samples/s with more rings, 8.3 samples/s in one joint draw."""
+WIDE = simulated("s/a", 10.0, WIDE_INTERVAL)
 
 
 @pytest.mark.parametrize(
     ("published", "bound", "verdict"),
     [
-        ("10.0", "", REPRODUCED),  # the value at the best inputs
-        ("11.4", "", REPRODUCED),  # within 15 % of the published value
-        ("15.0", "", POSSIBLE),
-        ("20.0", "", POSSIBLE),
-        ("20.1", "", NOT_REPRODUCED),  # the tolerance does not widen the range of the unknown inputs
-        ("8.8", "", REPRODUCED),
-        ("8.0", "", NOT_REPRODUCED),
-        ("19", "over", POSSIBLE),
-        ("20", "over", NOT_REPRODUCED),
-        ("9", "over", REPRODUCED),
+        ("10.0", "", v.REPRODUCED),  # the value at the best inputs
+        ("11.4", "", v.REPRODUCED),  # within 15 % of the published value
+        ("15.0", "", v.POSSIBLE),
+        ("20.0", "", v.POSSIBLE),
+        ("20.1", "", v.NOT_REPRODUCED),  # the tolerance does not widen the range of the unknown inputs
+        ("8.8", "", v.REPRODUCED),
+        ("8.0", "", v.NOT_REPRODUCED),
+        ("19", "over", v.POSSIBLE),
+        ("20", "over", v.NOT_REPRODUCED),
+        ("9", "over", v.REPRODUCED),
     ],
 )
 def test_published_value_in_the_range_of_unknowns_is_possible(
     tmp_path: Path, published: str, bound: str, verdict: str
 ) -> None:
-    row = only(judged(tmp_path, published, simulated("s/a", 10.0, WIDE_INTERVAL), value=rate(), bound=bound))
-    assert row.verdict == verdict, row.reason
-    (finding,) = row.findings
+    result = judge_rate(tmp_path, published, WIDE, bound=bound)
+    (finding,) = result.findings
+    assert result.verdict == verdict, finding.reason
     ends = 100 / 12 + 0.15 * (10 - 100 / 12), 20 - 0.15 * (20 - 12.5)  # 5 and 95 % of four draws
     assert (finding.low, finding.high) == pytest.approx(ends)
-    if verdict == POSSIBLE:
-        assert f"{RINGS} decides" in row.reason
-    if verdict == NOT_REPRODUCED:
-        assert (
-            "the ranges of all unknown inputs give 8.333 to 20, which does not contain the published value"
-            in row.reason
-        )
+    if verdict == v.POSSIBLE:
+        assert f"{RINGS} decides" in finding.reason
+    if verdict == v.NOT_REPRODUCED:
+        assert "the ranges of all unknown inputs give 8.333 to 20, which does not contain" in finding.reason
 
 
 @pytest.mark.parametrize(("published", "bound"), [("15.0", ""), ("20", "over")])
 def test_page_shows_the_tolerance_of_a_miss_once(tmp_path: Path, published: str, bound: str) -> None:
-    result = judged(tmp_path, published, simulated("s/a", 10.0, WIDE_INTERVAL), value=rate(), bound=bound)
-    tolerance, _, rest = only(result).reason.partition("; ")
+    result = judge_rate(tmp_path, published, WIDE, bound=bound)
+    tolerance, _, rest = result.rows[0].reason.partition("; ")
     assert tolerance == ("printed bound" if bound else "15% (throughput)")
     assert rest.startswith("the ranges of all unknown inputs give ")
-    (shown,) = row_view(only(result), result.claim)["findings"]
+    (shown,) = row_view(result.rows[0], result.claim)["findings"]
     assert shown["tolerance"].endswith(f": {tolerance}")
     assert shown["reason"] == rest
 
 
-def test_miss_without_an_interval_is_not_reproduced(tmp_path: Path) -> None:
-    result = judged(tmp_path, "15.0", simulated("s/a", 10.0), value=rate())
-    row = only(result)
-    assert (row.verdict, row.findings[0].low) == (NOT_REPRODUCED, 10.0)
-    assert row_view(row, result.claim)["findings"][0]["tornado"] == []
-
-
 def test_reason_names_two_unknowns_if_none_decides_alone(tmp_path: Path) -> None:
     uncertainty = step_range((10.0, 8.0), (9.0, 10.0), [7.0] * 4)
-    row = only(judged(tmp_path, "14.0", simulated("s/a", 10.0, uncertainty), value=rate()))
-    assert row.verdict == POSSIBLE
-    assert f"{RINGS} and {LAUNCH} decide" in row.reason
+    result = judge_rate(tmp_path, "14.0", simulated("s/a", 10.0, uncertainty))
+    assert result.verdict == v.POSSIBLE
+    assert f"{RINGS} and {LAUNCH} decide" in result.rows[0].reason
+
+
+def test_possible_value_decides_over_a_reproduced_value_of_the_same_row(tmp_path: Path) -> None:
+    rows = row("15.0", simulated=f"[{rate('s/b')}, {rate('s/a')}]")
+    result = judged(tmp_path, rows, WIDE, simulated("s/b", 100 / 15))
+    assert ([one.verdict for one in result.findings], result.verdict) == (
+        [v.REPRODUCED, v.POSSIBLE],
+        v.POSSIBLE,
+    )
 
 
 def test_ratio_uses_the_same_draw_on_both_sides(tmp_path: Path) -> None:
     """The ratio is 2 in every draw of both rates. An unknown that affects one side alone changes the ratio."""
-    ratio = 'metric("s/a", "samples_per_s") / metric("s/b", "samples_per_s")'
-    value = f"simulated = {{ value = '{ratio}', metric = \"ratio\" }}"
+    rows = row("3.0", simulated=value(RATIO, 'metric = "ratio"'))
     draws = [5.0, 8.0, 10.0, 12.0]
     ours = simulated("s/a", 10.0, step_range((5.0, 12.0), (10.0, 10.0), draws))
     other = simulated("s/b", 20.0, step_range((10.0, 24.0), (20.0, 20.0), [2 * step for step in draws]))
-    row = only(judged(tmp_path, "3.0", ours, other, value=value))
-    assert (row.verdict, row.findings[0].low, row.findings[0].high) == (NOT_REPRODUCED, 2.0, 2.0)
+    (finding,) = judged(tmp_path, rows, ours, other).findings
+    assert (finding.verdict, finding.low, finding.high) == (v.NOT_REPRODUCED, 2.0, 2.0)
     one_sided = simulated("s/b", 20.0, step_range((10.0, 24.0), (20.0, 30.0), [2 * step for step in draws]))
-    row = only(judged(tmp_path, "3.0", ours, one_sided, value=value))
-    assert row.verdict == POSSIBLE
-    assert f"{LAUNCH} decides" in row.reason
+    (finding,) = judged(tmp_path, rows, ours, one_sided).findings
+    assert (finding.verdict, finding.deciding) == (v.POSSIBLE, (LAUNCH,))
 
 
 def test_possible_values_have_a_separate_count(tmp_path: Path) -> None:
-    rows = ",\n".join(
-        f'{{ label = "{name}", published = "{value}", {rate(f"s/{name}")} }}'
-        for name, value in (("a", "10.0"), ("b", "15.0"))
-    )
-    (tmp_path / "claims.toml").write_text(HEAD + rows + "]\n")
-    records = [simulated(f"s/{name}", 10.0, WIDE_INTERVAL) for name in "ab"]
-    (result,) = judge(load_ledger(tmp_path), records)
-    assert (result.verdict, result.basis) == (POSSIBLE, "simulated 1/2")
+    rows = row("10.0", "a", simulated=rate("s/a")) + row("15.0", "b", simulated=rate("s/b"))
+    result = judged(tmp_path, rows, WIDE, simulated("s/b", 10.0, WIDE_INTERVAL))
+    assert (result.verdict, result.basis) == (v.POSSIBLE, "simulated 1/2")
     assert result.disagreements == ()
     kind = result.kind("simulated")
     assert kind is not None
-    assert (kind.verdict, kind.reproduced, kind.decided) == (POSSIBLE, 1, 2)
+    assert (kind.verdict, kind.reproduced, kind.decided) == (v.POSSIBLE, 1, 2)
     counts = summary([result])
-    assert (counts["verdicts"][POSSIBLE], counts["row_verdicts"][POSSIBLE]) == (1, 1)
+    assert (counts["verdicts"][v.POSSIBLE], counts["row_verdicts"][v.POSSIBLE]) == (1, 1)
     assert counts["quantities"] == {"tested": 2, "hold": 1, "possible": 1}
     assert counts["evidence"]["simulated"]["rows_possible"] == 1
     assert "1 agree (0 weak), 0 miss, 1 undecided." in totals([result])
@@ -162,16 +138,18 @@ def test_possible_values_have_a_separate_count(tmp_path: Path) -> None:
 
 
 def test_possible_ranks_between_reproduced_and_not_reproduced() -> None:
-    assert _judge_verdicts(REPRODUCED, POSSIBLE) == WORSE == _judge_verdicts(POSSIBLE, NOT_REPRODUCED)
-    assert _judge_verdicts(NOT_REPRODUCED, POSSIBLE) == BETTER == _judge_verdicts(POSSIBLE, REPRODUCED)
-    assert _judge_verdicts(POSSIBLE, POSSIBLE) == SAME == _judge_verdicts(NOT_COMPARABLE, POSSIBLE)
+    assert _judge_verdicts(v.REPRODUCED, v.POSSIBLE) == WORSE == _judge_verdicts(v.POSSIBLE, v.NOT_REPRODUCED)
+    assert (
+        _judge_verdicts(v.NOT_REPRODUCED, v.POSSIBLE) == BETTER == _judge_verdicts(v.POSSIBLE, v.REPRODUCED)
+    )
+    assert _judge_verdicts(v.POSSIBLE, v.POSSIBLE) == SAME == _judge_verdicts(v.NOT_COMPARABLE, v.POSSIBLE)
 
 
 def test_tornado_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) -> None:
     """Rings give 10 to 20 samples/s and launch 10.1 to 9.09, so the axis extends from 9.09 to 20."""
-    result = judged(tmp_path, "15.0", simulated("s/a", 10.0, WIDE_INTERVAL), value=rate())
-    (finding,) = only(result).findings
-    (shown,) = row_view(only(result), result.claim)["findings"]
+    result = judge_rate(tmp_path, "15.0", WIDE)
+    (finding,) = result.rows[0].findings
+    (shown,) = row_view(result.rows[0], result.claim)["findings"]
     rings, launch = shown["tornado"]
     assert (rings["key"], launch["key"]) == (RINGS, LAUNCH)
     axis = 20 - 100 / 11
@@ -204,7 +182,7 @@ def test_terminal_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) ->
     output = {}
     for name, interval in (("wide", WIDE_INTERVAL), ("exact", None)):
         console = Console(file=io.StringIO(), width=140, highlight=False)
-        result = judged(tmp_path, "15.0", simulated("s/a", 10.0, interval), value=rate())
+        result = judge_rate(tmp_path, "15.0", simulated("s/a", 10.0, interval))
         print_claim_details(result, load_ledger(tmp_path), console)
         assert isinstance(console.file, io.StringIO)
         output[name] = [line.split() for line in console.file.getvalue().splitlines()]

@@ -37,10 +37,6 @@ def read(folder: Path, text: str) -> Ledger:
     return load_ledger(folder)
 
 
-def test_valid_file_is_read(tmp_path: Path) -> None:
-    read(tmp_path, VALID)
-
-
 VALID = HEAD + CLAIM + ROW
 TABLE = """[[claim.table]]
 keys = ["a"]
@@ -48,96 +44,86 @@ columns = ["a", "b"]
 cells = [{ column = "b" }]
 body = [["x", "1"]]
 """
-MEASURED = (
-    'analytic = "2 * GB" }',
-    """measured = { scale = "scaled twin", value = "2" }, metric = "memory" }""",
-)
+MEASURED = """measured = { scale = "scaled twin", value = "2" }, metric = "memory" }"""
+ANALYTIC = 'analytic = "2 * GB" }'
+DATE = 'predicted_blind = "2026-11-22 at 1c75963"\n'
+BLIND = """blind = "2.1", simulated = { value = 'metric("s/e", "m")' }"""
 
-MISTAKES: dict[str, tuple[tuple[str, str], list[str]]] = {
-    # Change of the valid file (before, after), and the parts that the error must contain.
-    "unknown key in a file": (('title = "Test"', 'titel = "Test"'), ["titel", "did you mean title?"]),
-    "no title": (('title = "Test"', ""), ["title", "is missing"]),
-    "no claims": ((CLAIM + ROW, ""), ["ledger files"]),
-    "not TOML": (("[[claim]]", "[[claim"), ["not TOML"]),
-    "unknown key": (("certainty", "certanty"), ["a-claim", "certanty", "did you mean certainty?"]),
-    "unknown key in a row": (("analytic", "analitic"), ["a-claim.rows[x]", "did you mean analytic?"]),
-    "missing id": (('id = "a-claim"', ""), ["id", "is missing"]),
-    "bad id": (("a-claim", "A claim"), ["id = 'A claim'", "hyphens"]),
+MISTAKES: dict[str, tuple[str, ...]] = {
+    # A part of the valid file, its replacement, and the parts that the error must contain.
+    "unknown key in a file": ('title = "Test"', 'titel = "Test"', "titel", "did you mean title?"),
+    "no title": ('title = "Test"', "", "title", "is missing"),
+    "no claims": (CLAIM + ROW, "", "ledger files"),
+    "not TOML": ("[[claim]]", "[[claim", "not TOML"),
+    "unknown key": ("certainty", "certanty", "a-claim", "certanty", "did you mean certainty?"),
+    "unknown key in a row": ("analytic", "analitic", "a-claim.rows[x]", "did you mean analytic?"),
+    "missing id": ('id = "a-claim"', "", "id", "is missing"),
+    "bad id": ("a-claim", "A claim", "id = 'A claim'", "hyphens"),
     "id used twice": (
-        (CLAIM + ROW, (CLAIM + ROW) * 2),
-        ["a-claim", "used once", "test.toml has another claim with this id"],
+        CLAIM + ROW,
+        2 * (CLAIM + ROW),
+        "a-claim",
+        "used once",
+        "has another claim with this id",
     ),
-    "wrong type": (('published = "2"\n', "published = 2\n"), ["a-claim", "published = 2", "string"]),
-    "wrong type in a row": (('published = "2",', "published = 2,"), ["rows[x].published = 2", "string"]),
-    "row not a table": ((ROW, "rows = [1]\n"), ["a-claim.rows[0] = 1", "a table"]),
-    "no rows": ((ROW, ""), ["a-claim.rows", "at least one row"]),
-    "same label twice": (("}]", '}, { label = "x", published = "3" }]'), ["label = 'x'", "different"]),
-    "unknown family": (('"memory"', '"memoir"'), ["family = 'memoir'", "did you mean memory?"]),
-    "unknown certainty": (('"confirmed"', '"sure"'), ["certainty = 'sure'", "one of"]),
-    "unknown source": (("PAPER p.1", "PAPERS p.1"), ["source = 'PAPERS'", "did you mean PAPER?"]),
-    "no source": (('["PAPER p.1"]', "[]"), ["source = []", "at least one"]),
-    "unknown unit": (('"GB"', '"furlong"'), ["unit = 'furlong'", "one of"]),
-    "unknown metric": (("label", 'metric = "speed", label'), ["metric = 'speed'", "one of"]),
-    "unknown bound": (("label", 'bound = "roughly", label'), ["bound = 'roughly'", "one of"]),
-    "negative error": (("label", "error = -1, label"), ["error = -1", "0 or more"]),
-    "calibrates without a simulation": (
-        ("label", 'calibrates = "a name", label'),
-        ["rows[x]", "calibrates = 'a name'", "simulated"],
+    "wrong type": ('published = "2"\n', "published = 2\n", "a-claim", "published = 2", "string"),
+    "wrong type in a row": ('published = "2",', "published = 2,", "rows[x].published = 2", "string"),
+    "row not a table": (ROW, "rows = [1]\n", "a-claim.rows[0] = 1", "a table"),
+    "no rows": (ROW, "", "a-claim.rows", "at least one row"),
+    "same label twice": ("}]", '}, { label = "x", published = "3" }]', "label = 'x'", "different"),
+    "unknown family": ('"memory"', '"memoir"', "family = 'memoir'", "did you mean memory?"),
+    "unknown certainty": ('"confirmed"', '"sure"', "certainty = 'sure'", "one of"),
+    "unknown source": ("PAPER p.1", "PAPERS p.1", "source = 'PAPERS'", "did you mean PAPER?"),
+    "no source": ('["PAPER p.1"]', "[]", "source = []", "at least one"),
+    "unknown unit": ('"GB"', '"furlong"', "unit = 'furlong'", "one of"),
+    "unknown metric": ("label", 'metric = "speed", label', "metric = 'speed'", "one of"),
+    "unknown bound": ("label", 'bound = "roughly", label', "bound = 'roughly'", "one of"),
+    "negative error": ("label", "error = -1, label", "error = -1", "0 or more"),
+    "calibrates nothing": ("label", 'calibrates = "a name", label', "calibrates = 'a name'", "simulated"),
+    "undated prediction": ("label", f"{BLIND}, label", "predicted_blind = ''", "2026-11-22 at 1c75963"),
+    "date without a prediction": (
+        'unit = "GB"',
+        f'unit = "GB"\n{DATE}',
+        "predicted_blind",
+        "empty without them",
     ),
-    "a blind prediction without its date": (
-        ("label", """blind = "2.1", simulated = { value = 'metric("s/e", "m")' }, label"""),
-        ["predicted_blind = ''", "2026-11-22 at 1c75963"],
-    ),
-    "a date without a blind prediction": (
-        ('unit = "GB"', 'unit = "GB"\npredicted_blind = "2026-11-22 at 1c75963"'),
-        ["predicted_blind", "empty without them"],
-    ),
-    "a blind prediction without a simulation": (
-        ("label", 'blind = "2", label'),
-        ["blind = '2'", "simulated"],
-    ),
-    "unknown formula": (("2 * GB", "max_parms(1)"), ["rows[x].analytic", "did you mean max_params?"]),
-    "not arithmetic": (("2 * GB", "().__class__"), ["rows[x].analytic", "is not arithmetic"]),
-    "record in a closed form": (("2 * GB", "metric('a/b', 'c')"), ["unknown function metric"]),
-    "text for a number": (('published = "2",', 'published = "two",'), ["published = 'two'", "a number"]),
+    "prediction without a simulation": ("label", 'blind = "2", label', "blind = '2'", "simulated"),
+    "unknown formula": ("2 * GB", "max_parms(1)", "rows[x].analytic", "did you mean max_params?"),
+    "not arithmetic": ("2 * GB", "().__class__", "rows[x].analytic", "is not arithmetic"),
+    "record in a closed form": ("2 * GB", "metric('a/b', 'c')", "unknown function metric"),
+    "text for a number": ('published = "2",', 'published = "two",', "published = 'two'", "a number"),
     "share in gigabytes": (
-        ("label", 'metric = "share", label'),
-        ["rows[x].unit = 'GB'", "% with metric share, whose tolerance is in percentage points"],
+        "label",
+        'metric = "share", label',
+        "unit = 'GB'",
+        "% with metric share, whose toler",
     ),
-    "limit without steps": (("label", 'metric = "limit", label'), ["steps", "is missing"]),
-    "unknown scale": ((MEASURED[0], MEASURED[1].replace("scaled twin", "half")), ["scale = 'half'", "twin"]),
-    "twin without expect": (MEASURED, ["rows[x].expect", "the scale of the scaled twin"]),
-    "short table line": ((ROW, TABLE.replace('"x", ', "")), ["table.body", "2 values"]),
-    "unknown column": ((ROW, TABLE.replace('column = "b"', 'column = "c"')), ["table.columns = 'c'"]),
-    "published number not in quotes": ((ROW, TABLE.replace('"1"', "1")), ["b = 1", "in quotes"]),
+    "limit without steps": ("label", 'metric = "limit", label', "steps", "is missing"),
+    "unknown scale": (ANALYTIC, MEASURED.replace("scaled twin", "half"), "scale = 'half'", "twin"),
+    "twin without expect": (ANALYTIC, MEASURED, "rows[x].expect", "the scale of the scaled twin"),
+    "short table line": (ROW, TABLE.replace('"x", ', ""), "table.body", "2 values"),
+    "unknown column": (ROW, TABLE.replace('column = "b"', 'column = "c"'), "table.columns = 'c'"),
+    "published number not in quotes": (ROW, TABLE.replace('"1"', "1"), "b = 1", "in quotes"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_error_of_a_mistake_is_one_line(tmp_path: Path, mistake: str) -> None:
-    edit, parts = MISTAKES[mistake]
-    text = VALID.replace(*edit)
+    before, after, *parts = MISTAKES[mistake]
+    text = VALID.replace(before, after)
     assert text != VALID
     with pytest.raises(ConfigError) as error:
         read(tmp_path, text)
-    line = str(error.value)
-    assert "\n" not in line
-    assert str(tmp_path) in line
-    for part in parts:
-        assert part in line
-
-
-def test_integer_is_accepted_for_a_float(tmp_path: Path) -> None:
-    ledger = read(tmp_path, VALID.replace("label", "error = 1, label"))
-    assert [row.error for row in ledger.claims[0].rows] == [1.0]
+    assert "\n" not in str(error.value)
+    for part in (str(tmp_path), *parts):
+        assert part in str(error.value)
 
 
 def test_claim_shows_the_median_error_of_its_blind_predictions(tmp_path: Path) -> None:
     """The errors are -10 %, +20 % and +30 %."""
     blind = """{{ label = "{0}", published = "2", blind = "{0}", simulated = {{ value = 'metric("s/e", "m")' }} }}, """
     rows = "".join(map(blind.format, ("1.8", "2.4", "2.6"))) + "{ label"
-    claim = CLAIM + 'predicted_blind = "2026-11-22 at 1c75963"\n'
-    ledger = read(tmp_path, HEAD + claim + ROW.replace("{ label", rows))
+    ledger = read(tmp_path, HEAD + CLAIM + DATE + ROW.replace("{ label", rows))
     assert ledger.claims[0].prediction == (
         "predicted blind on 2026-11-22 at 1c75963: 3 values, median error 20.0%"
     )
@@ -146,29 +132,26 @@ def test_claim_shows_the_median_error_of_its_blind_predictions(tmp_path: Path) -
 
 def test_table_notes_apply_to_a_line_or_one_value(tmp_path: Path) -> None:
     table = TABLE.replace('"b"]', '"b", "c", "note", "c note"]').replace('"b" }]', '"b" }, { column = "c" }]')
-    (tmp_path / "test.toml").write_text(HEAD + CLAIM + table.replace('"1"]', '"1", "2", "both", "only c"]'))
-    notes = {row.label: row.note for row in load_ledger(tmp_path).claim("a-claim").rows}
+    ledger = read(tmp_path, HEAD + CLAIM + table.replace('"1"]', '"1", "2", "both", "only c"]'))
+    notes = {row.label: row.note for row in ledger.claims[0].rows}
     assert notes == {"x: b": "both", "x: c": "both only c"}
 
 
 @pytest.mark.parametrize(("key", "unit"), [("", "GB"), ('unit = "", ', ""), ('unit = "s", ', "s")])
 def test_row_unit_replaces_the_unit_of_its_claim(tmp_path: Path, key: str, unit: str) -> None:
-    (tmp_path / "test.toml").write_text(VALID.replace("label", f"{key}label"))
-    assert load_ledger(tmp_path).claim("a-claim").rows[0].unit == unit
+    """The integer 1 is accepted as the floating-point number of a key."""
+    (row,) = read(tmp_path, VALID.replace("label", f"error = 1, {key}label")).claims[0].rows
+    assert (row.unit, row.error) == (unit, 1.0)
 
 
 def test_tested_row_and_system_must_not_share_a_document() -> None:
     """A system constant from the document of a claim would make the test of this claim circular."""
-    row = next(
-        row for row in committed.ledger().claim("ds-zero1-doc-1p5b-8gpu").rows if "reserved" in row.label
-    )
+    claim = committed.ledger().claim("ds-zero1-doc-1p5b-8gpu")
+    row = next(row for row in claim.rows if "reserved" in row.label)
     assert row.given
     traces = tuple(dataclasses.replace(one, origin=TRACE) for one in row.evidence)
-    claim = dataclasses.replace(
-        committed.ledger().claim("ds-zero1-doc-1p5b-8gpu"), rows=(dataclasses.replace(row, evidence=traces),)
-    )
+    claim = dataclasses.replace(claim, rows=(dataclasses.replace(row, evidence=traces),))
     check_shared_documents([claim], ["another.png"])
+    same = 'source = "DeepSpeed 38327e07 docs/assets/images/oom_dp8_1.5B_log.png"'
     with pytest.raises(ConfigError, match="takes a number from oom_dp8"):
-        check_shared_documents(
-            [claim], ['source = "DeepSpeed 38327e07 docs/assets/images/oom_dp8_1.5B_log.png"']
-        )
+        check_shared_documents([claim], [same])

@@ -52,10 +52,8 @@ def lambada(*records: Record) -> RowResult:
 def test_reason_of_a_missing_record_names_the_command() -> None:
     found = lambada()
     assert found.verdict == NOT_RUN
-    assert (
-        "`repro evaluate --weights DIR --task lambada --protocol gpt2 --data FILE`"
-        in found.findings[0].reason
-    )
+    command = "`repro evaluate --weights DIR --task lambada --protocol gpt2 --data FILE`"
+    assert command in found.findings[0].reason
     claim = committed.ledger().claim("tnlg-lambada")
     assert [command.text.split()[7] for command in evaluation_commands(claim)] == ["megatron", "gpt2"]
 
@@ -74,11 +72,9 @@ def test_filtered_accuracy_is_compared_with_the_published_one(accuracy: float, v
 
 
 def test_newest_record_decides_for_padded_and_unpadded_vocabularies() -> None:
-    old = replace(scored("gpt2", accuracy_filtered=0.1), written="2026-01-01T00:00:00Z")
-    new = replace(
-        scored("gpt2", model={**GPT2, "vocab": 50304, "ffn": 6400}, accuracy_filtered=0.6324),
-        written="2026-01-02T00:00:00Z",
-    )
+    padded = {**GPT2, "vocab": 50304, "ffn": 6400}
+    new = replace(scored("gpt2", model=padded, accuracy_filtered=0.6324), written="2026-01-02")
+    old = replace(scored("gpt2", accuracy_filtered=0.1), written="2026-01-01")
     assert lambada(new, old).verdict == REPRODUCED
 
 
@@ -100,8 +96,8 @@ def test_evaluation_of_another_protocol_task_or_model_is_ignored(other: Evaluati
 
 def test_reason_names_a_metric_that_is_missing_or_text() -> None:
     text = replace(scored("gpt2"), metrics={"accuracy.filtered": "63.24"})  # type: ignore[dict-item]
-    assert "no metric accuracy.filtered" in lambada(text).findings[0].reason
-    assert "no metric accuracy.filtered" in lambada(scored("gpt2", accuracy=0.5)).findings[0].reason
+    for evaluation in (text, scored("gpt2", accuracy=0.5)):
+        assert "no metric accuracy.filtered" in lambada(evaluation).findings[0].reason
 
 
 def test_token_and_word_counts_must_be_equal() -> None:

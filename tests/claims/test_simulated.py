@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from repro.claims.expression import arguments
-from repro.claims.judge import experiments_read, judge, judge_claim
+from repro.claims.judge import experiments_read, judge_claim
 from repro.claims.records import Missing, Records
 from repro.claims.tolerance import accepted_range
 from repro.claims.verdicts import NO_TEST, NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
@@ -22,25 +23,22 @@ from tests.claims.constructed_records import record as constructed
 from tests.records import changed
 
 LEDGER = committed.ledger()
-SIZES = {"a": 1e9, "b": 2e9, "c": 4e9}
+PACKAGED = {
+    f"{suite.name}/{entry.experiment.name}": entry.experiment
+    for suite in (committed.suite(path) for path in (Path(__file__).parents[2] / "suites").glob("*.toml"))
+    for entry in suite.entries
+}
 
 
-def record(
-    name: str, outcome: str = "ok", evidence: str = "simulated", differ: str = "size", **metrics: float
-) -> ExperimentRecord:
-    size = SIZES.get(name, 1.0) if differ == "size" else 1.0
+def record(name: str, outcome: str = "ok", evidence: str = "simulated", **metrics: float) -> ExperimentRecord:
+    size = {"a": 1e9, "c": 4e9}.get(name, 1.0)
     model = Model(name="m", layers=2, hidden=16, heads=16, vocab=64, seq=16, published_params=size)
-    layout = Layout(tp={"a": 2, "b": 4, "c": 8}.get(name, 1) if differ == "tp" else 1)
-    conditions = Experiment(name=name, model=model, layout=layout).as_dict()
+    conditions = Experiment(name=name, model=model, layout=Layout()).as_dict()
     return changed(constructed(name, outcome=outcome, **metrics), evidence=evidence, experiment=conditions)
 
 
 def call(name: str, *arguments: str, of: list[ExperimentRecord], kind: str = "simulated") -> Any:
     return Records(of).functions(kind)[name](*arguments)
-
-
-def limit(*outcomes: str, differ: str = "size") -> list[ExperimentRecord]:
-    return [record(name, outcome, differ=differ) for name, outcome in zip("abc", outcomes, strict=True)]
 
 
 def test_simulated_peak_memory_of_an_oom_step_is_readable() -> None:
@@ -69,105 +67,38 @@ def test_failure_reports_phase_and_memory() -> None:
 
 def test_ddp_bucket_copies_decide_whether_1p5b_fits() -> None:
     """On a V100, 1.4B fits with the copies; 1.5B fits only without the copies (ZERO3 p.2, DS-FEB20 README)."""
-    suite = committed.suite(Path(__file__).parents[2] / "suites/zero_memory.toml")
     outcomes = {}
-    for name in ("dp-mp1-1.4b", "dp-mp1-1.5b"):
+    for size in ("1.4b", "1.5b"):
+        experiment = PACKAGED[f"zero_memory/dp-mp1-{size}"]
+        assert not experiment.layout.gradient_as_bucket_view
         for view in (False, True):
-            experiment = suite.entry(name).experiment
-            assert not experiment.layout.gradient_as_bucket_view
             layout = dataclasses.replace(experiment.layout, gradient_as_bucket_view=view)
-            experiment = dataclasses.replace(experiment, layout=layout)
-            outcomes[name, view] = simulate_experiment(experiment, simulated_system(experiment), "s").outcome
-    assert outcomes == {
-        ("dp-mp1-1.4b", False): "ok",
-        ("dp-mp1-1.4b", True): "ok",
-        ("dp-mp1-1.5b", False): "oom",
-        ("dp-mp1-1.5b", True): "ok",
-    }
-
-
-def test_simulated_and_measured_records_are_separate() -> None:
-    both = [record("a", memory=1.0), record("a", "oom", "measured")]
-    assert call("outcome", "s/a", of=both) == "ok"
-    assert call("outcome", "s/a", of=both, kind="measured") == "oom"
-    with pytest.raises(Missing, match="s/b: no record"):
-        call("outcome", "s/b", of=[record("b", evidence="measured")])
+            run = dataclasses.replace(experiment, layout=layout)
+            outcomes[size, view] = simulate_experiment(run, simulated_system(run), "s").outcome
+    fits = {("1.4b", False): "ok", ("1.4b", True): "ok", ("1.5b", True): "ok"}
+    assert outcomes == {**fits, ("1.5b", False): "oom"}
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "largest", "smallest"),
+    ("part", "changes", "differ"),
     [
-        (("ok", "ok", "oom"), 2e9, None),
-        (("ok", "oom", "oom"), 1e9, None),
-        (("oom", "ok", "ok"), None, 4),
-        (("oom", "oom", "oom"), 0, float("inf")),
-        (("ok", "ok", "ok"), None, None),
+        ("layout", {"micro_batch": 2, "global_batch": 2}, "layout.global_batch, layout.micro_batch"),
+        # The sequence length of a model counts as a condition of the training, not as the size of the model.
+        ("model", {"seq": 32}, "training.seq"),
     ],
 )
-def test_limit_needs_an_experiment_that_does_not_fit(
-    outcomes: tuple[str, ...], largest: float | None, smallest: float | None
+def test_search_needs_experiments_that_differ_in_one_setting(
+    part: str, changes: dict[str, int], differ: str
 ) -> None:
-    names = ("s/c", "s/a", "s/b")
-    for function, setting, expected, beyond, differ in (
-        ("largest", "model.published_params", largest, "s/c", "size"),
-        ("smallest", "layout.tp", smallest, "s/a", "tp"),
-    ):
-        of = limit(*outcomes, differ=differ)
-        if expected is not None:
-            assert call(function, setting, *names, of=of) == expected
-            continue
-        with pytest.raises(
-            Missing, match=f"{beyond}: the step fits, so the {function} {setting} that fits is"
-        ):
-            call(function, setting, *names, of=of)
-
-
-def test_search_needs_experiments_that_differ_in_one_setting() -> None:
-    """Experiments of a search for the largest model must have equal batches."""
     small, large = record("a"), record("c", "oom")
-    conditions = dataclasses.replace(large.experiment, layout=Layout(micro_batch=2)).as_dict()
-    assert call("largest", "model.published_params", "s/a", "s/c", of=[small, large]) == 1e9
-    other = changed(large, experiment=conditions)
-    with pytest.raises(
-        Missing, match=r"experiment also differs from s/a in layout.global_batch, layout.micro_batch"
-    ):
-        call("largest", "model.published_params", "s/a", "s/c", of=[small, other])
-
-
-def test_smallest_degree_may_be_one() -> None:
-    """Degree 1 needs no experiment with a smaller degree that does not fit."""
-    one = [record(name, "ok", differ="tp") for name in ("one", "a")]
-    assert call("setting", "s/one", "layout.tp", of=one) == 1
-    assert call("smallest", "layout.tp", "s/one", "s/a", of=one) == 1
-    with pytest.raises(Missing, match="the step fits, so the largest"):
-        call("largest", "layout.tp", "s/one", of=one[:1])
-
-
-def test_search_for_the_largest_model_needs_equal_sequence_lengths() -> None:
-    """The sequence length of a model counts as a condition of the training, not as the size of the model."""
-    small, large = record("a"), record("c", "oom")
-    longer = dataclasses.replace(large.experiment.model, seq=32)
-    conditions = dataclasses.replace(large.experiment, model=longer).as_dict()
-    with pytest.raises(Missing, match=r"experiment also differs from s/a in training.seq"):
-        call(
-            "largest",
-            "model.published_params",
-            "s/a",
-            "s/c",
-            of=[small, changed(large, experiment=conditions)],
-        )
-
-
-def test_missing_simulation_does_not_count_as_out_of_memory() -> None:
+    search = "largest", "model.published_params", "s/a", "s/c"
+    assert call(*search, of=[small, large]) == 1e9
     with pytest.raises(Missing, match="s/c: no record"):
-        call("largest", "model.published_params", "s/a", "s/c", of=limit("ok", "ok", "oom")[:1])
-
-
-def test_experiment_names_are_formatted_from_table_columns() -> None:
-    claim = LEDGER.claim("zero-table1-per-device-memory")
-    row = next(row for row in claim.rows if row.label == "DP 64: 1T P_os+g")
-    (evidence,) = (e for e in row.evidence if e.kind == "simulated")
-    assert experiments_read(evidence.value, row.variables) == ["zero_memory/1t-z2-n64"]
+        call(*search, of=[small])
+    other = dataclasses.replace(getattr(large.experiment, part), **changes)
+    conditions = dataclasses.replace(large.experiment, **{part: other}).as_dict()
+    with pytest.raises(Missing, match=f"experiment also differs from s/a in {differ}$"):
+        call(*search, of=[small, changed(large, experiment=conditions)])
 
 
 def test_reason_of_a_missing_simulation_names_its_command() -> None:
@@ -178,8 +109,7 @@ def test_reason_of_a_missing_simulation_names_its_command() -> None:
 
 
 def simulated(suite: str, *names: str) -> list[ExperimentRecord]:
-    loaded = committed.suite(Path(__file__).parents[2] / "suites" / f"{suite}.toml")
-    found = [loaded.entry(name).experiment for name in names]
+    found = [PACKAGED[f"{suite}/{name}"] for name in names]
     return [simulate_experiment(experiment, simulated_system(experiment), suite) for experiment in found]
 
 
@@ -191,24 +121,18 @@ def test_simulated_table_1_has_the_digits_of_the_paper() -> None:
     )
     records = simulated("zero_memory", *names)
     result = judge_claim(LEDGER.claim("zero-table1-per-device-memory"), Records(records))
-    compared = 0
-    for row in result.rows:
-        for finding in row.findings:
-            if finding.kind == "simulated" and finding.decided:
-                assert row.row.printed is not None
-                value = float(finding.value or 0)
-                rule = accepted_range(row.row.printed, "exact", closed_form=True)
-                assert finding.verdict == REPRODUCED
-                assert rule.meets(value, value), (row.row.label, value)
-                compared += 1
-    assert compared == len(names)
-
-
-PACKAGED = {
-    f"{suite.name}/{entry.experiment.name}": entry.experiment
-    for suite in (committed.suite(path) for path in (Path(__file__).parents[2] / "suites").glob("*.toml"))
-    for entry in suite.entries
-}
+    compared = [
+        (row.row.printed, finding)
+        for row in result.rows
+        for finding in row.findings
+        if finding.kind == "simulated" and finding.decided
+    ]
+    assert len(compared) == len(names)
+    for printed, finding in compared:
+        assert printed is not None
+        assert finding.verdict == REPRODUCED
+        value = float(finding.value or 0)
+        assert accepted_range(printed, "exact", closed_form=True).meets(value, value), (printed, value)
 
 
 def records_of(fit: Collection[str], names: Collection[str]) -> list[ExperimentRecord]:
@@ -233,21 +157,24 @@ SEARCHES = sorted(
 
 @pytest.mark.parametrize("search", SEARCHES, ids=" ".join)
 def test_result_of_a_ledger_search_depends_on_its_experiments(search: tuple[str, ...]) -> None:
-    """The experiments differ in the setting alone, and each of them gives another limit if it alone fits."""
+    """The experiments differ in the setting alone. The largest model or the smallest degree must not fit."""
     function, setting, *names = search
-    of = records_of((), names)
-    by_setting = sorted({call("setting", name, setting, of=of): name for name in names}.items())
-    if function == "smallest":
-        by_setting.reverse()
-    assert len(by_setting) > 1
-    least, end = by_setting[-1]
-    if (function, least) == ("smallest", 1):  # no degree is below 1
-        assert call(function, setting, *names, of=records_of(names, names)) == 1
-    else:
-        with pytest.raises(Missing, match="the step fits, so the"):
-            call(function, setting, *names, of=records_of(names, names))
-    limits = [call(function, setting, *names, of=records_of((fits,), names)) for _, fits in by_setting[:-1]]
-    assert limits == [value for value, name in by_setting if name != end]
+
+    def limit(fit: Collection[str]) -> float:
+        return float(call(function, setting, *names, of=records_of(fit, names)))
+
+    values = {name: call("setting", name, setting, of=records_of((), names)) for name in names}
+    *inside, end = sorted(set(values.values()), reverse=function == "smallest")
+    assert inside
+    assert limit(()) == (0 if function == "largest" else math.inf)
+    for place, value in enumerate(inside):
+        assert limit([name for name in names if values[name] in inside[: place + 1]]) == value
+    if (function, end) == ("smallest", 1):  # no degree is below 1
+        assert limit(names) == 1
+        return
+    with pytest.raises(Missing, match=f"the step fits, so the {function} {setting} that fits is") as error:
+        limit(names)
+    assert values[error.value.experiment] == end
 
 
 SHAPE = {"model.name", "model.layers", "model.hidden"}
@@ -267,27 +194,24 @@ RULE_SETTINGS = {
 
 def test_sweep_of_a_yuan_rule_changes_only_its_setting() -> None:
     """For example, the wider 60B model has the same number of heads."""
-    rows = {
-        row.label: row
-        for row in LEDGER.claim("yuan-design-rules").rows
-        if row.label != "all-reduces per layer"
-    }
+    rows = {row.label: row for row in LEDGER.claim("yuan-design-rules").rows}
+    del rows["all-reduces per layer"]
     assert rows.keys() == RULE_SETTINGS.keys()
     for label, row in rows.items():
         (evidence,) = row.evidence
         names = experiments_read(evidence.value, row.variables)
-        flat = [_flat(PACKAGED[name]) for name in names]
+        flat = [settings(PACKAGED[name]) for name in names]
         differ = {key for key in flat[0] if len({str(one[key]) for one in flat}) > 1}
-        assert differ - {"name", "model.note", "model.source"} == RULE_SETTINGS[label], label
+        assert differ - {"model.note", "model.source"} == RULE_SETTINGS[label], label
 
 
-def _flat(experiment: Experiment) -> dict[str, Any]:
+def settings(experiment: Experiment) -> dict[str, Any]:
     """Return the conditions of an experiment by name, such as `layout.tp`."""
-    parts = {"name": experiment.name}
-    for part in ("model", "layout", "training"):
-        fields = dataclasses.asdict(getattr(experiment, part))
-        parts |= {f"{part}.{key}": value for key, value in fields.items()}
-    return parts
+    return {
+        f"{part}.{key}": value
+        for part in ("model", "layout", "training")
+        for key, value in dataclasses.asdict(getattr(experiment, part)).items()
+    }
 
 
 def test_turing_nlg_limits_depend_on_the_layouts_that_fit() -> None:
@@ -296,9 +220,9 @@ def test_turing_nlg_limits_depend_on_the_layouts_that_fit() -> None:
     names = [name for name in PACKAGED if name.startswith("turing_nlg/")]
 
     def verdicts(*more: str) -> dict[str, str]:
-        records = records_of((*fit, *more), names)
-        results = [result for result in judge(LEDGER, records) if result.claim.id in claims]
-        rows = [row for result in results for row in result.rows if row.row.label != "training time"]
+        records = Records(records_of((*fit, *more), names))
+        rows = [row for claim in claims for row in judge_claim(LEDGER.claim(claim), records).rows]
+        rows = [row for row in rows if row.row.label != "training time"]
         return {row.row.label: f.verdict for row in rows for f in row.findings if f.kind == "simulated"}
 
     expected = verdicts()
@@ -326,10 +250,8 @@ def test_simulation_does_not_test_a_value_that_calibrates_it() -> None:
     assert row.row.calibrates in finding.reason
     assert (row.verdict, row.basis, row.reason) == (NO_TEST, "", row.row.needs)
     assert result.kind("simulated") is None
-    empty = judge_claim(claim, Records([]))
-    assert [f.verdict for row in empty.rows for f in row.findings if f.kind == "simulated"] == [
-        NOT_COMPARABLE
-    ]
+    empty = [f for row in judge_claim(claim, Records([])).rows for f in row.findings]
+    assert [f.verdict for f in empty if f.kind == "simulated"] == [NOT_COMPARABLE]
 
 
 def test_calibration_points_are_the_rows_marked_calibrates() -> None:
@@ -341,13 +263,10 @@ def test_calibration_points_are_the_rows_marked_calibrates() -> None:
 
 def test_rising_order_needs_every_value_to_increase() -> None:
     for rates, verdict in (((1, 2, 3, 4), REPRODUCED), ((1, 3, 3, 4), NOT_REPRODUCED)):
+        metrics = [{"hardware_flops_per_s.device": rate} for rate in rates]
         records = [
-            changed(
-                record(f"fig8-c{number}-60b"),
-                suite="zero_throughput",
-                metrics={"hardware_flops_per_s.device": rate},
-            )
-            for number, rate in enumerate(rates, 1)
+            changed(record(f"fig8-c{number}-60b"), suite="zero_throughput", metrics=found)
+            for number, found in enumerate(metrics, 1)
         ]
         result = judge_claim(LEDGER.claim("zero-table9-fig8-ablation"), Records(records))
         assert next(row for row in result.rows if row.row.label == "60B").verdict == verdict

@@ -25,26 +25,25 @@ def test_distances_are_relative_and_ignore_missing_losses() -> None:
     assert loss_distances([None, 2.0], [2.0, 2.0]) == [0]
 
 
-def test_loss_distance_is_that_of_the_worst_stretch() -> None:
-    """The controls' root mean squares are 5e-6, 5e-6 and 5e-5; the curve has 1, 4 and 1 times these distances."""
-    controls = [shifted(1e-6, 7e-6, 1e-5), shifted(-7e-6, 1e-6, 7e-5)]
-    curve = shifted(5e-6, -2e-5, 5e-5)
-    assert relative_loss_distance(curve, FLAT, controls) == pytest.approx(4, rel=1e-6)
-    assert relative_loss_distance(curve, FLAT, controls[:1]) == pytest.approx(5, rel=1e-6), (
-        "5e-6 / 1e-6 in the first stretch"
-    )
+CONTROLS = [shifted(1e-6, 7e-6, 1e-5), shifted(-7e-6, 1e-6, 7e-5)]
+"""Controls whose root mean square distances are 5e-6, 5e-6 and 5e-5."""
 
 
-def test_loss_distance_is_relative_to_the_controls() -> None:
-    controls = [shifted(1e-7, 1e-5, 1e-3)]
-    assert relative_loss_distance(shifted(2e-7, 2e-5, 2e-3), FLAT, controls) == pytest.approx(2, rel=1e-6)
-    assert relative_loss_distance(shifted(1e-4, 1e-5, 1e-3), FLAT, controls) == pytest.approx(1000, rel=1e-6)
-
-
-def test_control_distance_is_at_least_the_fp32_rounding() -> None:
-    curve = shifted(0, 0, 4 * FP32_ROUNDING)
-    assert relative_loss_distance(curve, FLAT, [FLAT]) == pytest.approx(4, rel=1e-6)
-    assert relative_loss_distance(FLAT, FLAT, [FLAT]) == 0
+@pytest.mark.parametrize(
+    ("curve", "controls", "distance"),
+    [
+        (shifted(5e-6, -2e-5, 5e-5), CONTROLS, 4),  # 1, 4 and 1 times the controls: the worst stretch counts
+        (shifted(5e-6, -2e-5, 5e-5), CONTROLS[:1], 5),  # 5e-6 / 1e-6 in the first stretch
+        (shifted(2e-7, 2e-5, 2e-3), [shifted(1e-7, 1e-5, 1e-3)], 2),
+        (shifted(1e-4, 1e-5, 1e-3), [shifted(1e-7, 1e-5, 1e-3)], 1000),
+        (shifted(0, 0, 4 * FP32_ROUNDING), [FLAT], 4),  # controls differ by the fp32 rounding or more
+        (FLAT, [FLAT], 0),
+    ],
+)
+def test_loss_distance_is_relative_to_the_controls(
+    curve: list[float], controls: list[list[float]], distance: float
+) -> None:
+    assert relative_loss_distance(curve, FLAT, controls) == pytest.approx(distance, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.report.views import Machines
-from repro.results import schema
 from repro.results.select import by_key, select
 from repro.results.store import CLOCK_TOLERANCE_S, Store
 from tests.records import lines, made_up
@@ -26,13 +25,12 @@ def microseconds(moment: datetime) -> int:
     return round(moment.timestamp()) * 10**6 + moment.microsecond
 
 
-def append(store: Store, moment: datetime, name: str = "a", outcome: str = "ok") -> None:
+def append(store: Store, moment: datetime, name: str = "a", outcome: str = "ok", **keys: object) -> None:
     """Append a record while the clock shows `moment`."""
+    keys |= {"id": f"{name} {outcome} {moment}", "written": moment.isoformat(), "outcome": outcome}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time_ns", lambda: microseconds(moment) * 1000)
-        store.append(
-            made_up(name, id=f"{name} {outcome} {moment}", written=moment.isoformat(), outcome=outcome)
-        )
+        store.append(made_up(name, **keys))
 
 
 def write_old_lines(root: Path, *moments: datetime) -> None:
@@ -45,54 +43,33 @@ def write_old_lines(root: Path, *moments: datetime) -> None:
 
 
 def test_last_record_is_newest_after_a_clock_step_back(tmp_path: Path) -> None:
-    with Store(tmp_path) as store:
-        append(store, NOON, outcome="error")
-    with Store(tmp_path) as store:
-        append(store, NOON - DAY)
+    for moment, outcome in ((NOON, "error"), (NOON - DAY, "ok"), (NOON - DAY + HOUR, "hang")):
+        with Store(tmp_path) as store:
+            append(store, moment, outcome=outcome)
     records = Store(tmp_path).records()
-    assert [record.id.split()[1] for record in records] == ["error", "ok"]
-    assert by_key(reversed(records))["k"].outcome == "ok"
+    assert [record.id.split()[1] for record in records] == ["error", "ok", "hang"]
+    assert by_key(reversed(records))["k"].outcome == "hang"
     assert [record.outcome for record in select(reversed(records)).measured] == ["ok"]
-    assert [entry["last"] for entry in Machines(records).entries] == ["2026-06-01 12:00:00"], "clock time"
-    with Store(tmp_path) as store:
-        append(store, NOON - DAY + HOUR, outcome="hang")
-    assert by_key(Store(tmp_path).records())["k"].outcome == "hang"
 
 
 def test_written_time_of_a_record_is_the_clock_time(tmp_path: Path) -> None:
+    moments = NOON, NOON - DAY, NOON + HOUR
     with Store(tmp_path) as store:
-        append(store, NOON)
-        append(store, NOON - DAY)
-        append(store, NOON + HOUR)
-    assert [document["written"] for document in lines(tmp_path)] == [
-        moment.isoformat() for moment in (NOON, NOON - DAY, NOON + HOUR)
-    ]
-    noon = microseconds(NOON)
-    assert [document["sequence"] for document in lines(tmp_path)] == [
-        noon,
-        noon + 1,
-        microseconds(NOON + HOUR),
-    ]
+        for moment in moments:
+            append(store, moment)
+    assert [document["written"] for document in lines(tmp_path)] == [moment.isoformat() for moment in moments]
+    noon, last = microseconds(NOON), microseconds(NOON + HOUR)
+    assert [document["sequence"] for document in lines(tmp_path)] == [noon, noon + 1, last]
 
 
 def test_machines_are_listed_by_their_last_appended_record(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         for host, moment in (("first", NOON), ("second", NOON - DAY)):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(time, "time_ns", lambda moment=moment: microseconds(moment) * 1000)
-                store.append(made_up("a", written=moment.isoformat(), provenance={"host": host}))
-    assert [entry["host"] for entry in Machines(Store(tmp_path).records()).entries] == ["second", "first"]
-
-
-def test_alternating_writers_see_the_records_of_each_other(tmp_path: Path) -> None:
-    """One clock is a day behind the other."""
-    with Store(tmp_path) as ahead, Store(tmp_path) as behind:
-        for number in range(3):
-            append(ahead, NOON + number * HOUR, f"ahead {number}")
-            append(behind, NOON - DAY + number * HOUR, f"behind {number}")
-        expected = [f"{who} {number}" for number in range(3) for who in ("ahead", "behind")]
-        for store in (ahead, behind, Store(tmp_path)):
-            assert [record.name for record in store.records()] == expected
+            append(store, moment, provenance={"host": host})
+    entries = Machines(Store(tmp_path).records()).entries
+    assert [(entry["host"], entry["last"]) for entry in entries] == [
+        *(("second", "2026-05-31 12:00:00"), ("first", "2026-06-01 12:00:00")),  # the clock times
+    ]
 
 
 @settings(max_examples=40)
@@ -105,7 +82,7 @@ def test_records_are_in_the_order_of_their_appends(
 ) -> None:
     """Three writers have arbitrary clocks, and the store may contain records without `sequence`."""
     root = tmp_path_factory.mktemp("order")
-    write_old_lines(root, *(NOON + timedelta(seconds=second) for second in sorted(old)))
+    write_old_lines(root, *(NOON + timedelta(seconds=second) for second in old))
     writers = [Store(root) for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
@@ -114,21 +91,13 @@ def test_records_are_in_the_order_of_their_appends(
     for writer in writers:
         writer.close()
     records = Store(root).records()
-    expected = [f"old {number}" for number in range(len(old))]
-    assert [record.id for record in records[: len(old)]] == expected
-    assert [record.name for record in records[len(old) :]] == [str(number) for number in range(len(appends))]
-    orders = [record.order for record in records[len(old) :]]
+    of_old, of_new = records[: len(old)], records[len(old) :]
+    assert [record.id for record in of_old] == [
+        f"old {number}" for number in sorted(range(len(old)), key=old.__getitem__)
+    ]
+    assert [record.name for record in of_new] == [str(number) for number in range(len(appends))]
+    orders = [record.order for record in of_new]
     assert orders == sorted(set(orders))
-
-
-def test_records_without_sequence_are_ordered_by_their_time(tmp_path: Path) -> None:
-    write_old_lines(tmp_path, NOON + HOUR, NOON, NOON + DAY)
-    with Store(tmp_path) as store:
-        assert [record.id for record in store.records()] == ["old 1", "old 0", "old 2"]
-        assert all("sequence" not in record.as_dict() for record in store.records())
-        append(store, NOON, "new")
-        assert [record.id for record in store.records()][:3] == ["old 1", "old 0", "old 2"]
-        assert store.records()[-1].name == "new"
 
 
 @pytest.mark.parametrize(
@@ -183,8 +152,3 @@ def test_append_ignores_unreadable_files(tmp_path: Path) -> None:
         append(store, NOON - DAY, "2")
         (store.folder / "00.jsonl").rmdir()
         assert [record.name for record in store.records()] == ["1", "2"]
-
-
-def test_a_sequence_must_be_an_integer() -> None:
-    with pytest.raises(schema.NotARecord, match="sequence: of another type in a record of kind experiment"):
-        made_up("a", sequence="1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,9 @@ from repro.config import EmulatedNetwork, Experiment, Layout, Model, Training
 from repro.config.enums import ACCOUNTED
 from repro.results import tables
 from repro.results.measured import comparison_record, experiment_record, step_seconds
-from repro.results.metrics import UNDISTURBED, Held, allocated, per_layer, work
+from repro.results.metrics import UNDISTURBED, Held, Metrics, allocated, per_layer, work
 from repro.results.record_parts import NetworkReport, RankOnNetwork, RankResult, TrafficRow, kernel_fallbacks
-from repro.results.schema import ExperimentRecord
+from repro.results.schema import ComparisonRecord, ExperimentRecord
 from tests.launch.fake_session import _result
 from tests.records import CONDITIONS, changed, made_up
 
@@ -41,57 +42,57 @@ def results(rounds: int = 1) -> list[dict[str, Any]]:
 
 
 def test_metrics_have_fixed_names_and_known_values() -> None:
-    metrics = build(results()).metrics
-    assert metrics["step_seconds.median"] == pytest.approx(0.101)  # rank 1 is the slower one
+    """Rank 1 is slower and has more memory. Purposes are summed over ranks, and other traffic is that of rank 0."""
+    ranks = results()
+    ranks[0]["comm"] = ranks[0]["comm"] * 2  # two rows of one operation
+    ranks[1]["memory"]["most"]["parameters"] = 4501  # of which 4001 are states
+    send = {"op": "send", "group": "pp", "purpose": "tied gradients", "size": 2, "calls": 4}
+    ranks[1]["comm"].append({**send, "payload_bytes": 100, "sent_bytes": 100})
     b, s, h, v = 2, MODEL.seq, MODEL.hidden, MODEL.vocab
-    assert metrics["tokens_per_s"] == pytest.approx(b * s / 0.101)
     # 2104.04473 eq. 3 without recomputation, for l layers; the attention square is its second term.
     flops = 72 * b * s * MODEL.layers * h**2 * (1 + s / (6 * h) + v / (12 * MODEL.layers * h))
-    assert metrics["model_flops_per_s"] == pytest.approx(flops / 0.101)
     square = 72 * b * s * MODEL.layers * h**2 * s / (6 * h)
-    assert metrics["causal_flops_per_s"] == pytest.approx((flops - square / 2) / 0.101)
-    assert metrics["hardware_flops_per_s.device"] == pytest.approx(metrics["hardware_flops_per_s"] / 2)
-    assert metrics["memory.states_bytes"] == 16001  # of rank 1, the largest
-    assert metrics["memory.parameters_bytes"] == 4001
-    assert metrics["memory.peak_bytes"] == 20000
-    assert metrics["comm.dp.all_reduce.calls"] == 3
-    assert metrics["comm.per_layer.tp.all_reduce.calls"] == 4
-    assert metrics["comm.per_layer.tp.all_reduce.sent_bytes"] == 512
-    assert metrics["comm.sent_bytes"] == 4000
-    assert (metrics["loss.first"], metrics["steps"], metrics["skipped_steps"]) == (5.0, 4, 0)
-
-
-def test_traffic_rows_of_one_operation_are_summed() -> None:
-    ranks = results()
-    ranks[0]["comm"] = ranks[0]["comm"] * 2
+    expected = {
+        "step_seconds.median": 0.101,
+        "tokens_per_s": b * s / 0.101,
+        "model_flops_per_s": flops / 0.101,
+        "causal_flops_per_s": (flops - square / 2) / 0.101,
+        "hardware_flops_per_s.device": flops / 0.101 / 2,
+        "memory.states_bytes": 16001,
+        "memory.parameters_bytes": 4001,
+        "memory.peak_bytes": 20000,
+        "memory.gathered_bytes": 500,
+        "memory.activations_bytes": 2000 + 1000,
+        "memory.checkpoints_bytes": 1500,
+        "memory.host_bytes": 700,
+        "comm.dp.all_reduce.calls": 6,
+        "comm.sent_bytes": 8000,
+        "comm.per_layer.tp.all_reduce.calls": 4,
+        "comm.per_layer.tp.all_reduce.sent_bytes": 512,
+        "comm.purpose.dp.gradients.sent_bytes": 12000,
+        "comm.purpose.pp.tied_gradients.sent_bytes": 100,
+        "comm.purpose.pp.tied_gradients.calls": 4,
+        "loss.first": 5.0,
+        "steps": 4,
+        "skipped_steps": 0,
+    }
     metrics = build(ranks).metrics
-    assert metrics["comm.dp.all_reduce.calls"] == 6
-    assert metrics["comm.sent_bytes"] == 8000
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert not any(name.startswith(("pipeline", "memory.context")) for name in metrics)
 
 
-def test_purposes_are_summed_over_ranks() -> None:
-    ranks = results()
-    send = {"op": "send", "group": "pp", "purpose": "tied gradients", "size": 2, "calls": 4}
-    ranks[1]["comm"] = [{**send, "payload_bytes": 100, "sent_bytes": 100}]
-    metrics = build(ranks).metrics
-    assert metrics["comm.purpose.dp.gradients.sent_bytes"] == 4000
-    assert metrics["comm.purpose.pp.tied_gradients.sent_bytes"] == 100
-    assert metrics["comm.purpose.pp.tied_gradients.calls"] == 4
-    assert metrics["comm.sent_bytes"] == 4000, "of rank 0 only"
-
-
-def pipeline(*disturbed: int, steps: int = 5, first_idle: float | None = None) -> dict[str, float]:
+def pipeline(*disturbed: int, steps: Sequence[int] = (5, 5), first_idle: float | None = None) -> Metrics:
     """Return the metrics of two stages: stage 1 computes longer and idles less; stage 0 shares its core when disturbed.
 
     `first_idle`: idle seconds of the first step, if they differ from the other steps.
     """
     ranks = results()
     for stage, (busy, idle) in enumerate([(2.0, 0.8), (2.2, 0.44)]):
-        waits = [idle + 0.022 * step for step in range(steps)]
+        waits = [idle + 0.022 * step for step in range(steps[stage])]
         waits[0] = waits[0] if first_idle is None else first_idle
-        core = [busy * (0.9 if stage == 0 and step in disturbed else UNDISTURBED) for step in range(steps)]
-        ranks[stage]["pipeline"] = {"stage": stage, "in_flight": 2 - stage}
-        ranks[stage]["pipeline"] |= {"idle_s": waits, "busy_s": [busy] * steps, "core_s": core}
+        shares = [0.9 if stage == 0 and step in disturbed else UNDISTURBED for step in range(steps[stage])]
+        times = {"idle_s": waits, "busy_s": [busy] * len(waits), "core_s": [busy * share for share in shares]}
+        ranks[stage]["pipeline"] = {"stage": stage, "in_flight": 2 - stage, **times}
     record = build(ranks)
     assert [stage["stage"] for stage in (record.series.pipeline or [])] == [0, 1]
     return record.metrics
@@ -102,17 +103,11 @@ def test_bubble_is_the_idle_share_of_the_busiest_rank() -> None:
     assert metrics["pipeline.bubble"] == pytest.approx(0.2 + 2 * 0.01)
     assert metrics["pipeline.bubble.low"] <= metrics["pipeline.bubble"] <= metrics["pipeline.bubble.high"]
     assert (metrics["pipeline.in_flight"], metrics["pipeline.undisturbed_steps"]) == (2, 5)
-    assert "pipeline.bubble" not in pipeline(steps=2), "two steps give no interval"
+    assert "pipeline.bubble" not in pipeline(steps=(2, 2)), "two steps give no interval"
     assert pipeline(first_idle=0.0)["pipeline.undisturbed_steps"] == 4, "a step without a wait has no ratio"
-    assert not any(name.startswith("pipeline") for name in build(results()).metrics)
-
-
-def test_bubble_uses_the_steps_that_all_stages_finished() -> None:
-    ranks = results()
-    for stage, steps in enumerate((5, 4)):
-        times = {"idle_s": [0.2] * steps, "busy_s": [1.0] * steps, "core_s": [1.0] * steps}
-        ranks[stage]["pipeline"] = {"stage": stage, "in_flight": 1, **times}
-    assert build(ranks).metrics["pipeline.undisturbed_steps"] == 4
+    assert pipeline(steps=(5, 4))["pipeline.undisturbed_steps"] == 4, (
+        "one stage has not finished the last step"
+    )
 
 
 def test_bubble_ignores_steps_of_ranks_without_a_core() -> None:
@@ -124,7 +119,6 @@ def test_bubble_ignores_steps_of_ranks_without_a_core() -> None:
 
 def test_memory_outside_torch_is_that_of_the_fullest_rank() -> None:
     ranks = results()
-    assert "memory.context_bytes" not in build(ranks).metrics
     for rank, end in zip(ranks, (7, 5), strict=True):
         rank["memory"]["beside_torch"] = {"start": 2, "dp": end - 3, "end": end}
     record = build(ranks)
@@ -157,67 +151,41 @@ def test_outcome_is_that_of_the_worst_rank() -> None:
 def test_ranks_that_diverge_at_once_give_a_record() -> None:
     ranks = results()
     for rank in ranks:
-        rank.update(
-            outcome="diverged", reason="loss is nan", rounds=[], memory={"rss_peak_bytes": 1, "cuda": {}}
-        )
-        rank.update(loss=[5.0, float("nan")], grad_norm=[1.0, float("inf")], phase_seconds={})
+        rank |= {"outcome": "diverged", "reason": "loss is nan", "rounds": [], "phase_seconds": {}}
+        rank |= {"loss": [5.0, float("nan")], "grad_norm": [1.0, float("inf")]}
+        rank["memory"] = {"rss_peak_bytes": 1, "cuda": {}}
     record = build(ranks)
     json.dumps(record.as_dict(), allow_nan=False)
+    row = tables.experiment_row(record)
+    assert (row["dp"], row["zero"], row["reason"], row["loss.first"]) == (2, 0, "rank 0: loss is nan", 5.0)
     assert record.series.loss == [5.0, None]
-    assert "loss.last" not in record.metrics
-    assert "step_seconds.median" not in record.metrics
+    assert not {"loss.last", "step_seconds.median"} & record.metrics.keys()
 
 
 def test_a_run_without_results_has_an_outcome() -> None:
     record = build([], outcome="hang", reason="rank 1 is stopped")
     assert (record.outcome, record.metrics, record.memory_by_rank) == ("hang", {}, [])
+    assert tables.experiment_row(record)["reason"] == "rank 1 is stopped"
+
+
+def compare(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> ComparisonRecord | None:
+    ranks = typed(one), typed(two)
+    return comparison_record(experiment("a", 0), experiment("b", 1), ranks, suite="s", provenance={})
 
 
 def test_comparison_is_the_ratio_of_paired_rounds() -> None:
+    """A round without a timed step gives no ratio."""
     fast, slow = results(rounds=6), results(rounds=6)
     for rank in fast:
         rank["rounds"] = [[second / 2 for second in steps] for steps in rank["rounds"]]
-    record = comparison_record(
-        experiment("a", 0), experiment("b", 1), (typed(slow), typed(fast)), suite="s", provenance={}
-    )
+    record = compare(slow, fast)
     assert record is not None
     assert record.ratio == pytest.approx(2)
-    assert record.low is not None
-    assert record.high is not None
-    assert record.low <= record.ratio <= record.high
+    assert (record.low or 0) <= record.ratio <= (record.high or 0)
     assert (record.rounds, len(record.pairs), record.name) == (6, 6, "a vs b")
-
-
-def test_a_round_without_a_timed_step_gives_no_ratio() -> None:
-    one, two = results(rounds=2), results(rounds=2)
-    for rank in two:
+    for rank in fast:
         rank["rounds"][1] = []
-    ranks = (typed(one), typed(two))
-    assert comparison_record(experiment("a"), experiment("b"), ranks, suite="s", provenance={}) is None
-
-
-def test_checkpoints_are_activations_and_host_memory_is_separate() -> None:
-    ranks = results()
-    ranks[1]["memory"]["most"]["parameters"] = 4501  # of which 4001 are states
-    metrics = build(ranks).metrics
-    assert metrics["memory.gathered_bytes"] == 500
-    assert metrics["memory.activations_bytes"] == 2000 + 1000
-    assert metrics["memory.checkpoints_bytes"] == 1500
-    assert metrics["memory.host_bytes"] == 700
-    assert metrics["memory.peak_bytes"] == 20000
-
-
-def test_rows_have_layout_metrics_and_reason() -> None:
-    record = build(results(rounds=2))
-    failed = build([], outcome="oom", reason="no memory")
-    ran, ended = map(tables.experiment_row, (record, failed))
-    assert (ran["dp"], ran["zero"], ran["loss.last"], ran["reason"]) == (
-        2,
-        0,
-        record.metrics["loss.last"],
-        "",
-    )
-    assert ended["reason"] == "no memory"
+    assert compare(slow, fast) is None
 
 
 def test_devices_with_a_known_peak_have_a_utilisation() -> None:
@@ -246,9 +214,8 @@ def test_only_measured_records_with_a_network_are_emulated() -> None:
 def test_network_report_combines_the_reports_of_its_ranks() -> None:
     """The first rank of each of two nodes reports the node's bytes, and rank 0 reports the network."""
     rates = {"rank sends": [9e6, 11e6, 10e6, 10e6], "node sends": [4e6, 6e6]}
-    facts = {
-        "mtu": 1500, "payload_share": 0.9, "rates": rates, "round_trip_s": {}, "user_namespace": True
-    }  # fmt: skip
+    facts: dict[str, Any] = {"mtu": 1500, "payload_share": 0.9, "rates": rates}
+    facts |= {"round_trip_s": {}, "user_namespace": True}
     reports = [
         RankOnNetwork(
             compute_flops_per_s=float(rank),
@@ -267,8 +234,7 @@ def test_network_report_combines_the_reports_of_its_ranks() -> None:
     assert (found.compute_flops_per_s, found.core_share) == ([0, 1, 2, 3], 0.5)
     requested = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, within=16e6, flops_per_s=5e9)
     assert found.made(requested) == replace(requested, between=5e6, within=10e6, flops_per_s=0.0)
-    unlimited = replace(requested, within=0.0)
-    assert found.made(unlimited).within == 0, "no limit"
+    assert found.made(replace(requested, within=0.0)).within == 0, "no limit"
     assert (found.sent_bytes, found.received_bytes) == ([10, 11, 12, 13], [20, 21, 22, 23])
     assert (found.node_sent_bytes, found.node_received_bytes) == ([30, 32], [40, 42])
     assert NetworkReport.from_ranks(reports[1:]) is NetworkReport.from_ranks([]) is None

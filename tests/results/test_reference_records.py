@@ -10,7 +10,7 @@ import pytest
 
 from repro import cli
 from repro.config import ConfigError, Experiment, Layout, Model, Training
-from repro.results import reference_records, schema, select
+from repro.results import reference_records, select
 from repro.results.reference_records import load_reference, write_reference
 from repro.results.schema import ExperimentRecord, FitRecord
 from repro.results.store import Store
@@ -96,10 +96,10 @@ def test_a_store_is_exported_as_a_reference_file(tmp_path: Path, capsys: pytest.
 
 
 def test_reference_file_needs_one_device_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="of one GPU model"):
-        write_reference([on("local-gpu", "one"), fit_record(device="NVIDIA A100")], tmp_path / "x.jsonl")
-    with pytest.raises(ConfigError, match="of one GPU model"):
-        write_reference([on("local", "names no processor", provenance={})], tmp_path / "x.jsonl")
+    two_models = on("local-gpu", "one"), fit_record(device="NVIDIA A100")
+    for records in (two_models, [on("local", "names no processor", provenance={})]):
+        with pytest.raises(ConfigError, match="of one GPU model"):
+            write_reference(records, tmp_path / "x.jsonl")
 
 
 def test_reference_file_of_a_cpu_names_its_model(tmp_path: Path) -> None:
@@ -129,10 +129,7 @@ def test_a_fit_search_never_counts_as_a_run(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         stored = store.append(fit_record(device="NVIDIA V100"))
         (read,) = store.records()
-    document = json.loads(json.dumps(stored.as_dict()))
-    assert read.as_dict() == document
-    assert schema.read_record(document).as_dict() == document
+    assert read.as_dict() == json.loads(json.dumps(stored.as_dict()))
     assert select.by_key([read]) == {}
     chosen = select.select([read])
     assert (chosen.measured, chosen.fits) == ([], [read])
-    assert select.by_key(Store(tmp_path / "fresh").records()) == {}

@@ -10,10 +10,12 @@ import pytest
 
 from repro.accuracy.validate.published import V100_ZERO, Point, family_statistics, points
 from repro.claims.judge import judge
-from repro.claims.reader import load_ledger
-from repro.config import PROTOCOL, suites
-from repro.results.schema import ComparisonRecord, ExperimentRecord, Side
+from repro.config import PROTOCOL
+from repro.results.metrics import DEVICE_FLOPS_PER_S
+from repro.results.schema import ExperimentRecord
 from repro.results.select import by_key, by_keys, select
+from tests import committed
+from tests.claims.constructed_records import comparison
 from tests.records import changed, made_up
 
 SUITES = Path(__file__).parents[2] / "suites"
@@ -21,13 +23,6 @@ SUITES = Path(__file__).parents[2] / "suites"
 
 def run(day: int, outcome: str = "ok", **keys: Any) -> ExperimentRecord:
     return made_up("a", id=f"{day} {outcome}", written=f"2026-01-{day:02d}", outcome=outcome, **keys)
-
-
-def comparison(day: int, **keys: Any) -> ComparisonRecord:
-    sides = {name: Side(name=name, key=f"key of {name}") for name in ("baseline", "subject")}
-    numbers = {"metric": "samples_per_s", "ratio": float(day), "low": None, "high": None, "rounds": 2}
-    plain = ComparisonRecord(suite="s", name="x", written=f"2026-01-{day:02d}", **sides, **numbers)
-    return changed(plain, **keys)
 
 
 @pytest.mark.parametrize(
@@ -50,38 +45,40 @@ def test_newest_conclusive_record_counts(records: list[ExperimentRecord], named:
 
 
 def test_omitted_records_are_counted() -> None:
+    compared = [
+        changed(comparison("subject", "baseline", float(day)), written=f"2026-01-{day:02d}")
+        for day in (1, 2, 3)
+    ]
     all_records = [run(1), run(2), run(3, "hang"), run(4, protocol=-1)]
-    all_records += [comparison(1), comparison(2), comparison(3, protocol=-1)]
+    all_records += [*compared[:2], changed(compared[2], protocol=-1)]
     chosen = select(all_records)
     assert (chosen.older, chosen.foreign) == (3, 2)
     assert [record.ratio for record in chosen.comparisons] == [2]
     assert chosen.by_pair["s/subject", "s/baseline"].ratio == 2
-    assert by_keys(all_records)["key of baseline", "key of subject"].ratio == 2
-
-
-def test_records_with_excluded_outcomes_are_ignored() -> None:
-    assert by_key([run(1, "error"), run(2, "interrupted")], without=("interrupted",))["k"].id == "1 error"
+    interrupted = run(1, "error"), run(2, "interrupted")
+    assert by_key(interrupted, without=("interrupted",))["k"].id == "1 error"
+    assert by_keys(all_records)["baseline", "subject"].ratio == 2
 
 
 def test_validation_ignores_records_of_another_protocol() -> None:
-    name = "fig2-8b-megatron"
-    (entry,) = (
-        e for e in suites.load_suite(SUITES / "zero_throughput.toml").entries if e.experiment.name == name
-    )
+    entry = committed.suite(SUITES / "zero_throughput.toml").entry("fig2-8b-megatron")
     keys = {"suite": "zero_throughput", "evidence": "simulated", "experiment": entry.experiment.as_dict()}
-    rates = {day: {"hardware_flops_per_s.device": day * 1e12} for day in (1, 2)}
-    ours = made_up(name, **keys, written="2026-01-01", metrics=rates[1])
-    other = made_up(name, **keys, written="2026-01-02", metrics=rates[2], protocol=PROTOCOL + 1)
-    found = points(judge(load_ledger(), [ours, other]), [ours, other])
+    ours, other = (
+        made_up(
+            "fig2-8b-megatron", **keys, written=f"2026-01-0{day}", metrics={DEVICE_FLOPS_PER_S: day * 1e12}
+        )
+        for day in (1, 2)
+    )
+    other = changed(other, protocol=PROTOCOL + 1)
+    found = points(judge(committed.ledger(), [ours, other]), [ours, other])
     assert {point.device_flops for point in found if point.kind == "rate"} == {1e12}
 
 
 def test_predictions_within_25_percent_are_close() -> None:
     """Predictions of 75 % to 125 % of the published rate are close; the median error is of absolute values."""
     errors = (-0.5, -0.25, 0.0, 0.25, 0.26)
-    found = family_statistics(
-        [point(1 + error) for error in errors] + [replace(point(9.0), left_out="a bound")]
-    )
+    all_points = [point(1 + error) for error in errors] + [replace(point(9.0), left_out="a bound")]
+    found = family_statistics(all_points)
     assert [(family.name, family.points, family.close) for family in found] == [
         (V100_ZERO, 5, 3),
         ("all rates", 5, 3),

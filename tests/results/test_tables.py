@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from repro.config import EmulatedNetwork, Experiment, Layout, Model
-from repro.results.interval import Sensitivity
-from repro.results.schema import ComparisonRecord, Record, Side
+from repro.results.schema import Record
 from repro.results.select import Selection, select
 from repro.results.tables import ComparableResults, comparable_results, matches_pattern, results_of_run
+from tests.claims.constructed_records import comparison
 from tests.records import made_up
 
 SMALL = Model(name="small", layers=1, hidden=8, heads=1, vocab=16, seq=8)
@@ -32,31 +32,16 @@ def record(
     )
 
 
-def comparison(subject: str, baseline: str, suite: str = "s") -> ComparisonRecord:
-    sides = {"subject": Side(name=subject, key=subject), "baseline": Side(name=baseline, key=baseline)}
-    return ComparisonRecord(
-        suite=suite, name="turns", metric="samples_per_s", ratio=2.0, low=None, high=None, rounds=2, **sides
-    )
-
-
 def selection() -> Selection:
     """Return two suites, one with all three kinds of evidence, and comparisons inside and outside the suites."""
+    names = {"b": 2.0, "a": 3.0, "d": 2.0, "slow": 0.5, "no speed": None}
     return select(
         [
-            record("b", 2.0),
-            record("a", 3.0),
-            record("d", 2.0),
-            record("slow", 0.5),
-            record("no speed", None),
-            record("large", 9.0, model=LARGE),
-            record("emulated", network=NETWORK),
-            record("a", evidence="simulated"),
-            record("b", evidence="simulated"),
-            record("a", suite="r"),
-            record("c", suite="r"),
-            comparison("a", "b"),
-            comparison("a", "elsewhere"),
-            comparison("a", "c", suite="r"),
+            *(record(name, rate) for name, rate in names.items()),
+            *(record("large", 9.0, model=LARGE), record("emulated", network=NETWORK)),
+            *(record(name, evidence="simulated") for name in "ab"),
+            *(record(name, suite="r") for name in "ac"),
+            *(comparison("a", "b"), comparison("a", "elsewhere"), comparison("a", "c", suite="r")),
         ]
     )
 
@@ -100,11 +85,3 @@ def test_results_of_a_run_have_its_experiments_and_comparisons() -> None:
         ("s", "measured", ["a", "b"], [("a", "b")])
     ]
     assert summaries(results_of_run(selection(), "s", names, "simulated")) == [("s", "simulated", ["a"], [])]
-
-
-def test_sensitivity_span_is_the_difference_of_two_step_times() -> None:
-    ends = {"key": "k", "low": 1.0, "best": 2.0, "high": 3.0}
-    assert [Sensitivity(**ends, low_s=low, high_s=high).span for low, high in ((2.0, 5.0), (5.0, 2.0))] == [
-        3.0,
-        3.0,
-    ]

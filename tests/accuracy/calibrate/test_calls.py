@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from repro.accuracy.calibrate import clock as clock_module
-from repro.accuracy.calibrate import plan, target
 from repro.accuracy.calibrate.calls import bind, calls_of, choose
-from repro.accuracy.calibrate.clock import OperatorClock
 from repro.config import Layout
-from repro.parallel import mesh as meshes
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.roles import roles, trace
 from tests.training import tiny
@@ -37,13 +30,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_traced_operator_runs(layout: Layout) -> None:
     experiment = tiny(layout, dropout=0.1)
-    calls = calls_of(experiment, gloo=True)
     traced = {
         (event.name, event.read, event.written, event.flops)
         for role in roles(experiment)
         for event in trace(experiment, role, gloo=True).events
         if isinstance(event, Operator)
     }
+    # A trace repeats the events of a known block without its operators. The calls contain them nevertheless.
+    calls = calls_of(experiment, gloo=True)
     assert {(c.name, c.operator.read, c.operator.written, c.operator.flops) for c in calls} == traced
     generator = torch.Generator().manual_seed(0)
     for call in calls:
@@ -75,15 +69,6 @@ def test_operands_are_distributed_as_in_training() -> None:
     assert bool((operands["repro.cross_entropy_backward_"][2] > 0).all())
 
 
-def test_calls_include_operators_of_blocks_that_are_already_traced() -> None:
-    """A trace repeats the events of a known block without calling its operators."""
-    experiment = tiny(LAYOUTS["dp"])
-    for role in roles(experiment):
-        trace(experiment, role, gloo=True)
-    names = {call.name for call in calls_of(experiment, gloo=True)}
-    assert {"aten.mm", "aten.addmm", "repro.bias_gelu"} <= names
-
-
 def test_chosen_sizes_include_the_smallest_and_largest() -> None:
     calls = [call for call in calls_of(tiny(LAYOUTS["dp"]), gloo=True) if call.name == "aten.mm"]
     chosen = choose(calls, 3)
@@ -91,113 +76,3 @@ def test_chosen_sizes_include_the_smallest_and_largest() -> None:
     sizes = [call.nbytes for call in calls]
     assert {min(sizes), max(sizes)} <= {call.nbytes for call in chosen}
     assert len(choose(calls[:1], 3)) == 1
-
-
-def test_plan_covers_every_strategy() -> None:
-    """The possible strategies depend on the number of ranks; all experiments have equal repeats."""
-    for ranks in (1, 2, 3, 4, 8):
-        found = plan.step_experiments("local", ranks, "fp32", quick=False)
-        assert {experiment.layout.world for experiment in found} == {ranks}
-        assert {experiment.training.steps for experiment in found} == {plan.REPEATS}
-        assert any(experiment.layout.zero == 3 for experiment in found)
-        assert any(experiment.layout.pp > 1 for experiment in found) == (ranks > 1)
-        assert any(experiment.layout.sp for experiment in found) == (ranks in (2, 4, 8))
-
-
-def test_tensor_parallelism_stays_on_a_node() -> None:
-    found = plan.step_experiments("local", 8, "fp32", quick=False, per_node=2)
-    assert {(e.layout.tp, e.layout.dp) for e in found if e.layout.tp > 1} == {(2, 4)}
-    assert {e.layout.world for e in found} == {8}
-
-
-def test_clock_distinguishes_short_and_long_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock counts the CPU seconds of this thread, so that other processes do not affect the test. The quartiles
-    enclose the median."""
-    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=time.thread_time))
-    clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=3)
-    assert clock.cache > 0
-    small, large = (torch.ones(n, n) for n in (32, 512))
-    fast = clock.time(lambda: lambda: small @ small, 3 * small.nbytes)
-    slow = clock.time(lambda: lambda: large @ large, 3 * large.nbytes)
-    assert slow.median > 10 * fast.median
-    assert slow.low <= slow.median <= slow.high
-    assert slow.spread >= 0
-
-
-def test_ranks_that_share_a_cache_each_flush_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A virtual machine with two cores may report the 480 MB cache of its host, too much for each of sixteen ranks."""
-    monkeypatch.setattr(clock_module, "cache_bytes", lambda device: 2**20)
-    single, one_of_eight = (
-        OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=1, neighbours=n) for n in (1, 8)
-    )
-    assert (single.cache, one_of_eight.cache) == (2**20, 2**17)
-    assert single._wipe.nbytes == 8 * one_of_eight._wipe.nbytes > 2**20
-
-
-def test_operands_and_results_of_a_call_are_not_cached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(clock_module, "cache_bytes", lambda device: 2**20)
-    read: list[int] = []
-    written: list[int] = []
-
-    def make_call() -> Callable[[], torch.Tensor]:
-        operand = torch.ones(2**15)  # a quarter of the cache, with the result
-
-        def call() -> torch.Tensor:
-            result = operand + 1
-            read.append(operand.data_ptr())
-            written.append(result.data_ptr())
-            return result
-
-        return call
-
-    clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=3)
-    clock.time(make_call, 2**18)
-    for addresses in (read, written):
-        assert all(len(set(addresses[i : i + 5])) == 5 for i in range(len(read) - 15, len(read) - 5))
-
-
-def test_one_rank_per_core_measures_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rank_flops_per_s` also starts one rank per core; ranks that share a core would measure a lower rate."""
-    monkeypatch.setattr(target.compute_rate, "core_flops_per_s", lambda: 5e9)
-    group = meshes.single_rank_mesh().world
-    found = [target.products_of_a_core(place, 2, group) for place in range(4)]
-    assert found == [5e9, 5e9, None, None]
-
-
-class Busy:
-    """Calls of 1 ms CPU time each, and a clock that advances by `wall_s` per call."""
-
-    def __init__(self, wall_s: float):
-        self.wall_s, self.calls = wall_s, 0
-
-    def __call__(self, number: int = 0) -> None:
-        self.calls += 1
-
-    def perf_counter(self) -> float:
-        return self.calls * self.wall_s
-
-    def thread_time(self) -> float:
-        return self.calls * 1e-3
-
-
-@pytest.mark.parametrize("wall_s", [1e-3, 4e-3, 1.0])
-def test_crowded_clock_measures_time_at_an_equal_core_share(
-    monkeypatch: pytest.MonkeyPatch, wall_s: float
-) -> None:
-    """The result does not depend on whether the rank had the full core, its share or less during the measurement."""
-    monkeypatch.setattr(clock_module, "usable_cores", lambda: 2)
-    clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=2, neighbours=8)
-    busy = Busy(wall_s)
-    monkeypatch.setattr(clock_module, "time", busy)
-    assert clock.in_a_crowd(busy, alone=lambda: 0.0) == pytest.approx(4e-3)
-    assert busy.calls == pytest.approx(max(1, clock_module.CROWDED_S / wall_s), abs=1)
-
-
-def test_ranks_with_a_core_each_use_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "usable_cores", lambda: 2)
-    clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=2, neighbours=2)
-    busy = Busy(3e-3)
-    monkeypatch.setattr(clock_module, "time", busy)
-    assert clock.time(lambda: busy, 8).median == pytest.approx(3e-3)

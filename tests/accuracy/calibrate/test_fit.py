@@ -1,4 +1,4 @@
-"""Tests of fitted rates: known coefficients are recovered, and predicted times are not negative."""
+"""Tests of fitted rates and of the calibration file: known coefficients are recovered, and tables are read back."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repro.accuracy.calibrate import fit
+from repro.accuracy.calibrate import document, fit
 from repro.accuracy.calibrate.fit import TimedCall
+from repro.config.files import tomllib
 from repro.config.timing import OperatorRate
 
 SIZES = [(2.0**k, 2.0**j) for k in range(10, 26, 3) for j in range(12, 34, 5)]
@@ -26,9 +27,8 @@ def points_of(rate: OperatorRate, noise: list[float] | None = None) -> list[Time
 def test_known_coefficients_are_recovered(fixed: float, per_byte: float, per_flop: float) -> None:
     rate = OperatorRate(fixed_s=fixed * 1e-5, per_byte_s=per_byte * 1e-10, per_flop_s=per_flop * 1e-11)
     found = fit.fit_rate(points_of(rate))
-    assert found.fixed_s == pytest.approx(rate.fixed_s, rel=1e-4)
-    assert found.per_byte_s == pytest.approx(rate.per_byte_s, rel=1e-4)
-    assert found.per_flop_s == pytest.approx(rate.per_flop_s, rel=1e-4)
+    expected = (rate.fixed_s, rate.per_byte_s, rate.per_flop_s)
+    assert (found.fixed_s, found.per_byte_s, found.per_flop_s) == pytest.approx(expected, rel=1e-4, abs=0)
 
 
 @given(st.lists(st.floats(min_value=0.9, max_value=1.1), min_size=len(SIZES), max_size=len(SIZES)))
@@ -48,22 +48,15 @@ def test_fitted_times_are_not_negative_and_increase(rows: list[tuple[float, floa
 def test_operators_have_separate_rates_only_if_they_differ() -> None:
     """Operators of equal speed share `elementwise`; slower operators and products have separate rates."""
     sizes = [2.0**k for k in range(12, 26, 2)]
-    elementwise = {
-        name: [TimedCall(n, 0, 5e-6 + n * 1e-10) for n in sizes]
-        for name in ("aten.add", "aten.mul", "aten.sub")
-    }
-    slow = [TimedCall(n, n, 2e-4 + n * 1e-9) for n in sizes]
+    elementwise = [TimedCall(n, 0, 5e-6 + n * 1e-10) for n in sizes]
     product = [TimedCall(n, n**1.5, 1e-5 + n**1.5 * 1e-11) for n in sizes]
-    tiny = [TimedCall(8, 0, 2e-5)]
-    one_size = [TimedCall(2.0**22, 0, 5e-6 + 2.0**22 * 8e-10)]
     found = fit.operator_rates(
         {
-            **elementwise,
-            "repro.slow": slow,
-            "aten.mm": product,
-            "aten.bmm": product,
-            "aten.sqrt": tiny,
-            "aten.gelu": one_size,
+            **dict.fromkeys(("aten.add", "aten.mul", "aten.sub"), elementwise),
+            **dict.fromkeys(("aten.mm", "aten.bmm"), product),
+            "repro.slow": [TimedCall(n, n, 2e-4 + n * 1e-9) for n in sizes],
+            "aten.sqrt": [TimedCall(8, 0, 2e-5)],
+            "aten.gelu": [TimedCall(2.0**22, 0, 5e-6 + 2.0**22 * 8e-10)],
         }
     )
     assert sorted(found) == ["aten.gelu", "aten.sqrt", "elementwise", "matmul", "repro.slow"]
@@ -84,3 +77,33 @@ def test_few_bytes_do_not_determine_the_byte_rate() -> None:
     found = fit.scale_rate(common, [number, mask])
     assert found.seconds(flops=0, nbytes=mask.nbytes) == pytest.approx(mask.seconds)
     assert found.seconds(flops=0, nbytes=number.nbytes) == pytest.approx(common.fixed_s, rel=1e-3)
+
+
+def test_written_tables_are_read_back() -> None:
+    """The tables contain names with dots, numbers with sources, lists of points and text with quotes."""
+    tables = {
+        "note": 'it is a "note" — \\ here',
+        "nodes": {"value": 1, "source": "this machine"},
+        "device": {"name": "x", "operators": {"aten.mm": {"fixed_s": 1.5e-06}, "matmul": {"fixed_s": 1e-5}}},
+        "links": {"memory": {"collectives": {"send": {"points": [[1024, 1e-4], [4096, 2.5e-4]]}}}},
+        "flag": True,
+    }
+    assert tomllib.loads(document.toml_text(tables)) == tables
+
+
+def test_smaller_payload_takes_no_longer_than_a_larger_one() -> None:
+    """The slowest rank counts. A disturbed small message gets the seconds of the next larger message."""
+
+    def row(*seconds: float) -> list[list[object]]:
+        return [[2**10 * 4**i, [s, s, s, 5]] for i, s in enumerate(seconds)]
+
+    found = fit.collective_points([row(9e-4, 2e-4, 3e-4), row(1e-4, 1e-4, 5e-4)])
+    assert found == [[2**10, 2e-4], [2**12, 2e-4], [2**14, 5e-4]]
+
+
+def test_context_bytes_are_the_largest_of_all_ranks() -> None:
+    gpu = {"name": "A", "compute_capability": "9.0", "memory_bytes": 80}
+    machine = {"gpus": [gpu], "memory": {"total_bytes": 100}, "nvlink": True}
+    found = document._gpu([{"machine": machine, "context_bytes": size} for size in (5, 7, 6)])
+    assert found["context_bytes"]["value"] == 7
+    assert found["context_bytes"]["source"].startswith("measured: memory in use outside torch")

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from repro import cli
-from repro.accuracy.calibrate import calibration, document, plan, target
+from repro.accuracy.calibrate import calibration, plan, target
 from repro.accuracy.calibrate import clock as clock_module
 from repro.accuracy.calibrate.calibration import LocalMachine
 from repro.accuracy.calibrate.clock import OperatorClock, OperatorTiming, SustainedLoad
 from repro.config import Layout
-from repro.config.systems import load_system_file, parse_system
+from repro.config.systems import load_system_file
 from repro.config.timing import UNALIGNED_MATMUL
 from repro.launch import local_launch
 from repro.launch.job import Interrupt, Job
@@ -126,6 +126,19 @@ def test_repeat_runs_under_load_and_records_clock_rate(time: Clock, monkeypatch:
     assert gpu.load.medians()["power_w"] == 700.0
 
 
+def rank_result(
+    *, copy: dict[str, float], nvlink: bool = False, per_node: int = 1, **measured: Any
+) -> dict[str, Any]:
+    """Return the result of a rank of a calibration on GPUs, with its measurements."""
+    gpu = {"name": "NVIDIA Test", "compute_capability": "9.0", "memory_bytes": 10**11, "driver": "1"}
+    gpu |= {"power_limit_w": 700.0, "max_sm_mhz": 1980}
+    machine = {"gpus": [gpu], "memory": {"total_bytes": 10**11}, "versions": {"torch": "2.11.0"}}
+    sizes = {"per_node": per_node, "threads": 1, "cache_bytes": 2**25, "context_bytes": 10**9}
+    state = {"sm_mhz": LOADED_MHZ, "power_w": 690.0}
+    copies = {"copy": copy, "host_copy": copy}
+    return {"machine": {**machine, "nvlink": nvlink}, "gpu_state": state, **sizes, **copies, **measured}
+
+
 def fake_rank(monkeypatch: pytest.MonkeyPatch, quick: bool) -> dict[str, Any]:
     """Return the result of a rank on a fake GPU; the calls of the planned steps are not executed."""
 
@@ -141,55 +154,9 @@ def fake_rank(monkeypatch: pytest.MonkeyPatch, quick: bool) -> dict[str, Any]:
     clock = SimpleNamespace(device=torch.device("cuda"), time=timed)
     experiments = plan.step_experiments("local-gpu", 1, "bf16", quick)
     rows = target.operators(experiments, clock, quick, lambda: None, lambda: None)  # type: ignore[arg-type]
-    copy = {"nbytes": 4 * 10**9, "median": 1e-3}
-    return {
-        "machine": {
-            "gpus": [
-                {
-                    "name": "NVIDIA Test",
-                    "compute_capability": "9.0",
-                    "memory_bytes": 10**11,
-                    "driver": "1",
-                    "power_limit_w": 700.0,
-                    "max_sm_mhz": 1980,
-                }
-            ],
-            "memory": {"total_bytes": 10**11},
-            "nvlink": False,
-            "versions": {"torch": "2.11.0"},
-        },
-        "per_node": 1,
-        "threads": 1,
-        "cache_bytes": 2**25,
-        "operators": rows,
-        "launch": {
-            "operators": [("aten.add", 8, 0)] * 10,
-            "median": 0.7e-3,
-            "backward_operators": 4,
-            "backward_s": 0.4e-3,
-        },
-        "copy": copy,
-        "host_copy": copy,
-        "context_bytes": 10**9,
-        "gpu_state": {"sm_mhz": LOADED_MHZ, "power_w": 690.0},
-    }
-
-
-@pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
-def test_gpu_file_has_rates_of_unaligned_products(monkeypatch: pytest.MonkeyPatch, quick: bool) -> None:
-    """Unaligned products are a separate class, and the file has the host's launch time for both passes."""
-    rank = fake_rank(monkeypatch, quick)
-    tables = document.system_tables("local-gpu", "bf16", [rank], repeats=3, load=0.0, quick=quick)
-    system = parse_system(tables, name="here", file="here.toml")
-    assert 1 / system.device.operators[UNALIGNED_MATMUL].per_flop_s == pytest.approx(UNALIGNED, rel=0.1)
-    assert 1 / system.device.operators["matmul"].per_flop_s == pytest.approx(ALIGNED, rel=0.01)
-    assert not {"aten.mm", "aten.addmm", "aten.bmm"} & set(system.device.operators), "all as fast as matmul"
-    assert UNALIGNED < (system.device.peak_flops["bf16"].value or 0) < ALIGNED
-    assert system.device.time.launch_s.value == pytest.approx(0.3e-3 / 6)
-    assert system.device.time.backward_launch_s.value == pytest.approx(0.1e-3)
-    assert system.provenance is not None
-    assert system.provenance.facts["sm_mhz"] == LOADED_MHZ
-    assert system.provenance.facts["power_w"] == 690.0
+    launch = {"operators": [("aten.add", 8, 0)] * 10, "median": 0.7e-3}
+    launch |= {"backward_operators": 4, "backward_s": 0.4e-3}
+    return rank_result(operators=rows, launch=launch, copy={"nbytes": 4 * 10**9, "median": 1e-3})
 
 
 def test_an_unaligned_vocabulary_adds_only_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +170,13 @@ def test_an_unaligned_vocabulary_adds_only_its_products(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("options", [["--quick"], []], ids=["quick", "full"])
-def test_calibrate_command_runs_on_a_gpu(
+def test_gpu_file_has_rates_of_unaligned_products(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The machine has one GPU, whose rank returns the results of the planned steps."""
+    """The machine has one GPU, whose rank returns the results of the planned steps.
+
+    Unaligned products are a separate class, and the file has the host's launch time for both passes.
+    """
 
     def measure(self: LocalMachine, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
         heads = {e.model.hidden // e.model.heads for e in job.experiments}
@@ -219,7 +189,18 @@ def test_calibrate_command_runs_on_a_gpu(
     path = tmp_path / "gpu.toml"
     status = cli.main(["calibrate", "--system", "local-gpu", "--output", str(path), *options])
     assert (status, capsys.readouterr().err) == (0, "")
-    assert load_system_file(path).device.name == "NVIDIA Test"
+    system = load_system_file(path)
+    device, operators = system.device, system.device.operators
+    assert device.name == "NVIDIA Test"
+    assert 1 / operators[UNALIGNED_MATMUL].per_flop_s == pytest.approx(UNALIGNED, rel=0.1)
+    assert 1 / operators["matmul"].per_flop_s == pytest.approx(ALIGNED, rel=0.01)
+    assert not {"aten.mm", "aten.addmm", "aten.bmm"} & set(operators), "all as fast as matmul"
+    assert UNALIGNED < (device.peak_flops["bf16"].value or 0) < ALIGNED
+    assert device.time.launch_s.value == pytest.approx(0.3e-3 / 6)
+    assert device.time.backward_launch_s.value == pytest.approx(0.1e-3)
+    assert system.provenance is not None
+    facts = system.provenance.facts
+    assert (facts["sm_mhz"], facts["power_w"]) == (LOADED_MHZ, 690.0)
 
 
 def test_launch_benchmark_times_the_backward_pass_separately() -> None:

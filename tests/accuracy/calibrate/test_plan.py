@@ -9,6 +9,10 @@ from repro.accuracy.calibrate.plan import BETWEEN, INSIDE, GroupKind
 from repro.parallel import mesh as meshes
 
 
+def be_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meshes, "distributed_mesh", lambda layout, kind: meshes.shape_only_mesh(layout, rank))
+
+
 @pytest.mark.parametrize(
     ("world", "per_node", "expected"),
     [
@@ -26,9 +30,7 @@ def test_plan_has_every_kind_of_group_of_the_layouts(
     world: int, per_node: int, expected: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(world):
-        monkeypatch.setattr(
-            meshes, "distributed_mesh", lambda layout, kind, r=rank: meshes.shape_only_mesh(layout, r)
-        )
+        be_rank(rank, monkeypatch)
         found = plan.group_kinds(world, per_node, "cpu")
         assert list(found) == expected
         for kind, group in found.items():
@@ -51,10 +53,26 @@ def test_pipeline_groups_are_inside_or_between_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One group has the neighbours on a node, the other has the ranks of equal position on all nodes."""
-    monkeypatch.setattr(meshes, "distributed_mesh", lambda layout, kind: meshes.shape_only_mesh(layout, rank))
+    be_rank(rank, monkeypatch)
     found = {place: group.ranks for place, group in plan.pipeline_groups(4, per_node, "cpu").items()}
     expected = {INSIDE: inside, BETWEEN: between}
     assert found == {place: ranks for place, ranks in expected.items() if ranks is not None}
+
+
+def test_plan_covers_every_strategy() -> None:
+    """The possible strategies depend on the number of ranks; all experiments have equal repeats."""
+    for ranks in (1, 2, 3, 4, 8):
+        found = plan.step_experiments("local", ranks, "fp32", quick=False)
+        assert {(e.layout.world, e.training.steps) for e in found} == {(ranks, plan.REPEATS)}
+        assert any(experiment.layout.zero == 3 for experiment in found)
+        assert any(experiment.layout.pp > 1 for experiment in found) == (ranks > 1)
+        assert any(experiment.layout.sp for experiment in found) == (ranks in (2, 4, 8))
+
+
+def test_tensor_parallelism_stays_on_a_node() -> None:
+    found = plan.step_experiments("local", 8, "fp32", quick=False, per_node=2)
+    assert {(e.layout.tp, e.layout.dp) for e in found if e.layout.tp > 1} == {(2, 4)}
+    assert {e.layout.world for e in found} == {8}
 
 
 def test_links_inside_and_between_nodes_have_separate_tables() -> None:

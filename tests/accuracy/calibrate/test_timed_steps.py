@@ -31,30 +31,22 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_silent_step_calls_the_operators_of_the_real_step(layout: Layout) -> None:
+    """A step has one interval of computation per message; their sum excludes the end of the step."""
     experiment = tiny(layout)
     clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)
     found = time_silent_step(experiment, clock)
     traced = trace(experiment, roles(experiment)[0], gloo=True)
-    expected = Counter[str]()
+    expected, called = Counter[str](), Counter[str]()
     for times, operator in traced.operators():
         expected[operator.name] += times * operator.calls
-    called = Counter[str]()
     for name, _, _, times in found["operators"]:
         called[name] += times
     assert set(called) == set(expected)
     if traced.copies == 0:
         assert called == expected
-    assert found["seconds"] > 0
-
-
-def test_silent_step_returns_compute_seconds_between_messages() -> None:
-    """A step has one interval per message; their sum excludes the end of the step."""
-    experiment = tiny(LAYOUTS["tp"])
-    clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)
-    found = time_silent_step(experiment, clock)
-    traced = trace(experiment, roles(experiment)[0], gloo=True)
-    sent = sum(isinstance(event, Message) and event.op != SEND for event in traced.step)
-    assert [len(parts) for parts in found["between"]] == [sent] * TIMED_STEPS
+    if layout.pp == 1:
+        sent = sum(isinstance(event, Message) and event.op != SEND for event in traced.step)
+        assert [len(parts) for parts in found["between"]] == [sent] * TIMED_STEPS
     assert 0 < sum(map(sum, found["between"])) / TIMED_STEPS <= found["seconds"]
 
 

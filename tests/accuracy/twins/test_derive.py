@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from repro.accuracy.calibrate.document import toml_text as toml
-from repro.accuracy.twins.derive import Twin, TwinOptions, derive, inside_rate, useful_rate
+from repro.accuracy.twins.derive import Twin, inside_rate, useful_rate
 from repro.accuracy.twins.numbers import SimilarityNumber, ratio_of, similarity_numbers
-from repro.accuracy.twins.suite import NamedTwin, claim_comparisons, named_comparisons, suite_text
-from repro.claims.reader import load_ledger
+from repro.accuracy.twins.suite import NamedTwin, claim_comparisons, named_comparisons
 from repro.claims.run_commands import SuiteCatalogue
 from repro.cli import main
-from repro.config import EmulatedNetwork, suites
+from repro.config import EmulatedNetwork
 from repro.config.errors import ConfigError
 from repro.config.experiment import TWIN_RATIO
 from repro.config.system import System
@@ -24,9 +23,8 @@ from repro.emulate.network import payload_share
 from repro.simulate.time.calibration import CALIBRATED, PUBLISHED_POINT
 from repro.simulate.time.emulated import emulated_system
 from repro.simulate.time.network import Network
-from tests.accuracy.twins.conftest import LOWBW, tables
-
-DGX2_4B = ["deepspeed_64gpu/64gpu-4b-megatron"]
+from tests import committed
+from tests.accuracy.twins.conftest import LOWBW, TwinOf, tables, written_suite
 
 
 def by_name(found: list[SimilarityNumber]) -> dict[str, SimilarityNumber]:
@@ -41,10 +39,8 @@ def test_members_of_the_3p75x_pair_run_together(lowbw: Twin) -> None:
         assert member.twin.layout.replica_batch == member.original.layout.replica_batch
 
 
-def test_members_of_one_model_have_one_twin_model(machine: System, catalogue: SuiteCatalogue) -> None:
-    twin = derive(
-        named_comparisons(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, TwinOptions(part=4)
-    )
+def test_members_of_one_model_have_one_twin_model(twin_of: TwinOf) -> None:
+    twin = twin_of("slow_links/slow-tp4-dp4", part=4)
     assert len({member.twin.model for member in twin.members}) == 1
     assert twin.members[0].twin.model.heads == 16, "tp over all ranks divides the heads"
 
@@ -60,9 +56,8 @@ def test_twin_preserves_the_similarity_numbers(lowbw: Twin) -> None:
         assert found["bucket / gradients"].change == pytest.approx(0, abs=0.02)
         assert found["replica batch"].change == 0
     found = by_name(similarity_numbers(lowbw.members[0], lowbw.members[0]))
-    assert found["compute / tensor-parallel communication"].change == pytest.approx(
-        1 / rates[0] - 1, abs=2e-3
-    )
+    change = found["compute / tensor-parallel communication"].change
+    assert change == pytest.approx(1 / rates[0] - 1, abs=2e-3)
 
 
 def test_reported_effects_explain_the_difference_of_ratios(lowbw: Twin) -> None:
@@ -72,63 +67,44 @@ def test_reported_effects_explain_the_difference_of_ratios(lowbw: Twin) -> None:
     assert all(abs(effect.ratio / ratio.twin - 1) > 1e-3 for effect in ratio.effects)
 
 
-def test_overlapped_communication_is_not_compute(machine: System, catalogue: SuiteCatalogue) -> None:
+def test_overlapped_communication_is_not_compute(twin_of: TwinOf) -> None:
     """Otherwise, links would be scaled to the rate of cores that also carry messages."""
-    twin = derive(
-        named_comparisons(["slow_links/slow-zero1"], catalogue.suites)[0], machine, TwinOptions(width=400)
-    )
+    twin = twin_of("slow_links/slow-zero1", width=400)
     first = twin.members[0]
     assert first.after.slowest.busy["overlap"] > 0
-    assert useful_rate(first.after) / useful_rate(first.before) == pytest.approx(
-        twin.scales[0].rate, rel=0.02
-    )
+    rate = useful_rate(first.after) / useful_rate(first.before)
+    assert rate == pytest.approx(twin.scales[0].rate, rel=0.02)
 
 
 def test_10_times_faster_ranks_need_10_times_faster_links(
-    machine: System, lowbw: Twin, catalogue: SuiteCatalogue
+    machine: System, lowbw: Twin, twin_of: TwinOf
 ) -> None:
-    rates = {
-        name: replace(
-            rate,
-            fixed_s=rate.fixed_s / 10,
-            per_byte_s=rate.per_byte_s / 10,
-            per_flop_s=rate.per_flop_s / 10,
-        )
-        for name, rate in machine.device.operators.items()
-    }
+    rates = {name: rate.slowed(1 / 10) for name, rate in machine.device.operators.items()}
     link = machine.links["memory"]
     link = replace(link, bandwidth=replace(link.bandwidth, value=3e9))
     fast = replace(machine, device=replace(machine.device, operators=rates), links={"memory": link})
-    other = (
-        derive(named_comparisons(LOWBW, catalogue.suites)[0], fast, TwinOptions(width=400)).members[0].network
-    )
-    slow = lowbw.members[0].network
+    other, slow = twin_of(LOWBW, on=fast, width=400).members[0].network, lowbw.members[0].network
     assert other.between == pytest.approx(10 * slow.between, rel=0.02)
     assert other.within == pytest.approx(10 * slow.within, rel=0.02)
 
 
-def test_group_on_one_of_several_adapters_has_another_network(
-    machine: System, catalogue: SuiteCatalogue
-) -> None:
+def test_group_on_one_of_several_adapters_has_another_network(dgx2_4b: Twin) -> None:
     """4B on DGX-2: four groups of Megatron use four adapters of a node, the one group of DeepSpeed uses one."""
-    twin = derive(named_comparisons(DGX2_4B, catalogue.suites)[0], machine, TwinOptions(width=288))
-    assert len(twin.together) == 1
-    for member in twin.members:
-        found = by_name(similarity_numbers(member, twin.members[0]))
+    assert len(dgx2_4b.together) == 1
+    for member in dgx2_4b.members:
+        found = by_name(similarity_numbers(member, dgx2_4b.members[0]))
         assert found["compute / data-parallel communication"].original > 0
         assert abs(found["dp hops"].change) < 0.25
-    megatron, deepspeed = (member.network.between for member in twin.members)
+    megatron, deepspeed = (member.network.between for member in dgx2_4b.members)
     assert megatron > 3 * deepspeed
-    assert twin.members[0].network.within == 0
-    assert "times the message rate" in twin.unlimited[0]
+    assert dgx2_4b.members[0].network.within == 0
+    assert "times the message rate" in dgx2_4b.unlimited[0]
 
 
-def test_members_with_the_baseline_network_run_together(machine: System, catalogue: SuiteCatalogue) -> None:
+def test_members_with_the_baseline_network_run_together(twin_of: TwinOf) -> None:
     """All-reduces of every layer over the slow link need the link rate of gradients. Messages between stages with one
     layer instead of twelve need faster links."""
-    twin = derive(
-        named_comparisons(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, TwinOptions(width=400)
-    )
+    twin = twin_of("slow_links/slow-tp4-dp4", width=400)
     together = [member.original.name for member in twin.together]
     assert together == ["slow-tp4-dp4", "slow-tp16", "slow-zero3-batch4"]
     stages = twin.members[1]
@@ -137,22 +113,19 @@ def test_members_with_the_baseline_network_run_together(machine: System, catalog
     assert share.twin < 10 * share.original
 
 
-def test_link_rate_of_the_original_can_be_an_option(
-    machine: System, catalogue: SuiteCatalogue, lowbw: Twin
-) -> None:
-    original = named_comparisons(LOWBW, catalogue.suites)[0]
-    half = derive(original, machine, TwinOptions(width=400, between=2.4e9))
-    assert half.members[0].network.between == pytest.approx(lowbw.members[0].network.between / 2, rel=0.02)
-    assert half.members[0].network.within == pytest.approx(lowbw.members[0].network.within, rel=0.02)
-    fast = derive(original, machine, TwinOptions(width=400, between=19.2e9))
+def test_link_rate_of_the_original_can_be_an_option(lowbw: Twin, twin_of: TwinOf) -> None:
+    half, fast = (twin_of(LOWBW, width=400, between=rate) for rate in (2.4e9, 19.2e9))
+    network, slower, faster = (twin.members[0].network for twin in (lowbw, half, fast))
+    assert slower.between == pytest.approx(network.between / 2, rel=0.02)
+    assert slower.within == pytest.approx(network.within, rel=0.02)
     assert fast.together == fast.members, "links inside the nodes limit all rings to one rate"
-    assert fast.members[0].network.between == pytest.approx(4 * lowbw.members[0].network.between, rel=0.02)
+    assert faster.between == pytest.approx(4 * network.between, rel=0.02)
     assert inside_rate(half.members[0].system) == pytest.approx(15.75e9 * 0.381)
 
 
 def test_names_and_claims_select_the_compared_experiments(catalogue: SuiteCatalogue) -> None:
     """A baseline selects its subjects. Other names are compared with each other. A claim selects its comparison."""
-    comparisons = named_comparisons([*LOWBW, *DGX2_4B], catalogue.suites)
+    comparisons = named_comparisons([LOWBW, "deepspeed_64gpu/64gpu-4b-megatron"], catalogue.suites)
     assert [[e.name for e in members] for members in comparisons] == [
         ["lowbw-megatron", "lowbw-deepspeed"],
         ["64gpu-4b-megatron", "64gpu-4b-deepspeed"],
@@ -161,10 +134,10 @@ def test_names_and_claims_select_the_compared_experiments(catalogue: SuiteCatalo
         ["zero_throughput/25b-one-dgx2", "zero_throughput/40b-two-dgx2"], catalogue.suites
     )
     assert [[e.name for e in members] for members in two] == [["25b-one-dgx2", "40b-two-dgx2"]]
-    claims = {claim.id: claim for claim in load_ledger().claims}
-    assert claim_comparisons(claims["ds-3p75x-lowbw"], catalogue.suites) == comparisons[:1]
+    claim = committed.ledger().claim
+    assert claim_comparisons(claim("ds-3p75x-lowbw"), catalogue.suites) == comparisons[:1]
     with pytest.raises(ConfigError, match=r"\[\[compare\]\] table"):
-        claim_comparisons(claims["zero-bw-cliff"], catalogue.suites)
+        claim_comparisons(claim("zero-bw-cliff"), catalogue.suites)
     with pytest.raises(ConfigError, match="on a system with a file"):
         named_comparisons(["smoke/states-z0-dp2", "smoke/states-z1-dp2"], catalogue.suites)
 
@@ -198,32 +171,18 @@ def test_ring_step_takes_link_time_or_cpu_time(machine: System, lowbw: Twin) -> 
 def test_calibration_without_a_ring_of_all_ranks_is_refused() -> None:
     found = tables()
     del found["links"]["memory"]["collectives"]
+    old = parse_system(found, name="old", file="old.toml")
     with pytest.raises(ConfigError, match="run repro calibrate again"):
-        emulated_system(
-            parse_system(found, name="old", file="old.toml"), EmulatedNetwork(nodes=1, ranks_per_node=16)
-        )
+        emulated_system(old, EmulatedNetwork(nodes=1, ranks_per_node=16))
 
 
-def test_written_suite_equals_the_twin(
-    lowbw: Twin, machine: System, catalogue: SuiteCatalogue, tmp_path: Path
-) -> None:
-    table = derive(named_comparisons(DGX2_4B, catalogue.suites)[0], machine, TwinOptions(width=288))
-    file = tmp_path / "windtunnel_x.toml"
-    file.write_text(
-        suite_text(
-            [NamedTwin(lowbw), NamedTwin(table, "-x")],
-            file=str(file),
-            name="windtunnel_x",
-            arguments="",
-            claims=(),
-        )
-    )
-    suite = suites.load_suite(file)
-    members = [*lowbw.members, *table.members]
+def test_written_suite_equals_the_twin(lowbw: Twin, dgx2_4b: Twin, tmp_path: Path) -> None:
+    suite = written_suite(tmp_path / "windtunnel_x.toml", NamedTwin(lowbw), NamedTwin(dgx2_4b, "-x"))
+    members = [*lowbw.members, *dgx2_4b.members]
     for entry, member in zip(suite.entries, members, strict=True):
         e = entry.experiment
         assert replace(e, name=member.twin.name).key == member.twin.key
-        baseline = (lowbw if member in lowbw.members else table).members[0]
+        baseline = (lowbw if member in lowbw.members else dgx2_4b).members[0]
         message = {n.name: (n.original, n.twin) for n in similarity_numbers(member, baseline)}
         assert e.twin is not None
         assert e.twin.original == member.original.name

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from repro.accuracy.calibrate import document
 from repro.accuracy.twins.derive import Twin
-from repro.accuracy.twins.suite import NamedTwin, suite_text
+from repro.accuracy.twins.suite import NamedTwin
 from repro.accuracy.validate.machine import predict_measured_runs
-from repro.config import EmulatedNetwork, Layout, suites
+from repro.config import EmulatedNetwork, Layout
 from repro.config.errors import ConfigError
 from repro.config.network import CORES_SHARE
 from repro.config.system import System
@@ -23,9 +24,11 @@ from repro.results.record_parts import NetworkReport, RankOnNetwork
 from repro.results.store import read_records
 from repro.simulate.time.emulated import MESSAGE_CORES_FACT, emulated_system
 from repro.simulate.time.network import Network
-from tests.accuracy.twins.conftest import tables
+from tests.accuracy.twins.conftest import tables, written_suite
 from tests.records import latest, made_up
 from tests.training import tiny
+
+ONE_NODE = EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +51,9 @@ def test_predicted_messages_equal_those_of_the_transport(
 
 @pytest.mark.slow
 def test_simulated_records_have_the_seconds_of_the_twin(machine: System, lowbw: Twin, tmp_path: Path) -> None:
-    here, file = tmp_path / "here.toml", tmp_path / "windtunnel_x.toml"
+    here = tmp_path / "here.toml"
     here.write_text(document.toml_text(tables()))
-    file.write_text(
-        suite_text([NamedTwin(lowbw)], file=str(file), name="windtunnel_x", arguments="", claims=())
-    )
-    suite = suites.load_suite(file)
+    suite = written_suite(tmp_path / "windtunnel_x.toml", NamedTwin(lowbw))
     results = tmp_path / "results"
     list(simulated.simulate_suites([(suite, list(suite.entries))], results, str(here), rerun=False))
     found = {
@@ -80,26 +80,29 @@ def test_predicted_links_scale_with_the_compute_rate() -> None:
     assert emulated_system(here, written).links == emulated_system(here, as_run).links
 
 
-def test_scaled_links_need_a_measured_compute_rate() -> None:
-    network = EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7, flops_per_s=5e9)
-    with pytest.raises(ConfigError, match=f"{COMPUTE_RATE_FACT}.*run repro calibrate again"):
-        emulated_system(machine_with_facts(), network)
-
-
 def test_rank_computes_with_its_share_of_a_core() -> None:
-    found = emulated_system(machine_with_facts(), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))
+    found = emulated_system(machine_with_facts(), ONE_NODE)
     for name, rate in machine_with_facts().device.operators.items():
         assert found.device.operators[name] == rate.slowed(1 / CORES_SHARE)
 
 
-def test_calibration_without_cores_for_messages_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="half of the cores on which ranks compute: repro calibrate --suite"
-    ):
-        emulated_system(
-            machine_with_facts(**{MESSAGE_CORES_FACT: 0}),
-            EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7),
-        )
+@pytest.mark.parametrize(
+    ("facts", "network", "message"),
+    [
+        ({}, replace(ONE_NODE, flops_per_s=5e9), f"{COMPUTE_RATE_FACT}.*run repro calibrate again"),
+        (
+            {MESSAGE_CORES_FACT: 0},
+            ONE_NODE,
+            "half of the cores on which ranks compute: repro calibrate --suite",
+        ),
+    ],
+)
+def test_calibration_without_a_needed_fact_is_refused(
+    facts: dict[str, float], network: EmulatedNetwork, message: str
+) -> None:
+    """Scaled links need a measured compute rate, and messages need cores."""
+    with pytest.raises(ConfigError, match=message):
+        emulated_system(machine_with_facts(**facts), network)
 
 
 def test_prediction_of_a_run_uses_its_recorded_links() -> None:
@@ -109,22 +112,15 @@ def test_prediction_of_a_run_uses_its_recorded_links() -> None:
 
     def predicted(times: float, **changed: float) -> float:
         rates = {"rank sends": [times * 2e7] * 16, "node sends": [times * 8e6] * 4}
-        facts = {
-            "mtu": 1500,
-            "payload_share": 0.95,
-            "rates": rates,
-            "round_trip_s": {},
-            "user_namespace": False,
-        }
-        ranks = [
-            RankOnNetwork(
-                compute_flops_per_s=5e9, core_share=0.05, sent_bytes=0, received_bytes=0, facts=facts
-            )
-        ]
+        facts: dict[str, Any] = {"mtu": 1500, "payload_share": 0.95, "rates": rates}
+        facts |= {"round_trip_s": {}, "user_namespace": False}
+        rank = RankOnNetwork(
+            compute_flops_per_s=5e9, core_share=0.05, sent_bytes=0, received_bytes=0, facts=facts
+        )
         experiment = tiny(Layout(dp=16))
         on_network = replace(experiment, network=replace(network, **changed))
         record = made_up("a", experiment=on_network.as_dict(), metrics={STEP_SECONDS: 1.0})
-        found = predict_measured_runs([replace(record, network=NetworkReport.from_ranks(ranks))], here)
+        found = predict_measured_runs([replace(record, network=NetworkReport.from_ranks([rank]))], here)
         assert not found.missing
         return found.pairs[0].predicted
 

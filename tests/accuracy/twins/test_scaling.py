@@ -1,4 +1,4 @@
-"""Tests that similarity rules preserve ratios of compute to communication, counted from bytes and FLOP."""
+"""Tests that similarity rules preserve ratios of compute to communication, and of layouts on fewer ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from repro.accuracy.twins.scaling import Scale, scaled_model
-from repro.config import ConfigError, Layout, Model
+from repro.accuracy.twins.scaling import Scale, TwinShape, scaled_model, shape_of
+from repro.config import ConfigError, Layout, Model, systems
 from repro.config.layout import ELEMENT_BYTES
+from repro.config.system import System
 from repro.model import counts
 from repro.parallel.ledger import RING_PASSES
 
@@ -61,14 +62,8 @@ def test_scale_preserves_tp_and_dp_ratios(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(CASES))
 def test_scaled_model_preserves_attention_and_vocabulary_shares(seed: int) -> None:
     pick = random.Random(seed)
-    original = Model(
-        name="o",
-        layers=pick.randint(16, 128),
-        hidden=128 * pick.randint(12, 96),
-        heads=32,
-        vocab=51_200,
-        seq=1024 * pick.choice([1, 2]),
-    )
+    layers, hidden, seq = pick.randint(16, 128), 128 * pick.randint(12, 96), 1024 * pick.choice([1, 2])
+    original = Model(name="o", layers=layers, hidden=hidden, heads=32, vocab=51_200, seq=seq)
     tp = pick.choice([1, 2, 4])
     twin = scaled_model(original, original.seq, name="t", width=original.hidden // 4, layers=8, tp=tp)
     assert twin.seq / twin.hidden == pytest.approx(original.seq / original.hidden, rel=0.01)
@@ -102,3 +97,37 @@ def test_models_with_other_layers_are_refused() -> None:
         ConfigError, match=r"model = 'llama': must be a model with GPT-2's layer.* another norm"
     ):
         scaled_model(model, 32, name="twin", width=32, layers=2, tp=1)
+
+
+DGX2, LOWBW, SELENE = map(systems.load_system_file, ("dgx2", "lowbw-v100", "selene"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "system", "shape"),
+    [
+        (Layout(tp=4, dp=4, micro_batch=8), LOWBW, TwinShape(4, 4, 4, 1, 4)),  # the ranks suffice
+        (Layout(tp=2, dp=32), DGX2, TwinShape(4, 4, 2, 1, 8)),
+        (Layout(dp=64), DGX2, TwinShape(4, 4, 1, 1, 16)),
+        (Layout(tp=4, dp=16), DGX2, TwinShape(4, 4, 4, 1, 4)),
+        (Layout(tp=16, dp=4), DGX2, TwinShape(4, 4, 4, 1, 4)),  # one node per tp group, as in the original
+        (Layout(tp=32), DGX2, TwinShape(2, 8, 16, 1, 1)),  # two nodes per tp group, as in the original
+    ],
+)
+def test_twin_has_as_many_nodes_with_fewer_ranks(layout: Layout, system: System, shape: TwinShape) -> None:
+    assert shape_of(layout, system, 16) == shape
+
+
+def test_node_of_one_group_can_become_one_rank() -> None:
+    layout = Layout(tp=16, dp=8, micro_batch=48, zero=2, pa=True, recompute=True)
+    shape = shape_of(layout, DGX2, 16, tp=1)
+    assert shape == TwinShape(16, 1, 1, 1, 16)
+    twin = shape.layout(layout)
+    assert (twin.replica_batch, twin.pa, twin.precision) == (48, False, "fp32")
+
+
+def test_stages_are_preserved_if_ranks_suffice() -> None:
+    layout = Layout(tp=8, pp=12, dp=4, micro_batch=1, global_batch=1536)
+    with pytest.raises(ConfigError, match="nodes"):
+        shape_of(layout, SELENE, 16)
+    shape = shape_of(layout, SELENE, 48, tp=1)
+    assert shape.layout(layout).accumulation == layout.accumulation

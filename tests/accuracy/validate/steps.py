@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from repro.claims.judge import judge
-from repro.claims.reader import load_ledger
 from repro.claims.verdicts import ClaimResult
 from repro.config import Experiment, Layout, Model, OperatorSet
 from repro.config.systems.unknowns import PACE
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
-from tests.claims.test_judge import HEAD
+from tests.claims.constructed_records import row, write_ledger
 from tests.claims.test_possible import rate, simulated
 from tests.records import changed
 
@@ -34,9 +33,8 @@ def step_record(system: str, name: str, **moves: tuple[float, float]) -> Experim
 
 def judge_rates(path: Path, published: dict[str, str], *records: ExperimentRecord) -> list[ClaimResult]:
     """Judge one row per published rate of a step, in samples per second."""
-    rows = ",\n".join(
-        f'{{ label = "{name}", published = "{value}", unit = "samples/s", {rate(f"s/{name}")} }}'
-        for name, value in published.items()
+    rows = "".join(
+        row(number, name, unit='"samples/s"', simulated=rate(f"s/{name}"))
+        for name, number in published.items()
     )
-    (path / "claims.toml").write_text(HEAD + rows + "]\n")
-    return judge(load_ledger(path), records)
+    return judge(write_ledger(path, rows), records)

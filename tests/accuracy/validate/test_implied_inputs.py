@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 
 from repro.accuracy.validate.implied_inputs import ImpliedInput, find_implied_inputs
-from repro.claims.judge import judge
-from repro.claims.reader import load_ledger
 from repro.config.systems.unknowns import PACE
 from repro.report.figures import validation as figure
 from repro.report.figures.style import figure_style
 from repro.results.interval import Other, Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
 from tests.accuracy.validate.steps import RINGS, judge_rates, step_record
-from tests.claims.test_judge import HEAD
+from tests.claims.constructed_records import RATIO, judged, row, value
 from tests.records import changed
 
 
@@ -35,25 +33,27 @@ CURVE = {0.25: 80.0, 0.5: 40.0, 1: 20.0, 2: 10.0, 4: 5.0, 8: 2.5, 16: 1.25}
 
 
 def implied(path: Path, rows: dict[str, str], *records: ExperimentRecord) -> list[ImpliedInput]:
+    """Return the values that published rates imply; without `records`, all steps have the curve `CURVE`."""
+    records = records or tuple(with_curve(name, CURVE) for name in rows)
     return find_implied_inputs(judge_rates(path, rows, *records), records)
 
 
 def test_implied_value_predicts_the_published_rate(tmp_path: Path) -> None:
     """15.0/s needs 3 rings, inside the range; 60/s needs 12 rings, outside. The tolerance is 15 %."""
-    (found,) = implied(tmp_path, {"a": "15.0", "b": "60.0"}, with_curve("a", CURVE), with_curve("b", CURVE))
+    (found,) = implied(tmp_path, {"a": "15.0", "b": "60.0"})
     assert (found.key, found.system, found.searched) == (RINGS, "dgx2", (0.25, 16))
+    assert found.unserved == ()
     a, b = found.needs
     assert a.value == pytest.approx(3)
     assert (a.low, a.high) == pytest.approx((3 * 0.85, 3 * 1.15))
     assert b.value == pytest.approx(12)
-    assert found.unserved == ()
     assert found.contradiction == (b, a), "no value is within 15 % of both"
     assert "a-claim/b needs 10.2 or more, a-claim/a needs 3.45 or less" in found.words
     assert "contradict each other, or the model is wrong" in found.words
 
 
 def test_rows_with_a_common_value_do_not_contradict(tmp_path: Path) -> None:
-    (found,) = implied(tmp_path, {"a": "15.0", "b": "17.0"}, with_curve("a", CURVE), with_curve("b", CURVE))
+    (found,) = implied(tmp_path, {"a": "15.0", "b": "17.0"})
     assert found.contradiction is None
     assert "contradict" not in found.words
     # 17 needs 3.4 rings or up to 15 % less; 15 needs 3 rings or up to 15 % more.
@@ -61,7 +61,7 @@ def test_rows_with_a_common_value_do_not_contradict(tmp_path: Path) -> None:
 
 
 def test_row_without_a_value_is_named_and_contradicts_none(tmp_path: Path) -> None:
-    (found,) = implied(tmp_path, {"a": "15.0", "b": "500"}, with_curve("a", CURVE), with_curve("b", CURVE))
+    (found,) = implied(tmp_path, {"a": "15.0", "b": "500"})
     assert [(need.row, need.value, need.low) for need in found.unserved] == [("a-claim/b", None, None)]
     assert found.contradiction is None
     assert "no value from 0.25 to 16 fits 1 row (a-claim/b)" in found.words
@@ -80,47 +80,38 @@ def test_systems_are_separate_and_weak_unknowns_are_ignored(tmp_path: Path) -> N
 
 def test_ratio_uses_one_value_for_both_steps(tmp_path: Path) -> None:
     """Rings do not change the second step, so that the ratio is half the number of rings."""
-    value = 'metric("s/a", "samples_per_s") / metric("s/b", "samples_per_s")'
-    row = f"""{{ label = "x", published = "3.0", simulated = {{ value = '{value}' }} }}"""
-    (tmp_path / "claims.toml").write_text(HEAD + row + "]\n")
     records = with_curve("a", CURVE), with_curve("b", dict.fromkeys(CURVE, 10.0) | {1: 10.1})
-    (found,) = find_implied_inputs(judge(load_ledger(tmp_path), records), records)
+    result = judged(tmp_path, row("3.0", simulated=value(RATIO)), *records)
+    (found,) = find_implied_inputs([result], records)
     assert found.needs[0].value == pytest.approx(6, rel=1e-6)
 
 
 def test_rows_that_disagree_with_most_others_are_torn(tmp_path: Path) -> None:
-    rows = {"a": "15.0", "b": "17.0", "c": "60.0", "d": "500"}
-    (found,) = implied(tmp_path, rows, *(with_curve(name, CURVE) for name in rows))
+    (found,) = implied(tmp_path, {"a": "15.0", "b": "17.0", "c": "60.0", "d": "500"})
     assert found.torn == 1, "a and b agree, c disagrees; no value fits d"
 
 
-def test_figure_orders_unknowns_by_torn_rows_without_the_pace(tmp_path: Path) -> None:
-    agree = implied(tmp_path, {"a": "15.0"}, with_curve("a", CURVE, key="links.nvlink.efficiency"))
-    torn = implied(tmp_path, {"a": "15.0", "b": "60.0"}, with_curve("a", CURVE), with_curve("b", CURVE))
-    pace = implied(tmp_path, {"a": "15.0"}, with_curve("a", CURVE, key=PACE, system="selene"))
-    assert figure.select_implied([*pace, *agree, *torn]) == [*torn, *agree]
-
-
 def test_curve_is_interpolated_between_its_points() -> None:
-    move = Sensitivity(
-        key=RINGS, low=1, best=2, high=4, low_s=20, high_s=5, curve=[[1, 20.0], [2, 10.0], [4, 5.0]]
-    )
-    interval = StepInterval(draws=[], moves=[move])
+    interval = with_curve("a", {1: 20.0, 2: 10.0, 4: 5.0}).interval
+    assert interval is not None
+    (move,) = interval.moves
+    assert move.span == replace(move, low_s=5.0, high_s=20.0).span == 15
     assert interval.seconds_in(Other(RINGS, 3.0), 10.0) == pytest.approx(20 / 3)
     assert interval.seconds_in(Other(RINGS, 100.0), 10.0) == pytest.approx(5), "no extrapolation"
     assert interval.seconds_in(Other(PACE, 3.0), 10.0) == 10.0, "another unknown has no effect"
 
 
 def test_figure_has_a_panel_with_all_implied_values(tmp_path: Path) -> None:
-    records = with_curve("a", CURVE), with_curve("b", CURVE)
-    found = implied(tmp_path, {"a": "15.0", "b": "60.0"}, *records)
+    """Panels are ordered by torn rows, and the pace has no panel."""
+    torn = implied(tmp_path, {"a": "15.0", "b": "60.0"})
+    agree = implied(tmp_path, {"a": "15.0"}, with_curve("a", CURVE, key="links.nvlink.efficiency"))
+    pace = implied(tmp_path, {"a": "15.0"}, with_curve("a", CURVE, key=PACE, system="selene"))
+    assert figure.select_implied([*pace, *agree, *torn]) == [*torn, *agree]
     with figure_style():
-        drawing = figure.draw_implied(found)
+        drawing = figure.draw_implied(torn)
+        assert figure.draw_implied([]).missing
     assert drawing.figure is not None
     (axes,) = drawing.figure.axes
-    assert axes.get_title(loc="left") == f"{RINGS} of dgx2"
+    assert (axes.get_title(loc="left"), axes.get_xscale()) == (f"{RINGS} of dgx2", "log")
     dots = {line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"}
     assert sorted(dots) == pytest.approx([3, 12])
-    assert axes.get_xscale() == "log"
-    with figure_style():
-        assert figure.draw_implied([]).missing

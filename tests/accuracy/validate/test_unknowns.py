@@ -19,13 +19,10 @@ from repro.measure.local_system import load_system
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
-from repro.simulate.time.calibration import (
-    calibration_point_of,
-    calibration_points,
-    uncertain_numbers,
-)
+from repro.simulate.time.calibration import calibration_point_of, calibration_points, uncertain_numbers
+from tests.accuracy.calibrate.test_gpu import rank_result
 from tests.accuracy.validate.steps import RINGS, judge_rates, step_record
-from tests.claims.test_judge import HEAD
+from tests.claims.constructed_records import HEAD, row
 from tests.claims.test_possible import rate
 from tests.records import changed
 
@@ -72,52 +69,33 @@ def test_calibration_point_is_one_input_on_all_systems(tmp_path: Path) -> None:
     assert [(one.key, one.system, len(one.rows)) for one in found.inputs] == [(point.rate.key, "dgx2h", 2)]
 
 
-def rank_result(nvlink: bool) -> dict[str, Any]:
+def two_gpus_per_node(nvlink: bool) -> dict[str, Any]:
     """Return the result of one of four ranks on two nodes with two GPUs each."""
     timing = (1e-3, 1e-3, 1e-3, 3)
     call = {"median": 1e-3, "low": 1e-3, "high": 1e-3, "is_unaligned": False}
-    gpu = {"name": "GPU", "memory_bytes": 2**30, "compute_capability": "8.0", "driver": "1"}
+    kinds = {
+        "between": {"ranks": 4, "per_node": 2, "stride": 1},
+        "inside": {"ranks": 2, "per_node": 2, "stride": 1},
+    }
     links = [
         {"op": op, "place": place, "points": [(1000, timing), (10**6, timing)], **kind}
-        for place, kind in (
-            ("between", {"ranks": 4, "per_node": 2, "stride": 1}),
-            ("inside", {"ranks": 2, "per_node": 2, "stride": 1}),
-        )
+        for place, kind in kinds.items()
         for op in ("all_reduce", "send")
     ]
     sizes = ((1e6, 1e9), (1e7, 1e10), (1e3, 0.0))
-    return {
-        "machine": {
-            "versions": {"torch": "2"},
-            "gpus": [gpu | {"power_limit_w": 1, "max_sm_mhz": 1}],
-            "nvlink": nvlink,
-            "memory": {"total_bytes": 2**40},
-        },
-        "per_node": 2,
-        "context_bytes": 1,
-        "threads": 1,
-        "cache_bytes": 1,
-        "gpu_state": {"sm_mhz": 1.0, "power_w": 1.0},
-        "operators": [{"name": "aten.mm", "nbytes": b, "flops": f, **call} for b, f in sizes]
-        + [{"name": "elementwise", "nbytes": b, "flops": 0, **call} for b, _ in sizes],
-        "launch": {
-            **call,
-            "operators": [("elementwise", 1, 1)] * 2,
-            "backward_s": 5e-4,
-            "backward_operators": 1,
-        },
-        "copy": {"nbytes": 10**9, **call},
-        "host_copy": {"nbytes": 10**9, **call},
-        "links": links,
-        "overlap": {"inside": {"all_reduce": 0.1}, "between": {"all_reduce": 0.1}},
-    }
+    operators = [{"name": "aten.mm", "nbytes": b, "flops": f, **call} for b, f in sizes]
+    operators += [{"name": "elementwise", "nbytes": b, "flops": 0, **call} for b, _ in sizes]
+    launch = {"operators": [("elementwise", 1, 1)] * 2, "backward_s": 5e-4, "backward_operators": 1, **call}
+    overlap = {place: {"all_reduce": 0.1} for place in kinds}
+    measured = {"operators": operators, "launch": launch, "links": links, "overlap": overlap}
+    return rank_result(nvlink=nvlink, per_node=2, copy={"nbytes": 10**9, **call}, **measured)
 
 
 def test_every_unknown_has_advice_and_its_fact_is_written() -> None:
     advice = {}
     for name in systems.system_names():
         system = load_system(name)
-        ranks = [rank_result("nvlink" in system.links)] * 4
+        ranks = [two_gpus_per_node("nvlink" in system.links)] * 4
         written = document.system_tables("local-gpu", "fp16", ranks, repeats=3, load=0.0, quick=False)
         for kernels in OperatorSet:
             for one in uncertain_numbers(system, calibration_point_of(kernels, system)):
@@ -140,8 +118,8 @@ def store(tmp_path: Path) -> list[str]:
     """Return the options of a store and of an additional ledger with one row."""
     ledger = tmp_path / "mine.toml"
     text = HEAD.replace('id = "a-claim"', 'id = "my-claim"').replace('key = "PAPER"', 'key = "MY-PAPER"')
-    row = f'{{ label = "a", published = "18", {rate("s/a")} }}'
-    ledger.write_text(text.replace('["PAPER p.1"]', '["MY-PAPER p.1"]') + row + "]\n")
+    text = text.replace('["PAPER p.1"]', '["MY-PAPER p.1"]')
+    ledger.write_text(f"{text}{row('18', 'a', simulated=rate('s/a'))}]\n")
     with Store(tmp_path / "results") as opened:
         opened.append(step_record("dgx2", "a", rings=(10.0, 5.0), pace=(8.0, 10.0)))
     return ["--results", str(tmp_path / "results"), "--ledger", str(ledger)]
