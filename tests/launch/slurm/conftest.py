@@ -15,7 +15,7 @@ from tests.launch.slurm.submitted import ThreeCases
 
 PARTITIONS = [
     "debug*|up|2:00:00|4|gpu:v100:16|96",
-    "short|up|10:00|4|gpu:v100:16|96",
+    "short|up|10:00|3|gpu:v100:16|96",
     "old|down|infinite|4|gpu:k80:4|16",
 ]
 
