@@ -19,6 +19,37 @@ PARTITIONS = [
     "old|down|infinite|4|gpu:k80:4|16",
 ]
 
+EVERY_KEY = """
+system = "dgx2"
+[slurm]
+partition = "gpu"
+account = "lab"
+qos = "long"
+constraint = "nvlink"
+exclude = ["n3", "n[7-8]"]
+gpus_per_node = 16
+gpu_type = "v100"
+gpu_request = "gres"
+cpus_per_task = 6
+memory = "0"
+time_limit = "01:30:00"
+signal_delay_s = 120
+options = { reservation = "bench" }
+[environment]
+modules = ["cuda/12.6"]
+setup = ["source /shared/venv/bin/activate"]
+python = "/opt/my python"
+container = "image.sqsh"
+container_mounts = "/data"
+variables = { NCCL_IB_HCA = "mlx5" }
+[[case]]
+match = "*-1t"
+nodes = 4
+partition = "wide"
+time_limit = "1-01:00:00"
+"""
+"""A profile that sets every key which becomes an option of `sbatch` or `srun`."""
+
 
 class FakeSlurm:
     """The state file of the fake SLURM commands."""

@@ -227,8 +227,7 @@ def test_lock_of_a_dead_submit_process_is_replaced(tmp_path: Path, monkeypatch: 
         try:
             with registry.submitting():
                 return True
-        except ConfigError as error:
-            assert "another `repro submit` uses this store" in str(error)
+        except ConfigError:
             return False
 
     assert not is_replaced(here, os.getpid())

@@ -20,7 +20,7 @@ from repro.launch.slurm.submission import job_array
 from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
-from tests.launch.slurm.conftest import FakeSlurm
+from tests.launch.slurm.conftest import EVERY_KEY, FakeSlurm
 from tests.records import made_up
 
 pytest.importorskip("submitit")
@@ -123,37 +123,6 @@ def test_earlier_arrays_remain_after_a_refused_array(
     assert len(slurm.state["scripts"]) == 2
 
 
-EVERY_KEY = """
-system = "dgx2"
-[slurm]
-partition = "gpu"
-account = "lab"
-qos = "long"
-constraint = "nvlink"
-exclude = ["n3", "n[7-8]"]
-gpus_per_node = 16
-gpu_type = "v100"
-gpu_request = "gres"
-cpus_per_task = 6
-memory = "0"
-time_limit = "01:30:00"
-signal_delay_s = 120
-options = { reservation = "bench" }
-[environment]
-modules = ["cuda/12.6"]
-setup = ["source /shared/venv/bin/activate"]
-python = "/opt/python"
-container = "image.sqsh"
-container_mounts = "/data"
-variables = { NCCL_IB_HCA = "mlx5" }
-[[case]]
-match = "*-1t"
-nodes = 4
-partition = "wide"
-time_limit = "1-01:00:00"
-"""
-
-
 def test_script_contains_all_keys_of_the_profile(
     slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +154,7 @@ def test_script_contains_all_keys_of_the_profile(
     ranks = srun_step.srun_command(profile.load_profile(site), 18, 8, ["module", "folder"])
     inside = {"--container-image=image.sqsh", "--container-mounts=/data", "--cpus-per-task=6", "--nodes=3"}
     assert inside <= set(ranks)
-    assert ranks[-4:] == ["/opt/python", "-m", "module", "folder"]
+    assert ranks[-4:] == ["/opt/my python", "-m", "module", "folder"]
     assert "torchrun" not in text
 
 
