@@ -127,6 +127,7 @@ class Job:
                 env=environment,
                 start_new_session=True,
             )
+        self._files_before = {*submission.results.rglob("*")}
 
     def wait(self, seconds: float = 100) -> int:
         """Wait for the controller and return its exit code."""
@@ -182,6 +183,15 @@ class Job:
 
         wait_for(has_reached)
         return self.ranks()
+
+    def modes_of_files(self) -> set[int]:
+        """Return the permissions that other users have for the files which the job has written."""
+        written = {*self.submission.results.rglob("*")} - self._files_before
+        kinds = {path.suffix for path in written}
+        assert {".jsonl", ".out", ".err", ".pkl"} <= kinds, "records, logs of ranks, submitit's result"
+        # submitit has the umask of the script; hidden files are for one process.
+        own = [path for path in written if path.suffix != ".pkl" and not path.name.startswith(".")]
+        return {path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) & ~0o011 for path in own}
 
     def kill(self) -> None:
         """Kill the controller and its descendants."""
