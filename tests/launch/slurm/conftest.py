@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.launch.slurm import fake_slurm
-from tests.launch.slurm.submitted import ThreeCases
+from tests.launch.slurm.submitted import SiteCommands, ThreeCases
 
 PARTITIONS = [
     "debug*|up|2:00:00|4|gpu:v100:16|96",
@@ -114,6 +114,12 @@ def site(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def submitted(tmp_path: Path, site: Path, slurm: FakeSlurm) -> ThreeCases:
+def commands(tmp_path: Path, site: Path, capsys: pytest.CaptureFixture[str]) -> SiteCommands:
+    """Return the `repro` commands with the profile `site`."""
+    return SiteCommands(tmp_path / "results", site, capsys)
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, site: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> ThreeCases:
     """Submit three cases to the fake cluster."""
-    return ThreeCases(tmp_path, site, slurm)
+    return ThreeCases(tmp_path, site, slurm, capsys)

@@ -280,18 +280,6 @@ def test_cancelled_job_is_not_requeued(submission: Submission, hold: Hold) -> No
     assert "requeue" not in submission.calls.read_text()
 
 
-def test_wrong_hardware_fails_all_cases(tmp_path: Path) -> None:
-    profile = 'system = "dgx2"\n[slurm]\ngpus_per_node = 16\n[environment]\ninterface = "lo"\n'
-    suite = write_suite(tmp_path, experiments("a", "b"))
-    submission = Submission(tmp_path, suite, profile=profile)
-    with running(submission) as job:
-        assert job.wait() == 0, job.log()
-    assert set(submission.outcomes().values()) == {"error"}
-    assert set(failure_classes(submission).values()) == {"wrong-hardware"}
-    assert submission.reasons()["a"].startswith("wrong hardware: node n1 has ")
-    assert submission.reasons()["a"].endswith(": not comparable")
-
-
 def test_full_disk_is_reported(tmp_path: Path, hold: Hold) -> None:
     with small_disk(tmp_path) as disk:
         suite = write_suite(tmp_path, experiments("a", "b"))

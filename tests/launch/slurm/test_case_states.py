@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from repro import cli
 from repro.config import ConfigError
 from repro.launch.failures import failure_class
 from repro.launch.slurm import case_states
@@ -26,20 +25,18 @@ from tests.launch.slurm.submitted import ThreeCases
 from tests.records import latest
 
 
-def test_case_is_pending_running_and_done(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+def test_case_is_pending_running_and_done(submitted: ThreeCases) -> None:
     submitted.slurm.job("12_0", state="PENDING", reason="Resources", nodes="")
     state = {"names": ["b"], "case": "b", "step": 3, "steps": 6, "phase": "backward", "steps_per_s": 1.5}
     submitted.report(1, phase="running", current=state)
     submitted.record("c", "ok")
-    found = submitted.status(capsys)
+    found = submitted.status()
     assert (found["a"]["state"], found["a"]["detail"]) == ("pending", "Resources")
     assert (found["b"]["state"], found["b"]["detail"]) == ("running", "step 3 of 6, backward, 1.50 steps/s")
     assert (found["c"]["state"], found["c"]["outcome"]) == ("done", "ok")
 
 
-def test_cases_of_one_launch_share_state_and_logs(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cases_of_one_launch_share_state_and_logs(submitted: ThreeCases) -> None:
     """The ranks are at a step of one case. The logs of the launch belong to both cases."""
     state = {"names": ["a", "b"], "case": "b", "step": 3, "steps": 6, "phase": "backward"}
     for compare, detail in (
@@ -47,7 +44,7 @@ def test_cases_of_one_launch_share_state_and_logs(
         (True, "alternates with b in a comparison"),
     ):
         submitted.report(0, phase="running", current=state | {"compare": compare})
-        found = submitted.status(capsys)["a"]
+        found = submitted.status()["a"]
         assert (found["state"], found["detail"]) == ("running", detail)
     work = submitted.registry.work(submitted.submission)
     (task,) = work.bundles[0].tasks
@@ -56,23 +53,21 @@ def test_cases_of_one_launch_share_state_and_logs(
     logs = submitted.folder / "logs" / "0" / submitted.experiments["a"].key
     logs.mkdir(parents=True)
     (logs / "rank-0.err").write_text("log of both cases")
-    assert cli.main(["logs", "b", "--rank", "0", "--results", str(submitted.results)]) == 0
-    assert "log of both cases" in capsys.readouterr().out
+    code, out, _ = submitted.repro("logs", "b", "--rank", "0")
+    assert (code, "log of both cases" in out) == (0, True)
 
 
-def test_preempted_case_is_requeued_with_its_reason(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preempted_case_is_requeued_with_its_reason(submitted: ThreeCases) -> None:
     submitted.record("a", "interrupted", "preempted")
     stopped = {"signal": "SIGUSR2", "reason": "preempted or near its time limit"}
     submitted.report(0, phase="stopped", stopped=stopped)
     submitted.slurm.job("12_0", state="PENDING", reason="BeginTime", nodes="")
-    found = submitted.status(capsys)["a"]
+    found = submitted.status()["a"]
     assert (found["state"], found["detail"]) == ("requeued", "preempted or near its time limit, BeginTime")
     current = {"names": ["a"], "case": "a", "step": 1, "steps": 6}
     submitted.report(0, restarts=1, phase="running", current=current)
     submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="n1")
-    found = submitted.status(capsys)["a"]
+    found = submitted.status()["a"]
     assert (found["state"], found["restarts"]) == ("running", 1)
 
 
@@ -121,19 +116,15 @@ def test_status_exit_code_follows_from_case_states(states: list[str], expected: 
     assert status_exit_code([CaseState(**KNOWN, state=state) for state in states]) == expected
 
 
-def test_older_records_do_not_count_for_new_submissions(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_older_records_do_not_count_for_new_submissions(submitted: ThreeCases) -> None:
     experiment = submitted.record("a", "error", "an older run")
     later = datetime.now(timezone.utc).isoformat()
     submitted.registry.write(replace(submitted.submission, created=later))
-    assert submitted.status(capsys)["a"]["state"] == "running"
+    assert submitted.status()["a"]["state"] == "running"
     assert experiment.key in latest(submitted.results)
 
 
-def test_record_order_does_not_depend_on_node_clocks(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_record_order_does_not_depend_on_node_clocks(submitted: ThreeCases) -> None:
     """Records after the newest record at submission belong to the submission, whatever their times are."""
     submitted.record("a", "error", "an older run")
     with Store(submitted.results) as store:
@@ -142,7 +133,7 @@ def test_record_order_does_not_depend_on_node_clocks(
     submitted.registry.write(later)
     submitted.record("b", "ok")
     submitted.slurm.set(jobs={})
-    found = submitted.status(capsys)
+    found = submitted.status()
     assert {name: (found[name]["recorded"], found[name]["state"]) for name in "abc"} == {
         "a": (False, "lost"),
         "b": (True, "done"),
@@ -151,12 +142,12 @@ def test_record_order_does_not_depend_on_node_clocks(
     assert "no longer lists the job" in found["c"]["detail"]
 
 
-def test_status_contains_all_case_fields(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_contains_all_case_fields(submitted: ThreeCases) -> None:
     unknown = {**dict.fromkeys(("detail", "outcome", "job_state", "nodes", "failure"), ""), "restarts": 0}
     unknown["recorded"] = False
     assert CaseState(**KNOWN, state="done").as_dict() == KNOWN | unknown | {"state": "done"}
     submitted.slurm.job("12_0", state="PENDING", reason="JobHeldUser", nodes="")
-    assert submitted.status(capsys)["a"] == KNOWN | unknown | {
+    assert submitted.status()["a"] == KNOWN | unknown | {
         "suite": "faults",
         "key": submitted.experiments["a"].key,
         "job": "12_0",
@@ -167,34 +158,32 @@ def test_status_contains_all_case_fields(submitted: ThreeCases, capsys: pytest.C
     current = {"names": ["a"], "case": "a"}
     submitted.report(0, restarts=3, nodes=["n4", "n5"], phase="running", current=current)
     submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="")
-    found = submitted.status(capsys)["a"]
+    found = submitted.status()["a"]
     assert (found["restarts"], found["nodes"], found["detail"]) == (3, "n4,n5", "step 0 of 0, ")
 
 
-def test_lost_case_names_interrupt_and_job_end(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lost_case_names_interrupt_and_job_end(submitted: ThreeCases) -> None:
     submitted.record("a", "interrupted", "preempted at step 3")
     submitted.slurm.job("12_0", state="TIMEOUT", reason="None")
     limit = "the job reached its time limit (slurm.time_limit of the profile), on n1"
-    found = submitted.status(capsys)["a"]
+    found = submitted.status()["a"]
     assert (found["state"], found["outcome"]) == ("lost", "interrupted")
     assert found["detail"] == f"preempted at step 3; {limit}"
     submitted.slurm.set(jobs={})
-    assert submitted.status(capsys)["a"]["detail"] == "preempted at step 3"
+    assert submitted.status()["a"]["detail"] == "preempted at step 3"
 
 
-def test_status_table_shows_failures(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_table_shows_failures(submitted: ThreeCases) -> None:
     submitted.record("a", "hang", "no progress for 2 s: rank 1 is behind [at step 3]")
     submitted.record("b", "ok")
-    assert cli.main(["status", "--results", str(submitted.results)]) == 3
-    out = capsys.readouterr().out
+    code, out, _ = submitted.repro("status")
+    assert code == 3
     assert "failed: hang" in out
     assert "[at step 3]" in " ".join(out.split())
     assert "faults: 3 cases: 1 running, 1 done, 1 failed" in out
     (submitted.folder / "submission.json").write_text("{")
-    assert cli.main(["status", "--results", str(submitted.results)]) == 2
-    assert "submission.json" in capsys.readouterr().err, "the damaged file is named"
+    code, _, error = submitted.repro("status")
+    assert (code, "submission.json" in error) == (2, True), "the damaged file is named"
 
 
 def test_submission_id_contains_time_and_suite_name(tmp_path: Path) -> None:

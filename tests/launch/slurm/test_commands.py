@@ -14,14 +14,11 @@ from tests.launch.slurm.submitted import ThreeCases
 from tests.records import latest, lines
 
 
-def test_logs_print_the_ends_of_files_with_headings(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = ["--results", str(submitted.results)]
-
+def test_logs_print_the_ends_of_files_with_headings(submitted: ThreeCases) -> None:
     def printed(*arguments: str) -> list[str]:
-        assert cli.main(["logs", *arguments, *results]) == 0
-        return capsys.readouterr().out.splitlines()
+        code, out, _ = submitted.repro("logs", *arguments)
+        assert code == 0
+        return out.splitlines()
 
     assert printed("b") == ["no log: job 12_1 of b"]
     assert printed("b", "--rank", "0") == [
@@ -50,8 +47,8 @@ def test_logs_print_the_ends_of_files_with_headings(
         (["b", "--rank=-1"], "0 to 1"),
         (["d"], "case = 'd': must be a submitted case: a, b, c"),
     ):
-        assert cli.main(["logs", *arguments, *results]) == 2
-        assert error in capsys.readouterr().err
+        code, _, message = submitted.repro("logs", *arguments)
+        assert (code, error in message) == (2, True), message
 
 
 def test_long_lists_show_only_the_nearest_names() -> None:
@@ -61,12 +58,11 @@ def test_long_lists_show_only_the_nearest_names() -> None:
     assert commands.list_names("case-77x", names).endswith(" (8 of 500)")
 
 
-def test_cancel_selects_by_case_or_suite(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
-    results = ["--results", str(submitted.results)]
-    assert cli.main(["cancel", "nothing", *results]) == 2
-    assert "a suite, submission or case that waits or runs: a, b, c" in capsys.readouterr().err
-    assert cli.main(["cancel", "b", *results]) == 0
-    assert cli.main(["cancel", "faults", *results]) == 0
+def test_cancel_selects_by_case_or_suite(submitted: ThreeCases) -> None:
+    code, _, error = submitted.repro("cancel", "nothing")
+    assert code == 2
+    assert "a suite, submission or case that waits or runs: a, b, c" in error
+    assert submitted.repro("cancel", "b")[0] == submitted.repro("cancel", "faults")[0] == 0
     assert submitted.slurm.calls("scancel") == [["12_1"], ["12_0", "12_2"]]
 
 
@@ -79,21 +75,17 @@ def test_cancel_selects_by_case_or_suite(submitted: ThreeCases, capsys: pytest.C
     ],
 )
 def test_job_without_a_record_is_recorded_once(
-    submitted: ThreeCases,
-    capsys: pytest.CaptureFixture[str],
-    job: dict[str, str],
-    state: str,
-    failure: str,
+    submitted: ThreeCases, job: dict[str, str], state: str, failure: str
 ) -> None:
     for name in ("b", "c"):
         submitted.record(name, "ok")
     submitted.slurm.job("12_0", **job)
-    found = submitted.status(capsys)["a"]
+    found = submitted.status()["a"]
     assert (found["state"], found["failure"], found["recorded"]) == (state, failure, False)
     for recorded in (["a"], []):
-        assert cli.main(["collect", "--results", str(submitted.results), "--json"]) == 1
-        document = json.loads(capsys.readouterr().out)
-        assert (document["recorded"], document["records"]) == (recorded, 3)
+        code, out, _ = submitted.repro("collect", "--json")
+        document = json.loads(out)
+        assert (code, document["recorded"], document["records"]) == (1, recorded, 3)
         assert document["cases"][0]["failure"] == failure, "the new record has the same class"
     record = latest(submitted.results)[submitted.experiments["a"].key]
     assert record["outcome"] == ("error" if failure == "error" else "interrupted")
@@ -119,14 +111,13 @@ def test_node_failures_are_counted_per_node() -> None:
     assert commands.count_bad_nodes(cases) == {"n2": 3, "n3": 2, "n1": 1}
 
 
-def test_collect_prints_totals_failures_and_bad_nodes(
-    submitted: ThreeCases, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results, target = ["--results", str(submitted.results)], tmp_path / "mine"
+def test_collect_prints_totals_failures_and_bad_nodes(submitted: ThreeCases, tmp_path: Path) -> None:
+    target = tmp_path / "mine"
     submitted.record("a", "hang", "rank 1 is behind")
     submitted.slurm.job("12_1", state="NODE_FAIL", reason="NodeDown")
-    assert cli.main(["collect", *results, "--into", str(target)]) == 1
-    assert capsys.readouterr().out.splitlines() == [
+    code, out, _ = submitted.repro("collect", "--into", str(target))
+    assert code == 1
+    assert out.splitlines() == [
         "0 of 3 cases done, 1 waiting or running, 1 lost or cancelled and recorded.",
         f"2 records in {submitted.results}/records.",
         f"2 of the records are new in {target}/records.",
@@ -138,16 +129,19 @@ def test_collect_prints_totals_failures_and_bad_nodes(
         submitted.record(name, "ok")
     damaged = next(submitted.results.glob("records/*.jsonl"))
     damaged.write_bytes(damaged.read_bytes() + b'{"half": ')
-    assert cli.main(["collect", *results]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.splitlines() == [
+    code, out, error = submitted.repro("collect")
+    assert code == 0
+    assert out.splitlines() == [
         "3 of 3 cases done, 0 waiting or running, 0 lost or cancelled and recorded.",
         f"5 records in {submitted.results}/records.",
     ]
-    assert printed.err.startswith("note: ")
-    assert "incomplete record" in printed.err
-    assert cli.main(["collect", *results, "--into", str(target), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["copied"] == 3, "two records are there already"
+    assert error.startswith("note: ")
+    assert "incomplete record" in error
+    code, out, _ = submitted.repro("collect", "--into", str(target), "--json")
+    assert (code, json.loads(out)["copied"]) == (0, 3), "two records are there already"
     assert len(lines(target)) == 5
-    assert cli.main(["collect", "--results", str(tmp_path / "none")]) == 2
+
+
+def test_collect_needs_a_submission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["collect", "--results", str(tmp_path)]) == 2
     assert "a folder that `repro submit` has used" in capsys.readouterr().err

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from repro import cli
 from tests.launch.runs import experiments, write_suite
 from tests.launch.slurm.conftest import FakeSlurm
+from tests.launch.slurm.submitted import SiteCommands
 
 
-def examine(
-    path: Path, results: Path, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, dict[str, str]]:
+def submit(commands: SiteCommands, profile: str) -> tuple[int, str]:
+    """Submit cases with 2 and with 4 ranks; return exit code and standard error."""
+    commands.profile.write_text(profile)
+    body = experiments("a") + experiments("c4", extra="layout.dp = 4\n")
+    code, _, error = commands.submit(write_suite(commands.profile.parent, body))
+    return code, error
+
+
+def examine(commands: SiteCommands, profile: str, *options: str) -> tuple[int, dict[str, str]]:
     """Return the exit code of `repro doctor --profile`, and state and result of each check by name."""
-    code = cli.main(["doctor", "--profile", str(path), "--results", str(results), "--json", *arguments])
-    document = json.loads(capsys.readouterr().out)
-    return code, {check["name"]: f"{check['state']}: {check['found']}" for check in document["checks"]}
-
-
-def submit(profile: Path, folder: Path) -> int:
-    """Submit cases with 2 and with 4 ranks, and return the exit code."""
-    suite = write_suite(folder, experiments("a") + experiments("c4", extra="layout.dp = 4\n"))
-    return cli.main(["submit", str(suite), "--profile", str(profile), "--results", str(folder / "results")])
+    commands.profile.write_text(profile)
+    code, out, _ = commands.repro("doctor", "--profile", str(commands.profile), "--json", *options)
+    return code, {check["name"]: f"{check['state']}: {check['found']}" for check in json.loads(out)["checks"]}
 
 
 @pytest.mark.parametrize(
@@ -70,25 +69,15 @@ def submit(profile: Path, folder: Path) -> int:
     ],
 )
 def test_profile_that_does_not_fit_the_cluster_is_refused(
-    slurm: FakeSlurm,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    text: str,
-    error: str,
-    check: str,
-    found: str,
+    slurm: FakeSlurm, commands: SiteCommands, text: str, error: str, check: str, found: str
 ) -> None:
     """`repro submit` submits no job, and the doctor names the wrong key. The doctor knows no cases."""
-    path = tmp_path / "mine.toml"
-    path.write_text(f"[slurm]\n{text}\n")
-    assert submit(path, tmp_path) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("error: ")
-    assert line.count("\n") == 1
-    assert error in line
+    code, message = submit(commands, f"[slurm]\n{text}\n")
+    assert (code, message.count("\n"), message[:7]) == (2, 1, "error: ")
+    assert error in message
     assert slurm.state["scripts"] == {}
-    assert list((tmp_path / "results" / "jobs").glob("*/submission.json")) == []
-    code, checks = examine(path, tmp_path / "results", capsys)
+    assert list(commands.results.glob("jobs/*/submission.json")) == []
+    code, checks = examine(commands, f"[slurm]\n{text}\n")
     assert code == bool(check)
     if check:
         assert checks[check].startswith("no: ")
@@ -103,60 +92,44 @@ def test_profile_that_does_not_fit_the_cluster_is_refused(
     ],
 )
 def test_profile_at_the_limits_of_the_cluster_is_accepted(
-    slurm: FakeSlurm, tmp_path: Path, text: str
+    slurm: FakeSlurm, commands: SiteCommands, text: str
 ) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(f"[slurm]\n{text}\n")
-    assert submit(path, tmp_path) == 0
+    assert submit(commands, f"[slurm]\n{text}\n")[0] == 0
 
 
-def test_results_outside_of_the_shared_folder_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text('[storage]\nshared = "/nowhere/at/all"\n')
-    assert submit(path, tmp_path) == 2
-    assert "--results" in capsys.readouterr().err
+def test_results_outside_of_the_shared_folder_are_refused(commands: SiteCommands) -> None:
+    code, message = submit(commands, '[storage]\nshared = "/nowhere/at/all"\n')
+    assert (code, "--results" in message) == (2, True)
 
 
 def test_valid_profile_passes_and_missing_parts_of_slurm_are_named(
-    slurm: FakeSlurm,
-    site: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    slurm: FakeSlurm, commands: SiteCommands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm.set(accounting=False)
-    code, checks = examine(site, tmp_path / "results", capsys)
+    code, checks = examine(commands, "")
     assert code == 0
     assert checks["accounting"].startswith("limited")
     assert checks["partition"] == "yes: debug: 4 nodes, time limit 02:00:00"
     assert checks["request"].startswith("yes")
     slurm.set(accounting=True)
-    code, checks = examine(site, tmp_path / "results", capsys, "--nodes", "1")
-    assert code == 1
-    assert checks["accounting"] == "yes: sacct answers"
+    code, checks = examine(commands, "", "--nodes", "1")
+    assert (code, checks["accounting"]) == (1, "yes: sacct answers")
     assert "this is no cluster" in checks["nodes"]
     monkeypatch.setenv("PATH", "/nowhere")
-    code, checks = examine(site, tmp_path / "results", capsys)
-    assert code == 1
-    assert "no sbatch" in checks["SLURM"]
+    code, checks = examine(commands, "")
+    assert (code, "no sbatch" in checks["SLURM"]) == (1, True)
 
 
-def test_case_classes_and_bound_gpus_are_limited(
-    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("[slurm]\ngpus_per_node = 4\n")
-    assert "GPU binding" not in examine(path, tmp_path / "results", capsys)[1]
+def test_case_classes_and_bound_gpus_are_limited(slurm: FakeSlurm, commands: SiteCommands) -> None:
+    gpus = "[slurm]\ngpus_per_node = 4\n"
+    assert "GPU binding" not in examine(commands, gpus)[1]
     rows = [
         ("a*", 'partition = "nowhere"'),
         ("b*", 'time_limit = "3:00:00"'),
         ("c*", 'partition = "short"\ntime_limit = "9"'),
     ]
-    text = "".join(f'[[case]]\nmatch = "{match}"\n{more}\n' for match, more in rows)
-    path.write_text('[slurm]\ngpus_per_node = 4\noptions = { gpu-bind = "single:1" }\n' + text)
-    code, checks = examine(path, tmp_path / "results", capsys)
+    tables = "".join(f'[[case]]\nmatch = "{match}"\n{more}\n' for match, more in rows)
+    code, checks = examine(commands, f'{gpus}options = {{ gpu-bind = "single:1" }}\n{tables}')
     assert code == 0, "other cases can be submitted"
     assert checks["GPU binding"].startswith("limited: gpu-bind = single:1")
     assert "known are debug, old, short" in checks["case a*"]
