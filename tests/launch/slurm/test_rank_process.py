@@ -149,11 +149,11 @@ def test_failed_start_is_reported_as_exit(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x")
 
     monkeypatch.setattr(task, "claim_rank_folder", fail)
-    rank = Rank(tmp_path, monkeypatch)
     reason = "not started: OSError: [Errno 28] No space left on device: '/dev/shm/x'"
     report = {"rank": 1, "outcome": "error", "reason": reason}
     end = {"say": "ended", "code": 1, "errors": "", "report": report}
-    assert rank.messages(50.0) == [{**end, "errno": errno.ENOSPC, "file": "/dev/shm/x"}]
+    with closing(Rank(tmp_path, monkeypatch)) as rank:
+        assert rank.messages(50.0) == [{**end, "errno": errno.ENOSPC, "file": "/dev/shm/x"}]
     assert rank.code == 1
 
 
