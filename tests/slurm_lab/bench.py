@@ -53,14 +53,8 @@ class Bench:
 
     @property
     def profile(self) -> Path:
-        settings = {
-            "partition": "debug",
-            "tasks_per_node": 1,
-            "cpus_per_task": 1,
-            "exclusive": False,
-            "time_limit": "01:00:00",
-            "array_parallelism": 4,
-        } | self.slurm
+        settings = {"partition": "debug", "tasks_per_node": 1, "cpus_per_task": 1, "exclusive": False}
+        settings |= {"time_limit": "01:00:00", "array_parallelism": 4} | self.slurm
         lines = [f'system = "{self.system}"', "[slurm]"]
         lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         variables = {"OMP_NUM_THREADS": "1"} | self.variables

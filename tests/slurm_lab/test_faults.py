@@ -104,18 +104,11 @@ def test_cancelled_cases_are_recorded_and_can_run_again(lab: Lab, tmp_path: Path
     lab.run(["scancel", f"{job}_2"])
     bench.repro("cancel", "b")
     status = bench.wait_for_end()
-    assert {name: row["state"] for name, row in status.items()} == {
-        "a": "done",
-        "b": "cancelled",
-        "c": "cancelled",
-    }
-    collected = bench.repro("collect", check=False)
-    assert collected.returncode == 1
-    assert {name: record["outcome"] for name, record in bench.latest().items()} == {
-        "a": "ok",
-        "b": "interrupted",
-        "c": "interrupted",
-    }
+    states = {name: row["state"] for name, row in status.items()}
+    assert states == {"a": "done", "b": "cancelled", "c": "cancelled"}
+    assert bench.repro("collect", check=False).returncode == 1
+    outcomes = {name: record["outcome"] for name, record in bench.latest().items()}
+    assert outcomes == {"a": "ok", "b": "interrupted", "c": "interrupted"}
     for record in bench.records():
         if record["name"] in "bc":  # written by the job or by `repro collect`
             assert "cancelled" in record["reason"]
@@ -259,9 +252,8 @@ def test_jobs_of_failed_nodes_restart_on_other_nodes(lab: Lab, tmp_path: Path) -
     assert dead not in bench.latest()["b"]["provenance"]["slurm"]["nodes"]
     for record in bench.records():
         if record["outcome"] != "ok":  # SLURM may kill a job before it writes this record
-            assert failure_class(record["outcome"], record["reason"]) in ("node-failure", "lost-node"), (
-                record["reason"]
-            )
+            failure = failure_class(record["outcome"], record["reason"])
+            assert failure in ("node-failure", "lost-node"), record["reason"]
     for name in "bd":
         assert bench.outcomes(name)[-1] == "ok"
         assert bench.outcomes(name).count("ok") == 1

@@ -194,19 +194,8 @@ def test_the_high_partition_preempts_and_requeues_debug_jobs(lab: Lab, tmp_path:
         f"#!/bin/bash\ntrap 'echo signal >> {tmp_path}/signals; scontrol requeue $SLURM_JOB_ID; exit' USR2\n"
         f"echo start >> {tmp_path}/starts\nsleep 100 &\nwait\n"
     )
-    low = [
-        "sbatch",
-        "--parsable",
-        "-N4",
-        "--exclusive",
-        "--requeue",
-        "--signal=B:USR2@30",
-        "-t",
-        "60",
-        "-o",
-        "/dev/null",
-    ]
-    job = lab.run([*low, script]).stdout.strip()
+    low = ["sbatch", "--parsable", "-N4", "--exclusive", "--requeue", "--signal=B:USR2@30", "-t", "60"]
+    job = lab.run([*low, "-o", "/dev/null", script]).stdout.strip()
     lab.wait_for("the start of the debug job", (tmp_path / "starts").exists)
     assert hosts(lab, "-p", "high", "-N4", "--exclusive") == ["n1", "n2", "n3", "n4"]
     assert (tmp_path / "signals").read_text() == "signal\n"

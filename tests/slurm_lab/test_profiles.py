@@ -14,49 +14,37 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.mark.parametrize(
-    ("slurm", "expected"),
+    ("slurm", "layout", "expected"),
     [
-        ({"partition": "gpu"}, ("partition", "gpu", "debug", "high", "short")),
-        ({"partition": "short", "time_limit": "00:05:00"}, ("time_limit", "00:05:00", "short")),
-        ({"gpus_per_node": 9}, ("gpus_per_node", "9", "at most 8")),
-        ({"gpus_per_node": 2, "gpu_type": "a100"}, ("gpu_type", "a100", "v100")),
-        ({"cpus_per_task": 200}, ("cpus_per_task", "200", "at most 96")),
+        ({"partition": "gpu"}, "dp = 2", ("partition", "gpu", "debug", "high", "short")),
+        ({"partition": "short", "time_limit": "00:05:00"}, "dp = 2", ("time_limit", "00:05:00", "short")),
+        ({"gpus_per_node": 9}, "dp = 2", ("gpus_per_node", "9", "at most 8")),
+        ({"gpus_per_node": 2, "gpu_type": "a100"}, "dp = 2", ("gpu_type", "a100", "v100")),
+        ({"cpus_per_task": 200}, "dp = 2", ("cpus_per_task", "200", "at most 96")),
+        (
+            {},
+            "dp = 8",
+            ("slurm.nodes = 8: must be at most 4, the number of nodes in partition debug", "wide"),
+        ),
     ],
-    ids=["partition", "time limit", "GPUs", "GPU type", "cores"],
+    ids=["partition", "time limit", "GPUs", "GPU type", "cores", "nodes"],
 )
 def test_profile_values_beyond_the_cluster_are_refused(
-    lab: Lab, tmp_path: Path, slurm: dict[str, Any], expected: tuple[str, ...]
+    lab: Lab, tmp_path: Path, slurm: dict[str, Any], layout: str, expected: tuple[str, ...]
 ) -> None:
     bench = Bench(lab, tmp_path, slurm)
-    line = bench.submit_error(bench.suite(case("a", "dp = 2")))
+    line = bench.submit_error(bench.suite(case("wide", layout)))
     for word in ("profile.toml", *expected):
         assert word in line
     assert lab.jobs() == []
 
 
-def test_a_case_with_too_many_nodes_is_refused(lab: Lab, tmp_path: Path) -> None:
-    bench = Bench(lab, tmp_path)
-    line = bench.submit_error(bench.suite(case("wide", "dp = 8")))
-    assert "slurm.nodes = 8: must be at most 4, the number of nodes in partition debug" in line
-    assert "wide" in line
-
-
 def test_a_missing_shared_folder_is_refused(lab: Lab, tmp_path: Path) -> None:
     bench = Bench(lab, tmp_path)
-    bench.profile.write_text(bench.profile.read_text() + f'[storage]\nshared = "{tmp_path}/nowhere"\n')
-    suite = bench.suite(case("a", "dp = 2"))
-    done = lab.run(
-        [
-            "repro",
-            "submit",
-            suite,
-            "--profile",
-            tmp_path / "profile.toml",
-            "--results",
-            tmp_path / "nowhere/r",
-        ],
-        check=False,
-    )
+    profile = bench.profile
+    profile.write_text(profile.read_text() + f'[storage]\nshared = "{tmp_path}/nowhere"\n')
+    command = ["repro", "submit", bench.suite(case("a", "dp = 2")), "--profile", profile]
+    done = lab.run([*command, "--results", tmp_path / "nowhere/r"], check=False)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert "shared" in done.stderr
@@ -74,20 +62,7 @@ def test_an_error_of_sbatch_is_reported(lab: Lab, tmp_path: Path) -> None:
 
 def test_doctor_checks_the_cluster_and_a_node(lab: Lab, tmp_path: Path) -> None:
     bench = Bench(lab, tmp_path)
-    done = lab.run(
-        [
-            "repro",
-            "doctor",
-            "--profile",
-            bench.profile,
-            "--nodes",
-            "1",
-            "--results",
-            bench.results,
-            "--details",
-        ],
-        check=False,
-    )
+    done = bench.repro("doctor", "--profile", bench.profile, "--nodes", "1", "--details", check=False)
     message = done.stdout + done.stderr
     for word in ("slurm-wlm", "sacct answers", "debug: 4 nodes", "eth0"):
         assert word in message, message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import stat
 import subprocess
 import sys
@@ -46,23 +47,12 @@ def test_twelve_cases_run_once_on_their_requested_nodes(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "xyzzy-do-not-write")
-    bench = Bench(
-        lab,
-        tmp_path,
-        {"tasks_per_node": 2, "array_parallelism": 2},
-        {"*-n2": 2, "*-n4": 4},
-        target="",
-    )
+    slurm = {"tasks_per_node": 2, "array_parallelism": 2}
+    bench = Bench(lab, tmp_path, slurm, {"*-n2": 2, "*-n4": 4}, target="")
     # Cases with one `launch` share the start of their processes, which takes most of the time.
-    shared = {name: "model" if name in ("tp-n2", "pp-n2") else "ranks" for name in LAYOUTS} | {
-        "single-n1": "one"
-    }
-    suite = bench.suite(
-        *(
-            case(name, layout, steps=STEPS, more=f'launch = "{shared[name]}-{NODES[name]}"')
-            for name, layout in LAYOUTS.items()
-        )
-    )
+    shared = dict.fromkeys(LAYOUTS, "ranks") | {"tp-n2": "model", "pp-n2": "model", "single-n1": "one"}
+    launches = {name: f'launch = "{shared[name]}-{NODES[name]}"' for name in LAYOUTS}
+    suite = bench.suite(*(case(name, LAYOUTS[name], steps=STEPS, more=launches[name]) for name in LAYOUTS))
     before = {node: lab.counters(node) for node in (1, 2, 3, 4)}
     submitted = bench.submit(suite)
     assert submitted["cases"] == 12
@@ -90,20 +80,18 @@ def test_twelve_cases_run_once_on_their_requested_nodes(
         nodes = lab.run(["scontrol", "show", "hostnames", found["SLURM_JOB_NODELIST"]]).stdout.split()
         local_world = int(found["LOCAL_WORLD_SIZE"])
         assert int(found["WORLD_SIZE"]) == local_world * len(nodes)
-        assert divmod(int(found["RANK"]), local_world) == (
-            nodes.index(found["SLURMD_NODENAME"]),
-            int(found["LOCAL_RANK"]),
-        )
+        place = nodes.index(found["SLURMD_NODENAME"]), int(found["LOCAL_RANK"])
+        assert divmod(int(found["RANK"]), local_world) == place
         assert found["MASTER_ADDR"] == lab.address(nodes[0])
         assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "eth0"
     for name, record in newest.items():
-        nodes = slurm_facts(record)["nodes"]
+        facts = slurm_facts(record)
+        nodes = facts["nodes"]
         assert len(set(nodes)) == len(nodes) == NODES[name]
-        assert slurm_facts(record)["partition"] == "debug"
-        assert sorted(n for rack in slurm_facts(record)["switches"].values() for n in rack) == sorted(nodes)
-        assert set(slurm_facts(record)["switches"]) <= {"core.rack1", "core.rack2"}
-        assert slurm_facts(record)["restarts"] == 0
-        assert slurm_facts(record)["job_id"] in submitted["jobs"]
+        assert sorted(n for rack in facts["switches"].values() for n in rack) == sorted(nodes)
+        assert set(facts["switches"]) <= {"core.rack1", "core.rack2"}
+        assert (facts["partition"], facts["restarts"]) == ("debug", 0)
+        assert facts["job_id"] in submitted["jobs"]
 
     # The bytes on the links exceed the total bytes that the ranks on several nodes recorded as sent.
     sent_bytes = sum(
@@ -119,19 +107,13 @@ def test_twelve_cases_run_once_on_their_requested_nodes(
 
     # Losses equal the losses of the local launcher to the bit, and the losses of all strategies agree.
     local_results = tmp_path / "here"
-    local = bench.suite(
-        *(
-            case(name, layout, steps=STEPS, more=f'launch = "{world_size(layout)}"')
-            for name, layout in LAYOUTS.items()
-        ),
-        name="local",
+    tables = (
+        case(name, layout, steps=STEPS, more=f'launch = "{world_size(layout)}"')
+        for name, layout in LAYOUTS.items()
     )
-    subprocess.run(
-        [Path(sys.executable).parent / "repro", "run", local, "--results", local_results],
-        check=True,
-        timeout=300,
-        capture_output=True,
-    )
+    local = bench.suite(*tables, name="local")
+    command = [Path(sys.executable).parent / "repro", "run", local, "--results", local_results]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
     losses = {record["name"]: record["series"]["loss"] for record in latest(local_results).values()}
     assert bench.losses() == losses
     for loss in losses.values():
@@ -154,10 +136,7 @@ def test_twelve_cases_run_once_on_their_requested_nodes(
 def world_size(layout: str) -> int:
     """Return the number of ranks of a layout in text form."""
     sizes = dict(entry.split(" = ") for entry in layout.split(", "))
-    product = 1
-    for axis in ("dp", "tp", "pp"):
-        product *= int(sizes.get(axis, "1"))
-    return product
+    return math.prod(int(sizes.get(axis, "1")) for axis in ("dp", "tp", "pp"))
 
 
 def test_two_suites_run_once_despite_resubmission_and_controller_restart(lab: Lab, tmp_path: Path) -> None:
@@ -212,22 +191,13 @@ def test_a_killed_submit_can_be_repeated(lab: Lab, tmp_path: Path) -> None:
     )
     (tools / "sbatch").chmod(0o755)
     path = f"PATH={tools}:{lab.environment['PATH']}"
-    command = [
-        "repro",
-        "submit",
-        str(suite),
-        "--profile",
-        str(bench.profile),
-        "--results",
-        str(bench.results),
-    ]
+    command = ["repro", "submit", str(suite), "--profile", str(bench.profile)]
+    command += ["--results", str(bench.results)]
     with lab.background(["exec"], [*bench.shell(), path, *command]):
 
         def has_job_id() -> bool:
-            files = list(bench.results.glob("jobs/*/submission.json"))
-            return bool(files) and any(
-                array["job_id"] for array in json.loads(files[0].read_text())["arrays"]
-            )
+            written = (json.loads(file.read_text()) for file in bench.results.glob("jobs/*/submission.json"))
+            return any(array["job_id"] for submission in written for array in submission["arrays"])
 
         lab.wait_for("the job id of the first array", has_job_id)
     # A new process reads the state of the killed one.

@@ -11,39 +11,31 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.launch.doctor import Check, machine
+from repro.launch.doctor import machine
 from repro.launch.doctor.machine import examine_machine
-
-
-def by_name(results: Path) -> dict[str, Check]:
-    return {check.name: check for check in examine_machine(results)}
 
 
 def test_this_machine_is_usable(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """Without --details, passed checks are listed by name, and only failed and limited checks have a row."""
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["doctor", "--results", str(tmp_path), "--details"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Suites can be run here.\n")
     for words in ("\nyes      python", "data, tensor and ZeRO"):
         assert words in text
-    checks = by_name(tmp_path)
-    assert {
-        "python",
-        "processor",
-        "memory",
-        "disk",
-        "torch",
-        "gloo",
-        "CUDA",
-        "NCCL",
-        "kernels",
-        "SLURM",
-    } <= set(checks)
-    assert all(
-        check.found and check.enables and check.state in ("yes", "limited", "no") for check in checks.values()
-    )
+    checks = examine_machine(tmp_path)
+    assert {check.name for check in checks} >= {
+        *("python", "processor", "memory", "disk", "torch", "gloo", "CUDA", "NCCL", "kernels", "SLURM")
+    }
+    assert all(check.found and check.enables and check.state in ("yes", "limited", "no") for check in checks)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.main(["doctor", "--results", str(tmp_path)]) == 0
+    passed, _, rows = capsys.readouterr().out.partition("\n\n")
+    for check in checks:
+        assert check.state != "yes" or check.name in " ".join(passed.split())
+        assert (f"\n{check.state:<9}{check.name} " in rows) == (check.state != "yes")
 
 
 def test_json_output_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -64,13 +56,11 @@ def test_doctor_fails_without_torch(tmp_path: Path) -> None:
 
 
 def test_unwritable_results_folder_is_fatal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert by_name(tmp_path / "results")["disk"].fatal
-
-
-def test_results_folder_below_a_file_is_fatal(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert by_name(tmp_path / "file" / "results")["disk"].fatal
+    assert machine._disk(tmp_path / "file" / "results").fatal, "no folder can be below a file"
+    assert not machine._disk(tmp_path / "results").fatal
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert machine._disk(tmp_path / "results").fatal
 
 
 def test_slurm_version_is_read_from_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -80,15 +70,3 @@ def test_slurm_version_is_read_from_its_commands(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     check = machine._slurm()
     assert (check.state, check.found.split(",")[0]) == ("yes", "slurm 23.11.4")
-
-
-def test_passed_checks_are_listed_by_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Without --details, only failed and limited checks have a row."""
-    monkeypatch.setenv("COLUMNS", "100")
-    assert cli.main(["doctor", "--results", str(tmp_path)]) == 0
-    passed, _, rows = capsys.readouterr().out.partition("\n\n")
-    for check in examine_machine(tmp_path):
-        assert check.state != "yes" or check.name in " ".join(passed.split())
-        assert (f"\n{check.state:<9}{check.name} " in rows) == (check.state != "yes")

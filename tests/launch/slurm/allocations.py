@@ -25,7 +25,7 @@ from tests.launch.slurm import fake_srun
 from tests.records import lines
 
 PROFILE = '[slurm]\ntasks_per_node = 2\ncpus_per_task = 1\n[environment]\ninterface = "lo"\n'
-RANK = "repro.launch.rank.program"
+RANK, TASK = "repro.launch.rank.program", "repro.launch.slurm.allocation.task"
 SCONTROL = """#!/bin/sh
 echo "$@" >> {log}
 case "$*" in show*) echo "JobId=7 JobState={state} PreemptTime={preempted}";; esac
@@ -75,13 +75,15 @@ class Submission:
         """Return all records."""
         return lines(self.results)
 
+    def newest(self, key: str) -> dict[str, Any]:
+        """Return a value of the newest record of each experiment, for example its `outcome`."""
+        return {r["name"]: r[key] for r in self.records() if r["kind"] == "experiment"}
+
     def outcomes(self) -> dict[str, str]:
-        """Return the outcome of the newest record of each experiment."""
-        return {r["name"]: r["outcome"] for r in self.records() if r["kind"] == "experiment"}
+        return self.newest("outcome")
 
     def reasons(self) -> dict[str, str]:
-        """Return the reason of the newest record of each experiment."""
-        return {r["name"]: r["reason"] for r in self.records() if r["kind"] == "experiment"}
+        return self.newest("reason")
 
     @property
     def state(self) -> dict[str, Any]:
@@ -127,6 +129,7 @@ class Job:
                 env=environment,
                 start_new_session=True,
             )
+        self._files_before = {*submission.results.rglob("*")}
 
     def wait(self, seconds: float = 100) -> int:
         """Wait for the controller and return its exit code."""
@@ -137,15 +140,9 @@ class Job:
 
     def signal(self, number: int) -> None:
         """Send a signal to the controller, the tasks and the ranks, as slurmstepd does."""
-        for process in self._processes():
+        for process in (psutil.Process(self.controller.pid), *self.tasks().values(), *self.ranks().values()):
             with suppress(psutil.Error):
-                line = process.cmdline()
-                if (
-                    process.pid == self.controller.pid
-                    or "repro.launch.slurm.allocation.task" in line
-                    or RANK in line
-                ):
-                    process.send_signal(number)
+                process.send_signal(number)
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Return the running ranks by number."""
@@ -153,9 +150,7 @@ class Job:
 
     def tasks(self) -> dict[int, psutil.Process]:
         """Return the running tasks, each of which runs a rank, by number."""
-        return self._numbered(
-            "repro.launch.slurm.allocation.task", lambda process: process.environ()["SLURM_PROCID"]
-        )
+        return self._numbered(TASK, lambda process: process.environ()["SLURM_PROCID"])
 
     def _numbered(self, word: str, number: Callable[[psutil.Process], str]) -> dict[int, psutil.Process]:
         found = {}
@@ -182,6 +177,15 @@ class Job:
 
         wait_for(has_reached)
         return self.ranks()
+
+    def modes_of_files(self) -> set[int]:
+        """Return the permissions that other users have for the files which the job has written."""
+        written = {*self.submission.results.rglob("*")} - self._files_before
+        kinds = {path.suffix for path in written}
+        assert {".jsonl", ".out", ".err", ".pkl"} <= kinds, "records, logs of ranks, submitit's result"
+        # submitit has the umask of the script; hidden files are for one process.
+        own = [path for path in written if path.suffix != ".pkl" and not path.name.startswith(".")]
+        return {path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) & ~0o011 for path in own}
 
     def kill(self) -> None:
         """Kill the controller and its descendants."""

@@ -11,13 +11,44 @@ from typing import Any
 import pytest
 
 from tests.launch.slurm import fake_slurm
-from tests.launch.slurm.submitted import ThreeCases
+from tests.launch.slurm.submitted import SiteCommands, ThreeCases
 
 PARTITIONS = [
     "debug*|up|2:00:00|4|gpu:v100:16|96",
-    "short|up|10:00|4|gpu:v100:16|96",
+    "short|up|10:00|3|gpu:v100:16|96",
     "old|down|infinite|4|gpu:k80:4|16",
 ]
+
+EVERY_KEY = """
+system = "dgx2"
+[slurm]
+partition = "gpu"
+account = "lab"
+qos = "long"
+constraint = "nvlink"
+exclude = ["n3", "n[7-8]"]
+gpus_per_node = 16
+gpu_type = "v100"
+gpu_request = "gres"
+cpus_per_task = 6
+memory = "0"
+time_limit = "01:30:00"
+signal_delay_s = 120
+options = { reservation = "bench" }
+[environment]
+modules = ["cuda/12.6"]
+setup = ["source /shared/venv/bin/activate"]
+python = "/opt/my python"
+container = "image.sqsh"
+container_mounts = "/data"
+variables = { NCCL_IB_HCA = "mlx5" }
+[[case]]
+match = "*-1t"
+nodes = 4
+partition = "wide"
+time_limit = "1-01:00:00"
+"""
+"""A profile that sets every key which becomes an option of `sbatch` or `srun`."""
 
 
 class FakeSlurm:
@@ -83,6 +114,12 @@ def site(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def submitted(tmp_path: Path, site: Path, slurm: FakeSlurm) -> ThreeCases:
+def commands(tmp_path: Path, site: Path, capsys: pytest.CaptureFixture[str]) -> SiteCommands:
+    """Return the `repro` commands with the profile `site`."""
+    return SiteCommands(tmp_path / "results", site, capsys)
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, site: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> ThreeCases:
     """Submit three cases to the fake cluster."""
-    return ThreeCases(tmp_path, site, slurm)
+    return ThreeCases(tmp_path, site, slurm, capsys)

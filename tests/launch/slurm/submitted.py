@@ -1,4 +1,4 @@
-"""A submission of three cases, whose states in SLURM, in their jobs and in the store a test chooses."""
+"""Commands on a fake cluster, and a submission of three cases whose states a test chooses."""
 
 from __future__ import annotations
 
@@ -28,24 +28,38 @@ if TYPE_CHECKING:
 JOB = {"state": "RUNNING", "reason": "None", "nodes": "n1", "exit": "0:0"}
 
 
-class ThreeCases:
+class SiteCommands:
+    """`repro` commands with one store and one profile on a fake cluster."""
+
+    def __init__(self, results: Path, profile: Path, capsys: pytest.CaptureFixture[str]):
+        self.results, self.profile, self.capsys = results, profile, capsys
+
+    def repro(self, *arguments: str) -> tuple[int, str, str]:
+        """Run a command; return its exit code, standard output and standard error."""
+        self.capsys.readouterr()
+        code = cli.main([*arguments, "--results", str(self.results)])
+        return (code, *self.capsys.readouterr())
+
+    def submit(self, suite: Path, *options: str) -> tuple[int, str, str]:
+        return self.repro("submit", str(suite), "--profile", str(self.profile), *options)
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Return the rows of `repro status` by case."""
+        return {case["name"]: case for case in json.loads(self.repro("status", "--json")[1])["cases"]}
+
+
+class ThreeCases(SiteCommands):
     """A suite with the cases a, b, c as elements 12_0 to 12_2, written as `repro submit` writes it."""
 
-    def __init__(self, folder: Path, site: Path, slurm: FakeSlurm):
-        self.results, self.slurm = folder / "results", slurm
+    def __init__(self, folder: Path, site: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
+        super().__init__(folder / "results", site, capsys)
+        self.slurm = slurm
         suite = suites.load_suite(write_suite(folder, experiments("a", "b", "c")))
         tasks = plan.plan_tasks(suite, list(suite.entries), Store(self.results), rerun=False)
         (array,) = pack_arrays(tasks, profile.load_profile(site))
         self.registry = Registry(self.results)
-        row = SubmittedArray(
-            bundles=[0, 1, 2],
-            nodes=1,
-            tasks_per_node=2,
-            time_limit_s=1800,
-            partition="debug",
-            job_name="repro-x-0",
-            job_id="12",
-        )
+        shape: dict[str, Any] = {"nodes": 1, "tasks_per_node": 2, "time_limit_s": 1800, "partition": "debug"}
+        row = SubmittedArray(bundles=[0, 1, 2], **shape, job_name="repro-x-0", job_id="12")
         self.submission = Submission(
             id="x",
             created=datetime.now(timezone.utc).isoformat(),
@@ -68,22 +82,7 @@ class ThreeCases:
 
     def record(self, name: str, outcome: str, reason: str = "") -> Experiment:
         """Append a record of a case, and return its experiment."""
+        end: dict[str, Any] = {"suite": "faults", "wall_s": 1.0, "outcome": outcome, "reason": reason}
         with Store(self.results) as store:
-            store.append(
-                experiment_record(
-                    self.experiments[name],
-                    [],
-                    suite="faults",
-                    provenance={},
-                    wall_s=1.0,
-                    outcome=outcome,
-                    reason=reason,
-                )
-            )
+            store.append(experiment_record(self.experiments[name], [], provenance={}, **end))
         return self.experiments[name]
-
-    def status(self, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
-        """Return the rows of `repro status` by case."""
-        capsys.readouterr()
-        cli.main(["status", "--results", str(self.results), "--json"])
-        return {case["name"]: case for case in json.loads(capsys.readouterr().out)["cases"]}

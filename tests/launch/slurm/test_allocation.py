@@ -7,8 +7,9 @@ import signal
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from repro.launch.failures import failure_class
 from tests.launch.held_session import HELD
 from tests.launch.runs import experiments, fill, run, small_disk, wait_for, write_suite
 from tests.launch.slurm.allocations import PROFILE, Job, Submission
+from tests.records import lines
 
 pytestmark = pytest.mark.slow
 
@@ -58,18 +60,17 @@ class Hold:
 
 
 def failure_classes(submission: Submission) -> dict[str, str]:
-    outcomes, reasons = submission.outcomes(), submission.reasons()
-    return {name: failure_class(outcome, reasons[name]) for name, outcome in outcomes.items()}
+    reasons = submission.reasons()
+    return {name: failure_class(outcome, reasons[name]) for name, outcome in submission.outcomes().items()}
 
 
 def all_ended(ranks: dict[int, psutil.Process]) -> bool:
     """Wait until all ranks have ended; their new parent may reap them later."""
 
     def ended(rank: psutil.Process) -> bool:
-        try:
+        with suppress(psutil.NoSuchProcess):
             return rank.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        return True
 
     wait_for(lambda: all(ended(rank) for rank in ranks.values()))
     return True
@@ -87,16 +88,11 @@ def test_allocation_and_local_run_have_equal_losses(tmp_path: Path) -> None:
         assert job.wait() == 0, job.log()
     assert run(suite, tmp_path / "local", fake=False)[0] == 0
     slurm = submission.records()
-    local = [
-        json.loads(line)
-        for path in (tmp_path / "local" / "records").glob("*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
 
-    def losses(records: list[dict[str, object]]) -> dict[object, object]:
-        return {r["name"]: r["series"]["loss"] for r in records if r["kind"] == "experiment"}  # type: ignore[index]
+    def losses(records: list[dict[str, Any]]) -> dict[str, list[float]]:
+        return {r["name"]: r["series"]["loss"] for r in records if r["kind"] == "experiment"}
 
-    assert losses(slurm) == losses(local)
+    assert losses(slurm) == losses(lines(tmp_path / "local"))
     assert len(losses(slurm)) == 2
     assert [r["name"] for r in slurm if r["kind"] == "comparison"] == ["a vs b"]
     provenance = slurm[0]["provenance"]["slurm"]
@@ -104,7 +100,7 @@ def test_allocation_and_local_run_have_equal_losses(tmp_path: Path) -> None:
     assert submission.state["phase"] == "ended"
 
 
-def test_rank_environment_contains_ranks_and_addresses(tmp_path: Path, hold: Hold) -> None:
+def test_ranks_have_their_environment_and_strangers_no_connection(tmp_path: Path, hold: Hold) -> None:
     suite = write_suite(tmp_path, experiments("a", extra="layout = { dp = 4 }"))
     submission = Submission(tmp_path, suite)
     with running(submission, nodes=2, per_node=2, **hold("a")) as job:
@@ -112,62 +108,52 @@ def test_rank_environment_contains_ranks_and_addresses(tmp_path: Path, hold: Hol
         assert sorted(ranks) == [0, 1, 2, 3]
         for number, rank in ranks.items():
             environment = rank.environ()
-            assert environment["RANK"] == str(number)
-            assert environment["LOCAL_RANK"] == str(number % 2)
-            assert environment["SLURMD_NODENAME"] == f"n{1 + number // 2}"
-            assert environment["WORLD_SIZE"] == "4"
+            node = {"LOCAL_RANK": str(number % 2), "SLURMD_NODENAME": f"n{1 + number // 2}"}
+            expected = node | {"RANK": str(number), "WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": "lo"}
+            assert {key: environment[key] for key in expected} == expected
             assert environment["MASTER_ADDR"] == "127.0.0.1"
-            assert environment["GLOO_SOCKET_IFNAME"] == "lo"
             assert f"tcp://127.0.0.1:{environment['MASTER_PORT']}" in rank.cmdline()
-
-
-def test_killed_rank_fails_only_its_case(submission: Submission) -> None:
-    with running(submission, FAKE_FAULT="kill:a:1:2") as job:
+        (launch_file,) = submission.folder.glob("logs/0/*/launch.json")
+        assert launch_file.stat().st_mode & 0o777 == 0o600
+        message = json.loads(launch_file.read_text())
+        for request in (b"GET / HTTP/1.1\r\n", b'{"token":"guessed","rank":0}\n{"say":"ended","code":9}\n'):
+            with socket.create_connection((message["address"], message["port"]), timeout=60) as client:
+                client.sendall(request)
+                assert client.recv(1) == b""
+        hold()
         assert job.wait() == 0, job.log()
-    assert failure_classes(submission) == {"a": "rank-killed", "b": ""}
-    assert submission.reasons()["a"].startswith("rank 1 was killed by signal 9 (SIGKILL) at step 2, backward")
-    logs = submission.folder / "logs" / "0"
-    assert [path.name for path in logs.iterdir()] == [submission.records()[0]["key"]], "logs of failures only"
+    assert submission.outcomes() == {"a": "ok"}
 
 
-@pytest.mark.parametrize(("private", "shared_mode"), [("true", 0), ("false", stat.S_IRGRP | stat.S_IROTH)])
-def test_profile_decides_whether_files_are_private(tmp_path: Path, private: str, shared_mode: int) -> None:
-    suite = write_suite(tmp_path, experiments("a"))
-    profile = f"{PROFILE}[storage]\nprivate = {private}\n"
-    submission = Submission(tmp_path, suite, profile=profile)
-    written_by_test = {*submission.results.rglob("*"), submission.results}
-    with running(submission, FAKE_FAULT="kill:a:1:2") as job:
-        written_by_test |= {job.output}
-        assert job.wait() == 0, job.log()
-    written = [path for path in submission.results.rglob("*") if path not in written_by_test]
-    kinds = {path.name.rpartition(".")[2] for path in written}
-    assert {"jsonl", "out", "err", "pkl"} <= kinds, "records, logs of ranks, submitit's result"
-    for path in written:
-        if path.suffix == ".pkl" or path.name.startswith("."):
-            continue  # submitit has the umask of the script; hidden files are for one process
-        assert path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) & ~0o011 == shared_mode, path
-
-
-def test_out_of_memory_fails_only_one_case(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, experiments("a", "b"), limits="hang_s = 60, memory_bytes = 50_000_000")
-    submission = Submission(tmp_path, suite)
-    with running(submission, FAKE_FAULT="memory:a:1:1") as job:
-        assert job.wait() == 0, job.log()
-    assert failure_classes(submission) == {"a": "out-of-memory", "b": ""}
-
-
-def test_stopped_rank_is_a_hang(tmp_path: Path) -> None:
-    body = experiments("a", "b").replace('name = "a"', 'name = "a"\nlimits.hang_s = 4')
+def test_killed_hanging_and_too_large_ranks_fail_only_their_cases(tmp_path: Path) -> None:
+    """Only failed cases have logs. Files are private by default."""
+    body = experiments("a", "large", "stuck", "b")
+    for name, limit in (("large", "memory_bytes = 50_000_000"), ("stuck", "hang_s = 4")):
+        body = body.replace(f'name = "{name}"', f'name = "{name}"\nlimits.{limit}')
     submission = Submission(tmp_path, write_suite(tmp_path, body))
-    with running(submission, FAKE_FAULT="stop:a:1:2") as job:
+    with running(submission, FAKE_FAULT="kill:a:1:2,memory:large:1:1,stop:stuck:1:2") as job:
         assert job.wait() == 0, job.log()
-    assert submission.outcomes() == {"a": "hang", "b": "ok"}
-    assert "rank 1 is stopped (SIGSTOP or a debugger) at step 2" in submission.reasons()["a"]
-    logs = submission.folder / "logs" / "0" / submission.records()[0]["key"]
-    assert (
-        "rank 1 on n2: at step 2, backward, after all_reduce #3 on dp" in (logs / "positions.txt").read_text()
-    )
-    assert "most recent call first" in (logs / "rank-0.err").read_text(), "the waiting rank has no stacks"
+    failures = {"a": "rank-killed", "large": "out-of-memory", "stuck": "hang", "b": ""}
+    assert failure_classes(submission) == failures
+    reasons = submission.reasons()
+    assert reasons["a"].startswith("rank 1 was killed by signal 9 (SIGKILL) at step 2, backward")
+    assert "rank 1 is stopped (SIGSTOP or a debugger) at step 2" in reasons["stuck"]
+    keys = {record["name"]: record["key"] for record in submission.records()}
+    logs = submission.folder / "logs" / "0"
+    assert {path.name for path in logs.iterdir()} == {keys[name] for name in ("a", "large", "stuck")}
+    position = "rank 1 on n2: at step 2, backward, after all_reduce #3 on dp"
+    assert position in (logs / keys["stuck"] / "positions.txt").read_text()
+    stacks = (logs / keys["stuck"] / "rank-0.err").read_text()
+    assert "most recent call first" in stacks, "the waiting rank has no stacks"
+    assert job.modes_of_files() == {0}
+
+
+def test_profile_without_private_files_lets_others_read_them(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, experiments("a"))
+    submission = Submission(tmp_path, suite, profile=f"{PROFILE}[storage]\nprivate = false\n")
+    with running(submission, FAKE_FAULT="kill:a:1:2") as job:
+        assert job.wait() == 0, job.log()
+    assert job.modes_of_files() == {stat.S_IRGRP | stat.S_IROTH}
 
 
 def test_lost_task_names_its_node_and_requeues_the_job(submission: Submission, hold: Hold) -> None:
@@ -220,17 +206,18 @@ def test_step_that_does_not_start_is_reported(submission: Submission) -> None:
     assert "the rank's task did not start: AssertionError: no step" in submission.reasons()["a"]
 
 
-def test_step_waits_while_slurmctld_is_down(submission: Submission) -> None:
+def test_unavailable_slurmctld_and_occupied_port_fail_no_case(submission: Submission) -> None:
     """srun fails within seconds, but a site may restart slurmctld while jobs run."""
     srun = submission.bin / "srun"
     error = "srun: error: Unable to confirm allocation for job 7: Unable to contact slurm controller (connect failure)"
-    up, refused = submission.ring / "up", submission.ring / "refused"
+    up, refused, busy = (submission.ring / name for name in ("up", "refused", "busy"))
     refuse = f"    if not os.path.exists('{up}'):\n        open('{refused}', 'w')\n        sys.exit('{error}\\n')\n"
     srun.write_text(srun.read_text().replace("    options = {}", f"{refuse}    options = {{}}"))
-    with running(submission) as job:
+    with running(submission, FAKE_BUSY=str(busy)) as job:
         wait_for(refused.exists)
         up.touch()
         assert job.wait() == 0, job.log()
+    assert busy.exists()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
 
@@ -242,29 +229,6 @@ def test_tasks_and_ranks_end_without_their_controller(submission: Submission, ho
         assert job.wait() == -signal.SIGKILL, job.log()
         assert all_ended(ranks)
     with running(submission, restarts=1) as job:
-        assert job.wait() == 0, job.log()
-    assert submission.outcomes() == {"a": "ok", "b": "ok"}
-
-
-def test_occupied_port_fails_no_case(submission: Submission) -> None:
-    with running(submission, FAKE_BUSY=str(submission.ring / "busy")) as job:
-        assert job.wait() == 0, job.log()
-    assert (submission.ring / "busy").exists()
-    assert submission.outcomes() == {"a": "ok", "b": "ok"}
-
-
-def test_connections_without_the_token_are_closed(submission: Submission, hold: Hold) -> None:
-    with running(submission, **hold("a")) as job:
-        ranks = job.reach("a")
-        (launch_file,) = submission.folder.glob("logs/0/*/launch.json")
-        assert launch_file.stat().st_mode & 0o777 == 0o600
-        message = json.loads(launch_file.read_text())
-        for request in (b"GET / HTTP/1.1\r\n", b'{"token":"guessed","rank":0}\n{"say":"ended","code":9}\n'):
-            with socket.create_connection((message["address"], message["port"]), timeout=60) as client:
-                client.sendall(request)
-                assert client.recv(1) == b""
-        assert ranks
-        hold()
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
@@ -314,18 +278,6 @@ def test_cancelled_job_is_not_requeued(submission: Submission, hold: Hold) -> No
         assert job.wait() == 128 + signal.SIGTERM, job.log()
     assert failure_classes(submission) == {"a": "cancelled"}
     assert "requeue" not in submission.calls.read_text()
-
-
-def test_wrong_hardware_fails_all_cases(tmp_path: Path) -> None:
-    profile = 'system = "dgx2"\n[slurm]\ngpus_per_node = 16\n[environment]\ninterface = "lo"\n'
-    suite = write_suite(tmp_path, experiments("a", "b"))
-    submission = Submission(tmp_path, suite, profile=profile)
-    with running(submission) as job:
-        assert job.wait() == 0, job.log()
-    assert set(submission.outcomes().values()) == {"error"}
-    assert set(failure_classes(submission).values()) == {"wrong-hardware"}
-    assert submission.reasons()["a"].startswith("wrong hardware: node n1 has ")
-    assert submission.reasons()["a"].endswith(": not comparable")
 
 
 def test_full_disk_is_reported(tmp_path: Path, hold: Hold) -> None:

@@ -7,6 +7,7 @@ import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -78,10 +79,13 @@ def test_each_job_state_is_printed_once(
     assert capsys.readouterr().err.splitlines() == ([] if quiet else message)
 
 
+FAILED = JobState(state="FAILED", reason="NonZeroExitCode")
+
+
 @pytest.mark.parametrize(
     ("end", "state"),
     [
-        (JobState(state="FAILED", reason="NonZeroExitCode"), "FAILED NonZeroExitCode"),
+        (FAILED, "FAILED NonZeroExitCode"),
         (JobState(state="COMPLETED"), "COMPLETED"),
         (None, "an unknown state"),
     ],
@@ -129,28 +133,14 @@ def test_awaited_job_is_not_requeued(slurm: FakeSlurm, site: Path, tmp_path: Pat
 
 
 def test_output_must_be_in_the_shared_folder(site: Path, tmp_path: Path) -> None:
-    require_shared_folder(profile.load_profile(site), Path("/elsewhere"), option="--output", noun="file")
+    def require(path: Path) -> None:
+        require_shared_folder(profile.load_profile(site), path, option="--output", noun="file")
+
+    require(Path("/elsewhere"))
     site.write_text(site.read_text() + f'[storage]\nshared = "{tmp_path}"\n')
-    require_shared_folder(profile.load_profile(site), tmp_path / "below", option="--output", noun="file")
+    require(tmp_path / "below")
     with pytest.raises(ConfigError, match=f"--output = '/elsewhere': must be a file in {tmp_path}"):
-        require_shared_folder(profile.load_profile(site), Path("/elsewhere"), option="--output", noun="file")
-
-
-class Launched:
-    """A launch without ranks."""
-
-    closed: list[Path | None]
-
-    def __init__(self, job: Job, logs: Path, *_: Any, **named: Any):
-        assert (job, named["target"]) == (JOB, "x:y")
-        Launched.closed = []
-
-    def start(self) -> None: ...
-    def results(self, index: int) -> list[dict[str, Any]]:
-        return [{"rank": 0}]
-
-    def close(self, *, keep_logs: Path | None) -> None:
-        self.closed.append(keep_logs)
+        require(Path("/elsewhere"))
 
 
 @pytest.mark.parametrize(
@@ -166,10 +156,11 @@ def test_answer_contains_nodes_outcome_and_results(
     monkeypatch.setattr(controller, "read_allocation", lambda folder, environment: site)
     monkeypatch.setattr(controller, "survey_nodes", lambda allocation, folder, stop: (reports, missing))
     monkeypatch.setattr(controller, "describe_wrong_hardware", lambda reports, site: wrong)
-    monkeypatch.setattr(controller, "ClusterLaunch", Launched)
-    monkeypatch.setattr(
-        controller.supervise, "watch", lambda launch, interrupted: Ending(outcome, "why", 0, [])
-    )
+    launch = MagicMock()
+    launch.return_value.results.return_value = [{"rank": 0}]
+    monkeypatch.setattr(controller, "ClusterLaunch", launch)
+    watch = lambda launch, interrupted: Ending(outcome, "why", 0, [])
+    monkeypatch.setattr(controller.supervise, "watch", watch)
     stop = AllocationStop("7")
     monkeypatch.setattr(controller.os, "getloadavg", lambda: (1.2345, 9.0, 9.0))
     message = controller._run_awaited_job(tmp_path, "x:y", stop, {"SLURM_JOB_ID": "7"})
@@ -184,15 +175,16 @@ def test_answer_contains_nodes_outcome_and_results(
         return
     assert (message["outcome"], message["reason"], message["results"]) == (outcome, "why", [{"rank": 0}])
     assert (message["place"]["nodes"], message["place"]["job_id"]) == (["n1"], "7")
-    assert Launched.closed == [None if outcome == "ok" else tmp_path / "ranks"]
+    assert (launch.call_args.args[0], launch.call_args.kwargs["target"]) == (JOB, "x:y")
+    keep_logs = None if outcome == "ok" else tmp_path / "ranks"
+    assert launch.return_value.close.call_args_list == [call(keep_logs=keep_logs)]
 
 
 def test_answer_is_written_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handlers: dict[int, Any] = {}
     monkeypatch.setattr(controller.signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(
-        controller, "_run_awaited_job", lambda *given: {"outcome": "hang", "asked": [str(given[0]), given[1]]}
-    )
+    asked = lambda *given: {"outcome": "hang", "asked": [str(given[0]), given[1]]}
+    monkeypatch.setattr(controller, "_run_awaited_job", asked)
     assert controller.RunAwaitedJob(str(tmp_path), "x:y")() == "hang"
     answer = json.loads((tmp_path / controller.ANSWER_FILE).read_text())
     assert answer == {"outcome": "hang", "asked": [str(tmp_path), "x:y"]}

@@ -18,12 +18,7 @@ from repro.launch.slurm.allocation import bundle
 from repro.launch.slurm.allocation.bundle import Bundle, BundleProgress
 from tests.training import TINY
 
-
-def experiment(name: str) -> Experiment:
-    return Experiment(name=name, model=TINY, layout=Layout(), training=Training(steps=12))
-
-
-A, B, C = (experiment(name) for name in "abc")
+A, B, C = (Experiment(name=name, model=TINY, layout=Layout(), training=Training(steps=12)) for name in "abc")
 TASKS = (Task(experiments=(A,)), Task(experiments=(B, C)))
 BUNDLE = Bundle(index=4, tasks=TASKS)
 
@@ -59,11 +54,8 @@ def test_progress_continues_at_the_next_start(tmp_path: Path, monkeypatch: pytes
     first.ended("a", "hang", "rank 1", 1.0, expected=False)
     first.launch(Job(experiments=[B, C], compare=True))
     first.tick(position_at(1, 5))
-    assert {key: fields("current")[key] for key in ("names", "case", "compare")} == {
-        "names": ["b", "c"],
-        "case": "c",
-        "compare": True,
-    }
+    current = fields("current")
+    assert (current["names"], current["case"], current["compare"]) == (["b", "c"], "c", True)
     first.ended("b", "interrupted", "preempted", 1.0, expected=False)
     assert first.open == 2, "an interrupted case is still open"
     first.end(signal="SIGUSR2", reason="preempted")
@@ -72,11 +64,8 @@ def test_progress_continues_at_the_next_start(tmp_path: Path, monkeypatch: pytes
     assert first.count_outcomes() == {"hang": 1, "interrupted": 1}
 
     second = BundleProgress(tmp_path, BUNDLE, "12_3", 1)
-    assert fields("restarts", "stopped", "ended") == (
-        1,
-        None,
-        [{"name": "a", "outcome": "hang", "reason": "rank 1"}],
-    )
+    ended = [{"name": "a", "outcome": "hang", "reason": "rank 1"}]
+    assert fields("restarts", "stopped", "ended") == (1, None, ended)
     assert (second.open, second.total, second.known) == (2, 2, 1)
     assert second.remaining(TASKS) == [TASKS[1]]
     for name in ("b", "c"):

@@ -1,43 +1,51 @@
-"""Tests of case states, which follow from SLURM, progress files and records, and of `repro cancel`."""
+"""Tests of submissions and of their case states, which follow from SLURM, progress files and records."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import socket
+import subprocess
 from dataclasses import replace
 from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from repro import cli
-from repro.launch.slurm.case_states import CaseState, Submission, outcome_without_record, status_exit_code
+from repro.config import ConfigError
+from repro.launch.failures import failure_class
+from repro.launch.slurm import case_states
+from repro.launch.slurm.case_states import CaseState, Registry, outcome_without_record, status_exit_code
 from repro.launch.slurm.scheduler import JobState
 from repro.results.store import Store
+from tests.clock import Clock
 from tests.launch.slurm.submitted import ThreeCases
 from tests.records import latest
 
 
-def test_case_is_pending_running_and_done(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+def test_case_is_pending_running_and_done(submitted: ThreeCases) -> None:
     submitted.slurm.job("12_0", state="PENDING", reason="Resources", nodes="")
     state = {"names": ["b"], "case": "b", "step": 3, "steps": 6, "phase": "backward", "steps_per_s": 1.5}
     submitted.report(1, phase="running", current=state)
     submitted.record("c", "ok")
-    found = submitted.status(capsys)
+    found = submitted.status()
     assert (found["a"]["state"], found["a"]["detail"]) == ("pending", "Resources")
     assert (found["b"]["state"], found["b"]["detail"]) == ("running", "step 3 of 6, backward, 1.50 steps/s")
     assert (found["c"]["state"], found["c"]["outcome"]) == ("done", "ok")
 
 
-@pytest.mark.parametrize(
-    ("compare", "detail"),
-    [(True, "alternates with b in a comparison"), (False, "its job runs other cases first")],
-)
-def test_cases_of_one_launch_share_state_and_logs(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str], compare: bool, detail: str
-) -> None:
+def test_cases_of_one_launch_share_state_and_logs(submitted: ThreeCases) -> None:
     """The ranks are at a step of one case. The logs of the launch belong to both cases."""
-    state = {"names": ["a", "b"], "case": "b", "compare": compare, "step": 3, "steps": 6, "phase": "backward"}
-    submitted.report(0, phase="running", current=state)
-    found = submitted.status(capsys)
-    assert (found["a"]["state"], found["a"]["detail"]) == ("running", detail)
+    state = {"names": ["a", "b"], "case": "b", "step": 3, "steps": 6, "phase": "backward"}
+    for compare, detail in (
+        (False, "its job runs other cases first"),
+        (True, "alternates with b in a comparison"),
+    ):
+        submitted.report(0, phase="running", current=state | {"compare": compare})
+        found = submitted.status()["a"]
+        assert (found["state"], found["detail"]) == ("running", detail)
     work = submitted.registry.work(submitted.submission)
     (task,) = work.bundles[0].tasks
     together = replace(task, experiments=(*task.experiments, submitted.experiments["b"]))
@@ -45,43 +53,50 @@ def test_cases_of_one_launch_share_state_and_logs(
     logs = submitted.folder / "logs" / "0" / submitted.experiments["a"].key
     logs.mkdir(parents=True)
     (logs / "rank-0.err").write_text("log of both cases")
-    assert cli.main(["logs", "b", "--rank", "0", "--results", str(submitted.results)]) == 0
-    assert "log of both cases" in capsys.readouterr().out
+    code, out, _ = submitted.repro("logs", "b", "--rank", "0")
+    assert (code, "log of both cases" in out) == (0, True)
 
 
-def test_preempted_case_is_requeued_with_its_reason(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preempted_case_is_requeued_with_its_reason(submitted: ThreeCases) -> None:
     submitted.record("a", "interrupted", "preempted")
     stopped = {"signal": "SIGUSR2", "reason": "preempted or near its time limit"}
     submitted.report(0, phase="stopped", stopped=stopped)
     submitted.slurm.job("12_0", state="PENDING", reason="BeginTime", nodes="")
-    found = submitted.status(capsys)["a"]
+    found = submitted.status()["a"]
     assert (found["state"], found["detail"]) == ("requeued", "preempted or near its time limit, BeginTime")
-    submitted.report(
-        0, restarts=1, phase="running", current={"names": ["a"], "case": "a", "step": 1, "steps": 6}
-    )
+    current = {"names": ["a"], "case": "a", "step": 1, "steps": 6}
+    submitted.report(0, restarts=1, phase="running", current=current)
     submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="n1")
-    found = submitted.status(capsys)["a"]
+    found = submitted.status()["a"]
     assert (found["state"], found["restarts"]) == ("running", 1)
 
 
 @pytest.mark.parametrize(
-    ("job", "expected"),
+    ("job", "expected", "failure"),
     [
         (
             JobState(state="NODE_FAIL", nodes="n[1-2]", exit_code="1:9", reason="NodeDown"),
             ("interrupted", "node failure, on n[1-2], exit code 1:9, NodeDown"),
+            "node-failure",
         ),
         (
             JobState(state="FAILED", exit_code="0:0", reason="NonZeroExitCode"),
             ("error", "the job ended as FAILED without a record"),
+            "error",
         ),
-        (None, ("error", "lost: SLURM no longer lists the job, and the job wrote no record")),
+        (JobState(state="OUT_OF_MEMORY"), ("interrupted", "the job ran out of host memory"), "out-of-memory"),
+        (JobState(state="PREEMPTED"), ("interrupted", "the job was preempted and not requeued"), "preempted"),
+        (None, ("error", "lost: SLURM no longer lists the job, and the job wrote no record"), "error"),
     ],
 )
-def test_job_state_determines_outcome_without_record(job: JobState | None, expected: tuple[str, str]) -> None:
+def test_job_state_determines_outcome_without_record(
+    job: JobState | None, expected: tuple[str, str], failure: str
+) -> None:
     assert outcome_without_record(job) == expected
+    assert failure_class(*expected, job.state if job else "") == failure
+
+
+KNOWN: dict[str, Any] = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12"}
 
 
 @pytest.mark.parametrize(
@@ -98,30 +113,18 @@ def test_job_state_determines_outcome_without_record(job: JobState | None, expec
     ],
 )
 def test_status_exit_code_follows_from_case_states(states: list[str], expected: int) -> None:
-    known = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12"}
-    assert status_exit_code([CaseState(**known, state=state) for state in states]) == expected
+    assert status_exit_code([CaseState(**KNOWN, state=state) for state in states]) == expected
 
 
-def test_job_unknown_to_slurm_is_lost(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
-    submitted.slurm.set(jobs={})
-    found = submitted.status(capsys)
-    assert {case["state"] for case in found.values()} == {"lost"}
-    assert "no longer lists the job" in found["a"]["detail"]
-
-
-def test_older_records_do_not_count_for_new_submissions(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_older_records_do_not_count_for_new_submissions(submitted: ThreeCases) -> None:
     experiment = submitted.record("a", "error", "an older run")
     later = datetime.now(timezone.utc).isoformat()
-    submitted.registry.write(Submission(**{**vars(submitted.submission), "created": later}))
-    assert submitted.status(capsys)["a"]["state"] == "running"
+    submitted.registry.write(replace(submitted.submission, created=later))
+    assert submitted.status()["a"]["state"] == "running"
     assert experiment.key in latest(submitted.results)
 
 
-def test_record_order_does_not_depend_on_node_clocks(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_record_order_does_not_depend_on_node_clocks(submitted: ThreeCases) -> None:
     """Records after the newest record at submission belong to the submission, whatever their times are."""
     submitted.record("a", "error", "an older run")
     with Store(submitted.results) as store:
@@ -130,81 +133,99 @@ def test_record_order_does_not_depend_on_node_clocks(
     submitted.registry.write(later)
     submitted.record("b", "ok")
     submitted.slurm.set(jobs={})
-    found = submitted.status(capsys)
-    assert {name: found[name]["recorded"] for name in "abc"} == {"a": False, "b": True, "c": False}
-    assert found["b"]["state"] == "done"
+    found = submitted.status()
+    assert {name: (found[name]["recorded"], found[name]["state"]) for name in "abc"} == {
+        "a": (False, "lost"),
+        "b": (True, "done"),
+        "c": (False, "lost"),
+    }
+    assert "no longer lists the job" in found["c"]["detail"]
 
 
-def test_status_contains_all_case_fields(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unknown fields are empty."""
+def test_status_contains_all_case_fields(submitted: ThreeCases) -> None:
+    unknown = {**dict.fromkeys(("detail", "outcome", "job_state", "nodes", "failure"), ""), "restarts": 0}
+    unknown["recorded"] = False
+    assert CaseState(**KNOWN, state="done").as_dict() == KNOWN | unknown | {"state": "done"}
     submitted.slurm.job("12_0", state="PENDING", reason="JobHeldUser", nodes="")
-    case = {"submission": "x", "suite": "faults", "job_state": "PENDING", "nodes": "", "restarts": 0}
-    assert submitted.status(capsys)["a"] == {
-        **case,
-        "name": "a",
+    assert submitted.status()["a"] == KNOWN | unknown | {
+        "suite": "faults",
         "key": submitted.experiments["a"].key,
-        "bundle": 0,
         "job": "12_0",
         "state": "pending",
+        "job_state": "PENDING",
         "detail": "JobHeldUser, `scontrol release 12_0` releases the job",
-        "outcome": "",
-        "recorded": False,
-        "failure": "",
     }
-    known = {
-        "submission": "x",
-        "suite": "s",
-        "name": "a",
-        "key": "k",
-        "bundle": 0,
-        "job": "12",
-        "state": "done",
-    }
-    empty = dict.fromkeys(("detail", "outcome", "job_state", "nodes", "failure"), "")
-    assert CaseState(**known).as_dict() == {**known, **empty, "restarts": 0, "recorded": False}  # type: ignore[arg-type]
-    submitted.report(
-        0, restarts=3, nodes=["n4", "n5"], phase="running", current={"names": ["a"], "case": "a"}
-    )
+    current = {"names": ["a"], "case": "a"}
+    submitted.report(0, restarts=3, nodes=["n4", "n5"], phase="running", current=current)
     submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="")
-    found = submitted.status(capsys)["a"]
+    found = submitted.status()["a"]
     assert (found["restarts"], found["nodes"], found["detail"]) == (3, "n4,n5", "step 0 of 0, ")
 
 
-def test_lost_case_names_interrupt_and_job_end(
-    submitted: ThreeCases, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lost_case_names_interrupt_and_job_end(submitted: ThreeCases) -> None:
     submitted.record("a", "interrupted", "preempted at step 3")
     submitted.slurm.job("12_0", state="TIMEOUT", reason="None")
     limit = "the job reached its time limit (slurm.time_limit of the profile), on n1"
-    found = submitted.status(capsys)["a"]
+    found = submitted.status()["a"]
     assert (found["state"], found["outcome"]) == ("lost", "interrupted")
     assert found["detail"] == f"preempted at step 3; {limit}"
     submitted.slurm.set(jobs={})
-    assert submitted.status(capsys)["a"]["detail"] == "preempted at step 3"
+    assert submitted.status()["a"]["detail"] == "preempted at step 3"
 
 
-def test_status_table_shows_failures(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_table_shows_failures(submitted: ThreeCases) -> None:
     submitted.record("a", "hang", "no progress for 2 s: rank 1 is behind [at step 3]")
     submitted.record("b", "ok")
-    assert cli.main(["status", "--results", str(submitted.results)]) == 3
-    out = capsys.readouterr().out
+    code, out, _ = submitted.repro("status")
+    assert code == 3
     assert "failed: hang" in out
     assert "[at step 3]" in " ".join(out.split())
     assert "faults: 3 cases: 1 running, 1 done, 1 failed" in out
-
-
-def test_damaged_submission_file_is_named(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
     (submitted.folder / "submission.json").write_text("{")
-    assert cli.main(["status", "--results", str(submitted.results)]) == 2
-    assert "submission.json" in capsys.readouterr().err
+    code, _, error = submitted.repro("status")
+    assert (code, "submission.json" in error) == (2, True), "the damaged file is named"
 
 
-def test_cancel_selects_by_case_or_suite(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
-    results = ["--results", str(submitted.results)]
-    assert cli.main(["cancel", "nothing", *results]) == 2
-    assert "a suite, submission or case that waits or runs: a, b, c" in capsys.readouterr().err
-    assert cli.main(["cancel", "b", *results]) == 0
-    assert submitted.slurm.calls("scancel") == [["12_1"]]
-    assert submitted.status(capsys)["b"]["state"] == "cancelled"
-    assert cli.main(["cancel", "faults", *results]) == 0
-    assert submitted.slurm.calls("scancel")[1:] == [["12_0", "12_2"]]
+def test_submission_id_contains_time_and_suite_name(tmp_path: Path) -> None:
+    found = Registry(tmp_path).new_id("a suite: of / signs" + "x" * 60)
+    time, name, digits = re.fullmatch(r"(\d{8}T\d{6}Z)-(.{40})-([0-9a-f]+)", found).groups()  # type: ignore[union-attr]
+    assert name == "a-suite-of-signs" + "x" * 24
+    assert len(digits) == 4
+    created = datetime.strptime(time, "%Y%m%dT%H%M%SZ").replace(tzinfo=timezone.utc)
+    assert abs((datetime.now(timezone.utc) - created).total_seconds()) < 60
+
+
+def test_bundles_have_job_ids_after_their_array_is_submitted(submitted: ThreeCases) -> None:
+    array = submitted.submission.arrays[0]
+    assert submitted.submission.jobs() == {0: "12_0", 1: "12_1", 2: "12_2"}
+    assert replace(array, bundles=[4]).element(0) == "12"
+    waiting = replace(submitted.submission, arrays=[array, replace(array, bundles=[3, 4], job_id="")])
+    assert waiting.jobs() == {0: "12_0", 1: "12_1", 2: "12_2", 3: "", 4: ""}
+    assert waiting.with_job(1, "13").jobs() == {0: "12_0", 1: "12_1", 2: "12_2", 3: "13_0", 4: "13_1"}
+
+
+def test_lock_of_a_dead_submit_process_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(tmp_path)
+    lock, here = registry.folder / ".submitting", socket.gethostname()
+    registry.folder.mkdir()
+    monkeypatch.setattr(case_states, "time", Clock(now := 1_800_000_000.0))
+
+    def is_replaced(host: str, pid: int, age_s: int = 0) -> bool:
+        lock.write_text(json.dumps({"host": host, "pid": pid}))
+        os.utime(lock, (now - age_s,) * 2)
+        try:
+            with registry.submitting():
+                return True
+        except ConfigError:
+            return False
+
+    assert not is_replaced(here, os.getpid())
+    assert is_replaced(here, 2**22 + 1)
+    assert not lock.exists()
+    assert not is_replaced("elsewhere", 2**22 + 1, 600), "processes of another host are unknown"
+    assert is_replaced("elsewhere", 2**22 + 1, 601)
+    # Without an init process, as in some containers, a killed process remains a zombie.
+    with subprocess.Popen(["true"]) as dead:
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+        assert Path(f"/proc/{dead.pid}").exists()
+        assert is_replaced(here, dead.pid)

@@ -1,41 +1,254 @@
-"""Tests of the reported state of a rank that runs, that has failed, or whose node was lost."""
+"""Tests of a launch on several nodes, whose rank states follow from the messages of tasks, on a simulated clock."""
 
 from __future__ import annotations
 
-import time
+import errno
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
+
+import pytest
 
 from repro.config import Experiment, Layout
-from repro.launch.job import Job
-from repro.launch.slurm.allocation.launch import LOST_TASK_GRACE_S, ClusterLaunch
+from repro.config.enums import Phase
+from repro.launch import rank_process
+from repro.launch.job import STOP_FILE, Job
+from repro.launch.rank_process import Position
+from repro.launch.slurm.allocation import launch, task
+from repro.launch.slurm.allocation.connection import TASK_ENDED, Listener
+from repro.launch.slurm.allocation.launch import ClusterLaunch
+from repro.launch.slurm.allocation.srun_step import SrunStep
 from repro.launch.slurm.allocation.stop import AllocationStop
+from repro.launch.slurm.profile import parse_profile
+from tests.clock import Clock
 from tests.training import TINY
 
+JOB = Job(experiments=[Experiment(name="a", model=TINY, layout=Layout(dp=3))])
 
-def test_running_failed_and_lost_ranks_have_different_reports(tmp_path: Path) -> None:
-    job = Job(experiments=[Experiment(name="a", model=TINY, layout=Layout(dp=4))])
-    no_allocation: Any = None
-    launch = ClusterLaunch(
-        job, tmp_path, no_allocation, ["n1", "n1", "n2", "n2"], target="x:y", stop=AllocationStop("7")
+
+class Started(ClusterLaunch):
+    """Three ranks on two nodes, with an imitated srun and a listener whose messages a test chooses."""
+
+    step: MagicMock
+    listener: MagicMock
+
+    def __init__(self, folder: Path):
+        unused: Any = None
+        self.stop, self.start_count = AllocationStop("7"), 0
+        super().__init__(JOB, folder / "logs", unused, ["n1", "n1", "n2"], target="x:y", stop=self.stop)
+        self.logs.mkdir()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.start_count += 1
+        self._ports += 1
+        self._ranks = [launch._RankStatus() for _ in range(self.world)]
+        self._step = self.step = MagicMock(spec=SrunStep, code=None, starts=1)
+        self.step.last_error_line.return_value = "Node n2 is not available"
+        self._listener = self.listener = MagicMock(spec=Listener, ended={})
+        self.listener.messages.return_value = []
+
+    def deliver(self, rank: int, say: str, **message: Any) -> None:
+        self.listener.messages.return_value = [(rank, {"say": say, **message})]
+        self._receive()
+        self.listener.messages.return_value = []
+
+    def polls(self) -> list[int | None]:
+        return [self.poll(rank) for rank in range(3)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock().rules(monkeypatch, launch)
+
+
+@pytest.fixture
+def started(clock: Clock, tmp_path: Path) -> Started:
+    return Started(tmp_path)
+
+
+def test_launch_file_contains_all_task_settings(tmp_path: Path) -> None:
+    site = {"environment": {"interface": "ib0", "variables": {"NCCL_IB_HCA": "mlx5"}}}
+    allocation: Any = SimpleNamespace(
+        address="127.0.0.1",
+        per_node=2,
+        umask=0o077,
+        step=lambda *given: given,
+        site=parse_profile(site, file="f"),
     )
-    running, failed, lost, full = launch._ranks
-    assert [launch.poll(rank) for rank in range(4)] == [None] * 4
-    assert launch.report(0) is None
-    failed.code, failed.report = 3, {"rank": 1, "outcome": "oom"}
-    full.code, full.full = 1, "/shared/rank-3.out"
-    lost.loss_reason, lost.lost_at, lost.ended_alone = "its task ended", time.monotonic(), True
-    assert (launch.poll(2), launch.report(2)) == (None, None), "a signal may still explain the end"
-    lost.lost_at -= LOST_TASK_GRACE_S
-    assert [launch.poll(rank) for rank in range(4)] == [None, 3, 1, 1]
-    assert launch.report(0) is None
-    assert launch.report(1) == failed.report
-    assert launch.report(2) == {"rank": 2, "outcome": "error", "reason": "lost node n2: its task ended"}
-    reason = "disk full while starting the ranks: /shared/rank-3.out"
-    assert launch.report(3) == {"rank": 3, "outcome": "error", "reason": reason}
-    launch.ask_to_stop()
-    assert launch.report(2) == {"rank": 2, "outcome": "interrupted", "reason": "lost node n2: its task ended"}
-    for rank, status in enumerate(launch._ranks):
-        status.results[0] = {"rank": rank}
-        assert (launch.results(0) is None) == (rank < 3), "results of all ranks or None"
-    assert running.code is None
+    created = ClusterLaunch(
+        JOB, tmp_path / "logs", allocation, ["n1", "n1", "n2"], target="x:y", stop=AllocationStop("7")
+    )
+    created.start()
+    assert created._listener is not None
+    settings = task.TaskLaunch.load(created.logs)
+    assert settings == task.TaskLaunch(
+        address="127.0.0.1",
+        port=created._listener.port,
+        token=created._listener._token,
+        rendezvous=settings.rendezvous,
+        per_node=2,
+        device="cpu",
+        target="x:y",
+        limited=False,
+        interface="ib0",
+        variables={"NCCL_IB_HCA": "mlx5"},
+        umask=0o077,
+    )
+    assert 0 < settings.rendezvous != settings.port
+    assert len(settings.token) == 32
+    assert (created._ports, created._step) == (1, (3, task.__name__, created.logs))
+    assert Job.load(created.logs / task.JOB_FILE) == JOB
+    created._listener.close()
+
+
+def position_message(
+    seconds: float, step: int = 5, *, age: float = 0.0, stopped: bool = False
+) -> dict[str, Any]:
+    at = [0, step, "forward", 40, "all_gather", "tp", seconds]
+    return {"say": "position", "at": at, "age": age, "stopped": stopped}
+
+
+def test_position_time_changes_only_with_new_heartbeats(started: Started, clock: Clock) -> None:
+    assert [started.position(rank) for rank in range(3)] == [Position(0, 0, Phase.START, 0, "", "", 0.0)] * 3
+    started.deliver(1, **position_message(7000.0, age=0.5))
+    clock.now = 130.0
+    started.deliver(1, **position_message(7000.0, 6, age=30.5, stopped=True))
+    assert (started.position(1).seconds, started.position(1).step) == (99.5, 5)
+    assert [started.stopped(rank) for rank in range(3)] == [False, True, False]
+    started.deliver(1, **position_message(7030.0, 6, age=0.25))
+    assert (started.position(1).seconds, started.position(1).step, started.stopped(1)) == (129.75, 6, False)
+    assert str(started.position(1)) == "at step 6, forward, after all_gather #40 on tp"
+    assert not started.position(0).begun
+
+
+def test_no_rank_hangs_while_srun_waits_for_slurmctld(started: Started) -> None:
+    class RestartingStep:
+        """A step whose srun starts again at each query of its exit code."""
+
+        starts = 1
+
+        @property
+        def code(self) -> None:
+            self.starts += 1
+
+    restarting: Any = RestartingStep()
+    started._step = restarting
+    started._receive()
+    assert [started.position(rank).seconds for rank in range(3)] == [100.0, 0.0, 0.0]
+
+
+def test_results_signals_and_exits_are_stored(started: Started) -> None:
+    for rank in range(3):
+        assert started.results(1) is None
+        started.deliver(rank, "result", index=1, result={"rank": rank})
+    assert started.results(1) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert started.results(0) is None
+    started.deliver(2, "signal", number=int(signal.SIGUSR2))
+    assert not started.stop
+    started.deliver(2, "signal", number=int(signal.SIGTERM))
+    assert (started.stop.terminated, started.stop._terminated_node) == (True, "n2")
+    started.deliver(3, "ended", code=1, report=None, errors="of nobody")
+    report = {"rank": 0, "outcome": "oom"}
+    started.deliver(0, "ended", code=3, report=report, errors="the end")
+    assert started.polls() == [3, None, None]
+    assert (started.report(0), started.error_text(0), started.error_text(1)) == (report, "the end", "")
+    for rank, number in ((1, errno.ENOSPC), (2, errno.ENOENT)):
+        started.deliver(rank, "ended", code=1, report=None, errors="", errno=number, file="/shared/x")
+    full = {"rank": 1, "outcome": "error", "reason": "disk full while starting the ranks: /shared/x"}
+    assert [started.report(rank) for rank in (1, 2)] == [full, None]
+
+
+def test_task_without_signal_is_lost_after_a_delay(started: Started, clock: Clock) -> None:
+    started.listener.ended = {2: "no answer from the node for 15 s", 1: TASK_ENDED}
+    assert started.polls() == [None, None, 1]
+    clock.now += launch.LOST_TASK_GRACE_S - 0.125
+    assert (started.poll(1), started.report(1)) == (None, None)
+    clock.now += 0.125
+    assert started.polls() == [None, 1, 1]
+    lost = {"rank": 1, "outcome": "error", "reason": f"lost node n1: {TASK_ENDED}"}
+    assert (started.report(0), started.report(1)) == (None, lost)
+    started.ask_to_stop()
+    assert (started.logs / STOP_FILE).exists()
+    assert started.report(1) == lost | {"outcome": "interrupted"}, "SLURM may kill a task before it reports"
+    started.kill()
+    assert started.step.end.call_args_list == [call(launch.LOST_NODE_REAP_TIMEOUT_S)]
+    assert started.listener.close.called
+    started.close(keep_logs=None)
+    assert (started.stop._why, started.stop.requeue) == (lost["reason"], True)
+    assert not started.logs.exists()
+    started._receive()  # after the close, no task sends messages
+
+
+def test_task_that_did_not_start_reports_srun_error(started: Started, clock: Clock) -> None:
+    started.listener.has_connected.side_effect = lambda rank: rank < 2
+    assert started.polls() == [None] * 3
+    started.step.code = 1
+    assert started.poll(0) is None
+    clock.now += launch.LOST_TASK_GRACE_S
+    assert started.polls() == [None, None, 1]
+    lost = "lost node n2: the rank's task did not start: Node n2 is not available"
+    assert started.report(2) == {"rank": 2, "outcome": "error", "reason": lost}
+
+
+def test_close_waits_for_tasks_and_moves_logs(started: Started, tmp_path: Path) -> None:
+    (started.logs / task.LAUNCH_FILE).touch()
+    (started.logs / "rank-0.err").touch()
+    started.close(keep_logs=tmp_path / "kept")
+    assert started.step.end.call_args_list == [call(launch.REAP_TIMEOUT_S)]
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["rank-0.err"]
+    assert (started.logs.exists(), bool(started.stop)) == (False, False)
+    again = Started(tmp_path)
+    again.close(keep_logs=again.logs)
+    assert again.logs.exists()
+
+
+TAKEN = "RuntimeError: EADDRINUSE: address already in use"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"report": {"rank": 0, "outcome": "error", "reason": TAKEN}, "errors": ""},
+        {"report": None, "errors": TAKEN.upper()},
+    ],
+    ids=["report", "errors"],
+)
+def test_occupied_port_is_replaced_twice(started: Started, end: dict[str, Any]) -> None:
+    for code, start_count in ((None, 2), (None, 3), (1, 3)):
+        started.deliver(0, "ended", code=1, **end)
+        assert (started.poll(0), started.start_count) == (code, start_count)
+
+
+def test_other_failures_do_not_change_the_port(started: Started) -> None:
+    taken = {"say": "ended", "code": 1, "report": None, "errors": TAKEN}
+    started.deliver(0, **{**taken, "errors": "KeyError"})
+    assert (started.poll(0), started.start_count) == (1, 1)
+    started._begin()
+    started.deliver(0, **position_message(1.0))
+    started.deliver(0, **taken)
+    assert (started.poll(0), started.start_count) == (1, 2), "the rank had begun"
+    started._begin()
+    started._ports = 1
+    started.deliver(1, **taken)
+    assert (started.polls(), started.start_count) == ([None, 1, None], 3), "only rank 0 opens the port"
+
+
+def test_stack_dump_waits_for_running_ranks(started: Started, clock: Clock) -> None:
+    started.deliver(0, "ended", code=0, report=None, errors="")
+    started.deliver(1, **position_message(1.0, stopped=True))
+    started.dump_stacks()
+    assert started.step.signal.call_args_list == [call(rank_process.STACKS_SIGNAL)]
+    waited_s = clock.now - 100 - (rank_process.STACKS_TIMEOUT_S + task.POSITION_INTERVAL_S)
+    assert 0 <= waited_s < 2 * launch.POLL_INTERVAL_S
+    started.deliver(2, "stacks")
+    clock.now = 200.0
+    started.dump_stacks()
+    assert clock.now == 200.0
+    assert (started.logs / "positions.txt").read_text().splitlines() == [
+        "rank 0 on n1: at start-up",
+        "rank 1 on n1: at step 5, forward, after all_gather #40 on tp",
+        "rank 2 on n2: at start-up",
+    ]

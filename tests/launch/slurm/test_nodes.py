@@ -1,4 +1,4 @@
-"""Tests of node reports and of their comparison with the system of the profile."""
+"""Tests of node reports: their comparison with the system of the profile, and the provenance of a record."""
 
 from __future__ import annotations
 
@@ -18,16 +18,29 @@ import pytest
 from repro.config import systems
 from repro.launch.rank.device_settings import cuda_device_index
 from repro.launch.slurm.allocation import nodes
-from repro.launch.slurm.allocation.nodes import hardware_mismatch, is_other_gpu
+from repro.launch.slurm.allocation.nodes import NodeReport, hardware_mismatch, is_other_gpu, slurm_provenance
 from repro.measure import provenance
 from repro.util.processes import usable_cores
-from tests.launch.slurm.reports import V100, card, node
+
+V100 = ("Tesla V100-SXM3-32GB", 34_057_748_480, "7.0")
 
 
-@pytest.mark.parametrize("bound", [True, False])
-def test_nodes_of_the_profile_system_match(bound: bool) -> None:
-    reports = node("n1", 0, V100, bound=bound) + node("n2", 1, V100, bound=bound)
-    assert hardware_mismatch(reports, systems.load_system_file("dgx2"), 16) == ""
+def card(name: str, memory: int, capability: str, number: int) -> dict[str, Any]:
+    return {"uuid": f"GPU-{number}", "name": name, "memory_bytes": memory, "compute_capability": capability}
+
+
+CARDS = [card(*V100, number) for number in range(2)]
+
+
+def node(
+    name: str, index: int, kind: tuple[str, int, str], *, tasks: int = 16, bound: bool = False
+) -> list[NodeReport]:
+    """Return the reports of all tasks of a node; with `bound`, each task sees one GPU."""
+    cards = [card(*kind, number) for number in range(tasks)]
+    return [
+        NodeReport(node=name, local=i, task=index * tasks + i, gpus=[cards[i]] if bound else cards)
+        for i in range(tasks)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -42,72 +55,77 @@ def test_nodes_of_the_profile_system_match(bound: bool) -> None:
     ],
 )
 def test_gpu_names_of_drivers_match_systems(system: str, kind: tuple[str, int, str]) -> None:
-    assert hardware_mismatch(node("n1", 0, kind, tasks=4), systems.load_system_file(system), 4) == ""
+    reports = node("n1", 0, kind, tasks=4) + node("n2", 1, kind, tasks=4, bound=True)
+    assert hardware_mismatch(reports, systems.load_system_file(system), 4) == ""
+
+
+def with_gpus(tasks: int, *gpus: dict[str, Any]) -> list[NodeReport]:
+    return [replace(report, gpus=list(gpus)) for report in node("n1", 0, V100, tasks=tasks)]
+
+
+A100 = ("NVIDIA A100-SXM4-80GB", 85_198_897_152, "8.0")
+FULL_NODE = ", but dgx2 has 16 x NVIDIA V100 SXM3 32 GB"
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("reports", "found"),
     [
-        ("NVIDIA A100-SXM4-80GB", 85_198_897_152, "8.0"),
-        ("Tesla V100-SXM2-32GB", 34_058_272_768, "7.0"),  # the clocks differ from a DGX-2
-        ("Tesla V100-SXM3-16GB", 16_944_988_160, "7.0"),
+        (with_gpus(2, *CARDS), ""),
+        (
+            node("n1", 0, V100) + node("n2", 1, A100, tasks=8),
+            f"node n2 has 8 x {A100[0]} (85 GB){FULL_NODE}: not comparable",
+        ),
+        (with_gpus(1), "node n1 has no GPU, but dgx2 has 1 x NVIDIA V100 SXM3 32 GB: not comparable"),
+        (with_gpus(2), f"node n1 has no GPU{FULL_NODE}: not comparable"),
+        (with_gpus(2, CARDS[0]), f"node n1 has 1 x {V100[0]} (34 GB){FULL_NODE}: not comparable"),
+        (
+            with_gpus(2, CARDS[0]) + with_gpus(3, *CARDS, card(*V100, 2))[2:],
+            "several of the 3 tasks on node n1 share a GPU: not comparable",
+        ),
+        (
+            [replace(report, local=report.local + 1) for report in with_gpus(2, *CARDS)],
+            "task 2 of node n1 can use only 2 GPUs: not comparable; give each task one GPU or all GPUs",
+        ),
     ],
 )
-def test_mismatch_names_the_node_and_its_gpus(kind: tuple[str, int, str]) -> None:
-    reports = node("n1", 0, V100) + node("n2", 1, kind, tasks=8)
-    assert hardware_mismatch(reports, systems.load_system_file("dgx2"), 16) == (
-        f"wrong hardware: node n2 has 8 x {kind[0]} ({kind[1] / 1e9:.0f} GB)"
-        ", but dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
-    )
-
-
-def test_tasks_that_share_a_gpu_do_not_match() -> None:
-    shared = [replace(report, gpus=[card(*V100, 0)]) for report in node("n1", 0, V100, tasks=2)]
-    assert hardware_mismatch(shared, systems.load_system_file("dgx2"), 16).startswith(
-        "wrong hardware: node n1 has 1 x Tesla V100"
-    )
-
-
-def test_task_on_a_shared_node_needs_a_gpu() -> None:
+def test_mismatch_names_the_node_and_its_gpus(reports: list[NodeReport], found: str) -> None:
     """Tasks see all GPUs or one GPU each. A task whose number exceeds the visible GPUs has no GPU."""
-    cards = [card(*V100, number) for number in range(2)]
-    few = [replace(report, gpus=cards) for report in node("n1", 0, V100, tasks=2)]
-    assert hardware_mismatch(few, systems.load_system_file("dgx2"), 16) == ""
-    few[1] = replace(few[1], local=2)
-    assert hardware_mismatch(few, systems.load_system_file("dgx2"), 16) == (
-        "wrong hardware: task 2 of node n1 can use only 2 GPUs: not comparable; give each task one GPU or all GPUs"
-    )
-    bare = [replace(report, gpus=[]) for report in node("n1", 0, V100, tasks=1)]
-    assert hardware_mismatch(bare, systems.load_system_file("dgx2"), 16) == (
-        "wrong hardware: node n1 has no GPU, but dgx2 has 1 x NVIDIA V100 SXM3 32 GB: not comparable"
-    )
+    message = hardware_mismatch(reports, systems.load_system_file("dgx2"), 16)
+    assert message == (found and f"wrong hardware: {found}")
 
 
-def test_two_tasks_without_gpus_expect_a_full_node() -> None:
-    bare = [replace(report, gpus=[]) for report in node("n1", 0, V100, tasks=2)]
-    assert hardware_mismatch(bare, systems.load_system_file("dgx2"), 16) == (
-        "wrong hardware: node n1 has no GPU, but dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
-    )
-
-
-def test_unknown_memory_of_a_system_is_not_compared() -> None:
-    """The names of the GPUs are still compared."""
-    system = systems.load_system_file("dgx2")
-    device = replace(system.device, memory_bytes=replace(system.device.memory_bytes, value=None))
-    unknown = replace(system, device=device)
+def test_gpu_differs_by_form_capability_and_eight_percent_of_memory() -> None:
+    """Drivers reserve memory, so the tolerance is 8 % of 32 GB in both directions."""
+    dgx2 = systems.load_system_file("dgx2")
+    full = dgx2.device.memory_bytes.known("memory", system="dgx2")
+    for factor, is_other in ((1.0, False), (0.921, False), (1.079, False), (0.919, True), (1.081, True)):
+        assert is_other_gpu(card(V100[0], round(factor * full), "7.0", 0), dgx2) == is_other
+    assert is_other_gpu(card(V100[0], V100[1], "7.2", 0), dgx2)
+    assert is_other_gpu(card("Tesla V100-SXM2-32GB", 34_058_272_768, "7.0", 0), dgx2), "its clocks differ"
+    assert not is_other_gpu({"name": V100[0], "memory_bytes": None}, dgx2)
+    device = replace(dgx2.device, memory_bytes=replace(dgx2.device.memory_bytes, value=None))
+    unknown = replace(dgx2, device=device)
     assert not is_other_gpu(card(V100[0], 10**9, "7.0", 0), unknown)
-    assert is_other_gpu(card("NVIDIA A100-SXM4-80GB", 10**9, "7.0", 0), unknown)
+    assert is_other_gpu(card(A100[0], 10**9, "7.0", 0), unknown)
 
 
 def test_node_report_contains_gpus_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "visible_gpus", lambda visible: [{"uuid": visible}])
     monkeypatch.setattr(nodes, "gpu_links", lambda: {"nvlinks": [2]})
-    message = {"SLURMD_NODENAME": "n2", "SLURM_LOCALID": "3", "SLURM_PROCID": "7"}
-    report = nodes.report_node(message | {"CUDA_VISIBLE_DEVICES": "GPU-5"}, gpus=True)
+    slurm = {
+        "SLURMD_NODENAME": "n2",
+        "SLURM_LOCALID": "3",
+        "SLURM_PROCID": "7",
+        "CUDA_VISIBLE_DEVICES": "GPU-5",
+    }
+    report = nodes.report_node(slurm, gpus=True)
     assert (report.node, report.local, report.task) == ("n2", 3, 7)
     assert (report.gpus, report.links) == ([{"uuid": "GPU-5"}], {"nvlinks": [2]})
-    bare = nodes.report_node(message, gpus=False)
-    assert (bare.gpus, bare.links) == ([], {})
+    bare = nodes.report_node({}, gpus=False)
+    assert (bare.node, bare.local, bare.task) == (socket.gethostname(), 0, 0)
+    assert (bare.gpus, bare.links, bare.cores) == ([], {}, usable_cores())
+    assert bare.memory_bytes == psutil.virtual_memory().total
+    assert bare.processor
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
@@ -128,52 +146,98 @@ def test_cuda_device_index_of_a_local_rank() -> None:
         cuda_device_index(4, 4)
 
 
-def test_visible_gpus_follow_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_driver(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    """Imitate NVML with three GPUs, whose handles are their indices."""
+    driver = MagicMock(nvmlDeviceGetHandleByIndex=lambda index: index, **functions)
+    driver.nvmlDeviceGetCount.return_value = 3
+    monkeypatch.setattr(provenance, "nvml", lambda: nullcontext(driver))
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, ["GPU-aa1", "GPU-aa2", "GPU-b"]),
+        ("", []),
+        ("2, 0,", ["GPU-b", "GPU-aa1"]),
+        ("1,3,0", ["GPU-aa2"]),  # CUDA stops at the first unknown index
+        ("GPU-aa2,GPU-b,GPU-c,0", ["GPU-aa2", "GPU-b"]),
+        ("GPU-a", ["GPU-aa1"]),
+    ],
+)
+def test_visible_gpus_follow_cuda_visible_devices(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, found: list[str]
+) -> None:
     uuids: list[Any] = [b"GPU-aa1", "GPU-aa2", "GPU-b"]
-
-    class Driver:
-        def nvmlDeviceGetCount(self) -> int:
-            return len(uuids)
-
-        def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-            return index
-
-        def nvmlDeviceGetUUID(self, handle: int) -> Any:
-            return uuids[handle]
-
-    monkeypatch.setattr("repro.measure.provenance.nvml", lambda: nullcontext(Driver()))
-    monkeypatch.setattr("repro.measure.provenance.gpus", lambda: [{"name": f"card {i}"} for i in range(3)])
-
-    def visible_uuids(visible: str | None) -> list[str]:
-        found = nodes.visible_gpus(visible)
-        assert all(
-            gpu["name"] == f"card {['GPU-aa1', 'GPU-aa2', 'GPU-b'].index(gpu['uuid'])}" for gpu in found
-        )
-        return [gpu["uuid"] for gpu in found]
-
-    assert visible_uuids(None) == ["GPU-aa1", "GPU-aa2", "GPU-b"]
-    assert visible_uuids("") == []
-    assert visible_uuids("2, 0,") == ["GPU-b", "GPU-aa1"]
-    assert visible_uuids("1,3,0") == ["GPU-aa2"], "CUDA stops at the first unknown index"
-    assert visible_uuids("GPU-aa2,GPU-b,GPU-c,0") == ["GPU-aa2", "GPU-b"]
-    assert visible_uuids("GPU-a") == ["GPU-aa1"]
-    monkeypatch.setattr("repro.measure.provenance.nvml", lambda: nullcontext(None))
-    assert visible_uuids(None) == []
+    names = dict(zip(["GPU-aa1", "GPU-aa2", "GPU-b"], "xyz", strict=True))
+    fake_driver(monkeypatch, nvmlDeviceGetUUID=lambda handle: uuids[handle])
+    monkeypatch.setattr(provenance, "gpus", lambda: [{"name": name} for name in "xyz"])
+    assert nodes.visible_gpus(visible) == [{"uuid": uuid, "name": names[uuid]} for uuid in found]
+    monkeypatch.setattr(provenance, "nvml", lambda: nullcontext(None))
+    assert nodes.visible_gpus(visible) == []
 
 
-def test_report_without_slurm_has_task_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = nodes.report_node({}, gpus=False)
-    assert (report.node, report.local, report.task) == (socket.gethostname(), 0, 0)
-    assert report.memory_bytes == psutil.virtual_memory().total
-    assert report.cores == usable_cores()
-    assert report.processor
+def test_gpu_links_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs with two NVLinks are behind one switch, and one without NVLinks is on the other socket."""
+
+    def is_active(handle: int, link: int) -> int:
+        if handle == 2 or link > 2:
+            raise RuntimeError("not supported")
+        return link < 2
+
+    fake_driver(
+        monkeypatch,
+        NVMLError=RuntimeError,
+        NVML_NVLINK_MAX_LINKS=6,
+        NVML_FEATURE_ENABLED=1,
+        NVML_TOPOLOGY_SINGLE=10,
+        NVML_TOPOLOGY_SYSTEM=50,
+        nvmlDeviceGetNvLinkState=is_active,
+        nvmlDeviceGetTopologyCommonAncestor=lambda a, b: 10 if b < 2 else 50,
+    )
+    assert nodes.gpu_links() == {
+        "nvlinks": [2, 2, 0],
+        "pcie": {"one switch": 1, "the link between sockets": 2},
+    }
 
 
-def test_gpu_memory_may_differ_by_eight_percent() -> None:
-    """Drivers reserve memory, so the tolerance is 8 % of 32 GB in both directions."""
-    dgx2 = systems.load_system_file("dgx2")
-    full = dgx2.device.memory_bytes.known("memory", system="dgx2")
-    for factor, is_other in ((1.0, False), (0.921, False), (1.079, False), (0.919, True), (1.081, True)):
-        assert is_other_gpu(card(V100[0], round(factor * full), "7.0", 0), dgx2) == is_other
-    assert is_other_gpu(card(V100[0], V100[1], "7.2", 0), dgx2)
-    assert not is_other_gpu({"name": V100[0], "memory_bytes": None}, dgx2)
+def test_provenance_contains_all_fields_without_user_names() -> None:
+    environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_CLUSTER_NAME": "c"}
+    environment |= {"SLURM_JOB_PARTITION": "p", "SLURM_JOB_USER": "me", "SECRET": "x"}
+    gpu_facts = {"name": V100[0], "memory_bytes": V100[1], "driver": "550"}
+    gpu_facts |= {"max_sm_mhz": 1597, "memory_mhz": 958, "power_limit_w": 350}
+    gpu = {**card(*V100, 1), **gpu_facts}
+    facts = {"processor": "Xeon", "cores": 6, "memory_bytes": 10**9, "links": {"nvlinks": [6]}}
+    reports = [
+        NodeReport(node=name, local=local, task=index + local, gpus=[gpu], **facts)
+        for name, index, local in (("n1", 0, 0), ("n1", 0, 1), ("n2", 2, 0), ("n3", 3, 0))
+    ]
+    hardware = {"processor": "Xeon", "cores_per_task": 6, "memory_bytes": 10**9}
+    hardware |= {"gpus": [gpu_facts], "links": {"nvlinks": [6]}}
+    expected = {
+        "job_id": "7",
+        "array_task": "",
+        "restarts": 2,
+        "cluster": "c",
+        "partition": "p",
+        "nodes": ["n1", "n2", "n3"],
+        "tasks_per_node": 2,
+        "switches": {},
+        "hardware": [
+            {"nodes": ["n1"], "tasks": 2, **hardware},
+            {"nodes": ["n2", "n3"], "tasks": 1, **hardware},
+        ],
+    }
+    assert slurm_provenance(reports, environment) == expected
+    array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+    assert slurm_provenance(reports, environment | array) == expected | {"job_id": "12", "array_task": "3"}
+    unknown = {"job_id": "", "restarts": 0, "cluster": "", "partition": ""}
+    assert slurm_provenance(reports, {}) == expected | unknown
+
+
+def test_switch_path_is_read_from_slurm_variables() -> None:
+    slurm = {"SLURM_TOPOLOGY_ADDR": "core.rack1.n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
+    assert nodes.switch_path(slurm) == "core.rack1"
+    assert nodes.switch_path({"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}) == ""
+    assert nodes.switch_path({}) == ""
+    reports = [NodeReport(node=f"n{i}", local=0, task=i, switches=f"core.rack{1 + i // 2}") for i in range(3)]
+    assert slurm_provenance(reports, {})["switches"] == {"core.rack1": ["n0", "n1"], "core.rack2": ["n2"]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -25,43 +24,33 @@ def test_provided_profiles_load(path: Path) -> None:
 def test_defaults_equal_the_values_of_generic_toml() -> None:
     """Only the keys in `filled` differ: the file sets the system, its GPUs, cores and memory."""
     written = read_toml(PROVIDED[0].with_name("generic.toml"))
-    filled = {"": {"system", "description"}, "slurm": {"gpus_per_node", "cpus_per_task", "memory"}}
-    parsed = asdict(profile.parse_profile({}, file="mine.toml"))
-    for table, keys in {
-        "": written,
-        **{key: written[key] for key in ("slurm", "environment", "storage")},
-    }.items():
-        defaults = parsed[table] if table else parsed
-        for key, value in keys.items():
-            if key not in filled.get(table, ()) and not (table == "" and isinstance(value, dict)):
-                assert defaults[key] == value, key
+    filled = {"system", "description", "gpus_per_node", "cpus_per_task", "memory"}
     site = profile.parse_profile({}, file="mine.toml")
-    assert (site.system, site.slurm.gpus_per_node, site.slurm.tasks_per_node, site.slurm.cpus_per_task) == (
-        "local",
-        0,
-        0,
-        0,
-    )
-    assert (site.ranks_per_node, site.storage.private, site.slurm.signal_delay_s) == (1, True, 90)
-    assert asdict(site.class_of("a")) == {
-        "match": "*",
-        "nodes": 0,
-        "time_limit": "",
-        "partition": "",
-        "requeues": None,
-    }
+    for table in (site, site.slurm, site.environment, site.storage):
+        keys = written if table is site else written[type(table).__name__.lower()]
+        for key, value in keys.items():
+            assert isinstance(value, dict) or key in filled or getattr(table, key) == value, key
+    assert (site.system, site.slurm.gpus_per_node, site.slurm.tasks_per_node) == ("local", 0, 0)
+    assert (site.slurm.cpus_per_task, site.slurm.memory, site.slurm.signal_delay_s) == (0, "", 90)
+    assert (site.ranks_per_node, site.storage.private) == (1, True)
+    assert site.class_of("a") == profile.CaseClass(match="*")
 
 
-@pytest.mark.parametrize("key", ["gpus_per_node", "tasks_per_node", "cpus_per_task", "requeues"])
-def test_counts_may_be_zero_but_not_negative(key: str) -> None:
-    for table in ("slurm", "case") if key == "requeues" else ("slurm",):
-        for value in (0, 1):
-            rows = {"match": "x", key: value}
-            profile.parse_profile({"case": [rows]} if table == "case" else {"slurm": {key: value}}, file="f")
-        with pytest.raises(ConfigError, match=f"{key} = -1: must be 0 or more"):
-            profile.parse_profile(
-                {"case": [{"match": "x", key: -1}]} if table == "case" else {"slurm": {key: -1}}, file="f"
-            )
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        *(("slurm", "gpus_per_node"), ("slurm", "tasks_per_node"), ("slurm", "cpus_per_task")),
+        *(("slurm", "requeues"), ("case", "requeues"), ("case", "nodes")),
+    ],
+)
+def test_counts_may_be_zero_but_not_negative(table: str, key: str) -> None:
+    def parse(value: int) -> None:
+        rows = [{"match": "x", key: value}] if table == "case" else {key: value}
+        profile.parse_profile({table: rows}, file="f")
+
+    parse(0)
+    with pytest.raises(ConfigError, match=f"{key} = -1: must be 0 or more"):
+        parse(-1)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +101,8 @@ def test_first_matching_case_class_applies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("90", 90),
-        ("01:30:00", 90),
-        ("10:30", 10.5),
-        ("1-00", 1440),
-        ("1-01:30", 1530),
-        ("2-01:00:30", 2940.5),
-        ("infinite", UNLIMITED),
+        *(("90", 90), ("01:30:00", 90), ("10:30", 10.5), ("1-00", 1440), ("1-01:30", 1530)),
+        *(("2-01:00:30", 2940.5), ("infinite", UNLIMITED)),
     ],
 )
 def test_time_limits_are_parsed_in_slurm_format(text: str, value: float) -> None:

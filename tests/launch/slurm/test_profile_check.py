@@ -1,139 +1,137 @@
-"""Tests of `repro doctor --profile` on a fake cluster: passed and failed checks of a profile."""
+"""Tests of profiles that fit a fake cluster or do not: `repro submit` and `repro doctor --profile`."""
 
 from __future__ import annotations
 
 import json
-import runpy
-from pathlib import Path
 
 import pytest
 
-from repro import cli
-from repro.launch.slurm import profile
-from repro.launch.slurm.submission import probe
+from tests.launch.runs import experiments, write_suite
 from tests.launch.slurm.conftest import FakeSlurm
+from tests.launch.slurm.submitted import SiteCommands
 
 
-def examine(
-    path: Path, results: Path, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, dict[str, str]]:
-    code = cli.main(["doctor", "--profile", str(path), "--results", str(results), "--json", *arguments])
-    document = json.loads(capsys.readouterr().out)
-    return code, {check["name"]: f"{check['state']}: {check['found']}" for check in document["checks"]}
+def submit(commands: SiteCommands, profile: str) -> tuple[int, str]:
+    """Submit cases with 2 and with 4 ranks; return exit code and standard error."""
+    commands.profile.write_text(profile)
+    body = experiments("a") + experiments("c4", extra="layout.dp = 4\n")
+    code, _, error = commands.submit(write_suite(commands.profile.parent, body))
+    return code, error
 
 
-def test_valid_profile_passes(
-    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def examine(commands: SiteCommands, profile: str, *options: str) -> tuple[int, dict[str, str]]:
+    """Return the exit code of `repro doctor --profile`, and state and result of each check by name."""
+    commands.profile.write_text(profile)
+    code, out, _ = commands.repro("doctor", "--profile", str(commands.profile), "--json", *options)
+    return code, {check["name"]: f"{check['state']}: {check['found']}" for check in json.loads(out)["checks"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "check", "found"),
+    [
+        (
+            'partition = "nowhere"',
+            "slurm.partition = 'nowhere': no partition of this cluster; known are debug, old",
+            "partition",
+            "known are debug, old, short",
+        ),
+        (
+            'partition = "old"',
+            "slurm.partition = 'old': must be a partition that is up",
+            "partition",
+            "no: old: 4 nodes, time limit UNLIMITED, down",
+        ),
+        (
+            'partition = "short"',
+            "slurm.time_limit = '01:00:00': must be at most 00:10:00, the time limit of partition short",
+            "partition",
+            "slurm.time_limit is 01:00:00",
+        ),
+        (
+            "gpus_per_node = 17",
+            "slurm.gpus_per_node = 17: must be at most 16, the number of GPUs in a node of partition debug",
+            "GPUs",
+            "16 per node, v100; slurm.gpus_per_node is 17",
+        ),
+        (
+            'gpus_per_node = 4\ngpu_type = "a100"',
+            "slurm.gpu_type = 'a100': must be one of v100",
+            "GPUs",
+            "slurm.gpu_type is a100",
+        ),
+        ("tasks_per_node = 2\ncpus_per_task = 64", "slurm.cpus_per_task = 64: must be at most 48", "", ""),
+        (
+            'tasks_per_node = 1\npartition = "short"\ntime_limit = "10:00"',
+            "at most 3, the number of nodes in partition short; c4 has 4 ranks, 1 per node",
+            "",
+            "",
+        ),
+    ],
+)
+def test_profile_that_does_not_fit_the_cluster_is_refused(
+    slurm: FakeSlurm, commands: SiteCommands, text: str, error: str, check: str, found: str
 ) -> None:
-    code, checks = examine(site, tmp_path / "results", capsys)
+    """`repro submit` submits no job, and the doctor names the wrong key. The doctor knows no cases."""
+    code, message = submit(commands, f"[slurm]\n{text}\n")
+    assert (code, message.count("\n"), message[:7]) == (2, 1, "error: ")
+    assert error in message
+    assert slurm.state["scripts"] == {}
+    assert list(commands.results.glob("jobs/*/submission.json")) == []
+    code, checks = examine(commands, f"[slurm]\n{text}\n")
+    assert code == bool(check)
+    if check:
+        assert checks[check].startswith("no: ")
+        assert found in checks[check]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'partition = "short"\ntime_limit = "10:00"\ntasks_per_node = 2\ncpus_per_task = 48',
+        'gpus_per_node = 16\ngpu_type = "V100"\n[[case]]\nmatch = "c4"\nnodes = 4',
+    ],
+)
+def test_profile_at_the_limits_of_the_cluster_is_accepted(
+    slurm: FakeSlurm, commands: SiteCommands, text: str
+) -> None:
+    assert submit(commands, f"[slurm]\n{text}\n")[0] == 0
+
+
+def test_results_outside_of_the_shared_folder_are_refused(commands: SiteCommands) -> None:
+    code, message = submit(commands, '[storage]\nshared = "/nowhere/at/all"\n')
+    assert (code, "--results" in message) == (2, True)
+
+
+def test_valid_profile_passes_and_missing_parts_of_slurm_are_named(
+    slurm: FakeSlurm, commands: SiteCommands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.set(accounting=False)
+    code, checks = examine(commands, "")
     assert code == 0
+    assert checks["accounting"].startswith("limited")
     assert checks["partition"] == "yes: debug: 4 nodes, time limit 02:00:00"
     assert checks["request"].startswith("yes")
+    slurm.set(accounting=True)
+    code, checks = examine(commands, "", "--nodes", "1")
+    assert (code, checks["accounting"]) == (1, "yes: sacct answers")
+    assert "this is no cluster" in checks["nodes"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, checks = examine(commands, "")
+    assert (code, "no sbatch" in checks["SLURM"]) == (1, True)
 
 
-def test_options_that_bind_gpus_are_reported(
-    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("[slurm]\ngpus_per_node = 4\n")
-    _, checks = examine(path, tmp_path / "results", capsys)
-    assert "GPU binding" not in checks
-    path.write_text('[slurm]\ngpus_per_node = 4\noptions = { gpu-bind = "single:1" }\n')
-    _, checks = examine(path, tmp_path / "results", capsys)
-    assert checks["GPU binding"].startswith("limited: gpu-bind = single:1")
-
-
-def test_case_classes_have_separate_checks(
-    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_case_classes_and_bound_gpus_are_limited(slurm: FakeSlurm, commands: SiteCommands) -> None:
+    gpus = "[slurm]\ngpus_per_node = 4\n"
+    assert "GPU binding" not in examine(commands, gpus)[1]
     rows = [
         ("a*", 'partition = "nowhere"'),
         ("b*", 'time_limit = "3:00:00"'),
         ("c*", 'partition = "short"\ntime_limit = "9"'),
     ]
-    text = "".join(f'[[case]]\nmatch = "{match}"\n{more}\n' for match, more in rows)
-    site.write_text(site.read_text() + text)
-    code, checks = examine(site, tmp_path / "results", capsys)
+    tables = "".join(f'[[case]]\nmatch = "{match}"\n{more}\n' for match, more in rows)
+    code, checks = examine(commands, f'{gpus}options = {{ gpu-bind = "single:1" }}\n{tables}')
     assert code == 0, "other cases can be submitted"
+    assert checks["GPU binding"].startswith("limited: gpu-bind = single:1")
     assert "known are debug, old, short" in checks["case a*"]
     assert checks["case b*"] == "limited: debug: 4 nodes, time limit 02:00:00; case b*.time_limit is 3:00:00"
     assert checks["case c*"].startswith("yes: short")
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "message"),
-    [
-        ('partition = "nowhere"', "partition", "known are debug, old, short"),
-        ('partition = "short"', "partition", "slurm.time_limit is 01:00:00"),
-        ("gpus_per_node = 17", "GPUs", "16 per node, v100; slurm.gpus_per_node is 17"),
-        ('gpus_per_node = 4\ngpu_type = "a100"', "GPUs", "slurm.gpu_type is a100"),
-    ],
-)
-def test_failed_check_names_the_wrong_key(
-    slurm: FakeSlurm,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    text: str,
-    name: str,
-    message: str,
-) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(f"[slurm]\n{text}\n")
-    code, checks = examine(path, tmp_path / "results", capsys)
-    assert code == 1
-    assert checks[name].startswith("no")
-    assert message in checks[name]
-
-
-def test_missing_accounting_is_limited_and_missing_slurm_fatal(
-    slurm: FakeSlurm,
-    site: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slurm.set(accounting=False)
-    code, checks = examine(site, tmp_path / "results", capsys)
-    assert code == 0
-    assert checks["accounting"].startswith("limited")
-    monkeypatch.setenv("PATH", "/nowhere")
-    code, checks = examine(site, tmp_path / "results", capsys)
-    assert code == 1
-    assert "no sbatch" in checks["SLURM"]
-
-
-def test_node_without_an_answer_is_reported(
-    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, checks = examine(site, tmp_path / "results", capsys, "--nodes", "1")
-    assert code == 1
-    assert "this is no cluster" in checks["nodes"]
-
-
-def test_node_answers_determine_the_checks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\n[environment]\ninterface = "ib0"\n')
-    marker = tmp_path / ".probe-abc"
-    marker.write_text("abc")
-    node = probe.inspect_node(marker)
-    assert node["folder"] == ""
-    node |= {"host": "n1", "gpus": [{"name": "NVIDIA A100"}] * 8, "interfaces": {"lo": "127.0.0.1"}}
-    checks = {check.name: check for check in probe.check_nodes(profile.load_profile(path), [node])}
-    assert checks["interface"].fatal
-    assert checks["GPUs there"].fatal
-    assert checks["GPUs there"].found == "n1: 8 x NVIDIA A100"
-    node["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB", "compute_capability": "8.0"}] * 16
-    other = {check.name: check for check in probe.check_nodes(profile.load_profile(path), [node])}
-    assert other["GPUs there"].fatal
-    assert other["GPUs there"].enables.startswith("dgx2 has NVIDIA V100 SXM3 32 GB, so no case would start")
-    monkeypatch.setattr("sys.argv", ["probe", str(marker)])
-    runpy.run_path(probe.__file__, run_name="__main__")
-    assert json.loads(capsys.readouterr().out)["folder"] == ""
-    marker.write_text("other")
-    unshared = {
-        check.name: check
-        for check in probe.check_nodes(profile.load_profile(path), [probe.inspect_node(marker)])
-    }
-    assert unshared["shared folder"].fatal

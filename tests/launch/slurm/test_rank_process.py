@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -26,44 +27,36 @@ from tests.training import TINY
 EXPERIMENTS = [Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name in "ab"]
 
 
-class Process:
-    """A rank process whose exit code a test sets."""
-
-    pid = 4711
-
-    def __init__(self) -> None:
-        self.code: int | None = None
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def wait(self, seconds: float) -> None: ...
-
-
 class Rank(RankProcess):
-    """Rank 1 of two ranks, whose shared memory is a folder."""
+    """Rank 1 of two started ranks, whose process is imitated and whose shared memory is a folder."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.logs, self.work, self.signals = folder / "logs", folder / "work", []
         for created in (self.logs, self.work):
             created.mkdir()
         Job(experiments=EXPERIMENTS).save(self.logs / task.JOB_FILE)
-        self.child = Process()
+        self.child = MagicMock(spec=subprocess.Popen, pid=4711)
+        self.exit(None)
         self.oom_kills, self.halted = 3, False
-        self.commands: list[tuple[list[str], dict[str, Any]]] = []
-
-        def popen(command: list[str], **how: Any) -> Process:
-            self.commands.append((command, how))
-            return self.child
-
+        self.popen = MagicMock(return_value=self.child)
         monkeypatch.setattr(task, "scratch_parent", lambda: self.work)
         monkeypatch.setattr(task, "count_kernel_oom_kills", lambda: self.oom_kills)
-        monkeypatch.setattr(
-            rank_process, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen})
-        )
+        imitated = SimpleNamespace(**{**vars(subprocess), "Popen": self.popen})
+        monkeypatch.setattr(rank_process, "subprocess", imitated)
         monkeypatch.setattr(task.os, "killpg", lambda pid, number: self.signals.append((pid, number)))
         monkeypatch.setattr(task.rank_process, "is_stopped", lambda pid: self.halted)
         super().__init__("tcp://n1:5", "cpu", "x:y", self.logs, 1, 2)
+        self.start({"RANK": "1"})
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the rank's files on its node."""
+        (found,) = self.work.iterdir()
+        return found
+
+    def exit(self, code: int | None) -> None:
+        """Set the exit code of the rank's process; None while it runs."""
+        self.child.poll.return_value = code
 
     def messages(self, now: float) -> list[dict[str, Any]]:
         return list(self.news(now))
@@ -76,70 +69,56 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
 
 
 def test_position_is_sent_periodically_and_for_new_experiments(rank: Rank) -> None:
-    rank.start({"RANK": "1"})
-    ((command, how),) = rank.commands
-    (folder,) = rank.work.iterdir()
-    options = {
-        "--rank": "1",
-        "--device": "cpu",
-        "--rendezvous": "tcp://n1:5",
-        "--target": "x:y",
-        "--folder": str(folder),
-    }
-    assert {key: command[command.index(key) + 1] for key in options} == options
+    (command,), how = rank.popen.call_args
+    options = {"rank": "1", "device": "cpu", "rendezvous": "tcp://n1:5", "target": "x:y"}
+    options["folder"] = str(rank.folder)
+    assert {key: command[command.index(f"--{key}") + 1] for key in options} == options
     assert (how["env"], how["start_new_session"], how["stdin"]) == ({"RANK": "1"}, True, subprocess.DEVNULL)
     assert (how["stdout"].name, how["stderr"].name) == (f"{rank.logs}/rank-1.out", f"{rank.logs}/rank-1.err")
-    heartbeat = HeartbeatWriter(folder / "heartbeat", 1)
+    heartbeat = HeartbeatWriter(rank.folder / "heartbeat", 1)
+    before_next = POSITION_INTERVAL_S - 0.125
     assert rank.messages(50.0) == [], "no heartbeat was written"
-    assert rank.messages(50.0 + POSITION_INTERVAL_S - 0.125) == []
+    assert rank.messages(50.0 + before_next) == []
     heartbeat.phase(0, 3, Phase.FORWARD)
-    (position,) = rank.messages(50.0 + POSITION_INTERVAL_S - 0.125)
-    assert position["at"][:3] == [0, 3, "forward"]
-    assert position["stopped"] is False
+    (position,) = rank.messages(50.0 + before_next)
+    assert (position["at"][:3], position["stopped"]) == ([0, 3, "forward"], False)
     heartbeat.phase(0, 4, Phase.FORWARD)
     assert rank.messages(50.0 + POSITION_INTERVAL_S) == []
-    (position,) = rank.messages(50.0 + 2 * POSITION_INTERVAL_S - 0.125)
-    assert (position["at"][1], position["age"]) == (
-        4,
-        pytest.approx(50.0 + 2 * POSITION_INTERVAL_S - 0.125 - position["at"][-1]),
-    )
+    now = 50.0 + POSITION_INTERVAL_S + before_next
+    (position,) = rank.messages(now)
+    assert (position["at"][1], position["age"]) == (4, pytest.approx(now - position["at"][-1]))
     rank.halted = True
     (position,) = rank.messages(60.0)
     assert position["stopped"] is True
 
 
+def test_results_are_sent_once_and_in_order(rank: Rank) -> None:
+    results = [{"say": "result", "index": index, "result": {"of": index}} for index in range(2)]
+    sent: list[list[dict[str, Any]]] = []
+    for index in (1, 0):
+        (rank.folder / f"finished-{index}-1.json").write_text(json.dumps({"of": index}))
+        sent.append(rank.messages(50.0))
+    assert [*sent, rank.messages(50.1)] == [[], results, []]
+
+
 def test_all_results_are_sent_at_the_end(rank: Rank) -> None:
-    rank.start({})
-    (folder,) = rank.work.iterdir()
-    rank.messages(50.0)
-    (folder / "finished-1-1.json").write_text('{"of": 1}')
-    assert rank.messages(50.1) == [], "the first result is missing"
-    (folder / "rank-1.json").write_text('{"rank": 1, "outcome": "error", "reason": "x"}')
-    (rank.logs / "rank-1.err").write_text("the end")
-    rank.child.code = 3
+    """The first result is missing."""
     report = {"rank": 1, "outcome": "error", "reason": "x"}
-    ended = {"say": "ended", "code": 3, "report": report, "errors": "the end"}
-    assert [m for m in rank.messages(50.2) if m["say"] != "position"] == [
-        *({"say": "result", "index": 1, "result": {"of": 1}}, ended)
+    (rank.folder / "finished-1-1.json").write_text('{"of": 1}')
+    (rank.folder / "rank-1.json").write_text(json.dumps(report))
+    (rank.logs / "rank-1.err").write_text("the end")
+    rank.exit(3)
+    assert [message for message in rank.messages(50.0) if message["say"] != "position"] == [
+        {"say": "result", "index": 1, "result": {"of": 1}},
+        {"say": "ended", "code": 3, "report": report, "errors": "the end"},
     ]
     assert rank.code == 3
 
 
-def test_results_are_sent_once(rank: Rank) -> None:
-    rank.start({})
-    (folder,) = rank.work.iterdir()
-    rank.messages(50.0)
-    for index in range(2):
-        (folder / f"finished-{index}-1.json").write_text(json.dumps({"of": index}))
-    found = [{"say": "result", "index": index, "result": {"of": index}} for index in range(2)]
-    assert (rank.messages(50.1), rank.messages(50.2)) == (found, [])
-
-
 @pytest.mark.parametrize(("code", "kills", "is_oom"), [(-9, 1, True), (-9, 0, False), (-15, 1, False)])
 def test_oom_kill_is_detected_by_the_kernel_counter(rank: Rank, code: int, kills: int, is_oom: bool) -> None:
-    rank.start({})
     rank.oom_kills += kills
-    rank.child.code = code
+    rank.exit(code)
     reason = "killed by the kernel, which ran out of memory"
     report = {"rank": 1, "outcome": "oom", "reason": reason} if is_oom else None
     assert rank.messages(50.0)[-1] == {"say": "ended", "code": code, "report": report, "errors": ""}
@@ -147,55 +126,42 @@ def test_oom_kill_is_detected_by_the_kernel_counter(rank: Rank, code: int, kills
 
 
 def test_stack_dump_is_requested_and_reported(rank: Rank) -> None:
-    rank.start({})
     errors = rank.logs / "rank-1.err"
     errors.write_text("old (most recent call first)\n")
-    rank.messages(50.0)
     rank.dump_stacks()
     assert rank.signals == [(4711, rank_process.STACKS_SIGNAL)]
-    assert rank.messages(50.1) == []
+    assert rank.messages(50.0) == []
     errors.write_text(errors.read_text() * 2)
     assert (rank.messages(50.2), rank.messages(50.3)) == ([{"say": "stacks"}], [])
 
 
 def test_stop_request_is_forwarded(rank: Rank) -> None:
-    rank.start({})
-    (folder,) = rank.work.iterdir()
     rank.messages(50.0)
-    assert not (folder / STOP_FILE).exists()
     (rank.logs / STOP_FILE).touch()
     rank.messages(50.5)
-    assert not (folder / STOP_FILE).exists(), "the shared folder is polled once per second"
+    assert not (rank.folder / STOP_FILE).exists(), "the shared folder is polled once per second"
     rank.messages(51.0)
-    assert (folder / STOP_FILE).exists()
+    assert (rank.folder / STOP_FILE).exists()
 
 
-def test_failed_start_is_reported_as_exit(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_is_reported_as_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> tuple[Path, int]:
         raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x")
 
     monkeypatch.setattr(task, "claim_rank_folder", fail)
-    rank.start({})
     reason = "not started: OSError: [Errno 28] No space left on device: '/dev/shm/x'"
-    assert rank.messages(50.0) == [
-        {
-            "say": "ended",
-            "code": 1,
-            "errors": "",
-            "errno": errno.ENOSPC,
-            "file": "/dev/shm/x",
-            "report": {"rank": 1, "outcome": "error", "reason": reason},
-        }
-    ]
+    report = {"rank": 1, "outcome": "error", "reason": reason}
+    end = {"say": "ended", "code": 1, "errors": "", "report": report}
+    with closing(Rank(tmp_path, monkeypatch)) as rank:
+        assert rank.messages(50.0) == [{**end, "errno": errno.ENOSPC, "file": "/dev/shm/x"}]
     assert rank.code == 1
 
 
 def test_close_kills_the_rank_and_removes_its_folder(rank: Rank) -> None:
-    rank.start({})
     rank.close()
     assert rank.signals == [(4711, signal.SIGKILL)]
     assert list(rank.work.iterdir()) == []
-    rank.child.code = 0
+    rank.exit(0)
     rank.close()
     assert len(rank.signals) == 1
 
@@ -205,8 +171,5 @@ def test_folders_of_killed_tasks_are_removed(tmp_path: Path, monkeypatch: pytest
     dead = tmp_path / f"{task.RANK_FOLDER_PREFIX}dead"
     dead.mkdir()
     (dead / task.LOCK_FILE).touch()
-    first, _ = task.claim_rank_folder()
-    second, _ = task.claim_rank_folder()
-    assert not dead.exists()
-    assert first.exists()
-    assert second.exists()
+    claimed = {task.claim_rank_folder()[0] for _ in range(2)}
+    assert set(tmp_path.iterdir()) == claimed

@@ -18,15 +18,9 @@ from tests.launch.runs import wait_for
 def test_srun_command_of_a_step(tasks: int, nodes: int) -> None:
     command = srun_step.srun_command(parse_profile({}, file="f"), tasks, 2, ["module", "folder"])
     assert command == [
-        *(
-            "srun",
-            "--overlap",
-            "--relative=0",
-            f"--nodes={nodes}",
-            f"--ntasks={tasks}",
-            "--distribution=plane=2",
-        ),
-        *("--kill-on-bad-exit=0", "--wait=0", sys.executable, "-m", "module", "folder"),
+        *("srun", "--overlap", "--relative=0", f"--nodes={nodes}", f"--ntasks={tasks}"),
+        *("--distribution=plane=2", "--kill-on-bad-exit=0", "--wait=0"),
+        *(sys.executable, "-m", "module", "folder"),
     ]
 
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import stat
-import subprocess
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from repro import cli
 from repro.config import suites
 from repro.launch.slurm import profile
 from repro.launch.slurm.allocation import srun_step
@@ -23,173 +17,101 @@ from repro.launch.slurm.allocation.bundle import SubmissionWork
 from repro.launch.slurm.case_states import Registry
 from repro.launch.slurm.submission import job_array
 from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
-from repro.results.measured import experiment_record
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
-from tests.launch.slurm.conftest import FakeSlurm
+from tests.launch.slurm.conftest import EVERY_KEY, FakeSlurm
+from tests.launch.slurm.submitted import SiteCommands
 from tests.records import made_up
 
 pytest.importorskip("submitit")
 BODY = experiments("a", "b") + experiments("c4", extra="layout.dp = 4\n")
 
 
-def submit(suite: Path, site: Path, results: Path, *arguments: str) -> int:
-    return cli.main(["submit", str(suite), "--profile", str(site), "--results", str(results), *arguments])
-
-
-def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    line = capsys.readouterr().err
-    assert line.startswith("error: ")
-    assert line.count("\n") == 1
-    return line
+def refused(commands: SiteCommands, suite: Path, *options: str) -> str:
+    """Return the one-line error with which `repro submit` refuses a suite."""
+    code, _, error = commands.submit(suite, *options)
+    assert (code, error.count("\n"), error[:7]) == (2, 1, "error: ")
+    return error
 
 
 def test_submitted_scripts_equal_the_dry_run(
-    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    slurm: FakeSlurm, commands: SiteCommands, tmp_path: Path
 ) -> None:
-    suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
-    assert submit(suite, site, results, "--exclude", "n3", "--dry-run", "--json") == 0
-    planned = json.loads(capsys.readouterr().out)
-    assert [(a["nodes"], a["tasks_per_node"], a["time_limit_s"]) for a in planned["arrays"]] == [
-        (2, 2, 1800),
-        (1, 2, 1800),
-    ]
+    suite, options = write_suite(tmp_path, BODY), ("--exclude", "n3", "--json")
+    code, out, _ = commands.submit(suite, *options, "--dry-run")
+    planned = json.loads(out)
+    shapes = [(a["nodes"], a["tasks_per_node"], a["time_limit_s"]) for a in planned["arrays"]]
+    assert (code, shapes) == (0, [(2, 2, 1800), (1, 2, 1800)])
     assert slurm.state["calls"] == []
-    assert not results.exists()
-    assert submit(suite, site, results, "--json", "--exclude", "n3") == 0
-    message = json.loads(capsys.readouterr().out)
-    assert message["jobs"] == ["12", "13"]
-    scripts = slurm.state["scripts"]
+    assert not commands.results.exists()
+    code, out, _ = commands.submit(suite, *options)
+    message, scripts = json.loads(out), slurm.state["scripts"]
+    assert (code, message["jobs"]) == (0, ["12", "13"])
     for array, number in zip(planned["arrays"], message["jobs"], strict=True):
         assert scripts[number] == array["script"].replace("SUBMISSION", message["submission"])
-    assert "--nodes=2" in scripts["12"]
-    assert "--exclude=n3" in scripts["12"]
-    assert "--ntasks-per-node=2" in scripts["12"]
+    for option in ("--nodes=2", "--exclude=n3", "--ntasks-per-node=2"):
+        assert option in scripts["12"]
     assert "--array=0-1%2" in scripts["13"]
 
 
-def test_live_cases_are_not_submitted_again(
-    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
-    assert submit(suite, site, results, "--only", "a") == 0
-    assert submit(suite, site, results) == 0
-    assert "1 case in a live job: a (job 12)" in capsys.readouterr().out
-    assert submit(suite, site, results) == 0
-    assert "Nothing to submit." in capsys.readouterr().out
+def test_live_cases_are_not_submitted_again(slurm: FakeSlurm, commands: SiteCommands, tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, BODY)
+    assert commands.submit(suite, "--only", "a")[0] == 0
+    code, out, _ = commands.submit(suite)
+    assert (code, "1 case in a live job: a (job 12)" in out) == (0, True)
+    code, out, _ = commands.submit(suite)
+    assert (code, "Nothing to submit." in out) == (0, True)
+    with Registry(commands.results).submitting():
+        assert "another `repro submit` uses this store" in refused(commands, suite)
     assert len(slurm.state["scripts"]) == 3
     slurm.job("12", state="CANCELLED")  # lost cases are submitted again
-    assert submit(suite, site, results) == 0
+    assert commands.submit(suite)[0] == 0
     assert len(slurm.state["scripts"]) == 4
 
 
-def test_submission_stores_the_newest_earlier_record(slurm: FakeSlurm, site: Path, tmp_path: Path) -> None:
-    suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
-    with Store(results) as store:
+def test_submission_is_private_and_takes_few_slurm_calls(
+    slurm: FakeSlurm, commands: SiteCommands, tmp_path: Path
+) -> None:
+    with Store(commands.results) as store:
         store.append(made_up("other"))
         (record,) = store.records()
-    assert submit(suite, site, results) == 0
-    (submission,) = Registry(results).all()
-    assert submission.newest_record == record.sequence
-
-
-def test_hundreds_of_cases_take_few_slurm_calls(
-    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    body = experiments(*(f"x{i}" for i in range(200))) + experiments(
-        *(f"y{i}" for i in range(100)), extra="layout.dp = 4\n"
-    )
-    suite, results = write_suite(tmp_path, body), tmp_path / "results"
-    assert submit(suite, site, results) == 0
+    body = experiments(*(f"x{i}" for i in range(30)))
+    body += experiments(*(f"y{i}" for i in range(10)), extra="layout.dp = 4\n")
+    assert commands.submit(write_suite(tmp_path, body))[0] == 0
     assert len(slurm.calls("sbatch")) == 2
-    assert cli.main(["status", "--results", str(results), "--json"]) == 3
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(document["cases"]) == 300
-    assert len(slurm.calls("squeue")) <= 2
-
-
-def test_submission_files_are_private(slurm: FakeSlurm, site: Path, tmp_path: Path) -> None:
-    results = tmp_path / "results"
-    assert submit(write_suite(tmp_path, BODY), site, results) == 0
-    for path in (results / "jobs").rglob("*"):
+    (submission,) = Registry(commands.results).all()
+    assert submission.newest_record == record.sequence
+    for path in (commands.results / "jobs").rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    assert len(commands.status()) == 40
+    assert len(slurm.calls("squeue")) == 1
 
 
 def test_earlier_arrays_remain_after_a_refused_array(
-    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    slurm: FakeSlurm, commands: SiteCommands, tmp_path: Path
 ) -> None:
+    suite = write_suite(tmp_path, BODY)
     slurm.set(refuse_after=1)
-    results = tmp_path / "results"
-    assert submit(write_suite(tmp_path, BODY), site, results) == 1
-    assert "Invalid account" in capsys.readouterr().err
-    (submission,) = Registry(results).all()
+    code, _, error = commands.submit(suite)
+    assert (code, "Invalid account" in error) == (1, True)
+    (submission,) = Registry(commands.results).all()
     assert [array.job_id for array in submission.arrays] == ["12", ""]
-    assert cli.main(["status", "--results", str(results), "--json"]) == 3
-    cases = {case["name"]: case for case in json.loads(capsys.readouterr().out)["cases"]}
-    assert {name: case["state"] for name, case in cases.items()} == {
-        "c4": "pending",
-        "a": "not submitted",
-        "b": "not submitted",
-    }
+    states = {name: case["state"] for name, case in commands.status().items()}
+    assert states == {"c4": "pending", "a": "not submitted", "b": "not submitted"}
     slurm.set(refuse_after=None)
-    assert submit(write_suite(tmp_path, BODY), site, results) == 0
+    assert commands.submit(suite)[0] == 0
     assert len(slurm.state["scripts"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            'partition = "nowhere"',
-            "slurm.partition = 'nowhere': no partition of this cluster; known are debug, old",
-        ),
-        ('partition = "old"', "slurm.partition = 'old': must be a partition that is up"),
-        (
-            'partition = "short"',
-            "slurm.time_limit = '01:00:00': must be at most 00:10:00, the time limit of partition short",
-        ),
-        (
-            "gpus_per_node = 17",
-            "slurm.gpus_per_node = 17: must be at most 16, the number of GPUs in a node of partition debug",
-        ),
-        ('gpus_per_node = 2\ngpu_type = "a100"', "slurm.gpu_type = 'a100': must be one of v100"),
-        ("tasks_per_node = 2\ncpus_per_task = 64", "slurm.cpus_per_task = 64: must be at most 48"),
-        ("tasks_per_node = 1\n[[case]]\nmatch = '*'\nnodes = 4", None),
-        ("gpus_per_node = 16", None),
-        ("tasks_per_node = 2\ncpus_per_task = 48", None),
-        ('partition = "short"\ntime_limit = "10:00"', None),
-        ('[storage]\nshared = "/nowhere/at/all"', "--results"),
-    ],
-)
-def test_profile_errors_prevent_the_submission(
-    slurm: FakeSlurm,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    text: str,
-    message: str | None,
-) -> None:
-    site, suite = tmp_path / "mine.toml", write_suite(tmp_path, BODY)
-    site.write_text(text if text.startswith("[") else f"[slurm]\n{text}\n")
-    code = submit(suite, site, tmp_path / "results")
-    if message is None:
-        assert code == 0
-        return
-    assert code == 2
-    assert message in refused(capsys)
-    assert slurm.state["scripts"] == {}
-    assert list((tmp_path / "results" / "jobs").glob("*/submission.json")) == []
-
-
-def test_script_contains_all_keys_of_the_profile(
-    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    site = tmp_path / "mine.toml"
-    site.write_text(EVERY_KEY)
-    body = experiments("a", extra='system = "dgx2"\nlayout.dp = 16\n') + experiments(
-        "large-1t", extra='system = "dgx2"\nlayout.dp = 32\n'
+def test_script_contains_all_keys_of_the_profile(commands: SiteCommands, tmp_path: Path) -> None:
+    commands.profile.write_text(EVERY_KEY)
+    body = "".join(
+        experiments(name, extra=f'system = "dgx2"\nlayout.dp = {ranks}\n')
+        for name, ranks in (("a", 16), ("large-1t", 32))
     )
-    assert submit(write_suite(tmp_path, body), site, tmp_path / "results", "--dry-run", "--json") == 0
-    large, a = (array["script"].splitlines() for array in json.loads(capsys.readouterr().out)["arrays"])
+    code, out, _ = commands.submit(write_suite(tmp_path, body), "--dry-run", "--json")
+    assert code == 0
+    large, a = (array["script"].splitlines() for array in json.loads(out)["arrays"])
     for option in (
         *("partition=gpu", "account=lab", "qos=long", "constraint=nvlink", "exclude='n3,n[7-8]'", "mem=0"),
         *("gres=gpu:v100:16", "cpus-per-task=6", "ntasks-per-node=16", "nodes=1", "exclusive", "time=90"),
@@ -207,15 +129,10 @@ def test_script_contains_all_keys_of_the_profile(
     for word in ("--nodes=1", "--ntasks=1", "--relative=0", "--overlap", sys.executable):
         assert word in command
     assert "container" not in command
-    ranks = srun_step.srun_command(profile.load_profile(site), 18, 8, ["module", "folder"])
-    for word in (
-        "--container-image=image.sqsh",
-        "--container-mounts=/data",
-        "--cpus-per-task=6",
-        "--nodes=3",
-    ):
-        assert word in ranks
-    assert ranks[-4:] == ["/opt/python", "-m", "module", "folder"]
+    ranks = srun_step.srun_command(profile.load_profile(commands.profile), 18, 8, ["module", "folder"])
+    inside = {"--container-image=image.sqsh", "--container-mounts=/data", "--cpus-per-task=6", "--nodes=3"}
+    assert inside <= set(ranks)
+    assert ranks[-4:] == ["/opt/my python", "-m", "module", "folder"]
     assert "torchrun" not in text
 
 
@@ -251,141 +168,55 @@ def test_missing_profile_keys_add_no_parameters() -> None:
 
 
 def test_profile_sets_the_number_of_requeues(
-    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    slurm: FakeSlurm, commands: SiteCommands, tmp_path: Path
 ) -> None:
     """submitit stores the remaining requeues in the pickled submission."""
     from submitit.core.utils import DelayedSubmission
 
-    site, results = tmp_path / "mine.toml", tmp_path / "results"
-    site.write_text('[slurm]\nrequeues = 3\n[[case]]\nmatch = "long"\nrequeues = 7\n')
-    assert submit(write_suite(tmp_path, experiments("a", "long")), site, results) == 0
-    (folder,) = (results / "jobs").glob("*/submitit")
+    commands.profile.write_text('[slurm]\nrequeues = 3\n[[case]]\nmatch = "long"\nrequeues = 7\n')
+    assert commands.submit(write_suite(tmp_path, experiments("a", "long")))[0] == 0
+    (folder,) = commands.results.glob("jobs/*/submitit")
     pickled = [DelayedSubmission.load(path) for path in sorted(folder.glob("*_submitted.pkl"))]
     bundles = SubmissionWork.load(folder.parent).bundles
     found = {bundles[one.function.bundle].experiments[0].name: one._timeout_countdown for one in pickled}
     assert found == {"a": 3, "long": 7}
 
 
-EVERY_KEY = """
-system = "dgx2"
-[slurm]
-partition = "gpu"
-account = "lab"
-qos = "long"
-constraint = "nvlink"
-exclude = ["n3", "n[7-8]"]
-gpus_per_node = 16
-gpu_type = "v100"
-gpu_request = "gres"
-cpus_per_task = 6
-memory = "0"
-time_limit = "01:30:00"
-signal_delay_s = 120
-options = { reservation = "bench" }
-[environment]
-modules = ["cuda/12.6"]
-setup = ["source /shared/venv/bin/activate"]
-python = "/opt/python"
-container = "image.sqsh"
-container_mounts = "/data"
-variables = { NCCL_IB_HCA = "mlx5" }
-[[case]]
-match = "*-1t"
-nodes = 4
-partition = "wide"
-time_limit = "1-01:00:00"
-"""
-
-
-def test_dry_run_estimates_hours_and_out_of_memory_cases(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_estimates_hours_and_out_of_memory_cases(commands: SiteCommands, tmp_path: Path) -> None:
     """The hours follow from time limits, and also from simulated records if the store has any."""
-    site, results = tmp_path / "dgx2.toml", tmp_path / "results"
-    site.write_text('system = "dgx2"\nprice_per_gpu_hour = 2.0\n[slurm]\ngpus_per_node = 16\n')
-    body = experiments("a", "large", extra='system = "dgx2"\n')
-    suite = write_suite(tmp_path, body)
-    assert submit(suite, site, results, "--dry-run", "--details") == 0
-    out = capsys.readouterr().out
+    commands.profile.write_text('system = "dgx2"\nprice_per_gpu_hour = 2.0\n[slurm]\ngpus_per_node = 16\n')
+    suite = write_suite(tmp_path, experiments("a", "large", extra='system = "dgx2"\n'))
+    code, out, _ = commands.submit(suite, "--dry-run", "--details")
+    assert code == 0
     assert "# array 0: 2 cases in 2 jobs of 1 node x 2 ranks, 01:00:00 each\n#   a\n#   large\n" in out
     # Full nodes: 1 h of 16 GPUs for each of 2 cases.
     assert "2 cases in 1 job array. Nothing is submitted.\n" in out
     assert "Upper bound from time limits: 32 GPU-hours, 64.00 at 2 per GPU-hour.\n" in out
     assert "No step time is predicted" in out
-    with Store(results) as store:
+    with Store(commands.results) as store:
         for entry in suites.load_suite(suite).entries:
             outcome = "oom" if entry.experiment.name == "large" else "ok"
-            record = experiment_record(
-                entry.experiment, [], suite="s", provenance={}, wall_s=0.0, outcome=outcome
-            )
-            store.append(replace(record, metrics={"step_seconds.median": 30.0}, evidence="simulated"))
-    assert submit(suite, site, results, "--dry-run", "--details") == 0
-    out = capsys.readouterr().out
+            keys: dict[str, Any] = {"key": entry.experiment.key, "outcome": outcome, "evidence": "simulated"}
+            store.append(made_up(entry.experiment.name, metrics={"step_seconds.median": 30.0}, **keys))
+    code, out, _ = commands.submit(suite, "--dry-run", "--details")
+    assert code == 0
     # 6 steps of 30 s on 2 GPUs.
     assert "#   a (0.1 GPU-hours)\n#   large\n" in out
     assert "Predicted steps of 1 case: 0.1 GPU-hours, 0.20 at 2 per GPU-hour.\n" in out
     assert "1 case predicted to run out of memory: large\n" in out
 
 
-def test_case_with_too_many_nodes_is_refused(
-    slurm: FakeSlurm, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    suite = write_suite(tmp_path, experiments("big", extra="layout.dp = 16\n"))
-    assert submit(suite, site, tmp_path / "results") == 2
-    assert "at most 4, the number of nodes in partition debug; big has 16 ranks, 2 per node" in refused(
-        capsys
-    )
-
-
-def test_lock_of_a_dead_submit_process_is_ignored(
-    slurm: FakeSlurm,
-    site: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
-    (results / "jobs").mkdir(parents=True)
-    lock = results / "jobs" / ".submitting"
-    lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
-    assert submit(suite, site, results) == 2
-    assert "another `repro submit` uses this store" in refused(capsys)
-    now = time.time() // 1  # full seconds, as file times
-    for age_s, code in ((600, 2), (601, 0)):  # processes of another host are unknown
-        lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
-        os.utime(lock, (now - age_s,) * 2)
-        with monkeypatch.context() as patched:
-            patched.setattr(time, "time", lambda: now)
-            assert submit(suite, site, results, "--rerun") == code
-    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1}))
-    assert submit(suite, site, results) == 0
-    assert not lock.exists()
-    # Without an init process, as in some containers, a killed process remains a zombie.
-    with subprocess.Popen(["true"]) as dead:
-        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
-        assert Path(f"/proc/{dead.pid}").exists()
-        lock.write_text(json.dumps({"host": socket.gethostname(), "pid": dead.pid}))
-        assert submit(suite, site, results) == 0
-    assert not lock.exists()
-
-
-def test_suite_of_another_system_is_refused_without_move(
-    slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    site = tmp_path / "dgx2.toml"
-    site.write_text(
-        'system = "dgx2"\nprice_per_gpu_hour = 2.0\n[slurm]\ngpus_per_node = 16\ngpu_type = "v100"\n'
-    )
-    suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
+def test_suite_of_another_system_is_refused_without_move(commands: SiteCommands, tmp_path: Path) -> None:
+    commands.profile.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\ngpu_type = "v100"\n')
+    suite = write_suite(tmp_path, BODY)
     for how in ([], ["--move"]):  # cases of system local do not move
-        assert submit(suite, site, results, "--dry-run", "--json", *how) == 2
-        message = refused(capsys)
+        message = refused(commands, suite, "--dry-run", "--json", *how)
         assert f"Use a profile of system local, or `repro run {suite}` on one machine" in message
         assert ("--move leaves cases of system local as they are" in message) == bool(how)
     suite = write_suite(tmp_path, experiments("a", extra='system = "dgx2h"\n'))
-    assert submit(suite, site, results, "--dry-run") == 2
-    assert "With --move, this case runs on dgx2 as a@dgx2" in refused(capsys)
-    assert submit(suite, site, results, "--dry-run", "--move", "--json") == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["cases"] == ["a@dgx2"]
+    message = refused(commands, suite, "--dry-run")
+    assert "With --move, this case runs on dgx2 as a@dgx2" in message
+    code, out, _ = commands.submit(suite, "--dry-run", "--move", "--json")
+    found: dict[str, Any] = json.loads(out)
+    assert (code, found["cases"]) == (0, ["a@dgx2"])
     assert "--gpus-per-node=v100:16" in found["arrays"][0]["script"]

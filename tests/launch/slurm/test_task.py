@@ -7,13 +7,16 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
 from repro.launch.slurm.allocation import controller, task
 from repro.launch.slurm.allocation.stop import AllocationStop
 from repro.launch.slurm.allocation.task import TaskLaunch
+from tests.clock import Clock
 
 LAUNCH = TaskLaunch(
     address="127.0.0.1",
@@ -138,55 +141,50 @@ def test_task_forwards_messages_and_exit_code_of_its_rank(
     ]
 
 
-class State:
-    """Progress of a bundle at the end of its job."""
-
-    def __init__(self, open: int):
-        self.open = open
-
-    def count_outcomes(self) -> dict[str, int]:
-        return {"ok": 2, "hang": 1}
-
-
 @pytest.mark.parametrize(
-    ("open", "signals", "end"),
+    ("open", "signals", "has_handler", "end"),
     [
-        (0, [], None),
-        (0, [signal.SIGUSR2], None),
-        (2, [], None),
-        (2, [signal.SIGUSR2], 128 + signal.SIGUSR2),
-        (2, [signal.SIGTERM], 128 + signal.SIGTERM),
-        (2, [signal.SIGTERM, signal.SIGUSR2], 128 + signal.SIGUSR2),
+        (0, [], True, None),
+        (0, [signal.SIGUSR2], True, None),
+        (2, [], True, None),
+        (2, [signal.SIGUSR2], True, 128 + signal.SIGUSR2),
+        (2, [signal.SIGUSR2], False, 128 + signal.SIGUSR2),
+        (2, [signal.SIGTERM], True, 128 + signal.SIGTERM),
+        (2, [signal.SIGTERM, signal.SIGUSR2], True, 128 + signal.SIGUSR2),
     ],
 )
-@pytest.mark.parametrize("has_handler", [True, False], ids=["submitit", "no handler"])
 def test_job_requests_a_requeue_for_open_cases(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     open: int,
     signals: list[int],
-    end: int | None,
     has_handler: bool,
+    end: int | None,
 ) -> None:
-    calls: list[tuple[int, None]] = []
+    """submitit's handler of SIGUSR2 requeues the job."""
+    submitit = MagicMock()
     waited: list[Any] = []
-    submitit: Any = (lambda number, frame: calls.append((number, frame))) if has_handler else signal.SIG_DFL
-    handlers: dict[int, Any] = {signal.SIGTERM: "earlier", signal.SIGUSR2: submitit}
+    handlers: dict[int, Any] = {
+        signal.SIGTERM: "earlier",
+        signal.SIGUSR2: submitit if has_handler else signal.SIG_DFL,
+    }
     before = dict(handlers)
 
     def swap(number: int, handler: Any) -> Any:
         old, handlers[number] = handlers.get(number), handler
         return old
 
-    def control(folder: Path, index: int, stop: AllocationStop, environment: dict[str, str]) -> State:
+    def control(
+        folder: Path, index: int, stop: AllocationStop, environment: dict[str, str]
+    ) -> SimpleNamespace:
         assert (folder, index, stop._job, stop._restarts) == (tmp_path, 2, "12_3", 4)
         for number in signals:
             handlers[number](number, None)
-        return State(open)
+        return SimpleNamespace(open=open, count_outcomes=lambda: {"ok": 2, "hang": 1})
 
     monkeypatch.setattr(controller.signal, "signal", swap)
     monkeypatch.setattr(controller, "_wait_for_requeue_signal", waited.append)
-    monkeypatch.setattr("repro.launch.slurm.allocation.controller.run_bundle", control)
+    monkeypatch.setattr(controller, "run_bundle", control)
     for name, value in (("ARRAY_JOB_ID", "12"), ("ARRAY_TASK_ID", "3"), ("RESTART_COUNT", "4")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     run = controller.RunBundle(str(tmp_path), 2)
@@ -197,7 +195,8 @@ def test_job_requests_a_requeue_for_open_cases(
             run()
         assert left.value.code == end
     assert handlers == before
-    assert calls == ([(signal.SIGUSR2, None)] if has_handler and end == 128 + signal.SIGUSR2 else [])
+    requeued = has_handler and end == 128 + signal.SIGUSR2
+    assert submitit.call_args_list == ([call(signal.SIGUSR2, None)] if requeued else [])
     assert len(waited) == int(end == 128 + signal.SIGTERM)
     again = run.checkpoint()
     assert (again.function, again.args, again.kwargs) == (run, (), {})
@@ -205,19 +204,12 @@ def test_job_requests_a_requeue_for_open_cases(
 
 def test_sigterm_waits_for_the_requeue_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A preemption sends both signals. `scancel` sends only SIGTERM, and the wait ends at its timeout."""
-
-    class Stop:
-        polls = 0
-
-        @property
-        def requeue(self) -> bool:
-            self.polls += 1
-            return self.polls > 2
-
-    follows, never = Stop(), Stop()
-    monkeypatch.setattr(controller, "REQUEUE_SIGNAL_TIMEOUT_S", 60.0)
-    controller._wait_for_requeue_signal(follows)  # type: ignore[arg-type]
-    assert follows.polls == 3
-    monkeypatch.setattr(controller, "REQUEUE_SIGNAL_TIMEOUT_S", 0.0)
-    controller._wait_for_requeue_signal(never)  # type: ignore[arg-type]
-    assert never.polls == 0
+    stop, clock = AllocationStop("7"), Clock().rules(monkeypatch, controller)
+    controller._wait_for_requeue_signal(stop)
+    assert clock.now == pytest.approx(
+        100 + controller.REQUEUE_SIGNAL_TIMEOUT_S, abs=controller.POLL_INTERVAL_S
+    )
+    clock.slept.clear()
+    clock.asleep = lambda: stop.note(signal.SIGUSR2, None)
+    controller._wait_for_requeue_signal(stop)
+    assert clock.slept == [controller.POLL_INTERVAL_S]
