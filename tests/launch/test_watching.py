@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,12 +12,14 @@ from repro.launch.job import Job
 from repro.launch.rank_process import Position
 from repro.launch.supervise import Ending, watch
 from tests.clock import Clock
-from tests.launch.scripted import Scripted, experiment
+from tests.launch.fake_session import ABORTS
+from tests.launch.scripted import Reports, Scripted, experiment
 
 TICK = 1 / 16
-KILLED = "rank 0 was killed by signal 9 (SIGKILL)"
 STARTS = "rank 0 was at start-up"
-AT = "at step 5, forward, after all_gather #{} on tp"
+AT, AT_41, AT_42 = (f"at step 5, forward, after all_gather #{sequence} on tp" for sequence in (40, 41, 42))
+ECHO = ("error", "Connection closed by peer")
+CAUSE = ("error", "ValueError")
 
 
 @pytest.fixture
@@ -30,12 +32,11 @@ class EqualRanks(Scripted):
     """Ranks with equal positions, of which the first `stopped` ranks are stopped."""
 
     def __init__(self, world: int, phase: str = "forward", stopped: int = 0, **limits: float):
-        super().__init__([None] * world, {})
+        super().__init__([None] * world, **limits)
         self.phase, self.halted = phase, stopped
-        self.job = Job(experiments=[experiment("a", **limits)])
 
     def position(self, rank: int) -> Position:
-        return Position(0, 5, self.phase, 40, "all_gather", "tp", 1.0)
+        return super().position(0)._replace(phase=self.phase)
 
     def stopped(self, rank: int) -> bool:
         return rank < self.halted
@@ -44,14 +45,14 @@ class EqualRanks(Scripted):
 @pytest.mark.parametrize(
     ("phase", "limits", "after", "message"),
     [
-        ("forward", {"hang_s": 2.0}, 2.0, "no progress for 2 s (limits.hang_s): rank 0 is " + AT.format(40)),
+        ("forward", {"hang_s": 2.0}, 2.0, f"no progress for 2 s (limits.hang_s): rank 0 is {AT}"),
         ("start", {"hang_s": 2.0}, supervise.START_TIMEOUT_S, "no progress for 120 s: rank 0 is at start-up"),
         ("start", {"hang_s": 200.0}, 200.0, "no progress for 200 s (limits.hang_s): rank 0 is at start-up"),
         (
             "forward",
             {"hang_s": 2.0, "timeout_s": 1.0},
             1.0,
-            f"not done after 1 s (limits.timeout_s) (rank 0 was {AT.format(40)})",
+            f"not done after 1 s (limits.timeout_s) (rank 0 was {AT})",
         ),
         ("start", {"hang_s": 0.0, "timeout_s": 500.0}, 500.0, f"not done after 500 s (limits.timeout_s) ({STARTS})"),
     ],
@@ -63,6 +64,21 @@ def test_launch_ends_one_tick_after_its_limit(
     assert (ending.outcome, ending.reason) == ("hang" if "progress" in message else "timeout", message)
     assert clock.now - 100 == ending.spent_s[0] == after + TICK
     assert ending.experiment == (-1 if phase == "start" else 0)
+
+
+def test_time_limit_applies_to_each_experiment(clock: Clock) -> None:
+    """Two experiments of 1 s in one launch meet a limit of 1.5 s."""
+
+    class Sequence(Scripted):
+        def poll(self, rank: int) -> int | None:
+            return 0 if clock.now > 102 else None
+
+        def position(self, rank: int) -> Position:
+            return super().position(rank)._replace(experiment=int(clock.now > 101))
+
+    fake = Sequence([None])
+    fake.job = Job(experiments=[experiment(name, timeout_s=1.5) for name in "ab"])
+    assert watch(fake) == Ending("ok", "", 1, [1.0, 1.0 + TICK])
 
 
 def test_heartbeat_of_any_rank_counts_as_progress(clock: Clock) -> None:
@@ -78,18 +94,19 @@ def test_heartbeat_of_any_rank_counts_as_progress(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("codes", "reports", "after"),
     [
-        ([1, None], {0: ("error", "Connection closed by peer")}, supervise.ECHO_GRACE_S + TICK),
-        ([1, None], {0: ("error", "ValueError")}, supervise.FAILURE_GRACE_S + TICK),
-        ([1, 1], {0: ("error", "Connection closed by peer"), 1: ("error", "broken pipe")}, 0.0),
-        ([1, 0], {0: ("error", "ValueError")}, 0.0),
+        ([1, None], {0: ECHO}, supervise.ECHO_GRACE_S + TICK),
+        ([1, None], {0: CAUSE}, supervise.FAILURE_GRACE_S + TICK),
+        ([1, 1, None], {0: CAUSE, 1: ECHO}, supervise.FAILURE_GRACE_S + TICK),
+        ([1, 1], {0: ECHO, 1: ("error", "broken pipe")}, 0.0),
+        ([1, 0], {0: CAUSE}, 0.0),
     ],
 )
 def test_failure_waits_for_reports_of_other_ranks(
-    clock: Clock, codes: list[int | None], reports: dict[int, tuple[str, str]], after: float
+    clock: Clock, codes: list[int | None], reports: Reports, after: float
 ) -> None:
     ending = watch(Scripted(codes, reports))
     assert (ending.outcome, clock.now - 100) == ("error", after)
-    assert ending.reason == f"rank 0 {AT.format(40)}: {reports[0][1]}"
+    assert ending.reason == f"rank 0 {AT}: {reports[0][1]}"
 
 
 def test_end_of_all_ranks_is_noticed_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +117,7 @@ def test_end_of_all_ranks_is_noticed_quickly(monkeypatch: pytest.MonkeyPatch) ->
         def poll(self, rank: int) -> int | None:
             return 0 if clock.now > 100.02 else None
 
-    assert watch(Short([None, None], {})).outcome == "ok"
+    assert watch(Short([None, None])).outcome == "ok"
     assert clock.now < 100.12
 
 
@@ -111,9 +128,7 @@ def test_ranks_are_killed_after_the_stop_timeout(clock: Clock) -> None:
         def ask_to_stop(self) -> None:
             self.stop_requests += 1
 
-    fake = UnresponsiveRanks([None, None], {})
-    trained = experiment("a", hang_s=50.0)
-    fake.job = Job(experiments=[replace(trained, training=replace(trained.training, checkpoint_every=2))])
+    fake = UnresponsiveRanks([None, None], checkpoint_every=2)
     ticks: list[tuple[float, int]] = []
     ending = watch(
         fake,
@@ -121,85 +136,117 @@ def test_ranks_are_killed_after_the_stop_timeout(clock: Clock) -> None:
         stop_s=lambda: 1.0,
         tick=lambda position, spent_s: ticks.append((clock.now - 100, position.sequence)),
     )
-    both = f"rank 0 was {AT.format(40)}; rank 1 was {AT.format(41)}"
-    assert (ending.outcome, ending.reason) == ("interrupted", f"stopped by the user ({both})")
+    assert ending.outcome == "interrupted"
+    assert ending.reason == f"stopped by the user (rank 0 was {AT}; rank 1 was {AT_41})"
     assert (fake.stop_requests, clock.now - 100) == (1, 1.0)
     assert ticks == [(number * TICK, 40) for number in range(16)], "ticks report the position of rank 0"
 
 
-def test_reason_names_a_limited_number_of_ranks(clock: Clock) -> None:
-    at = AT.format(40)
+@pytest.mark.parametrize(
+    ("checkpoint_every", "reason"),
+    [(0, f"stopped by the user (rank 0 was {AT})"), (2, f"stopped by the user: rank 0 {AT}: stopped on request")],
+)  # fmt: skip
+def test_only_ranks_with_checkpoints_end_on_request(clock: Clock, checkpoint_every: int, reason: str) -> None:
+    ending = watch(
+        Scripted([None], checkpoint_every=checkpoint_every), interrupted=lambda: "stopped by the user"
+    )
+    assert (ending.outcome, ending.reason) == ("interrupted", reason)
+
+
+def test_hang_names_a_limited_number_of_ranks(clock: Clock) -> None:
+    hang, stopped = "no progress for 2 s (limits.hang_s): ", "is stopped (SIGSTOP or a debugger)"
+    assert watch(Scripted([None] * 3, hang_s=2.0)).reason == (
+        f"{hang}rank 0 is behind {AT}; rank 1 waits {AT_41}; rank 2 waits {AT_42}"
+    )
     assert watch(EqualRanks(7, stopped=6, hang_s=2.0)).reason == (
-        "no progress for 2 s (limits.hang_s): "
-        + "; ".join(f"rank {rank} is stopped (SIGSTOP or a debugger) {at}" for rank in range(4))
-        + f"; 2 more ranks likewise; rank 6 waits {at}"
+        hang
+        + "; ".join(f"rank {rank} {stopped} {AT}" for rank in range(4))
+        + f"; 2 more ranks likewise; rank 6 waits {AT}"
     )
-    assert watch(EqualRanks(4, stopped=4, hang_s=2.0)).reason.endswith(
-        f"; rank 3 is stopped (SIGSTOP or a debugger) {at}"
-    )
+    assert watch(EqualRanks(4, stopped=4, hang_s=2.0)).reason.endswith(f"; rank 3 {stopped} {AT}")
     for world, names in ((8, "0, 1, 2, 3, 4, 5, 6, 7"), (9, "0, 1, 2, 3, 4, 5, 6, 7, ...")):
-        assert (
-            watch(EqualRanks(world), interrupted=lambda: "stopped").reason == f"stopped (ranks {names} {at})"
-        )
+        ending = watch(EqualRanks(world), interrupted=lambda: "stopped")
+        assert ending.reason == f"stopped (ranks {names} {AT})"
+
+
+KILLED = "was killed by signal"
+LIMIT = {"memory_bytes": 50_000_000}
 
 
 @pytest.mark.parametrize(
-    ("code", "text", "kills", "outcome", "reason"),
+    ("code", "text", "settings", "outcome", "reason"),
     [
-        (7, "Traceback\nlast words\n", [3], "error", f"rank 0 ended with exit code 7 {AT.format(40)}: last words"),
-        (1, "x" * 301 + "\n", [3], "error", f"rank 0 ended with exit code 1 {AT.format(40)}: {'x' * 300}"),
-        (1, "", [3], "error", f"rank 0 ended with exit code 1 {AT.format(40)}"),
-        (-9, "", [3, 4], "oom", f"{KILLED} {AT.format(40)}: the kernel ran out of memory"),
-        (-9, "", [3, 3], "error", f"rank 0 was killed by signal 9 (SIGKILL) {AT.format(40)}"),
-        (-15, "", [3, 4], "error", f"rank 0 was killed by signal 15 (SIGTERM) {AT.format(40)}"),
+        (7, "Traceback\nlast words\n", {}, "error", f"ended with exit code 7 {AT}: last words"),
+        (1, "x" * 301 + "\n", {}, "error", f"ended with exit code 1 {AT}: {'x' * 300}"),
+        (1, "", {}, "error", f"ended with exit code 1 {AT}"),
+        (-35, "", {}, "error", f"{KILLED} 35 (signal 35) {AT}"),
+        (-6, ABORTS["abort-in-torch"], {}, "oom", f"{KILLED} 6 (SIGABRT) {AT}: can't allocate memory"),
+        (-6, ABORTS["abort-otherwise"], {}, "error", f"{KILLED} 6 (SIGABRT) {AT}"),
+        (-6, ABORTS["watchdog-device"], {}, "error",
+         f"{KILLED} 6 (SIGABRT) {AT}: CUDA error: an illegal memory access was encountered"),
+        (-6, ABORTS["watchdog"], {}, "error",
+         f"{KILLED} 6 (SIGABRT) {AT}: NCCL's watchdog: NCCL error: remote process exited or there was a network "
+         "error, NCCL version 2.21.5"),
+        # Libraries such as oneDNN access memory after a failed allocation.
+        (-11, "", LIMIT, "oom",
+         f"{KILLED} 11 (SIGSEGV) {AT}: probably a library used memory that the limit of 50 MB refused"),
+        (-11, "", {}, "error", f"{KILLED} 11 (SIGSEGV) {AT}"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("reports", [{}, {0: ("ok", "")}], ids=["no report", "ok report"])
-def test_exit_without_failure_report_is_described_by_exit_code(
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    code: int,
-    text: str,
-    kills: list[int],
-    outcome: str,
-    reason: str,
-    reports: dict[int, tuple[str, str]],
+@pytest.mark.usefixtures("clock")
+def test_exit_without_a_report_is_described_by_exit_code_and_error_text(
+    code: int, text: str, settings: dict[str, Any], outcome: str, reason: str
 ) -> None:
+    ranks = Scripted([code], {}, text, **settings)
+    assert watch(ranks) == Ending(outcome, f"rank 0 {reason}", 0, [0.0])
+
+
+@pytest.mark.parametrize(
+    ("code", "kills", "outcome", "reason"),
+    [
+        (-9, [3, 4], "oom", f"{KILLED} 9 (SIGKILL) {AT}: the kernel ran out of memory"),
+        (-9, [3, 3], "error", f"{KILLED} 9 (SIGKILL) {AT}"),
+        (-15, [3, 4], "error", f"{KILLED} 15 (SIGTERM) {AT}"),
+    ],
+)
+def test_kernel_oom_kill_during_the_launch_explains_sigkill(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, code: int, kills: list[int], outcome: str, reason: str
+) -> None:
+    """The rank reported success before the signal, which the signal contradicts."""
     counts = iter(kills)
     monkeypatch.setattr(supervise, "count_kernel_oom_kills", lambda: next(counts))
-    assert watch(Scripted([code], reports, text)) == Ending(outcome, reason, 0, [0.0])
+    assert watch(Scripted([code], {0: ("ok", "")})) == Ending(outcome, f"rank 0 {reason}", 0, [0.0])
 
 
-def test_interrupt_reason_precedes_the_report(clock: Clock) -> None:
-    stopped = ("interrupted", "stopped on request after step 5")
-    for why, failed, reason in (
-        ("preempted", stopped, f"preempted: rank 0 {AT.format(40)}: {stopped[1]}"),
-        ("", stopped, f"rank 0 {AT.format(40)}: {stopped[1]}"),
-        ("preempted", ("oom", "MemoryError"), f"rank 0 {AT.format(40)}: MemoryError"),
-    ):
-        fake = Scripted([5], {0: failed})
-        trained = experiment("a")
-        fake.job = Job(experiments=[replace(trained, training=replace(trained.training, checkpoint_every=2))])
-        fake.ask_to_stop = lambda: None  # type: ignore[method-assign]
-        assert watch(fake, interrupted=lambda why=why: why) == Ending(failed[0], reason, 0, [0.0])  # type: ignore[misc]
+@pytest.mark.parametrize(
+    ("why", "failed", "reason"),
+    [
+        ("preempted", ("interrupted", "after step 5"), f"preempted: rank 0 {AT}: after step 5"),
+        ("", ("interrupted", "after step 5"), f"rank 0 {AT}: after step 5"),
+        ("preempted", ("oom", "MemoryError"), f"rank 0 {AT}: MemoryError"),
+    ],
+)
+def test_interrupt_reason_precedes_the_report(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, why: str, failed: tuple[str, str], reason: str
+) -> None:
+    fake = Scripted([5], {0: failed}, checkpoint_every=2)
+    monkeypatch.setattr(fake, "ask_to_stop", lambda: None)
+    assert watch(fake, interrupted=lambda: why) == Ending(failed[0], reason, 0, [0.0])
 
 
 def test_oom_kills_are_counted_per_cgroup_or_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "Path", lambda name: tmp_path / name.lstrip("/"))
     assert supervise.count_kernel_oom_kills() == 0
-
-    def write(name: str, text: str) -> None:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-
-    write("proc/self/cgroup", "12:memory:/x\n1:name=systemd:/z\n")
-    write("proc/vmstat", "nr_free 7\noom_kill 9\n")
-    assert supervise.count_kernel_oom_kills() == 9, "cgroup version 1 has no such count"
-    write("proc/self/cgroup", "12:memory:/x\n0::/a/b\n")
-    assert supervise.count_kernel_oom_kills() == 9
-    write("sys/fs/cgroup/a/b/memory.events", "low 1\noom 6\noom_kill 5\n")
-    assert supervise.count_kernel_oom_kills() == 5
-    write("sys/fs/cgroup/a/b/memory.events", "low 1\n")
-    assert supervise.count_kernel_oom_kills() == 9
-    write("proc/vmstat", "no number of words\n")
-    assert supervise.count_kernel_oom_kills() == 0
+    cgroup, vmstat, events = "proc/self/cgroup", "proc/vmstat", "sys/fs/cgroup/a/b/memory.events"
+    for written, count in (
+        # Version 1 of cgroups has no such count.
+        ({cgroup: "12:memory:/x\n1:name=systemd:/z\n", vmstat: "nr_free 7\noom_kill 9\n"}, 9),
+        ({cgroup: "12:memory:/x\n0::/a/b\n"}, 9),
+        ({events: "low 1\noom 6\noom_kill 5\n"}, 5),
+        ({events: "low 1\n"}, 9),
+        ({vmstat: "no number of words\n"}, 0),
+    ):
+        for name, text in written.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        assert supervise.count_kernel_oom_kills() == count
