@@ -73,8 +73,6 @@ def run_rank(
         if log and rank == 0:
             with open(log, "a") as file:
                 file.write(experiment.name + "\n")
-        if log:
-            Path(f"{log}.pid-{os.getpid()}").touch()
         for step in range(experiment.training.steps):
             for phase in ("forward", "backward", "optimizer"):
                 heartbeat.phase(index, step, phase)
@@ -117,10 +115,8 @@ ABORTS = {kind: f"{HARMLESS}terminate called {text}\n" for kind, text in _ABORTS
 
 
 def _inject_fault(kind: str) -> None:
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     elif kind == "memory":
         blocks = []
         while True:  # ends at the memory limit that the test sets
@@ -130,10 +126,8 @@ def _inject_fault(kind: str) -> None:
         os.abort()
     elif kind == "nan":
         raise Diverged("loss is nan")
-    elif kind == "raise":
-        raise KeyError("no such thing")
-    elif kind == "raise-late":
-        time.sleep(0.5)
+    elif kind in ("raise", "raise-late"):
+        time.sleep(0.5 if kind == "raise-late" else 0.0)
         raise KeyError("no such thing")
     else:
         raise AssertionError(kind)
@@ -144,6 +138,7 @@ def _result(experiment: Any, rank: int, rounds: int) -> dict[str, Any]:
     states = {"parameters": 4000, "gradients": 4000, "optimizer": 8000}
     peak = {"total": 20000, **states, "activations": 2000, "checkpoints": 1000, "communication": 500}
     peak |= {"other": 500, "host": 600}
+    traffic = {"op": "all_reduce", "group": "dp", "purpose": "gradients", "size": 2, "calls": 3}
     return {
         "rank": rank,
         "outcome": "ok",
@@ -162,17 +157,7 @@ def _result(experiment: Any, rank: int, rounds: int) -> dict[str, Any]:
             "rss_peak_bytes": 10**8,
             "cuda": {},
         },
-        "comm": [
-            {
-                "op": "all_reduce",
-                "group": "dp",
-                "purpose": "gradients",
-                "size": 2,
-                "calls": 3,
-                "payload_bytes": 4000,
-                "sent_bytes": 4000,
-            }
-        ],
+        "comm": [{**traffic, "payload_bytes": 4000, "sent_bytes": 4000}],
         "comm_per_layer": [{"op": "all_reduce", "group": "tp", "calls": 4, "sent_bytes": 512}],
         "parameters": 1000,
     }
