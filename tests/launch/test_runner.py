@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,18 +247,17 @@ def test_full_disk_is_an_error_that_names_the_file(
     [
         (OSError(errno.ENOSPC, "x", "/store/lock"), "disk full while starting the ranks: /store/lock"),
         (NoNetwork("ip: not permitted"), "ip: not permitted"),
-        (OSError(errno.EACCES, "x"), None),
+        (OSError(errno.EACCES, "x"), ""),  # another error of the system
     ],
 )
-def test_ranks_that_cannot_start_fail_all_experiments_of_the_launch(
-    error: Exception, reason: str | None
-) -> None:
+def test_ranks_that_cannot_start_fail_all_experiments_of_the_launch(error: Exception, reason: str) -> None:
     def fail() -> None:
         raise error
 
     job = Job(experiments=[A, B])
     launch: Any = SimpleNamespace(start=fail, job=job, logs=None)
-    with nullcontext() if reason else pytest.raises(OSError, match="x"):
+    raises: AbstractContextManager[Any] = nullcontext() if reason else pytest.raises(OSError, match="x")
+    with raises:
         ending = runner._watch_launch(launch, Interrupt(), lambda position, spent_s: None)
         assert ending == Ending("error", reason, -1, [0.0, 0.0])
         assert runner._blamed_experiments(job, ending, {}) == [0, 1]
