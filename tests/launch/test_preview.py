@@ -17,48 +17,16 @@ from repro.results.store import Store
 from tests.launch.runs import FAKE, ROOT, experiments, write_suite
 from tests.records import changed, lines, made_up
 
-SMOKE = ["run", "smoke", "--only", "states-z0-dp2", "--dry-run"]
+SMOKE = ["run", "smoke", "--only", "smoke/states-z0-dp2", "--dry-run"]
 FAR = '[[experiment]]\nname = "far"\nmodel = "gpt2-1.5b"\nsystem = "dgx2"\nlayout.dp = 16\n'
 TORCH = '[[experiment]]\nname = "torch"\nengine = "torch"\nlayout.zero = 1\n'
 ON_DGX2 = "needs 16 GPUs of system dgx2; `--evidence simulated` simulates the experiment here"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """Return a store with a record of one experiment of the suite `smoke`, which took 12.5 s."""
-    known = load_suite(Path("smoke")).entry("states-z0-dp2").experiment
-    with Store(tmp_path / "results") as store:
-        record = made_up("states-z0-dp2", suite="smoke")
-        store.append(changed(record, key=known.key, wall_s=12.5))
-        store.append(made_up("states-z3-dp2", suite="another", key="other", wall_s=99.0))
-    return store
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     """Return the lines that `repro` prints, with single spaces."""
     assert cli.main([*arguments]) == 0
     return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-
-
-def test_dry_run_lists_suites_without_changing_the_store(
-    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    suite = write_suite(tmp_path, FAR)
-    before = sorted(tmp_path.rglob("*"))
-
-    def dry_run(*arguments: str) -> list[dict[str, Any]]:
-        assert cli.main(["run", *arguments, "--dry-run", "--json", "--results", str(store.root)]) == 0
-        return list(json.loads(capsys.readouterr().out))
-
-    found = dry_run("smoke", "--only", "states-z[03]-dp2")
-    assert [(row["name"], row["state"], row["where"], row["last_s"]) for row in found] == [
-        ("states-z0-dp2", "in the store", "2 ranks here", 12.5),
-        ("states-z3-dp2", "to run", "2 ranks here", None),  # the record is of another suite
-    ]
-    both = dry_run("smoke", str(suite), "--evidence", "simulated")
-    assert {row["suite"] for row in both} == {"smoke", "faults"}
-    assert both[-1]["where"] == "16 ranks of dgx2, simulated here"
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_preview_contains_state_location_steps_and_times(tmp_path: Path) -> None:
@@ -68,6 +36,8 @@ def test_preview_contains_state_location_steps_and_times(tmp_path: Path) -> None
     with Store(tmp_path / "results") as store:
         for evidence, seconds in (("measured", 3.0), ("simulated", 4.0)):
             store.append(made_up("known", suite="faults", key=key, evidence=evidence, wall_s=seconds))
+        store.append(made_up("a", suite="another", key="other", wall_s=99.0))
+    before = sorted(tmp_path.rglob("*"))
 
     def preview(evidence: str, system: str = "", rerun: bool = False) -> list[tuple[object, ...]]:
         found = preview_run([suite], [], tmp_path / "results", rerun, evidence, system)
@@ -91,24 +61,27 @@ def test_preview_contains_state_location_steps_and_times(tmp_path: Path) -> None
     assert preview("simulated", "selene")[0] == (
         *("a@selene", "to run", "2 ranks of selene, simulated here", 1, None, 0.0),
     )
+    assert sorted(tmp_path.rglob("*")) == before, "a preview changes no file"
 
 
-def test_estimated_time_is_that_of_the_last_run(
-    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert printed(capsys, *SMOKE, "--rerun", "--results", str(store.root))[:2] == [
+def test_estimated_time_is_that_of_the_last_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = load_suite(Path("smoke")).entry("states-z0-dp2").experiment
+    for evidence, row in (
+        ("measured", f"states-z0-dp2 to run 2 ranks here {known.training.steps} – 300"),
+        ("simulated", "states-z0-dp2 to run 2 ranks of local, simulated here 1 – –"),
+    ):
+        message = printed(capsys, *SMOKE, "--results", str(tmp_path), "--details", "--evidence", evidence)
+        assert message[1] == "Estimated time: no estimate for 1 experiment without a record."
+        assert message[-1] == row
+    with Store(tmp_path) as store:
+        store.append(changed(made_up("states-z0-dp2", suite="smoke"), key=known.key, wall_s=12.5))
+    assert printed(capsys, *SMOKE, "--rerun", "--results", str(tmp_path))[:2] == [
         "1 experiment: 1 to run, 0 in the store, 0 not here.",
         "Estimated time: 12.5 s for 1 experiment by the times of their last runs.",
     ]
-    steps = load_suite(Path("smoke")).entry("states-z0-dp2").experiment.training.steps
-    for evidence, row in (
-        ("measured", f"states-z0-dp2 to run 2 ranks here {steps} – 300"),
-        ("simulated", "states-z0-dp2 to run 2 ranks of local, simulated here 1 – –"),
-    ):
-        new = ("--results", str(tmp_path / "new"), "--details", "--evidence", evidence)
-        message = printed(capsys, *SMOKE, *new)
-        assert message[1] == "Estimated time: no estimate for 1 experiment without a record."
-        assert message[-1] == row
+    assert cli.main([*SMOKE, str(write_suite(tmp_path, FAR)), "--json", "--results", str(tmp_path)]) == 0
+    rows = [(row["suite"], row["name"], row["state"]) for row in json.loads(capsys.readouterr().out)]
+    assert rows == [("smoke", "states-z0-dp2", "in the store"), ("faults", "far", "not here")]
 
 
 def test_dry_run_counts_experiments_for_other_machines(
