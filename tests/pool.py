@@ -26,13 +26,8 @@ GRACE_S = 3.0
 """Time limit for the errors of the other ranks after the first failure, in seconds."""
 PRELOADED = [
     *("pytest", "torch.distributed", "torch.profiler", "torch._dynamo"),
-    *(
-        "repro.wrap.parallelize",
-        "repro.measure.memory",
-        "repro.engines.native.engine",
-        "repro.engines.torch.engine",
-    ),
-    "tests.training",
+    *("repro.wrap.parallelize", "repro.measure.memory", "tests.training"),
+    *("repro.engines.native.engine", "repro.engines.torch.engine"),
 ]
 """Modules that the fork server imports once for all ranks, because an import takes longer than most tests."""
 

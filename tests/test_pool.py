@@ -45,6 +45,14 @@ def fail_on_rank_1() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def hang() -> None:
+    time.sleep(600)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_the_error_names_the_failed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is not the time-out of the waiting rank."""
     monkeypatch.setattr("tests.pool.GRACE_S", 0.1)
@@ -52,31 +60,14 @@ def test_the_error_names_the_failed_rank(monkeypatch: pytest.MonkeyPatch) -> Non
         pool.run(fail_on_rank_1)
 
 
-def test_the_error_of_a_hanging_rank_has_its_stack() -> None:
-    """The stack includes the line at which the rank waits."""
-    with (
-        RankPool(1) as pool,
-        pytest.raises(AssertionError, match=r"rank 0 did not answer within 0.5 s(.|\n)*time.sleep"),
-    ):
-        pool.run(hang, timeout_s=0.5)
-
-
-def test_answers_to_an_interrupted_test_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an interrupt by pytest's time limit, the next test must get only its answers."""
+def test_a_pool_is_usable_after_a_hang_and_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a hanging rank has its stack, and a test must not get answers to an earlier, interrupted test."""
     with RankPool(1) as pool:
-        pool.run(abs, -1)
+        with pytest.raises(AssertionError, match=r"rank 0 did not answer within 0.5 s(.|\n)*time.sleep"):
+            pool.run(hang, timeout_s=0.5)
+        assert pool.run(abs, -1) == [1]
         with monkeypatch.context() as patched:
-            patched.setattr("tests.pool.wait", raise_interrupt)
+            patched.setattr("tests.pool.wait", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 pool.run(abs, -2)
         assert pool.run(abs, -3) == [3]
-
-
-def raise_interrupt(*_: object) -> None:
-    """Raise the exception of a signal handler."""
-    raise KeyboardInterrupt
-
-
-def hang() -> None:
-    """Sleep longer than any time-out."""
-    time.sleep(600)

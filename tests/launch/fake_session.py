@@ -73,8 +73,6 @@ def run_rank(
         if log and rank == 0:
             with open(log, "a") as file:
                 file.write(experiment.name + "\n")
-        if log:
-            Path(f"{log}.pid-{os.getpid()}").touch()
         for step in range(experiment.training.steps):
             for phase in ("forward", "backward", "optimizer"):
                 heartbeat.phase(index, step, phase)
@@ -95,49 +93,42 @@ def run_rank(
     return results
 
 
-ABORTS = {
-    "abort": b"after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc",
-    "abort-in-torch": b"after throwing an instance of 'c10::Error'\n"
-    b"  what():  [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
-    "abort-otherwise": b"without an active exception",
-    "watchdog": b"""after throwing an instance of 'c10::DistBackendError'
+_ABORTS = {
+    "abort": "after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc",
+    "abort-in-torch": "after throwing an instance of 'c10::Error'\n"
+    "  what():  [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
+    "abort-otherwise": "without an active exception",
+    "watchdog": """after throwing an instance of 'c10::DistBackendError'
   what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: NCCL error: \
 remote process exited or there was a network error, NCCL version 2.21.5
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
 """
-    + b"frame #7: clone3 + 0x2c (0x7f in /usr/lib/x86_64-linux-gnu/libc.so.6)\n" * 100,
-    "watchdog-device": b"""after throwing an instance of 'c10::DistBackendError'
+    + "frame #7: clone3 + 0x2c (0x7f in /usr/lib/x86_64-linux-gnu/libc.so.6)\n" * 100,
+    "watchdog-device": """after throwing an instance of 'c10::DistBackendError'
   what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: CUDA error: \
 an illegal memory access was encountered
 CUDA kernel errors might be asynchronously reported at some other API call""",
 }
+HARMLESS = "can't allocate memory is what a library says that then does without\n"
+ABORTS = {kind: f"{HARMLESS}terminate called {text}\n" for kind, text in _ABORTS.items()}
 """Text that the C++ runtime prints before it aborts a process, by fault."""
 
 
 def _inject_fault(kind: str) -> None:
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind == "memory-unchecked":
-        os.kill(os.getpid(), signal.SIGSEGV)
+    if kind in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     elif kind == "memory":
         blocks = []
         while True:  # ends at the memory limit that the test sets
             blocks.append(bytearray(1 << 20))
     elif kind in ABORTS:
-        os.write(2, b"can't allocate memory is what a library says that then does without\n")
-        os.write(2, b"terminate called " + ABORTS[kind] + b"\n")
+        os.write(2, ABORTS[kind].encode())
         os.abort()
     elif kind == "nan":
         raise Diverged("loss is nan")
-    elif kind == "raise":
+    elif kind in ("raise", "raise-late"):
+        time.sleep(0.5 if kind == "raise-late" else 0.0)
         raise KeyError("no such thing")
-    elif kind == "raise-late":
-        time.sleep(0.5)
-        raise KeyError("no such thing")
-    elif kind == "exit":
-        os._exit(7)
     else:
         raise AssertionError(kind)
 
@@ -147,6 +138,7 @@ def _result(experiment: Any, rank: int, rounds: int) -> dict[str, Any]:
     states = {"parameters": 4000, "gradients": 4000, "optimizer": 8000}
     peak = {"total": 20000, **states, "activations": 2000, "checkpoints": 1000, "communication": 500}
     peak |= {"other": 500, "host": 600}
+    traffic = {"op": "all_reduce", "group": "dp", "purpose": "gradients", "size": 2, "calls": 3}
     return {
         "rank": rank,
         "outcome": "ok",
@@ -165,17 +157,7 @@ def _result(experiment: Any, rank: int, rounds: int) -> dict[str, Any]:
             "rss_peak_bytes": 10**8,
             "cuda": {},
         },
-        "comm": [
-            {
-                "op": "all_reduce",
-                "group": "dp",
-                "purpose": "gradients",
-                "size": 2,
-                "calls": 3,
-                "payload_bytes": 4000,
-                "sent_bytes": 4000,
-            }
-        ],
+        "comm": [{**traffic, "payload_bytes": 4000, "sent_bytes": 4000}],
         "comm_per_layer": [{"op": "all_reduce", "group": "tp", "calls": 4, "sent_bytes": 512}],
         "parameters": 1000,
     }

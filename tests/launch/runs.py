@@ -100,7 +100,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 250) -> None:
     """Return as soon as `condition` holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():

@@ -9,27 +9,30 @@ from repro.launch.job import Job
 from repro.launch.rank_process import Position
 
 MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
+Reports = dict[int, tuple[str, str]]
+"""Outcome and reason that ranks reported, by rank."""
 
 
-def experiment(name: str, **limits: Any) -> Experiment:
+def experiment(name: str, checkpoint_every: int = 0, **limits: Any) -> Experiment:
     return Experiment(
         name=name,
         model=MODEL,
         layout=Layout(dp=2),
-        training=Training(steps=6, untimed_steps=1),
+        training=Training(steps=6, untimed_steps=1, checkpoint_every=checkpoint_every),
         limits=Limits(**{"hang_s": 60.0, **limits}),
     )
 
 
 class Scripted:
-    """A launch without processes, whose exit codes and reports a test chooses."""
+    """A launch of one experiment without processes, whose exit codes and reports a test chooses."""
 
-    job = Job(experiments=[experiment("a")])
-
-    def __init__(self, codes: list[int | None], reports: dict[int, tuple[str, str]], text: str = ""):
-        """Store exit codes and reports by rank, and the text that every rank wrote to standard error."""
-        self.codes, self.reports, self.text, self.killed = codes, reports, text, False
+    def __init__(
+        self, codes: list[int | None], reports: Reports | None = None, text: str = "", **settings: Any
+    ):
+        """Store exit codes by rank, reports, the standard error of every rank, and settings of the experiment."""
+        self.codes, self.reports, self.text, self.killed = codes, reports or {}, text, False
         self.world = len(codes)
+        self.job = Job(experiments=[experiment("a", **settings)])
 
     def poll(self, rank: int) -> int | None:
         return self.codes[rank]
@@ -49,9 +52,7 @@ class Scripted:
     def error_text(self, rank: int) -> str:
         return self.text
 
-    def dump_stacks(self) -> None:
-        pass
-
+    def dump_stacks(self) -> None: ...
     def ask_to_stop(self) -> None:
         self.codes = [5] * self.world
         self.reports = dict.fromkeys(range(self.world), ("interrupted", "stopped on request"))

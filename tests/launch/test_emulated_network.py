@@ -42,54 +42,34 @@ def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_report_contains_network_bytes_per_step(facts: Path) -> None:
-    """The first rank of a node also reports the bytes of the node, and rank 0 reports the facts of the launcher."""
-    for rank, byte_counts, node, has_facts in (
-        (0, [10, 20, 30, 40], (15, 20), True),
-        (1, [10, 20], (None, None), False),
-        (2, [10, 20, 30, 40], (15, 20), False),
-    ):
-        network_rank = EmulatedNetworkRank(NETWORK, facts, rank)
-        network_rank.throttle.stop()
-        message = network_rank.report(byte_counts, steps=2)
-        assert (message.sent_bytes, message.received_bytes) == (5, 10)
-        assert (message.node_sent_bytes, message.node_received_bytes) == node
-        assert message.facts == (json.loads(facts.read_text()) if has_facts else None)
-        assert message.compute_flops_per_s == (1 + rank) * 1e9
-        assert message.core_share == CORES_SHARE * 1 / 4, "one of the two cores is reserved for messages"
-
-
 @pytest.mark.parametrize(
-    ("nodes", "rank", "files"),
-    [
-        (2, 0, ["/proc/self/net/dev", "/proc/11/net/dev"]),
-        (2, 1, ["/proc/self/net/dev"]),
-        (2, 2, ["/proc/self/net/dev", "/proc/12/net/dev"]),
-        (1, 0, ["/proc/self/net/dev"]),
-    ],
+    ("nodes", "rank", "node_file"),
+    [(2, 0, "/proc/11/net/dev"), (2, 1, ""), (2, 2, "/proc/12/net/dev"), (1, 0, "")],
 )
-def test_counters_read_interfaces_of_the_rank_and_its_node(
-    facts: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, rank: int, files: list[str]
+def test_report_contains_interface_bytes_per_step_of_the_rank_and_its_node(
+    facts: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, rank: int, node_file: str
 ) -> None:
+    """The first rank of a node also reports the bytes of the node, and rank 0 reports the facts of the launcher."""
     links = {"between": 1e6} if nodes > 1 else {"within": 1e6}
     network_rank = EmulatedNetworkRank(EmulatedNetwork(nodes=nodes, ranks_per_node=2, **links), facts, rank)
     network_rank.throttle.stop()
-    read: list[str] = []
-
-    class File:
-        def __init__(self, name: str):
-            self.name = name
-
-        def read_text(self) -> str:
-            read.append(self.name)
-            row = (
-                "  eth0: 10 1 2 3 4 5 6 7 20 8\n" if "self" in self.name else "uplink:30 1 2 3 4 5 6 7 40 8\n"
-            )
-            return "Inter-| Receive | Transmit\n    lo: 1 1 1 1 1 1 1 1 1 1\n" + row
-
-    monkeypatch.setattr(emulated_network, "Path", File)
-    assert network_rank.counters() == [20, 10, 40, 30][: 2 * len(files)]
-    assert read == files
+    rows = {
+        "/proc/self/net/dev": "  eth0: 10 1 2 3 4 5 6 7 20 8\n",
+        node_file: "uplink:30 1 2 3 4 5 6 7 40 8\n",
+    }
+    header = "Inter-| Receive | Transmit\n    lo: 1 1 1 1 1 1 1 1 1 1\n"
+    monkeypatch.setattr(
+        emulated_network, "Path", lambda file: SimpleNamespace(read_text=lambda: header + rows[file])
+    )
+    counted = network_rank.counters()
+    assert counted == ([20, 10, 40, 30] if node_file else [20, 10])
+    message = network_rank.report(counted, steps=2)
+    assert (message.sent_bytes, message.received_bytes) == (10, 5)
+    node = (message.node_sent_bytes, message.node_received_bytes)
+    assert node == ((20, 15) if node_file else (None, None))
+    assert message.facts == (json.loads(facts.read_text()) if rank == 0 else None)
+    assert message.compute_flops_per_s == (1 + rank) * 1e9
+    assert message.core_share == CORES_SHARE * 1 / (2 * nodes), "one of two cores is reserved for messages"
     with pytest.raises(OSError, match="/proc/self/net/dev has no interface eth1"):
         emulated_network._interface_counters("/proc/self/net/dev", "eth1")
 
@@ -105,9 +85,6 @@ def test_compute_rates_are_measured_on_all_ranks_simultaneously(monkeypatch: pyt
         clock.now += 0.5
         return 8e9
 
-    def settle() -> None:
-        clock.now += 1.5
-
     def all_gather(rates: list[torch.Tensor], own_rate: torch.Tensor) -> None:
         for rank, rate in enumerate(rates):
             rate.copy_(own_rate * (1 + rank))
@@ -115,45 +92,28 @@ def test_compute_rates_are_measured_on_all_ranks_simultaneously(monkeypatch: pyt
     monkeypatch.setattr(emulated_network.compute_rate, "count_flop", flop_in)
     monkeypatch.setattr(emulated_network.dist, "barrier", lambda: done.append("barrier"))
     monkeypatch.setattr(emulated_network.dist, "all_gather", all_gather)
-    throttle: Any = SimpleNamespace(settle=settle)
+    throttle: Any = SimpleNamespace(settle=lambda: clock.sleep(1.5))
     assert emulated_network._compute_rates(3, throttle) == [4e9, 8e9, 12e9]
     assert done == ["barrier", "computed"]
 
 
-def test_unequal_rates_are_measured_again_until_attempts_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts: list[int] = []
-
-    def rates(world: int, throttle: object) -> list[float]:
-        attempts.append(world)
-        return [1.0, 1.0] if len(attempts) == emulated_network.MAX_RATE_ATTEMPTS else [1.0, 2.0]
-
-    monkeypatch.setattr(emulated_network, "_compute_rates", rates)
-    no_throttle: Any = None
-    assert emulated_network._equal_rates(2, no_throttle) == [1.0, 1.0]
-    assert len(attempts) == emulated_network.MAX_RATE_ATTEMPTS
-    with pytest.raises(RuntimeError):
-        emulated_network._equal_rates(2, no_throttle)
-    assert len(attempts) == 2 * emulated_network.MAX_RATE_ATTEMPTS
-
-
-def test_ranks_of_unequal_compute_rates_are_rejected(facts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_unequal_compute_rates_are_rejected_after_several_attempts(
+    facts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rates of 1 and 4 GFLOP/s differ by 3 GFLOP/s, which is 120 % of the mean of 2.5 GFLOP/s."""
+    attempts = emulated_network.MAX_RATE_ATTEMPTS
+    rates = iter([[1e9, 2e9, 3e9, 4e9]] * (2 * attempts - 1) + [[1e9] * 4])
+    monkeypatch.setattr(emulated_network, "_compute_rates", lambda world, throttle: next(rates))
     monkeypatch.setattr(emulated_network, "MAX_RATE_SPREAD", 1.19)
-    with pytest.raises(
-        RuntimeError, match=r"1 to 4 GFLOP/s, differ by 120% of their mean, above the limit of 119%"
-    ):
+    message = r"1 to 4 GFLOP/s, differ by 120% of their mean, above the limit of 119%"
+    with pytest.raises(RuntimeError, match=message):
         EmulatedNetworkRank(NETWORK, facts, 0)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0), "a running timer would kill the process"
+    no_throttle: Any = None
+    assert emulated_network._equal_rates(4, no_throttle) == [1e9] * 4, "the last attempt counts"
 
 
 SHARE = 0.25
-
-
-def compute(seconds: float) -> None:
-    """Use `seconds` of CPU time."""
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        sum(range(1000))
 
 
 @pytest.mark.parametrize("trigger", ["messages", "timer"])
@@ -166,7 +126,9 @@ def test_throttle_limits_a_thread_to_its_core_share(trigger: str) -> None:
         for _ in range(4):
             resumed_at = time.perf_counter() + 0.2  # the thread may compute from here on
             time.sleep(0.2)  # as during a wait for a message
-            compute(0.05)
+            end = time.thread_time() + 0.05
+            while time.thread_time() < end:
+                sum(range(1000))
             computed += 0.05
             throttle.settle()
             spent += time.perf_counter() - resumed_at
@@ -177,7 +139,7 @@ def test_throttle_limits_a_thread_to_its_core_share(trigger: str) -> None:
 
 
 class Clocks(Clock):
-    """Clocks of a thread whose CPU time and scheduling delay a test sets."""
+    """Clocks of a thread whose CPU time and scheduling delay a test sets, without timers of the kernel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         super().__init__(now=0.0)
@@ -185,8 +147,11 @@ class Clocks(Clock):
         """`oversleep_s` is the excess of a sleep over its requested duration."""
         self.read_s = 0.0
         """CPU time of one read of the scheduling delay, in seconds."""
+        self.timer_calls: list[tuple[object, ...]] = []
         self.rules(monkeypatch, emulated_network)
         monkeypatch.setattr(emulated_network.os, "pread", self.pread)
+        for name in ("signal", "setitimer"):
+            monkeypatch.setattr(signal, name, lambda *arguments: self.timer_calls.append(arguments))
 
     def thread_time(self) -> float:
         return self.cpu_s
@@ -204,8 +169,12 @@ class Clocks(Clock):
         return f"{self.thread_time() * 1e9:.0f} {self.run_delay_s * 1e9:.0f} 7".encode()
 
 
-def test_timer_tick_during_a_sleep_adds_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = Clocks(monkeypatch)
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    return Clocks(monkeypatch)
+
+
+def test_timer_tick_during_a_sleep_adds_no_sleep(clocks: Clocks) -> None:
     throttle = CoreThrottle(SHARE)
     clocks.asleep = throttle.settle
     clocks.cpu_s = 0.02
@@ -213,8 +182,7 @@ def test_timer_tick_during_a_sleep_adds_no_sleep(monkeypatch: pytest.MonkeyPatch
     assert clocks.slept == [pytest.approx(0.02 / SHARE - 0.02)]
 
 
-def test_throttle_sleeps_for_the_remainder_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = Clocks(monkeypatch)
+def test_throttle_sleeps_for_the_remainder_of_its_share(clocks: Clocks) -> None:
     throttle = CoreThrottle(SHARE)
 
     def settle_sleeps(cpu_s: float, run_delay_s: float = 0.0) -> list[float]:
@@ -235,48 +203,45 @@ def test_throttle_sleeps_for_the_remainder_of_its_share(monkeypatch: pytest.Monk
     assert settle_sleeps(0.1) == pytest.approx([0.3 - MAX_CATCH_UP_S]), "the catch-up is limited"
 
 
-def test_throttle_starts_and_stops_a_cpu_time_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(emulated_network.signal, "signal", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(emulated_network.signal, "setitimer", lambda *arguments: calls.append(arguments))
-    throttle = CoreThrottle(SHARE)
-    throttle.start()
-    assert calls == [
-        (signal.SIGVTALRM, throttle._tick),
-        (signal.ITIMER_VIRTUAL, TIMER_INTERVAL_S, TIMER_INTERVAL_S),
-    ]
-    throttle.stop()
-    assert calls[2:] == [(signal.ITIMER_VIRTUAL, 0), (signal.SIGVTALRM, signal.SIG_IGN)]
+def test_reading_the_clocks_does_not_count_as_compute(clocks: Clocks) -> None:
+    """At a share of 0.001, 100 reads of 10 µs would otherwise cause 1 s of sleep."""
+    clocks.read_s = 1e-5
+    throttle = CoreThrottle(1e-3)
+    for _ in range(100):
+        throttle.settle()
+    assert clocks.slept == []
 
 
-def test_throttle_settles_before_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_throttle_settles_at_timer_ticks_and_before_waits(clocks: Clocks) -> None:
     """The throttle delays only the compute thread; other threads transfer messages during the wait."""
-    clocks = Clocks(monkeypatch)
-    monkeypatch.setattr(emulated_network.signal, "setitimer", lambda *arguments: None)
-    monkeypatch.setattr(emulated_network.signal, "signal", lambda *arguments: None)
     waited: list[float] = []
+
+    def wait() -> None:
+        Work(finish=lambda: waited.append(sum(clocks.slept))).wait()
+
     throttle = CoreThrottle(SHARE)
     throttle.start()
     try:
+        assert clocks.timer_calls == [
+            (signal.SIGVTALRM, throttle._tick),
+            (signal.ITIMER_VIRTUAL, TIMER_INTERVAL_S, TIMER_INTERVAL_S),
+        ]
         clocks.cpu_s += 0.1
-        Work(finish=lambda: waited.append(sum(clocks.slept))).wait()
+        wait()
         assert waited == pytest.approx([0.3]), "the sleep precedes the wait"
         clocks.cpu_s += 0.1
-        other = threading.Thread(target=Work(finish=lambda: waited.append(sum(clocks.slept))).wait)
+        other = threading.Thread(target=wait)
         other.start()
         other.join()
-        assert waited == pytest.approx([0.3, 0.3])
     finally:
         throttle.stop()
-    Work(finish=lambda: waited.append(sum(clocks.slept))).wait()
+    assert clocks.timer_calls[2:] == [(signal.ITIMER_VIRTUAL, 0), (signal.SIGVTALRM, signal.SIG_IGN)]
+    wait()
     assert waited == pytest.approx([0.3, 0.3, 0.3]), "a stopped throttle does not sleep"
 
 
-def test_throttle_settles_once_before_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throttle_settles_once_before_a_collective(clocks: Clocks) -> None:
     """The throttle also settles after the collective, even if the collective failed."""
-    clocks = Clocks(monkeypatch)
-    monkeypatch.setattr(emulated_network.signal, "setitimer", lambda *arguments: None)
-    monkeypatch.setattr(emulated_network.signal, "signal", lambda *arguments: None)
 
     class Message(emulated_network.dist.Work):  # type: ignore[misc]
         def wait(self) -> None:
@@ -302,13 +267,3 @@ def test_throttle_settles_once_before_a_collective(monkeypatch: pytest.MonkeyPat
         assert clocks.slept == pytest.approx([0.3, 0.009, 0.003]), "a message outside of a collective"
     finally:
         throttle.stop()
-
-
-def test_reading_the_clocks_does_not_count_as_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a share of 0.001, 100 reads of 10 µs would otherwise cause 1 s of sleep."""
-    clocks = Clocks(monkeypatch)
-    clocks.read_s = 1e-5
-    throttle = CoreThrottle(1e-3)
-    for _ in range(100):
-        throttle.settle()
-    assert clocks.slept == []

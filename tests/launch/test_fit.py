@@ -31,38 +31,24 @@ from tests.training import tiny
 MODEL = Model(name="tiny", layers=4, hidden=64, heads=4, vocab=512, seq=32)
 GENERATOR_STATE_BYTES = 16 + 8
 """Bytes of the seed and the offset that fused attention on a GPU retains for its backward pass."""
-TINY = ["--hidden", "256", "--heads", "4", "--vocab", "512", "--seq", "64"]
+LIMIT = ["--memory-limit", "60MB", "--hidden", "256", "--heads", "4", "--vocab", "512", "--seq", "64"]
+FIT = ["fit", "--measure", "--system", "local", "--gpus", "1", *LIMIT]
 
 
 @pytest.mark.slow
 def test_fit_finds_the_largest_trainable_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The kernel refuses memory above the limit. The first failing model has one layer more than the largest."""
-    command = [
-        "fit",
-        "--measure",
-        "--system",
-        "local",
-        "--gpus",
-        "1",
-        "--memory-limit",
-        "60MB",
-        *TINY,
-        "--results",
-        str(tmp_path),
-        "--json",
-    ]
-    assert cli.main(command) == 0
+    assert cli.main([*FIT, "--results", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (record,) = Store(tmp_path).records()
     assert isinstance(record, FitRecord)
     assert (record.id, record.conclusive, record.one_rank) == (found["record"], True, False)
-    assert found["evidence"] == "measured"
-    assert found["first_failing"]["outcome"] == "oom"
-    assert "memory" in found["first_failing"]["reason"] or "bad_alloc" in found["first_failing"]["reason"]
-    assert found["binding"] == "allocation"
-    assert found["first_failing"]["layers"] == found["largest"]["layers"] + 1
+    assert (found["evidence"], found["binding"]) == ("measured", "allocation")
+    largest, failing = found["largest"], found["first_failing"]
+    assert (failing["outcome"], failing["layers"]) == ("oom", largest["layers"] + 1)
+    assert "memory" in failing["reason"] or "bad_alloc" in failing["reason"]
     # 12 bytes of Adam's states and 4 of gradients per parameter (ZeRO sec. 3.1 with fp32 throughout).
-    assert 16 * found["largest"]["params"] <= 60e6
+    assert 16 * largest["params"] <= 60e6
     assert {row["outcome"] for row in found["trials"]} == {"ok", "oom"}
 
 
@@ -99,70 +85,58 @@ def test_one_rank_trial_allocates_the_simulated_bytes(
         assert expected.peak_bytes - tracker.peak["total"] == next_step + attentions * GENERATOR_STATE_BYTES
 
 
-SIZES = {"hidden": 256, "heads": 4, "vocab": 512}
-
-
 def query(system: str = "local", gpus: int = 1, **keys: Any) -> LayoutQuery:
     return LayoutQuery(system, gpus, {}, **{"seq": 64, "memory_limit": "60MB", **keys})
 
 
-def test_cpu_process_gets_the_requested_memory_limit() -> None:
-    """A CPU has no context. On a GPU, the context reduces the limit."""
-    trials = measured.plan_trials(query(), None, SIZES, "layers", None, 1)
-    assert (trials.limit, trials.limit_bytes, trials.question.layout.world) == (60_000_000, 60_000_000, 1)
-    assert measured.plan_trials(query(), None, SIZES, "layers", 3, 4).question.layout.world == 4
+def plan(asked: LayoutQuery, as_rank: int | None = None, of: int = 1) -> measured.Trials:
+    sizes = {"hidden": 256, "heads": 4, "vocab": 512}
+    return measured.plan_trials(asked, None, sizes, "layers", as_rank, of)
 
 
 @pytest.mark.parametrize(
     ("invalid", "as_rank", "of", "message"),
     [
         (query("dgx2"), None, 1, "system = 'dgx2': must be one of local, local-gpu with --measure"),
-        (
-            query(expandable=True),
-            None,
-            1,
-            "expandable: does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF",
-        ),
+        (query(expandable=True), None, 1, "expandable: does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF"),
         (query(memory_limit=""), None, 1, "memory_limit: is required on processor cores"),
         (query(gpus=2), 0, 4, "gpus = 2: must be 1 with --as-rank"),
         (query(), 0, 0, "of = 0: must be the number of ranks"),
         (query(), 4, 4, "as_rank = 4: must be a rank from 0 to 3"),
         (query(), -1, 4, "as_rank = -1: must be a rank from 0 to 3"),
     ],
-)
+)  # fmt: skip
 def test_invalid_queries_are_rejected(
     invalid: LayoutQuery, as_rank: int | None, of: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        measured.plan_trials(invalid, None, SIZES, "layers", as_rank, of)
+        plan(invalid, as_rank, of)
 
 
 def test_processes_are_limited_to_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured.local_launch, "count_cuda_devices", lambda: 2)
     monkeypatch.setattr(measured.local_launch, "usable_cores", lambda: 1)
     limit = measured.local_launch.max_ranks().value
-    assert (
-        measured.plan_trials(query("local-gpu", 2), None, SIZES, "layers", None, 1).question.layout.world == 2
-    )
-    with pytest.raises(
-        ConfigError, match="gpus = 3: must be at most the 2 CUDA devices that are visible here"
-    ):
-        measured.plan_trials(query("local-gpu", 3), None, SIZES, "layers", None, 1)
-    assert (
-        measured.plan_trials(query(gpus=limit), None, SIZES, "layers", None, 1).question.layout.world == limit
-    )
+    assert plan(query("local-gpu", 2)).question.layout.world == 2
+    with pytest.raises(ConfigError, match="gpus = 3: must be at most the 2 CUDA devices that are visible"):
+        plan(query("local-gpu", 3))
+    assert plan(query(gpus=limit)).question.layout.world == limit
     with pytest.raises(ConfigError, match=f"gpus = {limit + 1}: must be at most {limit}"):
-        measured.plan_trials(query(gpus=limit + 1), None, SIZES, "layers", None, 1)
+        plan(query(gpus=limit + 1))
 
 
 @pytest.mark.parametrize(("as_rank", "of"), [(None, 1), (0, 4)])
 def test_each_trial_is_a_separate_launch(
     monkeypatch: pytest.MonkeyPatch, as_rank: int | None, of: int
 ) -> None:
-    trials = measured.plan_trials(query(), None, SIZES, "layers", as_rank, of)
+    trials = plan(query(), as_rank, of)
     jobs: list[Job] = []
     end = Ending("ok", "", 0, [1.0])
-    memories: list[dict[str, Any]] = [{"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}}]
+    memories: list[dict[str, Any]] = [
+        {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}, "beside_torch": {"start": 9, "world": 2}},
+        {"rss_peak_bytes": 4, "cuda": {"reserved_peak": 7, "retries": 0},
+         "beside_torch": {"start": 8, "world": 4, "embedding": 1}},
+    ]  # fmt: skip
 
     def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[Ending, list[dict[str, Any]]]:
         assert target == measured.TRIAL_TARGET
@@ -171,9 +145,6 @@ def test_each_trial_is_a_separate_launch(
 
     monkeypatch.setattr(measured, "run_once", run_once)
     interrupt = Interrupt()
-    memories[0]["beside_torch"] = {"start": 9, "world": 2}
-    memories.append({"rss_peak_bytes": 4, "cuda": {"reserved_peak": 7, "retries": 0}})
-    memories[1]["beside_torch"] = {"start": 8, "world": 4, "embedding": 1}
     most: dict[str, Any] = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "retries": 1}}
     most["beside_torch"] = {"start": 9, "world": 4, "embedding": 1}
     assert trials._attempt(2, interrupt) == FitTrial(2, "ok", 7, "", "", {"memory_of_process": most})
@@ -189,9 +160,8 @@ def test_each_trial_is_a_separate_launch(
     assert trials._attempt(2, interrupt) == FitTrial(2, "oom", None, "allocation", end.reason, bare)
     memories.clear()
     end = Ending("hang", "no progress", 0, [1.0])
-    assert trials._attempt(2, interrupt) == FitTrial(
-        2, "hang", None, "hang", end.reason, {"memory_of_process": {}}
-    )
+    lost: dict[str, Any] = {"memory_of_process": {}}
+    assert trials._attempt(2, interrupt) == FitTrial(2, "hang", None, "hang", end.reason, lost)
     interrupt.signal = 2
     assert trials._attempt(3, interrupt) == FitTrial(3, "interrupted", None)
     assert len(jobs) == 3
@@ -201,7 +171,8 @@ def test_each_trial_is_a_separate_launch(
 def test_search_starts_at_the_simulated_limit(
     monkeypatch: pytest.MonkeyPatch, as_rank: int | None, evidence: str
 ) -> None:
-    trials = measured.plan_trials(query(), None, SIZES, "layers", as_rank, 4 if as_rank else 1)
+    """A CPU process gets the requested memory limit, because a CPU has no context as a GPU has."""
+    trials = plan(query(), as_rank, 4 if as_rank else 1)
     simulated = SimpleNamespace(largest=FitTrial(3, "ok", 1), first_failing=FitTrial(4, "oom", None))
     searches: list[Any] = []
     answer: Any = object()
@@ -234,24 +205,23 @@ def test_search_starts_at_the_simulated_limit(
 @pytest.mark.parametrize(("as_rank", "collectives"), [(2, "no data"), (None, "data")])
 def test_fit_record_contains_trials_and_process_memory(as_rank: int | None, collectives: str) -> None:
     """The record contains both trials at the limit and the memory of the processes, but no step time."""
-    gpus, of = (1, 4) if as_rank is not None else (2, 1)
-    trials = measured.plan_trials(query(gpus=gpus), None, SIZES, "layers", as_rank, of)
+    is_one, ranks = as_rank is not None, 4
+    trials = plan(query(gpus=1 if is_one else ranks), as_rank, ranks)
     memory = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "allocated_peak": 6}}
     memory |= {"beside_torch": {"end": 3}, "states": {"parameters": 2, "gradients": 1, "optimizer": 4}}
     fits = FitTrial(3, "ok", 7, "", "", {"memory_of_process": memory})
     fails = FitTrial(4, "oom", None, "fragmentation", "CUDA out of memory")
     record = trials.record(FitAnswer(fits, fails, [fits, fails]), 1.5)
-    ranks = of if as_rank is not None else gpus
-    assert (record.ranks, record.one_rank, record.rank) == (ranks, as_rank is not None, as_rank)
+    assert (record.ranks, record.one_rank, record.rank) == (ranks, is_one, as_rank)
     assert (record.collectives, record.limit_bytes, record.wall_s) == (collectives, 60_000_000, 1.5)
-    assert record.experiment.model.layers == 3
-    assert record.experiment.layout.world == ranks
-    assert record.largest is not None
-    assert record.largest.memory is not None
-    assert record.largest.memory.as_dict() == memory
-    assert record.first_failing is not None
-    assert (record.first_failing.layers, record.first_failing.binding) == (4, "fragmentation")
-    assert record.first_failing.parameters - record.largest.parameters == 12 * 256**2 + 13 * 256
+    assert (record.experiment.model.layers, record.experiment.layout.world) == (3, ranks)
+    largest, failing = record.largest, record.first_failing
+    assert largest is not None
+    assert largest.memory is not None
+    assert largest.memory.as_dict() == memory
+    assert failing is not None
+    assert (failing.layers, failing.binding) == (4, "fragmentation")
+    assert failing.parameters - largest.parameters == 12 * 256**2 + 13 * 256
     assert "metrics" not in record.as_dict()
 
 
@@ -266,8 +236,7 @@ def test_interrupted_search_is_not_recorded(
         return FitAnswer(fits, fails, [fits, fails])
 
     monkeypatch.setattr(measured.Trials, "run", run)
-    command = ["fit", "--measure", "--system", "local", "--gpus", "1", "--as-rank", "0", "--of", "64"]
-    command += ["--memory-limit", "60MB", *TINY, "--results", str(tmp_path)]
+    command = [*FIT, "--as-rank", "0", "--of", "64", "--results", str(tmp_path)]
     assert cli.main(command) == 0
     assert f"Recorded in {tmp_path}" in capsys.readouterr().out
     outcome = "interrupted"

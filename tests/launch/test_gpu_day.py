@@ -6,13 +6,15 @@ import json
 import os
 import signal
 import sys
-import time
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from repro import cli
 from repro.config import ConfigError, Layout
+from repro.config.suites import load_suite
 from repro.launch.gpu_day import runner
 from repro.launch.gpu_day.result_files import (
     FILES,
@@ -26,15 +28,17 @@ from repro.launch.gpu_day.result_files import (
     append_measurement,
     read_json_lines,
 )
-from repro.launch.gpu_day.runner import GpuDayRequest, parse_faults, planned_steps, run_gpu_day
+from repro.launch.gpu_day.runner import GpuDayRequest, parse_faults, run_gpu_day
 from repro.launch.gpu_day.step_probe import busy_seconds
 from repro.launch.gpu_day.steps import GpuDayPlaces, GpuDayStep, gpu_day_steps, write_suites
+from repro.launch.rank_process import process_state
 from repro.results.store import Store
+from tests.launch.runs import wait_for
 from tests.records import made_up
 from tests.training import tiny
 
-MINUTES = 1.0
 EXPERIMENT = {"experiment": tiny(Layout()).as_dict()}
+HANGS = "import time; time.sleep(1000)"
 
 
 def step(name: str, code: str, estimate_s: float = 0.0, limit_s: float = 60.0, **more: str) -> GpuDayStep:
@@ -43,7 +47,7 @@ def step(name: str, code: str, estimate_s: float = 0.0, limit_s: float = 60.0, *
 
 
 def run_day(
-    monkeypatch: pytest.MonkeyPatch, out: Path, steps: list[GpuDayStep], minutes: float = MINUTES
+    monkeypatch: pytest.MonkeyPatch, out: Path, steps: list[GpuDayStep], minutes: float = 10.0
 ) -> dict[str, runner.StepOutcome]:
     """Run `steps` as a GPU day, check the outcomes in the file, and return the outcomes by name."""
     monkeypatch.setattr(runner, "gpu_day_steps", lambda places, rehearse: steps)
@@ -53,63 +57,61 @@ def run_day(
     return {outcome.name: outcome for outcome in found}
 
 
-def test_failed_steps_do_not_end_the_gpu_day(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    steps = [
-        step("fails", "print('before'); raise SystemExit('what went wrong')"),
-        step("hangs", "import time; time.sleep(1000)", limit_s=0.5),
-        step("killed", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"),
-        step("absent", "", missing="a tool"),
-        step("last", "print('after')"),
-    ]
-    found = run_day(monkeypatch, tmp_path / "out", steps)
-    assert [found[s.name].outcome for s in steps] == ["failed", "timeout", "failed", "skipped", "ok"]
-    assert found["fails"].reason == "exit code 1: what went wrong"
-    assert "SIGKILL" in found["killed"].reason
-    assert found["absent"].reason == "needs a tool"
-    log = (tmp_path / "out" / LOG).read_text(encoding="utf-8")
-    assert "before" in log
-    assert "after" in log
-
-
-def test_steps_longer_than_the_remaining_time_are_skipped(
+def test_failed_and_skipped_steps_do_not_end_the_gpu_day(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    steps = [step("long", "", estimate_s=100.0), step("short", "", estimate_s=1.0)]
+    places = "import os, tempfile; print([os.getcwd(), os.environ['HOME'], tempfile.gettempdir()])"
+    steps = [
+        step("fails", "print('before'); raise SystemExit('what went wrong')"),
+        step("hangs", HANGS, limit_s=0.5),
+        step("killed", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"),
+        step("absent", "", missing="a tool"),
+        step("reads", "", needs_file="system.toml"),
+        step("long", "", estimate_s=1000.0),
+        step("talks", f"print('begin'); print('x' * {2 * LOG_SHARE_BYTES}); print('end')"),
+        step("places", places, estimate_s=1.0),
+    ]
     found = run_day(monkeypatch, tmp_path / "out", steps)
-    assert found["long"].outcome == "skipped"
-    assert "needs about 100 s" in found["long"].reason
-    assert found["short"].outcome == "ok"
+    ends = [(outcome.outcome, outcome.reason) for outcome in found.values()]
+    seconds = ends[5][1].removeprefix("needs about 1000 s, but ").removesuffix(" s remain")
+    assert ends == [
+        ("failed", "exit code 1: what went wrong"),
+        ("timeout", "timeout after 0 s"),
+        ("failed", "signal SIGKILL"),
+        ("skipped", "needs a tool"),
+        ("skipped", "needs system.toml, which no previous step wrote"),
+        ("skipped", f"needs about 1000 s, but {int(seconds)} s remain"),
+        ("ok", ""),
+        ("ok", ""),
+    ]
+    log = (tmp_path / "out" / LOG).read_text(encoding="utf-8")
+    assert "before" in log
+    assert "\nbegin\n" in log
+    assert "\nend\n" in log, "the log retains the end of a long output"
+    assert len(log) < LOG_SHARE_BYTES + 3000
+    folders = json.loads(log.splitlines()[-1].replace("'", '"'))
+    assert not any(Path(folder).exists() for folder in folders), "folders of steps are temporary"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [LOG, STEPS]
 
 
 def test_step_limit_is_at_most_the_remaining_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     left_s = 1.0
     minutes = (runner.CLOSING_S + left_s) / 60
-    found = run_day(monkeypatch, tmp_path / "out", [step("hangs", "import time; time.sleep(1000)")], minutes)
+    found = run_day(monkeypatch, tmp_path / "out", [step("hangs", HANGS)], minutes)
     assert found["hangs"].outcome == "timeout"
     assert found["hangs"].limit_s <= left_s
 
 
 def test_child_processes_end_with_their_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The child ignores SIGTERM, and the step exits before the child."""
-    child = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
+    child = f"import signal; signal.signal(15, signal.SIG_IGN); {HANGS}"
     pid = tmp_path / "pid"
     code = (
         f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]);"
         f"open({str(pid)!r}, 'w').write(str(p.pid))"
     )
     assert run_day(monkeypatch, tmp_path / "out", [step("leaves", code)])["leaves"].outcome == "ok"
-    deadline = time.monotonic() + 60
-    while _is_running(int(pid.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+    wait_for(lambda: not process_state(int(pid.read_text())))
 
 
 def test_records_are_copied_before_the_step_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -128,39 +130,11 @@ def test_records_are_copied_before_the_step_ends(monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_after_a_signal_are_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stops = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(1000)"
+    stops = f"import os, signal; os.kill({os.getpid()}, signal.SIGTERM); {HANGS}"
     found = run_day(monkeypatch, tmp_path / "out", [step("stops", stops), step("rest", "")])
     assert found["stops"].outcome == "interrupted"
     assert (found["rest"].outcome, found["rest"].reason) == ("skipped", "the session was interrupted")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def test_step_without_its_required_file_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = run_day(monkeypatch, tmp_path / "out", [step("reads", "", needs_file="system.toml")])
-    assert found["reads"].outcome == "skipped"
-
-
-def test_home_and_working_directory_of_steps_are_temporary(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    code = "import os, tempfile; print([os.getcwd(), os.environ['HOME'], tempfile.gettempdir()])"
-    run_day(monkeypatch, out, [step("places", code)])
-    log = (out / LOG).read_text(encoding="utf-8")
-    folders = json.loads(log.splitlines()[-1].replace("'", '"'))
-    assert not any(Path(folder).exists() for folder in folders)
-    assert sorted(path.name for path in out.iterdir()) == [LOG, STEPS]
-
-
-def test_log_retains_beginning_and_end_of_long_output(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    code = f"print('begin'); print('x' * {2 * LOG_SHARE_BYTES}); print('end')"
-    run_day(monkeypatch, tmp_path / "out", [step("talks", code)])
-    log = (tmp_path / "out" / LOG).read_bytes()
-    assert b"\nbegin\n" in log
-    assert log.endswith(b"\nend\n")
-    assert len(log) < LOG_SHARE_BYTES + 1000
 
 
 def test_result_file_size_is_limited(tmp_path: Path) -> None:
@@ -185,10 +159,6 @@ def test_rehearsal_has_the_same_steps_in_the_same_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rehearse", [False, True])
 def test_commands_name_existing_experiments(rehearse: bool, tmp_path: Path) -> None:
     """Every `repro run` of the steps selects experiments of the suites that the GPU day writes."""
-    from fnmatch import fnmatch
-
-    from repro.config.suites import load_suite
-
     places = GpuDayPlaces(tmp_path / "out", tmp_path)
     write_suites(places, rehearse=rehearse)
     run_count = 0
@@ -208,19 +178,19 @@ def test_commands_name_existing_experiments(rehearse: bool, tmp_path: Path) -> N
 def test_invalid_requests_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    def ignore(step: GpuDayStep, outcome: object) -> None:
-        pass
+    def run(minutes: float, out: Path, **keys: Any) -> None:
+        run_gpu_day(GpuDayRequest(minutes, out, **keys), lambda step, outcome: None)
 
     with pytest.raises(ConfigError, match="new or empty folder"):
-        run_gpu_day(GpuDayRequest(1, tmp_path, rehearse=True), ignore)
+        run(1, tmp_path, rehearse=True)
     with pytest.raises(ConfigError, match="--minutes"):
-        run_gpu_day(GpuDayRequest(0, tmp_path / "out", rehearse=True), ignore)
+        run(0, tmp_path / "out", rehearse=True)
     with pytest.raises(ConfigError, match="needs --rehearse"):
-        GpuDayRequest(1, tmp_path, faults={"facts": "fail"}).check()
+        run(1, tmp_path / "out", faults={"facts": "fail"})
     with pytest.raises(ConfigError, match="STEP=fail"):
         parse_faults(["facts=explode"])
     with pytest.raises(ConfigError, match="one of facts"):
-        planned_steps(GpuDayRequest(1, tmp_path, only=["nothing"]), tmp_path)
+        run(1, tmp_path / "out", rehearse=True, only=["nothing"])
 
 
 def test_dry_run_lists_every_step_and_its_basis(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -254,9 +224,6 @@ def test_import_adds_records_once_and_compares_step_times(
     assert "it already had 1 others" in text
     assert "facts: failed: exit code 1" in text
     assert len(Store(results).records()) == 2
-
-
-def test_import_rejects_folders_without_a_gpu_day(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["gpu-day", "--import", str(tmp_path)]) == 2
     assert "name the --out folder of a `repro gpu-day` run" in capsys.readouterr().err
 

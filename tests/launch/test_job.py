@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from repro.launch.job import STOP_TIMEOUT_S, Interrupt
+from repro.launch.rank_process import process_state
 from repro.util.processes import Workers
 from tests.launch.runs import wait_for
 
@@ -88,10 +89,4 @@ def test_workers_end_after_their_parent_is_killed(tmp_path: Path) -> None:
         worker_pids = {int(number) for number in process.stdout.readline().split()}
         assert worker_pids
         process.kill()
-    wait_for(lambda: not any(_is_running(number) for number in worker_pids))
-
-
-def _is_running(number: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+    wait_for(lambda: not any(map(process_state, worker_pids)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,17 +61,12 @@ def broken_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gelu, "forward_operator", call)
 
 
-def results(kernels: str = "fused", **layout: Any) -> dict[str, Any]:
-    experiment = tiny(Layout(kernels=kernels, **layout), steps=2, untimed_steps=1)
+def results(kernels: str = "fused") -> dict[str, Any]:
+    experiment = tiny(Layout(kernels=kernels), steps=2, untimed_steps=1)
     run = ExperimentRun(experiment, meshes.single_rank_mesh(), torch.device("cpu"), lambda step, phase: None)
     run.prelude()
     run.steps(1)
     return run.result().as_dict()
-
-
-def test_cpu_and_reference_operators_are_reported_as_torch() -> None:
-    assert results()["kernels"] == {"every operator": ["torch: on cpu"]}
-    assert results("reference")["kernels"] == {"every operator": ["torch: kernels = reference"]}
 
 
 def recorded(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
@@ -87,13 +81,17 @@ def recorded(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
+WARNING = "ran torch's operators in place of CUDA kernels for"
+
+
 def test_fallback_reason_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran = {"bias_gelu": ["torch: no compiler"], "adamw_": ["cuda"]}
-    record = recorded(tmp_path, results() | {"kernels": ran})
+    result = results()
+    assert result["kernels"] == {"every operator": ["torch: on cpu"]}
+    record = recorded(tmp_path, result | {"kernels": ran})
     assert record["kernels"] == {"bias_gelu": {"torch: no compiler": 1}, "adamw_": {"cuda": 1}}
     assert record["metrics"]["steps"] == 2
-    warning = "ran torch's operators in place of CUDA kernels for bias_gelu: no compiler"
-    assert capsys.readouterr().err.count(f"warning: tiny {warning}\n") == 1
+    assert capsys.readouterr().err.count(f"warning: tiny {WARNING} bias_gelu: no compiler\n") == 1
 
 
 @pytest.mark.usefixtures("broken_kernel")
@@ -103,25 +101,16 @@ def test_compilation_error_reaches_the_record_and_the_terminal(
     with pytest.warns(RuntimeWarning, match=r"repro::bias_gelu runs torch(.|\n)*nonsense") as caught:
         result = results()
     assert len(caught) == 1
+    assert set(result["kernels"]) == {"bias_gelu"}
+    assert results("reference")["kernels"] == {"every operator": ["torch: kernels = reference"]}
     record = recorded(tmp_path, result)
     ((implementation, ranks),) = record["kernels"]["bias_gelu"].items()
     assert ranks == 1
     assert implementation.startswith("torch: wrong does not compile for sm_80: wrong.cu(1): error")
     assert "nonsense" in implementation
     message = capsys.readouterr().err
-    assert (
-        message.count("warning: tiny ran torch's operators in place of CUDA kernels for bias_gelu: wrong")
-        == 1
-    )
+    assert message.count(f"warning: tiny {WARNING} bias_gelu: wrong") == 1
     assert "`repro doctor`" in message
-
-
-@pytest.mark.usefixtures("broken_kernel")
-def test_kernels_are_reported_per_experiment() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert set(results()["kernels"]) == {"bias_gelu"}
-        assert results("reference")["kernels"] == {"every operator": ["torch: kernels = reference"]}
 
 
 def test_ranks_are_counted_by_kernel_implementation() -> None:

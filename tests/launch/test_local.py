@@ -1,24 +1,26 @@
-"""Tests of the resources of this machine and of the files of a local launch, without rank processes."""
+"""Tests of local launches without rank processes: resources of this machine, heartbeats, and files of a launch."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from repro import engines
-from repro.config import EmulatedNetwork, Experiment, Layout
+from repro import cli, engines
+from repro.config import EmulatedNetwork, Experiment, Layout, suites
+from repro.config.enums import Phase
 from repro.config.sizes import RANKS_PER_CORE
 from repro.emulate import lab
 from repro.launch import local_launch, rank_process
 from repro.launch.job import Job
 from repro.launch.local_launch import LocalLaunch
+from repro.launch.rank_process import HeartbeatReader, HeartbeatWriter
 from tests.clock import Clock
 from tests.training import TINY
 
@@ -65,9 +67,88 @@ def test_device_count_respects_cuda_visible_devices(monkeypatch: pytest.MonkeyPa
     assert local_launch.count_cuda_devices() == 0
 
 
-def test_rank_environment_on_a_machine_and_an_emulated_node(
-    monkeypatch: pytest.MonkeyPatch,
+FREE = 10 * 10**9
+SUITE = """
+[suite]
+name = "large"
+[[experiment]]
+name = "states"
+model = "gpt2-1.5b"
+layout = { dp = 2, zero = 1 }
+[[experiment]]
+name = "batch"
+model = "gpt2-tiny"
+layout.micro_batch = 100_000
+[[experiment]]
+name = "meant"
+model = "gpt2-1.5b"
+layout.dp = 2
+expect = "oom"
+[[experiment]]
+name = "limited"
+model = "gpt2-1.5b"
+layout.dp = 2
+limits.memory_bytes = 1_000_000_000
+[[experiment]]
+name = "small"
+model = "gpt2-tiny"
+"""
+STATE_BYTES = 1_557_611_200 * (2 * 8 + 8)
+"""fp32 parameters and gradients on both ranks, and the two Adam states, which ZeRO-1 partitions."""
+INPUT_BYTES = 4 * 128 * 128 * 4
+"""Block inputs of one sample: 4 blocks of gpt2-tiny, 128 tokens, hidden size 128, fp32."""
+
+
+def test_experiments_above_the_free_memory_do_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The check exempts experiments that should run out of memory and those with a limit that fits."""
+    monkeypatch.setattr(local_launch, "memory_and_swap", lambda: FREE)
+    suite, results = tmp_path / "large.toml", tmp_path / "results"
+    suite.write_text(SUITE)
+    assert cli.main(["run", str(suite), "--dry-run", "--json", "--results", str(results)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    reasons = {row["name"]: row["where"] for row in rows if row["state"] == "not here"}
+    assert set(reasons) == {"states", "batch"}
+    max_count = int(1_557_611_200 * FREE / STATE_BYTES)
+    assert reasons["states"] == (
+        "needs 37.4 GB of memory for model states alone, and 10 GB are free here; model = 'gpt2-1.5b' has "
+        f"1,557,611,200 parameters, and at most {max_count:,} fit in this layout; "
+        "`--evidence simulated` simulates the experiment here"
+    )
+    max_samples = int(reasons["batch"].split("at most ")[1].split(" ")[0])
+    states = 16 * 7_248_640
+    assert 0 <= FREE - states - max_samples * INPUT_BYTES < INPUT_BYTES
+    assert cli.main(["run", str(suite), "--only", "states", "--results", str(results)]) == 2
+    error = f'error: {suite}: experiment "states": not run: {reasons["states"]}\n'
+    assert capsys.readouterr().err == error
+    assert not results.exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "states", "samples"),
+    [
+        ("cp = 2, zero = 0", 2 * 16, 1),  # both ranks have all states and half of the tokens
+        ("cp = 2, zero = 3", 16, 1),
+        ("cp = 2, dp = 2, zero = 0", 4 * 16, 2),
+    ],
+)
+def test_context_parallel_ranks_share_the_tokens_of_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, states: int, samples: int
+) -> None:
+    path = tmp_path / "cp.toml"
+    experiment = f'name = "a"\nmodel = "gpt2-tiny"\nlayout = {{ {shape}, micro_batch = 10 }}\n'
+    path.write_text(f'[suite]\nname = "cp"\n[[experiment]]\n{experiment}')
+    (entry,) = suites.load_suite(path).entries
+    needed = states * 7_248_640 + 10 * samples * INPUT_BYTES
+    monkeypatch.setattr(local_launch, "memory_and_swap", lambda: needed)
+    assert local_launch.memory_shortage(entry.experiment) == ""
+    monkeypatch.setattr(local_launch, "memory_and_swap", lambda: needed - 1)
+    assert "layout.micro_batch = 10, and at most 9 fit" in local_launch.memory_shortage(entry.experiment)
+
+
+def test_rank_environment_on_a_machine_and_an_emulated_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks divide the cores, and variables of the user take precedence."""
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(local_launch.os, "sched_getaffinity", lambda pid: set(range(8)))
@@ -75,15 +156,13 @@ def test_rank_environment_on_a_machine_and_an_emulated_node(
     world = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     variables = {"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo", **world}
     assert local_launch.rank_environment(2, 3) == before | variables
-    assert local_launch.rank_environment(2, 3, limited=True) == before | variables | {
-        "MALLOC_MMAP_THRESHOLD_": "262144"
-    }
-    assert local_launch._on_node(2, 5) == {
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "OMP_NUM_THREADS": "1",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-    }
+    limited = {"MALLOC_MMAP_THRESHOLD_": "262144"}
+    assert local_launch.rank_environment(2, 3, limited=True) == before | variables | limited
+    assert local_launch.rank_environment(0, 9)["OMP_NUM_THREADS"] == "1"
+    place = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert local_launch._on_node(2, 5) == {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **place}
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert local_launch.rank_environment(0, 1)["OMP_NUM_THREADS"] == "7"
 
 
 class Ranks(LocalLaunch):
@@ -91,7 +170,7 @@ class Ranks(LocalLaunch):
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(local_launch, "scratch_parent", lambda: folder)
-        super().__init__(Job(experiments=[experiment(3)]), folder / "logs")
+        super().__init__(Job(experiments=[experiment(3)], rounds=3, compare=True), folder / "logs")
         self.logs.mkdir()
         self.clock, self.dump_poll = Clock(asleep=self._write_stacks).rules(monkeypatch, local_launch), 0
         self.signals: list[int] = []
@@ -113,41 +192,67 @@ class Ranks(LocalLaunch):
         return rank == 2
 
 
-def test_stack_dump_waits_only_for_running_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(tmp_path, monkeypatch)
-    ranks.dump_poll = 3
-    ranks.dump_stacks()
-    assert (ranks.signals, len(ranks.clock.slept)) == ([rank_process.STACKS_SIGNAL], 3)
-    ranks.dump_poll, ranks.clock.now = 0, 200.0
-    ranks.dump_stacks()
-    assert (
-        rank_process.STACKS_TIMEOUT_S
-        <= ranks.clock.now - 200.0
-        < rank_process.STACKS_TIMEOUT_S + 2 * local_launch.STACKS_POLL_INTERVAL_S
-    )
-    ranks.close(keep_logs=None)
-    assert ranks.signals[-1] == signal.SIGKILL
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(tmp_path, monkeypatch)
+
+
+def test_stack_dump_waits_only_for_running_ranks(launched: Ranks, tmp_path: Path) -> None:
+    launched.dump_poll = 3
+    launched.dump_stacks()
+    assert (launched.signals, len(launched.clock.slept)) == ([rank_process.STACKS_SIGNAL], 3)
+    launched.dump_poll, launched.clock.now = 0, 200.0
+    launched.dump_stacks()
+    excess_s = launched.clock.now - 200.0 - rank_process.STACKS_TIMEOUT_S
+    assert 0 <= excess_s < 2 * local_launch.STACKS_POLL_INTERVAL_S
+    launched.close(keep_logs=None)
+    assert launched.signals[-1] == signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reports_and_results_are_read_from_launch_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = Ranks(tmp_path, monkeypatch)
-    assert (ranks.report(0), ranks.results(0)) == (None, None)
-    (ranks.folder / "rank-0.json").write_text('{"rank": 0, "outcome": "ok"}')
+def test_reports_and_results_are_read_from_launch_files(launched: Ranks, tmp_path: Path) -> None:
+    assert (launched.report(0), launched.results(0)) == (None, None)
+    (launched.folder / "rank-0.json").write_text('{"rank": 0, "outcome": "ok"}')
     for rank in range(3):
-        assert ranks.results(1) is None
-        (ranks.folder / f"finished-1-{rank}.json").write_text(f'{{"rank": {rank}}}')
-    assert ranks.report(0) == {"rank": 0, "outcome": "ok"}
-    assert ranks.results(1) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-    assert Job.load(ranks.folder / "job.json") == replace(ranks.job)
-    rank_process.error_log_path(ranks.logs, 0).write_text(
-        "x" * 2 * rank_process.MAX_ERROR_LOG_BYTES + "the end"
-    )
-    assert ranks.error_text(0) == "x" * (rank_process.MAX_ERROR_LOG_BYTES - 7) + "the end"
-    ranks.ask_to_stop()
-    assert (ranks.folder / "stop").exists()
-    ranks.close(keep_logs=ranks.logs)
+        assert launched.results(1) is None
+        (launched.folder / f"finished-1-{rank}.json").write_text(f'{{"rank": {rank}}}')
+    assert launched.report(0) == {"rank": 0, "outcome": "ok"}
+    assert launched.results(1) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert Job.load(launched.folder / "job.json") == launched.job
+    most = rank_process.MAX_ERROR_LOG_BYTES
+    rank_process.error_log_path(launched.logs, 0).write_text("x" * 2 * most + "the end")
+    assert launched.error_text(0) == "x" * (most - 7) + "the end"
+    launched.ask_to_stop()
+    assert (launched.folder / "stop").exists()
+    launched.close(keep_logs=launched.logs)
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
-    assert ranks.error_text(7) == ""
+    assert launched.error_text(7) == ""
+
+
+def test_launcher_reads_the_last_position_of_each_rank(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat"
+    heartbeats = HeartbeatReader(path, 3)
+    heartbeat = HeartbeatWriter(path, 2)
+    heartbeat.phase(1, 7, Phase.BACKWARD)
+    assert str(heartbeats.position(2)) == "at step 7, backward"
+    heartbeat.collective(123, "reduce_scatter", "dp")
+    HeartbeatWriter(path, 0).phase(0, 6, Phase.FORWARD)
+    position = heartbeats.position(2)
+    assert position[:-1] == (1, 7, Phase.BACKWARD, 123, "reduce_scatter", "dp")
+    assert str(position) == "at step 7, backward, after reduce_scatter #123 on dp"
+    assert heartbeats.position(0)[:4] == (0, 6, Phase.FORWARD, 0)
+    assert not heartbeats.position(1).begun
+    assert str(heartbeats.position(1)) == "at start-up"
+
+
+def test_every_heartbeat_counts_as_progress(tmp_path: Path) -> None:
+    heartbeats = HeartbeatReader(tmp_path / "heartbeat", 1)
+    heartbeat = HeartbeatWriter(tmp_path / "heartbeat", 0)
+    seen = [heartbeats.position(0).seconds]
+    for phase in Phase:
+        heartbeat.phase(0, 1, phase)
+        seen.append(heartbeats.position(0).seconds)
+        heartbeat.collective(1, "all_reduce", "tp")
+        seen.append(heartbeats.position(0).seconds)
+    assert seen == sorted(set(seen))
+    heartbeat.finished(0, {"rank": 0})  # without a callback, the result is dropped

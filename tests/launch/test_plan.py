@@ -34,23 +34,19 @@ def add_comparison(store: Store, suite: suites.Suite, baseline: str, subject: st
     store.append(ComparisonRecord(suite="s", name="x", baseline=sides[0], subject=sides[1], **numbers))
 
 
-def names(tasks: list[plan.Task]) -> list[str]:
-    """Return one word per launch, made of experiment names; a comparison is in capitals."""
-    joined = ["".join(e.name for e in task.experiments) for task in tasks]
-    return [word.upper() if task.comparison else word for word, task in zip(joined, tasks, strict=True)]
-
-
 def planned(
     store: Store, suite: suites.Suite, only: list[str] | None = None, rerun: bool = False
 ) -> list[str]:
-    return names(plan.plan_tasks(suite, plan.select_entries(suite, only or []), store, rerun=rerun))
+    """Return one word per planned launch, made of experiment names; a comparison is in capitals."""
+    tasks = plan.plan_tasks(suite, plan.select_entries(suite, only or []), store, rerun=rerun)
+    words = ["".join(e.name for e in task.experiments) for task in tasks]
+    return [word.upper() if task.comparison else word for word, task in zip(words, tasks, strict=True)]
 
 
 def test_conclusive_outcomes_are_not_repeated(tmp_path: Path, store: Store) -> None:
     suite = suites.load_suite(write_suite(tmp_path, experiments(*"abcdef")))
-    for name, outcome in zip(
-        "abcdef", ("ok", "oom", "diverged", "hang", "error", "interrupted"), strict=True
-    ):
+    outcomes = {"a": "ok", "b": "oom", "c": "diverged", "d": "hang", "e": "error", "f": "interrupted"}
+    for name, outcome in outcomes.items():
         add_record(store, suite, name, outcome)
     assert planned(store, suite) == ["d", "e", "f"]
     assert planned(store, suite, ["[a-d]"]) == ["d"]
@@ -83,12 +79,9 @@ def test_missing_comparison_runs_its_baseline_again(tmp_path: Path, store: Store
 def test_failed_experiments_are_not_compared(tmp_path: Path, store: Store, outcome: str) -> None:
     """After a failed baseline, only subjects without a record run, and without a comparison."""
     suite = suites.load_suite(write_suite(tmp_path, experiments(*"abc") + COMPARE))
-    add_record(store, suite, "b", outcome)
-    assert planned(store, suite) == ["AC"]
-    add_record(store, suite, "a", outcome)
-    assert planned(store, suite) == ["c"]
-    add_record(store, suite, "c")
-    assert planned(store, suite) == []
+    for name, recorded, expected in (("b", outcome, ["AC"]), ("a", outcome, ["c"]), ("c", "ok", [])):
+        add_record(store, suite, name, recorded)
+        assert planned(store, suite) == expected
 
 
 def test_selection_may_contain_part_of_a_comparison(tmp_path: Path, store: Store) -> None:
@@ -113,19 +106,18 @@ def test_keys_are_locked_until_their_release(tmp_path: Path) -> None:
     assert first.take(["a", "b"])
     assert not second.take(["b", "0"])
     assert third.take(["0"]), "a failed attempt locks no key"
+    third.release()
     assert not second.take(["a"])
     first.release()
     assert second.take(["a", "b"])
     assert not first.take(["b"])
-
-
-def test_lock_files_are_readable_by_other_users(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        assert ExperimentLocks(tmp_path / "new" / "store").take(["a"])
+        assert third.take(["c"])
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "new" / "store" / "locks" / "a").stat().st_mode) == 0o644
+    mode = stat.S_IMODE((tmp_path / "locks" / "c").stat().st_mode)
+    assert mode == 0o644, "other users may read lock files but not write"
 
 
 def test_lock_of_a_killed_run_removes_its_folder(tmp_path: Path) -> None:

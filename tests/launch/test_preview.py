@@ -1,137 +1,94 @@
-"""Tests of `repro run --dry-run`: state, location and estimated time of each experiment."""
+"""Tests of the experiments that `repro run` would start or leave to another machine, also with `--dry-run`."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from repro import cli, engines
-from repro.config import ConfigError, suites
+from repro.config import ConfigError
 from repro.config.suites import load_suite
 from repro.launch.run import preview_run
 from repro.results.store import Store
-from tests.launch.runs import experiments, write_suite
-from tests.records import changed, made_up
+from tests.launch.runs import FAKE, ROOT, experiments, write_suite
+from tests.records import changed, lines, made_up
 
-CLUSTER = '[suite]\nname = "o"\n[[experiment]]\nname = "far"\nmodel = "gpt2-1.5b"\nsystem = "dgx2"\nlayout.dp = 16\n'
-
-
-TORCH_EXPERIMENT = '[[experiment]]\nname = "torch"\nengine = "torch"\nlayout.zero = 1\n'
-
-
-def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, object]]:
-    assert cli.main(["run", *arguments, "--dry-run", "--json"]) == 0
-    found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
-    return found
+SMOKE = ["run", "smoke", "--only", "smoke/states-z0-dp2", "--dry-run"]
+FAR = '[[experiment]]\nname = "far"\nmodel = "gpt2-1.5b"\nsystem = "dgx2"\nlayout.dp = 16\n'
+TORCH = '[[experiment]]\nname = "torch"\nengine = "torch"\nlayout.zero = 1\n'
+ON_DGX2 = "needs 16 GPUs of system dgx2; `--evidence simulated` simulates the experiment here"
 
 
-def test_dry_run_lists_state_location_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "o.toml").write_text(CLUSTER)
-    results = tmp_path / "results"
-    known = load_suite(Path("smoke")).entry("states-z0-dp2").experiment
-    with Store(results) as store:
-        record = made_up("states-z0-dp2", suite="smoke")
-        store.append(changed(record, key=known.key, wall_s=12.5))
-        store.append(made_up("states-z3-dp2", suite="another", key="other", wall_s=99.0))
-    before = sorted(results.rglob("*"))
-    found = dry_run(capsys, "smoke", "--only", "states-z[03]-dp2", "--results", str(results))
-    assert [(row["name"], row["state"], row["where"], row["last_s"]) for row in found] == [
-        ("states-z0-dp2", "in the store", "2 ranks here", 12.5),
-        ("states-z3-dp2", "to run", "2 ranks here", None),
-    ]
-    (far,) = dry_run(capsys, str(tmp_path / "o.toml"), "--results", str(results))
-    assert (far["state"], far["name"]) == ("not here", "far")
-    assert str(far["where"]).startswith("needs 16 GPUs of system dgx2")
-    both = dry_run(
-        capsys, "smoke", str(tmp_path / "o.toml"), "--evidence", "simulated", "--results", str(results)
-    )
-    assert {row["suite"] for row in both} == {"smoke", "o"}
-    assert both[-1]["where"] == "16 ranks of dgx2, simulated here"
-    assert sorted(results.rglob("*")) == before
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """Return the lines that `repro` prints, with single spaces."""
+    assert cli.main([*arguments]) == 0
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_preview_contains_steps_and_time_limits(tmp_path: Path) -> None:
-    body = experiments("a", "known") + experiments("far", extra='system = "dgx2"\nlayout.dp = 16\n')
-    suite = write_suite(tmp_path, body + TORCH_EXPERIMENT, limits="timeout_s = 7")
-    keys = {entry.experiment.name: entry.experiment.key for entry in load_suite(suite).entries}
+def test_preview_contains_state_location_steps_and_times(tmp_path: Path) -> None:
+    body = experiments("a", "known") + FAR + TORCH
+    suite = write_suite(tmp_path, body, limits="timeout_s = 7")
+    key = load_suite(suite).entry("known").experiment.key
     with Store(tmp_path / "results") as store:
         for evidence, seconds in (("measured", 3.0), ("simulated", 4.0)):
-            record = made_up("known", suite="faults", key=keys["known"], evidence=evidence, wall_s=seconds)
-            store.append(record)
+            store.append(made_up("known", suite="faults", key=key, evidence=evidence, wall_s=seconds))
+        store.append(made_up("a", suite="another", key="other", wall_s=99.0))
+    before = sorted(tmp_path.rglob("*"))
 
     def preview(evidence: str, system: str = "", rerun: bool = False) -> list[tuple[object, ...]]:
-        return [
-            astuple(row)[1:7]
-            for row in preview_run([suite], [], tmp_path / "results", rerun, evidence, system)
-        ]
+        found = preview_run([suite], [], tmp_path / "results", rerun, evidence, system)
+        return [astuple(row)[1:7] for row in found]
 
-    hint = "needs 16 GPUs of system dgx2; `--evidence simulated` simulates the experiment here"
-    far = ("far", "not here", hint, 6, None, 7.0)
-    a, known = (
+    known = ("known", "in the store", "2 ranks here", 6, 3.0, 7.0)
+    assert preview("measured") == [
         ("a", "to run", "2 ranks here", 6, None, 7.0),
-        ("known", "in the store", "2 ranks here", 6, 3.0, 7.0),
-    )
-    torch = ("torch", "to run", "2 ranks here", 6, None, 7.0)
-    assert preview("measured") == [a, known, far, torch]
+        known,
+        ("far", "not here", ON_DGX2, 6, None, 7.0),
+        ("torch", "to run", "2 ranks here", 6, None, 7.0),
+    ]
     assert preview("measured", rerun=True)[1] == ("known", "to run", *known[2:])
     location = "2 ranks of local, simulated here"
-    needs_native = "needs engine native: only native steps can be simulated"
     assert preview("simulated") == [
         ("a", "to run", location, 1, None, 0.0),
         ("known", "to run", location, 1, 4.0, 0.0),  # the record has another system description
         ("far", "to run", "16 ranks of dgx2, simulated here", 1, None, 0.0),
-        ("torch", "not here", needs_native, 1, None, 0.0),
+        ("torch", "not here", "needs engine native: only native steps can be simulated", 1, None, 0.0),
     ]
-    on_selene = preview("simulated", "selene")
-    assert on_selene[0] == ("a@selene", "to run", "2 ranks of selene, simulated here", 1, None, 0.0)
+    assert preview("simulated", "selene")[0] == (
+        *("a@selene", "to run", "2 ranks of selene, simulated here", 1, None, 0.0),
+    )
+    assert sorted(tmp_path.rglob("*")) == before, "a preview changes no file"
 
 
-def test_rerun_lists_recorded_experiments_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimated_time_is_that_of_the_last_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = load_suite(Path("smoke")).entry("states-z0-dp2").experiment
-    with Store(tmp_path) as store:
-        store.append(changed(made_up("states-z0-dp2", suite="smoke"), key=known.key, wall_s=2.0))
-    arguments = [
-        "run",
-        "smoke",
-        "--only",
-        "states-z0-dp2",
-        "--results",
-        str(tmp_path),
-        "--dry-run",
-        "--rerun",
-    ]
-    assert cli.main(arguments) == 0
-    message = capsys.readouterr().out.splitlines()
-    assert message[:2] == [
-        "1 experiment: 1 to run, 0 in the store, 0 not here.",
-        "Estimated time: 2 s for 1 experiment by the times of their last runs.",
-    ]
-
-
-def test_experiments_without_records_have_no_estimated_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = load_suite(Path("smoke")).entry("states-z0-dp2").experiment.training.steps
     for evidence, row in (
-        ("measured", f"states-z0-dp2 to run 2 ranks here {steps} – 300"),
+        ("measured", f"states-z0-dp2 to run 2 ranks here {known.training.steps} – 300"),
         ("simulated", "states-z0-dp2 to run 2 ranks of local, simulated here 1 – –"),
     ):
-        arguments = ["run", "smoke", "--only", "states-z0-dp2", "--results", str(tmp_path), "--dry-run"]
-        assert cli.main([*arguments, "--details", "--evidence", evidence]) == 0
-        message = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        message = printed(capsys, *SMOKE, "--results", str(tmp_path), "--details", "--evidence", evidence)
         assert message[1] == "Estimated time: no estimate for 1 experiment without a record."
         assert message[-1] == row
+    with Store(tmp_path) as store:
+        store.append(changed(made_up("states-z0-dp2", suite="smoke"), key=known.key, wall_s=12.5))
+    assert printed(capsys, *SMOKE, "--rerun", "--results", str(tmp_path))[:2] == [
+        "1 experiment: 1 to run, 0 in the store, 0 not here.",
+        "Estimated time: 12.5 s for 1 experiment by the times of their last runs.",
+    ]
+    assert cli.main([*SMOKE, str(write_suite(tmp_path, FAR)), "--json", "--results", str(tmp_path)]) == 0
+    rows = [(row["suite"], row["name"], row["state"]) for row in json.loads(capsys.readouterr().out)]
+    assert rows == [("smoke", "states-z0-dp2", "in the store"), ("faults", "far", "not here")]
 
 
 def test_dry_run_counts_experiments_for_other_machines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entries = load_suite(Path("zero_throughput")).entries
-    assert cli.main(["run", "zero_throughput", "--dry-run", "--results", str(tmp_path)]) == 0
-    message = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    message = printed(capsys, "run", "zero_throughput", "--dry-run", "--results", str(tmp_path))
     here = [entry for entry in entries if entry.experiment.system == "local"]
     wide = [entry for entry in entries if entry.experiment.layout.world == 128]
     far = len(entries) - len(here)
@@ -142,9 +99,7 @@ def test_dry_run_counts_experiments_for_other_machines(
     assert f"4 ranks here {len(here)} {steps}" in message
 
 
-def test_suites_are_found_by_name() -> None:
-    assert load_suite(Path("smoke")).name == "smoke"
-    assert "yuan" in suites.SUITES.names()
+def test_unknown_suite_is_rejected_with_a_similar_name() -> None:
     with pytest.raises(ConfigError, match="suite = 'smok': unknown suite; did you mean smoke"):
         load_suite(Path("smok"))
 
@@ -154,10 +109,35 @@ def test_brackets_in_names_and_messages_are_printed(
 ) -> None:
     """rich would treat `[engines]` in `pip install -e '.[engines]'` as a style and omit it."""
     monkeypatch.setattr(engines, "missing_library", lambda engine: "b: pip install -e '.[engines]'")
-    (tmp_path / "o.toml").write_text(
-        '[suite]\nname = "o"\n[[experiment]]\nname = "a[1]"\nmodel = "gpt2-tiny"\n'
+    message = " ".join(
+        printed(capsys, "run", str(write_suite(tmp_path, experiments("a[1]"))), "--dry-run", "--details")
     )
-    assert cli.main(["run", str(tmp_path / "o.toml"), "--dry-run", "--details"]) == 0
-    message = capsys.readouterr().out
     assert "a[1]" in message
     assert ".[engines]" in message
+
+
+def test_experiments_for_a_cluster_are_listed_but_not_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite, results = write_suite(tmp_path, FAR + experiments("twin")), tmp_path / "results"
+    command = ["run", str(suite), "--results", str(results)]
+    monkeypatch.setenv("REPRO_RANK_TARGET", FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run() -> tuple[int, list[tuple[Any, ...]]]:
+        code = cli.main([*command, "--json"])
+        rows = json.loads(capsys.readouterr().out)["experiments"]
+        return code, [(row["name"], row["outcome"], row["expected"]) for row in rows]
+
+    monkeypatch.setenv("FAKE_FAULT", "raise:twin:1:2")
+    assert run() == (1, [("far", "not run", None), ("twin", "error", False)])
+    monkeypatch.delenv("FAKE_FAULT")
+    assert printed(capsys, *command)[:3] == [
+        "faults: 2 experiments: 1 not run, 1 ok; all that can run here as expected",
+        "not run: 1 experiment: needs 16 GPUs of system dgx2.",
+        "`--evidence simulated` can simulate 1 of these experiments on this machine.",
+    ]
+    assert [(line["name"], line["outcome"]) for line in lines(results)] == [("twin", "error"), ("twin", "ok")]
+    with Store(results) as store:
+        store.append(made_up("far", key=load_suite(suite).entry("far").experiment.key, suite="faults"))
+    assert run() == (0, [("far", "ok", True), ("twin", "ok", True)]), "a record of the cluster is shown"

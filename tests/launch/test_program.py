@@ -75,14 +75,9 @@ def test_rank_writes_all_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert rank.calls == [("parent", 99), register, ("limit", 0, "cpu"), "lift"]
 
 
-def test_engine_is_imported_before_the_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = RankProgram(tmp_path, monkeypatch, memory=10**6)
-    rank.main()
-    assert rank.calls[2:] == [("load", "native", "cpu"), ("limit", 10**6, "cpu"), "lift"]
-
-
-def test_gpu_environment_is_set_before_the_engine_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("device", "environment"), [("cpu", []), ("cuda", [["a", "b"]])])
+def test_gpu_environment_and_engine_import_precede_the_memory_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, environment: list[list[str]]
 ) -> None:
     rank = RankProgram(tmp_path, monkeypatch, memory=10**6)
     monkeypatch.setattr(
@@ -90,8 +85,8 @@ def test_gpu_environment_is_set_before_the_engine_import(
         "apply_gpu_environment",
         lambda experiments: rank.calls.append([e.name for e in experiments]),
     )
-    rank.main("--device", "cuda")
-    assert rank.calls[2:] == [["a", "b"], ("load", "native", "cuda"), ("limit", 10**6, "cuda"), "lift"]
+    rank.main("--device", device)
+    assert rank.calls[2:] == [*environment, ("load", "native", device), ("limit", 10**6, device), "lift"]
 
 
 @pytest.mark.parametrize(
@@ -149,11 +144,25 @@ def test_exit_codes_of_outcomes_are_distinct() -> None:
     assert not codes & {2, *range(126, 256)}
 
 
-def test_only_allocator_errors_count_as_out_of_memory() -> None:
-    for text in ("CUDA out of memory", "not enough memory: you tried", "Cannot allocate memory"):
-        assert (
-            program.classify_error(RuntimeError(text)) == program.classify_error(OSError(12, text)) == "oom"
-        )
-        assert program.classify_error(KeyError(text)) == "error"
-    assert program.classify_error(RuntimeError("shape mismatch")) == "error"
-    assert program.classify_error(Nan()) == "diverged"
+class OutOfMemoryError(Exception):
+    """An error with the class name of torch.cuda."""
+
+
+TRIED = "you tried to allocate 4 bytes"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "errors"),
+    [
+        ("oom", [MemoryError(), OutOfMemoryError("on the device"), OSError(12, "Cannot allocate memory")]),
+        ("oom", [RuntimeError("CUDA out of memory"), RuntimeError("std::bad_alloc")]),
+        ("oom", [RuntimeError(f"[enforce fail] DefaultCPUAllocator: can't allocate memory: {TRIED}")]),
+        ("oom", [RuntimeError(f"DefaultCPUAllocator: not enough memory: {TRIED}")]),
+        ("oom", [RuntimeError(f"could not {verb} a primitive") for verb in ("create", "execute")]),
+        ("error", [RuntimeError("could not create a primitive descriptor for a matmul primitive")]),
+        ("error", [KeyError("CUDA out of memory"), ValueError("not enough memory"), RuntimeError("shape")]),
+        ("diverged", [Nan("std::bad_alloc")]),
+    ],
+)
+def test_only_allocator_errors_count_as_out_of_memory(outcome: str, errors: list[Exception]) -> None:
+    assert [program.classify_error(error) for error in errors] == [outcome] * len(errors)

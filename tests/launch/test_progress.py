@@ -29,33 +29,27 @@ def position_at(experiment: int, step: int, phase: Phase = Phase.FORWARD) -> Pos
     return Position(experiment, step, phase, 0, "", "", 0.0)
 
 
-def test_rate_excludes_start_up_and_first_step() -> None:
+@pytest.mark.parametrize(
+    ("times", "done", "rate"),
+    [
+        ({0: 50.0, 1: 90.0, 2: 92.0, 3: 94.0}, 3, 0.5),
+        ({8: 1.0, 9: 2.0, 10: 6.0}, 10, 0.25),  # a resumed run
+    ],
+)
+def test_rate_excludes_start_up_and_the_first_step(times: dict[int, float], done: int, rate: float) -> None:
     clock = Clock()
     counters = JobStepCounters(job("a"), clock.monotonic)
-    for now, step in ((50.0, 0), (90.0, 1), (92.0, 2), (94.0, 3)):
-        clock.now = now
+    for step, clock.now in times.items():
         steps = counters.update(position_at(0, step))
-    assert (steps.done, steps.total) == (3, 12)
-    assert steps.rate == pytest.approx(0.5)
-    assert counters.left_s(steps) == pytest.approx(9 / 0.5)
-
-
-def test_rate_of_a_resumed_run_excludes_earlier_steps() -> None:
-    clock = Clock()
-    counters = JobStepCounters(job("a"), clock.monotonic)
-    for now, step in ((1.0, 8), (2.0, 9), (6.0, 10)):
-        clock.now = now
-        steps = counters.update(position_at(0, step))
-    assert steps.rate == pytest.approx(1 / 4)
-    assert counters.left_s(steps) == pytest.approx(8.0)
+    assert (steps.done, steps.total, steps.rate) == (done, 12, pytest.approx(rate))
+    assert counters.left_s(steps) == pytest.approx((12 - done) / rate)
 
 
 def test_compared_experiments_have_separate_rates_and_common_time_left() -> None:
     clock = Clock()
     counters = JobStepCounters(job("a", "b", compare=True, rounds=2), clock.monotonic)
     positions = ((0, 0, 0.0), (0, 1, 1.0), (1, 0, 1.0), (1, 1, 4.0), (0, 2, 5.0), (0, 3, 6.0), (1, 2, 9.0))
-    for experiment, step, now in positions:
-        clock.now = now
+    for experiment, step, clock.now in positions:
         steps = counters.update(position_at(experiment, step))
     a, b = counters.steps
     assert (a.rate, b.rate) == (pytest.approx(1.0), pytest.approx(1 / 3))
@@ -79,13 +73,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_lines_show_progress_without_a_terminal(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress.Progress(total=12, known=2) as display:
         display.launch(job("a"))
-        for seconds, step in ((3, 0), (4, 1), (8, 2), (10, 2), (16, 4)):
-            clock.now = 1000.0 + seconds
+        for clock.now, step in (
+            *((1003.0, 0), (1004.0, 1), (1008.0, 2), (1010.0, 2), (1016.0, 4)),
+            *((1026.0, 6), (1026.5, 6)),
+        ):
             display.tick(position_at(0, step))
             display.tick(position_at(0, step, Phase.START))
-        for seconds in (26.0, 26.5):
-            clock.now = 1000.0 + seconds
-            display.tick(position_at(0, 6))
         clock.now = 1121.0
         display.tick(position_at(0, 12, Phase.DONE))
         display.ended("a", "oom", "too large", 75.0, expected=False)
@@ -129,12 +122,8 @@ def test_terminal_shows_one_line_per_running_experiment(
         starts = "━━━━━━━━━━━━ 0/? starting"
         assert drawn() == ["all 0/3 experiments", f"first {starts}", f"{LABELS[width]} {starts}"]
         for clock.now, experiment, step in (
-            (1000.0, 0, 0),
-            (1001.0, 0, 1),
-            (1001.5, 0, 2),
-            (1002.0, 1, 0),
-            (1003.0, 1, 1),
-            (1007.0, 1, 2),
+            *((1000.0, 0, 0), (1001.0, 0, 1), (1001.5, 0, 2)),
+            *((1002.0, 1, 0), (1003.0, 1, 1), (1007.0, 1, 2)),
         ):
             display.tick(position_at(experiment, step))
         left = "0:00:45 left"  # 10 steps of 0.5 s and 10 steps of 4 s

@@ -1,27 +1,43 @@
-"""Tests of `repro run` that is interrupted during a long training and then run again."""
+"""Tests of repeated `repro run` on one store: after an interrupt, and after the clock was set back."""
 
 from __future__ import annotations
 
+import json
 import signal
+import time
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.launch.runs import finish, no_orphans, run, start, wait_for, write_suite
+from repro import cli
+from repro.report import evidence
+from repro.results import schema
+from tests.launch.runs import (
+    FAKE,
+    ROOT,
+    experiments,
+    finish,
+    no_orphans,
+    run,
+    start,
+    wait_for,
+    write_suite,
+)
 from tests.records import latest, lines
 
-EXPERIMENT = """
+LONG = """
 [[experiment]]
 name = "a"
-training = { steps = STEPS, untimed_steps = 2, checkpoint_every = 5, data = "shakespeare" }
+training = { steps = 100_000, untimed_steps = 2, checkpoint_every = 5, data = "shakespeare" }
 """
 
 
 @pytest.mark.slow
 def test_interrupted_run_resumes_on_fewer_ranks(tmp_path: Path) -> None:
     """Ctrl-C waits for a checkpoint. The next run, with another layout, also records the losses of the first run."""
-    results = tmp_path / "results"
-    suite = write_suite(tmp_path, EXPERIMENT.replace("STEPS", "100_000"), limits="hang_s = 60")
+    suite, results = write_suite(tmp_path, LONG), tmp_path / "results"
     process = start(suite, results, fake=False)
     wait_for(lambda: any(results.glob("checkpoints/*/step-*/index.json")))
     process.send_signal(signal.SIGINT)
@@ -49,9 +65,8 @@ def test_interrupted_run_resumes_on_fewer_ranks(tmp_path: Path) -> None:
 
 def test_second_signal_does_not_wait_for_a_checkpoint(tmp_path: Path) -> None:
     """The fake ranks never write a checkpoint."""
-    suite = write_suite(tmp_path, EXPERIMENT.replace("STEPS", "100_000"), limits="hang_s = 60")
     begun = tmp_path / "begun"
-    process = start(suite, tmp_path / "results", FAKE_LOG=str(begun))
+    process = start(write_suite(tmp_path, LONG), tmp_path / "results", FAKE_LOG=str(begun))
     wait_for(begun.exists)
     with no_orphans(process):
         process.send_signal(signal.SIGINT)
@@ -62,3 +77,52 @@ def test_second_signal_does_not_wait_for_a_checkpoint(tmp_path: Path) -> None:
         code, out, _ = finish(process)
     assert code == 130
     assert "a: interrupted  stopped by the user (rank" in out
+
+
+def test_last_run_counts_after_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite, results = write_suite(tmp_path, experiments("a")), tmp_path / "results"
+    monkeypatch.setenv("REPRO_RANK_TARGET", FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    true_ns, true_datetime = time.time_ns, datetime
+
+    def set_back(days: int) -> None:
+        class ShiftedDatetime(datetime):
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> Any:
+                return true_datetime.now(tz) - timedelta(days=days)
+
+        monkeypatch.setattr(schema, "datetime", ShiftedDatetime)
+        monkeypatch.setattr(time, "time_ns", lambda: true_ns() - days * 86_400 * 10**9)
+
+    def run(fault: str, *arguments: str) -> tuple[int, str, str]:
+        """Run `repro run`; return its exit code, the outcome in its summary and its notes."""
+        monkeypatch.setenv("FAKE_FAULT", fault)
+        code = cli.main(["run", str(suite), "--results", str(results), "--json", *arguments])
+        out, err = capsys.readouterr()
+        (row,) = json.loads(out)["experiments"]
+        return code, row["outcome"], "".join(line for line in err.splitlines() if line.startswith("note:"))
+
+    def assert_last_line_is_shown() -> None:
+        """Check that `repro results` shows the last line of the store, which claims also read."""
+        cli.main(["results", "--results", str(results), "--json"])
+        (row,) = json.loads(capsys.readouterr().out)["experiments"]
+        assert row["written"] == lines(results)[-1]["written"]
+        assert [record.written for record in evidence.read_store(results).latest()] == [row["written"]]
+
+    assert run("raise:a:0:2") == (1, "error", "")
+    set_back(1)
+    code, outcome, note = run("")
+    assert (code, outcome) == (0, "ok")
+    assert note.startswith("note: the clock is 24 h 0 min behind the newest record in ")
+    assert_last_line_is_shown()
+    assert run("") == (0, "ok", ""), "the experiment has a record and does not run"
+    set_back(2)
+    assert run("", "--rerun")[:2] == (0, "ok")
+    assert_last_line_is_shown()
+    set_back(3)
+    assert run("raise:a:0:2", "--rerun")[:2] == (1, "error")
+    assert [line["outcome"] for line in lines(results)] == ["error", "ok", "ok", "error"]
+    times = [line["written"] for line in lines(results)]
+    assert times == sorted(times, reverse=True)

@@ -1,15 +1,17 @@
-"""Tests of the runner: comparisons, interrupts, blamed experiments, locks and launches that do not start."""
+"""Tests of the runner and the recorder: comparisons, interrupts, blame, locks, full disks and the summary of a run."""
 
 from __future__ import annotations
 
 import errno
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from repro.config import Experiment, Layout, Training
+from repro.config import Experiment, Layout, Training, suites
 from repro.config.enums import Phase
 from repro.config.suites import Comparison
 from repro.emulate.network import NoNetwork
@@ -17,73 +19,32 @@ from repro.launch import plan, runner, supervise
 from repro.launch.job import STOP_TIMEOUT_S, Interrupt, Job
 from repro.launch.plan import Task
 from repro.launch.rank_process import Position
-from repro.launch.recorder import DiskFull
+from repro.launch.recorder import DiskFull, Recorder, disk_full_errors, run_end, summarise_run
 from repro.launch.runner import Runner
 from repro.launch.supervise import Ending
+from repro.results.schema import ComparisonRecord, Side
+from repro.results.store import Store
 from tests.clock import Clock
+from tests.launch.runs import experiments, write_suite
+from tests.records import made_up
 from tests.training import TINY
 
-
-def experiment(name: str) -> Experiment:
-    return Experiment(name=name, model=TINY, layout=Layout(), training=Training(seed=ord(name)))
-
-
-A, B, C = (experiment(name) for name in "abc")
-
-
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize(
-    ("remaining", "compared"),
-    [((A, B), True), ((A,), False), ((B, C), False), (None, False)],
-    ids=["both", "no subject", "no baseline", "no comparison"],
+A, B, C = (
+    Experiment(name=name, model=TINY, layout=Layout(), training=Training(seed=ord(name))) for name in "abc"
 )
-def test_only_jobs_with_the_baseline_compare_experiments(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    apart: bool,
-    remaining: tuple[Experiment, ...] | None,
-    compared: bool,
-) -> None:
-    comparison = Comparison(baseline="a", subjects=("b", "c"), rounds=4, apart=apart) if remaining else None
-    jobs: list[Job] = []
-    monkeypatch.setattr(Runner, "_launch", lambda self, job: jobs.append(job) or [])
-    store: Any = SimpleNamespace(store=SimpleNamespace(root=tmp_path))
-    unused: Any = None
-    Runner(store, unused, unused, unused, rerun=False)._run(
-        Task(experiments=remaining or (A, B), comparison=comparison)
-    )
-    (job,) = jobs
-    assert (job.compare, job.rounds, job.apart) == ((True, 4, apart) if compared else (False, 1, False))
-
-
-class FinishedLaunch:
-    """A launch whose experiments have results immediately."""
-
-    def __init__(self) -> None:
-        self.kept_logs: list[Path | None] = []
-
-    def start(self) -> None: ...
-    def results(self, index: int) -> list[dict[str, Any]] | None:
-        return [{"of": index}]
-
-    def close(self, *, keep_logs: Path | None) -> None:
-        self.kept_logs.append(keep_logs)
-
-
-class PartialLaunch(FinishedLaunch):
-    """A launch in which only the first experiment has a result."""
-
-    def results(self, index: int) -> list[dict[str, Any]] | None:
-        return None if index else [{"of": 0}]
 
 
 class RecorderStub:
-    """A recorder and a progress display that store their calls."""
+    """A recorder, its store, and a progress display that record their calls."""
 
     def __init__(self, root: Path):
-        self.store = SimpleNamespace(root=root)
+        self.root, self.store, self.interrupt = root, self, Interrupt()
         self.printed: list[str] = []
         self.outcomes: list[tuple[Any, ...]] = []
+        self.prepared = 0
+
+    def prepare(self) -> None:
+        self.prepared += 1
 
     def begin(self) -> None: ...
     def launch(self, job: Job) -> None: ...
@@ -101,8 +62,61 @@ class RecorderStub:
         self.printed.append(f"{count} elsewhere")
 
 
-def test_interrupt_announces_the_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, stub, interrupt = FinishedLaunch(), RecorderStub(tmp_path), Interrupt()
+class LaunchStub:
+    """A launch whose first `finished` experiments have results immediately."""
+
+    def __init__(self, finished: int):
+        self.finished = finished
+        self.kept_logs: list[Path | None] = []
+
+    def start(self) -> None: ...
+    def results(self, index: int) -> list[dict[str, Any]] | None:
+        return [{"of": index}] if index < self.finished else None
+
+    def close(self, *, keep_logs: Path | None) -> None:
+        self.kept_logs.append(keep_logs)
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> RecorderStub:
+    return RecorderStub(tmp_path)
+
+
+def runner_of(stub: Any, launched: Any = None, locks: Any = None, rerun: bool = False) -> Runner:
+    """Return a runner whose launcher returns `launched` for every job."""
+    launcher: Any = SimpleNamespace(logs=stub.root / "logs", launch=lambda job, logs: launched, locks=locks)
+    return Runner(stub, stub, stub.interrupt, launcher, rerun=rerun)
+
+
+COMPARISON = Comparison(baseline="a", subjects=("b", "c"), rounds=4)
+APART = replace(COMPARISON, apart=True)
+
+
+@pytest.mark.parametrize(
+    ("remaining", "comparison", "settings"),
+    [
+        ((A, B), COMPARISON, (True, 4, False)),
+        ((A, B), APART, (True, 4, True)),
+        ((A,), APART, (False, 1, False)),
+        ((B, C), APART, (False, 1, False)),
+        ((A, B), None, (False, 1, False)),
+    ],
+)
+def test_only_jobs_with_the_baseline_and_a_subject_compare_experiments(
+    stub: RecorderStub,
+    monkeypatch: pytest.MonkeyPatch,
+    remaining: tuple[Experiment, ...],
+    comparison: Comparison | None,
+    settings: tuple[bool, int, bool],
+) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(Runner, "_launch", lambda self, job: jobs.append(job) or [])
+    runner_of(stub)._run(Task(experiments=remaining, comparison=comparison))
+    assert [(job.compare, job.rounds, job.apart) for job in jobs] == [settings]
+
+
+def test_interrupt_announces_the_checkpoint_once(stub: RecorderStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, interrupt = LaunchStub(finished=2), stub.interrupt
     printed: list[list[str]] = []
 
     def watch(launch: Any, *, interrupted: Any, stop_s: Any, tick: Any) -> Ending:
@@ -113,27 +127,20 @@ def test_interrupt_announces_the_checkpoint_once(tmp_path: Path, monkeypatch: py
         return Ending("ok", "", 1, [1.5, 2.5])
 
     monkeypatch.setattr(supervise, "watch", watch)
-    launcher: Any = SimpleNamespace(logs=tmp_path / "logs", launch=lambda job, logs: launched)
-    mock: Any = stub
-    remaining = Runner(mock, mock, interrupt, launcher, rerun=False)._launch(Job(experiments=[A, B]))
+    remaining = runner_of(stub, launched)._launch(Job(experiments=[A, B]))
     text = "waiting for the current step and its checkpoint; a second signal ends the run at once"
     assert printed == [[], [], [text], [text]]
     assert stub.outcomes == [("a", 1.5, {"results": [{"of": 0}]}), ("b", 0.0, {"results": [{"of": 1}]})]
     assert (remaining, launched.kept_logs) == ([], [None])
 
 
-@pytest.mark.parametrize("compare", [False, True])
-@pytest.mark.parametrize("outcome", ["hang", "ok"])
+@pytest.mark.parametrize(("outcome", "compare"), [("hang", False), ("hang", True), ("ok", True)])
 def test_failure_is_recorded_for_blamed_experiments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, compare: bool
+    stub: RecorderStub, monkeypatch: pytest.MonkeyPatch, outcome: str, compare: bool
 ) -> None:
-    launched, stub, logs = PartialLaunch(), RecorderStub(tmp_path), tmp_path / "logs"
+    launched = LaunchStub(finished=1)
     monkeypatch.setattr(supervise, "watch", lambda launch, **_: Ending(outcome, "why", 1, [1.5, 2.5, 0.5]))
-    launcher: Any = SimpleNamespace(logs=logs, launch=lambda job, logs: launched)
-    mock: Any = stub
-    remaining = Runner(mock, mock, Interrupt(), launcher, rerun=False)._launch(
-        Job(experiments=[A, B, C], compare=compare)
-    )
+    remaining = runner_of(stub, launched)._launch(Job(experiments=[A, B, C], compare=compare))
     failed = {"outcome": "hang", "reason": "why"}
     if outcome == "ok":
         failed = {"outcome": "error", "reason": "the ranks ended without a result"}
@@ -141,7 +148,7 @@ def test_failure_is_recorded_for_blamed_experiments(
     ratios = [("ratios", [0])] if compare else []
     assert stub.outcomes == [("a", 1.5, {"results": [{"of": 0}]}), *blamed, *ratios]
     assert remaining == ([] if outcome == "ok" else [C])
-    assert launched.kept_logs == [logs / B.key]
+    assert launched.kept_logs == [stub.root / "logs" / B.key]
 
 
 @pytest.mark.parametrize(
@@ -169,11 +176,9 @@ def test_ending_determines_the_blamed_experiments(
 
 
 def test_locked_experiments_run_last_and_are_announced_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stub: RecorderStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stub, interrupt = RecorderStub(tmp_path), Interrupt()
-    prepared: list[None] = []
-    stub.store = SimpleNamespace(root=tmp_path, prepare=lambda: prepared.append(None))
+    interrupt = stub.interrupt
     refusals, order = {A.key: 2, B.key: 0, C.key: 9}, list[str]()
 
     class SharedLocks:
@@ -201,56 +206,108 @@ def test_locked_experiments_run_last_and_are_announced_once(
     monkeypatch.setattr(
         runner.plan, "missing_tasks", lambda task, store: [] if task.experiments[0] is A else [task]
     )
-    locks: Any = SharedLocks()
-    mock: Any = stub
-    launcher: Any = SimpleNamespace(locks=locks)
-    Runner(mock, mock, interrupt, launcher, rerun=False).run([Task(experiments=(e,)) for e in (A, B, C)])
+    locks = SharedLocks()
+    tasks = [Task(experiments=(e,)) for e in (A, B, C)]
+    runner_of(stub, locks=locks).run(tasks)
     assert order == ["b"], "the other run finishes a and never unlocks c"
     assert stub.printed == [
         *("0 elsewhere", "waiting for another `repro run` on this store: a, c", "1 elsewhere"),
     ]
     assert clock.slept == [plan.LOCK_RETRY_INTERVAL_S] * 4
-    assert (locks.locked_keys, len(prepared)) == (None, 3 + 2 + 2 + 1)
+    assert (locks.locked_keys, stub.prepared) == (None, 3 + 2 + 2 + 1)
+    rerunner = runner_of(stub, locks=locks, rerun=True)
+    rerunner.run(tasks[:1])
+    assert order == ["b"], "an interrupted runner starts nothing"
     interrupt.signal = 0
-    Runner(mock, mock, interrupt, launcher, rerun=True).run([Task(experiments=(A,))])
+    rerunner.run(tasks[:1])
     assert order == ["b", "a"], "a rerun includes recorded experiments"
-    interrupt.signal = 2
-    Runner(mock, mock, interrupt, launcher, rerun=True).run([Task(experiments=(A,))])
-    assert order == ["b", "a"]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
-def test_full_disk_errors_differ_from_other_os_errors(tmp_path: Path, number: int) -> None:
-    full = number != errno.EACCES
-
-    def raise_error() -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_is_an_error_that_names_the_file(
+    stub: RecorderStub, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: object) -> None:
         raise OSError(number, "x", "/store/lock")
 
-    stub = RecorderStub(tmp_path)
-    stub.store = SimpleNamespace(root=tmp_path, prepare=raise_error)
-    mock: Any = stub
-    launcher: Any = SimpleNamespace(locks=None)
-    with pytest.raises(DiskFull if full else OSError, match="^disk full: /store/lock$" if full else "x"):
-        Runner(mock, mock, Interrupt(), launcher, rerun=False).run([Task(experiments=(A,))])
-    launch: Any = SimpleNamespace(start=raise_error, job=Job(experiments=[A, B]), logs=tmp_path)
-    if full:
-        ending = runner._watch_launch(launch, mock, lambda position, spent_s: None)
-        reason = "disk full while starting the ranks: /store/lock"
+    monkeypatch.setattr(stub, "prepare", fail)
+    with pytest.raises(DiskFull, match=r"^disk full: /store/lock$"):
+        runner_of(stub).run([Task(experiments=(A,))])
+    recorder: Any = SimpleNamespace(store=SimpleNamespace(append=fail, folder="/store"))
+    record = made_up("a", outcome="oom", reason="out of memory")
+    for message in ("out of memory, and the outcome of a did not fit", ""):
+        with pytest.raises(DiskFull, match=f"^{message or 'disk full: /store'}$"):
+            Recorder._append(recorder, record, message)
+    with pytest.raises(OSError, match="x"), disk_full_errors(stub.root):
+        raise OSError(errno.EACCES, "x")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "x", "/store/lock"), "disk full while starting the ranks: /store/lock"),
+        (NoNetwork("ip: not permitted"), "ip: not permitted"),
+        (OSError(errno.EACCES, "x"), ""),  # another error of the system
+    ],
+)
+def test_ranks_that_cannot_start_fail_all_experiments_of_the_launch(error: Exception, reason: str) -> None:
+    def fail() -> None:
+        raise error
+
+    job = Job(experiments=[A, B])
+    launch: Any = SimpleNamespace(start=fail, job=job, logs=None)
+    raises: AbstractContextManager[Any] = nullcontext() if reason else pytest.raises(OSError, match="x")
+    with raises:
+        ending = runner._watch_launch(launch, Interrupt(), lambda position, spent_s: None)
         assert ending == Ending("error", reason, -1, [0.0, 0.0])
-    else:
-        with pytest.raises(OSError, match="x"):
-            runner._watch_launch(launch, mock, lambda position, spent_s: None)
+        assert runner._blamed_experiments(job, ending, {}) == [0, 1]
 
 
-def test_missing_network_fails_all_experiments_of_the_launch() -> None:
-    class RefusedLaunch:
-        job = Job(experiments=[A, B])
+def test_summary_has_a_row_for_every_selected_experiment(tmp_path: Path) -> None:
+    """The experiments have expected, unexpected or no outcomes, or need another machine."""
+    body = experiments("ok", "hung", "new", "far") + experiments(
+        "any", extra='expect = ""\ntraining.lr = 0.5\n'
+    )
+    suite = suites.load_suite(write_suite(tmp_path, body))
+    keys = {entry.experiment.name: entry.experiment.key for entry in suite.entries}
+    with Store(tmp_path / "results") as store:
+        for name, outcome, reason in (("ok", "ok", ""), ("hung", "hang", "rank 1"), ("any", "oom", "much")):
+            store.append(made_up(name, key=keys[name], outcome=outcome, reason=reason))
+            (store.root / "logs" / keys[name]).mkdir(parents=True)
+        baseline, subject = (Side(name=name, key=keys[name]) for name in ("ok", "any"))
+        numbers = {"metric": "samples_per_s", "ratio": 2.0, "low": 1.5, "high": 2.5, "rounds": 5}
+        store.append(ComparisonRecord(suite="s", name="x", baseline=baseline, subject=subject, **numbers))
+        summary = summarise_run(
+            suite, list(suite.entries), store, {"ok"}, dict.fromkeys(keys, "") | {"far": "a GPU"}
+        )
+        without = [entry for entry in suite.entries if entry.experiment.name != "any"]
+        assert summarise_run(suite, without, store, set(), dict.fromkeys(keys, ""))["comparisons"] == []
+        traced = summarise_run(suite, list(suite.entries), store, set(), dict.fromkeys(keys, ""), "simulated")
+    rows = {row["name"]: row for row in summary["experiments"]}
+    assert {name: (row["outcome"], row["expected"], row["reason"]) for name, row in rows.items()} == {
+        "ok": ("ok", True, ""),
+        "hung": ("hang", False, "rank 1"),
+        "new": ("not run", False, ""),
+        "far": ("not run", None, "needs a GPU"),
+        "any": ("oom", None, "much"),
+    }
+    assert [name for name, row in rows.items() if not row["already_known"]] == ["ok"]
+    assert {name for name, row in rows.items() if row["logs"]} == {"hung"}
+    assert summary["counts"] == {"ok": 1, "hang": 1, "not run": 2, "oom": 1}
+    assert summary["comparisons"] == [{"subject": "any", "baseline": "ok", **numbers}]
+    assert (traced["counts"], traced["comparisons"]) == ({"not run": 5}, [])
 
-        def start(self) -> None:
-            raise NoNetwork("ip: not permitted")
 
-    launch: Any = RefusedLaunch()
-    no_interrupt: Any = None
-    ending = runner._watch_launch(launch, no_interrupt, lambda position, spent_s: None)
-    assert ending == Ending("error", "ip: not permitted", -1, [0.0, 0.0])
-    assert runner._blamed_experiments(launch.job, ending, {}) == [0, 1]
+@pytest.mark.parametrize(
+    ("expected", "failure", "signal", "stopped", "code"),
+    [
+        ([True, None], "", 0, "", 0),
+        ([True, False], "", 0, "", 1),
+        ([True], "disk full", 0, "disk full", 1),
+        ([True], "", 15, "by signal 15", 143),
+        ([False], "disk full", 2, "disk full", 130),
+    ],
+)
+def test_exit_code_of_a_run(expected: list[Any], failure: str, signal: int, stopped: str, code: int) -> None:
+    end = run_end({"experiments": [{"expected": one} for one in expected]}, failure=failure, signal=signal)
+    assert (end.summary["stopped"], end.code) == (stopped, code)

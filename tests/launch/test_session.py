@@ -18,10 +18,7 @@ from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel.mesh import Mesh
 from tests.training import tiny
 
-PAIR = [
-    tiny(Layout(micro_batch=2), steps=8, untimed_steps=1),
-    tiny(Layout(micro_batch=4), steps=8, untimed_steps=1),
-]
+PAIR = [tiny(Layout(micro_batch=size), steps=8, untimed_steps=1) for size in (2, 4)]
 
 
 class ResultHeartbeat:
@@ -82,7 +79,7 @@ def test_diverged_experiment_does_not_end_its_comparison() -> None:
 def test_process_group_is_destroyed_only_on_clean_exit(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failure, NCCL would wait for collectives that the peers never join."""
     calls: list[str] = []
-    monkeypatch.setattr(session.dist, "init_process_group", lambda *given, **how: calls.append(given[0]))
+    monkeypatch.setattr(session.dist, "init_process_group", lambda backend, **how: calls.append(backend))
     monkeypatch.setattr(session.dist, "destroy_process_group", lambda: calls.append("destroy"))
     with contextlib.suppress(KeyError), session.joined_process_group(0, 2, torch.device("cpu"), "file:///x"):
         calls.append("steps")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,8 @@ from unittest import mock
 import pytest
 
 from repro.cli import main
-from repro.config import ConfigError, OperatorSet, suites, systems
+from repro.config import OperatorSet, suites, systems
 from repro.config.quantity import Quantity
-from repro.launch import run as measured
 from repro.launch import simulated
 from repro.launch.job import Interrupt
 from repro.launch.progress import Progress
@@ -33,7 +33,9 @@ CLUSTER = (
     '[[experiment]]\nname = "full"\nsystem = "selene"\nlayout = { dp = 64, zero = 2, precision = "fp16" }\n'
 )
 TORCH = '[[experiment]]\nname = "torch"\nengine = "torch"\nlayout.zero = 1\n'
+FAR_TORCH = TORCH.replace('name = "torch"', 'name = "far"\nsystem = "selene"')
 LIMITED = '[[experiment]]\nname = "limit"\nexpect = "oom"\nlimits.memory_bytes = 100_000\n'
+Simulate = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +44,21 @@ def use_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "usable_cores", lambda: 1)
 
 
-def run(
-    suite: Path, results: Path, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, dict[str, Any]]:
-    code = main(
-        ["run", str(suite), "--evidence", "simulated", "--results", str(results), "--json", *arguments]
-    )
-    out = capsys.readouterr().out
-    return code, json.loads(out) if out else {}
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def simulate(results: Path, capsys: pytest.CaptureFixture[str]) -> Simulate:
+    """Return a function that simulates a suite and returns the exit code and the summary."""
+
+    def run(suite: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+        command = ["run", str(suite), "--evidence", "simulated", "--results", str(results), "--json"]
+        code = main([*command, *arguments])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
 
 
 def rows(summary: dict[str, Any]) -> dict[str, tuple[str, Any, bool]]:
@@ -58,9 +67,9 @@ def rows(summary: dict[str, Any]) -> dict[str, tuple[str, Any, bool]]:
     }
 
 
-def test_all_scales_are_simulated_exactly_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_scales_are_simulated_exactly_once(tmp_path: Path, results: Path, simulate: Simulate) -> None:
     suite = write_suite(tmp_path, experiments("small") + CLUSTER + TORCH + LIMITED)
-    code, summary = run(suite, tmp_path / "results", capsys)
+    code, summary = simulate(suite)
     assert code == 0
     assert rows(summary) == {
         "small": ("ok", True, False),
@@ -72,31 +81,20 @@ def test_all_scales_are_simulated_exactly_once(tmp_path: Path, capsys: pytest.Ca
     assert reasons["torch"] == "needs engine native: only native steps can be simulated"
     assert "out of memory" in reasons["limit"]
 
-    code, again = run(suite, tmp_path / "results", capsys)
+    code, again = simulate(suite)
     assert code == 0
     assert all(known for _, _, known in rows(again).values())
-    assert len(lines(tmp_path / "results")) == 3
-    run(suite, tmp_path / "results", capsys, "--rerun", "--only", "full")
-    assert len(lines(tmp_path / "results")) == 4
-
-
-def test_run_of_several_suites_reads_each_record_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = [write_suite(tmp_path, experiments("a", "b"), name=name) for name in ("one", "two", "three")]
-    command = ["run", *map(str, files), "--evidence", "simulated", "--results", str(tmp_path / "results")]
-    assert main(command) == 0
-    with mock.patch.object(store, "read_record", side_effect=read_record) as read:
-        assert main(command) == 0
-    assert read.call_count == len(lines(tmp_path / "results"))
+    assert len(lines(results)) == 3
+    simulate(suite, "--rerun", "--only", "full")
+    assert len(lines(results)) == 4
 
 
 def test_simulated_record_has_memory_traffic_and_roles(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, results: Path, simulate: Simulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suite = write_suite(tmp_path, CLUSTER)
-    run(suite, tmp_path / "results", capsys)
-    (record,) = lines(tmp_path / "results")
+    suite = write_suite(tmp_path, CLUSTER + LIMITED)
+    simulate(suite, "--only", "full")
+    (record,) = lines(results)
     experiment = suites.load_suite(suite).entry("full").experiment
     assert (record["evidence"], record["key"], record["name"]) == ("simulated", experiment.key, "full")
     assert record["provenance"]["packages"]["torch"]
@@ -115,33 +113,49 @@ def test_simulated_record_has_memory_traffic_and_roles(
     assert role["peak"]["total"] == metrics["memory.peak_bytes"]
     assert ":" in role["peak_line"]
 
+    monkeypatch.setattr("repro.config.system.System.context", lambda self: 7)
+    _, summary = simulate(suite, "--only", "full")
+    assert rows(summary)["full"] == ("ok", True, False), "a changed system invalidates records"
+    code, summary = simulate(suite, "--system", "dgx2", "--only", "f*")
+    assert code == 0
+    assert rows(summary) == {"full@dgx2": ("ok", None, False)}
+    *_, record = lines(results)
+    assert (record["name"], record["experiment"]["system"]) == ("full@dgx2", "dgx2")
+    assert record["simulated_on"]["devices_per_node"] == 16
+
 
 def test_measured_and_simulated_records_are_separate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, results: Path, simulate: Simulate
 ) -> None:
     suite = write_suite(tmp_path, experiments("a", "b"))
-    results = tmp_path / "results"
     code, _, err = run_process(suite, results, "--only", "a")
     assert code == 0, err
-    code, summary = run(suite, results, capsys)
+    code, summary = simulate(suite)
     assert rows(summary) == {"a": ("ok", True, False), "b": ("ok", True, False)}, "measured records count"
     assert len(latest(results)) == 1
     assert len(latest(results, SIMULATED)) == 2
     code, out, err = run_process(suite, results, "--json")
     assert code == 0, err
-    assert rows(json.loads(out)) == {"a": ("ok", True, True), "b": ("ok", True, False)}, (
-        "simulated records count"
-    )
+    expected = {"a": ("ok", True, True), "b": ("ok", True, False)}
+    assert rows(json.loads(out)) == expected, "simulated records count"
+
+
+def measure_and_simulate(
+    tmp_path: Path, results: Path, simulate: Simulate, layout: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the measured and the simulated metrics of one experiment."""
+    suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\nlayout = {{ {layout} }}')
+    code, _, err = run_process(suite, results, fake=False)
+    assert code == 0, err
+    simulate(suite)
+    real, traced = (record["metrics"] for record in lines(results))
+    return real, traced
 
 
 @pytest.mark.slow
-def test_simulated_metrics_equal_measured_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    layout = 'layout = { dp = 2, zero = 1, precision = "bf16", recompute = true, global_batch = 4 }'
-    suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{layout}', limits="hang_s = 60")
-    code, _, err = run_process(suite, tmp_path / "results", fake=False)
-    assert code == 0, err
-    run(suite, tmp_path / "results", capsys)
-    real, traced = (record["metrics"] for record in lines(tmp_path / "results"))
+def test_simulated_metrics_equal_measured_metrics(tmp_path: Path, results: Path, simulate: Simulate) -> None:
+    layout = 'dp = 2, zero = 1, precision = "bf16", recompute = true, global_batch = 4'
+    real, traced = measure_and_simulate(tmp_path, results, simulate, layout)
     shared = {name for name in real if name in traced}
     kinds = ("memory.", "comm.", "parameters", "padding")
     measured_only = {"memory.rss_peak_bytes"}
@@ -154,35 +168,11 @@ def test_simulated_metrics_equal_measured_metrics(tmp_path: Path, capsys: pytest
 
 @pytest.mark.slow
 def test_peak_memory_includes_receive_buffers_of_gloo(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, results: Path, simulate: Simulate
 ) -> None:
-    layout = "layout = { dp = 2, zero = 2, global_batch = 8 }"
-    suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{layout}', limits="hang_s = 60")
-    code, _, err = run_process(suite, tmp_path / "results", fake=False)
-    assert code == 0, err
-    run(suite, tmp_path / "results", capsys)
-    real, traced = (record["metrics"] for record in lines(tmp_path / "results"))
+    layout = "dp = 2, zero = 2, global_batch = 8"
+    real, traced = measure_and_simulate(tmp_path, results, simulate, layout)
     assert traced["memory.peak_bytes"] == pytest.approx(real["memory.peak_bytes"], rel=0.01)
-
-
-def test_records_name_the_requested_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    suite = write_suite(tmp_path, CLUSTER + LIMITED)
-    code, summary = run(suite, tmp_path / "results", capsys, "--system", "dgx2", "--only", "f*")
-    assert code == 0
-    assert rows(summary) == {"full@dgx2": ("ok", None, False)}
-    (record,) = lines(tmp_path / "results")
-    assert (record["name"], record["experiment"]["system"]) == ("full@dgx2", "dgx2")
-    assert record["simulated_on"]["devices_per_node"] == 16
-
-
-def test_changed_system_invalidates_records(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    suite = write_suite(tmp_path, CLUSTER)
-    run(suite, tmp_path / "results", capsys)
-    monkeypatch.setattr("repro.config.system.System.context", lambda self: 7)
-    _, summary = run(suite, tmp_path / "results", capsys)
-    assert rows(summary)["full"] == ("ok", True, False)
 
 
 @pytest.mark.parametrize(
@@ -217,53 +207,57 @@ def test_new_simulator_revision_invalidates_records(monkeypatch: pytest.MonkeyPa
 
 
 def test_simulator_exception_is_an_error_outcome(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, simulate: Simulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such\nshape")
 
-    monkeypatch.setattr("repro.simulate.step.simulate", fail)
     suite = write_suite(tmp_path, experiments("a"))
-    code, summary = run(suite, tmp_path / "results", capsys)
+    with monkeypatch.context() as patched:
+        patched.setattr("repro.simulate.step.simulate", fail)
+        code, summary = simulate(suite)
     assert code == 1
     (row,) = summary["experiments"]
     assert (row["outcome"], row["reason"]) == ("error", "RuntimeError: no such shape")
-    monkeypatch.undo()
-    monkeypatch.setattr(processes, "usable_cores", lambda: 1)
-    assert run(suite, tmp_path / "results", capsys)[0] == 0, "a failed simulation runs again"
+    assert simulate(suite)[0] == 0, "a failed simulation runs again"
 
 
 @pytest.mark.slow
 def test_workers_simulate_experiments_of_one_suite(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, simulate: Simulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "usable_cores", lambda: 2)
-    suite = write_suite(tmp_path, experiments("a", "b", "c"))
-    code, summary = run(suite, tmp_path / "results", capsys)
-    assert code == 0
-    assert summary["counts"] == {"ok": 3}
+    code, summary = simulate(write_suite(tmp_path, experiments("a", "b", "c")))
+    assert (code, summary["counts"]) == (0, {"ok": 3})
 
 
-def test_several_suites_are_simulated_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = write_suite(tmp_path, experiments("one"))
-    second = first.with_name("second.toml")
-    renamed = first.read_text().replace('name = "one"', 'name = "two"')
-    second.write_text(renamed.replace('name = "faults"', 'name = "second"'))
-    arguments = ["run", str(first), str(second), "--evidence", "simulated", "--results", str(tmp_path / "r")]
-    assert main([*arguments, "--json"]) == 0
+def test_several_suites_are_simulated_in_order(
+    tmp_path: Path, results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (
+        write_suite(tmp_path, experiments(name, extra=f"training.lr = {rate}"), name=name)
+        for name, rate in (("one", 0.1), ("two", 0.2))
+    )
+    command = ["run", str(first), str(second), "--evidence", "simulated", "--results", str(results)]
+    assert main([*command, "--json"]) == 0
     summaries = json.loads(capsys.readouterr().out)
     assert [[row["name"] for row in summary["experiments"]] for summary in summaries] == [["one"], ["two"]]
+    with mock.patch.object(store, "read_record", side_effect=read_record) as read:
+        assert main(command) == 0
+    assert read.call_count == len(lines(results)), "a run of several suites reads each record once"
 
-    second.write_text(second.read_text().replace('name = "two"', 'name = "two"\nsystem = "dgx22"'))
-    assert main([*arguments, "--rerun"]) == 2
+    second.write_text(
+        second.read_text().replace('name = "two"\ntraining', 'name = "two"\nsystem = "dgx22"\ntraining')
+    )
+    assert main([*command, "--rerun"]) == 2
     assert "dgx22" in capsys.readouterr().err
-    assert len(lines(tmp_path / "r")) == 2, "the first suite runs before the second is read"
+    assert len(lines(results)) == 2, "all suites are checked before the first runs"
 
 
-def test_interrupt_retains_finished_simulations(tmp_path: Path) -> None:
+def test_interrupt_retains_finished_simulations(tmp_path: Path, results: Path) -> None:
     suite = suites.load_suite(write_suite(tmp_path, experiments("a", "b")))
     interrupt = Interrupt()
-    with Store(tmp_path / "results") as store, Progress(total=2, known=0) as progress:
+    with Store(results) as store, Progress(total=2, known=0) as progress:
         recorder = Recorder(suite, store, progress, SIMULATED)
         record_simulation = recorder.simulated
 
@@ -277,33 +271,26 @@ def test_interrupt_retains_finished_simulations(tmp_path: Path) -> None:
         assert [record.name for record in store.records()] == ["a"]
 
 
+ON_SELENE = "of system selene; `--evidence simulated` simulates the experiment here\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--evidence", "guessed"], "--evidence = 'guessed': must be measured or simulated"),
-        (
-            ["--system", "dgx2"],
-            "--system = 'dgx2': needs --evidence simulated; measured runs use this machine",
-        ),
+        (["--system", "dgx2"], "--system = 'dgx2': needs --evidence simulated; measured runs use this machine"),
         (["--evidence", "simulated", "--system", "dgx22"], "system = 'dgx22': did you mean dgx2"),
         (["--evidence", "simulated", "--only", "torch"], "not simulated: needs engine native"),
-        (
-            ["--only", "full"],
-            "needs 64 GPUs of system selene; `--evidence simulated` simulates the experiment here",
-        ),
+        (["--only", "full"], f"needs 64 GPUs {ON_SELENE}"),
+        (["--only", "far"], "needs 2 GPUs of system selene\n"),  # the engine cannot be simulated
     ],
-)
+)  # fmt: skip
 def test_invalid_input_prints_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    tmp_path: Path, results: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    suite = write_suite(tmp_path, CLUSTER + TORCH)
-    assert main(["run", str(suite), "--results", str(tmp_path / "results"), *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not (tmp_path / "results").exists()
-
-
-def test_torch_engine_error_does_not_suggest_simulation(tmp_path: Path) -> None:
-    body = TORCH.replace('name = "torch"', 'name = "far"\nsystem = "selene"')
-    with pytest.raises(ConfigError, match=r"needs 2 GPUs of system selene$"):
-        next(measured.run_suites([write_suite(tmp_path, body)], [], tmp_path / "r", False))
+    suite = write_suite(tmp_path, CLUSTER + TORCH + FAR_TORCH)
+    assert main(["run", str(suite), "--results", str(results), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not results.exists()

@@ -95,6 +95,6 @@ def test_sample_time_is_part_of_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run.result().phase_seconds == {"input": 5.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
 
 
-def test_prefetch_time_belongs_to_the_earlier_step(prefetch: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last step has no batch to prefetch."""
-    assert slow_run(monkeypatch).rounds == [[5.0, 5.0, 0.0]]
+@pytest.mark.usefixtures("prefetch")
+def test_prefetch_time_belongs_to_the_earlier_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slow_run(monkeypatch).rounds == [[5.0, 5.0, 0.0]], "the last step has no batch to prefetch"

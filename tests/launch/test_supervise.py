@@ -1,10 +1,10 @@
-"""Tests of the supervision of a launch: the reported reason is the first cause, also for real ranks that fail."""
+"""Tests of the supervision of a launch: when a launch ends, and which reason is reported.
+
+Most launches are scripted and run on a simulated clock. `tests/test_faults.py` has real ranks.
+"""
 
 from __future__ import annotations
 
-import os
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,123 +13,276 @@ import pytest
 from repro.config import Experiment, Layout, Training
 from repro.launch import supervise
 from repro.launch.job import Job
-from repro.launch.local_launch import LocalLaunch, rank_environment
-from repro.launch.rank import program as rank_program
+from repro.launch.local_launch import LocalLaunch
 from repro.launch.rank_process import Position
-from repro.launch.supervise import Ending, signal_name, watch
+from repro.launch.supervise import Ending, watch
 from tests.clock import Clock
-from tests.launch import fake_session
+from tests.launch.fake_session import ABORTS
 from tests.launch.runs import FAKE
-from tests.launch.scripted import MODEL, Scripted, experiment
+from tests.launch.scripted import MODEL, Reports, Scripted, experiment
+
+TICK = 1 / 16
+STARTS = "rank 0 was at start-up"
+AT, AT_41, AT_42 = (f"at step 5, forward, after all_gather #{sequence} on tp" for sequence in (40, 41, 42))
+ECHO = ("error", "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+CAUSE = ("error", "ValueError")
 
 
-def launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, **limits: Any
-) -> tuple[Ending, LocalLaunch]:
-    monkeypatch.setenv("FAKE_FAULT", fault)
-    if fault.startswith("stop"):
-        limits["hang_s"] = 2.0
-    job = Job(experiments=[experiment("a", **limits), experiment("b", **limits)])
-    launched = LocalLaunch(job, tmp_path / "logs", target=FAKE)
-    if limits.keys() & {"hang_s", "timeout_s"}:
-        FaultClock(launched).rules(monkeypatch, supervise)
-    launched.start()
-    ending = watch(launched)
-    assert all(launched.poll(rank) is not None for rank in range(2)), "a rank was not reaped"
-    return ending, launched
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(supervise, "POLL_INTERVAL_S", TICK)  # sums of ticks are exact
+    return Clock().rules(monkeypatch, supervise)
 
 
-class FaultClock(Clock):
-    """A clock that advances only while all ranks are in the state in which a limit should end them.
+class EqualRanks(Scripted):
+    """Ranks with equal positions, of which the first `stopped` ranks are stopped."""
 
-    The ranks are real processes of unknown speed, so each sleep also lasts in real time.
-    """
+    def __init__(self, world: int, phase: str = "forward", stopped: int = 0, **limits: float):
+        super().__init__([None] * world, **limits)
+        self.phase, self.halted = phase, stopped
 
-    def __init__(self, launched: LocalLaunch):
-        super().__init__()
-        self.launched = launched
+    def position(self, rank: int) -> Position:
+        return super().position(0)._replace(phase=self.phase)
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-        if self._is_fault_reached():
-            super().sleep(seconds)
-
-    def _is_fault_reached(self) -> bool:
-        """Return whether a rank is stopped and the others wait, or whether all ranks wait in the second step."""
-        positions = [self.launched.position(rank) for rank in range(self.launched.world)]
-        if len({position.sequence for position in positions}) > 1:
-            return False
-        stopped = any(self.launched.stopped(rank) for rank in range(self.launched.world))
-        return stopped or ("FAKE_HOLD" in os.environ and all(position.step == 1 for position in positions))
+    def stopped(self, rank: int) -> bool:
+        return rank < self.halted
 
 
-CASES = {
-    "kill:b:1:3": (
-        "error",
-        "rank 1 was killed by signal 9 (SIGKILL) at step 3, backward, after all_reduce #10 on dp",
-    ),
-    "stop:b:1:3": ("hang", "no progress for 2 s (limits.hang_s): rank 1 is stopped"),
-    "nan:b:0:2": ("diverged", "rank 0 at step 2, backward, after all_reduce #9 on dp: Diverged: loss is nan"),
-    "raise:b:1:2": (
-        "error",
-        "rank 1 at step 2, backward, after all_reduce #9 on dp: KeyError: 'no such thing'",
-    ),
-    "exit:b:0:1": ("error", "rank 0 ended with exit code 7 at step 1"),
-    "abort:b:0:1": ("oom", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
-    "abort-in-torch:b:0:1": ("oom", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
-    "abort-otherwise:b:0:1": ("error", "rank 0 was killed by signal 6 (SIGABRT) at step 1"),
+@pytest.mark.parametrize(
+    ("phase", "limits", "after", "message"),
+    [
+        ("forward", {"hang_s": 2.0}, 2.0, f"no progress for 2 s (limits.hang_s): rank 0 is {AT}"),
+        ("start", {"hang_s": 2.0}, supervise.START_TIMEOUT_S, "no progress for 120 s: rank 0 is at start-up"),
+        ("start", {"hang_s": 200.0}, 200.0, "no progress for 200 s (limits.hang_s): rank 0 is at start-up"),
+        (
+            "forward",
+            {"hang_s": 2.0, "timeout_s": 1.0},
+            1.0,
+            f"not done after 1 s (limits.timeout_s) (rank 0 was {AT})",
+        ),
+        ("start", {"hang_s": 0.0, "timeout_s": 500.0}, 500.0, f"not done after 500 s (limits.timeout_s) ({STARTS})"),
+    ],
+)  # fmt: skip
+def test_launch_ends_one_tick_after_its_limit(
+    clock: Clock, phase: str, limits: dict[str, float], after: float, message: str
+) -> None:
+    ending = watch(EqualRanks(1, phase, **limits))
+    assert (ending.outcome, ending.reason) == ("hang" if "progress" in message else "timeout", message)
+    assert clock.now - 100 == ending.spent_s[0] == after + TICK
+    assert ending.experiment == (-1 if phase == "start" else 0)
+
+
+def test_time_limit_applies_to_each_experiment(clock: Clock) -> None:
+    """Two experiments of 1 s in one launch meet a limit of 1.5 s."""
+
+    class Sequence(Scripted):
+        def poll(self, rank: int) -> int | None:
+            return 0 if clock.now > 102 else None
+
+        def position(self, rank: int) -> Position:
+            return super().position(rank)._replace(experiment=int(clock.now > 101))
+
+    fake = Sequence([None])
+    fake.job = Job(experiments=[experiment(name, timeout_s=1.5) for name in "ab"])
+    assert watch(fake) == Ending("ok", "", 1, [1.0, 1.0 + TICK])
+
+
+def test_heartbeat_of_any_rank_counts_as_progress(clock: Clock) -> None:
+    class Slow(EqualRanks):
+        def position(self, rank: int) -> Position:
+            heartbeat_s = min(clock.now, 103.0) if rank else 1.0
+            return super().position(rank)._replace(seconds=heartbeat_s)
+
+    assert watch(Slow(2, hang_s=2.0)).outcome == "hang"
+    assert clock.now == 103.0 + 2.0 + TICK
+
+
+@pytest.mark.parametrize(
+    ("codes", "reports", "after"),
+    [
+        ([1, None], {0: ECHO}, supervise.ECHO_GRACE_S + TICK),
+        ([1, None], {0: CAUSE}, supervise.FAILURE_GRACE_S + TICK),
+        ([1, 1, None], {0: CAUSE, 1: ECHO}, supervise.FAILURE_GRACE_S + TICK),
+        ([1, 1], {0: ECHO, 1: ("error", "broken pipe")}, 0.0),
+        ([1, 0], {0: CAUSE}, 0.0),
+    ],
+)
+def test_failure_waits_for_reports_of_other_ranks(
+    clock: Clock, codes: list[int | None], reports: Reports, after: float
+) -> None:
+    ending = watch(Scripted(codes, reports))
+    assert (ending.outcome, clock.now - 100) == ("error", after)
+    assert ending.reason == f"rank 0 {AT}: {reports[0][1]}"
+
+
+def test_end_of_all_ranks_is_noticed_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suites have many short launches, so a launch ends at most 0.1 s after its ranks."""
+    clock = Clock().rules(monkeypatch, supervise)
+
+    class Short(Scripted):
+        def poll(self, rank: int) -> int | None:
+            return 0 if clock.now > 100.02 else None
+
+    assert watch(Short([None, None])).outcome == "ok"
+    assert clock.now < 100.12
+
+
+def test_ranks_are_killed_after_the_stop_timeout(clock: Clock) -> None:
+    class UnresponsiveRanks(Scripted):
+        stop_requests = 0
+
+        def ask_to_stop(self) -> None:
+            self.stop_requests += 1
+
+    fake = UnresponsiveRanks([None, None], checkpoint_every=2)
+    ticks: list[tuple[float, int]] = []
+    ending = watch(
+        fake,
+        interrupted=lambda: "stopped by the user",
+        stop_s=lambda: 1.0,
+        tick=lambda position, spent_s: ticks.append((clock.now - 100, position.sequence)),
+    )
+    assert ending.outcome == "interrupted"
+    assert ending.reason == f"stopped by the user (rank 0 was {AT}; rank 1 was {AT_41})"
+    assert (fake.stop_requests, clock.now - 100) == (1, 1.0)
+    assert ticks == [(number * TICK, 40) for number in range(16)], "ticks report the position of rank 0"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_every", "reason"),
+    [(0, f"stopped by the user (rank 0 was {AT})"), (2, f"stopped by the user: rank 0 {AT}: stopped on request")],
+)  # fmt: skip
+def test_only_ranks_with_checkpoints_end_on_request(clock: Clock, checkpoint_every: int, reason: str) -> None:
+    ending = watch(
+        Scripted([None], checkpoint_every=checkpoint_every), interrupted=lambda: "stopped by the user"
+    )
+    assert (ending.outcome, ending.reason) == ("interrupted", reason)
+
+
+def test_hang_names_a_limited_number_of_ranks(clock: Clock) -> None:
+    hang, stopped = "no progress for 2 s (limits.hang_s): ", "is stopped (SIGSTOP or a debugger)"
+    assert watch(Scripted([None] * 3, hang_s=2.0)).reason == (
+        f"{hang}rank 0 is behind {AT}; rank 1 waits {AT_41}; rank 2 waits {AT_42}"
+    )
+    assert watch(EqualRanks(7, stopped=6, hang_s=2.0)).reason == (
+        hang
+        + "; ".join(f"rank {rank} {stopped} {AT}" for rank in range(4))
+        + f"; 2 more ranks likewise; rank 6 waits {AT}"
+    )
+    assert watch(EqualRanks(4, stopped=4, hang_s=2.0)).reason.endswith(f"; rank 3 {stopped} {AT}")
+    for world, names in ((8, "0, 1, 2, 3, 4, 5, 6, 7"), (9, "0, 1, 2, 3, 4, 5, 6, 7, ...")):
+        ending = watch(EqualRanks(world), interrupted=lambda: "stopped")
+        assert ending.reason == f"stopped (ranks {names} {AT})"
+
+
+KILLED = "was killed by signal"
+LIMIT = {"memory_bytes": 50_000_000}
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "settings", "outcome", "reason"),
+    [
+        (7, "Traceback\nlast words\n", {}, "error", f"ended with exit code 7 {AT}: last words"),
+        (1, "x" * 301 + "\n", {}, "error", f"ended with exit code 1 {AT}: {'x' * 300}"),
+        (1, "", {}, "error", f"ended with exit code 1 {AT}"),
+        (-35, "", {}, "error", f"{KILLED} 35 (signal 35) {AT}"),
+        (-6, ABORTS["abort-in-torch"], {}, "oom", f"{KILLED} 6 (SIGABRT) {AT}: can't allocate memory"),
+        (-6, ABORTS["abort-otherwise"], {}, "error", f"{KILLED} 6 (SIGABRT) {AT}"),
+        (-6, ABORTS["watchdog-device"], {}, "error",
+         f"{KILLED} 6 (SIGABRT) {AT}: CUDA error: an illegal memory access was encountered"),
+        (-6, ABORTS["watchdog"], {}, "error",
+         f"{KILLED} 6 (SIGABRT) {AT}: NCCL's watchdog: NCCL error: remote process exited or there was a network "
+         "error, NCCL version 2.21.5"),
+        # Libraries such as oneDNN access memory after a failed allocation.
+        (-11, "", LIMIT, "oom",
+         f"{KILLED} 11 (SIGSEGV) {AT}: probably a library used memory that the limit of 50 MB refused"),
+        (-11, "", {}, "error", f"{KILLED} 11 (SIGSEGV) {AT}"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("clock")
+def test_exit_without_a_report_is_described_by_exit_code_and_error_text(
+    code: int, text: str, settings: dict[str, Any], outcome: str, reason: str
+) -> None:
+    ranks = Scripted([code], {}, text, **settings)
+    assert watch(ranks) == Ending(outcome, f"rank 0 {reason}", 0, [0.0])
+
+
+@pytest.mark.parametrize(
+    ("code", "kills", "outcome", "reason"),
+    [
+        (-9, [3, 4], "oom", f"{KILLED} 9 (SIGKILL) {AT}: the kernel ran out of memory"),
+        (-9, [3, 3], "error", f"{KILLED} 9 (SIGKILL) {AT}"),
+        (-15, [3, 4], "error", f"{KILLED} 15 (SIGTERM) {AT}"),
+    ],
+)
+def test_kernel_oom_kill_during_the_launch_explains_sigkill(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, code: int, kills: list[int], outcome: str, reason: str
+) -> None:
+    """The rank reported success before the signal, which the signal contradicts."""
+    counts = iter(kills)
+    monkeypatch.setattr(supervise, "count_kernel_oom_kills", lambda: next(counts))
+    assert watch(Scripted([code], {0: ("ok", "")})) == Ending(outcome, f"rank 0 {reason}", 0, [0.0])
+
+
+@pytest.mark.parametrize(
+    ("why", "failed", "reason"),
+    [
+        ("preempted", ("interrupted", "after step 5"), f"preempted: rank 0 {AT}: after step 5"),
+        ("", ("interrupted", "after step 5"), f"rank 0 {AT}: after step 5"),
+        ("preempted", ("oom", "MemoryError"), f"rank 0 {AT}: MemoryError"),
+    ],
+)
+def test_interrupt_reason_precedes_the_report(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, why: str, failed: tuple[str, str], reason: str
+) -> None:
+    fake = Scripted([5], {0: failed}, checkpoint_every=2)
+    monkeypatch.setattr(fake, "ask_to_stop", lambda: None)
+    assert watch(fake, interrupted=lambda: why) == Ending(failed[0], reason, 0, [0.0])
+
+
+def test_oom_kills_are_counted_per_cgroup_or_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "Path", lambda name: tmp_path / name.lstrip("/"))
+    assert supervise.count_kernel_oom_kills() == 0
+    cgroup, vmstat, events = "proc/self/cgroup", "proc/vmstat", "sys/fs/cgroup/a/b/memory.events"
+    for written, count in (
+        # Version 1 of cgroups has no such count.
+        ({cgroup: "12:memory:/x\n1:name=systemd:/z\n", vmstat: "nr_free 7\noom_kill 9\n"}, 9),
+        ({cgroup: "12:memory:/x\n0::/a/b\n"}, 9),
+        ({events: "low 1\noom 6\noom_kill 5\n"}, 5),
+        ({events: "low 1\n"}, 9),
+        ({vmstat: "no number of words\n"}, 0),
+    ):
+        for name, text in written.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        assert supervise.count_kernel_oom_kills() == count
+
+
+AT_REAL = "at step {}, backward, after all_reduce #{} on dp"
+FIRST_CAUSES = {
+    "abort:b:0:1": ("oom", f"rank 0 {KILLED} 6 (SIGABRT) {AT_REAL.format(1, 8)}: std::bad_alloc"),
     # NCCL's watchdog aborts a rank whose peer failed, here before the peer reports the cause.
-    "watchdog:b:1:2,raise-late:b:0:2": (
-        "error",
-        "rank 0 at step 2, backward, after all_reduce #9 on dp: KeyError: 'no such thing'",
-    ),
-    "watchdog:b:1:2,watchdog-device:b:0:2": (
-        "error",
-        "rank 0 was killed by signal 6 (SIGABRT) at step 2, backward, after all_reduce #9 on dp: CUDA error: an",
-    ),
-    # Libraries such as oneDNN access memory after a failed allocation.
-    "memory-unchecked:b:0:1": (
-        "oom",
-        "rank 0 was killed by signal 11 (SIGSEGV) at step 1, backward, after all_reduce #8 on dp: probably a library "
-        "used memory that the limit of 50 MB refused",
-    ),
-    "memory:b:1:3": ("oom", "rank 1 at step 3, backward, after all_reduce #10 on dp: MemoryError"),
+    "watchdog:b:1:2,raise-late:b:0:2": ("error", f"rank 0 {AT_REAL.format(2, 9)}: KeyError: 'no such thing'"),
 }
 
 
-@pytest.mark.parametrize("fault", CASES)
-def test_reason_names_the_first_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    limits = {"memory_bytes": 50_000_000} if fault.startswith("memory") else {}
-    ending, launched = launch(tmp_path, monkeypatch, fault, **limits)
-    outcome, reason = CASES[fault]
-    assert (ending.outcome, ending.experiment) == (outcome, 1)
-    assert ending.reason.startswith(reason)
+@pytest.mark.parametrize("fault", FIRST_CAUSES)
+def test_reason_names_the_first_cause_of_real_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setenv("FAKE_FAULT", fault)
+    job = Job(experiments=[experiment("a"), experiment("b")])
+    launched = LocalLaunch(job, tmp_path / "logs", target=FAKE)
+    launched.start()
+    ending = watch(launched)
+    assert all(launched.poll(rank) is not None for rank in range(2)), "a rank was not reaped"
+    assert (ending.outcome, ending.reason, ending.experiment) == (*FIRST_CAUSES[fault], 1)
     assert launched.results(0) is not None, "the results of the finished experiment are lost"
     assert launched.results(1) is None
     launched.close(keep_logs=tmp_path / "kept")
     assert (tmp_path / "kept" / "rank-0.err").exists()
     assert not launched.folder.exists()
     assert not launched.logs.exists()
-
-
-def test_hang_logs_the_stacks_of_waiting_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ending, launched = launch(tmp_path, monkeypatch, "stop:a:0:1")
-    assert "rank 1 waits at step 1, backward, after all_reduce #2 on dp" in ending.reason
-    assert "most recent call first" in launched.error_text(1)
-    launched.close(keep_logs=None)
-    assert not (tmp_path / "logs").exists()
-
-
-def test_timeout_ends_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").touch()
-    monkeypatch.setenv("FAKE_HOLD", str(tmp_path))
-    ending, launched = launch(tmp_path, monkeypatch, "", timeout_s=2)
-    launched.close(keep_logs=None)
-    assert (ending.outcome, ending.experiment) == ("timeout", 0)
-    assert "not done after 2 s (limits.timeout_s) (ranks 0, 1 at step 1, forward" in ending.reason
-
-
-ECHO = ("error", "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
 
 
 @pytest.mark.parametrize(
@@ -143,45 +296,13 @@ ECHO = ("error", "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection clos
     ],
 )
 def test_cause_takes_precedence_over_errors_of_peers(
-    codes: list[int | None], reports: dict[int, tuple[str, str]], outcome: str, rank: int
+    codes: list[int | None], reports: Reports, outcome: str, rank: int
 ) -> None:
     scripted = Scripted(codes, reports)
     ending = watch(scripted)
     assert ending.outcome == outcome
     assert ending.reason.startswith(f"rank {rank} ")
     assert scripted.killed
-
-
-def test_watchdog_error_is_reported_without_a_cause() -> None:
-    ending = watch(Scripted([-6, -6], {}, "terminate called: " + fake_session.ABORTS["watchdog"].decode()))
-    assert ending.outcome == "error"
-    assert (
-        "(SIGABRT) at step 5, forward, after all_gather #40 on tp: NCCL's watchdog: NCCL error"
-        in ending.reason
-    )
-
-
-@pytest.mark.parametrize(
-    ("reports", "settled_s"),
-    [
-        ({0: ECHO, 1: ECHO}, supervise.ECHO_GRACE_S),  # the third rank may report the cause
-        ({0: ECHO, 1: ("error", "ValueError: no")}, supervise.FAILURE_GRACE_S),
-        ({0: ("error", "ValueError: no"), 1: ECHO}, supervise.FAILURE_GRACE_S),
-    ],
-)
-def test_known_cause_shortens_the_wait_for_peers(
-    monkeypatch: pytest.MonkeyPatch, reports: dict[int, tuple[str, str]], settled_s: float
-) -> None:
-    clock = Clock().rules(monkeypatch, supervise)
-    assert watch(Scripted([1, 1, None], reports)).outcome == "error"
-    assert clock.now - 100 == pytest.approx(settled_s, abs=2 * supervise.POLL_INTERVAL_S)
-
-
-def test_hang_names_the_rank_with_the_smallest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock().rules(monkeypatch, supervise)
-    ending = watch(Scripted([None, None, None], {}))
-    assert ending.outcome == "hang"
-    assert "rank 0 is behind at step 5, forward, after all_gather #40 on tp; rank 1 waits" in ending.reason
 
 
 PIPELINE = Experiment(
@@ -206,105 +327,3 @@ def test_lagging_ranks_ignore_collective_counts_of_other_stages(
 ) -> None:
     positions = [Position(0, step, phase, sequence, "send", "pp", 1.0) for step, phase, sequence in states]
     assert supervise.lagging_ranks(positions, Job(experiments=[PIPELINE])) == expected
-
-
-def test_interrupted_launch_names_rank_positions() -> None:
-    ending = watch(Scripted([None, None, None], {}), interrupted=lambda: "stopped by the user")
-    assert ending.outcome == "interrupted"
-    assert "rank 1 was at step 5" in ending.reason
-
-
-class Timed(Scripted):
-    """A launch of two experiments that take one second each."""
-
-    def __init__(self, clock: Clock, timeout_s: float):
-        super().__init__([None] * 3, {})
-        limits = {"timeout_s": timeout_s}
-        self.job = Job(experiments=[experiment("a", **limits), experiment("b", **limits)])
-        self.clock, self.began = clock, clock.now
-
-    def poll(self, rank: int) -> int | None:
-        return 0 if self.clock.now > self.began + 2 else None
-
-    def position(self, rank: int) -> Position:
-        index = int(self.clock.now > self.began + 1)
-        return Position(index, 5, "forward", 40, "all_gather", "tp", self.clock.now)
-
-
-def test_time_limit_applies_to_each_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two experiments of 1 s in one launch meet a limit of 1.5 s."""
-    ending = watch(Timed(Clock().rules(monkeypatch, supervise), timeout_s=1.5))
-    assert ending.outcome == "ok"
-    assert ending.spent_s == pytest.approx([1, 1], abs=0.1)
-
-
-def test_timeout_names_the_positions_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = watch(Timed(Clock().rules(monkeypatch, supervise), timeout_s=0.5))
-    assert (ending.outcome, ending.experiment) == ("timeout", 0)
-    assert "ranks 0, 1, 2 at step 5, forward, after all_gather #40 on tp" in ending.reason
-
-
-def test_start_up_has_a_longer_hang_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock().rules(monkeypatch, supervise)
-    scripted = Scripted([None] * 3, {})
-    monkeypatch.setattr(scripted, "position", lambda rank: Position(0, 0, "start", 0, "", "", 0.0))
-    ending = watch(scripted)
-    assert (ending.outcome, ending.experiment) == ("hang", -1)
-    assert "no progress for 120 s: rank 0 is at start-up" in ending.reason
-    assert clock.now > 100 + 120
-
-
-def test_ranks_divide_cores_unless_the_user_sets_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cores = len(os.sched_getaffinity(0))
-    assert rank_environment(0, 1)["OMP_NUM_THREADS"] == str(cores)
-    assert rank_environment(0, 1000)["OMP_NUM_THREADS"] == "1"
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert rank_environment(1, 2)["OMP_NUM_THREADS"] == "7"
-    assert rank_environment(1, 2)["RANK"] == "1"
-
-
-def test_out_of_memory_errors_are_classified_as_oom() -> None:
-    class OutOfMemoryError(RuntimeError):
-        """An error with the class name of torch.cuda."""
-
-    errors = [
-        MemoryError(),
-        OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("could not create a primitive"),
-        RuntimeError("could not execute a primitive"),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"
-        ),
-        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes"),
-        RuntimeError("std::bad_alloc"),
-        OSError(12, "Cannot allocate memory"),
-    ]
-    assert {rank_program.classify_error(error) for error in errors} == {"oom"}
-    unsupported = RuntimeError("could not create a primitive descriptor for a matmul primitive")
-    assert rank_program.classify_error(unsupported) == "error"
-    assert rank_program.classify_error(ValueError("out of memory is not what this is")) == "error"
-    assert rank_program.classify_error(FloatingPointError("nan")) == "diverged"
-
-
-def test_saved_job_equals_loaded_job(tmp_path: Path) -> None:
-    job = Job(experiments=[experiment("a"), experiment("b")], rounds=3, compare=True)
-    job.save(tmp_path / "job.json")
-    assert Job.load(tmp_path / "job.json") == job
-
-
-def test_signal_name_of_known_and_unknown_numbers() -> None:
-    assert signal_name(9) == "SIGKILL"
-    assert signal_name(999) == "signal 999"
-
-
-@pytest.mark.parametrize("checkpoint_every", [0, 2])
-def test_only_ranks_with_checkpoints_end_on_request(checkpoint_every: int) -> None:
-    scripted = Scripted([None] * 3, {})
-    trained = experiment("a")
-    trained = replace(trained, training=replace(trained.training, checkpoint_every=checkpoint_every))
-    scripted.job = Job(experiments=[trained])
-    ending = watch(scripted, interrupted=lambda: "stopped by the user")
-    assert ending.outcome == "interrupted"
-    assert ending.reason.startswith("stopped by the user")
-    assert ("stopped on request" in ending.reason) == bool(checkpoint_every)
