@@ -1,4 +1,4 @@
-"""Tests of the document and the record of a simulated step, and of the document of a fit."""
+"""Tests of the document, the record and the out-of-memory cause of a simulated step, and of the document of a fit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from repro.config import Experiment, Layout, Model, systems
 from repro.results.record_parts import TrafficRow
 from repro.simulate import step
+from repro.simulate.memory.allocator import replay
 from repro.simulate.plan import fit
 from repro.simulate.plan.fit import FitAnswer, FitTrial
 from repro.simulate.record import simulated_record
@@ -16,7 +17,7 @@ from repro.simulate.step import NO_STEP_TIME, Simulation, simulate
 
 EXPERIMENT = Experiment(
     name="two-stages",
-    model=Model(name="m", layers=4, hidden=64, heads=4, vocab=512, seq=32),
+    model=Model(name="m", layers=4, hidden=256, heads=4, vocab=512, seq=128),
     layout=Layout(dp=3, tp=2, pp=2, precision="fp16", micro_batch=2, global_batch=24),
     system="dgx2",
 )
@@ -30,7 +31,7 @@ def simulation() -> Simulation:
 
 def traffic_row(group: str, link: str, sent_bytes: int) -> TrafficRow:
     common = {"op": "all_reduce", "purpose": "x", "size": 2, "calls": 1, "payload_bytes": 7}
-    return TrafficRow(**common, group=group, link=link, sent_bytes=sent_bytes)  # type: ignore[arg-type]
+    return TrafficRow(**common, group=group, link=link, sent_bytes=sent_bytes)
 
 
 def test_a_document_describes_the_fullest_and_the_busiest_role(simulation: Simulation) -> None:
@@ -52,10 +53,9 @@ def test_a_document_describes_the_fullest_and_the_busiest_role(simulation: Simul
     assert memory["peak_bytes"] == fullest.memory.peak_bytes
     assert memory["reserved_bytes"] == fullest.replay.peak_reserved
     assert memory["limit_bytes"] + memory["context_bytes"] == DGX2.device.memory_bytes.value
-    by_role = {
-        name: (role["stage"], role["stages"], role["sent_bytes"]) for name, role in memory["by_role"].items()
-    }
-    assert by_role == {"first": (0, 1, 41), "last": (1, 1, 42)}
+    keys, by_role = ("stage", "stages", "sent_bytes"), memory["by_role"]
+    found = {name: [role[key] for key in keys] for name, role in by_role.items()}
+    assert found == {"first": [0, 1, 41], "last": [1, 1, 42]}
     assert described["flops"]["operators_of_busiest_rank"] == max(first.operator_flops, last.operator_flops)
     assert (described["time"], described["no_time"]) == (None, ""), "the step time was not requested"
 
@@ -110,3 +110,43 @@ def test_a_fit_document_sums_the_traces_of_all_trials() -> None:
     assert described["largest"]["needed_bytes"] == 70, "reserved bytes"
     assert described["first_failing"]["needed_bytes"] == 110
     assert (described["largest"]["layers"], described["first_failing"]["largest_term"]) == (3, "x")
+
+
+def with_limit(simulation: Simulation, limit: int) -> Simulation:
+    """Return the step on devices whose allocator has a limit of `limit` bytes."""
+    roles = [
+        replace(role, replay=replay(trace.events, limit))
+        for role, trace in zip(simulation.roles, simulation.traces, strict=True)
+    ]
+    return replace(simulation, limit_bytes=limit, roles=roles)
+
+
+def test_cause_is_live_tensors_if_later_peak_exceeds_limit(simulation: Simulation) -> None:
+    live = {role.role.name: role.memory.peak_bytes for role in simulation.roles}
+    found = with_limit(simulation, live["first"] - 1_500_000)
+    first, last = found.roles
+    for role in found.roles:
+        assert role.replay.out_of_memory.by_fragmentation, "live bytes and request fit the limit"
+    assert not first.by_fragmentation, "the live bytes of the backward pass exceed the limit"
+    assert last.by_fragmentation
+    assert found.fullest is first, "the first stage exceeds the limit with any allocator"
+    assert found.required_bytes == live["first"]
+    record = simulated_record(EXPERIMENT, found, DGX2, suite="s", wall_s=0.0)
+    assert record.outcome == "oom"
+    assert "first stage, init: out of memory by the live tensors: " in record.reason
+    assert record.reason.endswith(f"; the peak of live bytes is {live['first']}, in the phase backward")
+
+
+def test_cause_is_fragmentation_if_peak_live_bytes_fit(simulation: Simulation) -> None:
+    found = with_limit(simulation, max(role.memory.peak_bytes for role in simulation.roles) + 1_000_000)
+    assert found.fullest.by_fragmentation
+    assert found.required_bytes > found.limit_bytes, "the failing segment is included"
+    assert "out of memory by fragmentation: " in found.reason
+    assert "peak of live bytes" not in found.reason
+
+
+def test_a_step_that_fits_has_no_failure_cause(simulation: Simulation) -> None:
+    found = with_limit(simulation, max(role.replay.peak_reserved for role in simulation.roles))
+    assert (found.outcome, found.reason) == ("ok", "")
+    assert found.required_bytes == found.limit_bytes
+    assert not any(role.by_fragmentation for role in found.roles)

@@ -13,7 +13,7 @@ import pytest
 from repro.config import Experiment, Layout, models, systems
 from repro.simulate.step import Simulation, simulate
 
-FEW, MANY = 1_000, (10_000, 100_000)
+FEW, MANY = 1_000, 100_000
 
 
 @cache
@@ -44,17 +44,14 @@ def import_modules() -> None:
     simulate_and_count.__wrapped__(8)
 
 
-@pytest.mark.parametrize("gpus", MANY)
-def test_events_spans_and_calls_do_not_grow_with_replicas(gpus: int) -> None:
-    (few, few_calls), (many, many_calls) = simulate_and_count(FEW), simulate_and_count(gpus)
+def test_events_spans_and_calls_do_not_grow_with_replicas() -> None:
+    (few, few_calls), (many, many_calls) = simulate_and_count(FEW), simulate_and_count(MANY)
     # Replicas that outnumber the elements of a bucket have empty shards, with fewer events.
     for one, other in zip(few.traces, many.traces, strict=True):
         assert len(other.events) == pytest.approx(len(one.events), rel=0.02)
-        operators = [sum(1 for _ in traced.operators()) for traced in (one, other)]
-        assert operators[1] == pytest.approx(operators[0], rel=0.02)
-    spans = [len(each.time.timeline.spans) for each in (few, many) if each.time is not None]
-    assert spans[0] > 100
-    assert spans[1] == pytest.approx(spans[0], rel=0.02)
+        assert len([*other.operators()]) == pytest.approx(len([*one.operators()]), rel=0.02)
+    spans, more_spans = (len(each.time.timeline.spans) for each in (few, many))
+    assert 100 < spans == pytest.approx(more_spans, rel=0.02)
     assert many_calls == pytest.approx(few_calls, rel=0.05)
 
 
@@ -62,4 +59,4 @@ def test_events_spans_and_calls_do_not_grow_with_replicas(gpus: int) -> None:
 def test_calls_for_an_interval_do_not_grow_with_replicas() -> None:
     """The placement of groups is computed once for all values of the unknown numbers."""
     simulate_and_count.__wrapped__(8, True)
-    assert simulate_and_count(MANY[-1], True)[1] == pytest.approx(simulate_and_count(FEW, True)[1], rel=0.05)
+    assert simulate_and_count(MANY, True)[1] == pytest.approx(simulate_and_count(FEW, True)[1], rel=0.05)

@@ -23,31 +23,29 @@ def placement_on(system: str | System, **layout: Any) -> Placement:
     return Placement(Layout(**layout), load_system_file(system) if isinstance(system, str) else system)
 
 
+INSIDE, BETWEEN = "nvlink", "inter-node"
+
+
 @pytest.mark.parametrize(
     ("system", "layout", "links"),
     [
         # ZeRO paper, Table 5: 400 GPUs, MP 16 inside a DGX-2, DP 25 between nodes. The 40B baseline has MP 32.
-        ("dgx2", {"tp": 16, "dp": 25}, {"tp": "nvlink", "dp": "inter-node"}),
-        ("dgx2", {"tp": 32, "dp": 12}, {"tp": "inter-node", "dp": "inter-node"}),
-        # Turing-NLG: MP 4 with four replicas per node.
-        ("dgx2", {"tp": 4, "dp": 64}, {"tp": "nvlink", "dp": "inter-node"}),
+        ("dgx2", {"tp": 16, "dp": 25}, {"tp": INSIDE, "dp": BETWEEN}),
+        ("dgx2", {"tp": 32, "dp": 12}, {"tp": BETWEEN, "dp": BETWEEN}),
         # DeepSpeed's slow cluster: Megatron with MP 4 runs its all-reduces over PCIe.
-        ("lowbw-v100", {"tp": 4, "dp": 4}, {"tp": "pcie", "dp": "inter-node"}),
-        ("lowbw-v100", {"dp": 16}, {"dp": "inter-node"}),
+        ("lowbw-v100", {"tp": 4, "dp": 4}, {"tp": "pcie", "dp": BETWEEN}),
         ("lowbw-v100", {"dp": 4}, {"dp": "pcie"}),
-        # Megatron-LM 2019: MP 8 x DP 64.
-        ("dgx2h", {"tp": 8, "dp": 64}, {"tp": "nvlink", "dp": "inter-node"}),
         # Megatron 2021, 1T on 3072, and Yuan 1.0 on 2128: tp inside a node, pp and dp between nodes.
-        ("selene", {"tp": 8, "pp": 64, "dp": 6}, {"tp": "nvlink", "dp": "inter-node", "pp": "inter-node"}),
-        ("yuan", {"tp": 8, "pp": 38, "dp": 7}, {"tp": "nvlink", "dp": "inter-node", "pp": "inter-node"}),
+        ("selene", {"tp": 8, "pp": 64, "dp": 6}, {"tp": INSIDE, "dp": BETWEEN, "pp": BETWEEN}),
+        ("yuan", {"tp": 8, "pp": 38, "dp": 7}, {"tp": INSIDE, "dp": BETWEEN, "pp": BETWEEN}),
         # Llama 3 405B on 16,384 GPUs and 131,072 tokens (2407.21783 Table 4), then cp inside a node.
         (
             "dgx-h100",
             {"tp": 8, "cp": 16, "pp": 16, "dp": 8, "order": "tp-pp-dp"},
-            {"tp": "nvlink", "cp": "inter-node", "dp": "inter-node", "pp": "inter-node"},
+            {"tp": INSIDE, "cp": BETWEEN, "dp": BETWEEN, "pp": BETWEEN},
         ),
-        ("dgx-h100", {"tp": 2, "cp": 4, "dp": 4}, {"tp": "nvlink", "cp": "nvlink", "dp": "inter-node"}),
-        ("dgx1-v100-16gb", {"tp": 2, "dp": 2, "pp": 2}, {"tp": "nvlink", "dp": "nvlink", "pp": "nvlink"}),
+        ("dgx-h100", {"tp": 2, "cp": 4, "dp": 4}, {"tp": INSIDE, "cp": INSIDE, "dp": BETWEEN}),
+        ("dgx1-v100-16gb", {"tp": 2, "dp": 2, "pp": 2}, {"tp": INSIDE, "dp": INSIDE, "pp": INSIDE}),
     ],
 )
 def test_links_of_published_layouts(system: str, layout: dict[str, Any], links: dict[str, str]) -> None:
@@ -57,28 +55,6 @@ def test_links_of_published_layouts(system: str, layout: dict[str, Any], links: 
         assert {axis: found[axis] for axis in ("tp", "cp", "dp", "pp") if axis in found} == links
     inside = placement.layout.world <= placement.system.devices_per_node.known("devices_per_node")
     assert (placement.links(0)["world"] == "inter-node") is not inside
-
-
-def test_rank_order_decides_which_groups_cross_nodes() -> None:
-    shape = {"tp": 4, "dp": 2, "pp": 2}
-    adjacent_replicas = placement_on("selene", order="tp-dp-pp", **shape)
-    assert adjacent_replicas.links(0)["dp"] == "nvlink"
-    assert adjacent_replicas.links(0)["pp"] == adjacent_replicas.link_of("pp", (0, 8)) == "inter-node"
-    adjacent_stages = placement_on("selene", order="tp-pp-dp", **shape)
-    assert adjacent_stages.links(0)["pp"] == adjacent_stages.link_of("pp", (0, 4)) == "nvlink"
-    assert adjacent_stages.links(0)["dp"] == "inter-node"
-    assert placement_on("selene", order="dp-pp-tp", **shape).links(0)["tp"] == "inter-node"
-
-
-def test_link_classes_differ_between_stages_of_one_pipeline() -> None:
-    # Two stages per node: stages 0 and 1 share a node, stages 1 and 2 do not.
-    placement = placement_on("selene", tp=4, pp=4, order="tp-pp-dp")
-    assert placement.ranks_of("pp", 0) == (0, 4, 8, 12)
-    links = [placement.link_of("pp", pair) for pair in ((0, 4), (4, 8), (8, 12), (12, 0), (4, 0))]
-    assert links == ["nvlink", "inter-node", "nvlink", "inter-node", "nvlink"]
-    assert placement.link_of("pp", placement.ranks_of("pp", 0)) == "inter-node"
-    assert placement.links(0)["embedding"] == "inter-node"
-    assert "embedding" not in placement.links(4)
 
 
 def test_groups_on_nodes_list_the_members_on_each_node() -> None:
@@ -91,23 +67,9 @@ def test_groups_on_nodes_list_the_members_on_each_node() -> None:
     assert on_nodes.members_of(entry) == [17, 21, 25, 29]
 
 
-def test_a_group_of_three_crosses_nodes_of_eight() -> None:
-    # Ranks 6 to 8, the third group, are on two nodes.
-    placement = placement_on("selene", tp=3, dp=4)
-    assert [placement.links(rank)["tp"] for rank in (0, 3, 6, 9)] == [
-        "nvlink",
-        "nvlink",
-        "inter-node",
-        "nvlink",
-    ]
-    assert placement.node_of(11) == 1
-    # A layout may need more nodes than the paper's cluster had.
-    assert placement_on("dgx2", tp=16, dp=64).node_of(1023) == 63
-
-
 def test_ranks_on_one_cpu_use_its_memory_links() -> None:
-    local = replace(load_system_file("selene"), links={"memory": load_system_file("selene").links["nvlink"]})
-    placement = placement_on(local, tp=2, dp=16)
+    selene = load_system_file("selene")
+    placement = placement_on(replace(selene, links={"memory": selene.links["nvlink"]}), tp=2, dp=16)
     assert set(placement.links(0).values()) == {"memory"}
     assert placement.node_of(31) == 0
 
@@ -118,9 +80,8 @@ def test_unknown_devices_per_node_is_an_error_for_groups() -> None:
     assert placement_on(system).links(0) == {}
     with pytest.raises(ConfigError) as caught:
         placement_on(system, tp=2).links(0)
-    assert (
-        str(caught.value) == "dgx2: devices_per_node = 'unknown': this command needs the number; nobody says"
-    )
+    message = "dgx2: devices_per_node = 'unknown': this command needs the number; nobody says"
+    assert str(caught.value) == message
 
 
 def test_a_group_inside_a_node_needs_intra_node_links() -> None:

@@ -29,14 +29,8 @@ def main() -> None:
             except torch.OutOfMemoryError:
                 out_of_memory = True
         stats = torch.cuda.memory_stats()
-        rows.append(
-            [
-                stats["allocated_bytes.all.current"],
-                stats["reserved_bytes.all.current"],
-                stats["num_alloc_retries"],
-                out_of_memory,
-            ]
-        )
+        names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "num_alloc_retries")
+        rows.append([*(stats[name] for name in names), out_of_memory])
     json.dump(rows, sys.stdout)
 
 

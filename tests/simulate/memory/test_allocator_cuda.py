@@ -18,12 +18,10 @@ from repro.simulate.memory.pools import MIB, SMALL_BUFFER, SMALL_SIZE, round_up
 
 Action = tuple[int, int] | tuple[int]
 
-CASES = {
-    "plain": ({}, None),
-    "expandable": ({"expandable": True}, None),
-    "limit": ({}, 1001 * MIB),
-}
-"""Options and limit. Segments are multiples of 2 MiB, so torch's rounding of an odd limit has no effect."""
+CASES = {"plain": (False, None), "expandable": (True, None), "limit": (False, 1001 * MIB)}
+"""Expandable segments, and limit.
+
+Segments are multiples of 2 MiB, so torch's rounding of an odd limit has no effect."""
 
 
 def decided_by_address(allocator: CachingAllocator, size: int) -> bool:
@@ -66,14 +64,11 @@ def draw(allocator: CachingAllocator, expandable: bool, count: int) -> tuple[lis
     return actions, expected
 
 
-def environment(options: dict[str, int]) -> dict[str, str]:
-    """Return the environment of this process, with the given allocator options alone."""
-    parts = []
-    if "expandable" in options:
-        parts.append("expandable_segments:True")
+def environment(expandable: bool) -> dict[str, str]:
+    """Return the environment of this process, with the given allocator option alone."""
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     inherited = {name: value for name, value in os.environ.items() if name not in names}
-    return inherited | ({names[0]: ",".join(parts)} if parts else {})
+    return inherited | ({names[0]: "expandable_segments:True"} if expandable else {})
 
 
 @pytest.mark.skipif(
@@ -81,17 +76,17 @@ def environment(options: dict[str, int]) -> dict[str, str]:
 )
 @pytest.mark.parametrize("case", CASES)
 def test_model_and_device_agree_after_every_action(case: str) -> None:
-    options, limit = CASES[case]
+    expandable, limit = CASES[case]
     fraction = None
     if limit is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         fraction = limit / total
         limit = int(fraction * total)
-    actions, expected = draw(CachingAllocator(limit, **options), "expandable" in options, 600)
+    actions, expected = draw(CachingAllocator(limit, expandable=expandable), expandable, 600)
     ran = subprocess.run(
         [sys.executable, Path(__file__).with_name("on_cuda.py")],
         input=json.dumps({"fraction": fraction, "actions": actions}),
-        env=environment(options),
+        env=environment(expandable),
         capture_output=True,
         text=True,
         check=True,
@@ -102,9 +97,9 @@ def test_model_and_device_agree_after_every_action(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_random_actions_split_blocks_and_reach_the_limit(case: str) -> None:
     """The actions allocate and release, split blocks, and reach the limit if there is one."""
-    options, limit = CASES[case]
-    allocator = CachingAllocator(limit, **options)
-    actions, expected = draw(allocator, "expandable" in options, 600)
+    expandable, limit = CASES[case]
+    allocator = CachingAllocator(limit, expandable=expandable)
+    actions, expected = draw(allocator, expandable, 600)
     assert {len(action) for action in actions} == {1, 2}
     assert any(row[1] > row[0] for row in expected)
     assert (allocator.retries > 0) == (limit is not None)

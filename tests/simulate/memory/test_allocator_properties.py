@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,25 +20,14 @@ from repro.simulate.memory.pools import (
 )
 from repro.simulate.trace.events import Alloc, Event, Free
 
+BOUNDARIES = [512, SMALL_SIZE, SMALL_SIZE + 1, MIN_LARGE_ALLOC - 512, MIN_LARGE_ALLOC, LARGE_BUFFER]
 SIZES = st.one_of(
     st.integers(0, 4096),
-    st.sampled_from(
-        [
-            512,
-            SMALL_SIZE,
-            SMALL_SIZE + 1,
-            2 * MIB,
-            MIN_LARGE_ALLOC - 512,
-            MIN_LARGE_ALLOC,
-            LARGE_BUFFER,
-            48 * MIB,
-        ]
-    ),
+    st.sampled_from([*BOUNDARIES, 2 * MIB, 48 * MIB]),
     st.integers(1, SMALL_SIZE),
     st.integers(SMALL_SIZE, 3 * MIN_LARGE_ALLOC),
     st.integers(1, 96 * MIB),
 )
-OPTIONS = st.sampled_from([{}, {"expandable": True}])
 
 
 class Allocations(RuleBasedStateMachine):
@@ -49,27 +38,26 @@ class Allocations(RuleBasedStateMachine):
         self.live: dict[int, int] = {}
         self.count = 0
 
-    @initialize(options=OPTIONS, limit=st.sampled_from([None, 64 * MIB, 301 * MIB]))
-    def start(self, options: dict, limit: int | None) -> None:
-        self.options, self.limit = options, limit
-        self.allocator = CachingAllocator(limit, **options)
+    @initialize(expandable=st.booleans(), limit=st.sampled_from([None, 64 * MIB, 301 * MIB]))
+    def start(self, expandable: bool, limit: int | None) -> None:
+        self.expandable, self.limit = expandable, limit
+        self.allocator = CachingAllocator(limit, expandable=expandable)
 
     @rule(size=SIZES)
     def malloc(self, size: int) -> None:
         self.count += 1
-        before, failed = self.allocator.allocated, None
+        before = self.allocator.allocated
         try:
             self.allocator.malloc(self.count, size)
-        except OutOfMemory as error:
-            failed = error
-        if failed is None:
             self.live[self.count] = size
-            return
+        except OutOfMemory as error:
+            self.check_failure(error, before)
+
+    def check_failure(self, failed: OutOfMemory, before: int) -> None:
         assert self.limit is not None
         assert self.allocator.allocated == before == failed.allocated
         assert failed.reserved == self.allocator.reserved
-        assert failed.free_in_blocks == failed.reserved - before
-        assert failed.largest_free <= failed.free_in_blocks
+        assert failed.largest_free <= failed.free_in_blocks == failed.reserved - before
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -81,7 +69,7 @@ class Allocations(RuleBasedStateMachine):
     @rule()
     def empty_cache(self) -> None:
         self.allocator.empty_cache()
-        if "expandable" not in self.options:
+        if not self.expandable:
             assert all(any(b.id is not None for b in s) for s in self.allocator.segments())
 
     @precondition(lambda self: self.live)
@@ -108,10 +96,7 @@ class Allocations(RuleBasedStateMachine):
         assert sizes.keys() == {id for id, size in self.live.items() if size}
         for id, size in sizes.items():
             excess = size - round_up(self.live[id])
-            if self.live[id] <= SMALL_SIZE or "expandable" in self.options:
-                assert excess == 0
-            else:
-                assert 0 <= excess <= MIB
+            assert 0 <= excess <= (0 if self.live[id] <= SMALL_SIZE or self.expandable else MIB)
         assert self.allocator.allocated == sum(sizes.values())
         assert self.allocator.reserved == sum(block.size for block in blocks)
 
@@ -120,7 +105,7 @@ class Allocations(RuleBasedStateMachine):
         for blocks in self.allocator.segments():
             span = sum(block.size for block in blocks)
             assert span % ROUND_LARGE == 0
-            if "expandable" not in self.options:
+            if not self.expandable:
                 assert span == SMALL_BUFFER or span >= MIN_LARGE_ALLOC
                 small = [self.live[block.id] <= SMALL_SIZE for block in blocks if block.id is not None]
                 assert all(is_small == (span == SMALL_BUFFER) for is_small in small)
@@ -152,22 +137,15 @@ def traces(draw: st.DrawFn) -> list[Event]:
 
 
 @settings(max_examples=100)
-@given(events=traces(), options=OPTIONS)
-def test_a_limit_has_an_effect_only_below_the_peak(events: list[Event], options: dict) -> None:
-    unlimited = replay(events, **options)
+@given(events=traces(), expandable=st.booleans())
+def test_a_limit_has_an_effect_only_below_the_peak(events: list[Event], expandable: bool) -> None:
+    unlimited = replay(events, expandable=expandable)
     assert unlimited.retries == 0
-    assert replay(events, unlimited.peak_reserved, **options) == unlimited
-    needed = live = 0
-    sizes = {}
-    for event in events:
-        if isinstance(event, Alloc):
-            sizes[event.id] = round_up(event.bytes)
-            live += sizes[event.id]
-        else:
-            live -= sizes[event.id]
-        needed = max(needed, live)
-    if needed:
-        limited = replay(events, needed - 1, **options)
+    assert replay(events, unlimited.peak_reserved, expandable=expandable) == unlimited
+    sizes = {event.id: round_up(event.bytes) for event in events if isinstance(event, Alloc)}
+    changes = [sizes[event.id] * (1 if isinstance(event, Alloc) else -1) for event in events]
+    if needed := max(accumulate(changes)):
+        limited = replay(events, needed - 1, expandable=expandable)
         assert limited.out_of_memory is not None
         assert limited.retries >= 1
         assert limited.peak_reserved < needed

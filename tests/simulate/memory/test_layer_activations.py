@@ -38,11 +38,12 @@ def layer_bytes(*sizes: int, **keys: Any) -> int:
     return retained(5, *sizes, keys) - retained(4, *sizes, keys)
 
 
-@pytest.mark.parametrize("kernels", ["softmax", "unfused"])
-@pytest.mark.parametrize(("b", "s", "h", "a"), [(1, 64, 64, 16), (2, 128, 96, 8)])
+@pytest.mark.parametrize(
+    ("kernels", "b", "s", "h", "a"), [("softmax", 1, 64, 64, 16), ("unfused", 2, 128, 96, 8)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_retains_the_papers_bytes_without_masks(
-    kind: str, b: int, s: int, h: int, a: int, kernels: str
+    kind: str, kernels: str, b: int, s: int, h: int, a: int
 ) -> None:
     tp, keys = KINDS[kind]
     selective, sp = keys.get("recompute") == "selective", bool(keys.get("sp"))
@@ -57,19 +58,8 @@ def test_a_layer_retains_the_papers_bytes_without_masks(
     assert found - paper == statistics - masks_of_both_branches - mask_of_scores
 
 
-LLAMA: dict[str, Any] = {
-    "norm": "rms",
-    "positions": "rotary",
-    "mlp": "swiglu",
-    "biases": "none",
-    "tied": False,
-    "hidden": 64,
-    "heads": 8,
-    "kv_heads": 4,
-    "ffn": 160,
-    "vocab": 256,
-    "seq": 128,
-}
+SIZES = {"hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 160, "vocab": 256, "seq": 128}
+LLAMA = {"norm": "rms", "positions": "rotary", "mlp": "swiglu", "biases": "none", "tied": False} | SIZES
 
 
 def megatron_core(layers: int, tp: int, kernels: str = "megatron-2025") -> LiveBytes:

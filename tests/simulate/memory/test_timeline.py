@@ -8,6 +8,7 @@ import pytest
 
 from repro.config import Experiment, Layout, Model, systems
 from repro.config.enums import Category
+from repro.results.record_parts import StepSeries
 from repro.simulate.memory.live_bytes import (
     TIMELINE_POINTS,
     TIMELINE_RESOLUTION,
@@ -15,43 +16,45 @@ from repro.simulate.memory.live_bytes import (
     live_bytes_over_step,
 )
 from repro.simulate.record import simulated_record
-from repro.simulate.step import simulate
+from repro.simulate.step import Simulation, simulate
 from repro.simulate.trace.events import Alloc, Event, Free, PhaseStart
 
 MODEL = Model(name="m", layers=4, hidden=256, heads=4, vocab=512, seq=128)
 
-
+DGX2 = systems.load_system_file("dgx2")
 LAYOUTS = {
     "device": Layout(dp=4, zero=1, precision="fp16", micro_batch=2, recompute=True),
     "host": Layout(tp=2, micro_batch=16, recompute=True, pa=True, pa_cpu=True, precision="fp16"),
 }
 
 
+def simulated(layout: Layout, **options: bool) -> tuple[Simulation, StepSeries]:
+    """Return a simulated step and the time series of its record."""
+    experiment = Experiment(name="e", model=MODEL, layout=layout, system="dgx2")
+    found = simulate(experiment, DGX2, **options)
+    return found, simulated_record(experiment, found, DGX2, suite="s", wall_s=0.0).series
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_timeline_peak_and_states_equal_those_of_the_step(layout: Layout) -> None:
     """Host memory is a separate row, which does not count in the peak."""
-    e = Experiment(name="e", model=MODEL, layout=layout, system="dgx2")
-    found = simulate(e, systems.load_system_file("dgx2"), time=True)
-    memory = simulated_record(e, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0).series.memory
+    found, series = simulated(layout, time=True)
+    memory, role = series.memory, found.roles[0].memory
     rows = {name: row if len(row) > 1 else row * TIMELINE_POINTS for name, row in memory["bytes"].items()}
     assert {len(row) for row in rows.values()} == {TIMELINE_POINTS}
     assert (Category.HOST in rows) == layout.pa_cpu
     rows.pop(Category.HOST, None)
     tolerance = len(rows) * memory["unit"]
     peak = max(map(sum, zip(*rows.values(), strict=True))) * memory["unit"]
-    assert abs(peak - found.roles[0].memory.peak_bytes) <= tolerance
-    for category, size in found.roles[0].memory.states.items():
+    assert abs(peak - role.peak_bytes) <= tolerance
+    for category, size in role.states.items():
         assert abs(rows[category][-1] * memory["unit"] - size) <= memory["unit"]
     assert [name for _, name, _ in memory["phases"]][:2] == ["forward", "backward"]
-    assert memory["unit"] <= found.roles[0].memory.peak_bytes / TIMELINE_RESOLUTION
+    assert memory["unit"] <= role.peak_bytes / TIMELINE_RESOLUTION
 
 
 def test_a_timeline_without_step_time_uses_moved_bytes() -> None:
-    e = Experiment(
-        name="e", model=MODEL, layout=Layout(dp=2, pp=2, micro_batch=1, global_batch=8), system="dgx2"
-    )
-    found = simulate(e, systems.load_system_file("dgx2"))
-    series = simulated_record(e, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0).series
+    found, series = simulated(Layout(dp=2, pp=2, micro_batch=1, global_batch=8))
     assert set(series.as_dict()) == {"memory"}
     traced = found.traces[found.roles.index(found.fullest)]
     live = found.fullest.memory.live
@@ -71,6 +74,6 @@ def test_each_point_is_the_maximum_of_device_bytes() -> None:
         Alloc(3, 1000, Category.HOST, "empty", "offload.py:3"),
     ]
     traced = SimpleNamespace(events=step, step_start=0, step_stop=len(step))
-    found = live_bytes_over_step(traced, LiveBytes(step), lambda operator: 1.0)  # type: ignore[arg-type]
+    found = live_bytes_over_step(traced, LiveBytes(step), lambda operator: 1.0)
     assert found["unit"] == 1
     assert {key: row[0] for key, row in found["bytes"].items()} == {"parameters": 20, "activations": 10}

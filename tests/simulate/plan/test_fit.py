@@ -14,7 +14,8 @@ from repro.simulate.plan import fit
 from repro.simulate.plan.candidates import LayoutQuery, device_memory_limit
 from repro.simulate.plan.fit import FitTrial, _next_index, search_largest
 
-CONTEXT = systems.load_system_file("dgx2").context()
+DGX2 = systems.load_system_file("dgx2")
+CONTEXT = DGX2.context()
 
 
 @settings(max_examples=200)
@@ -41,6 +42,7 @@ def test_search_ends_at_the_boundary(count: int, boundary: int, curve: float, un
 
 
 def test_no_value_is_tried_twice_or_above_a_failure() -> None:
+    """The value 9 fails."""
     tried: list[int] = []
 
     def attempt(value: int) -> FitTrial:
@@ -50,28 +52,21 @@ def test_no_value_is_tried_twice_or_above_a_failure() -> None:
     answer = search_largest(range(1, 100), attempt, 45, [3, 3, 9, 9, 20])
     assert tried[:2] == [3, 9]
     assert len(tried) == len(set(tried))
-    assert max(tried) == 9, "the value 9 fails"
-    assert answer.largest is not None
-    assert answer.largest.value == 4
+    assert (max(tried), answer.largest.value) == (9, 4)
 
 
 def test_a_hang_ends_the_search() -> None:
-    tried: list[int] = []
-
-    def attempt(value: int) -> FitTrial:
-        tried.append(value)
-        return FitTrial(value, "hang" if value > 4 else "ok", value)
-
-    answer = search_largest(range(1, 100), attempt, 1000, [3, 6])
-    assert tried == [3, 6]
-    assert answer.first_failing is not None
+    answer = search_largest(
+        range(1, 100), lambda value: FitTrial(value, "hang" if value > 4 else "ok", value), 1000, [3, 6]
+    )
+    assert [trial.value for trial in answer.trials] == [3, 6]
     assert answer.first_failing.outcome == "hang"
 
 
 def layer_question(layout: dict[str, Any], limit: int, **sizes: int) -> fit.FitQuestion:
     shape = {"hidden": 256, "heads": 4, "vocab": 512} | sizes
     query = LayoutQuery("dgx2", 8, layout, seq=64, memory_limit=str(CONTEXT + limit))
-    return fit.question_of(systems.load_system_file("dgx2"), query, None, shape, "layers")
+    return fit.question_of(DGX2, query, None, shape, "layers")
 
 
 @pytest.mark.parametrize(
@@ -86,13 +81,13 @@ def test_the_binding_term_is_the_largest_term_or_fragmentation(layout: dict[str,
     question = layer_question(layout, 250_000_000)
     answer = fit.fit_by_simulation(question)
     document = fit.fit_document(question, answer)
-    assert document["largest"]["layers"] + 1 == document["first_failing"]["layers"]
-    assert (document["largest"]["outcome"], document["first_failing"]["outcome"]) == ("ok", "oom")
-    assert document["first_failing"]["largest_term"] == binding
-    live = document["first_failing"]["memory"]["peak_bytes"]
+    largest, failing = document["largest"], document["first_failing"]
+    assert largest["layers"] + 1 == failing["layers"]
+    assert (largest["outcome"], failing["outcome"], failing["largest_term"]) == ("ok", "oom", binding)
+    live = failing["memory"]["peak_bytes"]
     assert document["binding"] == (binding if live > question.allocatable else "fragmentation")
     assert document["traces"] <= 7
-    assert document["largest"]["memory"]["reserved_bytes"] <= question.allocatable
+    assert largest["memory"]["reserved_bytes"] <= question.allocatable
 
 
 def test_the_layer_count_is_a_multiple_of_all_chunks() -> None:
@@ -100,8 +95,6 @@ def test_the_layer_count_is_a_multiple_of_all_chunks() -> None:
     question = replace(question, limit=question.limit + question.communicators)
     assert question.layout.accumulation == 2
     answer = fit.fit_by_simulation(question)
-    assert answer.largest is not None
-    assert answer.first_failing is not None
     assert answer.largest.value % 4 == 0
     assert answer.first_failing.value == answer.largest.value + 4
 
@@ -109,21 +102,17 @@ def test_the_layer_count_is_a_multiple_of_all_chunks() -> None:
 def test_the_next_divisor_after_the_largest_micro_batch_fails() -> None:
     model = Model(name="m", layers=2, hidden=64, heads=4, vocab=512, seq=64)
     query = LayoutQuery("dgx2", 2, {"global_batch": 192}, memory_limit=str(CONTEXT + 44_000_000))
-    micro_batches = fit.question_of(systems.load_system_file("dgx2"), query, model, {}, "micro-batch")
-    assert micro_batches.values() == [n for n in range(1, 97) if 96 % n == 0]
+    micro_batches = fit.question_of(DGX2, query, model, {}, "micro-batch")
+    sizes = micro_batches.values()
+    assert sizes == [n for n in range(1, 97) if 96 % n == 0]
     answer = fit.fit_by_simulation(micro_batches)
-    assert answer.largest is not None
-    assert answer.first_failing is not None
-    position = list(micro_batches.values()).index(answer.largest.value)
-    assert micro_batches.values()[position + 1] == answer.first_failing.value
+    assert sizes[sizes.index(answer.largest.value) + 1] == answer.first_failing.value
 
 
 def test_a_fit_without_a_fitting_value_has_no_largest() -> None:
     question = layer_question({}, 3_000_000)
     answer = fit.fit_by_simulation(question)
-    assert answer.largest is None
-    assert answer.first_failing is not None
-    assert answer.first_failing.value == 1
+    assert (answer.largest, answer.first_failing.value) == (None, 1)
     assert fit.fit_document(question, answer)["largest"] is None
 
 
@@ -143,14 +132,7 @@ def micro_batch_question(**layout: Any) -> fit.FitQuestion:
     shape = Layout(pp=4, dp=2, **({"global_batch": 24} | layout))
     small = Model(name="small", layers=8, hidden=256, heads=4, vocab=512, seq=64)
     return fit.FitQuestion(
-        small,
-        shape,
-        systems.load_system_file("dgx2"),
-        CONTEXT + 10**9,
-        "micro-batch",
-        0,
-        free_batch=False,
-        expandable=False,
+        small, shape, DGX2, CONTEXT + 10**9, "micro-batch", 0, free_batch=False, expandable=False
     )
 
 
@@ -162,10 +144,9 @@ def test_interleaved_micro_batch_counts_are_multiples_of_the_stages() -> None:
 def test_a_free_global_batch_grows_with_the_micro_batch() -> None:
     """A replica has three micro-batches of each tried size. A given global batch does not change."""
     given = micro_batch_question(micro_batch=4)
-    tried = replace(given, free_batch=True).experiment(5).layout
-    assert (tried.micro_batch, tried.global_batch, tried.accumulation) == (5, 2 * 3 * 5, 3)
-    tried = given.experiment(6).layout
-    assert (tried.micro_batch, tried.global_batch, tried.accumulation) == (6, 24, 2)
+    for question, size, batch in ((replace(given, free_batch=True), 5, 2 * 3 * 5), (given, 6, 24)):
+        tried = question.experiment(size).layout
+        assert (tried.micro_batch, tried.global_batch) == (size, batch)
 
 
 def test_the_only_possible_micro_batch_needs_one_trial() -> None:
@@ -174,8 +155,8 @@ def test_the_only_possible_micro_batch_needs_one_trial() -> None:
     assert answer.first_failing is None
 
 
-def trial(value: int, needed: int | None) -> FitTrial:
-    return FitTrial(value=value, outcome="ok", needed=needed)
+TRIALS = {0: FitTrial(0, "ok", 10), 20: FitTrial(20, "ok", 30)}
+"""Trials of which index 0 needs 10 bytes and index 20 needs 30, so 24 bytes suffice for index 14."""
 
 
 @pytest.mark.parametrize(
@@ -186,9 +167,8 @@ def trial(value: int, needed: int | None) -> FitTrial:
         ({}, 7, 100, 15),
         ({}, 60, 100, 99),
         ({}, 10, 21, 15),  # between a fitting and a failing index without byte counts: the middle
-        # Index 0 needs 10 bytes and index 20 needs 30, so 24 bytes suffice for index 14.
-        ({0: trial(0, 10), 20: trial(20, 30)}, 0, 20, 14),
-        ({0: trial(0, 10), 20: trial(20, 30)}, 14, 20, 17),
+        (TRIALS, 0, 20, 14),
+        (TRIALS, 14, 20, 17),
     ],
 )
 def test_next_index_follows_from_trials(found: dict[int, FitTrial], low: int, high: int, index: int) -> None:

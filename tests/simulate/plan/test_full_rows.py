@@ -28,12 +28,9 @@ EQUAL_KEYS = ("outcome", "reason", "model", "system", "gpus", "layout", "params"
 
 def assert_equals_simulation(request: PlanRequest, row: PlanRow, *, interval: bool) -> None:
     """Require that the entry of `row` equals `repro simulate --json` with a limit less the communicator bytes."""
+    training, system = Training(seq=request.seq), request.system.name
     experiment = Experiment(
-        name="simulate",
-        model=request.model,
-        layout=row.layout,
-        training=Training(seq=request.seq),
-        system=request.system.name,
+        name="simulate", model=request.model, layout=row.layout, training=training, system=system
     )
     communicators = communicator_bytes(row.layout, request.system)
     limit = request.limit - communicators
@@ -45,26 +42,22 @@ def assert_equals_simulation(request: PlanRequest, row: PlanRow, *, interval: bo
         assert json.loads(json.dumps(entry[key])) == json.loads(json.dumps(found[key])), key
 
 
-QUICK_CASES = [
-    ("gpt", "dgx2", 4, {"micro_batch": 1, "zero": 1, "recompute": False}),
-    ("llama", "selene", 8, {"tp": 2, "micro_batch": 2, "zero": 1, "grad_dtype": "fp32"}),
-    ("gpt", "selene", 4, {"tp": 2, "zero": 1, "kernels": "softmax", "recompute": "selective"}),
-]
-SLOW_CASES: list[tuple[str, str, int, dict[str, Any]]] = [
-    ("gpt", "selene", 8, {}),
-    ("wide", "dgx-h100", 16, {"recompute": False}),
-    ("llama", "dgx2", 8, {}),
-    ("neox", "selene", 16, {"tp": 2}),
-    ("falcon", "dgx-h100", 8, {"kernels": "softmax"}),
-    ("gpt", "dgx-h100", 8, {"grad_dtype": "fp32", "zero": 2}),
-]
+def slow(*case: object) -> Any:
+    return pytest.param(*case, 40, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("model", "system", "gpus", "given", "min_rows"),
     [
-        *(pytest.param(*case, 6) for case in QUICK_CASES),
-        *(pytest.param(*case, 40, marks=pytest.mark.slow) for case in SLOW_CASES),
+        ("gpt", "dgx2", 4, {"micro_batch": 1, "zero": 1, "recompute": False}, 6),
+        ("llama", "selene", 8, {"tp": 2, "micro_batch": 2, "zero": 1, "grad_dtype": "fp32"}, 6),
+        ("gpt", "selene", 4, {"tp": 2, "zero": 1, "kernels": "softmax", "recompute": "selective"}, 6),
+        slow("gpt", "selene", 8, {}),
+        slow("wide", "dgx-h100", 16, {"recompute": False}),
+        slow("llama", "dgx2", 8, {}),
+        slow("neox", "selene", 16, {"tp": 2}),
+        slow("falcon", "dgx-h100", 8, {"kernels": "softmax"}),
+        slow("gpt", "dgx-h100", 8, {"grad_dtype": "fp32", "zero": 2}),
     ],
 )
 def test_every_row_equals_a_simulation_of_its_layout(
@@ -104,12 +97,12 @@ def test_first_rows_do_not_depend_on_exhaustive_search(name: str, monkeypatch: p
     with Workers(1) as workers:
         exhaustive = search_layouts(request, workers, 3)
         partial = search_layouts(request, workers, 3, exhaustive=False)
-    assert bool(partial.no_time) == (name == "rates")
+    assert ("memory_bandwidth" in partial.no_time) == (name == "rates")
+    assert any(row.time for row in partial.rows) == (name != "rates")
     fits = [row for row in exhaustive.rows if row.outcome == OK]
     assert len(fits) > 6
-    for row, other in zip(fits[:3], partial.rows, strict=False):
-        assert other.outcome == OK
-        assert replace(row, trace_seconds=0) == replace(other, trace_seconds=0)
+    first = [[replace(row, trace_seconds=0) for row in rows[:3]] for rows in (fits, partial.rows)]
+    assert first[0] == first[1]
     assert partial.simulated < exhaustive.simulated
     open_rows = [row for row in partial.rows if row.outcome == OPEN]
     assert len(open_rows) + partial.simulated == exhaustive.simulated

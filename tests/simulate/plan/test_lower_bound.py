@@ -23,33 +23,25 @@ FORWARD_GATHER_SEED = 708
 """Seed of a random stage-3 layout that gathers the embedding in forward passes only."""
 
 
-def bound_ratios(request: PlanRequest, layout: Layout) -> tuple[float, dict[str, float]]:
-    """Return lower bound over simulated value: of the step time, and of the peak memory of each role."""
+def bound_ratios(request: PlanRequest, layout: Layout) -> tuple[float, float]:
+    """Return lower bound over simulated value: of the step time, and the maximum over the peaks of all roles."""
     system = request.system
     found = simulate(plan_experiment(request, layout), system, time=True)
-    generation = calibration.calibration_point_of(layout.kernels, system)
-    kernels = calibrated_kernels(generation)
+    kernels = calibrated_kernels(calibration.calibration_point_of(layout.kernels, system))
     cost = DeviceCost(system, layout.precision, kernels, layout.world)
     least_s = step_time_lower_bound(request.model, layout, request.seq, cost, Network(system, layout))
     least = memory_lower_bound(request.model, layout, request.seq)
     peaks = {role.role.name: role.memory.peak_bytes for role in found.roles}
-    assert found.time is not None
-    return least_s / found.time.step_s, {
-        name: sum(of_role.values()) / peaks[name] for name, of_role in least.items()
-    }
+    memory = [sum(of_role.values()) / peaks[name] for name, of_role in least.items()]
+    return least_s / found.time.step_s, max(memory)
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        FORWARD_GATHER_SEED,
-        *(pytest.param(seed, marks=() if seed < QUICK_SEEDS else pytest.mark.slow) for seed in range(SEEDS)),
-    ],
-)
+SLOW_SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(QUICK_SEEDS, SEEDS)]
+
+
+@pytest.mark.parametrize("seed", [FORWARD_GATHER_SEED, *range(QUICK_SEEDS), *SLOW_SEEDS])
 def test_lower_bounds_are_below_the_simulated_values(seed: int) -> None:
-    time, memory = bound_ratios(*random_layout(seed))
-    assert time <= 1
-    assert max(memory.values()) <= 1
+    assert max(bound_ratios(*random_layout(seed))) <= 1
 
 
 MODEL = Model(name="large", layers=12, hidden=4096, heads=32, vocab=51200, seq=2048)
@@ -74,15 +66,20 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("name", LAYOUTS)
+LLAMA_LAYOUTS = ("dp", "z3-recompute", "tp8-sp", "tp2-pa-z2", "pp12-tp2", "megatron-core", "cp4")
+"""Layouts whose bounds depend on the operators, the biases or the untied embedding of Llama."""
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [*((name, MODEL) for name in LAYOUTS), *((name, LLAMA) for name in LLAMA_LAYOUTS)]
+)
 def test_lower_bounds_are_close_for_large_models(name: str, model: Model) -> None:
     """A plan excludes layouts by these bounds."""
     system = systems.load_system_file("selene")
     layout = replace(LAYOUTS[name], precision="bf16")
     time, memory = bound_ratios(PlanRequest(model, system, layout.world, 0, model.seq), layout)
     assert (0.8 if layout.cp > 1 else 0.9) <= time <= 1
-    assert (0.75 if layout.zero == 3 else 0.9) <= max(memory.values()) <= 1
+    assert (0.75 if layout.zero == 3 else 0.9) <= memory <= 1
 
 
 def test_calibrated_operators_have_no_lower_bound() -> None:

@@ -40,7 +40,7 @@ def row(step_s: float, draws: list[float], *moves: Sensitivity) -> PlanRow:
 
 
 def ties_of(*rows: PlanRow) -> list[list[Tie]]:
-    return find_ties([(row.time["step_s"], row.interval) for row in rows if row.interval is not None])
+    return find_ties([(row.time["step_s"], row.interval) for row in rows])
 
 
 def test_step_times_are_compared_draw_by_draw() -> None:
@@ -75,38 +75,34 @@ def test_rows_are_ranked_by_a_quantile_of_their_step_times() -> None:
     known = row(3.5, [3.5])
     known.interval = None
     rows = [risky, safe, known]
-    assert rank_rows(rows, "median") == [safe, risky, known]
-    assert [each.rank_s for each in rows] == [3.0, 2.9, 3.5]
-    assert rank_rows(rows, "p75") == [safe, known, risky]
-    assert [each.rank_s for each in rows] == [4.0, 3.0, 3.5]
-    assert rank_rows(rows, "p95") == [known, risky, safe]
-    assert [each.rank_s for each in rows] == pytest.approx([4.8, 5.4, 3.5])
-    assert [one.than for one in risky.undecided or []] == []
-    assert [one.than for one in safe.undecided or []] == [1]
+    for quantile, order, rank_s in (
+        ("median", [safe, risky, known], [3.0, 2.9, 3.5]),
+        ("p75", [safe, known, risky], [4.0, 3.0, 3.5]),
+        ("p95", [known, risky, safe], [4.8, 5.4, 3.5]),
+    ):
+        assert rank_rows(rows, quantile) == order
+        assert [each.rank_s for each in rows] == pytest.approx(rank_s)
+    assert risky.undecided == []
+    assert [one.than for one in safe.undecided] == [1]
 
 
 def test_rows_of_systems_are_ranked_by_cost_or_time(exact: System) -> None:
     """Steps of 1 and 1.2 s at 3 dollars an hour cost more than one of 2 s at 1 dollar. Tight rows are last."""
-    draws = [0.9, 1.0, 1.1, 1.2]
-    quick, later = row(1.0, draws), row(1.2, [1.2 * s for s in draws])
-    slow, tight = row(2.0, [2 * s for s in draws]), row(0.5, [s / 2 for s in draws])
+    quick, later, slow, tight = (
+        row(step_s, [step_s * s for s in (0.9, 1.0, 1.1, 1.2)]) for step_s in (1.0, 1.2, 2.0, 0.5)
+    )
     tight.is_tight = True
     slow_request = replace(query(exact), rank_by="cost", price_per_gpu_hour=1.0)
-    other = replace(exact, name="other")
-    quick_request = replace(slow_request, system=other, price_per_gpu_hour=3.0)
-    for rows in ([quick, later], [slow, tight]):
-        rank_rows(rows, "cost")
-    found = [(quick_request, [quick, later]), (slow_request, [slow, tight])]
-    assert rank_systems(found) == [
-        (slow_request, slow),
-        (quick_request, quick),
-        (quick_request, later),
-        (slow_request, tight),
+    quick_request = replace(other_query(exact), rank_by="cost", price_per_gpu_hour=3.0)
+    found = [
+        (quick_request, rank_rows([quick, later], "cost")),
+        (slow_request, rank_rows([slow, tight], "cost")),
     ]
+    of_quick, of_slow = (quick_request, quick), (slow_request, slow)
+    assert rank_systems(found) == [of_slow, of_quick, (quick_request, later), (slow_request, tight)]
     assert slow.rank_s == pytest.approx(2.25), "75 % quantile of the step times"
-    assert (slow.undecided, quick.undecided, tight.undecided) == ([], [], None), (
-        "costs of 1.8 to 2.4 and 2.7 to 3.6 dollars do not overlap"
-    )
+    # Costs of 1.8 to 2.4 and 2.7 to 3.6 dollars do not overlap.
+    assert (slow.undecided, quick.undecided, tight.undecided) == ([], [], None)
     by_time = [(replace(request, rank_by="p75"), rows) for request, rows in found]
     assert [each for _, each in rank_systems(by_time)] == [quick, later, slow, tight]
 
@@ -121,9 +117,9 @@ def test_unknown_numbers_of_two_systems_are_independent(exact: System) -> None:
     first, second = (row(s, [s * each for each in draws], move("pace", 0.5 * s, 4 * s)) for s in (1.0, 1.01))
     rank_rows([first, second], "p75")
     assert second.undecided == []
-    found = [(query(exact), [first]), (replace(query(exact), system=replace(exact, name="other")), [second])]
+    found = [(query(exact), [first]), (other_query(exact), [second])]
     assert [each for _, each in rank_systems(found)] == [first, second]
-    (tie,) = second.undecided or []
+    (tie,) = second.undecided
     assert 0.35 < tie.part < 0.65
     assert set(tie.by) == {"pace (dgx2)", "pace (other)"}
 
@@ -131,9 +127,7 @@ def test_unknown_numbers_of_two_systems_are_independent(exact: System) -> None:
 def test_exact_and_uncertain_systems_are_compared(exact: System) -> None:
     known, ranged = row(1.0, [1.0]), row(1.1, [0.5, 1.1, 1.2, 1.3] * 16, move("links.a", 0.5, 1.3))
     known.interval = None
-    for each in (known, ranged):
-        rank_rows([each], "p75")
-    found = [(query(exact), [known]), (replace(query(exact), system=replace(exact, name="other")), [ranged])]
+    found = [(query(exact), rank_rows([known], "p75")), (other_query(exact), rank_rows([ranged], "p75"))]
     assert [each for _, each in rank_systems(found)] == [known, ranged]
     assert ranged.undecided == [Tie(1, 0.25, ("links.a (other)",))]
 
@@ -150,41 +144,27 @@ def test_a_tight_row_is_last_and_has_no_ties(exact: System) -> None:
 def test_less_than_3_percent_of_free_memory_is_tight(exact: System) -> None:
     """The device of the fastest layout has 2.9 % and then 3.1 % of free memory."""
     request = replace(query(exact), given={**query(exact).given, "tp": 1})
-    with Workers(1) as workers:
-        (found,) = search_layouts(request, workers, 1).rows
-        used = found.memory["reserved_bytes"] + exact.context()
-        rows = [
-            search_layouts(replace(request, limit=round(used / (1 - left))), workers, 1).rows[0]
-            for left in (0.029, 0.031)
-        ]
-    assert [(each.outcome, each.is_tight) for each in (found, *rows)] == [
-        (OK, False),
-        (OK, True),
-        (OK, False),
-    ]
+    (found,) = plan_of(request, 1).rows
+    used = found.memory["reserved_bytes"] + exact.context()
+    limits = [round(used / (1 - left)) for left in (0.029, 0.031)]
+    rows = [found, *(plan_of(replace(request, limit=limit), 1).rows[0] for limit in limits)]
+    assert [(each.outcome, each.is_tight) for each in rows] == [(OK, False), (OK, True), (OK, False)]
 
 
-def test_a_tight_row_has_a_star_with_one_footnote(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
-    with Workers(1) as workers:
-        found = search_layouts(query(exact), workers, 4)
-    found.rows[1].is_tight = True
-    show_plan(query(exact), found, 4)
-    out = " ".join(capsys.readouterr().out.split())
-    assert f"{gb(found.rows[1].memory['reserved_bytes'])}*" in out
-    assert out.count("*") == 2
-    assert "*: less than 3 % of the device's memory is left" in out
-
-
-def test_faster_tight_rows_beyond_the_table_are_counted(
+def test_a_tight_row_has_a_star_and_is_counted_beyond_the_table(
     exact: System, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Workers(1) as workers:
-        found = search_layouts(query(exact), workers, 4)
+    """One footnote explains the star. Rows beyond the table are counted if they are tight and faster."""
+    found = plan_of(query(exact))
     best, other = found.rows[:2]
+    other.is_tight = True
+    out = printed(query(exact), found, 4, capsys)
+    assert f"{gb(other.memory['reserved_bytes'])}*" in out
+    assert out.count("*") == 2
+    assert "*: less than 3 % of the device's memory is left" in out
     for is_tight, factor in ((True, 0.5), (True, 2), (False, 0.5)):
         other.is_tight, other.rank_s = is_tight, factor * best.rank_s
-        show_plan(query(exact), replace(found, rows=[best, other]), 1)
-        out = " ".join(capsys.readouterr().out.split())
+        out = printed(query(exact), replace(found, rows=[best, other]), 1, capsys)
         counted = "Faster, but with less than 3 % of the device's memory left: 1 layout (--top 2)." in out
         assert counted == (is_tight and factor < 1)
 
@@ -200,14 +180,21 @@ def query(system: System) -> PlanRequest:
     return PlanRequest(MODEL, system, 64, 32 * 10**9, MODEL.seq, given)
 
 
-def show_plan(request: PlanRequest, plan: Plan, top: int, **options: Any) -> None:
-    """Print the plan of one system."""
-    print_layouts([(request, plan)], [(request, row) for row in plan.rows], top, **options)
+def other_query(system: System) -> PlanRequest:
+    return query(replace(system, name="other"))
 
 
-def plan_of(system: System) -> Plan:
+def plan_of(request: PlanRequest, shown: int = 4, *, exhaustive: bool = False) -> Plan:
     with Workers(1) as workers:
-        return search_layouts(query(system), workers, 4, exhaustive=False)
+        return search_layouts(request, workers, shown, exhaustive=exhaustive)
+
+
+def printed(
+    request: PlanRequest, plan: Plan, top: int, capsys: pytest.CaptureFixture[str], **options: Any
+) -> str:
+    """Return the printed plan of one system, with single spaces."""
+    print_layouts([(request, plan)], [(request, row) for row in plan.rows], top, **options)
+    return " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_names_the_unknown_behind_a_tie(
@@ -219,87 +206,66 @@ def test_a_plan_names_the_unknown_behind_a_tie(
     known = link.used("inter-node", "rings")
     rings = replace(known, low=1, high=8, source="low: one; high: one for each adapter")
     ranged = replace(exact, links={**exact.links, "inter-node": replace(link, rings=rings)})
-    found = plan_of(ranged)
+    found = plan_of(query(ranged))
     pairs = [(row, one) for row in found.rows for one in row.undecided]
     assert pairs
-    few, many = ([row.layout for row in plan_of(with_values(exact, {RINGS: value})).rows] for value in (1, 8))
+    plans = [plan_of(query(with_values(exact, {RINGS: value}))) for value in (1, 8)]
+    orders = [[row.layout for row in plan.rows] for plan in plans]
+    output = printed(query(ranged), found, 4, capsys, details=True)
     for row, one in pairs:
-        other = found.rows[one.than - 1]
+        layout, other = row.layout, found.rows[one.than - 1].layout
         assert one.by == (RINGS,)
-        reversed_orders = [order.index(row.layout) < order.index(other.layout) for order in (few, many)]
-        assert any(reversed_orders)
-    message = [plan_entry(query(ranged), row)["undecided"] for row in found.rows[:4]]
-    assert json.loads(json.dumps(message)) == [
-        [{"than": one.than, "part": one.part, "by": [RINGS]} for one in row.undecided]
-        for row in found.rows[:4]
-    ]
-    show_plan(query(ranged), found, 4, details=True)
-    output = capsys.readouterr().out
-    for row, one in pairs:
-        assert re.search(rf"\n +{found.rows.index(row) + 1} +{one.than} +[\d.]+  {RINGS}", output)
+        assert any(order.index(layout) < order.index(other) for order in orders)
+        assert re.search(rf" {found.rows.index(row) + 1} {one.than} [\d.]+ {RINGS}", output)
+    for row in found.rows[:4]:
+        ties = [{"than": one.than, "part": one.part, "by": [RINGS]} for one in row.undecided]
+        assert json.loads(json.dumps(plan_entry(query(ranged), row)["undecided"])) == ties
     assert ("Main uncertainty: inter-node rings." in output) == any(one.than == 1 for _, one in pairs)
 
 
-def test_a_plan_with_exact_numbers_has_no_ties(
-    exact: System, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+TIED = "are tied within their uncertainty. Main uncertainty:"
+FASTEST = "is faster than each of the 2 next rows in 95 % or more"
+
+
+@pytest.mark.parametrize(
+    ("lowest_draws", "top", "texts"),
+    [
+        ([1.1, 1.05], 3, [f"Row 1 {FASTEST}"]),
+        ([0.9, 1.05], 3, [f"Rows 1 and 2 {TIED} a."]),
+        # The sentence names every row that may be the fastest, and the input that decides most ties.
+        ([0.9, 0.9, 0.9, 1.1, 0.95], 6, [f"Rows 1 to 4 and 6 {TIED} a."]),
+        # The last row may be the fastest, also if the table has one or two rows.
+        ([1.2, 0.9], 1, [f"Rows 1 and 3 {TIED} b.", "1 more tied row: --top 3."]),
+        ([1.2, 0.9], 2, [f"Rows 1 and 3 {TIED} b.", "1 more tied row: --top 3."]),
+        ([1.2, 0.9], 3, [f"Rows 1 and 3 {TIED} b."]),
+        ([], 1, []),
+    ],
+)
+def test_the_text_states_the_fastest_row_or_all_ties_with_it(
+    lowest_draws: list[float], top: int, texts: list[str], exact: System, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    use_exact_kernels(monkeypatch)
-    found = plan_of(exact)
-    assert [plan_entry(query(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4
-    show_plan(query(exact), found, 4)
-    output = capsys.readouterr().out
-    assert "uncertain" not in output
-    assert "Row" not in output
+    """`lowest_draws`: one of two draws of each row after the first, whose draws are 1.0. One row has no ties.
 
-
-def printed(rows: list[PlanRow], top: int, system: System, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the printed table of the first `top` rows, and the text about ties, with single spaces."""
+    Only in the last row, the input `b` can reverse the order. The input `a` of the first row decides the other ties.
+    """
+    first, last = row(1.0, [1.0, 1.0], move("links.a", 0.7, 1.3)), len(lowest_draws) - 1
+    inputs = [move("links.b", 0.8 if place == last else 1.1, 1.3) for place in range(len(lowest_draws))]
+    rows = [first, *(row(1.3, [draw, 1.3], b) for draw, b in zip(lowest_draws, inputs, strict=True))]
     for each, ties in zip(rows, ties_of(*rows), strict=True):
         each.undecided = ties
-    show_plan(query(system), Plan(rows, 0, ""), top)
-    return " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(("draw", "fastest"), [(0.9, False), (1.1, True)])
-def test_the_text_states_the_fastest_row_or_ties(
-    draw: float, fastest: bool, exact: System, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = row(1.0, [1.0, 1.0], move("links.a", 0.7, 1.3))
-    others: Any = [row(1.2, [draw, 1.2]), row(1.3, [1.05, 1.3], move("links.b", 1.1, 1.3))]
-    rows = [first, *others]
-    output = printed(rows, 3, exact, capsys)
-    assert ("Row 1 is faster than each of the 2 next rows in 95 % or more" in output) == fastest
-    tied = "Rows 1 and 2 are tied within their uncertainty. Main uncertainty: a."
-    assert (tied in output) == (not fastest)
-
-
-def test_all_ties_with_row_1_are_one_sentence(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
-    """The sentence names every row that may be the fastest, and the input that decides most ties."""
-    a, b = move("links.a", 0.7, 1.3), move("links.b", 1.1, 1.3)
-    rows = [row(1.0, [1.0, 1.0], a), *(row(1.2, [0.9, 1.2]) for _ in range(3)), row(1.25, [1.1, 1.3])]
-    rows += [row(1.3, [0.95, 1.4], b)]
-    output = printed(rows, 6, exact, capsys)
-    assert "Rows 1 to 4 and 6 are tied within their uncertainty. Main uncertainty: a." in output
-
-
-def test_hidden_rows_count_in_the_text_about_ties(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last of three rows may be the fastest, also if the table has one or two rows. One row has no ties."""
-    rows = [row(1.0, [1.0, 1.0]), row(1.2, [1.2, 1.2]), row(1.3, [0.9, 1.3], move("links.b", 0.8, 1.3))]
-    for top, hidden in ((1, True), (2, True), (3, False)):
-        output = printed(rows, top, exact, capsys)
-        assert "Rows 1 and 3 are tied within their uncertainty. Main uncertainty: b." in output
-        assert ("1 more tied row: --top 3." in output) == hidden
-    assert "tied" not in printed(rows[:1], 1, exact, capsys)
+    output = printed(query(exact), Plan(rows, 0, ""), top, capsys)
+    possible = (f"Row 1 {FASTEST}", TIED, "more tied row")
+    assert all(text in output for text in texts)
+    assert sum(text in output for text in possible) == len(texts)
 
 
 def test_a_plan_compares_more_rows_than_it_shows() -> None:
     """Rows after the first COMPARED_ROWS have no interval and no list of ties."""
     base = query(systems.load_system_file("dgx2"))
     request = replace(base, given={key: base.given[key] for key in ("pp", "sp", "recompute", "kernels")})
-    with Workers(1) as workers:
-        found = search_layouts(request, workers, 1, exhaustive=True)
-    fits = [row for row in found.rows if row.outcome == "ok"]
+    fits = [row for row in plan_of(request, 1, exhaustive=True).rows if row.outcome == OK]
     assert len(fits) > COMPARED_ROWS
-    message = [plan_entry(request, row)["undecided"] for row in fits]
-    assert [row.interval is not None for row in fits] == [i < COMPARED_ROWS for i in range(len(fits))]
-    assert [one is not None for one in message] == [i < COMPARED_ROWS for i in range(len(fits))]
+    for position, row in enumerate(fits):
+        is_compared = position < COMPARED_ROWS
+        assert (row.interval is not None) == is_compared
+        assert (plan_entry(request, row)["undecided"] is not None) == is_compared

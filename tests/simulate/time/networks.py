@@ -12,17 +12,29 @@ from repro.config.layout import ORDERS
 from repro.config.quantity import Quantity
 from repro.config.system import Link, System
 from repro.config.systems import load_system_file
+from repro.parallel.ledger import RING_PASSES
+from repro.simulate.placement import GROUPS
+from repro.simulate.time.network import Network
 
-payloads = st.integers(0, 1 << 34)
+ops, groups, payloads = st.sampled_from(tuple(RING_PASSES)), st.sampled_from(GROUPS), st.integers(0, 1 << 34)
 
 
 def number(value: float) -> Quantity:
     return Quantity(value=value, source="a test")
 
 
-def with_link(system: System, name: str, **values: Any) -> System:
+def numbers(**values: float) -> dict[str, Quantity]:
+    return {key: number(value) for key, value in values.items()}
+
+
+def network(system: str | System, **layout: Any) -> Network:
+    return Network(load_system_file(system) if isinstance(system, str) else system, Layout(**layout))
+
+
+def with_link(system: str | System, name: str, **values: float) -> System:
     """Return `system` with some numbers of one link class replaced."""
-    link = replace(system.links[name], **{key: number(value) for key, value in values.items()})
+    system = load_system_file(system) if isinstance(system, str) else system
+    link = replace(system.links[name], **numbers(**values))
     return replace(system, links={**system.links, name: link})
 
 
@@ -45,9 +57,8 @@ def networks(draw: st.DrawFn) -> tuple[System, Layout]:
     links = {}
     for name in names:
         optional = {
-            "latency_s": draw(st.floats(0, 1e-3)),
-            "start_s": draw(st.floats(0, 1e-3)),
-            "chunk_s": draw(st.floats(0, 1e-3)),
+            "bandwidth": draw(positive),
+            **{key: draw(st.floats(0, 1e-3)) for key in ("latency_s", "start_s", "chunk_s")},
             "efficiency": draw(st.floats(0.1, 1)),
             "pair": draw(st.sampled_from([1, 0.5, 0.167])),
             "half_bytes": draw(st.floats(0, 1e6)),
@@ -57,11 +68,7 @@ def networks(draw: st.DrawFn) -> tuple[System, Layout]:
             "pod": draw(st.integers(1, 4)),
             "oversubscription": draw(st.sampled_from([1, 1.5, 7])),
         }
-        links[name] = Link(
-            per=draw(st.sampled_from(["device", "node"])),
-            bandwidth=number(draw(positive)),
-            **{key: number(value) for key, value in optional.items()},
-        )
+        links[name] = Link(per=draw(st.sampled_from(["device", "node"])), **numbers(**optional))
     system = replace(load_system_file("dgx2"), devices_per_node=number(devices), links=links)
     degrees = {axis: draw(st.sampled_from([1, 2, 3, 4])) for axis in ("tp", "dp", "pp")}
     return system, Layout(order=draw(st.sampled_from(ORDERS)), **degrees)

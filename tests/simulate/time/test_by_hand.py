@@ -5,8 +5,8 @@ A wrong constant does not change laws and ratios, but fails these tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,9 +33,9 @@ from repro.simulate.time.program import (
     Send,
     StageProgram,
 )
-from repro.simulate.time.schedule import Timeline, schedule
+from repro.simulate.time.schedule import schedule
 from repro.simulate.trace.events import HOST_VIEWS, HOST_WAIT, Message, Operator, Timed, Wait
-from tests.simulate.time.networks import Wire, number
+from tests.simulate.time.networks import Wire, number, numbers
 
 US = 1e-6
 SQUARE = ((1, 2, 12, 8),) * 3
@@ -46,39 +46,18 @@ LAST_THIRD = ((1, 2, 4, 8), (1, 2, 12, 8), (1, 2, 12, 8))
 def machine() -> System:
     """Return a system with four multiprocessors, 1 us per step of K with a tile of 256 x 128, and half of 2 TB/s.
     A kernel takes 3 us in addition to its work, and 2 us more if it is memory-bound."""
-    base = systems.load_system_file("dgx2")
-    time = DeviceTime(
-        matmul_efficiency=number(0.5),
-        memory_efficiency=number(0.5),
-        multiprocessors=number(4),
-        kernel_s=number(3 * US),
-        fill_s=number(2 * US),
-        launch_s=number(10 * US),
-    )
-    step_flops = 2 * 256 * 128
-    device = replace(
-        base.device,
-        peak_flops={"fp16": number(2 * 4 * step_flops / US), "fp32": number(4 * step_flops / US)},
-        memory_bandwidth=number(2e12),
-        time=time,
-        operators={},
-    )
-    inside = Link(
-        per="device",
-        bandwidth=number(20e9),
-        efficiency=number(1),
-        latency_s=number(1 * US),
-        start_s=number(10 * US),
-    )
-    between = Link(
-        per="node",
-        bandwidth=number(20e9),
-        efficiency=number(0.5),
-        latency_s=number(5 * US),
-        start_s=number(10 * US),
-    )
-    host = Link(per="device", bandwidth=number(16e9), efficiency=number(0.5))
-    links = {"nvlink": inside, "inter-node": between, "pcie": host}
+    base, step_flops = systems.load_system_file("dgx2"), 2 * 256 * 128
+    efficiency = numbers(matmul_efficiency=0.5, memory_efficiency=0.5, multiprocessors=4)
+    time = DeviceTime(**efficiency, **numbers(kernel_s=3 * US, fill_s=2 * US, launch_s=10 * US))
+    peaks = numbers(fp16=2 * 4 * step_flops / US, fp32=4 * step_flops / US)
+    device = replace(base.device, peak_flops=peaks, memory_bandwidth=number(2e12), time=time, operators={})
+    inside = numbers(bandwidth=20e9, efficiency=1, latency_s=1 * US, start_s=10 * US)
+    between = numbers(bandwidth=20e9, efficiency=0.5, latency_s=5 * US, start_s=10 * US)
+    links = {
+        "nvlink": Link(per="device", **inside),
+        "inter-node": Link(per="node", **between),
+        "pcie": Link(per="device", **numbers(bandwidth=16e9, efficiency=0.5)),
+    }
     return replace(base, device=device, links=links, devices_per_node=number(4))
 
 
@@ -116,32 +95,39 @@ def product(m: int, n: int, k: int, itemsize: int = 2) -> Operator:
         (Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=1000), 0.0),
         (Operator(HOST_WAIT, 0, 0, 0, (), 0), 0.0),
     ],
-    ids=[
-        *("one wave", "fp32", "split", "attention", "operands of attention", "attention of a chunk", "bytes"),
-        *("rows", "host copy", "shortest kernel", "kernels", "views", "a wait"),
-    ],
 )
 def test_operator_seconds_equal_the_calculation_by_hand(operator: Operator, seconds: float) -> None:
-    cost = DeviceCost(machine(), "fp16")
-    assert cost.seconds(operator) == pytest.approx(seconds, rel=1e-9)
-    assert DeviceCost(machine(), "fp16", kernels=Kernels(1.5, 1.5)).seconds(operator) == pytest.approx(
-        1.5 * seconds, rel=1e-9
-    )
+    for factor in (1.0, 1.5):
+        cost = DeviceCost(machine(), "fp16", kernels=Kernels(factor, factor))
+        assert cost.seconds(operator) == pytest.approx(factor * seconds, rel=1e-9)
+
+
+ADD = Operator("aten.add", 0, 1, 1, (), 2)
+VIEWS = Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=8)
+REDUCED = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
 
 
 def items_of(
-    cost: object,
     events: list[Timed],
-    seconds: float = 0.0,
-    keys: Sequence[int] = (7, 8),
+    collective_s: float = 0.0,
     phase: str = FORWARD,
     exchanged: int = 1,
+    operator_us: float = 4,
+    **host_us: float,
 ) -> list[Item]:
-    """Return the items of events, in which every collective takes `seconds` and has `exchanged` messages."""
-    outlines = EventOutlines()
+    """Return the items of events. An operator takes 4 us, and 10 us of the host, if no other time is given.
+
+    Every collective takes `collective_s` and has `exchanged` messages.
+    """
+    host = dict.fromkeys(("launch", "operator", "backward"), 10) | host_us
+    of_host = {f"{key}_s": host.get(key, 0) * US for key in (*host, "jitter", "message", "exchange")}
+    cost: Any = SimpleNamespace(
+        seconds=lambda operator: 0.0 if operator.name == HOST_VIEWS else operator_us * US, **of_host
+    )
+    outlines, keys = EventOutlines(), (7, 8)
     compiler = ProgramCompiler(
-        cost,  # type: ignore[arg-type]
-        lambda message: seconds,
+        cost,
+        lambda message: collective_s,
         {key: (key,) for key in keys},
         0,
         lambda op, group: exchanged,
@@ -150,88 +136,53 @@ def items_of(
     return compiler.timed(outlines.stretches(events, keys), phase)
 
 
-class ConstantCost:
-    """Cost of 4 us per operator, and of 10 us of the host to issue an operator."""
-
-    launch_s = operator_s = backward_s = 10 * US
-    jitter_s = message_s = exchange_s = 0.0
-
-    def seconds(self, operator: Operator) -> float:
-        return 4 * US
-
-
 def test_a_device_waits_for_a_late_host() -> None:
     """Three operators take 30 us of the host and 12 us of the device. After a long collective the host is ahead."""
-    add = Operator("aten.add", 0, 1, 1, (), 2)
-    reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
-    (late,) = items_of(ConstantCost(), [add, add, add])
-    assert isinstance(late, OperatorBlock)
+    (late,) = items_of([ADD, ADD, ADD])
     assert late.seconds == pytest.approx(30 * US)
     assert dict(late.parts) == pytest.approx({"elementwise": 12 * US, "host": 18 * US})
-    assert items_of(ConstantCost(), [add._replace(calls=3)]) == [
+    assert items_of([ADD._replace(calls=3)]) == [
         OperatorBlock(30 * US, (("elementwise", 4 * US), ("host", 26 * US)))
     ]
-    (long,) = items_of(ConstantCost(), [add, reduced, Wait(7)], 100 * US)
-    assert isinstance(long, OperatorBlock)
+    (long,) = items_of([ADD, REDUCED, Wait(7)], 100 * US)
     assert long.seconds == pytest.approx(104 * US)
     assert dict(long.parts) == pytest.approx({"elementwise": 4 * US, "all-reduce of block (tp)": 100 * US})
 
 
-def test_layers_take_more_host_time_than_updates_and_lists() -> None:
+@pytest.mark.parametrize(
+    ("events", "phase", "host_us"),
+    [
+        ([ADD, ADD, REDUCED, Wait(7)], FORWARD, 3 * 44),
+        ([ADD, ADD], OPTIMIZER, 2 * 7),
+        ([VIEWS, ADD._replace(calls=3)], FORWARD, 11 * 7),
+    ],
+)
+def test_layers_take_more_host_time_than_updates_and_lists(
+    events: list[Timed], phase: str, host_us: int
+) -> None:
     """Operators and collectives of a layer take 44 us of the host; those of updates and lists take 7 us."""
-
-    class MegatronCost(ConstantCost):
-        launch_s, operator_s, backward_s = 7 * US, 44 * US, 44 * US
-
-    add, views = Operator("aten.add", 0, 1, 1, (), 2), Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=8)
-    reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
-    for events, phase, host in (
-        ([add, add, reduced, Wait(7)], FORWARD, 3 * 44),
-        ([add, add], OPTIMIZER, 2 * 7),
-        ([views, add._replace(calls=3)], FORWARD, 11 * 7),
-    ):
-        (block,) = items_of(MegatronCost(), events, US, phase=phase)
-        assert isinstance(block, OperatorBlock)
-        assert block.seconds == pytest.approx(host * US)
+    (block,) = items_of(events, US, phase, launch=7, operator=44, backward=44)
+    assert block.seconds == pytest.approx(host_us * US)
 
 
 def test_views_are_hidden_unless_the_host_waits() -> None:
     """An operator of 100 us hides 8 views of 10 us. If the host waits before the views, they are exposed."""
-
-    class LongOperatorCost(ConstantCost):
-        def seconds(self, operator: Operator) -> float:
-            return 0.0 if operator.name == HOST_VIEWS else 100 * US
-
-    add, views = Operator("aten.add", 0, 1, 1, (), 2), Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=8)
-    (hidden,) = items_of(LongOperatorCost(), [add, views])
-    assert isinstance(hidden, OperatorBlock)
-    assert hidden.seconds == pytest.approx(100 * US)
-    before, exposed = items_of(LongOperatorCost(), [add, Operator(HOST_WAIT, 0, 0, 0, (), 0), views])
-    assert isinstance(before, OperatorBlock)
-    assert isinstance(exposed, OperatorBlock)
-    assert before.seconds == pytest.approx(100 * US)
+    (hidden,) = items_of([ADD, VIEWS], operator_us=100)
+    waiting = [ADD, Operator(HOST_WAIT, 0, 0, 0, (), 0), VIEWS]
+    before, exposed = items_of(waiting, operator_us=100)
+    assert (hidden.seconds, before.seconds) == pytest.approx((100 * US, 100 * US))
     assert dict(exposed.parts) == pytest.approx({"elementwise": 0.0, HOST: 80 * US})
 
 
 def test_a_cpu_spends_host_time_on_messages() -> None:
     """A message takes 50 us of the CPU, in addition to 4 us of an operator and 100 us of a collective."""
-
-    class CpuCost(ConstantCost):
-        operator_s, backward_s, message_s = 0.0, 0.0, 50 * US
-
-    reduced, hidden = (Message("all_reduce", "tp", 2, 8, 8, "block", work=n) for n in (7, 8))
     sent = Message("send", "pp", 2, 8, 8, "activations", work=9, peer=1)
-    add = Operator("aten.add", 0, 1, 1, (), 2)
-    inline, send, begun, *hidden_ = items_of(
-        CpuCost(), [add, reduced, Wait(7), sent, add, hidden, add, Wait(8)], 100 * US
-    )
-    assert isinstance(inline, OperatorBlock)
+    events = [ADD, REDUCED, Wait(7), sent, ADD, REDUCED._replace(work=8), ADD, Wait(8)]
+    inline, send, begun, *hidden = items_of(events, 100 * US, operator=0, backward=0, message=50)
     assert inline.seconds == pytest.approx((4 + 50 + 100 + 2 * 50) * US)
     assert dict(inline.parts)[HOST] == pytest.approx(150 * US), "one message is sent and one is received"
-    assert isinstance(send, Send)
-    assert isinstance(begun, OperatorBlock)
     assert begun.seconds == pytest.approx(54 * US)
-    assert [type(item) for item in hidden_] == [Issue, OperatorBlock, Await]
+    assert [type(item) for item in (send, *hidden)] == [Send, Issue, OperatorBlock, Await]
 
 
 @pytest.mark.parametrize(
@@ -246,13 +197,9 @@ def test_a_cpu_spends_host_time_on_messages() -> None:
 )
 def test_a_gloo_exchange_has_messages_with_every_other_rank(op: str, size: int, cpu_us: int) -> None:
     """Exchanged messages take 20 us each. A collective of gloo and each sent or received message take 50 us."""
-
-    class CpuCost(ConstantCost):
-        operator_s, backward_s, message_s, exchange_s = 0.0, 0.0, 50 * US, 20 * US
-
-    message, counted = Message(op, "dp", size, 8, 8, "parameters", work=7, peer=1), messages_of(op, size)
-    block, _ = items_of(CpuCost(), [message], exchanged=counted)
-    assert isinstance(block, OperatorBlock)
+    message = Message(op, "dp", size, 8, 8, "parameters", work=7, peer=1)
+    of_cpu = {"operator": 0, "backward": 0, "message": 50, "exchange": 20}
+    block, _ = items_of([message], exchanged=messages_of(op, size), **of_cpu)
     assert block.seconds == pytest.approx(cpu_us * US)
 
 
@@ -305,59 +252,45 @@ def test_a_measured_ring_is_divided_into_its_steps() -> None:
     assert ring_step_times(measured, 8).points == ((1e6, 1.0), (2e6, 2.0))
 
 
+def scheduled(forward: list[Item], backward: list[Item], tail: list[Item], overlap_cost: float = 0.0) -> Any:
+    """Schedule one micro-batch on one stage.
+
+    Return the step time, and the overlap cost, exposed time and total time of the collective `x`.
+    """
+    segments = {Action(FORWARD, 0, 0): forward, Action(BACKWARD, 0, 0): backward}
+    program = StageProgram(segments, tail, micro_batches=1)
+    found = schedule(Layout(dp=2), [program], Wire(0.25), overlap_cost=overlap_cost)
+    (stage,) = found.stages
+    return found.step_s, stage.busy["overlap"], stage.exposed["x"], stage.communication["x"]
+
+
 def test_a_late_rank_delays_the_collective_and_not_compute() -> None:
     """Compute of 1 s, a collective of 1 s that starts 0.5 s late, and compute of 1 s in parallel."""
     block = OperatorBlock(1.0, (("matmul", 1.0),))
-    segments: dict[Action, list[Any]] = {
-        Action(FORWARD, 0, 0): [block, Issue(("x",), "dp", "sum", 1.0, 0.5), block],
-        Action(BACKWARD, 0, 0): [Await(("x",))],
-    }
-    found = schedule(Layout(dp=2), [StageProgram(segments, [], micro_batches=1)], Wire(0.25))
-    assert found.step_s == pytest.approx(2.5)
-    assert found.stages[0].exposed["sum"] == pytest.approx(0.5)
-    assert found.stages[0].communication["sum"] == pytest.approx(1.0)
-
-
-def one_stage(communication_s: float, overlap_cost: float, blocks: int) -> Timeline:
-    """Schedule 1 s of forward and 1 s of backward, with a collective that starts first and is awaited at the end."""
-    second: list[Any] = [OperatorBlock(1 / blocks, (("matmul", 1 / blocks),))] * blocks
-    segments: dict[Action, list[Any]] = {
-        Action(FORWARD, 0, 0): [
-            Issue(("x",), "dp", "gather", communication_s),
-            *second,
-        ],
-        Action(BACKWARD, 0, 0): second,
-    }
-    program = StageProgram(segments, [Await(("x",))], micro_batches=1)
-    return schedule(Layout(dp=2), [program], Wire(0.25), overlap_cost=overlap_cost)
+    found = scheduled([block, Issue(("x",), "dp", "x", 1.0, 0.5), block], [Await(("x",))], [])
+    assert found == pytest.approx((2.5, 0.0, 0.5, 1.0))
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize(
-    ("communication_s", "overlap_cost", "step_s", "overlap_s", "exposed_s"),
+    ("communication_s", "overlap_cost", "expected"),
     [
-        (1.5, 0.0, 2.0, 0.0, 0.0),
-        (3.0, 0.0, 3.0, 0.0, 1.0),
+        (1.5, 0.0, (2.0, 0.0, 0.0)),
+        (3.0, 0.0, (3.0, 0.0, 1.0)),
         # The first block runs at half speed during the 1 s of the collective, so it takes 1.5 s.
-        (1.0, 0.5, 2.5, 0.5, 0.0),
+        (1.0, 0.5, (2.5, 0.5, 0.0)),
         # The first block takes 2 s at half speed, and the second block runs at half speed for 1 s.
-        (3.0, 0.5, 3.5, 1.5, 0.0),
+        (3.0, 0.5, (3.5, 1.5, 0.0)),
         # Both blocks run at half speed; afterwards the collective costs nothing, since no block runs.
-        (10.0, 0.5, 10.0, 2.0, 6.0),
+        (10.0, 0.5, (10.0, 2.0, 6.0)),
     ],
 )
 def test_overlap_cost_is_limited_to_the_overlapped_compute(
-    communication_s: float,
-    overlap_cost: float,
-    step_s: float,
-    overlap_s: float,
-    exposed_s: float,
-    blocks: int,
+    communication_s: float, overlap_cost: float, expected: tuple[float, ...], blocks: int
 ) -> None:
-    """A second of compute in one block equals two blocks, which the schedule may join."""
-    found = one_stage(communication_s, overlap_cost, blocks)
-    (stage,) = found.stages
-    assert found.step_s == pytest.approx(step_s)
-    assert stage.busy["overlap"] == pytest.approx(overlap_s)
-    assert stage.exposed["gather"] == pytest.approx(exposed_s)
-    assert stage.communication["gather"] == pytest.approx(communication_s)
+    """Each pass has 1 s of compute in one block or in two, which the schedule may join. The values are step time,
+    overlap cost and exposed time."""
+    compute = [OperatorBlock(1 / blocks, (("matmul", 1 / blocks),))] * blocks
+    gather = Issue(("x",), "dp", "x", communication_s)
+    found = scheduled([gather, *compute], compute, [Await(("x",))], overlap_cost)
+    assert found == pytest.approx((*expected, communication_s))

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from repro.config import ConfigError, OperatorSet, models, systems
+from repro.config.system import System
 from repro.config.timing import UNALIGNED_MATMUL, OperatorRate, Provenance
 from repro.simulate.time import calibration
 from repro.simulate.time.calibration import CALIBRATED, PUBLISHED_POINT, prediction_basis
 from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost, Kernels, product_sizes
+from repro.simulate.time.predict import predict
 from repro.simulate.trace.events import Operator
 
 V100 = systems.load_system_file("dgx2")
@@ -20,13 +22,9 @@ PEAK = 125e12
 
 
 def product(m: int, n: int, k: int, batch: int = 0, name: str = "aten.mm") -> Operator:
-    left, right = (m, k), (k, n)
-    if batch:
-        left, right, name = (batch, m, k), (batch, k, n), "aten.bmm"  # type: ignore[assignment]
-    many = max(batch, 1)
-    return Operator(
-        name, 2 * many * m * n * k, 2 * many * (m * k + k * n), 2 * many * m * n, (left, right), 2
-    )
+    many, name = (batch, "aten.bmm") if batch else (1, name)
+    shapes = tuple((batch, *shape) if batch else shape for shape in ((m, k), (k, n)))
+    return Operator(name, 2 * many * m * n * k, 2 * many * (m * k + k * n), 2 * many * m * n, shapes, 2)
 
 
 sizes = st.integers(1, 512).map(lambda n: 8 * n)
@@ -49,12 +47,6 @@ def test_a_larger_product_is_not_faster(m: int, n: int, k: int, factor: int) -> 
         assert cost.seconds(larger) >= small * (1 - 1e-12)
 
 
-def test_large_products_reach_the_devices_efficiency() -> None:
-    operator = product(8192, 8192, 8192)
-    rate = operator.flops / DeviceCost(V100, "fp16").seconds(operator)
-    assert 0.95 < rate / (PEAK * V100.timing.matmul_efficiency) <= 1
-
-
 def test_product_rates_depend_on_tiles_waves_and_alignment() -> None:
     """Rates fall with few tiles, a partly empty wave, a short K, and sizes that tensor cores do not support."""
     cost = DeviceCost(V100, "fp16")
@@ -74,9 +66,7 @@ def test_products_without_tensor_cores_have_the_measured_rate() -> None:
     """Before cuBLAS 11, sizes that are no multiples of 8 do not use tensor cores, with any generation of software."""
     operator = product(4096, 4090, 4096)
     seconds = DeviceCost(V100, "fp16").seconds(operator)
-    known = V100.timing.unaligned_flops
-    assert known is not None
-    assert operator.flops / seconds == pytest.approx(known, rel=0.1)
+    assert operator.flops / seconds == pytest.approx(V100.timing.unaligned_flops, rel=0.1)
     assert DeviceCost(V100, "fp16", kernels=Kernels(1.5, 1.5)).seconds(operator) == seconds
     a100 = DeviceCost(systems.load_system_file("selene"), "fp16")  # cuBLAS 11 uses tensor cores for any size
     assert a100.seconds(operator) < 1.1 * a100.seconds(product(4096, 4096, 4096))
@@ -87,24 +77,6 @@ def test_product_sizes_ignore_the_added_operand() -> None:
     assert product_sizes(added) == (1, 16, 32, 8)
     batched = Operator("aten.baddbmm", 1, 1, 1, ((4, 16, 32), (4, 16, 8), (4, 8, 32)), 2)
     assert product_sizes(batched) == (4, 16, 32, 8)
-
-
-def test_memory_bound_operators_reach_the_memory_efficiency() -> None:
-    cost = DeviceCost(V100, "fp16")
-    operator = Operator("aten.add", 0, 10**9, 10**9, (), 2)
-    transfer_s = 2e9 / (900e9 * V100.timing.memory_efficiency)
-    overhead_s = V100.timing.kernel_s + V100.timing.fill_s
-    assert cost.seconds(operator) == pytest.approx(transfer_s + overhead_s, rel=1e-12)
-    rows = Operator("aten.embedding", 0, 10**9, 10**6, (), 2)  # reads the returned rows, not the table
-    assert cost.seconds(rows) < cost.seconds(operator) / 100
-
-
-def test_each_call_of_an_operator_takes_one_kernel() -> None:
-    cost = DeviceCost(V100, "fp16")
-    one = Operator("aten.copy_", 0, 1000, 1000, (), 2)
-    assert cost.seconds(one._replace(read=64_000, written=64_000, calls=64)) == 64 * cost.seconds(one)
-    overhead_s = V100.timing.kernel_s + V100.timing.fill_s
-    assert cost.seconds(one._replace(calls=4)) - cost.seconds(one) == pytest.approx(3 * overhead_s)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +91,14 @@ def test_each_call_of_an_operator_takes_one_kernel() -> None:
 def test_kernels_in_a_sequence_take_the_measured_time(system: str, total: int, seconds: float) -> None:
     """Bytes and bytes/s of te42kyfo/gpu-benches gpu-small-kernels, for sizes above the cache."""
     operator = Operator("aten.mul", 0, total // 2, total // 2, (), 2)
-    assert DeviceCost(systems.load_system_file(system), "fp16").seconds(operator) == pytest.approx(
-        seconds, rel=0.01
-    )
+    cost = DeviceCost(systems.load_system_file(system), "fp16")
+    assert cost.seconds(operator) == pytest.approx(seconds, rel=0.01)
+
+
+def measured(**rates: OperatorRate) -> System:
+    """Return a V100 system with measured operators instead of the model."""
+    provenance = Provenance(date="2026-01-01", torch="2", ranks=1, repeats=1)
+    return replace(V100, device=replace(V100.device, operators=rates), provenance=provenance)
 
 
 def test_calibrated_rates_replace_the_model() -> None:
@@ -130,38 +107,28 @@ def test_calibrated_rates_replace_the_model() -> None:
         "elementwise": OperatorRate(fixed_s=2e-6, per_byte_s=1e-9),
         "repro.adamw_": OperatorRate(fixed_s=3e-6),
     }
-    provenance = Provenance(date="2026-01-01", torch="2", ranks=1, repeats=1)
-    system = replace(V100, device=replace(V100.device, operators=rates), provenance=provenance)
+    system, add = measured(**rates), Operator("aten.add", 0, 100, 100, (), 4)
     assert prediction_basis(OperatorSet.SOFTMAX, system) == CALIBRATED
     assert prediction_basis(OperatorSet.SOFTMAX, V100) == PUBLISHED_POINT
     cost = DeviceCost(system, "fp32")
     assert cost.seconds(product(8, 8, 8)) == pytest.approx(1e-6 + 1024e-12)
-    assert cost.seconds(Operator("aten.add", 0, 100, 100, (), 4)) == pytest.approx(2e-6 + 200e-9)
-    several = Operator("aten.add", 0, 100, 100, (), 4, calls=5)
-    assert cost.seconds(several) == pytest.approx(5 * 2e-6 + 200e-9)
+    assert cost.seconds(add) == pytest.approx(2e-6 + 200e-9)
+    assert cost.seconds(add._replace(calls=5)) == pytest.approx(5 * 2e-6 + 200e-9)
     assert cost.seconds(Operator("repro.adamw_", 5, 100, 100, (), 4)) == pytest.approx(3e-6)
 
 
 @pytest.mark.parametrize("sizes", [(8192, 50257, 1600), (50257, 1600, 8192), (8192, 1600, 50257)])
 def test_calibrated_products_with_unaligned_rows_have_a_separate_rate(sizes: tuple[int, int, int]) -> None:
-    """Products in fp32 have the rate of aligned sizes."""
-    rates = {
-        "matmul": OperatorRate(fixed_s=1e-6, per_flop_s=1e-15),
-        UNALIGNED_MATMUL: OperatorRate(fixed_s=2e-6, per_flop_s=8e-15),
-        "elementwise": OperatorRate(fixed_s=2e-6),
-    }
-    provenance = Provenance(date="2026-01-01", torch="2", ranks=1, repeats=1)
-    cost, without = (
-        DeviceCost(replace(V100, device=replace(V100.device, operators=known), provenance=provenance), "fp16")
-        for known in (rates, {"matmul": rates["matmul"], "elementwise": rates["elementwise"]})
-    )
-    odd = product(*sizes)
+    """Products in fp32 have the rate of aligned sizes. A file may have one rate."""
+    odd, even = product(*sizes), product(*(50304 if size == 50257 else size for size in sizes))
+    plain = OperatorRate(fixed_s=1e-6, per_flop_s=1e-15)
+    rates = {"matmul": plain, "elementwise": OperatorRate(fixed_s=2e-6)}
+    slow = {UNALIGNED_MATMUL: OperatorRate(fixed_s=2e-6, per_flop_s=8e-15)}
+    cost, without = (DeviceCost(measured(**known), "fp16") for known in (rates | slow, rates))
     assert cost.seconds(odd) == pytest.approx(2e-6 + odd.flops * 8e-15)
-    assert without.seconds(odd) == pytest.approx(1e-6 + odd.flops * 1e-15), "a file may have one rate"
-    even = product(*(50304 if size == 50257 else size for size in sizes))
-    assert cost.seconds(even) == pytest.approx(1e-6 + even.flops * 1e-15)
-    wide = odd._replace(itemsize=4)
-    assert cost.seconds(wide) == pytest.approx(1e-6 + odd.flops * 1e-15)
+    assert without.seconds(odd) == pytest.approx(1e-6 + odd.flops * 1e-15)
+    for aligned in (even, odd._replace(itemsize=4)):
+        assert cost.seconds(aligned) == pytest.approx(1e-6 + aligned.flops * 1e-15)
 
 
 def test_an_unknown_peak_rate_is_an_error() -> None:
@@ -174,8 +141,6 @@ def test_an_unknown_peak_rate_is_an_error() -> None:
 )
 def test_calibrated_kernels_reproduce_the_published_rate(generation: calibration.CalibrationPoint) -> None:
     """The model with all layers has the published rate, though its factor is derived from two shallow models."""
-    from repro.simulate.time.predict import predict
-
     experiment = generation.experiment(models.load_model(generation.model))
     found = predict(experiment, systems.load_system_file(generation.system))
     assert found.generation is generation
@@ -186,85 +151,49 @@ def test_calibrated_kernels_reproduce_the_published_rate(generation: calibration
     assert waits < (11e-3 if generation.layout.pp > 1 else 5e-3) * found.step_s
 
 
-def test_a_missing_calibration_point_falls_back_to_related_kernels() -> None:
-    """Unfused kernels on an A100 have the point of softmax kernels, so both differ by their operators alone."""
-    a100 = systems.load_system_file("selene")
-    fused = calibration.calibration_point_of("softmax", a100)
-    assert fused is not None
-    assert (fused.layout.kernels, fused.compute_capability) == ("softmax", "8.0")
-    assert calibration.calibration_point_of("unfused", a100) is fused
-    for kernels in ("softmax", "unfused"):  # both have a point on a V100
-        point = calibration.calibration_point_of(kernels, V100)
-        assert point is not None
-        assert point.layout.kernels == kernels
-    recent = calibration.calibration_point_of("fused", a100)
-    assert recent is not None
-    assert recent.layout.kernels == "fused"
-    for kernels, system in (
-        ("fused", V100),
-        ("reference", a100),
-        ("softmax", systems.load_system_file("dgx-h100")),
-    ):
-        found = calibration.calibration_point_of(kernels, system)
-        assert found is not None
-        assert found.name == "kernels of other devices"
+@pytest.mark.parametrize(
+    ("kernels", "names", "point"),
+    [
+        # V100s of 300 W have less power than those of a DGX-2. Only they have a point of their card.
+        ("softmax", "jean-zay dgx1-v100-16gb", "Megatron-LM of March 2021 on V100 SXM2"),
+        ("softmax", "dgx2 dgx2h lowbw-v100", "Megatron-LM of December 2020 on V100"),
+        ("unfused", "jean-zay dgx1-v100-16gb dgx2 dgx2h lowbw-v100", "Megatron-LM of September 2019 on V100"),
+        # Unfused kernels on an A100 have the point of softmax kernels, so both differ by their operators alone.
+        ("softmax", "selene", "Megatron-LM of December 2020 on A100"),
+        ("unfused", "selene", "Megatron-LM of December 2020 on A100"),
+        # A100s of 40 and of 80 GB have equal processors, and their system files describe the memory.
+        ("fused", "selene dgx-a100-40gb", "llm-foundry of 2023 on A100"),
+        # Published runs on H100 have the software of 2023 and 2024. No such run on H200 is published.
+        ("fused", "dgx-h100", "llm-foundry of 2023 on H100"),
+        ("fused", "dgx-h200", "software of 2026 on Hopper, fused kernels"),
+        ("fused-2024", "dgx-h100 dgx-h200", "fms-fsdp of 2024 on H100"),
+        ("fused-2026", "dgx-h100 dgx-h200", "software of 2026 on Hopper, fused kernels"),
+        ("reference", "dgx-h100 dgx-h200", "software of 2026 on Hopper, torch's operators"),
+        ("fused", "dgx2", "kernels of other devices"),
+        ("reference", "selene", "kernels of other devices"),
+        ("softmax", "dgx-h100", "kernels of other devices"),
+    ],
+)
+def test_kernels_and_device_select_the_calibration_point(kernels: str, names: str, point: str) -> None:
+    for name in names.split():
+        assert calibration.calibration_point_of(kernels, systems.load_system_file(name)).name == point, name
 
 
-def test_a_card_specific_point_precedes_the_capability_point() -> None:
-    """V100s of 300 W have less power than those of a DGX-2. Other cards have the point of their compute capability."""
-    points = {
-        (kernels, name): calibration.calibration_point_of(kernels, systems.load_system_file(name))
-        for kernels in ("softmax", "unfused")
-        for name in ("jean-zay", "dgx1-v100-16gb", "dgx2", "dgx2h", "lowbw-v100")
-    }
-    card_points = {key for key, point in points.items() if point is not None and point.card}
-    assert card_points == {("softmax", "jean-zay"), ("softmax", "dgx1-v100-16gb")}
-    assert len({id(point) for (kernels, _), point in points.items() if kernels == "unfused"}) == 1
-    assert points["softmax", "dgx2"] is points["softmax", "lowbw-v100"]
-
-
-def test_all_a100_systems_have_the_point_of_2023() -> None:
-    """A100s of 40 and of 80 GB have equal processors, and their system files describe the memory."""
-    points = [
-        calibration.calibration_point_of("fused", systems.load_system_file(name))
-        for name in ("dgx-a100-40gb", "selene")
-    ]
-    assert points[0] is not None
-    assert points[0] is points[1]
-
-
-def test_fused_kernels_on_h200_have_the_point_of_2026() -> None:
-    """Published runs on H100 have the software of 2023 and 2024. No such run on H200 is published."""
-    found = {
-        (kernels, name): calibration.calibration_point_of(kernels, systems.load_system_file(name))
-        for kernels in ("fused", "fused-2024", "fused-2026", "reference")
-        for name in ("dgx-h100", "dgx-h200")
-    }
-    names = {key: point.name if point is not None else "" for key, point in found.items()}
-    assert names["fused", "dgx-h100"] == "llm-foundry of 2023 on H100"
-    for name in ("dgx-h100", "dgx-h200"):
-        assert names["fused-2024", name] == "fms-fsdp of 2024 on H100"
-        assert (
-            names["fused-2026", name]
-            == names["fused", "dgx-h200"]
-            == "software of 2026 on Hopper, fused kernels"
-        )
-        assert names["reference", name] == "software of 2026 on Hopper, torch's operators"
-
-
-def test_products_and_other_kernels_have_separate_factors() -> None:
-    plain, calibrated = DeviceCost(V100, "fp16"), DeviceCost(V100, "fp16", Kernels(products=1.5, others=3.0))
-    large, moved = product(4096, 4096, 4096), Operator("aten.add", 0, 10**9, 10**9, (), 2)
-    assert calibrated.seconds(large) == pytest.approx(1.5 * plain.seconds(large))
-    assert calibrated.seconds(moved) == pytest.approx(3.0 * plain.seconds(moved))
-
-
-def test_passes_over_parameters_have_a_separate_factor() -> None:
-    added = Operator("aten.add_", 0, 2 * 10**9, 10**9, (), 2)
-    for kernels in (Kernels(1.5, 3.0, passes=1.2), Kernels(0.9, 0.9)):
+@pytest.mark.parametrize(
+    ("operator", "factor"),
+    [
+        (product(4096, 4096, 4096), "products"),
+        (Operator("aten.add", 0, 10**9, 10**9, (), 2), "others"),
+        (Operator("aten.add_", 0, 2 * 10**9, 10**9, (), 2), "passes"),
+    ],
+)
+def test_products_other_kernels_and_parameter_passes_have_separate_factors(
+    operator: Operator, factor: str
+) -> None:
+    plain_s = DeviceCost(V100, "fp16").seconds(operator)
+    for kernels in (Kernels(products=1.5, others=3.0, passes=1.2), Kernels(0.9, 0.9)):
         cost = DeviceCost(V100, "fp16", kernels)
-        uncalibrated_s = DeviceCost(V100, "fp16").seconds(added)
-        assert cost.seconds(added) == pytest.approx(kernels.passes * uncalibrated_s, rel=1e-12)
+        assert cost.seconds(operator) == pytest.approx(getattr(kernels, factor) * plain_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -280,10 +209,8 @@ def test_passes_over_parameters_have_a_separate_factor() -> None:
 def test_parameter_passes_on_v100_take_the_logged_time(parameters: int, milliseconds: float) -> None:
     """Timers of gradient copies for the reduction, copies to fp32, clipping, Adam and parameter copies: medians of the
     last stages in bigscience-workshop/bigscience experiments/gpt2-meg, 4 to 64 nodes."""
-    point = calibration.calibration_point_of("softmax", V100)
-    assert point is not None
-    assert point.passes.value is not None
-    cost = DeviceCost(V100, "fp16", MODELLED_KERNELS._replace(passes=point.passes.value))
+    passes = calibration.calibration_point_of("softmax", V100).passes.value
+    cost = DeviceCost(V100, "fp16", MODELLED_KERNELS._replace(passes=passes))
     moved = {"aten.copy_": 12 + 6 + 6, "repro.norm_squared": 4, "aten._foreach_mul_": 8, "repro.adamw_": 28}
     seconds = sum(
         cost.seconds(Operator(name, 0, each * parameters, 0, (), 2)) for name, each in moved.items()

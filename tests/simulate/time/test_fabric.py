@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,28 +11,20 @@ from hypothesis import strategies as st
 from repro.config import ConfigError, Layout
 from repro.config.system import System
 from repro.config.systems import load_system_file
-from repro.parallel.ledger import RING_PASSES
-from repro.simulate.placement import GROUPS
 from repro.simulate.time.network import Network
-from tests.simulate.time.networks import networks, number, payloads, with_link
+from tests.simulate.time.networks import groups, network, networks, number, ops, payloads, with_link
 
-OPS = tuple(RING_PASSES)
 NODE_BANDWIDTH = 400e9 * 0.96
 """Bytes/s of a DGX H100's eight adapters."""
 
 
-def oversubscribed(pod: int, oversubscription: float, system: System | None = None) -> System:
-    full = system or load_system_file("dgx-h100")
-    return with_link(full, "inter-node", pod=pod, oversubscription=oversubscription)
-
-
-def network(system: System, **layout: Any) -> Network:
-    return Network(system, Layout(**layout))
+def oversubscribed(pod: int, oversubscription: float, system: str | System = "dgx-h100") -> System:
+    return with_link(system, "inter-node", pod=pod, oversubscription=oversubscription)
 
 
 def test_few_rings_are_not_slowed_by_oversubscription() -> None:
     """A pod of 8 nodes has eight rings, one per adapter, which together need the bandwidth of one node."""
-    plain = network(load_system_file("dgx-h100"), tp=8, dp=16).bus_bandwidth("dp")
+    plain = network("dgx-h100", tp=8, dp=16).bus_bandwidth("dp")
     assert plain == pytest.approx(NODE_BANDWIDTH / 8)
     for factor, share in ((7, 1), (8, 1), (16, 2), (32, 4)):
         found = network(oversubscribed(8, factor), tp=8, dp=16).bus_bandwidth("dp")
@@ -43,7 +34,7 @@ def test_few_rings_are_not_slowed_by_oversubscription() -> None:
 def test_stage_messages_between_pods_share_the_uplink() -> None:
     """Stages and pods have 8 nodes each, so the full traffic between two of the 4 stages leaves its pod."""
     stages = {"tp": 8, "dp": 8, "pp": 4}
-    plain, tapered = network(load_system_file("dgx-h100"), **stages), network(oversubscribed(8, 7), **stages)
+    plain, tapered = network("dgx-h100", **stages), network(oversubscribed(8, 7), **stages)
     latency = plain.number("inter-node", "latency_s")
     seconds = [each.send_seconds(10**9, from_stage=0, to_stage=1) - latency for each in (plain, tapered)]
     assert seconds[1] == pytest.approx(7 * seconds[0])
@@ -68,21 +59,20 @@ factors = st.floats(1, 50)
 several_nodes = networks().filter(lambda drawn: "inter-node" in drawn[0].links)
 
 
-@given(several_nodes, st.sampled_from(OPS), st.sampled_from(GROUPS), payloads, factors, factors)
+@given(several_nodes, ops, groups, payloads, factors, factors)
 def test_more_oversubscription_is_never_faster(
     drawn: tuple[System, Layout], op: str, group: str, payload: int, one: float, other: float
 ) -> None:
     system, layout = drawn
-    less, more = (
-        Network(with_link(system, "inter-node", oversubscription=x), layout) for x in sorted((one, other))
-    )
+    both = (with_link(system, "inter-node", oversubscription=x) for x in sorted((one, other)))
+    less, more = (Network(each, layout) for each in both)
     assert less.seconds(op, group, payload) <= more.seconds(op, group, payload)
     if layout.pp > 1:
         less_s, more_s = (each.send_seconds(payload, from_stage=0, to_stage=1) for each in (less, more))
         assert less_s <= more_s
 
 
-@given(several_nodes, st.sampled_from(OPS), st.sampled_from(GROUPS), payloads, st.integers(1, 64))
+@given(several_nodes, ops, groups, payloads, st.integers(1, 64))
 def test_pods_without_oversubscription_change_no_time(
     drawn: tuple[System, Layout], op: str, group: str, payload: int, pod: int
 ) -> None:
@@ -100,7 +90,7 @@ def test_pods_without_oversubscription_change_no_time(
         assert nearly.send_seconds(payload, from_stage=0, to_stage=1) == pytest.approx(expected_s, rel=1e-8)
 
 
-@given(several_nodes, st.sampled_from(OPS), st.sampled_from(GROUPS), payloads, factors)
+@given(several_nodes, ops, groups, payloads, factors)
 def test_a_group_inside_one_pod_is_not_slowed(
     drawn: tuple[System, Layout], op: str, group: str, payload: int, factor: float
 ) -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from repro.config import Experiment, Layout, Model, Training, models
-from repro.config.quantity import Quantity
 from repro.config.systems import load_system_file
 from repro.simulate.time.device import DeviceCost
 from repro.simulate.time.predict import predict
 from repro.simulate.time.program import HOST, OperatorBlock, compile_program
 from repro.simulate.trace.roles import trace_roles
+from tests.simulate.time.networks import numbers
 
 SMALL = Model(name="small", layers=2, hidden=1024, heads=16, vocab=51200, seq=1024)
 
@@ -26,7 +26,7 @@ def step_s(hidden: int, layers: int, tp: int, micro_batch: int, times: int) -> f
     model = replace(SMALL, hidden=hidden, layers=layers)
     training = Training(dropout=0.1, attention_dropout=0.1)
     experiment = Experiment(name="small", model=model, layout=layout, training=training, system="vtrain-a100")
-    return predict(experiment, load_system_file("vtrain-a100"), trace_roles(experiment)).step_s
+    return predict(experiment, load_system_file("vtrain-a100")).step_s
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_a_small_layer_takes_the_measured_host_time(
 ) -> None:
     """Time of one more layer per micro-batch, with forward, recomputation and backward: VIA-Research/vTrain
     data/ground_truth_single.csv at f8dda847, where the time does not depend on the size of the layer."""
-    (few, more), (few_doubled, more_doubled) = (
-        [step_s(hidden, layers, tp, micro_batch, times) for layers in (2, 4)] for times in (2, 4)
+    two, four = (
+        step_s(hidden, 4, tp, micro_batch, times) - step_s(hidden, 2, tp, micro_batch, times)
+        for times in (2, 4)
     )
-    found = ((more_doubled - few_doubled) - (more - few)) / 2 / 2
-    assert found == pytest.approx(measured_s, rel=within)
+    assert (four - two) / 2 / 2 == pytest.approx(measured_s, rel=within)
 
 
 GPT2 = models.load_model("gpt2-1.5b")
@@ -79,9 +79,8 @@ def test_steps_on_an_h200_take_the_measured_time(
 ) -> None:
     """Five runs on one H200 with torch 2.11. Steps with micro-batches of 1 differ by a fifth: their median counts."""
     experiment = step_on_h200(model, kernels, micro_batch, global_batch)
-    found = predict(experiment, load_system_file("dgx-h200"), trace_roles(experiment), interval=True)
+    found = predict(experiment, load_system_file("dgx-h200"), interval=True)
     assert found.step_s == pytest.approx(measured_s, rel=0.1)
-    assert found.interval is not None
     summary = found.interval.summary(found.step_s)
     assert summary["low_s"] < measured_s < summary["high_s"]
 
@@ -89,8 +88,8 @@ def test_steps_on_an_h200_take_the_measured_time(
 def host_seconds(captured: bool, **launches: float) -> tuple[float, float]:
     """Return the exposed host time of the forward and of the backward pass of one sample, in seconds."""
     system = load_system_file("dgx-h200")
-    given = {key: Quantity(value=value, source="test") for key, value in launches.items()}
-    slow = replace(system, device=replace(system.device, time=replace(system.device.time, **given)))
+    time = replace(system.device.time, **numbers(**launches))
+    slow = replace(system, device=replace(system.device, time=time))
     experiment = step_on_h200(replace(PADDED, layers=2), "fused", 1, 1)
     (traced,) = trace_roles(experiment)
     program = compile_program(
@@ -104,9 +103,8 @@ def host_seconds(captured: bool, **launches: float) -> tuple[float, float]:
 
 
 def test_the_backward_pass_has_a_separate_launch_time() -> None:
-    equal, slower = (host_seconds(False, **given) for given in (
-        {"launch_s": 1e-3}, {"launch_s": 1e-3, "backward_launch_s": 2e-3}
-    ))  # fmt: skip
+    equal = host_seconds(False, launch_s=1e-3)
+    slower = host_seconds(False, launch_s=1e-3, backward_launch_s=2e-3)
     assert slower[0] == equal[0] > 0
     assert slower[1] > 1.9 * equal[1] > 0
 

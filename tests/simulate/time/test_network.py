@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,17 +18,12 @@ from repro.config.systems import load_system_file
 from repro.config.timing import Provenance
 from repro.measure.local_system import discover
 from repro.parallel.ledger import RING_PASSES
-from repro.simulate.placement import GROUPS, group_members
+from repro.simulate.placement import group_members
 from repro.simulate.time.network import Network, interpolate
-from tests.simulate.time.networks import networks, number, payloads, with_link
+from tests.simulate.time.networks import groups, network, networks, number, ops, payloads, with_link
 
 GB = 1e9
-OPS = tuple(RING_PASSES)
 LARGE = 8 << 30
-
-
-def network(system: str | System, **layout: Any) -> Network:
-    return Network(load_system_file(system) if isinstance(system, str) else system, Layout(**layout))
 
 
 def bus_bandwidth(found: Network, payload: int, group: str = "world") -> float:
@@ -46,14 +40,7 @@ def bus_bandwidth(found: Network, payload: int, group: str = "world") -> float:
     [
         ("selene", 8, 4 << 30, 232.54, 0.05, "one node of 8 A100, NVIDIA/nccl#1048"),
         ("selene", 64, LARGE, 192, 0.03, "DGX A100 with 8 x 200 Gb/s, NVIDIA/nccl#812"),
-        (
-            "selene",
-            32,
-            4 << 20,
-            35.5,
-            0.15,
-            "4 DGX A100, NVIDIA/deepops docs/slurm-cluster/slurm-perf-cluster.md",
-        ),
+        ("selene", 32, 4 << 20, 35.5, 0.15, "4 DGX A100, NVIDIA/deepops slurm-cluster/slurm-perf-cluster.md"),
         ("selene", 32, 16 << 20, 85.3, 0.1, "the same"),
         ("selene", 32, 32 << 20, 110.9, 0.1, "the same"),
         ("selene", 32, 64 << 20, 120.4, 0.12, "the same"),
@@ -74,13 +61,14 @@ def bus_bandwidth(found: Network, payload: int, group: str = "world") -> float:
 def test_bus_bandwidth_equals_measurements_of_nccl_tests(
     system: str, ranks: int, payload: int, measured: float, within: float, source: str
 ) -> None:
-    found = bus_bandwidth(network(system, dp=ranks), payload) / GB
-    assert found == pytest.approx(measured, rel=within), source
+    assert bus_bandwidth(network(system, dp=ranks), payload) / GB == pytest.approx(measured, rel=within), (
+        source
+    )
 
 
 def test_half_the_adapters_have_the_measured_bus_bandwidth() -> None:
     """24 A100, 4 x 200 Gb/s a node, 133 MB: 95.7 to 96.7 GB/s (NVIDIA/nccl-tests#119). Modelled latency is too high."""
-    system = with_link(load_system_file("dgx-a100-40gb"), "inter-node", bandwidth=100e9, adapters=4)
+    system = with_link("dgx-a100-40gb", "inter-node", bandwidth=100e9, adapters=4)
     assert bus_bandwidth(network(system, dp=24), 133_169_160) / GB == pytest.approx(96, rel=0.1)
     assert bus_bandwidth(network(system, dp=24), LARGE) / GB == pytest.approx(96, rel=0.02)
 
@@ -93,24 +81,22 @@ def test_groups_of_a_dgx_2_share_eight_adapters() -> None:
 
     A single data-parallel group (degree 1) uses as many adapters as it has rings.
     """
-    peak = 100e9 * 0.96
-    many = with_link(load_system_file("dgx2"), "inter-node", rings=8)
-    assert network("dgx2", tp=16, dp=25).bus_bandwidth("dp") == pytest.approx(peak / 16)
-    assert network(many, tp=4, dp=16).bus_bandwidth("dp") == pytest.approx(peak / 4)
-    assert network(many, dp=64).bus_bandwidth("dp") == pytest.approx(peak)
-    assert network("dgx2", dp=64).bus_bandwidth("dp") == pytest.approx(peak / 8)
-
-
-def test_a_communicator_uses_at_most_one_adapter_per_ring() -> None:
-    few = with_link(load_system_file("dgx2"), "inter-node", rings=2)
-    assert network(few, dp=64).bus_bandwidth("dp") == pytest.approx(2 * 12.5e9 * 0.96)
-    assert network(few, tp=16, dp=4).bus_bandwidth("dp") == pytest.approx(6.25e9 * 0.96)
+    few, many = (with_link("dgx2", "inter-node", rings=rings) for rings in (2, 8))
+    for system, degrees, share in (
+        ("dgx2", {"tp": 16, "dp": 25}, 16),
+        ("dgx2", {"dp": 64}, 8),
+        (few, {"dp": 64}, 8 / 2),
+        (few, {"tp": 16, "dp": 4}, 16),
+        (many, {"tp": 4, "dp": 16}, 4),
+        (many, {"dp": 64}, 1),
+    ):
+        assert network(system, **degrees).bus_bandwidth("dp") == pytest.approx(100e9 * 0.96 / share)
 
 
 def test_groups_behind_one_switch_use_the_same_adapter() -> None:
     """NCCL before 2.9.6 on DGX A100: the ring of a group with a part of a node has half of its share of adapters.
     A group with all ranks of a node, and messages between stages, use all adapters."""
-    recent, peak = load_system_file("selene"), 200e9 * 0.96
+    recent, peak = "selene", 200e9 * 0.96
     old = with_link(recent, "inter-node", switch=2)
     for tp, share in ((8, 8), (4, 4), (2, 2)):
         layout = {"tp": tp, "dp": 128 // tp}
@@ -128,7 +114,7 @@ def test_a_single_sender_of_a_node_uses_one_adapter() -> None:
     full = found.send_seconds(10**9, from_stage=0, to_stage=1)
     assert full == pytest.approx(10**9 / (6.25e9 * 0.96), rel=1e-3)
     # With 16 stages in a node, one rank sends to the next node and does not share its adapter.
-    alone = network(with_link(load_system_file("dgx2"), "inter-node"), pp=32)
+    alone = network("dgx2", pp=32)
     assert alone.send_seconds(10**9, from_stage=15, to_stage=16) == pytest.approx(10**9 / 12e9, rel=1e-3)
     assert alone.send_seconds(10**9, from_stage=0, to_stage=1) == pytest.approx(10**9 / 120e9, rel=1e-2)
 
@@ -136,23 +122,19 @@ def test_a_single_sender_of_a_node_uses_one_adapter() -> None:
 def test_devices_of_a_mesh_use_only_links_among_themselves() -> None:
     """Any two of four V100s have two of six links: three devices reach two thirds, and a message one third."""
     reach = 150e9 * 0.827
-    for tp, share in ((2, 0.333), (3, 0.666), (4, 0.999)):
-        assert network("jean-zay", tp=tp).bus_bandwidth("tp") == pytest.approx(share * reach)
+    for system, tp, rate in (
+        *(("jean-zay", 2, 0.333 * reach), ("jean-zay", 3, 0.666 * reach), ("jean-zay", 4, 0.999 * reach)),
+        # Eight devices have one of six links between most pairs.
+        *(("oneflow-v100", 2, 0.167 * 120e9), ("oneflow-v100", 4, 0.501 * 120e9), ("oneflow-v100", 8, 120e9)),
+        *(("dgx2", 2, 120e9), ("dgx2", 8, 120e9), ("dgx2", 16, 120e9)),  # a switch
+    ):
+        assert network(system, tp=tp).bus_bandwidth("tp") == pytest.approx(rate)
     stages = network("jean-zay", pp=4)
     payload = 1 << 30
     latency = stages.number("nvlink", "latency_s")
     assert stages.send_seconds(payload, from_stage=0, to_stage=1) - latency == pytest.approx(
         payload / (0.333 * reach)
     )
-    for tp, share in ((2, 1 / 6), (4, 1 / 2), (8, 1)):  # eight with one of six links between most pairs
-        assert network("oneflow-v100", tp=tp).bus_bandwidth("tp") == pytest.approx(share * 120e9, rel=5e-3)
-    for tp in (2, 8, 16):  # a switch
-        assert network("dgx2", tp=tp).bus_bandwidth("tp") == pytest.approx(120e9)
-
-
-def test_groups_of_one_node_share_its_host_bridges() -> None:
-    pcie = network("lowbw-v100", dp=4).bus_bandwidth("dp")
-    assert network("lowbw-v100", tp=2, dp=2).bus_bandwidth("dp") == pytest.approx(pcie / 2)
 
 
 def test_groups_behind_one_host_bridge_are_not_slowed() -> None:
@@ -168,55 +150,34 @@ def test_groups_behind_one_host_bridge_are_not_slowed() -> None:
 # --- laws
 
 
-@given(networks(), st.sampled_from(OPS), st.sampled_from(GROUPS), payloads, payloads)
-def test_a_larger_payload_takes_no_less_time(
-    drawn: tuple[System, Layout], op: str, group: str, one: int, other: int
+@given(networks(), ops, groups, payloads, payloads, st.floats(1, 100))
+def test_seconds_follow_payload_peak_and_bandwidth(
+    drawn: tuple[System, Layout], op: str, group: str, one: int, other: int, times: float
 ) -> None:
-    found = Network(*drawn)
-    less, more = sorted((one, other))
-    assert 0 <= found.seconds(op, group, less) <= found.seconds(op, group, more)
+    """Every rank sends passes x (n - 1) / n of the payload, at most at the peak rate of its links.
 
-
-@given(networks(), st.sampled_from(OPS), st.sampled_from(GROUPS), payloads)
-def test_no_collective_exceeds_the_peak_of_its_links(
-    drawn: tuple[System, Layout], op: str, group: str, payload: int
-) -> None:
-    """Every rank sends passes x (n - 1) / n of the payload, at most at the peak rate of its links."""
+    A larger payload takes no less time, and more bandwidth no more. An all-reduce takes no more than its two halves.
+    """
     system, layout = drawn
-    found = Network(system, layout)
-    n = max(1, group_members(found.layout, group).shape[1])
-    seconds = found.seconds(op, group, payload)
+    found, (less, more) = Network(system, layout), sorted((one, other))
+    n, seconds = max(1, group_members(found.layout, group).shape[1]), found.seconds(op, group, more)
+    assert 0 <= found.seconds(op, group, less) <= seconds
+    halves = found.seconds("reduce_scatter", group, more) + found.seconds("all_gather", group, more)
+    assert found.seconds("all_reduce", group, more) <= halves * (1 + 1e-9)
+    for name, link in system.links.items():
+        faster = Network(with_link(system, name, bandwidth=link.bandwidth.value * times), layout)
+        assert faster.seconds(op, group, more) <= seconds * (1 + 1e-9)
+        if layout.pp > 1:
+            new_s, old_s = (each.send_seconds(more, from_stage=0, to_stage=1) for each in (faster, found))
+            assert 0 <= new_s <= old_s * (1 + 1e-9)
     if n == 1:
         assert seconds == 0
         return
     link = system.links[found.link(group)]
-    peak = link.bandwidth.known("bandwidth")
+    peak = link.bandwidth.value
     if link.per == "device" and found.link(group) == "inter-node":
-        peak *= system.devices_per_node.known("devices_per_node")
-    assert seconds >= RING_PASSES[op] * payload * (n - 1) / n / peak * (1 - 1e-9)
-
-
-@given(networks(), st.sampled_from(OPS), st.sampled_from(GROUPS), payloads, st.floats(1, 100))
-def test_more_bandwidth_is_never_slower(
-    drawn: tuple[System, Layout], op: str, group: str, payload: int, times: float
-) -> None:
-    system, layout = drawn
-    before = Network(system, layout)
-    for name, link in system.links.items():
-        faster = Network(with_link(system, name, bandwidth=link.bandwidth.known("bandwidth") * times), layout)
-        assert faster.seconds(op, group, payload) <= before.seconds(op, group, payload) * (1 + 1e-9)
-        if layout.pp > 1:
-            new_s, old_s = (each.send_seconds(payload, from_stage=0, to_stage=1) for each in (faster, before))
-            assert 0 <= new_s <= old_s * (1 + 1e-9)
-
-
-@given(networks(), st.sampled_from(GROUPS), payloads)
-def test_an_all_reduce_takes_no_more_than_its_two_halves(
-    drawn: tuple[System, Layout], group: str, payload: int
-) -> None:
-    found = Network(*drawn)
-    halves = found.seconds("reduce_scatter", group, payload) + found.seconds("all_gather", group, payload)
-    assert found.seconds("all_reduce", group, payload) <= halves * (1 + 1e-9)
+        peak *= system.devices_per_node.value
+    assert seconds >= RING_PASSES[op] * more * (n - 1) / n / peak * (1 - 1e-9)
 
 
 def test_a_small_all_reduce_over_nodes_uses_a_tree() -> None:
@@ -230,12 +191,8 @@ def test_a_small_all_reduce_over_nodes_uses_a_tree() -> None:
 
 
 def calibrated(points: tuple[tuple[float, float], ...], ranks: int = 4, op: str = "all_reduce") -> System:
-    link = Link(
-        per="node",
-        bandwidth=Quantity(value=None, source="a test"),
-        collectives={op: Collective(points=points)},
-        overlap_cost=number(0.25),
-    )
+    unknown, collectives = Quantity(value=None, source="a test"), {op: Collective(points=points)}
+    link = Link(per="node", bandwidth=unknown, collectives=collectives, overlap_cost=number(0.25))
     provenance = Provenance(date="2026-01-01", torch="2.6", ranks=ranks, repeats=3)
     return replace(discover(), links={"memory": link}, provenance=provenance)
 
@@ -243,26 +200,21 @@ def calibrated(points: tuple[tuple[float, float], ...], ranks: int = 4, op: str 
 def test_measured_points_replace_the_formula() -> None:
     system = calibrated(((1000, 1e-4), (1_000_000, 1e-2)))
     found = network(system, dp=4)
-    assert found.seconds("all_reduce", "dp", 1000) == pytest.approx(1e-4)
-    assert found.seconds("all_reduce", "dp", 500_500) == pytest.approx(5.05e-3)
-    assert found.seconds("all_reduce", "dp", 1) == pytest.approx(1e-4)
-    assert found.seconds("all_reduce", "dp", 3_000_000) == pytest.approx(3e-2)
+    seconds = [found.seconds("all_reduce", "dp", payload) for payload in (1, 1000, 500_500, 3_000_000)]
+    assert seconds == pytest.approx([1e-4, 1e-4, 5.05e-3, 3e-2])
     assert found.seconds("all_reduce", "tp", 1000) == 0
     assert found.overlap_cost == 0.25
-    with pytest.raises(
-        ConfigError, match=r"links.memory.bandwidth = 'unknown': this command needs the number"
-    ):
+    message = r"links.memory.bandwidth = 'unknown': this command needs the number"
+    with pytest.raises(ConfigError, match=message):
         found.seconds("all_gather", "dp", 1000)
 
 
 def test_overlap_cost_is_that_of_the_data_parallel_link() -> None:
-    dgx2, costs = load_system_file("dgx2"), {"nvlink": 0.1, "inter-node": 0.3}
-    links = {name: replace(dgx2.links[name], overlap_cost=number(cost)) for name, cost in costs.items()}
-    both = replace(dgx2, links={**dgx2.links, **links})
+    both = with_link(with_link("dgx2", "nvlink", overlap_cost=0.1), "inter-node", overlap_cost=0.3)
     assert network(both, dp=2).overlap_cost == 0.1
     assert network(both, dp=32).overlap_cost == 0.3
     assert network(both, tp=2).overlap_cost == 0.3
-    assert network(replace(dgx2, links={})).overlap_cost == 0, "one device sends no messages"
+    assert network(replace(both, links={})).overlap_cost == 0, "one device sends no messages"
 
 
 def test_measured_rings_are_scaled_to_smaller_groups() -> None:
@@ -287,32 +239,30 @@ def with_collective(system: System, link: str, collective: Collective) -> System
 def test_the_most_similar_measured_group_counts() -> None:
     """A group of equal size and stride counts first. Other sizes are scaled from the nearest measured size."""
 
-    measured = Collective(
-        points=flat(8e-3),
-        groups=(
-            Collective(points=flat(1e-3), ranks=2),
-            Collective(points=flat(2e-3), ranks=2, stride=4),
-            Collective(points=flat(4e-3), ranks=4, stride=2),
-        ),
+    smaller = (
+        Collective(points=flat(1e-3), ranks=2),
+        Collective(points=flat(2e-3), ranks=2, stride=4),
+        Collective(points=flat(4e-3), ranks=4, stride=2),
     )
+    measured = Collective(points=flat(8e-3), groups=smaller)
     system = with_collective(calibrated(flat(1), ranks=8), "memory", measured)
-    halves = network(system, tp=2, dp=4)
-    assert halves.seconds("all_reduce", "tp", 5000) == pytest.approx(1e-3)
-    assert halves.seconds("all_reduce", "dp", 5000) == pytest.approx(4e-3)
-    assert halves.seconds("all_reduce", "world", 5000) == pytest.approx(8e-3)
-    assert network(system, tp=4, dp=2).seconds("all_reduce", "dp", 5000) == pytest.approx(2e-3)
-    assert network(system, tp=3, dp=1).seconds("all_reduce", "tp", 5000) == pytest.approx(4e-3 * 2 / 3)
+    for tp, dp, group, seconds in (
+        (2, 4, "tp", 1e-3),
+        (2, 4, "dp", 4e-3),
+        (2, 4, "world", 8e-3),
+        (4, 2, "dp", 2e-3),
+        (3, 1, "tp", 4e-3 * 2 / 3),
+    ):
+        found = network(system, tp=tp, dp=dp).seconds("all_reduce", group, 5000)
+        assert found == pytest.approx(seconds), (tp, dp, group)
 
 
 def test_link_class_and_members_per_node_select_the_measurement() -> None:
     """Two nodes have two processes each. The link class and the members per node select the measurement."""
 
     system = replace(calibrated(flat(1)), devices_per_node=number(2))
-    across = Collective(
-        points=flat(8e-3),
-        per_node=2,
-        groups=(Collective(points=flat(4e-3), ranks=2, per_node=1, stride=2),),
-    )
+    alone = Collective(points=flat(4e-3), ranks=2, per_node=1, stride=2)
+    across = Collective(points=flat(8e-3), per_node=2, groups=(alone,))
     system = with_collective(system, "inter-node", across)
     system = with_collective(system, "memory", Collective(points=flat(1e-3), ranks=2))
     found = network(system, tp=2, dp=2)
@@ -323,17 +273,10 @@ def test_link_class_and_members_per_node_select_the_measurement() -> None:
 
 
 @given(
-    st.lists(
-        st.tuples(st.integers(1, 1 << 30), st.floats(1e-7, 10)),
-        min_size=1,
-        max_size=6,
-        unique_by=lambda p: p[0],
-    ),
-    payloads,
-    payloads,
+    st.dictionaries(st.integers(1, 1 << 30), st.floats(1e-7, 10), min_size=1, max_size=6), payloads, payloads
 )
-def test_seconds_do_not_fall_with_payload(points: list[tuple[int, float]], one: int, other: int) -> None:
-    measured = Collective(points=tuple(sorted(points)))
+def test_seconds_do_not_fall_with_payload(points: dict[int, float], one: int, other: int) -> None:
+    measured = Collective(points=tuple(sorted(points.items())))
     less, more = sorted((one, other))
     assert 0 < interpolate(measured, less) <= interpolate(measured, more) * (1 + 1e-12)
 
@@ -345,18 +288,14 @@ def test_messages_between_stages_use_measured_points() -> None:
     assert found.send_seconds(1500, from_stage=1, to_stage=1) == 0
 
 
-# --- missing links and imports
-
-
 def test_a_missing_inter_node_link_is_an_error() -> None:
-    alone = load_system_file("selene")
-    alone = replace(alone, links={"nvlink": alone.links["nvlink"]})
-    with pytest.raises(
-        ConfigError, match="links = 'inter-node': must be a link class of this system: nvlink"
-    ):
+    selene = load_system_file("selene")
+    alone = replace(selene, links={"nvlink": selene.links["nvlink"]})
+    message = "links = 'inter-node': must be a link class of this system: nvlink"
+    with pytest.raises(ConfigError, match=message):
         network(alone, dp=16).seconds("all_reduce", "dp", 1000)
 
 
-def test_the_network_model_needs_no_torch() -> None:
-    code = "import sys, repro.simulate.time.network; sys.exit('torch' in sys.modules)"
+def test_network_and_allocator_models_need_no_torch() -> None:
+    code = "import sys, repro.simulate.memory.allocator, repro.simulate.time.network; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

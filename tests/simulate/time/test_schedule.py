@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.config import Experiment, Layout, Model, Training, systems
+from repro.config import Experiment, Layout, Model, systems
 from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.systems.unknowns import with_values
-from repro.parallel.pipeline.schedule import FORWARD, Action, bubble_ratio, build_schedule
+from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, bubble_ratio, build_schedule
 from repro.simulate.time import breakdown
 from repro.simulate.time.breakdown import STAGE_SEND
-from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost
+from repro.simulate.time.device import MODELLED_KERNELS
 from repro.simulate.time.predict import Prediction, predict
-from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, StageProgram, compile_program
+from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, StageProgram
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.roles import Trace, roles, trace
 from tests.simulate.time.networks import Wire
@@ -46,8 +47,8 @@ LAYOUTS = {
 }
 
 
-def experiment(name: str, model: Model = MODEL) -> Experiment:
-    return Experiment(name=name, model=model, layout=LAYOUTS[name], training=Training(), system="dgx1")
+def experiment(name: str) -> Experiment:
+    return Experiment(name=name, model=MODEL, layout=LAYOUTS[name], system="dgx1")
 
 
 @cache
@@ -64,7 +65,6 @@ def faster(system: System, link: float, memory: float, peak: float) -> System:
     """Return `system` with links, memory and arithmetic that are faster by these factors."""
 
     def times(quantity: Quantity, factor: float) -> Quantity:
-        assert quantity.value is not None
         return replace(quantity, value=quantity.value * factor)
 
     links = {
@@ -85,11 +85,19 @@ def predicted(name: str, system: System, **options: Any) -> Prediction:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_parts_of_a_step_add_up(name: str) -> None:
-    """Every wait has a message, and exposed seconds are at most the seconds of communication."""
-    found = predicted(name, base_system())
+def test_the_parts_of_a_step_add_up_above_the_roofline(name: str) -> None:
+    """Every wait has a message, and exposed seconds are at most the seconds of communication.
+
+    The roofline is all FLOP of products at the peak rate, and all written bytes at the memory bandwidth.
+    """
+    system = base_system()
+    found = predicted(name, system)
+    bandwidth = system.device.memory_bandwidth.known("memory_bandwidth")
+    for traced in traces(name):
+        flops = sum(times * op.flops for times, op in traced.operators() if op.shapes)
+        moved = sum(times * op.written for times, op in traced.operators())
+        assert found.step_s >= max(flops / system.peak("fp16"), moved / bandwidth) > 0
     assert found.timeline.unmatched == 0
-    assert found.step_s > 0
     for stage in found.timeline.stages:
         assert sum(stage.exposed.values()) <= sum(stage.communication.values()) * (1 + 1e-9) + 1e-12
         assert sum(stage.busy.values()) + sum(stage.exposed.values()) + stage.bubble <= found.step_s * 2
@@ -110,64 +118,13 @@ def test_a_faster_system_is_never_slower(name: str, factors: tuple[float, float,
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_is_never_below_the_roofline(name: str) -> None:
-    """The roofline is all FLOP of products at the peak rate, and all written bytes at the memory bandwidth."""
-    system = base_system()
-    found = predicted(name, system).step_s
-    peak = system.peak("fp16")
-    bandwidth = system.device.memory_bandwidth.known("memory_bandwidth")
-    for traced in traces(name):
-        flops = sum(times * op.flops for times, op in traced.operators() if op.shapes)
-        moved = sum(times * op.written for times, op in traced.operators())
-        assert found >= flops / peak
-        assert found >= moved / bandwidth
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_messages_without_time_expose_no_communication(name: str) -> None:
-    layout, system = LAYOUTS[name], base_system()
-    cost = DeviceCost(system, layout.precision)
-    programs = [
-        compile_program(traced, layout.accumulation, cost, lambda message: 0.0, lambda op, group: 1)
-        for traced in traces(name)
-    ]
-    if layout.pp > 1:
-        programs = [programs[0], *[programs[1]] * (layout.pp - 2), programs[-1]]
-    found = schedule(layout, programs, Wire())
-    assert all(not any(stage.exposed.values()) for stage in found.stages)
-    busiest = max(sum(stage.busy.values()) for stage in found.stages)
-    if layout.pp == 1:
-        assert found.step_s == pytest.approx(busiest)
-    else:
-        assert found.step_s >= busiest
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_collective_waits_for_its_last_rank(name: str) -> None:
     """One rank, and ranks without jitter, do not wait."""
     system = base_system()
-    seconds = [
-        predicted(name, with_values(system, {"device.time.jitter_s": jitter})).step_s
-        for jitter in (0, 1e-4, 4e-4)
-    ]
-    assert seconds[0] == predicted(name, system).step_s
-    if LAYOUTS[name].world == 1:
-        assert seconds[0] == seconds[1] == seconds[2]
-    else:
-        assert seconds[0] < seconds[1] < seconds[2]
-
-
-def test_twice_the_layers_take_about_twice_the_time() -> None:
-    for name in ("one", "dp-z2"):
-        seconds = [
-            predict(
-                experiment(name, replace(MODEL, layers=layers, vocab=64)),
-                base_system(),
-                kernels=MODELLED_KERNELS,
-            ).step_s
-            for layers in (12, 24)
-        ]
-        assert 1.8 < seconds[1] / seconds[0] < 2.05
+    systems = [with_values(system, {"device.time.jitter_s": jitter}) for jitter in (0, 1e-4, 4e-4)]
+    none, little, much = (predicted(name, each).step_s for each in systems)
+    assert none == predicted(name, system).step_s
+    assert none == little == much if LAYOUTS[name].world == 1 else none < little < much
 
 
 # -- pipelines of known seconds ------------------------------------------------------------------------
@@ -178,33 +135,25 @@ def block(seconds: float) -> OperatorBlock:
 
 
 def pipeline(
-    layout: Layout, wire: float | Wire, pace: Sequence[float] = (), by_events: bool = False
+    layout: Layout, wire: float | Wire = 0.0, pace: Sequence[float] = (), by_events: bool = False
 ) -> Timeline:
     """Schedule 1 s of forward and 2 s of backward per stage and micro-batch, and a barrier at the end.
 
     `pace`: factor of the seconds of each stage. `by_events`: schedule every event of every micro-batch.
     """
     p, v = layout.pp, layout.chunks
-    messages = wire if isinstance(wire, Wire) else Wire(wire)
-    parts = p * v
 
     def program(stage: int) -> StageProgram:
-        segments = {}
-        for chunk in range(v):
-            part = chunk * p + stage
-            for action in (Action(FORWARD, 0, chunk), Action("B", 0, chunk)):
-                forward = action.kind == FORWARD
-                seconds = (1.0 if forward else 2.0) / v * (pace[stage] if pace else 1.0)
-                items: list[Any] = [block(seconds)]
-                if forward and part < parts - 1:
-                    items.append(Send(1, 0, 1))
-                if not forward and part > 0:
-                    items.append(Send(-1, 1, 1))
-                for micro_batch in range(3):
-                    segments[replace(action, micro_batch=micro_batch)] = items
+        segments: dict[Action, list[Any]] = {}
+        for chunk, micro_batch in product(range(v), range(3)):
+            part, layer_s = chunk * p + stage, (pace[stage] if pace else 1.0) / v
+            onwards, back = [Send(1, 0, 1)] * (part < p * v - 1), [Send(-1, 1, 1)] * (part > 0)
+            segments[Action(FORWARD, micro_batch, chunk)] = [block(layer_s), *onwards]
+            segments[Action(BACKWARD, micro_batch, chunk)] = [block(2 * layer_s), *back]
         tail: list[Any] = [Issue(("end",), "world", "barrier", 0.0), Await(("end",))]
         return StageProgram(segments, tail, micro_batches=3)
 
+    messages = wire if isinstance(wire, Wire) else Wire(wire)
     return schedule(layout, [program(stage) for stage in range(p)], messages, record=by_events)
 
 
@@ -217,19 +166,18 @@ def test_pipelines_without_message_time_have_the_counted_bubble(
     chunks = 2 if name == "interleaved" else 1
     layout = Layout(pp=p, global_batch=m, schedule=name, chunks=chunks, overlap=overlap)
     counted = float(bubble_ratio(build_schedule(name, p, m, chunks)))
-    found = pipeline(layout, 0.0)
+    found = pipeline(layout)
     assert found.step_s == pytest.approx(3 * m * (1 + counted))
     assert found.unmatched == 0
     # The remaining time of each stage is bubble.
-    for stage in found.stages:
-        assert stage.busy["matmul"] == pytest.approx(3 * m)
+    assert [stage.busy["matmul"] for stage in found.stages] == pytest.approx([3 * m] * p)
 
 
 def test_overlapped_messages_cost_less_than_blocking_messages() -> None:
     layout = Layout(pp=4, global_batch=16)
     # One micro-batch: four forwards of 1 s, four backwards of 2 s, three messages each way.
     assert pipeline(Layout(pp=4), 0.25).step_s == pytest.approx(4 * 1 + 4 * 2 + 6 * 0.25)
-    free, slow = pipeline(layout, 0.0).step_s, pipeline(layout, 0.25).step_s
+    free, slow = pipeline(layout).step_s, pipeline(layout, 0.25).step_s
     # Warm-up and cool-down expose 3 messages each; the steady state may hide its messages.
     assert slow >= free + 6 * 0.25
     blocking = pipeline(replace(layout, overlap=False), 0.25)
@@ -249,10 +197,10 @@ def test_blocking_messages_of_two_chunks_are_sent_together() -> None:
     assert more == pytest.approx(4 * 2 * (3 / 2 + 2 * wire))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([0.5, 0.99, 1.0, 1.0, 1.3]), min_size=1, max_size=5),
-    st.integers(1, 12),
+    st.sampled_from([1, 2, 3, 5, 8]),
     st.integers(1, 2),
     st.sampled_from([0.0, 0.01, 0.4, 1.7, 4.0]),
     st.booleans(),
@@ -262,43 +210,14 @@ def test_the_steady_state_represents_all_micro_batches(
 ) -> None:
     """The schedule of few micro-batches is equal to that of all, for uneven stages and slow messages."""
     p = len(pace)
-    interleaved = chunks > 1 and p > 1
-    layout = Layout(
-        pp=p,
-        global_batch=6 * p * groups,
-        schedule="interleaved" if interleaved else "1f1b",
-        chunks=chunks if interleaved else 1,
-        overlap=overlap,
-    )
+    keys = {"schedule": "interleaved", "chunks": chunks} if chunks > 1 and p > 1 else {}
+    layout = Layout(pp=p, global_batch=6 * p * groups, overlap=overlap, **keys)
     found, full = pipeline(layout, wire, pace), pipeline(layout, wire, pace, by_events=True)
     assert found.step_s == pytest.approx(full.step_s, rel=1e-11)
     for mine, its in zip(found.stages, full.stages, strict=True):
         assert mine.bubble == pytest.approx(its.bubble, rel=1e-9, abs=1e-9)
         for name in ("busy", "exposed", "communication", "by_phase"):
             assert getattr(mine, name) == pytest.approx(getattr(its, name), rel=1e-9, abs=1e-9)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    st.lists(st.floats(0.2, 3.0), min_size=2, max_size=5),
-    st.tuples(st.integers(1, 4), st.integers(1, 6)),
-    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
-    st.floats(0.0, 4.0),
-    st.booleans(),
-)
-def test_fewer_micro_batches_have_no_smaller_bubble_share(
-    pace: list[float], groups: tuple[int, int], name: str, wire: float, overlap: bool
-) -> None:
-    """Compute per micro-batch is constant, so the step time per micro-batch must not grow with their number."""
-
-    def seconds_per_micro_batch(m: int) -> float:
-        chunks = 2 if name == "interleaved" else 1
-        layout = Layout(pp=len(pace), global_batch=m, schedule=name, chunks=chunks, overlap=overlap)
-        return pipeline(layout, wire, pace).step_s / m
-
-    few, additional = groups
-    fewer, more = len(pace) * few, len(pace) * (few + additional)
-    assert seconds_per_micro_batch(fewer) >= seconds_per_micro_batch(more) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -323,9 +242,10 @@ def test_scheduling_cost_does_not_depend_on_micro_batches(overlap: bool) -> None
 def test_a_step_starts_during_the_previous_parameter_gather() -> None:
     """The gather takes 4 s from the start of the step, which computes 2 s before it needs the parameters."""
     gather = Issue(("gather",), "dp", "all-gather of parameters (dp)", 4.0)
-    segments = {Action(FORWARD, 0): [block(2.0), Await(gather.key), block(3.0)], Action("B", 0): [block(6.0)]}
+    forward = [block(2.0), Await(gather.key), block(3.0)]
+    segments = {Action(FORWARD, 0): forward, Action(BACKWARD, 0): [block(6.0)]}
     stage = StageProgram(segments, [block(1.0), gather], micro_batches=1)
-    found = schedule(Layout(), [stage], Wire(0.0))
+    found = schedule(Layout(), [stage], Wire())
     assert found.step_s == 4 + 3 + 6 + 1
     assert found.stages[0].exposed == {gather.label: 2.0}
     assert found.unmatched == 0
@@ -336,26 +256,14 @@ def test_a_stage_starts_a_step_after_its_own_update() -> None:
     norm = Issue(("norm",), "world", "all-reduce of norm (world)", 0.0)
 
     def stage(update: float, forward: list[Any], backward: list[Any]) -> StageProgram:
-        segments = {Action(FORWARD, 0): forward, Action("B", 0): backward}
+        segments = {Action(FORWARD, 0): forward, Action(BACKWARD, 0): backward}
         return StageProgram(segments, [norm, Await(norm.key), block(update)], micro_batches=1)
 
     first = stage(1.0, [block(1.0), Send(1, 0, 1)], [block(2.0)])
     last = stage(5.0, [block(1.0)], [block(2.0), Send(-1, 1, 1)])
-    found = schedule(Layout(pp=2), [first, last], Wire(0.0))
+    found = schedule(Layout(pp=2), [first, last], Wire())
     assert found.step_s == 1 + 2 + 2 + 5  # the first forward pass has ended when the last stage starts
     assert [found.stages[s].by_phase["update"] for s in (0, 1)] == [1.0, 5.0 + 2.0]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 3), st.floats(0.0, 2.0))
-def test_blocking_exchanges_never_deadlock_and_are_never_faster(
-    p: int, groups: int, chunks: int, wire: float
-) -> None:
-    name = "1f1b" if chunks == 1 else "interleaved"
-    layout = Layout(pp=p, global_batch=p * groups, schedule=name, chunks=chunks)
-    found = pipeline(replace(layout, overlap=False), wire)
-    assert found.unmatched == 0
-    assert found.step_s >= pipeline(layout, wire).step_s - 1e-9
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -366,26 +274,25 @@ def test_trace_events_contain_every_second_of_every_stream(name: str) -> None:
     events = list(breakdown.trace_events(found.timeline.spans, stages))
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert len(set(tracks.items())) == len({(pid, track) for (pid, _), track in tracks.items()})
-    rows: dict[tuple[int, str], list[dict[str, Any]]] = {(stage, "compute"): [] for stage in stages}
+    rows: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
     annotated = dict.fromkeys(stages, 0.0)
     for event in (e for e in events if e["ph"] == "X"):
         if event["cat"] == "kernel":
-            rows.setdefault((event["pid"], tracks[event["pid"], event["tid"]]), []).append(event)
+            rows[event["pid"], tracks[event["pid"], event["tid"]]].append(event)
         else:
             annotated[event["pid"]] += event["dur"] / 1e6
     for row in rows.values():
         row.sort(key=lambda event: event["ts"])
         assert all(b["ts"] >= a["ts"] + a["dur"] - 1e-3 for a, b in pairwise(row))
     for stage, time in enumerate(found.timeline.stages):
-        event_seconds: dict[str, float] = {}
-        for (of, _), row in rows.items():
-            for event in row if of == stage else ():
-                label = event["args"]["label"] if event["name"].startswith("nccl:") else "compute"
-                event_seconds[label] = event_seconds.get(label, 0.0) + event["dur"] / 1e6
+        event_seconds: Counter[str] = Counter()
+        for event in (event for (of, _), row in rows.items() for event in row if of == stage):
+            label = event["args"]["label"] if event["name"].startswith("nccl:") else "compute"
+            event_seconds[label] += event["dur"] / 1e6
         assert event_seconds.pop("compute") == pytest.approx(sum(time.busy.values()))
         event_seconds.pop(STAGE_SEND, None)  # an event of the receiver; a breakdown counts both stages
         counted = {k: v for k, v in time.communication.items() if v and k != STAGE_SEND}
-        assert event_seconds == pytest.approx(counted)
+        assert dict(event_seconds) == pytest.approx(counted)
         assert annotated[stage] <= found.step_s * (1 + 1e-9)
     if len(stages) == 1:
         (time,) = found.timeline.stages

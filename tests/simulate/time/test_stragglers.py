@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import sqrt
+from math import pi, sqrt
 
 import pytest
 from hypothesis import given
@@ -33,7 +33,6 @@ SPREAD = "device.time.spread"
 
 def test_the_expected_maximum_equals_known_means() -> None:
     """Two and three draws have exact means (David and Nagaraja, Order Statistics, sec. 3.2), more draws an integral."""
-    pi = 3.141592653589793
     assert expected_maximum(1) == pytest.approx(0, abs=1e-15)
     assert expected_maximum(2) == pytest.approx(1 / sqrt(pi), rel=1e-12)
     assert expected_maximum(3) == pytest.approx(1.5 / sqrt(pi), rel=1e-12)
@@ -71,35 +70,28 @@ def test_the_spread_slows_devices_and_not_links() -> None:
     )
     assert spread.seconds(operator) == plain.seconds(operator) * slowest_device_factor(0.02, 1024)
     assert spread.launch_s == plain.launch_s
-    experiment = Experiment(
-        name="step",
-        model=replace(models.load_model("megatron-175b"), layers=2),
-        layout=Layout(tp=8, dp=128, zero=1, global_batch=128),
-        training=Training(seq=128),
-        system=H100.name,
-    )
+    model = replace(models.load_model("megatron-175b"), layers=2)
+    layout, training = Layout(tp=8, dp=128, zero=1, global_batch=128), Training(seq=128)
+    experiment = Experiment(name="step", model=model, layout=layout, training=training, system=H100.name)
     traces = trace_roles(experiment)
 
-    def stage(system: System) -> tuple[float, float, float]:
+    def times(system: System) -> tuple[float, float, float]:
+        """Return the seconds of the step, of the device, and of communication."""
         found = schedule_traces(experiment, system, traces, MODELLED_KERNELS)
         busy, communication = found.stages[0].busy, found.stages[0].communication
         device = sum(seconds for kind, seconds in busy.items() if kind not in ("host", "overlap"))
         return found.step_s, device, sum(communication.values())
 
-    before, after = stage(H100), stage(with_values(H100, {SPREAD: 0.02}))
+    before, after = times(H100), times(with_values(H100, {SPREAD: 0.02}))
     assert after[0] >= before[0]
     assert after[1] == pytest.approx(before[1] * slowest_device_factor(0.02, 1024))
     assert after[2] == pytest.approx(before[2])
-    assert (
-        schedule_traces(experiment, with_values(H100, {SPREAD: 0.0}), traces, MODELLED_KERNELS).step_s
-        == before[0]
-    )
+    assert times(with_values(H100, {SPREAD: 0.0})) == before
     # A spread with a range is an unknown number, and a larger spread takes more time.
     ranged = Quantity(value=0.01, low=0.0, high=0.05, source="a test; low: none; high: five")
     device = replace(H100.device, time=replace(H100.device.time, spread=ranged))
     found = predict(experiment, replace(H100, device=device), traces, interval=True).interval
-    assert found is not None
-    move = next(move for move in found.moves if move.key == SPREAD)
+    (move,) = (move for move in found.moves if move.key == SPREAD)
     assert move.low_s < move.high_s
 
 

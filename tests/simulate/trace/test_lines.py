@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,37 +14,27 @@ from repro.simulate.trace.recorder import innermost_line, line_of_step
 SOURCE = "\n\ndef through(call):\n    return call()\n"
 
 
-def module(name: str, file: str = "/somewhere.py") -> Callable[[Callable[[], Any]], Any]:
-    """Return a function of a module with this name, which calls its argument in line 4 of the module."""
-    names: dict[str, Any] = {"__name__": name}
-    exec(compile(SOURCE, file, "exec"), names)
-    through: Callable[[Callable[[], Any]], Any] = names["through"]
-    return through
-
-
 @pytest.mark.parametrize(
-    ("name", "line"),
+    ("modules", "line"),
     [
-        ("repro.model.gpt", "repro/model/gpt.py:4"),
-        ("repro.kernels.norm", "kernels/norm.py:4"),
-        ("repro.model_of_others", "?"),
-        ("repro.parallel.storage", "?"),
-        ("tests.kernels.norm", "?"),
+        (["repro.model.gpt"], "repro/model/gpt.py:4"),
+        (["repro.kernels.norm"], "kernels/norm.py:4"),
+        (["repro.model_of_others"], "?"),
+        (["repro.parallel.storage"], "?"),
+        (["tests.kernels.norm"], "?"),
+        (["repro.model.gpt", "repro.model.layer"], "repro/model/layer.py:4"),
+        (["repro.model.gpt", "torch.nn.functional"], "repro/model/gpt.py:4"),
     ],
 )
-def test_only_lines_of_the_given_packages_are_found(name: str, line: str) -> None:
-    found = innermost_line(
-        ("repro.model", "repro.parallel", "repro.kernels"), but=("repro.parallel.storage",)
-    )
-    assert module(name)(found) == line
-
-
-def test_the_innermost_line_of_the_packages_is_found() -> None:
-    found = innermost_line(("repro.model", "repro.kernels"))
-    outer, inner = module("repro.model.gpt"), module("repro.model.layer")
-    assert outer(lambda: inner(found)) == "repro/model/layer.py:4"
-    foreign = module("torch.nn.functional", "/home/me/kernels/.venv/torch/nn/functional.py")
-    assert outer(lambda: foreign(found)) == "repro/model/gpt.py:4"
+def test_the_innermost_line_of_the_given_packages_is_found(modules: list[str], line: str) -> None:
+    """Each module has a function that calls the function of the next module in line 4."""
+    packages = ("repro.model", "repro.parallel", "repro.kernels")
+    call = innermost_line(packages, but=("repro.parallel.storage",))
+    for name in reversed(modules):
+        names: dict[str, Any] = {"__name__": name}
+        exec(compile(SOURCE, "/home/me/kernels/.venv/somewhere.py", "exec"), names)
+        call = lambda through=names["through"], inner=call: through(inner)
+    assert call() == line
 
 
 class Lines(TorchDispatchMode):

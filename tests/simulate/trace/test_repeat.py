@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,9 @@ from repro.config import Experiment, Layout, Model, Training
 from repro.parallel import tensor
 from repro.simulate.trace import repeat
 from repro.simulate.trace.recorder import TraceRecorder
-from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
+from repro.simulate.trace.roles import roles, trace
 from repro.simulate.trace.segments import UnrepeatableBlock
+from tests.parallel.test_architectures import FAMILIES
 
 MODEL = Model(name="small", layers=8, hidden=64, heads=4, vocab=128, seq=32)
 BASE = Layout(micro_batch=1, global_batch=16, precision="fp16")
@@ -56,8 +58,18 @@ LAYOUTS = {
     "unfused": replace(BASE, kernels="unfused", micro_batch=2),
     "reference": replace(BASE, kernels="reference"),
 }
-GLOO_LAYOUTS = {name: LAYOUTS[name] for name in ("zero2-buckets", "sp", "cp", "1f1b")}
+DROPOUT_LAYOUTS = (
+    *("one", "zero1", "zero3-recomputed", "sp-recomputed", "cp-sp-recomputed", "pa-cpu-md"),
+    *("1f1b-recomputed", "interleaved", "softmax", "unfused"),
+)
+"""Layouts that are traced with dropout: one for each method of drawing and repeating dropout masks."""
+GLOO_LAYOUTS = ("zero2-buckets", "sp", "cp", "1f1b")
 """Layouts whose traces also count the buffers of gloo."""
+ARCHITECTURES = (
+    *(("llama", "sp-recomputed"), ("llama", "cp"), ("llama", "1f1b-recomputed"), ("falcon", "sp-recomputed")),
+    *(("falcon", "cp"), ("falcon", "zero3"), ("bloom", "1f1b-recomputed"), ("bloom", "softmax")),
+)
+"""Model family and layout of models whose layers differ from GPT-2's."""
 
 
 class CountingRecorder(TraceRecorder):
@@ -72,105 +84,85 @@ class CountingRecorder(TraceRecorder):
         return super().__torch_dispatch__(*args, **kwargs)
 
 
+class ExecutingRecorder(CountingRecorder):
+    """Recorder that executes every call. Calls create initial values and gradients."""
+
+    def call_once(self, key: Any, call: Callable[[], None]) -> None:
+        call()
+
+
 @pytest.fixture(autouse=True)
 def _clear_recordings() -> None:
     repeat.recordings.cache_clear()
 
 
-def trace_twice(
-    experiment: Experiment, role: PipelineRole, *, gloo: bool = False
-) -> tuple[Trace, Trace, float]:
-    """Return the trace of all blocks, the trace with repeats, and the share of operators that the latter executes."""
-    all_blocks, repeated = CountingRecorder(), CountingRecorder()
-    full = trace(experiment, role, gloo=gloo, recorder=all_blocks, repeat=False)
-    found = trace(experiment, role, gloo=gloo, recorder=repeated)
-    return full, found, repeated.calls / all_blocks.calls
+def assert_repeats_are_exact(experiment: Experiment, *, gloo: bool = False) -> None:
+    """Require that a trace with repeats has the events of a trace that executes every block and every call.
+
+    The trace with repeats executes less than half of the operators. Without repeated blocks, it would execute over 0.7.
+    """
+    for role in roles(experiment):
+        executing, repeating = ExecutingRecorder(), CountingRecorder()
+        full = trace(experiment, role, gloo=gloo, recorder=executing, repeat=False)
+        found = trace(experiment, role, gloo=gloo, recorder=repeating)
+        # `assert full.events == found.events` would print both traces.
+        for number, (one, other) in enumerate(zip(full.events, found.events, strict=False)):
+            assert one == other, f"event {number} of {len(full.events)}"
+        assert len(full.events) == len(found.events)
+        assert (full.step_start, full.step_stop) == (found.step_start, found.step_stop)
+        assert repeating.calls / executing.calls < 0.5
 
 
-def assert_same(full: Trace, found: Trace) -> None:
-    """Require equal events; `assert full.events == found.events` would print both traces."""
-    for number, (one, other) in enumerate(zip(full.events, found.events, strict=False)):
-        assert one == other, f"event {number} of {len(full.events)}"
-    assert len(full.events) == len(found.events)
-    assert (full.step_start, full.step_stop) == (found.step_start, found.step_stop)
+def executed_operators(experiment: Experiment) -> int:
+    """Return the number of operators that a trace of the first role executes."""
+    recorder = CountingRecorder()
+    trace(experiment, roles(experiment)[0], recorder=recorder)
+    return recorder.calls
 
 
-DROPOUT_LAYOUTS = (
-    *("one", "zero1", "zero3-recomputed", "sp-recomputed", "cp-sp-recomputed", "pa-cpu-md"),
-    *("1f1b-recomputed", "interleaved", "softmax", "unfused"),
-)
-"""Layouts that are traced with dropout: one for each method of drawing and repeating dropout masks."""
-CALL_LAYOUTS = (
-    *("fp32", "zero1", "zero2-buckets", "zero2-fp32-gradients", "zero3", "tp", "sp", "pa-cpu-md"),
-    *("1f1b-ddp", "1f1b-fused-accumulation", "interleaved"),
-)
-"""Layouts whose flat buffers differ in data type, stage, bucket size or order of gradients."""
-
-
-def model_of(layout: Layout) -> Model:
-    """Return all blocks for pipeline stages, else half of them: one executed block and three repeats."""
-    return MODEL if layout.pp > 1 else replace(MODEL, layers=4)
+def experiment_of(layout: Layout, model: Model = MODEL, dropout: float = 0.0) -> Experiment:
+    """Return a model with eight layers for pipeline stages, else with four: one executed block and three repeats."""
+    model = replace(model, layers=8 if layout.pp > 1 else 4)
+    training = Training(dropout=dropout, attention_dropout=dropout)
+    return Experiment(name="e", model=model, layout=layout, training=training)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_repeats_do_not_change_any_event(name: str) -> None:
-    layout, dropout = LAYOUTS[name], 0.1 if name in DROPOUT_LAYOUTS else 0.0
-    training = Training(dropout=dropout, attention_dropout=dropout)
-    experiment = Experiment(name="e", model=model_of(layout), layout=layout, training=training)
-    shares = []
-    for role in roles(experiment):
-        full, found, share = trace_twice(experiment, role)
-        assert_same(full, found)
-        shares.append(share)
-    assert min(shares) < 0.9, "no block was repeated"
+    experiment = experiment_of(LAYOUTS[name], dropout=0.1 if name in DROPOUT_LAYOUTS else 0.0)
+    assert_repeats_are_exact(experiment, gloo=name in GLOO_LAYOUTS)
 
 
-@pytest.mark.parametrize("layout", GLOO_LAYOUTS.values(), ids=GLOO_LAYOUTS)
-def test_receive_buffers_of_gloo_are_repeated(layout: Layout) -> None:
-    experiment = Experiment(name="e", model=MODEL, layout=layout)
-    for role in roles(experiment):
-        assert_same(*trace_twice(experiment, role, gloo=True)[:2])
+@pytest.mark.parametrize(("family", "name"), ARCHITECTURES)
+def test_repeats_do_not_change_events_of_other_architectures(family: str, name: str) -> None:
+    assert_repeats_are_exact(experiment_of(LAYOUTS[name], FAMILIES[family]))
 
 
 def test_recordings_are_not_reused_for_different_blocks() -> None:
-    """A block with other operators, shapes or data types has a separate recording."""
-    plain = Experiment(name="e", model=model_of(BASE), layout=BASE)
+    """A block with other operators, shapes, data types or of another architecture has a separate recording."""
+    plain = experiment_of(BASE)
+    names = ("bf16", "cp", "softmax", "unfused", "reference", "zero3")
+    layouts = [LAYOUTS[name] for name in names]
+    layouts += [replace(BASE, micro_batch=2), replace(BASE, grad_dtype="fp32")]
     others = [
-        replace(plain, training=Training(dropout=0.1)),
-        replace(plain, training=Training(attention_dropout=0.1)),
+        *(replace(plain, training=Training(**{key: 0.1})) for key in ("dropout", "attention_dropout")),
         replace(plain, training=Training(seq=16)),
-        *(
-            replace(plain, layout=LAYOUTS[name])
-            for name in ("bf16", "cp", "softmax", "unfused", "reference", "zero3")
-        ),
-        replace(plain, layout=replace(BASE, micro_batch=2)),
-        replace(plain, layout=replace(BASE, grad_dtype="fp32")),
+        *(replace(plain, layout=layout) for layout in layouts),
+        *(experiment_of(BASE, FAMILIES[family]) for family in ("neox", "bloom")),
     ]
     for experiment in (plain, *others, plain):
-        full = trace(experiment, roles(experiment)[0], repeat=False)
-        assert_same(full, trace(experiment, roles(experiment)[0]))
+        assert_repeats_are_exact(experiment)
 
 
 def test_recordings_are_reused_for_other_depths_and_degrees() -> None:
     """`plan` and `fit` trace equal blocks in many layouts, most of which need not execute a block."""
-    first = Experiment(name="e", model=MODEL, layout=replace(BASE, dp=2, zero=1, recompute=True))
-    trace(first, roles(first)[0])
     layout = replace(BASE, dp=4, zero=2, recompute=True, bucket_bytes=100_000)
-    deeper = Experiment(name="e", model=replace(MODEL, layers=12), layout=layout)
-    full, found, share = trace_twice(deeper, roles(deeper)[0])
-    assert_same(full, found)
-    assert share < 0.5
-
-
-@pytest.mark.parametrize("name", CALL_LAYOUTS)
-def test_repeated_calls_have_the_events_of_executed_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls create initial values and gradients. The reference is a trace that executes every call."""
-    layout = LAYOUTS[name]
-    experiment = Experiment(name="e", model=model_of(layout), layout=layout)
-    role = roles(experiment)[0]
-    found = trace(experiment, role)
-    monkeypatch.setattr(TraceRecorder, "call_once", lambda recorder, key, call: call())
-    assert_same(trace(experiment, role), found)
+    deeper = replace(experiment_of(layout), model=replace(MODEL, layers=12))
+    new = executed_operators(deeper)
+    repeat.recordings.cache_clear()
+    executed_operators(experiment_of(replace(BASE, dp=2, zero=1, recompute=True)))
+    assert executed_operators(deeper) < 0.8 * new
+    assert_repeats_are_exact(deeper)
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "1f1b-recomputed", "1f1b-ddp"])
@@ -179,10 +171,8 @@ def test_additional_micro_batches_in_flight_execute_no_block(kind: str) -> None:
 
     def calls(stages: int) -> int:
         layout = replace(LAYOUTS[kind], pp=stages, global_batch=64)
-        experiment = Experiment(name="e", model=replace(MODEL, layers=4 * stages), layout=layout)
-        recorder = CountingRecorder()
-        trace(experiment, roles(experiment)[0], recorder=recorder)
-        return recorder.calls
+        model = replace(MODEL, layers=4 * stages)
+        return executed_operators(Experiment(name="e", model=model, layout=layout))
 
     calls(2)  # records the blocks
     assert (calls(12) - calls(2)) / 10 < 8, "only operators outside the four blocks of a stage"
@@ -199,19 +189,15 @@ def test_a_block_with_external_state_cannot_be_repeated(monkeypatch: pytest.Monk
         return plain(weight, rows, x)
 
     monkeypatch.setattr(tensor, "weight_gradient", retaining_weight_gradient)
-    experiment = Experiment(name="e", model=MODEL, layout=BASE)
+    experiment = experiment_of(BASE)
     with pytest.raises(UnrepeatableBlock, match="outside the recorded block"):
         trace(experiment, roles(experiment)[0])
 
 
 def test_a_repeated_operator_writes_to_its_output_argument() -> None:
     """GELU's gradient overwrites one of its operands (`grad_input=`), so the operator allocates nothing."""
-    layout = replace(BASE, kernels="reference")
-    experiment = Experiment(name="e", model=MODEL, layout=layout)
-    allocations = [
-        sum(
-            getattr(event, "operator", "") == "aten.gelu_backward" for event in trace(experiment, role).events
-        )
-        for role in roles(experiment) * 2
-    ]
-    assert allocations == [0, 0]
+    experiment = experiment_of(LAYOUTS["reference"])
+    for role in roles(experiment) * 2:
+        operators = {getattr(event, "operator", "") for event in trace(experiment, role).events}
+        assert "aten.gelu_backward" not in operators
+        assert "aten.mm" in operators
