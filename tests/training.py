@@ -54,15 +54,9 @@ def tiny(layout: Layout, model: Model = TINY, engine: str = "native", **training
     `eps` is above rounding errors. Softmax ignores the bias of the keys, so the gradient of this bias contains only
     rounding errors. With a tiny `eps`, Adam would turn these errors into steps of full size.
     """
-    settings: dict[str, Any] = {
-        "steps": 20,
-        "lr": 3e-3,
-        "warmup_steps": 2,
-        "eps": 1e-6,
-        "clip": 0.3,
-        **training,
-    }
-    return Experiment(name="tiny", model=model, layout=layout, training=Training(**settings), engine=engine)
+    defaults: dict[str, Any] = {"steps": 20, "lr": 3e-3, "warmup_steps": 2, "eps": 1e-6, "clip": 0.3}
+    settings = Training(**defaults | training)
+    return Experiment(name="tiny", model=model, layout=layout, training=settings, engine=engine)
 
 
 def tokens_of(experiment: Experiment, step: int) -> Tensor:

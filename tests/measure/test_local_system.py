@@ -11,25 +11,13 @@ from repro.measure import local_system
 from repro.measure.local_system import load_system
 
 
-def test_local_system_has_no_assumed_properties() -> None:
-    local = load_system("local")
-    assert local.device.memory_bytes.value
-    assert local.device.memory_bandwidth.value is None
-    assert local.device.peak_flops == {}
-    with pytest.raises(ConfigError, match="none known"):
-        local.peak("fp16")
-
-
 def test_local_system_has_the_properties_of_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_system, "has_nvlink", lambda: True)
     gpu = {"name": "V100", "compute_capability": "7.0", "memory_bytes": 2**34}
     monkeypatch.setattr(local_system, "gpus", lambda: [gpu, gpu | {"name": "A100"}])
     system = load_system("local")
-    assert (system.device.name, system.device.compute_capability, system.devices_per_node.value) == (
-        "V100",
-        "7.0",
-        2,
-    )
+    device = system.device
+    assert (device.name, device.compute_capability, system.devices_per_node.value) == ("V100", "7.0", 2)
     assert "A100" in system.note
     assert list(system.links) == ["nvlink", "pcie"]
     assert system.context() > 0
@@ -37,10 +25,15 @@ def test_local_system_has_the_properties_of_its_gpus(monkeypatch: pytest.MonkeyP
     assert load_system("local").link_inside() == "pcie"
 
 
-def test_local_system_without_gpus_uses_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_system_without_gpus_has_host_memory_and_no_assumed_properties(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(local_system, "gpus", list)
     system = load_system("local")
     assert system.link_inside() == "memory"
+    assert (system.device.memory_bandwidth.value, system.device.peak_flops) == (None, {}), "not measured"
+    with pytest.raises(ConfigError, match="none known"):
+        system.peak("fp16")
     assert system.allocatable_bytes() == system.device.memory_bytes.value == system.host_memory_bytes.value
 
 

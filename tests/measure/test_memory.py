@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from repro.config import Layout
 from repro.config.enums import Category
@@ -60,10 +61,10 @@ def track_steps(layout: Layout, engine: str) -> tuple[int, dict[str, int]]:
 
 BF16 = {"dp": 2, "micro_batch": 2, "precision": "bf16"}
 CASES = [
-    *(("native", {**BF16, "zero": zero}) for zero in range(4)),
+    *(("native", {**BF16, "zero": zero}) for zero in (2, 3)),
     ("native", {"tp": 2, "micro_batch": 2, "recompute": True, "pa": True, "pa_cpu": True}),
     ("native", {"pp": 2, "micro_batch": 1, "global_batch": 4}),
-    *(pytest.param("torch", {**BF16, "zero": z}, marks=needs("torch")) for z in range(4)),
+    *(pytest.param("torch", {**BF16, "zero": z}, marks=needs("torch")) for z in (0, 1, 3)),
     *(pytest.param("deepspeed", {**BF16, "zero": z}, marks=needs("deepspeed")) for z in range(4)),
     *(pytest.param("megatron", {**BF16, "zero": z}, marks=needs("megatron")) for z in range(2)),
 ]
@@ -124,17 +125,27 @@ def test_tracking_cost_does_not_depend_on_live_tensors() -> None:
 
 
 def test_allocation_history_has_segments_and_free_blocks() -> None:
+    def summary() -> tuple[int, int, int, list[tuple[str, int]]]:
+        (segment,) = history.final_segments(0)
+        blocks = [(block["state"], block["requested_size"]) for block in segment["blocks"]]
+        return segment["address"], segment["total_size"], segment["allocated_size"], blocks
+
     history = AllocationHistory(lambda: "model.py:7")
     history.resize(1, 512, "grads", "aten.mm", "forward")
     history.resize(2, 1024, "params", "aten.mm", "forward")
     history.resize(1, 0, "grads", "aten.mm", "forward")
-    (segment,) = history.final_segments(0)
-    assert (segment["address"], segment["total_size"], segment["allocated_size"]) == (512, 1024, 1024)
-    assert [block["state"] for block in segment["blocks"]] == ["active_allocated"]
+    assert summary() == (512, 1024, 1024, [("active_allocated", 1024)])
     history.segments = [[(512, 1024, 2), (1536, 256, None)]]
-    (segment,) = history.final_segments(0)
-    assert (segment["total_size"], segment["allocated_size"]) == (1280, 1024)
-    assert [(block["state"], block["requested_size"]) for block in segment["blocks"]] == [
-        ("active_allocated", 1024),
-        ("inactive", 0),
-    ]
+    assert summary() == (512, 1280, 1024, [("active_allocated", 1024), ("inactive", 0)])
+
+
+def test_meta_and_fake_tensors_have_no_bytes() -> None:
+    """`to_empty` allocates the memory of a `meta` model. DTensor tries operators on fake tensors."""
+    with MemoryTracker() as tracker:
+        model = torch.nn.Linear(10, 10, bias=False, device="meta")
+        with FakeTensorMode():
+            fake = torch.ones(1000) + 1
+        assert fake.device.type == "cpu"
+        assert tracker.live()["total"] == tracker.peak["total"] == 0
+        model.to_empty(device="cpu")
+        assert tracker.live()["total"] == tracker.peak["total"] == 400

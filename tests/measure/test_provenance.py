@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from repro.measure import provenance as module
 from repro.measure.provenance import environment, git_state, gpus, provenance, torch_build
@@ -33,18 +34,8 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_provenance_is_json_with_the_documented_keys() -> None:
     record = json.loads(json.dumps(provenance(), allow_nan=False))
-    assert set(record) == {
-        "git",
-        "packages",
-        "torch",
-        "python",
-        "os",
-        "cpu",
-        "memory",
-        "gpus",
-        "environment",
-        "host",
-    }
+    documented = "git packages torch python os cpu memory gpus environment host"
+    assert set(record) == set(documented.split())
     assert record["packages"]["torch"]
     assert record["cpu"]["usable_cores"] >= 1
     assert record["memory"]["total_bytes"] > 2**28
@@ -55,26 +46,27 @@ def test_provenance_reads_torchs_build_without_importing_torch() -> None:
         "import sys, json; from repro.measure.provenance import provenance; p = provenance();"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; print(json.dumps(p['torch']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    import torch
-
-    build = json.loads(done.stdout)
+    build = json.loads(subprocess.check_output([sys.executable, "-c", code]))
     assert build == torch_build()
-    assert build["cuda"] == torch.version.cuda
-    assert build["git"] == torch.version.git_version
+    assert (build["cuda"], build["git"]) == (torch.version.cuda, torch.version.git_version)
 
 
-def test_git_state_distinguishes_clean_and_changed_checkouts(checkout: Path) -> None:
+def state(root: Path) -> dict[str, Any]:
+    """Return the git state of a checkout that has one."""
+    found = git_state(root)
+    assert found is not None
+    return found
+
+
+def test_git_state_distinguishes_changed_and_untracked_files(checkout: Path) -> None:
     commit = git(checkout, "rev-parse", "HEAD")
     assert git_state(checkout) == {"commit": commit, "dirty": False, "diff": None}
-    (checkout / "file").write_text("two\n")
-    changed = git_state(checkout)
-    assert changed is not None
-    assert changed["dirty"]
-    (checkout / "file").write_text("three\n")
-    other = git_state(checkout)
-    assert other is not None
-    assert changed["diff"] != other["diff"]
+    hashes = set()
+    for name, text in (("file", "two\n"), ("file", "three\n"), ("new", "a"), ("new", "b")):
+        (checkout / name).write_text(text)
+        assert (state(checkout)["commit"], state(checkout)["dirty"]) == (commit, True)
+        hashes.add(state(checkout)["diff"])
+    assert len(hashes) == 4
 
 
 @pytest.mark.parametrize("failing", ["diff", "ls-files"])
@@ -87,104 +79,79 @@ def test_changes_are_unknown_if_one_git_command_fails(
         return run(["false"] if failing in command else command, **options)
 
     monkeypatch.setattr(subprocess, "run", fail_one)
-    found = git_state(checkout)
-    assert found is not None
+    found = state(checkout)
     assert (found["dirty"], found["diff"]) == (None, None)
     assert found["commit"]
-
-
-def test_git_state_includes_untracked_files(checkout: Path) -> None:
-    hashes = set()
-    for text in ("a", "b"):
-        (checkout / "new").write_text(text)
-        state = git_state(checkout)
-        assert state is not None
-        hashes.add(state["diff"])
-    assert len(hashes) == 2
 
 
 def test_git_state_without_commit_or_checkout(tmp_path: Path) -> None:
     assert git_state(tmp_path) is None
     git(tmp_path, "init", "-q")
     (tmp_path / "file").write_text("one\n")
-    state = git_state(tmp_path)
-    assert state is not None
-    assert state["commit"] is None
-    assert state["dirty"] is True
+    assert (state(tmp_path)["commit"], state(tmp_path)["dirty"]) == (None, True)
+    (inner := tmp_path / "site-packages").mkdir()
+    assert git_state(inner) is None, "a package inside another checkout"
 
 
-def test_a_package_inside_another_checkout_has_no_git_state(checkout: Path) -> None:
-    inner = checkout / "site-packages"
-    inner.mkdir()
-    assert git_state(inner) is None
-
-
-def test_git_state_is_none_without_git(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert git_state(checkout) is None
-
-
-def test_git_state_is_none_after_a_timeout(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+def test_git_state_is_none_without_git_and_after_a_timeout(
+    monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
     def slow(*arguments: Any, **keywords: Any) -> None:
         raise subprocess.TimeoutExpired("git", keywords["timeout"])
 
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")
+        assert git_state(checkout) is None
     monkeypatch.setattr(subprocess, "run", slow)
     assert git_state(checkout) is None
 
 
 def test_environment_has_listed_and_no_private_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     safe = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "0"}
-    private = {
-        "SLURM_JWT": "x",
-        "SLURM_JOB_USER": "x",
-        "SLURM_SUBMIT_DIR": "x",
-        "SLURM_JOB_NODELIST": "x",
-        "TORCH_HOME": "x",
-        "AWS_SECRET": "x",
-    }
-    for key, value in (safe | private).items():
+    private = [
+        "SLURM_JWT",
+        "SLURM_JOB_USER",
+        "SLURM_SUBMIT_DIR",
+        "SLURM_JOB_NODELIST",
+        "TORCH_HOME",
+        "AWS_SECRET",
+    ]
+    for key, value in (safe | dict.fromkeys(private, "x")).items():
         monkeypatch.setenv(key, value)
     found = environment()
     assert safe.items() <= found.items()
-    assert not private.keys() & found.keys()
+    assert not found.keys() & set(private)
 
 
 def test_gpu_fields_that_the_driver_refuses_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refused(Exception):
-        pass
-
     class FakeNvml:
-        NVMLError = Refused
+        NVMLError = RuntimeError
 
         def __getattr__(self, name: str) -> Any:
-            known = {
-                "nvmlDeviceGetCount": 1,
-                "nvmlDeviceGetName": b"V100",
-                "nvmlDeviceGetCudaComputeCapability": (7, 0),
-                "nvmlDeviceGetEccMode": (1, 0),  # enabled now, disabled after the next restart
-                "nvmlDeviceGetMigMode": (0, 1),
-            }
             if name.startswith("NVML_"):
                 return 0
 
             def query(*_: Any) -> Any:
-                if name in known:
-                    return known[name]
-                if name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByIndex"):
-                    return None
-                raise Refused
+                if name not in reported:
+                    raise RuntimeError
+                return reported[name]
 
             return query
 
+    reported = {
+        **dict.fromkeys(("nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByIndex")),
+        "nvmlDeviceGetCount": 1,
+        "nvmlDeviceGetName": b"V100",
+        "nvmlDeviceGetCudaComputeCapability": (7, 0),
+        "nvmlDeviceGetEccMode": (1, 0),  # enabled now, disabled after the next restart
+        "nvmlDeviceGetMigMode": (0, 1),
+    }
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     (gpu,) = gpus()
     assert (gpu["name"], gpu["compute_capability"], gpu["memory_bytes"]) == ("V100", "7.0", None)
     assert (gpu["ecc"], gpu["mig"]) == (True, False)
-
-
-def test_no_driver_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpus() == []
+    assert gpus() == [], "no driver"
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,7 @@ from repro.config.enums import Phase
 from repro.measure.timing import CORE_TIME, StepClock
 
 
-def test_only_forward_and_backward_passes_count_cpu_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_forward_and_backward_passes_count_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
     wall, cpu = iter([10.0, 11.0, 14.0, 15.5, 100.0, 102.0]), iter([1.0, 1.5, 3.5, 4.25, 7.0, 8.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(wall))
     monkeypatch.setattr(time, "thread_time", lambda: next(cpu))

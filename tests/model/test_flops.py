@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from repro.config import ConfigError, Model
 from repro.config.models import load_model
-from repro.model.counts import hardware_flops, layers_forward, logits_forward, model_flops
+from repro.model.counts import hardware_flops, layers_forward, model_flops
 
 
 @pytest.mark.parametrize("name", ["gpt2-1.5b", "megatron-2020-4b", "yuan-1.0-245b"])
@@ -19,45 +19,27 @@ def test_flop_counts_equal_the_papers_equation(name: str) -> None:
     s, layers, h, v = model.seq, model.layers, model.hidden, model.vocab
 
     def equation(factor: int, logits: int) -> Fraction:
-        return (
-            factor * samples * s * layers * h**2 * (1 + Fraction(s, 6 * h) + Fraction(v, logits * layers * h))
-        )
+        sums = 1 + Fraction(s, 6 * h) + Fraction(v, logits * layers * h)
+        return factor * samples * s * layers * h**2 * sums
 
     assert hardware_flops(model, s, samples, recompute=True) == equation(96, 16)
     assert hardware_flops(model, s, samples, recompute=False) == equation(72, 12)
     assert model_flops(model, s, samples) == equation(72, 12)
 
 
-def test_recomputation_adds_a_forward_pass_of_the_layers() -> None:
-    model = load_model("smoke-speed")
-    layers, logits = layers_forward(model, 96, 3), logits_forward(model, 96, 3)
-    assert hardware_flops(model, 96, 3, recompute=True) == 4 * layers + 3 * logits
-
-
-@pytest.mark.parametrize("ffn", [0, 80])
-@pytest.mark.parametrize("head_dim", [0, 24])
+@pytest.mark.parametrize(("ffn", "head_dim"), [(0, 0), (80, 24)])
 def test_torch_counts_the_same_flops(ffn: int, head_dim: int) -> None:
     model = Model(name="x", layers=3, hidden=64, heads=4, vocab=96, seq=32, ffn=ffn, head_dim=head_dim)
     samples, s, h, inner = 2, 20, model.hidden, model.heads * model.head_width
-    weight = {
-        "qkv": (h, 3 * inner),
-        "proj": (inner, h),
-        "up": (h, model.ffn_width),
-        "down": (model.ffn_width, h),
-    }
+    shapes = [(h, 3 * inner), (inner, h), (h, model.ffn_width), (model.ffn_width, h)]
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        weights = [
-            {key: torch.empty(shape, requires_grad=True) for key, shape in weight.items()}
-            for _ in range(model.layers)
-        ]
         x = torch.empty(samples * s, h, requires_grad=True)
-        for w in weights:
-            q, k, v = (
-                each.reshape(samples, s, model.heads, -1).transpose(1, 2)
-                for each in (x @ w["qkv"]).chunk(3, -1)
-            )
+        for _ in range(model.layers):
+            qkv, proj, up, down = (torch.empty(shape, requires_grad=True) for shape in shapes)
+            heads = (part.reshape(samples, s, model.heads, -1) for part in (x @ qkv).chunk(3, -1))
+            q, k, v = (part.transpose(1, 2) for part in heads)
             mixed = ((q @ k.mT) @ v).transpose(1, 2).reshape(samples * s, inner)
-            x = mixed @ w["proj"] @ w["up"] @ w["down"]
+            x = mixed @ proj @ up @ down
         logits = x @ torch.empty(h, model.vocab, requires_grad=True)
         logits.sum().backward()
     assert counter.get_total_flops() == model_flops(model, s, samples)

@@ -168,13 +168,10 @@ def step_programs(layout: Layout, *, connect: bool = True) -> list[Program]:
     programs: list[Program] = []
     for stage in range(layout.pp):
         with _recording_mesh(layout, stage, connect) as (host, mesh):
-            last = stage == layout.pp - 1
-            chunks = [
-                _Chunk(host, chunk, last and chunk == layout.chunks - 1) for chunk in range(layout.chunks)
-            ]
+            last = layout.chunks - 1 if stage == layout.pp - 1 else -1
+            chunks = [_Chunk(host, chunk, chunk == last) for chunk in range(layout.chunks)]
             pipeline = Pipeline(layout, mesh.pp, mesh.tp, chunks, (1, 1, 1), torch.empty(0))
-            later: Any = host
-            pipeline.boundary.later = later
+            pipeline.boundary.later = host  # type: ignore[assignment]
             pipeline.run(None, lambda phase: None)
         programs.append(host.program)
     return programs

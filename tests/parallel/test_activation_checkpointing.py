@@ -33,8 +33,15 @@ def inputs(count: int, device: str = "cpu") -> list[Tensor]:
     return [torch.arange(30.0, device=device).view(SHAPE) + 100 * i for i in range(count)]
 
 
-def layout(pa_cpu: bool, md: bool, tp: int = 1) -> Layout:
+def layout(pa_cpu: bool = False, md: bool = False, tp: int = 1) -> Layout:
     return Layout(recompute=True, tp=tp, pa=tp > 1, pa_cpu=pa_cpu, md=md)
+
+
+OPTIONS = pytest.mark.parametrize(
+    ("pa_cpu", "md"),
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["", "md", "cpu", "cpu-md"],
+)
 
 
 def save_and_load(settings: Layout, chain: bool, orders: Iterable[Sequence[int]]) -> None:
@@ -49,50 +56,35 @@ def save_and_load(settings: Layout, chain: bool, orders: Iterable[Sequence[int]]
         for i in order:
             torch.testing.assert_close(checkpoints.load(saved[i]), expected[i], rtol=0, atol=0)
             checkpoints.free(saved[i])
-        if checkpoints.arena is not None:
-            assert checkpoints.arena.used == 0
+        assert checkpoints.arena is None or checkpoints.arena.used == 0
 
 
-@pytest.mark.parametrize("md", [False, True], ids=["", "md"])
-@pytest.mark.parametrize("pa_cpu", [False, True], ids=["", "cpu"])
-def test_checkpoints_load_in_any_order(pa_cpu: bool, md: bool) -> None:
+@OPTIONS
+def test_checkpoints_load_in_any_order(four: RankPool, pa_cpu: bool, md: bool) -> None:
+    """On four ranks, shards of 8 elements hold 30 elements and 2 elements of padding."""
     for chain in (False, True):
         save_and_load(layout(pa_cpu, md), chain, permutations(range(4)))
-
-
-def save_and_load_on_four_ranks() -> None:
-    for pa_cpu in (False, True):
-        for md in (False, True):
-            save_and_load(layout(pa_cpu, md, tp=4), True, [(3, 2, 1, 0), (1, 0, 3, 2)])
-
-
-def test_padded_shards_of_checkpoints_are_gathered(four: RankPool) -> None:
-    """Four shards of 8 elements hold 30 elements and 2 elements of padding."""
-    four.run(save_and_load_on_four_ranks)
+    four.run(save_and_load, layout(pa_cpu, md, tp=4), True, [(3, 2, 1, 0), (1, 0, 3, 2)])
 
 
 def test_arena_is_one_allocation_for_all_steps() -> None:
     with MemoryTracker() as tracker:
-        checkpoints = ActivationCheckpoints(layout(pa_cpu=False, md=True), ONE_RANK, capacity=3)
-        live_bytes = set()
+        checkpoints = ActivationCheckpoints(layout(md=True), ONE_RANK, capacity=3)
         for _ in range(3):
             saved = [checkpoints.save(x) for x in inputs(3)]
-            live_bytes.add(tracker.live()[Category.CHECKPOINTS])
+            assert tracker.live()[Category.CHECKPOINTS] == 3 * 32 * 4, "30 elements in pieces of 32"
             assert checkpoints.arena is not None
-            assert checkpoints.arena.used == 3
-            addresses = {checkpoints.load(s).data_ptr() for s in saved}
-            assert len(addresses) == 3
+            assert len({checkpoints.load(s).data_ptr() for s in saved}) == 3
             assert checkpoints.arena.used == 3, "loaded checkpoints are still in use"
             for s in saved:
                 checkpoints.free(s)
                 checkpoints.free(s)
             assert checkpoints.arena.used == 0
-    assert live_bytes == {3 * 32 * 4}, "30 elements in pieces of 32"
     assert tracker.most[Category.CHECKPOINTS] == 3 * 32 * 4
 
 
 def test_arena_refuses_more_or_larger_checkpoints_than_planned() -> None:
-    checkpoints = ActivationCheckpoints(layout(pa_cpu=False, md=True), ONE_RANK, capacity=1)
+    checkpoints = ActivationCheckpoints(layout(md=True), ONE_RANK, capacity=1)
     checkpoint = checkpoints.save(inputs(1)[0])
     with pytest.raises(RuntimeError, match="no free piece of 30 elements: 1 of 1 pieces are in use"):
         checkpoints.save(inputs(1)[0])
@@ -123,7 +115,7 @@ def test_offloaded_checkpoints_count_as_host_memory(device: str) -> None:
     """At most two checkpoints are on the device: one in use and one prefetched."""
     size = 30 * 4
     with MemoryTracker() as tracker:
-        checkpoints = ActivationCheckpoints(layout(pa_cpu=True, md=False), ONE_RANK, capacity=4)
+        checkpoints = ActivationCheckpoints(layout(pa_cpu=True), ONE_RANK, capacity=4)
         before, saved = None, []
         for x in inputs(4, device):
             before = checkpoints.save(x, before)
@@ -143,26 +135,22 @@ def test_offloaded_checkpoints_count_as_host_memory(device: str) -> None:
 
 def test_recomputed_block_refuses_a_second_backward_pass() -> None:
     x = torch.ones(SHAPE, requires_grad=True)
-    y = recompute(lambda x: x * x, x, ActivationCheckpoints(layout(False, False), ONE_RANK, 1)).sum()
+    y = recompute(lambda x: x * x, x, ActivationCheckpoints(layout(), ONE_RANK, 1)).sum()
     y.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
 
 
-@pytest.mark.parametrize("md", [False, True], ids=["", "md"])
-@pytest.mark.parametrize("pa_cpu", [False, True], ids=["", "cpu"])
+@OPTIONS
 def test_recomputed_blocks_retain_only_their_checkpoints(pa_cpu: bool, md: bool) -> None:
     """Covers two micro-batches in flight, a graph without a backward pass, and a forward pass without gradients."""
     checkpoints = ActivationCheckpoints(layout(pa_cpu, md), ONE_RANK, capacity=6)
 
-    def forward(x: Tensor) -> Tensor:
-        for factor in (2.0, 3.0, 5.0):
-            x = recompute(lambda x, factor=factor: (x * factor).sin(), x, checkpoints)
-        return x.sum()
+    blocks = [lambda x, factor=factor: (x * factor).sin() for factor in (2.0, 3.0, 5.0)]
 
-    def plain(x: Tensor) -> Tensor:
-        for factor in (2.0, 3.0, 5.0):
-            x = (x * factor).sin()
+    def forward(x: Tensor, recomputes: bool = True) -> Tensor:
+        for block in blocks:
+            x = recompute(block, x, checkpoints) if recomputes else block(x)
         return x.sum()
 
     xs = [torch.randn(SHAPE, requires_grad=True) for _ in range(2)]
@@ -180,15 +168,14 @@ def test_recomputed_blocks_retain_only_their_checkpoints(pa_cpu: bool, md: bool)
     gradients = 2 * 30 * 4
     assert after["total"] == gradients + (6 * size if md and not pa_cpu else 0)
     for x in xs:
-        expected = torch.autograd.grad(plain(x), x)[0]
+        expected = torch.autograd.grad(forward(x, recomputes=False), x)[0]
         torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
 
     forward(xs[0])  # its backward never runs
     gc.collect()
     with torch.no_grad():
         forward(xs[0])
-    if checkpoints.arena is not None:
-        assert checkpoints.arena.used == 0
+    assert checkpoints.arena is None or checkpoints.arena.used == 0
 
 
 @pytest.mark.parametrize(

@@ -98,33 +98,30 @@ def test_third_send_of_a_kind_waits_for_the_first() -> None:
     assert transport.waited == [0, 1, 2, 3]
 
 
-def test_activations_and_gradients_use_separate_channels() -> None:
-    boundary, transport = make_boundary()
-    for kind in (FORWARD, BACKWARD, FORWARD):
-        boundary.send(torch.zeros(SHAPE), 1, kind)
-        boundary.expect(1, kind)
-    assert transport.channels == [(1, 0), (1, 0), (1, 1), (1, 1), (1, 0), (1, 0)]
-    rows = {row["purpose"]: (row["calls"], row["payload_bytes"]) for row in boundary.pp.ledger.rows()}
-    assert rows == {"activations": (2, 2 * 256), "gradients": (1, 256)}, "the sender counts them"
-
-
-def test_exchange_without_overlap_transfers_all_pending_messages() -> None:
-    boundary, transport = make_boundary(overlap=False)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_activations_and_gradients_use_separate_channels(overlap: bool) -> None:
+    """An exchange without overlap transfers all pending messages and waits for them."""
+    boundary, transport = make_boundary(overlap=overlap)
     for kind in (FORWARD, BACKWARD):
         boundary.send(torch.zeros(SHAPE), 1, kind)
         boundary.expect(1, kind)
-    counted = {row["purpose"]: row["calls"] for row in boundary.pp.ledger.rows()}
-    assert counted == {"activations": 1, "gradients": 1}, "the ledger counts messages before the exchange"
-    assert transport.channels == []
-    boundary.exchange()
-    assert transport.channels == [(1, 0), (1, 1), (1, 0), (1, 1)], "both receives are posted before the sends"
-    assert transport.waited == [0, 1, "received", "received"]
-    boundary.exchange()
-    assert len(transport.channels) == 4
+    rows = {row["purpose"]: (row["calls"], row["payload_bytes"]) for row in boundary.pp.ledger.rows()}
+    assert rows == {"activations": (1, 256), "gradients": (1, 256)}, "the sender counts, before the exchange"
+    if overlap:
+        assert transport.channels == [(1, 0), (1, 0), (1, 1), (1, 1)]
+    else:
+        assert transport.channels == []
+        boundary.exchange()
+        assert transport.channels == [(1, 0), (1, 1), (1, 0), (1, 1)], "receives are posted before the sends"
+        assert transport.waited == [0, 1, "received", "received"]
+        boundary.exchange()
+        assert len(transport.channels) == 4
     assert [tuple(boundary.receive().shape) for _ in range(2)] == [SHAPE, SHAPE]
-    assert not exchanges(Layout(pp=2))
-    assert not exchanges(Layout(dp=2, overlap=False))
-    assert exchanges(Layout(pp=2, overlap=False))
+
+
+def test_only_pipelines_without_overlap_exchange() -> None:
+    layouts = (Layout(pp=2), Layout(dp=2, overlap=False), Layout(pp=2, overlap=False))
+    assert [exchanges(layout) for layout in layouts] == [False, False, True]
 
 
 @pytest.mark.parametrize("overlaps", [True, False])

@@ -87,50 +87,30 @@ SHARDS = [FULL[8 * rank : 8 * rank + 8] for rank in range(3)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("rank", range(3))
 def test_initial_shards_have_the_values_of_their_parameters(
-    rank: int, stage: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    stage: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flat_parameters, "INITIALISED_ELEMENTS", 3)
-    has_copy = dtype == torch.bfloat16
-    bucket = make_bucket(make_group(rank)[0], stage, dtype=dtype)
-    expected = SHARDS[rank] if stage else FULL
-    assert bucket.shard.tolist() == expected
-    assert bucket.master.dtype == torch.float32
-    assert bucket.master.tolist() == expected
-    assert (bucket.master is bucket.shard) != has_copy
-    if stage == 3:
-        assert storage.is_released(bucket.full)
-        bucket.gather().wait()
-        assert bucket.full[:8].tolist() == expected, "this transport gathers the rank's own shard"
-    else:
-        assert bucket.full.tolist() == FULL
-        assert [p.tolist() for p in bucket.parameters] == [FULL[:5], FULL[5:15]]
-
-
-def test_gather_sends_parameters_under_stages_1_to_3() -> None:
-    for stage in range(4):
-        group, _ = make_group()
-        make_bucket(group, stage).gather().wait()
-        sent = [(row["op"], row["purpose"], row["payload_bytes"]) for row in group.ledger.rows()]
-        assert sent == ([("all_gather", "parameters", 4 * 24)] if stage else [])
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_gather_on_one_rank_sends_no_message(stage: int) -> None:
-    group, transport = make_group(size=1)
-    bucket = make_bucket(group, stage)
-    bucket.gather().wait()
-    assert bucket.full.tolist() == FULL[:16]
-    assert not group.ledger.rows()
-    assert not transport.started
+    for rank, shard in enumerate(SHARDS):
+        bucket = make_bucket(make_group(rank)[0], stage, dtype=dtype)
+        expected = shard if stage else FULL
+        assert bucket.master.dtype == torch.float32
+        assert bucket.shard.tolist() == bucket.master.tolist() == expected
+        assert (bucket.master is bucket.shard) == (dtype == torch.float32)
+        if stage == 3:
+            assert storage.is_released(bucket.full)
+            bucket.gather().wait()
+            assert bucket.full[:8].tolist() == expected, "this transport gathers the rank's own shard"
+        else:
+            assert bucket.full.tolist() == FULL
+            assert [p.tolist() for p in bucket.parameters] == [FULL[:5], FULL[5:15]]
 
 
 @pytest.mark.parametrize(
     ("stage", "all_reduced", "remaining"),
     [
         (0, False, [i / 3 for i in range(24)]),
-        (1, False, [float(i) if 8 <= i < 16 else 0.0 for i in range(24)]),
+        (1, False, [*[0.0] * 8, *range(8, 16), *[0.0] * 8]),
         (1, True, [i / 3 for i in range(24)]),
     ],
 )
@@ -162,39 +142,6 @@ def test_reduction_in_passes_sums_a_copy_of_the_gradients(size: int) -> None:
     assert bucket.copy is None
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_stage_2_accumulates_in_shards_and_frees_full_gradients(fused: bool) -> None:
-    bucket = make_bucket(make_group()[0], 2, constant_buffers=not fused)
-    for micro_batch in range(3):
-        assert bucket.gradients is None
-        bucket.gradient_view(0).fill_(1.0)
-        bucket.gradient_view(1).fill_(2.0)
-        assert bucket.gradients is not None
-        assert bucket.gradients.tolist() == [*[1.0] * 5, *[2.0] * 10, *[0.0] * 9]
-        bucket.reduce(add=micro_batch > 0).wait()
-        times = 3.0 * (micro_batch + 1)
-        assert bucket.gradient_shard.tolist() == [*[times] * 5, *[2 * times] * 3]
-
-
-def test_only_tied_and_partial_gradients_are_summed_over_groups() -> None:
-    group, transport = make_group(size=2)
-    tags = (Tag(0), Tag(0, tied=True), Tag(0, partial=True), Tag(0, tied=True))
-    bucket = make_bucket(make_group(size=1)[0], 0, (2, 3, 4, 5), tags)
-    bucket.gradient_shard.fill_(1.0)
-    bucket.sum_tied_gradients(make_group(size=1)[0])
-    assert bucket.gradient_shard.eq(1.0).all()
-    bucket.sum_tied_gradients(group)
-    assert transport.started == [8]
-    assert bucket.gradient_shard.tolist() == [*[1.0] * 2, *[2.0] * 3, *[1.0] * 4, *[2.0] * 5, *[1.0] * 2]
-    bucket.sum_partial_gradients(group)
-    assert transport.started == [8, 4]
-    assert bucket.gradient_shard[5:9].tolist() == [2.0] * 4
-    assert [(r["purpose"], r["payload_bytes"]) for r in group.ledger.rows()] == [
-        ("sequence-parallel gradients", 16),
-        ("tied gradients", 32),
-    ]
-
-
 def test_master_weights_adopt_only_the_written_values() -> None:
     bucket = make_bucket(make_group(size=1)[0], 1, (4,), dtype=torch.bfloat16)
     bucket.master.fill_(1.001)  # 1.0 in bf16
@@ -221,13 +168,20 @@ def test_gradient_norm_counts_each_parameter_once() -> None:
     assert [squares(Layout(dp=2), rank, 1) for rank in range(2)] == pytest.approx([8, 1])
 
 
-# -- reducer ------------------------------------------------------------------------------------------
-
-
 def backward(reducer: GradientReducer, *order: tuple[int, int]) -> None:
     """Run backward passes that give parameter `s` of bucket `b` gradients of ones, in this order."""
     for b, s in order:
         (reducer.buckets[b].parameters[s] * 1.0).sum().backward()
+
+
+def run_pass(
+    reducer: GradientReducer, *order: tuple[int, int], micro_batch: int = 0, micro_batches: int = 1
+) -> None:
+    """Run the backward passes of a micro-batch, and wait for its reductions."""
+    reducer.begin(micro_batch, micro_batches)
+    backward(reducer, *order)
+    reducer.finish()
+    reducer.wait()
 
 
 def make_reducer(stage: int, count: int = 4, **settings: bool) -> tuple[GradientReducer, EqualRanks]:
@@ -271,50 +225,29 @@ def test_reductions_that_allocate_memory_run_two_at_a_time(
     assert all(bucket.gradient_shard.eq(1.0).sum() >= 4 for bucket in reducer.buckets), "the mean of ones"
 
 
-@pytest.mark.parametrize(("stage", "started"), [(0, 0), (1, 0), (2, 1)])
-def test_without_overlap_no_reduction_runs_during_backward(stage: int, started: int) -> None:
-    """Stages 0 and 1 reduce after the backward pass. Stage 2 reduces each complete bucket and waits for it."""
-    reducer, transport = make_reducer(stage, 2, overlap=False)
-    reducer.begin(0, 1)
-    backward(reducer, (0, 0))
-    assert (len(transport.started), len(transport.waited)) == (started, started)
-    backward(reducer, (1, 0))
-    reducer.finish()
-    assert len(transport.started) == 2 * started
-    reducer.wait()
-    assert transport.waited == [0, 1]
-
-
-def test_stages_0_and_1_reduce_the_last_micro_batch() -> None:
-    for stage, messages in ((0, [0, 0, 1]), (1, [0, 0, 1]), (2, [1, 2, 3])):
-        reducer, transport = make_reducer(stage, 1)
-        for micro_batch, expected in enumerate(messages):
-            reducer.begin(micro_batch, 3)
-            assert reducer.only_adds == (stage < 2 and micro_batch == 1)
-            backward(reducer, (0, 0))
-            reducer.finish()
-            reducer.wait()
-            assert len(transport.started) == expected
-        assert reducer.buckets[0].gradient_shard[:4].tolist() == [3.0] * 4
-
-
-def test_micro_batch_beyond_the_announced_ones_is_reduced() -> None:
-    for stage in (0, 2):  # under stage 1, the ranks would have different values
-        reducer, _ = make_reducer(stage, 1)
-        for micro_batch in range(3):
-            reducer.begin(micro_batch, 2)
-            backward(reducer, (0, 0))
-            reducer.finish()
-            reducer.wait()
-        assert reducer.buckets[0].gradient_shard[:4].tolist() == [3.0] * 4
+@pytest.mark.parametrize(
+    ("stage", "announced", "messages"),
+    [
+        (0, 3, [0, 0, 1]),
+        (1, 3, [0, 0, 1]),
+        (2, 3, [1, 2, 3]),
+        # A micro-batch beyond the announced ones is reduced. Under stage 1, the ranks would have different values.
+        (0, 2, [0, 1, 2]),
+        (2, 2, [1, 2, 3]),
+    ],
+)
+def test_stages_0_and_1_reduce_the_last_micro_batch(stage: int, announced: int, messages: list[int]) -> None:
+    reducer, transport = make_reducer(stage, 1)
+    for micro_batch, expected in enumerate(messages):
+        run_pass(reducer, (0, 0), micro_batch=micro_batch, micro_batches=announced)
+        assert reducer.only_adds == (stage < 2 and 0 < micro_batch < announced - 1)
+        assert len(transport.started) == expected
+    assert reducer.buckets[0].gradient_shard[:4].tolist() == [3.0] * 4
 
 
 def test_reduce_early_reduces_accumulated_gradients_once() -> None:
     reducer, transport = make_reducer(1, 2)
-    reducer.begin(0, 3)
-    backward(reducer, (0, 0), (1, 0))
-    reducer.finish()
-    reducer.wait()
+    run_pass(reducer, (0, 0), (1, 0), micro_batches=3)
     assert not transport.started
     reducer.reduce_early()
     assert (len(transport.started), transport.waited) == (2, [0, 1])
@@ -326,14 +259,11 @@ def test_missing_gradients_count_as_zero() -> None:
     group, _ = make_group(size=2)
     for stage in range(3):
         reducer = GradientReducer([make_bucket(group, stage, (8, 8))], sharding(group, stage))
-        reducer.buckets[0].gradient_view(1).fill_(7.0)  # from the previous step
-        reducer.begin(0, 1)
-        backward(reducer, (0, 0))
-        reducer.finish()
+        (bucket,) = reducer.buckets
+        bucket.gradient_view(1).fill_(7.0)  # from the previous step
+        run_pass(reducer, (0, 0))
         assert reducer.missing() == {1}
-        reducer.wait()
-        (first,) = reducer.buckets
-        assert first.gradient_shard.tolist() == ([1.0] * 8 + [0.0] * 8)[: first.gradient_shard.numel()]
+        assert bucket.gradient_shard.tolist() == ([1.0] * 8 + [0.0] * 8)[: bucket.gradient_shard.numel()]
 
 
 def test_held_bucket_adds_repeated_gradients_before_its_reduction() -> None:
@@ -353,29 +283,26 @@ def test_held_bucket_adds_repeated_gradients_before_its_reduction() -> None:
             backward(reducer, (0, 0))
 
 
-def test_gradient_pool_fits_the_largest_buckets_and_grows() -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradient_pool_fits_the_largest_buckets(stage: int) -> None:
     """The pool has pieces for two reductions, a bucket that is being filled, and a bucket that is open for long."""
-    for stage in (2, 3):
-        reducer, _ = make_reducer(stage, 6, contiguous=True)
-        pool = reducer.buckets[0].pool
-        assert pool is not None
-        assert all(bucket.pool is pool for bucket in reducer.buckets)
-        assert pool.memory.numel() == 48 + 48 + 32 + 32
-        assert (pool.capacity, pool.used) == (4, 0)
+    reducer, _ = make_reducer(stage, 6, contiguous=True)
+    pool = reducer.buckets[0].pool
+    assert pool is not None
+    assert all(bucket.pool is pool for bucket in reducer.buckets)
+    assert (pool.memory.numel(), pool.capacity, pool.used) == (48 + 48 + 32 + 32, 4, 0)
+
+
+def test_gradient_pool_grows_once_for_gradients_in_reverse_order() -> None:
+    """The reverse order opens all buckets before the first is complete."""
     reducer, _ = make_reducer(2, 6, contiguous=True)
     pool = reducer.buckets[0].pool
     assert pool is not None
-    reducer.begin(0, 1)
-    backward(reducer, *((b, 0) for b in range(6)))
-    reducer.finish()
-    reducer.wait()
-    assert (pool.capacity, pool.used) == (4, 0), "the pool is sufficient for gradients in order"
-    reducer.begin(0, 1)
-    backward(reducer, *((b, 0) for b in reversed(range(6))))
-    assert pool.capacity > 4
-    reducer.finish()
-    reducer.wait()
-    assert pool.used == 0
+    in_order = [(b, 0) for b in range(6)]
+    for order, capacity in ((in_order, 4), (in_order[::-1], 6), (in_order[::-1], 6)):
+        run_pass(reducer, *order)
+        assert (pool.capacity, pool.used) == (capacity, 0)
+        assert all(bucket.gradient_shard[:4].eq(1.0).all() for bucket in reducer.buckets)
     assert make_reducer(1, 2, contiguous=True)[0].buckets[0].pool is None
 
 

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from repro import cli
 from repro.config import Experiment, Layout
+from repro.config.suites import write_template
 from repro.engines.native.engine import NativeEngine
 from repro.parallel import mesh as meshes
-from tests.pool import RankPool
+from repro.parallel.mesh import Mesh
+from tests.parallel.test_parity import name_of
+from tests.pool import RankPool, pool_of
 from tests.training import TINY, micro_batches, tiny
 
 NORM_BYTES = 8
 
 
-def traffic(experiment: Experiment) -> dict[str, Any]:
-    """Return the ledger rows of a step on this rank by (operation, group, purpose), and the parameters with padding."""
-    layout = experiment.layout
-    mesh = meshes.distributed_mesh(layout, "cpu")
+def warmed_up(experiment: Experiment) -> tuple[Mesh, NativeEngine]:
+    """Return this rank's mesh and engine after a step, since the first step differs from all later ones."""
+    mesh = meshes.distributed_mesh(experiment.layout, "cpu")
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
     engine.step(micro_batches(experiment, mesh.dp.rank, 0), lambda phase: None)
+    return mesh, engine
+
+
+def traffic(experiment: Experiment) -> dict[str, Any]:
+    """Return the ledger rows of a step on this rank by (operation, group, purpose), and the parameters with padding."""
+    mesh, engine = warmed_up(experiment)
     engine.synchronize()
     mesh.ledger.reset()
     engine.step(micro_batches(experiment, mesh.dp.rank, 1), lambda phase: None)
@@ -31,52 +41,46 @@ def traffic(experiment: Experiment) -> dict[str, Any]:
     return {"rows": rows, "psi": engine.local_parameters() + engine.padding()}
 
 
-def sent_bytes(found: dict[str, Any], group: str) -> int:
-    """Return the bytes that this rank sent in a group's ring."""
-    return sum(row["sent_bytes"] for key, row in found["rows"].items() if key[1] == group)
+DP2 = Layout(dp=2, bucket_bytes=20_000)
+DP4 = Layout(dp=4, bucket_bytes=20_000, precision="bf16")
+FP32_GRADIENTS = replace(DP2, precision="bf16", grad_dtype="fp32")
+ACCUMULATED = replace(DP2, global_batch=6)
 
 
 @pytest.mark.parametrize(
-    ("zero", "feb2020", "passes"),
-    [(0, False, 2), (1, False, 2), (1, True, 3), (2, False, 2), (3, False, 3)],
-    ids=["dp", "zero1", "zero1-feb2020", "zero2", "zero3"],
+    ("layout", "reduced", "gathered"),
+    [
+        # 2 Psi of stages 0 to 2, and 3 Psi of stage 3 (1910.02054 sec. 7) and of stage 1 in February 2020.
+        (DP2, 2, 0),
+        (replace(DP4, zero=1), 1, 1),
+        (replace(DP4, zero=1, zero1_reduce="all-reduce"), 2, 1),
+        (replace(DP4, zero=2), 1, 1),
+        (replace(DP4, zero=3), 1, 2),
+        *(
+            (replace(FP32_GRADIENTS, zero=zero), *passes)
+            for zero, passes in enumerate([(2, 0), (1, 1), (1, 1), (1, 2)])
+        ),
+        # With three micro-batches, stages 0 and 1 reduce once per step. Stage 2 reduces every micro-batch, and stage 3
+        # also gathers for it.
+        *(
+            (replace(ACCUMULATED, zero=zero), *passes)
+            for zero, passes in enumerate([(2, 0), (1, 1), (3, 1), (3, 6)])
+        ),
+    ],
+    ids=name_of,
 )
-@pytest.mark.parametrize(("pool", "precision"), [("two", "fp32"), ("four", "bf16")])
 def test_dp_traffic_equals_the_volumes_of_the_zero_paper(
-    request: pytest.FixtureRequest, pool: str, zero: int, feb2020: bool, passes: int, precision: str
+    request: pytest.FixtureRequest, layout: Layout, reduced: int, gathered: int
 ) -> None:
-    """2 Psi of stages 0 to 2, and 3 Psi of stage 3 (1910.02054 sec. 7) and of stage 1 in February 2020."""
-    ranks: RankPool = request.getfixturevalue(pool)
-    n = ranks.world
-    layout = Layout(
-        dp=n,
-        zero=zero,
-        zero1_reduce="all-reduce" if feb2020 else "reduce-scatter",
-        precision=precision,
-        bucket_bytes=20_000,
-    )
-    size = 4 if precision == "fp32" else 2
-    for found in ranks.run(traffic, tiny(layout)):
-        assert sent_bytes(found, "dp") == passes * found["psi"] * size * (n - 1) // n
-        assert sent_bytes(found, "world") == 2 * NORM_BYTES * (n - 1) // n
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_fp32_gradients_send_4_bytes_and_parameters_send_2(two: RankPool, zero: int) -> None:
-    layout = Layout(dp=2, zero=zero, precision="bf16", grad_dtype="fp32", bucket_bytes=20_000)
-    reductions, gathers = {0: (2, 0), 1: (1, 1), 2: (1, 1), 3: (1, 2)}[zero]
-    for seen in two.run(traffic, tiny(layout)):
-        assert sent_bytes(seen, "dp") == (4 * reductions + 2 * gathers) * seen["psi"] // 2
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_accumulation_multiplies_the_passes_of_stages_2_and_3(two: RankPool, zero: int) -> None:
-    """Stages 0 and 1 reduce once per step. Stage 2 reduces every micro-batch, and stage 3 also gathers for it."""
-    k = 3
-    layout = Layout(dp=2, zero=zero, micro_batch=1, global_batch=2 * k)
-    passes = {0: 2, 1: 2, 2: k + 1, 3: 3 * k}[zero]
-    for seen in two.run(traffic, tiny(layout)):
-        assert sent_bytes(seen, "dp") == passes * seen["psi"] * 4 // 2
+    """A reduction sends `reduced` times Psi gradients, and gathers send `gathered` times Psi parameters."""
+    n = layout.dp
+    size = 4 if layout.precision == "fp32" else 2
+    psi_bytes = reduced * (4 if layout.grad_dtype == "fp32" else size) + gathered * size
+    for found in pool_of(request, layout).run(traffic, tiny(layout)):
+        sent = dict.fromkeys(("dp", "world"), 0)
+        for (_, group, _), row in found["rows"].items():
+            sent[group] += row["sent_bytes"]
+        assert sent == {"dp": psi_bytes * found["psi"] * (n - 1) // n, "world": 2 * NORM_BYTES * (n - 1) // n}
 
 
 @pytest.mark.parametrize(("recompute", "per_layer"), [(False, 4), (True, 6)], ids=["", "recompute"])
@@ -96,20 +100,15 @@ def test_tp_sends_four_all_reduces_per_layer(two: RankPool, recompute: bool, per
 def test_sequence_parallelism_replaces_each_all_reduce_of_tp(two: RankPool) -> None:
     """A reduce-scatter and an all-gather replace each all-reduce. As in Megatron-LM, the weight gradients of the two
     column-parallel products gather the inputs again."""
-    b = 4
-    for seen in two.run(traffic, tiny(Layout(tp=2, sp=True, micro_batch=b))):
-        rows = seen["rows"]
-        message = b * TINY.seq * TINY.hidden * 4
-        assert rows["reduce_scatter", "tp", "block"]["payload_bytes"] == 4 * TINY.layers * message
-        assert rows["all_gather", "tp", "block"]["payload_bytes"] == (4 + 2) * TINY.layers * message
+    message = 4 * TINY.seq * TINY.hidden * 4
+    for seen in two.run(traffic, tiny(Layout(tp=2, sp=True, micro_batch=4))):
+        for op, per_layer in (("reduce_scatter", 4), ("all_gather", 4 + 2)):
+            assert seen["rows"][op, "tp", "block"]["payload_bytes"] == per_layer * TINY.layers * message
 
 
 def events(experiment: Experiment) -> list[tuple[str, str]]:
     """Return the issued collectives and the passes of blocks in one step, in order."""
-    layout = experiment.layout
-    mesh = meshes.distributed_mesh(layout, "cpu")
-    engine = NativeEngine(experiment, mesh, torch.device("cpu"))
-    engine.step(micro_batches(experiment, mesh.dp.rank, 0), lambda phase: None)
+    mesh, engine = warmed_up(experiment)
     engine.synchronize()
     found: list[tuple[str, str]] = []
     mesh.ledger.observers.append(lambda sequence, op, group, purpose: found.append((op, purpose)))
@@ -124,7 +123,7 @@ def events(experiment: Experiment) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [0, 2, 3])
 def test_reductions_start_before_backward_ends(two: RankPool, zero: int) -> None:
     """All buckets except those of the first layers are in reduction when the first block's backward ends."""
     layout = Layout(dp=2, zero=zero, bucket_bytes=40_000)
@@ -140,40 +139,29 @@ def test_reductions_start_before_backward_ends(two: RankPool, zero: int) -> None
 
 def test_stage_3_gathers_one_block_ahead(two: RankPool) -> None:
     """The gather of block i+1 precedes the forward of block i; that of block i-1 precedes the backward of block i."""
+    last = TINY.layers - 1
     for seen in two.run(events, tiny(Layout(dp=2, zero=3))):
-        gathers: dict[str, int] = defaultdict(int)
-        order: list[tuple[int, str]] = []
+        gathers, issued = 0, dict[tuple[str, int], int]()
         for op, purpose in seen:
-            gathers["count"] += purpose == "parameters"
+            gathers += purpose == "parameters"
             if op in ("forward starts", "backward runs"):
-                order.append((gathers["count"], f"{op} {purpose}"))
-        last = TINY.layers - 1
-        issued = {name: count for count, name in order}
+                issued[op, int(purpose)] = gathers
         # Forward: when block i starts, the gathers of the embeddings and of blocks 0..i+1 have been issued.
         for i in range(last):
-            assert issued[f"forward starts {i}"] == 1 + (i + 2)
+            assert issued["forward starts", i] == 1 + (i + 2)
         # Backward: the unit of the head remains gathered; when block i starts, blocks last..i-1 are gathered again.
-        forward = issued[f"forward starts {last}"]
+        forward = issued["forward starts", last]
         assert forward == 1 + last + 1 + 1, "the last block issues the gather of the head's unit"
         for i in range(last, 0, -1):
-            assert issued[f"backward runs {i}"] == forward + (last - i) + 2
-        assert issued["backward runs 0"] == forward + last + 1
+            assert issued["backward runs", i] == forward + (last - i) + 2
+        assert issued["backward runs", 0] == forward + last + 1
 
 
-def test_stage_1_gathers_parameters_during_the_next_forward(two: RankPool) -> None:
-    """The next forward pass starts before the gathers of the updated parameters end."""
-    for pending in two.run(_pending_gathers, tiny(Layout(dp=2, zero=1, bucket_bytes=20_000))):
-        assert pending["at step end"] > 3
-        assert 0 < pending["when block 0 runs"] < pending["at step end"]
-        assert pending["after forward"] == 0
-
-
-def _pending_gathers(experiment: Experiment) -> dict[str, int]:
-    mesh = meshes.distributed_mesh(experiment.layout, "cpu")
-    engine = NativeEngine(experiment, mesh, torch.device("cpu"))
+def pending_gathers(experiment: Experiment) -> dict[str, int]:
+    """Return the number of unfinished gathers of updated parameters at three moments after a step."""
+    mesh, engine = warmed_up(experiment)
     param_gather = engine.parts[0].sharded.param_gather
     assert param_gather is not None
-    engine.step(micro_batches(experiment, mesh.dp.rank, 0), lambda phase: None)
     pending = {"at step end": len(param_gather._works)}
 
     def count(*_: object) -> None:
@@ -185,3 +173,26 @@ def _pending_gathers(experiment: Experiment) -> dict[str, int]:
     engine.parts[0].model(batch.tokens, batch.targets, batch.place)
     pending["after forward"] = len(param_gather._works)
     return pending
+
+
+def test_stage_1_gathers_parameters_during_the_next_forward(two: RankPool) -> None:
+    """The next forward pass starts before the gathers of the updated parameters end."""
+    for pending in two.run(pending_gathers, tiny(replace(DP2, zero=1))):
+        assert pending["at step end"] > 3
+        assert 0 < pending["when block 0 runs"] < pending["at step end"]
+        assert pending["after forward"] == 0
+
+
+@pytest.mark.parametrize(("micro_batch", "has_note"), [(8, False), (4, True)])
+def test_results_explain_the_traffic_of_stage_2_with_accumulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], micro_batch: int, has_note: bool
+) -> None:
+    write_template(suite := tmp_path / "s.toml")
+    text = suite.read_text().replace("micro_batch = 8 ", f"micro_batch = {micro_batch} ")
+    suite.write_text(text.replace("layers = 4", "layers = 1"))
+    store = str(tmp_path / "store")
+    assert cli.main(["run", str(suite), "--evidence", "simulated", "--results", store]) == 0
+    capsys.readouterr()
+    assert cli.main(["results", "--results", store, "s", "--details"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert ("with m micro-batches ZeRO 2 sends (m + 1)/2 times" in output) is has_note

@@ -18,36 +18,27 @@ from tests.pool import RankPool
 LAYOUTS = [
     Layout(pp=4),
     Layout(pp=4, schedule="interleaved", chunks=2, global_batch=4),
-    Layout(pp=2, dp=2, global_batch=2),
     Layout(pp=2, tp=2, schedule="interleaved", chunks=2, global_batch=2, order="pp-dp-tp"),
     Layout(pp=2, cp=2),
 ]
-Use = tuple[str, Sequence[int]]
 
 
-class GrowingBytes:
-    """Substitute of `non_torch_bytes`; each call returns one byte more."""
+def connect(layouts: list[Layout]) -> list[tuple[Any, ...]]:
+    """Connect each layout twice; return bytes and ranks of used groups of the first call, and those of the second.
 
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, device: torch.device) -> int:
-        self.calls += 1
-        return self.calls
-
-
-def connect(layouts: list[Layout]) -> list[dict[str, Any]]:
-    """Connect each layout twice; return the communicators' bytes and this rank's operations with their ranks."""
+    In place of `non_torch_bytes`, each call returns one byte more.
+    """
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshes, "non_torch_bytes", GrowingBytes())
-        uses: list[Use] = []
+        calls = itertools.count(1)
+        patch.setattr(meshes, "non_torch_bytes", lambda device: next(calls))
+        uses: list[Sequence[int]] = []
 
         def recorded(name: str) -> Any:
             function = getattr(dist, name)
 
             def call(*arguments: Any, group: dist.ProcessGroup, **keys: Any) -> Any:
-                uses.append((name, dist.get_process_group_ranks(group)))
+                uses.append(dist.get_process_group_ranks(group))
                 return function(*arguments, group=group, **keys)
 
             return call
@@ -56,33 +47,29 @@ def connect(layouts: list[Layout]) -> list[dict[str, Any]]:
             patch.setattr(transports.dist, name, recorded(name))
         for layout in layouts:
             mesh = meshes.distributed_mesh(layout, "cuda")
-            uses.clear()
-            device_bytes = meshes.connect_communicators(mesh, torch.device("cpu"))
-            first = list(uses)
-            again = meshes.connect_communicators(mesh, torch.device("cpu"))
-            found.append({"bytes": device_bytes, "uses": first, "again": (again, len(uses) - len(first))})
+            results: list[Any] = []
+            for _ in range(2):
+                uses.clear()
+                device_bytes = meshes.connect_communicators(mesh, torch.device("cpu"))
+                results += [device_bytes, list(uses)]
+            found.append(tuple(results))
     return found
 
 
 def test_every_communicator_is_connected_once_in_one_order(four: RankPool) -> None:
     by_rank = four.run(connect, LAYOUTS)
     for number, layout in enumerate(LAYOUTS):
-        ranks = [found[number] for found in by_rank]
-        for rank, seen in enumerate(ranks):
-            device_bytes, (again, uses) = seen["bytes"], seen["again"]
+        for rank in range(4):
+            device_bytes, _, again, uses_again = by_rank[rank][number]
+            assert uses_again == [], "a second call connects nothing"
             assert device_bytes.pop("start") >= 1
-            assert uses == 0, "a second call connects nothing"
             assert {name: again[name] for name in device_bytes} == device_bytes
             assert set(device_bytes) <= {"world", "dp", "cp", "tp", "pp", "embedding", "channels"}
-            stage, last = layout.index_of("pp", rank), layout.pp - 1
-            ends = 2 if layout.chunks > 1 or 0 < stage < last else 1
+            ends = 2 if layout.chunks > 1 or 0 < layout.index_of("pp", rank) < layout.pp - 1 else 1
             assert device_bytes["channels"] == 2 * ends, "one byte to and from each neighbour"
-        for a, b in itertools.combinations(range(4), 2):
-            common = [
-                [use for _, use in ranks[own]["uses"] if own in use and other in use]
-                for own, other in ((a, b), (b, a))
-            ]
-            assert common[0] == common[1]
+        for pair in itertools.combinations(range(4), 2):
+            one, other = ([use for use in by_rank[rank][number][1] if {*pair} <= {*use}] for rank in pair)
+            assert one == other
 
 
 def test_non_torch_bytes_are_used_minus_reserved_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tests of context parallelism: parity with one process, balanced work, traffic, activations and placement."""
+"""Tests of context parallelism: parity with one process, balanced work, traffic and activations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repro.config import ConfigError, Experiment, Layout
+from repro.config import ConfigError, Layout, Model
 from repro.config.enums import Category
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.model_part import MicroBatch
@@ -21,99 +21,88 @@ from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.roles import roles, trace
-from tests.parallel.test_architectures import FAMILIES, FAST, FOUR_RANKS
-from tests.parallel.test_parity import BATCH, alone, assert_same
-from tests.parallel.test_pipeline import merge_stages
-from tests.pool import pool_of
-from tests.training import TINY, smallest, tiny, train
+from tests.parallel.test_architectures import FAMILIES, FAST
+from tests.parallel.test_parity import BATCH, DROPOUT, alone, assert_parity, name_of
+from tests.pool import RankPool, pool_of
+from tests.training import tiny, train
 
 CP2 = Layout(cp=2, micro_batch=BATCH)
-SPLIT = Layout(cp=2, dp=2, micro_batch=2, global_batch=BATCH)
-LAYOUTS = {
-    "cp2": CP2,
-    "cp2-dp2-z0": SPLIT,
-    "cp2-dp2-z1": replace(SPLIT, zero=1),
-    "cp2-recompute-tiny-buckets": replace(CP2, recompute=True, zero=2, micro_batch=4, bucket_bytes=20_000),
-    "cp2-fused": replace(CP2, cb=False, overlap=False, zero=1),
-    "cp2-copies": replace(CP2, gradient_as_bucket_view=False),
-    "cp4": Layout(cp=4, micro_batch=BATCH),
-    "cp4-z3-recompute": Layout(cp=4, micro_batch=4, global_batch=BATCH, zero=3, recompute=True),
-    "cp2-tp2-sp-z2": Layout(cp=2, tp=2, sp=True, zero=2, micro_batch=4, global_batch=BATCH),
-    "cp2-tp2-pa": Layout(cp=2, tp=2, micro_batch=BATCH, recompute=True, pa=True),
-    "cp2-pp2": Layout(cp=2, pp=2, micro_batch=2, global_batch=BATCH, zero=1),
-    "cp2-pp2-interleaved": Layout(
-        cp=2, pp=2, micro_batch=2, global_batch=BATCH, schedule="interleaved", chunks=2, order="pp-tp-dp"
-    ),
-    "cp2-tp2-dp2": Layout(cp=2, tp=2, dp=2, sp=True, zero=3, micro_batch=4, recompute=True),
-    "cp2-tp2-pp2": Layout(
-        cp=2, tp=2, pp=2, zero=2, micro_batch=4, global_batch=BATCH, scatter_gather=True, recompute=True
-    ),
-}
+CP4 = Layout(cp=4, micro_batch=BATCH)
+CP2_TP2 = Layout(cp=2, tp=2, sp=True, zero=2, micro_batch=4, global_batch=BATCH)
+CP2_PP2 = Layout(cp=2, pp=2, micro_batch=2, global_batch=BATCH)
+LAYOUTS = [
+    replace(CP2, recompute=True, zero=2, micro_batch=4, bucket_bytes=20_000),
+    replace(CP2, cb=False, overlap=False, zero=1),
+    replace(CP2, gradient_as_bucket_view=False),
+    Layout(cp=2, dp=2, micro_batch=2, global_batch=BATCH, zero=1),
+    replace(CP4, micro_batch=4, zero=3, recompute=True),
+    CP2_TP2,
+    Layout(cp=2, tp=2, micro_batch=BATCH, recompute=True, pa=True),
+    replace(CP2_PP2, zero=1),
+    replace(CP2_PP2, schedule="interleaved", chunks=2, order="pp-tp-dp"),
+    Layout(cp=2, tp=2, dp=2, sp=True, zero=3, micro_batch=4, recompute=True),
+    replace(CP2_PP2, tp=2, zero=2, micro_batch=4, scatter_gather=True, recompute=True),
+]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_with_cp_equal_one_process(request: pytest.FixtureRequest, name: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_layouts_with_cp_equal_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
     """Dropout of hidden states and of attention weights drops the same elements as in one process."""
-    layout = LAYOUTS[name]
-    model, training = smallest(layout), {**FAST, "dropout": 0.1, "attention_dropout": 0.1}
-    found = pool_of(request, layout).run(train, tiny(layout, model, **training))
-    assert_same(merge_stages(found), alone(model=model, **training), 1e-5, 3e-5)
+    assert_parity(request, layout, parameters=3e-5, **FAST, **DROPOUT)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_equal_one_process_for_all_families(request: pytest.FixtureRequest, family: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        *((replace(CP2, recompute=True), family) for family in ("llama", "biased", "plain")),
+        *((CP4, family) for family in ("neox", "bloom")),
+        # Both tp ranks have falcon's only head of keys.
+        *((replace(CP2_TP2, recompute=True), family) for family in ("llama", "falcon", "bloom")),
+    ],
+    ids=name_of,
+)
+def test_other_families_equal_one_process(
+    request: pytest.FixtureRequest, layout: Layout, family: str
+) -> None:
     """Without dropout, attention runs torch's fused kernel."""
-    layout = replace(CP2, recompute=True)
-    found = pool_of(request, layout).run(train, tiny(layout, FAMILIES[family], **FAST))
-    assert_same(found, alone(model=FAMILIES[family], **FAST), 1e-5, 1e-5)
-
-
-@pytest.mark.parametrize("family", ["llama", "falcon", "bloom"])
-def test_four_ranks_equal_one_process(request: pytest.FixtureRequest, family: str) -> None:
-    """Both tp ranks have falcon's only head of keys."""
-    for layout in (LAYOUTS["cp4"], replace(FOUR_RANKS, dp=1, cp=2)):
-        found = pool_of(request, layout).run(train, tiny(layout, FAMILIES[family], **FAST))
-        assert_same(found, alone(model=FAMILIES[family], **FAST), 1e-5, 1e-5)
+    assert_parity(request, layout, FAMILIES[family], **FAST)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bit_losses_equal_one_process(request: pytest.FixtureRequest, precision: str) -> None:
-    layout = replace(CP2, precision=precision, zero=1)
-    found = pool_of(request, layout).run(train, tiny(layout, FAMILIES["llama"], **FAST))
-    expected = alone(precision, FAMILIES["llama"], **FAST).loss
-    torch.testing.assert_close(found[0].loss, expected, rtol=2.0**-5, atol=0.0)
+def test_16_bit_losses_equal_one_process(two: RankPool, precision: str) -> None:
+    layout, model = replace(CP2, precision=precision, zero=1), FAMILIES["llama"]
+    found = two.run(train, tiny(layout, model, **FAST))
+    torch.testing.assert_close(found[0].loss, alone(precision, model, **FAST).loss, rtol=2.0**-5, atol=0.0)
 
 
 @pytest.mark.parametrize(
     ("cp", "tp", "family", "recompute"),
-    [(2, 1, "", False), (4, 1, "llama", True), (2, 2, "llama", False), (2, 2, "falcon", True)],
+    [(2, 1, "neox", False), (4, 1, "llama", True), (2, 2, "falcon", True)],
 )
 def test_cp_sends_only_keys_and_values(
     request: pytest.FixtureRequest, cp: int, tp: int, family: str, recompute: bool
 ) -> None:
     """A layer has two all-gathers and one reduce-scatter of 2 b s h_kv elements; a ring sends (cp-1)/cp of them."""
-    b, model = 4, FAMILIES[family] if family else TINY
+    b, model = 4, FAMILIES[family]
     layout = Layout(cp=cp, tp=tp, micro_batch=b, recompute=recompute)
     message = 2 * b * model.seq * max(1, model.key_heads // tp) * model.head_width * 4
     for seen in pool_of(request, layout).run(train, tiny(layout, model, steps=2, untimed_steps=1)):
         rows = {row["op"]: row for row in seen.traffic if row["group"] == "cp"}
-        assert {row["purpose"] for row in rows.values()} == {"keys and values"}
-        assert {op: row["calls"] for op, row in rows.items()} == {
-            "all_gather": 2 * model.layers,
-            "reduce_scatter": model.layers,
-        }
-        for row in rows.values():
-            assert row["payload_bytes"] == row["calls"] * message
-            assert row["sent_bytes"] == row["calls"] * message * (cp - 1) // cp
+        assert rows.keys() == {"all_gather", "reduce_scatter"}
+        for op, row in rows.items():
+            calls = model.layers * (2 if op == "all_gather" else 1)
+            assert (row["purpose"], row["calls"]) == ("keys and values", calls)
+            assert row["payload_bytes"] == calls * message
+            assert row["sent_bytes"] == calls * message * (cp - 1) // cp
 
 
-def attention_of(experiment: Experiment, rank: int) -> list[Operator]:
+def attention_of(layout: Layout, model: Model, rank: int) -> list[Operator]:
     """Return the attention operators in a step of one cp rank, traced on `meta` tensors."""
-    layout = experiment.layout
     recorder = TraceRecorder()
     with recorder:
-        engine = NativeEngine(experiment, meshes.shape_only_mesh(layout, rank), torch.device("meta"))
-        tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device="meta")
+        mesh = meshes.shape_only_mesh(layout, rank)
+        engine = NativeEngine(tiny(layout, model), mesh, torch.device("meta"))
+        tokens = torch.empty(layout.micro_batch, model.seq, dtype=torch.int64, device="meta")
         engine.step([MicroBatch(tokens, tokens, BatchPosition(0, 0))], recorder.phase)
     return [e for e in recorder.finish() if isinstance(e, Operator) and "attention" in e.name]
 
@@ -129,9 +118,9 @@ def causal_flops(operator: Operator) -> float:
 def test_cp_ranks_have_equal_attention_work(family: str) -> None:
     """Each of four ranks has 1/4 of the FLOP. Contiguous quarters of the sequence would have 1/16 to 7/16."""
     model = replace(FAMILIES[family], seq=64)
-    total_flops = sum(map(causal_flops, attention_of(tiny(Layout(micro_batch=2), model), 0)))
+    total_flops = sum(map(causal_flops, attention_of(Layout(micro_batch=2), model, 0)))
     layout = Layout(cp=4, micro_batch=2)
-    rank_flops = [sum(map(causal_flops, attention_of(tiny(layout, model), rank))) for rank in range(4)]
+    rank_flops = [sum(map(causal_flops, attention_of(layout, model, rank))) for rank in range(4)]
     assert rank_flops == [pytest.approx(total_flops / 4)] * 4
 
 
@@ -166,26 +155,11 @@ def test_every_token_is_on_one_cp_rank(size: int, tp: int, each: int, data: st.D
     assert sorted(tokens) == list(range(s))
 
 
-def test_ranks_are_numbered_as_in_megatron_lm() -> None:
-    """The axes from inner to outer are tp, cp, dp and pp. The dp group contains dp x cp ranks, ordered by replica."""
-    layout = Layout(tp=2, cp=2, dp=2, pp=2, global_batch=4)
-    assert layout.world == 16
-    assert layout.group_of("tp", 5) == (4, 5)
-    assert layout.group_of("cp", 5) == (5, 7)
-    assert layout.group_of("dp", 5) == (1, 3, 5, 7)
-    assert layout.group_of("pp", 5) == (5, 13)
-    llama = Layout(tp=2, cp=2, dp=2, pp=2, global_batch=4, order="tp-pp-dp")
-    assert llama.group_of("pp", 5) == (1, 5)
-    assert llama.group_of("dp", 5) == (5, 7, 13, 15)
-    assert llama.index_of("dp", 9) == 1
-
-
 @pytest.mark.parametrize(
     ("keys", "engine", "message"),
     [
         ({"cp": 0}, "native", "cp = 0: must be an integer of at least 1"),
         ({"cp": 3}, "native", "seq = 16: must be a multiple of 2 cp = 6, for two chunks per rank"),
-        ({"cp": 4, "tp": 4, "sp": True, "micro_batch": 2}, "native", ""),
         ({"cp": 2, "kernels": "softmax"}, "native", "cp = 2: must be 1 with kernels = softmax"),
         ({"cp": 2}, "torch", "cp = 2: must be 1 with engine torch"),
         ({"cp": 2}, "deepspeed", "cp = 2: must be 1 with engine deepspeed"),
@@ -193,9 +167,7 @@ def test_ranks_are_numbered_as_in_megatron_lm() -> None:
     ],
 )
 def test_unsupported_layouts_with_cp_are_refused(keys: dict[str, Any], engine: str, message: str) -> None:
-    if not message:
-        tiny(Layout(**keys), TINY)
-        return
+    tiny(Layout(cp=4, tp=4, sp=True, micro_batch=2))  # 16 tokens suffice for two chunks of 4 cp ranks
     with pytest.raises(ConfigError, match=message) as error:
-        tiny(Layout(**keys), TINY, engine, dropout=0, attention_dropout=0)
+        tiny(Layout(**keys), engine=engine, dropout=0, attention_dropout=0)
     assert "\n" not in str(error.value)

@@ -36,12 +36,11 @@ def blocks(*names: str, inside: tuple[str, ...] = ()) -> list[GatherUnit]:
 def lists() -> nn.ModuleDict:
     """Return a model of two lists, which share a block, and a sequence. One list contains another list."""
     shared = nn.Linear(2, 2)
+    inner = nn.ModuleList([nn.Linear(2, 2)])
     return nn.ModuleDict(
         {
             "first": nn.ModuleList([nn.Linear(2, 2), shared]),
-            "second": nn.ModuleList(
-                [nn.ModuleList([nn.Linear(2, 2)]), shared, nn.Sequential(nn.Linear(2, 2))]
-            ),
+            "second": nn.ModuleList([inner, shared, nn.Sequential(nn.Linear(2, 2))]),
             "head": nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
         }
     )
@@ -73,18 +72,15 @@ def test_named_blocks_must_be_submodules() -> None:
 
 def test_parameters_of_several_units_belong_to_the_root() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
-    first, second, third = (module.get_submodule(str(i)) for i in range(3))
-    second.weight = first.weight
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    module[1].weight = module[0].weight
     units = blocks("0", "1")
-    found = parameters_by_unit(module, units)
-    assert [[id(p) for p in unit] for unit in found] == [
-        [id(first.bias)],
-        [id(second.bias)],
-        [id(first.weight), id(third.weight)],
-    ]
-    tied = [GatherUnit("both", (ModuleUse("0"), ModuleUse("1")))]
-    assert [id(p) for p in parameters_by_unit(module, tied)[0]] == [
-        id(p) for p in (first.weight, first.bias, second.bias)
-    ]
+
+    def owned(units: list[GatherUnit]) -> list[list[str]]:
+        return [[names[id(p)] for p in unit] for unit in parameters_by_unit(module, units)]
+
+    assert owned(units) == [["0.bias"], ["1.bias"], ["0.weight", "2.weight"]]
+    tied = GatherUnit("both", (ModuleUse("0"), ModuleUse("1")))
+    assert owned([tied]) == [["0.weight", "0.bias", "1.bias"]]
     with pytest.raises(ValueError, match=r"units 0, 1 share a parameter\. Name a module"):
-        parameters_by_unit(module, units[:2])
+        owned(units[:2])

@@ -12,14 +12,14 @@ from repro.config.layout import ORDERS
 from repro.parallel.mesh import groups, shape_only_mesh
 from repro.parallel.zero.partition import ALIGNMENT, plan_bucket, plan_buckets
 
+Entries = list[tuple[int, str]]
+"""Size and tag of each parameter."""
 sizes = st.lists(st.tuples(st.integers(1, 200), st.sampled_from("ab")), min_size=1, max_size=12)
 ranks = st.integers(1, 9)
 
 
 @given(sizes, ranks, st.integers(1, 400))
-def test_buckets_contain_all_parameters_undivided_and_in_order(
-    entries: list[tuple[int, str]], n: int, limit: int
-) -> None:
+def test_buckets_contain_all_parameters_undivided_and_in_order(entries: Entries, n: int, limit: int) -> None:
     plans = plan_buckets([(i, size, tag) for i, (size, tag) in enumerate(entries)], n, limit)
     slots = [slot for plan in plans for slot in plan.slots]
     assert [slot.index for slot in slots] == list(range(len(entries)))
@@ -31,17 +31,16 @@ def test_buckets_contain_all_parameters_undivided_and_in_order(
 
 
 @given(sizes, ranks)
-def test_shards_are_equal_and_aligned_with_minimal_padding(entries: list[tuple[int, str]], n: int) -> None:
+def test_equal_shards_cover_every_element_once(entries: Entries, n: int) -> None:
+    """The pieces of all ranks contain all parameters, and each element is in the range of its tag.
+
+    Shards are aligned with minimal padding. The optimizer makes one call per range, so adjacent ranges of equal tags
+    are merged.
+    """
     plan = plan_bucket([(i, size, tag) for i, (size, tag) in enumerate(entries)], n)
     assert plan.shard * n == plan.padded
     assert plan.shard % ALIGNMENT == 0
     assert 0 <= plan.padded - plan.numel < n * ALIGNMENT
-
-
-@given(sizes, ranks)
-def test_pieces_and_ranges_cover_every_element_once(entries: list[tuple[int, str]], n: int) -> None:
-    """The pieces of all ranks contain all parameters, and each element is in the range of its tag."""
-    plan = plan_bucket([(i, size, tag) for i, (size, tag) in enumerate(entries)], n)
     owner = [(slot.index, e) for slot in plan.slots for e in range(slot.stop - slot.start)]
     flat: list[tuple[int, int] | None] = [None] * plan.padded
     tags: list[str | None] = [None] * plan.padded
@@ -51,6 +50,7 @@ def test_pieces_and_ranges_cover_every_element_once(entries: list[tuple[int, str
             for k in range(stop - start):
                 assert flat[base + offset + k] is None
                 flat[base + offset + k] = (index, start + k)
+        assert all(a[0] != b[0] for a, b in itertools.pairwise(plan.ranges(rank)))
         for tag, start, stop in plan.ranges(rank):
             for k in range(start, stop):
                 assert tags[base + k] is None
@@ -59,15 +59,6 @@ def test_pieces_and_ranges_cover_every_element_once(entries: list[tuple[int, str
     assert all(element is None for element in flat[plan.numel :])
     assert tags[: plan.numel] == [entries[index][1] for index, _ in owner]
     assert all(tag is None for tag in tags[plan.numel :])
-
-
-@given(sizes, ranks)
-def test_adjacent_ranges_have_different_tags(entries: list[tuple[int, str]], n: int) -> None:
-    """The optimizer makes one call per range, so adjacent ranges of equal tags are merged."""
-    plan = plan_bucket([(i, size, tag) for i, (size, tag) in enumerate(entries)], n)
-    for rank in range(n):
-        ranges = plan.ranges(rank)
-        assert all(a[0] != b[0] for a, b in itertools.pairwise(ranges))
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.sampled_from(ORDERS))
@@ -93,10 +84,14 @@ def test_groups_of_different_axes_share_one_rank(dp: int, tp: int, pp: int, orde
             assert mesh.embedding.ranks == (rank,)
 
 
-def test_default_order_of_axes_is_megatron_lms() -> None:
-    """The axes from inner to outer are tp, dp and pp."""
-    layout = Layout(tp=2, dp=2, pp=2)
-    assert groups(layout, "tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert groups(layout, "dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert groups(layout, "pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert groups(Layout(tp=2, dp=2, pp=2, order="tp-pp-dp"), "pp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+def test_ranks_are_numbered_as_in_megatron_lm() -> None:
+    """The axes from inner to outer are tp, cp, dp and pp. The dp group contains dp x cp ranks, ordered by replica."""
+    layout = Layout(tp=2, cp=2, dp=2, pp=2)
+    assert layout.world == 16
+    assert [layout.group_of(axis, 5) for axis in ("tp", "cp", "dp", "pp")] == [
+        *((4, 5), (5, 7), (1, 3, 5, 7), (5, 13)),
+    ]
+    llama = Layout(tp=2, cp=2, dp=2, pp=2, order="tp-pp-dp")
+    assert (llama.group_of("pp", 5), llama.group_of("dp", 5)) == ((1, 5), (5, 7, 13, 15))
+    assert llama.index_of("dp", 9) == 1
+    assert groups(Layout(tp=2, dp=2, pp=2), "dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]

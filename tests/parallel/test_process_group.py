@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from repro.config import Layout
 from repro.parallel import mesh as meshes
 from repro.parallel.transports import NcclTransport
 from repro.wrap.parallelize import require_backend
-from tests.pool import RankPool, forks
+from tests.pool import forks
 
 
 def train_on_the_cpu(group: str, port: int, rank: int) -> None:
@@ -35,60 +37,41 @@ def train_on_the_cpu(group: str, port: int, rank: int) -> None:
     dist.destroy_process_group()
 
 
+def run_ranks(world: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function(*arguments, rank)` in new processes, all of which must succeed."""
+    ranks = [forks().Process(target=function, args=(*arguments, rank)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(250)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0] * world
+
+
 @pytest.mark.parametrize("group", ["group", "none"])
 def test_module_on_the_cpu_uses_gloo(group: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the launcher's
-    context = forks()
-    ranks = [context.Process(target=train_on_the_cpu, args=(group, store.port, rank)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(250)
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    run_ranks(2, train_on_the_cpu, group, store.port)
 
 
-GRID = Layout(tp=2, dp=2, micro_batch=1)
-
-
-def new_groups(times: int) -> list[int]:
-    """Return the number of additional process groups of this rank after each of `times` meshes of one layout."""
+def make_meshes(folder: str, rank: int) -> None:
+    """Make two meshes of one layout under each of two default groups, and count their process groups."""
     world = dist.distributed_c10d._world
-    before = len(world.pg_map)
-    found = []
-    for _ in range(times):
-        mesh = meshes.distributed_mesh(GRID, "cpu")
-        total = torch.ones(1)
-        mesh.tp.all_reduce(total).wait()
-        assert total.item() == 2
-        found.append(len(world.pg_map) - before)
-    return found
-
-
-def test_experiments_of_a_process_share_process_groups(four: RankPool) -> None:
-    """A process group occupies threads and sockets, or device memory, until the process ends."""
-    for found in four.run(new_groups, 3):
-        assert found in ([2, 2, 2], [0, 0, 0]), (
-            "one group of tp and one of dp, or none if an earlier test created both"
-        )
-
-
-def start_twice(folder: str, rank: int) -> None:
     for start in range(2):
         dist.init_process_group("gloo", init_method=f"file://{folder}/{start}", rank=rank, world_size=4)
-        assert new_groups(2) == [2, 2]
+        before = len(world.pg_map)
+        for _ in range(2):
+            mesh = meshes.distributed_mesh(Layout(tp=2, dp=2), "cpu")
+            total = torch.ones(1)
+            mesh.tp.all_reduce(total).wait()
+            assert total.item() == 2
+            assert len(world.pg_map) - before == 2, "one group of tp and one of dp"
         dist.destroy_process_group()
 
 
-def test_each_default_group_has_separate_process_groups(tmp_path: Path) -> None:
-    context = forks()
-    ranks = [context.Process(target=start_twice, args=(str(tmp_path), rank)) for rank in range(4)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(250)
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0] * 4
+def test_meshes_share_the_process_groups_of_each_default_group(tmp_path: Path) -> None:
+    """A process group occupies threads and sockets, or device memory, until the process ends."""
+    run_ranks(4, make_meshes, str(tmp_path))
 
 
 def test_each_channel_between_stages_has_its_own_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,18 +100,19 @@ def test_each_channel_between_stages_has_its_own_communicator(monkeypatch: pytes
     ]
 
 
-def test_process_group_must_support_the_device_of_the_module() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    require_backend("cpu:gloo,cuda:nccl", cpu)
-    require_backend("cpu:gloo,cuda:nccl", cuda)
-    require_backend("cuda:nccl", cuda)
-    with pytest.raises(
-        ValueError, match=r"does not support a module on cuda\. Call init_process_group\(.nccl.\)"
-    ):
-        require_backend("cpu:gloo,cuda:gloo", cuda)
-    with pytest.raises(
-        ValueError, match=r"does not support a module on cpu\. Call init_process_group\(.gloo.\)"
-    ):
-        require_backend("cuda:nccl", cpu)
-    with pytest.raises(ValueError, match="module: device type meta is not supported"):
-        require_backend("cpu:gloo", torch.device("meta"))
+@pytest.mark.parametrize(
+    ("backends", "device", "message"),
+    [
+        ("cpu:gloo,cuda:nccl", "cpu", ""),
+        ("cpu:gloo,cuda:nccl", "cuda:0", ""),
+        ("cuda:nccl", "cuda:0", ""),
+        ("cpu:gloo,cuda:gloo", "cuda:0", r"on cuda\. Call init_process_group\(.nccl.\)"),
+        ("cuda:nccl", "cpu", r"does not support a module on cpu\. Call init_process_group\(.gloo.\)"),
+        ("cpu:gloo", "meta", "module: device type meta is not supported"),
+    ],
+)
+def test_process_group_must_support_the_device_of_the_module(
+    backends: str, device: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        require_backend(backends, torch.device(device))

