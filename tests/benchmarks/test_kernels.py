@@ -78,9 +78,8 @@ def torch_loss(logits: Tensor, targets: Tensor) -> None:
 def our_loss(logits: Tensor, targets: Tensor) -> None:
     maximum = kernels.cross_entropy_max(logits)
     sums = kernels.cross_entropy_sums(logits, maximum, targets, 0)
-    kernels.cross_entropy_backward_(
-        logits, maximum, sums, targets, 0, torch.full_like(maximum, 1 / len(targets))
-    )
+    scale = torch.full_like(maximum, 1 / len(targets))
+    kernels.cross_entropy_backward_(logits, maximum, sums, targets, 0, scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -95,14 +94,8 @@ def optimizer_step(who: str, dtype: torch.dtype) -> Callable[[], Any]:
     master, grad, first, second = tensors(*4 * [(PARAMETERS,)])
     second.square_()
     scalars = {"step": torch.tensor(5.0), "lr": torch.tensor(1e-4)}
-    options = {
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "grad_scale": None,
-        "found_inf": None,
-    }
+    options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    options |= dict.fromkeys(("grad_scale", "found_inf"))
     copies = [] if dtype == torch.float32 else [master.to(dtype)]
     state = ([master], [grad.to(dtype)], [first], [second], copies)
     if who != "torch":

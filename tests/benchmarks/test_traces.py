@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from repro import cli
-from repro.config import Layout
+from repro.config import Experiment, Layout
 from repro.config.suites import load_suite
 from repro.config.systems import load_system_file
 from repro.launch.simulated import simulate_experiment, simulated_system
@@ -87,14 +87,21 @@ SAMPLING_STRIDE = 20
 EXPERIMENT_LIMIT_S = 0.15
 
 
+def published_experiments() -> list[tuple[Experiment, str]]:
+    """Return every 20th published experiment of the native engine with its suite."""
+    return [
+        (entry.experiment, suite)
+        for suite in SUITES
+        for entry in load_suite(Path(f"suites/{suite}.toml")).entries
+        if entry.experiment.engine == "native"
+    ][::SAMPLING_STRIDE]
+
+
 @pytest.mark.benchmark(timer=time.process_time)
 def test_traces_and_memory_of_published_experiments(benchmark: Any) -> None:
     """Measure the CPU seconds per role for traces and memory of every 20th published experiment."""
     benchmark.group = "trace and memory of published roles"
-    sampled = [
-        entry.experiment for suite in SUITES for entry in load_suite(Path(f"suites/{suite}.toml")).entries
-    ][::SAMPLING_STRIDE]
-    experiment_roles = [(experiment, role) for experiment in sampled for role in roles(experiment)]
+    experiment_roles = [(e, role) for e, _ in published_experiments() for role in roles(e)]
 
     def run_benchmark() -> None:
         for experiment, role in experiment_roles:
@@ -110,12 +117,7 @@ def test_traces_and_memory_of_published_experiments(benchmark: Any) -> None:
 def test_simulation_of_published_experiments(benchmark: Any) -> None:
     """Measure the CPU seconds per simulation of every 20th published experiment with its interval."""
     benchmark.group = "simulate published experiments"
-    sampled = [
-        (entry.experiment, suite)
-        for suite in SUITES
-        for entry in load_suite(Path(f"suites/{suite}.toml")).entries
-        if entry.experiment.engine == "native"
-    ][::SAMPLING_STRIDE]
+    sampled = published_experiments()
 
     def run_benchmark() -> None:
         for experiment, suite in sampled:
