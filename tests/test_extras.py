@@ -14,6 +14,7 @@ from repro.config.files import read_toml
 from repro.util import extras
 from repro.util.extras import EXTRAS
 from tests.launch.runs import ROOT, write_suite
+from tests.test_packaging import COMMAND
 
 BLOCKER = f"""
 import sys
@@ -29,7 +30,6 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 """
-PROGRAM = "import sys; from repro.cli import main; sys.exit(main())"
 
 
 @pytest.fixture
@@ -44,13 +44,8 @@ def bare(tmp_path: Path) -> dict[str, str]:
 def repro(
     environment: dict[str, str], *arguments: str | Path, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, *COMMAND, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -98,9 +93,8 @@ def test_a_command_names_its_missing_extra(
     (tmp_path / "here").mkdir()
     done = repro(bare, *command, cwd=tmp_path / "here")
     installation = re.escape(extras.installation(extra))
-    assert re.fullmatch(
-        rf"error: \w+ is not installed\. Install the extra {extra}: {installation}\n", done.stderr
-    )
+    error = rf"error: \w+ is not installed\. Install the extra {extra}: {installation}\n"
+    assert re.fullmatch(error, done.stderr)
     assert done.returncode == 2
     assert not list((tmp_path / "here").iterdir())
 

@@ -30,11 +30,8 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_tree_is_within_its_budgets() -> None:
+def test_trees_within_their_budgets_have_no_excess(tree: Path) -> None:
     assert excesses() == []
-
-
-def test_a_tree_within_its_budget_has_no_excess(tree: Path) -> None:
     assert excesses(tree, tree / "budget.toml") == []
 
 
