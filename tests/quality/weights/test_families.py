@@ -48,6 +48,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def random_model(name: str) -> Any:
     """Return a model with random parameters, including biases and norms."""
+    if name == "gpt2":
+        return gpt2(n_positions=SEQ)
     kind, config = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**config)
     return randomise(getattr(transformers, f"{kind}ForCausalLM")(config))
@@ -67,7 +69,7 @@ def native_logits(source: WeightSource, tokens: Tensor) -> Tensor:
     return module.head(x, tokens).view(*tokens.shape, -1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", *MODELS])
 def test_logits_equal_those_of_transformers_after_import_and_export(name: str, tmp_path: Path) -> None:
     model = random_model(name)
     tokens = torch.randint(VOCAB, (3, SEQ), generator=torch.Generator().manual_seed(3))
@@ -78,7 +80,11 @@ def test_logits_equal_those_of_transformers_after_import_and_export(name: str, t
     source.check()
     assert expected.std() > 0.3, "equal logits would prove little"
     torch.testing.assert_close(native_logits(source, tokens), expected, rtol=1e-5, atol=1e-5)
-    export_huggingface(source, tmp_path / "ours", shard_bytes=20_000)
+    written = export_huggingface(source, tmp_path / "ours", shard_bytes=20_000)
+    files = [path.name for path in written if path.suffix == ".safetensors"]
+    count = len(files)
+    assert count > 1
+    assert files == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)], "usual names"
     reloaded, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
@@ -141,7 +147,7 @@ def test_rank_reads_any_range_of_its_shard(name: str, tmp_path: Path) -> None:
 def test_unsupported_configuration_is_refused_in_one_line(
     name: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    (gpt2() if name == "gpt2" else random_model(name)).save_pretrained(tmp_path)
+    random_model(name).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ConfigError, match=message) as error:
