@@ -121,51 +121,39 @@ def cpu_index(tmp_path: Path) -> Iterator[str]:
     reason="other platforms get torch without CUDA from the default index, so make prints no note",
 )
 @pytest.mark.parametrize(
-    ("has_torch_or_driver", "index_answers", "index_has_torch", "note"),
+    ("machine", "note"),
     [
-        (False, True, True, "torch for CPUs: 0.2 GB downloaded from {index}"),
+        ("without driver", "torch for CPUs: 0.2 GB downloaded from {index}"),
         (
-            False,
-            True,
-            False,
-            "note: {index} has no torch for this Python; the default index has it with CUDA:",
+            "without torch in the index",
+            "note: {index} has no torch for this Python; the default index has it",
         ),
-        (
-            False,
-            False,
-            True,
-            "note: {index} does not answer; the default index has torch for Linux with CUDA:",
-        ),
-        (True, True, True, ""),
+        ("without index", "note: {index} does not answer; the default index has torch for Linux with CUDA:"),
+        ("with driver", ""),
     ],
 )
 def test_without_a_driver_torch_comes_from_the_cpu_index(
-    copy: Path,
-    cpu_index: str,
-    has_torch_or_driver: bool,
-    index_answers: bool,
-    index_has_torch: bool,
-    note: str,
+    copy: Path, cpu_index: str, machine: str, note: str
 ) -> None:
     """The environment's python sends real requests to indexes, and logs the installations."""
     log = fake_environment(copy)
     script(
         copy / ".venv/bin/python",
         f"""case "$*" in
-  *libcuda*) exit {int(not has_torch_or_driver)};;
+  *libcuda*) exit {int(machine != "with driver")};;
   *urllib*) exec {sys.executable} "$@";;
 esac
 echo "python $*" >> {log}
-case "$*" in *--index-url*) exit {int(not index_has_torch)};; esac""",
+case "$*" in *--index-url*) exit {int(machine == "without torch in the index")};; esac""",
     )
-    index = cpu_index if index_answers else "http://127.0.0.1:9"
+    index = "http://127.0.0.1:9" if machine == "without index" else cpu_index
     done = make(copy, ".venv/.installed", f"CPU_INDEX={index}", "UV=")
     assert done.returncode == 0, done.stderr
     notes = [line for line in done.stdout.splitlines() if "CPU" in line or "CUDA" in line]
     assert len(notes) == bool(note)
     assert all(line.startswith(note.format(index=index)) for line in notes)
     torch_installs = logged(log, "--index-url")
-    assert len(torch_installs) == (not has_torch_or_driver and index_answers)
+    assert len(torch_installs) == (machine in ("without driver", "without torch in the index"))
     assert all(f"--no-deps --index-url {index} torch" in line for line in torch_installs)
     assert "-e .[lab,report,slurm,text]" in log.read_text().splitlines()[-1]
 
