@@ -15,17 +15,10 @@ from repro.config import Layout, Model
 from repro.config.errors import ConfigError
 from repro.config.files import build_dataclass
 from repro.config.links import Link
+from tests.test_text import PAGES, ROOT
 
-ROOT = Path(__file__).parents[1]
-PAGES = (
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`((?:repro|kernels|suites|slurm|reports|tests|docs)/[\w./*-]*)`")
-MAX_README_WORDS = 900
 PLACEHOLDER = re.compile(r"NAME|NN")
 ABSENT = ("reports/out/", "reports/artifact.md", "slurm/mine.toml", "repro/kernels")
 """Files that commands create, a file of the user, and a folder of the user's cache."""
@@ -43,7 +36,7 @@ def targets(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_have_existing_targets(page: Path) -> None:
+def test_links_and_named_files_have_existing_targets(page: Path) -> None:
     missing = []
     for link in targets(page):
         name, _, anchor = link.partition("#")
@@ -51,20 +44,14 @@ def test_links_have_existing_targets(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file)):
             missing.append(link)
     assert not missing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = [name for name in FILE.findall(text) if not (name.startswith(ABSENT) or PLACEHOLDER.search(name))]
     assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []
 
 
 def test_the_citation_names_the_current_version() -> None:
-    versions = re.findall(
-        r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert versions == [__version__]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [__version__]
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
@@ -89,11 +76,6 @@ def test_the_reference_lists_every_key_of_a_file() -> None:
         known = str(caught.value).partition("known are ")[2].split(", ")
         assert len(known) > 10
         assert [key for key in known if f"\n| `{key}` |" not in page] == []
-
-
-def test_the_readme_has_at_most_900_words() -> None:
-    text = re.sub(r"!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert len(re.findall(r"\S*\w\S*", text)) <= MAX_README_WORDS
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,10 @@ import typer.main
 from repro import cli
 from repro.claims.reader import load_ledger
 from repro.config import suites
+from tests import test_text
+from tests.test_text import GENERATED, ROOT
 
-ROOT = Path(__file__).parents[1]
-GENERATED = ("commands.md", "keys.md")
-"""Pages that `test_docs` compares with their generators."""
-PAGES = (
-    ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED),
-)
+PAGES = [page for page in test_text.PAGES if page.name not in (*GENERATED, "CONTRIBUTING.md", "CHANGELOG.md")]
 SLOW = ("README.md", "first-hour.md", "simulate.md", "time.md", "kernels.md", "own-files.md", "systems.md")
 """Pages whose commands take many seconds."""
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("REPRO_")}
@@ -83,9 +79,8 @@ def blocks(page: Path) -> Iterator[tuple[str, list[str]]]:
 def examples(page: Path) -> list[Example]:
     found: list[Example] = []
     for _, lines in blocks(page):
-        lines = "\n".join(lines).replace("\\\n", " ").split("\n")
         in_block: list[Example] = []
-        for line in lines:
+        for line in "\n".join(lines).replace("\\\n", " ").split("\n"):
             command = re.match(r"(\$ )?(?:\.venv/bin/)?repro .*", line)
             if command is not None:
                 parts = [part.strip() for part in re.split(r"\s+#\s|&&", command[0].removeprefix("$ "))]
@@ -124,31 +119,28 @@ def test_the_pages_have_examples_of_each_kind() -> None:
         assert any(example.command.startswith(beginning) for _, example in COMMANDS), beginning
 
 
-@pytest.mark.parametrize(("page", "example"), EXAMPLES, ids=lambda value: getattr(value, "command", None))
-def test_commands_and_options_of_examples_exist(page: Path, example: Example) -> None:
-    if "·" in example.command:
-        pytest.skip("a list of commands")
-    group: Any = typer.main.get_command(cli.app)
-    words = shlex.split(example.command)[1:]
-    while hasattr(group, "commands"):
-        assert words[0] in group.commands, example.command
-        group = group.commands[words.pop(0)]
-    known = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    # An argument with spaces may contain options.
-    words = [part for word in words for part in word.split()]
-    used = {word.strip("[]").split("=")[0] for word in words if word.strip("[]").startswith("--")}
-    assert used <= known
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_parse(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option exists and has a value of its type; this includes commands that a test cannot run.
 
-
-@pytest.mark.parametrize(("page", "example"), COMMANDS, ids=lambda value: getattr(value, "command", None))
-def test_examples_parse(page: Path, example: Example, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every option has a value of its type; this includes commands that a test cannot run."""
+    Placeholders have no value of a type, so only the options of a command with a placeholder are compared.
+    """
     monkeypatch.chdir(folder)
-    group: Any = typer.main.get_command(cli.app)
-    words = shlex.split(example.command)[1:]
-    while hasattr(group, "commands"):
-        group = group.commands[words.pop(0)]
-    group.make_context("repro", words)
+    for command in (example.command for place, example in EXAMPLES if place == page):
+        if "·" in command:  # a list of commands
+            continue
+        group: Any = typer.main.get_command(cli.app)
+        words = shlex.split(command)[1:]
+        while hasattr(group, "commands"):
+            assert words[0] in group.commands, command
+            group = group.commands[words.pop(0)]
+        if PLACEHOLDER.search(command):
+            known = {option for each in group.params for option in (*each.opts, *each.secondary_opts)}
+            # An argument with spaces may contain options.
+            parts = [part.strip("[]") for word in words for part in word.split()]
+            assert {part.split("=")[0] for part in parts if part.startswith("--")} <= known, command
+        else:
+            group.make_context("repro", words)
 
 
 def normalized(line: str, exact: bool) -> str:

@@ -1,11 +1,16 @@
-"""Tests of an installation without extras: experiments and claims work, and other commands name the missing extra."""
+"""Tests of an installation without extras: commands name the missing extra and the command that installs it."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,6 +19,7 @@ from repro.config.files import read_toml
 from repro.util import extras
 from repro.util.extras import EXTRAS
 from tests.launch.runs import ROOT, write_suite
+from tests.test_packaging import COMMAND, completed, copy_sources, link_packages, pip, run
 
 BLOCKER = f"""
 import sys
@@ -29,7 +35,6 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 """
-PROGRAM = "import sys; from repro.cli import main; sys.exit(main())"
 
 
 @pytest.fixture
@@ -44,13 +49,8 @@ def bare(tmp_path: Path) -> dict[str, str]:
 def repro(
     environment: dict[str, str], *arguments: str | Path, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, *COMMAND, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -98,9 +98,8 @@ def test_a_command_names_its_missing_extra(
     (tmp_path / "here").mkdir()
     done = repro(bare, *command, cwd=tmp_path / "here")
     installation = re.escape(extras.installation(extra))
-    assert re.fullmatch(
-        rf"error: \w+ is not installed\. Install the extra {extra}: {installation}\n", done.stderr
-    )
+    error = rf"error: \w+ is not installed\. Install the extra {extra}: {installation}\n"
+    assert re.fullmatch(error, done.stderr)
     assert done.returncode == 2
     assert not list((tmp_path / "here").iterdir())
 
@@ -126,3 +125,133 @@ def test_extras_name_the_packages_of_pyproject() -> None:
     }
     packages |= dict.fromkeys(("jupytext", "nbclient", "nbconvert", "ipykernel", "ipywidgets"), "notebooks")
     assert packages | {"yaml": "yaml"} == EXTRAS  # the package is pyyaml
+
+
+SMALL_EXTRAS = ("report", "slurm", "lab", "text", "parquet")
+"""Extras with small packages. The command for the extra `engines` has the same form."""
+OPTIONAL = [package.replace("_", "-") for package, extra in EXTRAS.items() if extra in SMALL_EXTRAS]
+"""Distributions that these extras require."""
+UV = shutil.which("uv")
+HINTS_PROGRAM = """
+import json
+from repro.util.extras import EXTRAS, missing_package_hint
+print(json.dumps({EXTRAS[package]: missing_package_hint(package) for package in reversed(EXTRAS)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Pack the installed optional packages into wheels; return the variables with which pip and uv find only these."""
+    folder = tmp_path_factory.mktemp("index")
+    for name in OPTIONAL:
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            pytest.skip(f"{name} is not installed here: it is in the extra test")
+        (tag, *_) = re.findall(r"^Tag: (.+)$", found.read_text("WHEEL") or "", re.MULTILINE)
+        wheel = folder / f"{name.replace('-', '_')}-{found.version}-{tag}.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for file in found.files or []:
+                if file.parts[0] != ".." and "__pycache__" not in file.parts:
+                    archive.write(str(file.locate()), str(file))
+    offline = {"NO_INDEX": "1", "FIND_LINKS": str(folder)}
+    return {f"{tool}_{key}": value for tool in ("PIP", "UV") for key, value in offline.items()}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a committed copy of the product's files."""
+    folder = copy_sources(tmp_path_factory.mktemp("advice") / "checkout of mine")
+    author = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    for words in (("init", "--quiet"), ("add", "."), (*author, "commit", "--quiet", "-m", "all")):
+        run("git", *words, cwd=folder)
+    return folder
+
+
+def site_packages(python: Path) -> Path:
+    (library,) = python.parents[1].glob("lib/python*/site-packages")
+    return library
+
+
+def link_required_packages(library: Path) -> None:
+    """Link every package of this environment, except repro, pip and the optional packages, into `library`."""
+    optional = {file.parts[0] for name in OPTIONAL for file in metadata.distribution(name).files or []}
+    link_packages(library, {"pip", *optional})
+
+
+def pip_environment(folder: Path, *packages: str | Path) -> Path:
+    """Return the python of a virtual environment in which pip has installed `packages`."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    python = folder / "bin/python"
+    for old in site_packages(python).glob("setuptools*"):  # Python 3.11 installs a too old version
+        shutil.rmtree(old)
+    link_required_packages(site_packages(python))
+    if packages:
+        pip("install", *packages, python=python, cwd=folder.parent)
+    return python
+
+
+def install_wheel(checkout: Path, folder: Path) -> Path:
+    """Install a wheel, and delete the wheel file."""
+    python = pip_environment(folder)
+    pip("wheel", "--wheel-dir", folder.parent, checkout, python=python, cwd=folder.parent)
+    (wheel,) = folder.parent.glob("repro-*.whl")
+    pip("install", wheel, python=python, cwd=folder.parent)
+    wheel.unlink()
+    return python
+
+
+def install_git(checkout: Path, folder: Path) -> Path:
+    return pip_environment(folder, f"git+{checkout.as_uri()}")
+
+
+def install_editable(checkout: Path, folder: Path) -> Path:
+    return pip_environment(folder, "--editable", checkout)
+
+
+def add_to_path(checkout: Path, folder: Path) -> Path:
+    """Add the checkout to the path, without metadata of an installation."""
+    python = pip_environment(folder)
+    (site_packages(python) / "checkout.pth").write_text(f"{checkout}\n")
+    return python
+
+
+def install_uv(checkout: Path, folder: Path) -> Path:
+    """Install with `uv tool`; link the required packages instead of installing them, because torch is large."""
+    if not UV:
+        pytest.skip("uv is not on the path")
+    project = read_toml(checkout / "pyproject.toml")["project"]
+    none = [re.split("[<>=;]", line)[0] + "; sys_platform == 'never'" for line in project["dependencies"]]
+    overrides = folder.parent / "overrides.txt"
+    overrides.write_text("\n".join(none))
+    folders = {"UV_TOOL_DIR": str(folder), "UV_TOOL_BIN_DIR": str(folder / "bin")}
+    options = ("--quiet", "--python", sys.executable, "--overrides", overrides)
+    done = completed(UV, "tool", "install", *options, checkout, cwd=folder.parent, **folders)
+    if done.returncode and "setuptools" in done.stderr:
+        pytest.skip(f"uv finds no setuptools for the build: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    python = folder / "repro/bin/python"
+    link_required_packages(site_packages(python))
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("advice")
+@pytest.mark.parametrize("install", [install_wheel, install_git, install_editable, add_to_path, install_uv])
+def test_the_printed_command_installs_the_missing_extra(
+    install: Callable[[Path, Path], Path], checkout: Path, index: dict[str, str], tmp_path: Path
+) -> None:
+    """The command runs in any folder without an activated environment."""
+    python = install(checkout, tmp_path / "an environment")
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    failed = completed(python, *COMMAND, "report", cwd=folder)
+    lines = json.loads(run(python, "-c", HINTS_PROGRAM, cwd=folder))
+    assert (failed.returncode, failed.stderr) == (2, f"error: {lines['report']}\n")
+    assert not list(folder.iterdir())
+    # The form of the command does not depend on the extra, so only one environment installs all extras.
+    extras = SMALL_EXTRAS if install is install_wheel else ("slurm",)
+    for extra in extras:
+        run("sh", "-c", lines[extra].partition(f"Install the extra {extra}: ")[2], cwd=folder, **index)
+    check = f"from repro.util.extras import require_extras; require_extras(*{extras})"
+    run(python, "-c", check, cwd=folder)

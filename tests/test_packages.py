@@ -1,8 +1,9 @@
-"""Tests of the packages of `repro`: dependency order, import cycles, docstrings, and the table in CONTRIBUTING.md."""
+"""Tests of the packages of `repro`: order, import cycles, docstrings, the table in CONTRIBUTING.md, and budgets."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.structure import ROOT, excesses, measure
+
 PACKAGES = (
     "util",
     "config",
@@ -90,25 +92,9 @@ def test_packages_import_only_preceding_packages(name: str) -> None:
 
 
 def test_imports_of_modules_have_no_cycle() -> None:
-    """Imports under TYPE_CHECKING count too."""
+    """Imports under TYPE_CHECKING count too. The error lists the modules of a cycle."""
     graph = {module: sorted(set(imports(module)) - {module}) for module in modules()}
-    finished: dict[str, bool] = {}
-    path: list[str] = []
-
-    def visit(module: str) -> None:
-        finished[module] = False
-        path.append(module)
-        for imported in graph[module]:
-            if finished.get(imported) is False:
-                pytest.fail(" -> ".join([*path[path.index(imported) :], imported]))
-            if imported not in finished:
-                visit(imported)
-        path.pop()
-        finished[module] = True
-
-    for module in graph:
-        if module not in finished:
-            visit(module)
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("name", [name for name, path in modules().items() if path.name == "__init__.py"])
@@ -123,3 +109,62 @@ def test_contributing_lists_the_packages_in_dependency_order() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     table = text.partition("\n| package | content |")[2].partition("\n\n")[0]
     assert tuple(re.findall(r"^\| `(?:repro/)?(\w+)`", table, re.MULTILINE)) == PACKAGES
+
+
+BUDGET = """
+[limits]
+packages = 1
+repeated_public_names = 0
+private_functions = 0
+[packages]
+repro = { files = 1, lines = 0 }
+claims = { files = 1, lines = 4 }
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Create a product with one package of one file with four lines, and its budget."""
+    for folder in ("repro/claims", "kernels"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "repro/__init__.py").touch()
+    (tmp_path / "repro/claims/judge.py").write_text("def judge():\n    pass\n\n\n")
+    (tmp_path / "budget.toml").write_text(BUDGET)
+    return tmp_path
+
+
+def test_trees_within_their_budgets_have_no_excess(tree: Path) -> None:
+    assert excesses() == []
+    assert excesses(tree, tree / "budget.toml") == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("claims/judge.py", "\n" * 5, "packages.claims.lines = 4: the package has 5"),
+        ("claims/other.py", "", "packages.claims.files = 1: the package has 2"),
+        ("model/gpt.py", "", "packages.model: missing"),
+        ("claims/judge.py", "def of():\n    pass\n", "limits.private_functions = 0: the tree has 1"),
+        ("__init__.py", "class judge: pass\n", "limits.repeated_public_names = 0: the tree has 1"),
+        ("model/gpt.py", "", "limits.packages = 1: the tree has 2"),
+    ],
+)
+def test_an_excess_is_reported(tree: Path, file: str, text: str, expected: str) -> None:
+    path = tree / "repro" / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    assert any(expected in line for line in excesses(tree, tree / "budget.toml"))
+
+
+def test_commands_and_interfaces_may_repeat_a_name(tree: Path) -> None:
+    (tree / "repro/cli/commands").mkdir(parents=True)
+    (tree / "repro/cli/commands/judge.py").write_text("def judge():\n    pass\n")
+    (tree / "repro/claims/other.py").write_text("def main():\n    pass\n")
+    (tree / "repro/__init__.py").write_text("def main():\n    pass\n")
+    assert measure(tree)["repeated_public_names"] == 0
+
+
+def test_small_files_and_private_constants_are_counted(tree: Path) -> None:
+    (tree / "repro/claims/judge.py").write_text("MOST = 3\nHERE: str = ''\nMAX_ROWS = 4\n" + "\n" * 60)
+    numbers = measure(tree)
+    assert (numbers["private_constants"], numbers["small_files"], numbers["median_lines"]) == (2, 1, 63)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -25,37 +26,57 @@ WHEEL_PATHS = {
 }
 """Path in a wheel, by folder of the checkout."""
 COMMAND = ("-c", "import sys; from repro.cli import main; sys.exit(main())")
-ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+LOCATION_PROGRAM = "import repro.kernels.cuda.compile as found; print(found.__file__)"
+COMPILE_PROGRAM = """
+from repro.kernels import families
+from repro.kernels.cuda import compile as compiler
+for program in families.example_programs():
+    compiler.compile_cuda_program(program, compiler.CompileTarget("sm_80"))
+    print(program.name)
+"""
+
+
+def completed(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with these variables, and without the packages on PYTHONPATH."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_COMPILE": "1", **variables}
+    words = list(map(str, command))
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env={**ENVIRONMENT, **variables},
-        capture_output=True,
-        text=True,
-    )
+    """Return the output of a command that must succeed."""
+    done = completed(*command, cwd=cwd, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def pip(*arguments: str | Path, cwd: Path) -> None:
+def pip(*arguments: str | Path, cwd: Path, python: str | Path = sys.executable) -> None:
     """Run pip with the installed setuptools and without downloads."""
-    offline = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--no-build-isolation")
-    run(sys.executable, "-m", "pip", *arguments, *offline, cwd=cwd)
+    offline = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
+    run(python, "-m", "pip", *arguments, *offline, cwd=cwd)
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the sources of an installation to a separate folder, because a build writes files into it."""
-    folder = tmp_path_factory.mktemp("packaging") / "checkout"
+def copy_sources(folder: Path) -> Path:
+    """Copy the sources of an installation to a new folder, because a build writes files into it."""
     folder.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name in WHEEL_PATHS:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
+
+
+def link_packages(library: Path, excluded: Collection[str] = ()) -> None:
+    """Link the packages of this environment except repro into `library`, which may have others."""
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if entry.name not in excluded and "repro" not in entry.name and not (library / entry.name).exists():
+            (library / entry.name).symlink_to(entry)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_sources(tmp_path_factory.mktemp("packaging") / "checkout")
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +91,7 @@ def environment(folder: Path, source: Path, *options: str) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=source.parent)
     library = next(folder.glob("lib*/python*/site-packages"))
     pip("install", "--target", library, *options, source, cwd=source.parent)
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if "repro" not in entry.name and not (library / entry.name).exists():
-            (library / entry.name).symlink_to(entry)
+    link_packages(library)
     return folder / "bin/python"
 
 
@@ -85,18 +104,6 @@ def test_a_wheel_has_all_files_of_the_product(checkout: Path, wheel: Path) -> No
         if path.is_file() and path.name != "README.md" and (name != "slurm" or path.suffix == ".toml")
     }
     assert packed == expected
-
-
-LOCATION_PROGRAM = "import repro.kernels.cuda.compile as found; print(found.__file__)"
-
-
-COMPILE_PROGRAM = """
-from repro.kernels import families
-from repro.kernels.cuda import compile as compiler
-for program in families.example_programs():
-    compiler.compile_cuda_program(program, compiler.CompileTarget("sm_80"))
-    print(program.name)
-"""
 
 
 @pytest.mark.slow
@@ -118,23 +125,11 @@ def test_an_installed_wheel_needs_no_checkout(wheel: Path, tmp_path: Path) -> No
     assert Path(found).is_relative_to(tmp_path / "venv")
     message = run(python, *COMMAND, "run", "smoke", "--only", "states-z[03]-dp1", cwd=cwd)
     assert "all that can run here as expected" in message or "all as expected" in message
-    claims = run(python, *COMMAND, "claims", "zero-mem-formula-stages", "--json", cwd=cwd)
-    assert "measured" in claims
+    assert "measured" in run(python, *COMMAND, "claims", "zero-mem-formula-stages", "--json", cwd=cwd)
     output = run(python, *COMMAND, "run", "yuan", "--evidence", "simulated", "--only", "rule-m480", cwd=cwd)
     assert "1 simulated experiment: 1 ok" in output
-    submitted = run(
-        python,
-        *COMMAND,
-        "submit",
-        "zero_r",
-        "--profile",
-        "dgx2",
-        "--only",
-        "fig8-c4-60b",
-        "--dry-run",
-        cwd=cwd,
-    )
-    assert "Nothing is submitted." in submitted
+    submit = "submit zero_r --profile dgx2 --only fig8-c4-60b --dry-run"
+    assert "Nothing is submitted." in run(python, *COMMAND, *submit.split(), cwd=cwd)
 
 
 def test_a_checkout_needs_no_installation(checkout: Path, tmp_path: Path) -> None:

@@ -57,20 +57,12 @@ def test_ring_all_reduce_and_its_slowest_link(benchmark: Any, size: int) -> None
     benchmark.group = "all-reduce of 16 ranks on 4 nodes"
     with RunningNetwork(NETWORK) as network, ExitStack() as stack:
         rendezvous = f"tcp://{address(NETWORK, 0)}:29500"
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
+        options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        options |= {"text": True, "cwd": ROOT, "env": {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}}
         pipes: list[tuple[IO[str], IO[str]]] = []
         for rank in range(NETWORK.world):
             command = [sys.executable, "-c", RANK_PROGRAM, *map(str, (rank, NETWORK.world, size, rendezvous))]
-            process = subprocess.Popen(
-                network.facts.command(rank, command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                cwd=ROOT,
-                env=environment,
-            )
-            stack.enter_context(process)
+            process = stack.enter_context(subprocess.Popen(network.facts.command(rank, command), **options))
             assert process.stdin is not None
             assert process.stdout is not None
             pipes.append((process.stdin, process.stdout))

@@ -1,9 +1,9 @@
-"""Benchmark of simulations at the published scale: seconds of one `repro simulate`, and its host memory.
+"""Benchmark of simulations and plans at the published scale: seconds of one command, and its host memory.
 
-    make benchmarks
+    make benchmarks PYTEST_ARGS=tests/benchmarks/test_traces.py
 
 Targets: 2 s for 100B on 400 GPUs, and 4 s for 1T on 1024 or 3072 GPUs. 175B on 96,000 GPUs may take as long as on 960.
-Each simulation may use 2 GiB of host memory.
+Each simulation may use 2 GiB of host memory. A plan may take 5 s on two cores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from repro import cli
-from repro.config import Layout
+from repro.config import Experiment, Layout
 from repro.config.suites import load_suite
 from repro.config.systems import load_system_file
 from repro.launch.simulated import simulate_experiment, simulated_system
@@ -87,14 +87,21 @@ SAMPLING_STRIDE = 20
 EXPERIMENT_LIMIT_S = 0.15
 
 
+def published_experiments() -> list[tuple[Experiment, str]]:
+    """Return every 20th published experiment of the native engine with its suite."""
+    return [
+        (entry.experiment, suite)
+        for suite in SUITES
+        for entry in load_suite(Path(f"suites/{suite}.toml")).entries
+        if entry.experiment.engine == "native"
+    ][::SAMPLING_STRIDE]
+
+
 @pytest.mark.benchmark(timer=time.process_time)
 def test_traces_and_memory_of_published_experiments(benchmark: Any) -> None:
     """Measure the CPU seconds per role for traces and memory of every 20th published experiment."""
     benchmark.group = "trace and memory of published roles"
-    sampled = [
-        entry.experiment for suite in SUITES for entry in load_suite(Path(f"suites/{suite}.toml")).entries
-    ][::SAMPLING_STRIDE]
-    experiment_roles = [(experiment, role) for experiment in sampled for role in roles(experiment)]
+    experiment_roles = [(e, role) for e, _ in published_experiments() for role in roles(e)]
 
     def run_benchmark() -> None:
         for experiment, role in experiment_roles:
@@ -110,12 +117,7 @@ def test_traces_and_memory_of_published_experiments(benchmark: Any) -> None:
 def test_simulation_of_published_experiments(benchmark: Any) -> None:
     """Measure the CPU seconds per simulation of every 20th published experiment with its interval."""
     benchmark.group = "simulate published experiments"
-    sampled = [
-        (entry.experiment, suite)
-        for suite in SUITES
-        for entry in load_suite(Path(f"suites/{suite}.toml")).entries
-        if entry.experiment.engine == "native"
-    ][::SAMPLING_STRIDE]
+    sampled = published_experiments()
 
     def run_benchmark() -> None:
         for experiment, suite in sampled:
@@ -139,3 +141,26 @@ def test_placement_of_3072_ranks(benchmark: Any) -> None:
         }
 
     assert benchmark(run_benchmark) == {"", "nvlink", "inter-node"}
+
+
+PLANS = {
+    "175B on 1024": "plan --model megatron-175b --system selene --gpus 1024",
+    "405B on 16384": "plan --model llama3-405b --system dgx-h100 --gpus 16384",
+}
+PLAN_LIMIT_S = 5.0
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_of_published_clusters(benchmark: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """The search simulates the best layouts with intervals, on all cores."""
+    benchmark.group = "plan a job"
+
+    def run_plan() -> list[dict[str, Any]]:
+        assert cli.main([*PLANS[name].split(), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+    rows = benchmark.pedantic(run_plan, rounds=1, iterations=1)
+    benchmark.extra_info["of_limit"] = benchmark.stats.stats.min / PLAN_LIMIT_S
+    benchmark.extra_info["best"] = rows[0]["layout"] | {"step_s": rows[0]["time"]["step_s"]}
+    assert all(row["evidence"] == "full" for row in rows[:3])
+    assert all(row["time"]["interval"] for row in rows[:12])

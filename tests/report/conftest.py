@@ -66,6 +66,21 @@ def store(synthetic_results: Path) -> JudgedStore:
 
 
 @pytest.fixture
+def judged_once(store: JudgedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the synthetic store to commands, which otherwise read and judge their store at each call."""
+    monkeypatch.setattr(evidence, "read_store", lambda *of: store)
+
+
+@pytest.fixture(scope="module")
+def report_style() -> Iterator[None]:
+    """Draw the figures of a module in the style of the report."""
+    from repro.report.figures.style import figure_style
+
+    with figure_style():
+        yield
+
+
+@pytest.fixture
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the figures of a report, which take most of its time, in tests of a page's text."""
     monkeypatch.setattr("repro.report.figures.draw_all", lambda *of: [])

@@ -10,7 +10,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,38 +50,28 @@ def browser() -> Iterator[Any]:
 
 
 class Visit:
-    """One page in a new offline browser context, with its requests and its console errors."""
+    """One page in a new offline browser context, with its requests and its console."""
 
     def __init__(self, browser: Any, address: str, size: dict[str, int], scheme: str = "light"):
-        self.context = browser.new_context(
-            viewport=size, color_scheme=scheme, offline=True, is_mobile=False, service_workers="block"
-        )
+        options = {"offline": True, "is_mobile": False, "service_workers": "block"}
+        self.context = browser.new_context(viewport=size, color_scheme=scheme, **options)
         self.page = self.context.new_page()
         self.page.set_default_timeout(90_000)
         self.requests: list[str] = []
-        self.console_errors: list[str] = []
+        self.console: list[tuple[str, str]] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", self._console)
-        self.page.on("pageerror", lambda error: self.console_errors.append(str(error)))
+        self.page.on("console", lambda message: self.console.append((message.type, message.text)))
+        self.page.on("pageerror", lambda error: self.console.append(("error", str(error))))
         self.page.goto(address)
-
-    def _console(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
-            self.console_errors.append(message.text)
 
     def shown(self) -> list[str]:
         """Return the ids of the claims that no filter hides."""
-        found: list[str] = self.page.eval_on_selector_all(
-            "tr[data-verdict]:not([hidden])", "all => all.map(one => one.id.slice('claim-'.length))"
-        )
-        return found
+        ids = "all => all.map(one => one.id.slice('claim-'.length))"
+        return list(self.page.eval_on_selector_all("tr[data-verdict]:not([hidden])", ids))
 
     def names(self) -> list[str]:
         """Return the names in the visible rows of the table of experiments."""
-        found: list[str] = self.page.eval_on_selector_all(
-            "#records a", "all => all.map(one => one.textContent)"
-        )
-        return found
+        return list(self.page.eval_on_selector_all("#records a", "all => all.map(one => one.textContent)"))
 
 
 @pytest.fixture
@@ -104,16 +94,18 @@ def records(site_dir: Path) -> list[dict[str, Any]]:
     return stored_rows((site_dir / "records.js").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("is_desk", [True, False], ids=["desk", "phone"])
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_load_offline_without_console_errors(
-    visit: Any, name: str, size: dict[str, int], scheme: str, site_dir: Path, tmp_path: Path
+    visit: Any, name: str, is_desk: bool, site_dir: Path, tmp_path: Path
 ) -> None:
+    """Each page has each size and each colour scheme once; half of the pages are dark on a desk."""
+    size = DESK if is_desk else PHONE
+    scheme = "dark" if is_desk == (PAGES.index(name) % 2 == 0) else "light"
     seen = visit(name, size, scheme)
     seen.page.wait_for_load_state("load")
     assert [url for url in seen.requests if not url.startswith(("data:", site_dir.as_uri()))] == []
-    assert seen.console_errors == []
+    assert [line for line in seen.console if line[0] in ("error", "warning")] == []
     assert seen.page.evaluate("document.getElementsByTagName('*').length") < MAX_NODES
     # Only tables and pictures, which have their own scroll bars, may be wider than the window.
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
@@ -136,50 +128,44 @@ def test_pages_load_offline_without_console_errors(
 def test_a_figure_has_the_background_of_its_page(visit: Any, scheme: str) -> None:
     from PIL import Image
 
-    page = visit("source-zero.html", DESK, scheme).page
+    page = visit("source-zero.html", scheme=scheme).page
     figure = page.locator("#figure-states .picture")
     assert figure.locator("img").evaluate("one => one.naturalWidth") > 100
     picture = Image.open(io.BytesIO(figure.screenshot())).convert("RGB")
-    colours = picture.getcolors(1 << 20)
-    assert colours
-    usual = max(colours)[1]
+    _, usual = max(picture.getcolors(1 << 20) or [])
     assert usual == ((255, 255, 255) if scheme == "light" else (0x14, 0x19, 0x1F))
 
 
 def test_each_filter_shows_the_matching_claims(visit: Any, store: JudgedStore) -> None:
-    page, about = visit("claims.html"), store.ledger.about
-    first = list(dict.fromkeys(line.claim for line in headline_lines(store.ledger, store.judged)))
-    others = [result.claim.id for result in store.judged if result.claim.id not in first]
-    everything = [*first, *others]
-    results = {result.claim.id: result for result in store.judged}
-    files = {claim: results[claim].claim.file for claim in everything}
-    assert page.shown() == everything
+    seen, results = visit("claims.html"), {result.claim.id: result for result in store.judged}
+    first = dict.fromkeys(line.claim for line in headline_lines(store.ledger, store.judged))
+    everything = [*first, *(claim for claim in results if claim not in first)]
+    author = {claim: store.ledger.about[result.claim.file] for claim, result in results.items()}
+    assert seen.shown() == everything
 
-    def choose(name: str, value: str) -> list[str]:
-        page.page.select_option(f"[name={name}]", value)
-        shown: list[str] = page.shown()
-        assert page.page.inner_text("#count") == f"{len(shown)} of {len(everything)} claims"
-        return shown
+    def check(is_wanted: Callable[[str], bool], **filters: str) -> None:
+        for name, value in filters.items():
+            seen.page.select_option(f"[name={name}]", value)
+        shown = seen.shown()
+        assert shown == [claim for claim in everything if is_wanted(claim)]
+        assert seen.page.inner_text("#count") == f"{len(shown)} of {len(everything)} claims"
 
-    zero = [claim for claim in everything if about[files[claim]] == "ZeRO"]
-    assert choose("source", "zero") == zero != []
-    beyond = [claim for claim in everything if not store.ledger.dates[files[claim]]]
-    assert choose("source", "beyond") == beyond != []
-    choose("source", "")
+    check(lambda claim: author[claim] == "ZeRO", source="zero")
+    check(lambda claim: not store.ledger.dates[results[claim].claim.file], source="beyond")
     for verdict in {result.verdict for result in store.judged}:
-        wanted = [claim for claim in everything if results[claim].verdict == verdict]
-        assert choose("verdict", verdict) == wanted
-    choose("verdict", "")
-    for kind in ("measured", "analytic"):
-        decided = [any(k.kind == kind and k.decided for k in results[claim].kinds) for claim in everything]
-        wanted = [claim for claim, yes in zip(everything, decided, strict=True) if yes]
-        assert choose("evidence", kind) == wanted != []
-    both = [claim for claim in wanted if about[files[claim]] == "Yuan"]
-    assert choose("source", "yuan") == both
-    page.page.click("[type=reset]")
-    assert page.shown() == everything
-    page.page.fill("[name=text]", "ZERO-FIG1")
-    assert page.shown() == [claim for claim in everything if "zero-fig1" in claim]
+        check(lambda claim, verdict=verdict: results[claim].verdict == verdict, source="", verdict=verdict)
+    decided = {
+        kind: {c for c, r in results.items() if any(k.kind == kind and k.decided for k in r.kinds)}
+        for kind in ("measured", "analytic")
+    }
+    assert all(decided.values())
+    check(lambda claim: claim in decided["measured"], verdict="", evidence="measured")
+    check(lambda claim: claim in decided["analytic"], evidence="analytic")
+    check(lambda claim: claim in decided["analytic"] and author[claim] == "Yuan", source="yuan")
+    seen.page.click("[type=reset]")
+    assert seen.shown() == everything
+    seen.page.fill("[name=text]", "ZERO-FIG1")
+    assert seen.shown() == [claim for claim in everything if "zero-fig1" in claim]
 
 
 def test_verdict_tiles_link_to_their_claims_and_back(visit: Any, store: JudgedStore) -> None:
@@ -194,21 +180,17 @@ def test_verdict_tiles_link_to_their_claims_and_back(visit: Any, store: JudgedSt
     assert sorted(page.shown()) == wanted, "the address contains the filter"
 
 
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_claim_page_has_conditions_source_verdict_and_commands(visit: Any, size: dict[str, int]) -> None:
-    seen = visit("claims.html", size)
-    seen.page.click("#claim-zero-mem-formula-stages a")
-    text = seen.page.inner_text("body")
-    for word in ("Conditions", "Source", "Certainty", "confirmed", "Verdict", "tolerance:", "scaled twin"):
-        assert word in text, word
-    assert "repro run suites/smoke.toml --only 'states-z" in text
-    assert "repro claims zero-mem-formula-stages" in text
-    assert "are in the store" in text
-    assert seen.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-
-
-def test_claims_and_records_link_to_each_other(visit: Any) -> None:
-    page = visit(CLAIM).page
+def test_claim_page_has_its_evidence_and_links_to_its_records(visit: Any) -> None:
+    page = visit("claims.html").page
+    page.click("#claim-zero-mem-formula-stages a")
+    text = page.inner_text("body")
+    for expected in (
+        *("Conditions", "Source", "Certainty", "confirmed", "Verdict", "tolerance:", "scaled twin"),
+        "repro run suites/smoke.toml --only 'states-z",
+        "repro claims zero-mem-formula-stages",
+        "are in the store",
+    ):
+        assert expected in text
     page.click("summary >> text=List of the records")
     page.click("a[href*='experiments.html#run-']")
     assert page.is_visible("#record")
@@ -218,9 +200,8 @@ def test_claims_and_records_link_to_each_other(visit: Any) -> None:
     assert page.url.endswith(CLAIM)
 
 
-def test_table_renders_visible_rows_and_scrolling_reaches_all(
-    visit: Any, records: list[dict[str, Any]]
-) -> None:
+def test_scrolling_reaches_all_rows_of_the_table(visit: Any, records: list[dict[str, Any]]) -> None:
+    """The table renders only visible rows."""
     seen = visit("experiments.html", {"width": 1280, "height": 300})
     assert 0 < len(seen.names()) < len(records)
     reached = set(seen.names())
@@ -235,11 +216,8 @@ def test_experiments_can_be_searched_and_sorted(visit: Any, records: list[dict[s
     seen = visit("experiments.html", {"width": 1280, "height": 6000})
     page = seen.page
     assert page.inner_text("#count") == f"{len(records)} of {len(records)} experiments"
-    for key, head in (
-        ("states_gb", "Model states (GB)"),
-        ("step_s", "Step time (s)"),
-        ("name", "Experiment"),
-    ):
+    heads = {"states_gb": "Model states (GB)", "step_s": "Step time (s)", "name": "Experiment"}
+    for key, head in heads.items():
         wanted = sorted(row[key] for row in records if row[key] is not None)
         cells = f"#records td.{key}"
         for order, values in (("ascending", wanted), ("descending", wanted[::-1])):
@@ -257,9 +235,7 @@ def test_experiments_can_be_searched_and_sorted(visit: Any, records: list[dict[s
     assert len(seen.names()) == len(records)
 
 
-def test_an_experiment_is_opened_and_closed_with_the_keyboard(
-    visit: Any, records: list[dict[str, Any]]
-) -> None:
+def test_the_keyboard_opens_and_closes_an_experiment(visit: Any, records: list[dict[str, Any]]) -> None:
     page = visit("experiments.html").page
     page.focus("#records a")
     name = page.evaluate("document.activeElement.textContent")

@@ -21,17 +21,19 @@ from tests.launch.runs import write_suite
 from tests.records import made_up
 from tests.report import synthetic
 
+CASE = synthetic.experiment("case", dp=2)
+
 
 def append_launches(
     root: Path,
-    e: Experiment,
+    e: Experiment = CASE,
     *,
     seconds: float = 1.0,
     outcome: str = "ok",
     commit: str = "",
     memory_factor: float = 1.0,
     launches: int = MIN_LAUNCHES,
-) -> ExperimentRecord:
+) -> None:
     found = synthetic.results(e, seconds) if outcome == "ok" else []
     source = {"git": {"commit": commit}}
     record = experiment_record(e, found, suite="s", provenance=source, wall_s=1.0, outcome=outcome, reason="")
@@ -40,12 +42,6 @@ def append_launches(
     with Store(root) as store:
         for _ in range(launches):
             store.append(record)
-    return record
-
-
-@pytest.fixture
-def e() -> Experiment:
-    return synthetic.experiment("case", dp=2)
 
 
 def run_compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -67,7 +63,6 @@ def run_compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[in
 )
 def test_differences_are_judged(
     tmp_path: Path,
-    e: Experiment,
     capsys: pytest.CaptureFixture[str],
     change: dict[str, Any],
     kind: str,
@@ -75,15 +70,15 @@ def test_differences_are_judged(
     code: int,
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    append_launches(a, e)
-    append_launches(b, e, **change)
+    append_launches(a)
+    append_launches(b, **change)
     found = run_compare(capsys, str(a), str(b))
     assert (found[0], found[1][kind]["judged"]) == (code, judged)
 
 
-def test_two_commits_are_compared(tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
-    append_launches(tmp_path, e, commit="aaaa1111")
-    append_launches(tmp_path, e, seconds=2.0, commit="bbbb2222")
+def test_two_commits_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append_launches(tmp_path, commit="aaaa1111")
+    append_launches(tmp_path, seconds=2.0, commit="bbbb2222")
     code, found = run_compare(capsys, "aaaa", "bbbb", "--results", str(tmp_path))
     assert (code, found["speed"]["judged"]) == (1, "worse")
     assert found["speed"]["low"] <= found["speed"]["ratio"] <= found["speed"]["high"]
@@ -91,13 +86,10 @@ def test_two_commits_are_compared(tmp_path: Path, e: Experiment, capsys: pytest.
     assert "aaaa1111, bbbb2222" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("launches", [1, 5])
-def test_speed_is_undecided_with_few_launches(
-    tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str], launches: int
-) -> None:
+def test_speed_is_undecided_with_few_launches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    append_launches(a, e)
-    append_launches(b, e, seconds=2.0, launches=launches)
+    append_launches(a)
+    append_launches(b, seconds=2.0, launches=MIN_LAUNCHES - 1)
     code, found = run_compare(capsys, str(a), str(b))
     assert (code, found["speed"]["judged"], found["speed"]["low"]) == (0, "not decided", None)
     assert cli.main(["compare", str(a), str(b)]) == 0
@@ -107,12 +99,12 @@ def test_speed_is_undecided_with_few_launches(
 
 
 def test_speed_is_undecided_with_an_interval_wider_than_tolerance(
-    tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     for index in range(8):
-        append_launches(a, e, launches=1)
-        append_launches(b, e, seconds=0.8 if index % 2 else 1.25, launches=1)
+        append_launches(a, launches=1)
+        append_launches(b, seconds=0.8 if index % 2 else 1.25, launches=1)
     code, found = run_compare(capsys, str(a), str(b))
     assert (code, found["speed"]["judged"]) == (0, "not decided")
     assert found["speed"]["low"] < 0.95
@@ -162,7 +154,7 @@ def test_a_15_percent_slower_step_is_detected_under_load() -> None:
 
 
 def test_two_commits_run_alternately_in_worktrees(
-    tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
     trees: set[Path] = set()
@@ -171,7 +163,7 @@ def test_two_commits_run_alternately_in_worktrees(
         assert (tree / "repro" / "__init__.py").is_file()
         ran.append(store.name)
         trees.add(tree)
-        append_launches(store, e, seconds=1.0 if store.name == "a" else 2.0, launches=1)
+        append_launches(store, seconds=1.0 if store.name == "a" else 2.0, launches=1)
 
     monkeypatch.setattr(compare, "_run_suite", run_suite)
     suite = write_suite(tmp_path, '[[experiment]]\nname = "one"')
@@ -196,10 +188,10 @@ def test_one_launch_of_a_commit_decides_nothing(tmp_path: Path, capsys: pytest.C
 
 
 def test_comparison_needs_common_experiments_and_enough_steps(
-    tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    append_launches(a, e)
+    append_launches(a)
     append_launches(b, synthetic.experiment("other", dp=4))
     assert cli.main(["compare", str(a), str(b)]) == 2
     assert "records of an experiment that" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from repro.report.views import experiments_of
 from repro.results.schema import Record
 from tests.records import made_up
 from tests.report.synthetic import experiment
-from tests.report.test_page import read_pages
+from tests.report.test_page import parse_pages, read_site
 
 
 def output_of(*command: str) -> str:
@@ -31,21 +31,17 @@ def output_of(*command: str) -> str:
 @pytest.fixture(scope="module")
 def claims(synthetic_results: Path) -> list[dict[str, Any]]:
     """Return the claims of `repro claims --json`."""
-    found: list[dict[str, Any]] = json.loads(
-        output_of("claims", "--json", "--results", str(synthetic_results))
-    )["claims"]
-    return found
-
-
-@pytest.fixture(scope="module")
-def exported(synthetic_results: Path) -> pd.DataFrame:
-    """Return the table of `repro export --table values`."""
-    command = ["export", "--table", "values", "--format", "csv", "--results", str(synthetic_results)]
-    return pd.read_csv(io.StringIO(output_of(*command)), keep_default_na=False, dtype=str)
+    document = json.loads(output_of("claims", "--json", "--results", str(synthetic_results)))
+    return list(document["claims"])
 
 
 def rows(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for claim in claims for row in claim["rows"]]
+
+
+def finding_of(row: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the first piece of evidence of a kind; empty without one."""
+    return next((finding for finding in row["evidence"] if finding["kind"] == kind), {})
 
 
 def as_text(value: Any) -> str:
@@ -53,19 +49,17 @@ def as_text(value: Any) -> str:
 
 
 def test_page_has_the_numbers_of_the_claims(claims: list[dict[str, Any]], site_dir: Path) -> None:
-    pages = read_pages(site_dir)
+    pages = parse_pages(read_site(site_dir))
     values = [value for claim in claims for value in pages[f"claims/{claim['id']}.html"].values]
-    expected = [
-        (finding["kind"], as_text(finding["value"])) for row in rows(claims) for finding in row["evidence"]
-    ]
+    findings = [finding for row in rows(claims) for finding in row["evidence"]]
+    expected = [(finding["kind"], as_text(finding["value"])) for finding in findings]
     assert values == expected
     assert sum(value != "" for _, value in expected) > 100
-    shown = {row["id"]: row for row in pages["claims.html"].rows}
-    assert sorted(shown, key=str) == sorted(f"claim-{claim['id']}" for claim in claims)
-    assert [shown[f"claim-{claim['id']}"]["data-verdict"] for claim in claims] == [
-        claim["verdict"] for claim in claims
-    ]
-    authors = {(str(shown[f"claim-{claim['id']}"]["data-source"]), claim["about"]) for claim in claims}
+    shown = {str(row["id"]).removeprefix("claim-"): row for row in pages["claims.html"].rows}
+    assert {id: row["data-verdict"] for id, row in shown.items()} == {
+        claim["id"]: claim["verdict"] for claim in claims
+    }
+    authors = {(str(shown[claim["id"]]["data-source"]), claim["about"]) for claim in claims}
     assert [about for source, about in authors if source == "zero"] == ["ZeRO"]
     assert {source for source, about in authors if about == "Megatron"} == {"megatron-2019", "megatron-2021"}
     assert all(source == "beyond" for source, about in authors if about in ("this suite", "one node of 2023"))
@@ -77,32 +71,31 @@ def test_data_frames_have_the_numbers_of_the_claims(claims: list[dict[str, Any]]
     assert list(store.claims()["verdict"]) == [claim["verdict"] for claim in claims]
     for (_, line), row in zip(frame.iterrows(), rows(claims), strict=True):
         for kind in KINDS:
-            seen = [finding for finding in row["evidence"] if finding["kind"] == kind]
+            seen = finding_of(row, kind)
             value, low, high = (line[kind], line[f"{kind}_low"], line[f"{kind}_high"])
-            if not seen or seen[0]["value"] is None:
+            if seen.get("value") is None:
                 assert pd.isna(value)
             else:
-                assert value == seen[0]["value"]
+                assert value == seen["value"]
                 if not isinstance(value, str):  # a word has no interval
-                    assert (low, high) == (seen[0]["low"], seen[0]["high"])
-    table = store.table()
-    assert list(table["verdict"]) == list(frame["verdict"])
+                    assert (low, high) == (seen["low"], seen["high"])
+    assert list(store.table()["verdict"]) == list(frame["verdict"])
     tidy = store.tidy()
-    numbers = frame.loc[
-        frame["analytic"].map(lambda value: isinstance(value, int | float)), "analytic"
-    ].dropna()
-    assert list(tidy.loc[tidy["kind"] == "analytic", "amount"]) == list(numbers)
+    numbers = [value for value in frame["analytic"].dropna() if isinstance(value, int | float)]
+    assert list(tidy.loc[tidy["kind"] == "analytic", "amount"]) == numbers
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_exports_match_the_claims(claims: list[dict[str, Any]], exported: pd.DataFrame, kind: str) -> None:
+def test_exports_match_the_claims(claims: list[dict[str, Any]], synthetic_results: Path) -> None:
+    command = ["export", "--table", "values", "--format", "csv", "--results", str(synthetic_results)]
+    exported = pd.read_csv(io.StringIO(output_of(*command)), keep_default_na=False, dtype=str)
     labels = [(claim["id"], row["label"], row["verdict"]) for claim in claims for row in claim["rows"]]
     assert list(exported[["claim", "value", "verdict"]].itertuples(index=False, name=None)) == labels
     for (_, line), row in zip(exported.iterrows(), rows(claims), strict=True):
-        seen = next((finding for finding in row["evidence"] if finding["kind"] == kind), {})
-        value = seen.get("value")
-        same = float(line[kind]) == value if isinstance(value, int | float) else line[kind] == as_text(value)
-        assert same, (line["claim"], line["value"])
+        for kind in KINDS:
+            value = finding_of(row, kind).get("value")
+            is_number = isinstance(value, int | float)
+            same = float(line[kind]) == value if is_number else line[kind] == as_text(value)
+            assert same, (line["claim"], line["value"], kind)
 
 
 def test_summary_counts_the_verdicts_of_the_claims(claims: list[dict[str, Any]], store: JudgedStore) -> None:
@@ -114,9 +107,13 @@ def test_summary_counts_the_verdicts_of_the_claims(claims: list[dict[str, Any]],
         assert line["not run"] == verdicts.count("not run")
 
 
-@pytest.mark.parametrize("kind", ["simulated", "emulated", "measured"])
 @pytest.mark.parametrize(
-    ("outcome", "left"), [("hang", True), ("error", True), ("ok", False), ("oom", False)]
+    ("kind", "outcome", "left"),
+    [
+        *(("simulated", "error", True), ("simulated", "oom", False)),
+        *(("emulated", "hang", True), ("emulated", "ok", False)),
+        *(("measured", "error", True), ("measured", "ok", False), ("measured", "oom", False)),
+    ],
 )
 def test_failed_experiments_remain_to_be_run(tmp_path: Path, kind: str, outcome: str, left: bool) -> None:
     """The record of a run on an emulated network has measured evidence."""

@@ -21,13 +21,15 @@ import pytest
 from repro import __version__
 from repro.claims.headlines import headline_lines
 from repro.claims.judge import judge
+from repro.claims.other_system import Answer, load_questions
 from repro.config import ConfigError
 from repro.report.evidence import JudgedStore
 from repro.report.figures import zero_stages
 from repro.report.figures.style import DARK_THEME, GRID, INK, MUTED
 from repro.report.page.build import Report, build_report
 from repro.report.page.build import print_report as command
-from repro.report.page.context import SOURCE_FIGURES
+from repro.report.page.context import SOURCE_FIGURES, template
+from tests import committed
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img", "wbr"}
 MAX_BYTES, MAX_NODES = 1_000_000, 5_000
@@ -70,10 +72,15 @@ class Page(HTMLParser):
             assert self.open.pop() == tag
 
 
-def read_pages(folder: Path) -> dict[str, Page]:
-    """Return the pages of a site by path, without its notebooks."""
-    paths = [*folder.glob("*.html"), *folder.glob("claims/*.html")]
-    return {str(path.relative_to(folder)): Page(path.read_text(encoding="utf-8")) for path in paths}
+def read_site(folder: Path) -> dict[str, str]:
+    """Return the texts of a site's files by path, without its figures and notebooks."""
+    paths = [*folder.glob("*.*"), *folder.glob("claims/*.html")]
+    return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in paths}
+
+
+def parse_pages(site: dict[str, str]) -> dict[str, Page]:
+    """Return the pages of a site by path."""
+    return {path: Page(text) for path, text in site.items() if path.endswith(".html")}
 
 
 def stored_rows(script: str) -> list[dict[str, Any]]:
@@ -96,105 +103,81 @@ def oversized_pages(site: dict[str, str]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(site_dir: Path) -> Path:
-    return Path(os.environ.get("REPRO_SITE") or site_dir)
+def site(site_dir: Path) -> dict[str, str]:
+    return read_site(site_dir)
 
 
 @pytest.fixture(scope="module")
-def pages(folder: Path) -> dict[str, Page]:
-    return read_pages(folder)
+def pages(site: dict[str, str]) -> dict[str, Page]:
+    return parse_pages(site)
 
 
-@pytest.fixture(scope="module")
-def text(site_dir: Path) -> str:
-    return (site_dir / "index.html").read_text(encoding="utf-8")
-
-
-def test_every_page_has_closed_tags_and_valid_links(pages: dict[str, Page], folder: Path) -> None:
-    records = {row["anchor"] for row in stored_rows((folder / "records.js").read_text(encoding="utf-8"))}
-    filters = ("verdict", "machine")
+def test_every_page_is_small_and_complete_with_valid_links(site_dir: Path) -> None:
+    """Every tag is closed, every page is two links from the first, and the site needs no other files."""
+    folder = Path(os.environ.get("REPRO_SITE") or site_dir)
+    site = read_site(folder)
+    pages = parse_pages(site)
+    assert len(site) > 100
+    assert list(oversized_pages(site)) == []
+    anchors = {path: set(page.ids) for path, page in pages.items()}
+    anchors["experiments.html"] |= {row["anchor"] for row in stored_rows(site["records.js"])}
     for path, page in pages.items():
         assert page.open == [], path
         assert len(page.ids) == len(set(page.ids)), path
         for link in page.links:
             name, _, part = unquote(link).partition("#")
-            target = ((folder / path).parent / name).resolve() if name else folder / path
-            assert target.is_file(), (path, link)
-            if part and part.partition("=")[0] not in filters:
-                known = pages[str(target.relative_to(folder.resolve() if name else folder))].ids
-                assert part in known or (target.name == "experiments.html" and part in records), (path, link)
-
-
-def test_every_page_is_two_links_from_the_first(pages: dict[str, Page], folder: Path) -> None:
+            target = os.path.normpath(Path(path).parent / name) if name else path
+            assert (folder / target).is_file(), (path, link)
+            if part and part.partition("=")[0] not in ("verdict", "machine"):  # filters
+                assert part in anchors[target], (path, link)
+        for source in page.sources:
+            assert source.startswith("data:") or ((folder / path).parent / source).is_file(), (path, source)
+    assert not re.search(r"url\(|@import", site["style.css"])
+    assert not re.search(r"https?:|fetch\(|XMLHttpRequest|import ", site["site.js"])
     reached = {"index.html"}
     for _ in range(2):
-        found = [
-            ((folder / path).parent / link.partition("#")[0])
-            for path in reached
-            for link in pages[path].links
-        ]
-        reached |= {os.path.relpath(target, folder) for target in found} & set(pages)
+        links = [(path, link.partition("#")[0]) for path in reached for link in pages[path].links]
+        reached |= {os.path.normpath(Path(path).parent / link) for path, link in links} & set(pages)
     assert reached == set(pages)
 
 
-def test_every_page_needs_only_files_of_the_site(pages: dict[str, Page], folder: Path) -> None:
-    for path, page in pages.items():
-        for source in page.sources:
-            assert source.startswith("data:") or ((folder / path).parent / source).is_file(), (path, source)
-    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("style.css", "site.js"))
-    assert "url(" not in style
-    assert "@import" not in style
-    assert not re.search(r"https?:|fetch\(|XMLHttpRequest|import ", script)
-
-
-def test_every_page_is_below_the_size_limits(folder: Path) -> None:
-    paths = [*folder.glob("*.*"), *folder.glob("claims/*.html")]
-    site = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in paths}
-    assert len(site) > 100
-    assert list(oversized_pages(site)) == []
-
-
-def test_pages_have_the_judges_verdicts(pages: dict[str, Page], site_dir: Path, store: JudgedStore) -> None:
+def test_pages_have_the_judges_verdicts(
+    site: dict[str, str], pages: dict[str, Page], store: JudgedStore
+) -> None:
     judged = judge(store.ledger, store.records, store.references)
-    wanted = {f"claim-{result.claim.id}": result.verdict for result in judged}
-    site = read_pages(site_dir)
-    rows = site["claims.html"].rows
-    assert {row["id"]: row["data-verdict"] for row in rows} == wanted
-    assert len(rows) == len(judged)
-    lists = [row for path, page in site.items() if path.startswith("source-") for row in page.rows]
-    assert {row["id"]: row["data-verdict"] for row in lists} == wanted
-    assert len(lists) == len(judged)
+    wanted = sorted((f"claim-{result.claim.id}", result.verdict) for result in judged)
+    by_source = [row for path, page in pages.items() if path.startswith("source-") for row in page.rows]
+    for rows in (pages["claims.html"].rows, by_source):
+        assert sorted((str(row["id"]), row["data-verdict"]) for row in rows) == wanted
     for result in judged:
-        page = (site_dir / "claims" / f"{result.claim.id}.html").read_text(encoding="utf-8")
+        page = site[f"claims/{result.claim.id}.html"]
         assert f" {result.verdict}</span>" in page[page.index("<h1>") : page.index("<main>")]
+    assert "scaled twin" in site["claims/zero-mem-formula-stages.html"], "the measurements are judged"
 
 
-def test_headline_claims_come_first(text: str, site_dir: Path, store: JudgedStore) -> None:
-    lines = headline_lines(store.ledger, store.judged)
+def test_headline_claims_and_sources_are_in_order(
+    site: dict[str, str], pages: dict[str, Page], store: JudgedStore
+) -> None:
+    """Headline claims come first in all lists; sources are in the order of publication."""
+    text, lines = site["index.html"], headline_lines(store.ledger, store.judged)
     table = text[text.index('class="stack cards headlines"') : text.index("</table>")]
     assert re.findall(r'href="claims/(.*?).html"', table) == [line.claim for line in lines]
     assert re.findall(r"badge [^>]*>. (.*?)</span>", table) == [line.verdict for line in lines]
     published = map(html.unescape, re.findall(r'"Published">(.*?)</td>', table))
     assert list(published) == [line.published for line in lines]
-    first = list(dict.fromkeys(line.claim for line in lines))
-    rows = Page((site_dir / "claims.html").read_text(encoding="utf-8")).rows
-    assert [str(row["id"]).removeprefix("claim-") for row in rows][: len(first)] == first
+    first = list(dict.fromkeys(f"claim-{line.claim}" for line in lines))
+    assert [row["id"] for row in pages["claims.html"].rows][: len(first)] == first
+    sources = ["megatron-2019", "zero", "deepspeed-feb2020", "turing-nlg", "megatron-2021", "yuan", "beyond"]
+    assert re.findall(r'href="source-(.*?).html"', text[: text.index("</nav>")]) == sources
+    assert sources == list(SOURCE_FIGURES)
 
 
-def test_sources_are_in_the_order_of_publication(text: str) -> None:
-    named = re.findall(r'href="source-(.*?).html"', text[: text.index("</nav>")])
-    assert named == [
-        *("megatron-2019", "zero", "deepspeed-feb2020", "turing-nlg", "megatron-2021", "yuan", "beyond"),
-    ]
-    assert named == list(SOURCE_FIGURES)
-
-
-def test_records_and_claims_link_to_each_other(pages: dict[str, Page], site_dir: Path) -> None:
-    rows = stored_rows((site_dir / "records.js").read_text(encoding="utf-8"))
+def test_records_and_claims_link_to_each_other(site: dict[str, str], pages: dict[str, Page]) -> None:
+    rows = stored_rows(site["records.js"])
     forth = {(row["anchor"], claim) for row in rows for claim in row["claims"]}
     back = {
         (unquote(link).partition("#")[2], Path(path).stem)
-        for path, page in read_pages(site_dir).items()
+        for path, page in pages.items()
         if path.startswith("claims/")
         for link in page.links
         if "experiments.html#" in link
@@ -202,70 +185,55 @@ def test_records_and_claims_link_to_each_other(pages: dict[str, Page], site_dir:
     assert forth == back != set()
 
 
-def test_measured_evidence_of_the_store_is_judged(site_dir: Path) -> None:
-    assert "scaled twin" in (site_dir / "claims/zero-mem-formula-stages.html").read_text(encoding="utf-8")
+def test_reference_records_are_marked_with_device_and_date(site: dict[str, str]) -> None:
+    measured = "as measured on NVIDIA H200, 2026-"
+    assert f"one rank of 64, {measured}" in site["claims/zero-ddp-oom-limit.html"]
+    assert "come from reference records of this package" in site["index.html"]
+    devices = site["machines.html"].partition('id="devices"')[2]
+    assert measured in devices.partition('href="claims/zero-ddp-oom-limit.html"')[0]
 
 
-def test_reference_records_are_marked_with_device_and_date(text: str, site_dir: Path) -> None:
-    details = (site_dir / "claims/zero-ddp-oom-limit.html").read_text(encoding="utf-8")
-    assert "one rank of 64, as measured on NVIDIA H200, 2026-" in details
-    assert "come from reference records of this package" in text
-    devices = (site_dir / "machines.html").read_text(encoding="utf-8").partition('id="devices"')[2]
-    assert (
-        "as measured on NVIDIA H200, 2026-"
-        in devices[: devices.index('href="claims/zero-ddp-oom-limit.html"')]
-    )
-
-
-def test_footer_has_version_and_commit_of_the_program(text: str) -> None:
+def test_footer_has_version_and_commit_of_the_program(site: dict[str, str]) -> None:
     rev_parse = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     commit = subprocess.run(rev_parse, capture_output=True, text=True, check=False).stdout[:9]
-    footer = text[text.index("<footer>") :]
+    footer = site["index.html"].partition("<footer>")[2]
     assert f"of repro {__version__}{' at ' if commit else ''}{commit}" in footer
 
 
-def test_failure_reasons_are_escaped(site_dir: Path) -> None:
-    """`site.js` inserts the data as text nodes, never as HTML."""
-    assert "step 1 <not enough>" in (site_dir / "records.js").read_text(encoding="utf-8")
-    assert "innerHTML" not in (site_dir / "site.js").read_text(encoding="utf-8")
-
-
-def test_failures_and_missing_intervals_are_reported(text: str, site_dir: Path) -> None:
-    assert "without a conclusive result: smoke/fp16-z2-dp2 (hang)" in text
-    assert "no interval" in (site_dir / "experiments.html").read_text(encoding="utf-8")
+def test_failures_and_missing_intervals_are_reported(site: dict[str, str]) -> None:
+    """The reason of a failure is data, which `site.js` inserts as text nodes, never as HTML."""
+    assert "without a conclusive result: smoke/fp16-z2-dp2 (hang)" in site["index.html"]
+    assert "no interval" in site["experiments.html"]
+    assert "step 1 <not enough>" in site["records.js"]
+    assert "innerHTML" not in site["site.js"]
 
 
 def test_every_figure_is_on_one_page_with_its_files(
-    site_dir: Path, pages: dict[str, Page], report: Report
+    site: dict[str, str], pages: dict[str, Page], site_dir: Path, report: Report
 ) -> None:
-    shown = [one for page in read_pages(site_dir).values() for one in page.ids if one.startswith("figure-")]
+    shown = [one for page in pages.values() for one in page.ids if one.startswith("figure-")]
     assert len(shown) == len(set(shown))
-    assert {f"figure-{path.stem}" for path in report.figures} <= set(shown)
-    assert {f"figure-{name}" for name in " ".join(SOURCE_FIGURES.values()).split()} <= set(shown)
-    zero = (site_dir / "source-zero.html").read_text(encoding="utf-8")
-    for name in ("states", "communication", "peak"):
-        assert f'<img src="figures/{name}.svg" alt=' in zero
+    names = [*(path.stem for path in report.figures), *" ".join(SOURCE_FIGURES.values()).split()]
+    assert {f"figure-{name}" for name in names} <= set(shown)
     for name in ("states", "communication", "loss", "peak"):
+        assert (f'<img src="figures/{name}.svg" alt=' in site["source-zero.html"]) == (name != "loss")
         assert (site_dir / "figures" / f"{name}.svg").read_text().startswith("<svg")
         assert (site_dir / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_figures_have_colours_for_light_and_dark_pages(site_dir: Path) -> None:
+def test_figures_have_colours_for_light_and_dark_pages(site: dict[str, str], site_dir: Path) -> None:
     """Each SVG has the colours of the light page and style rules for the dark page."""
-    style = (site_dir / "style.css").read_text(encoding="utf-8")
-    themes = re.findall(r"--([a-z]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", style)
+    themes = re.findall(r"--([a-z]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", site["style.css"])
     light, dark = ({name: colours[place] for name, *colours in themes} for place in (0, 1))
     names = ("ink", "muted", "line", "page")
     assert [light[name] for name in names] == [INK, MUTED, GRID, "#ffffff"] == list(DARK_THEME)
     assert [dark[name] for name in names] == list(DARK_THEME.values())
     for path in (site_dir / "figures").glob("*.svg"):
-        rules = re.search(
-            r"<style>@media screen and \(prefers-color-scheme: dark\) (.*?)</style>", path.read_text()
-        )
-        assert rules, path
+        rule = r"<style>@media screen and \(prefers-color-scheme: dark\) (.*?)</style>"
+        (rules,) = re.findall(rule, path.read_text())
         for before, after in DARK_THEME.items():
-            assert f'[style*="fill: {before}"], [fill="{before}"]) {{ fill: {after} !important }}' in rules[1]
-        assert ':not(text):is([style*="fill: #ffffff"]' in rules[1], "white letters are on coloured areas"
+            assert f'[style*="fill: {before}"], [fill="{before}"]) {{ fill: {after} !important }}' in rules
+        assert ':not(text):is([style*="fill: #ffffff"]' in rules, "white letters are on coloured areas"
 
 
 def test_json_is_one_document(
@@ -289,11 +257,10 @@ def test_empty_store_gives_the_ledger_and_commands_to_run(
     stale = tmp_path / "out" / "figures" / "states.svg"
     stale.touch()
     assert command(tmp_path / "results", tmp_path / "out", json=False, notebooks=False) == 0
-    text = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    assert 'class="stack cards headlines"' in text
-    assert read_pages(tmp_path / "out")["claims.html"].rows
-    zero = (tmp_path / "out" / "source-zero.html").read_text(encoding="utf-8")
-    assert "repro run suites/smoke.toml --only &#39;states-*&#39;" in zero
+    site = read_site(tmp_path / "out")
+    assert 'class="stack cards headlines"' in site["index.html"]
+    assert Page(site["claims.html"]).rows
+    assert "repro run suites/smoke.toml --only &#39;states-*&#39;" in site["source-zero.html"]
     assert "no records in" in capsys.readouterr().out
     assert not stale.exists()
     assert not (tmp_path / "results").exists()
@@ -303,3 +270,22 @@ def test_output_path_of_a_file_is_an_error(synthetic_results: Path, tmp_path: Pa
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"out = '.*file'"):
         build_report(synthetic_results, tmp_path / "file")
+
+
+def test_section_on_other_systems_has_published_values_and_predictions() -> None:
+    asked = load_questions(committed.ledger()).asked
+    words = {"word": "a smaller gain (or as then)", "rests_on": "published point"}
+    gain = Answer(question=asked[0], value=1.5, low=1.25, high=4.0, **words)
+    unanswered = Answer(question=asked[1], lacks="1.5b-dp: the step does not fit in memory")
+
+    def section(*systems: str) -> str:
+        again = {system: [gain, unanswered] for system in systems}
+        return template("again.html").render(again=again, ledger=committed.ledger())
+
+    text = section("dgx-h100", "dgx-h200")
+    basis = 'title="rests on: published point"'
+    predictions = ("<b>1.5x [1.25, 4]</b>", words["word"], basis, unanswered.lacks)
+    assert [text.count(prediction) for prediction in predictions] == [2, 2, 2, 2]
+    for expected in ("Predicted on dgx-h200", "<td>3.75x</td>", "claims/ds-3p75x-lowbw.html", "no verdicts"):
+        assert expected in text
+    assert section().strip() == "", "the store has no simulations"

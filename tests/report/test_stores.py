@@ -55,19 +55,18 @@ def without(key: str) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize("store", ["empty", "failures", "damaged"])
+@pytest.mark.parametrize("store", ["empty", "damaged"])
 def test_commands_report_damaged_lines_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], store: str, command: list[str]
 ) -> None:
+    """The damaged store also has one failure of each kind and a record of another protocol."""
     (tmp_path / "results").mkdir()
-    if store == "failures":
+    if store == "damaged":
+        none = {"metrics": {}, "series": {}, "memory_by_rank": []}
         kinds = ("hang", "error", "timeout", "oom", "diverged")
-        failed = [
-            valid(outcome=k, reason=f"it was {k}", metrics={}, series={}, memory_by_rank=[]) for k in kinds
-        ]
-        write(tmp_path, *failed)
-    elif store == "damaged":
-        write(tmp_path, valid(), '{"kind": "experiment"', without("metrics"), valid(protocol=PROTOCOL + 1))
+        failed = [valid(name=kind, outcome=kind, reason=f"it was {kind}", **none) for kind in kinds]
+        damaged = ['{"kind": "experiment"', without("metrics")]
+        write(tmp_path, valid(), *damaged, valid(protocol=PROTOCOL + 1), *failed)
     assert cli.main([*command, "--results", str(tmp_path / "results")]) == 0
     err = capsys.readouterr().err
     assert "Traceback" not in err
@@ -76,45 +75,32 @@ def test_commands_report_damaged_lines_without_a_traceback(
         assert "writer.jsonl:3: metrics: missing in a record of kind experiment; skipped" in err
 
 
-@pytest.mark.usefixtures("without_figures")
-def test_page_of_a_store_with_only_failures_reports_them(tmp_path: Path) -> None:
-    kinds = ("hang", "error", "timeout")
-    write(tmp_path, *(valid(name=k, outcome=k, reason=f"it was {k}", metrics={}, series={}) for k in kinds))
-    report = build_report(tmp_path / "results", tmp_path / "out")
-    assert any("without a conclusive result: smoke/error (error)" in remark for remark in report.remarks)
-    assert "it was timeout" in (tmp_path / "out/records.js").read_text()
-    assert report.verdicts["reproduced"] > 0  # closed forms need no record
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "not a record"),
-        (b"\x00\xff\xfe", "not a record"),
-        ("[" * 100_000, "not a record"),
-        ("[1]", "not a record"),
-        ("{}", "kind: must be one of experiment"),
-        (without("metrics"), "metrics: missing in a record of kind experiment"),
-        (valid(metrics=[]), "metrics: of another type in a record of kind experiment"),
-        (valid(experiment={}), "experiment.model: missing in a record of kind experiment"),
-        ('{"kind": "comparison"}', "suite: missing in a record of kind comparison"),
-    ],
-    ids=["cut", "bytes", "deep", "list", "empty", "no metrics", "odd metrics", "no model", "comparison"],
-)
-def test_invalid_lines_are_named_and_other_lines_are_read(
-    tmp_path: Path, line: str | bytes, message: str
-) -> None:
-    path = write(tmp_path, valid(), line, valid(name="after"))
+def test_invalid_lines_are_named_and_other_lines_are_read(tmp_path: Path) -> None:
+    remarks: dict[str | bytes, str] = {
+        "{": "not a record",
+        b"\x00\xff\xfe": "not a record",
+        "[" * 100_000: "not a record",
+        "[1]": "not a record",
+        "{}": "kind: must be one of experiment",
+        without("metrics"): "metrics: missing in a record of kind experiment",
+        valid(metrics=[]): "metrics: of another type in a record of kind experiment",
+        valid(experiment={}): "experiment.model: missing in a record of kind experiment",
+        '{"kind": "comparison"}': "suite: missing in a record of kind comparison",
+    }
+    path = write(tmp_path, valid(), *remarks, valid(name="after"))
     found = evidence.read_store(tmp_path / "results")
     assert [record.name for record in found.records] == ["states-z0-dp1", "after"]
-    assert len(found.torn) == 1
-    assert found.torn[0].startswith(f"{path}:2: {message}")
+    for number, (remark, message) in enumerate(zip(found.torn, remarks.values(), strict=True), 2):
+        assert remark.startswith(f"{path}:{number}: {message}")
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_page_counts_invalid_lines_and_records_of_other_protocols(tmp_path: Path) -> None:
+def test_page_reports_failures_invalid_lines_and_records_of_other_protocols(tmp_path: Path) -> None:
+    """The store has no conclusive record."""
     others = [valid(protocol=protocol, name="of-another-protocol") for protocol in (PROTOCOL + 1, None)]
-    path = write(tmp_path, *["{"] * 25, *others, valid(name="now"))
+    kinds = ("hang", "error", "timeout")
+    failed = [valid(name=k, outcome=k, reason=f"it was {k}", metrics={}, series={}) for k in kinds]
+    path = write(tmp_path, *["{"] * 25, *others, *failed)
     report = build_report(tmp_path / "results", tmp_path / "out")
     assert report.remarks[0] == f"{path}:1: not a record, skipped"
     assert report.remarks[10:12] == [
@@ -122,19 +108,13 @@ def test_page_counts_invalid_lines_and_records_of_other_protocols(tmp_path: Path
         "2 records of another version of the measurement protocol are omitted, because they are not comparable",
     ]
     assert f"{path}:1: not a record" in report.page.read_text()
-    assert "of-another-protocol" not in (tmp_path / "out/records.js").read_text()
-    assert report.experiments == 1
-    assert list(evidence.read_store(tmp_path / "results").provenance()["judged"]) == [False, False, True]
-
-
-@pytest.mark.usefixtures("without_figures")
-def test_results_option_with_a_file_gives_no_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    code = cli.main(["report", "--results", str(tmp_path / "file"), "--out", str(tmp_path / "out")])
-    assert code in (0, 1, 2)
-    assert "Traceback" not in capsys.readouterr().err
+    assert any("without a conclusive result: smoke/error (error)" in remark for remark in report.remarks)
+    data = (tmp_path / "out/records.js").read_text()
+    assert ("it was timeout" in data, "of-another-protocol" in data) == (True, False)
+    assert report.experiments == 3
+    assert report.verdicts["reproduced"] > 0  # closed forms need no record
+    judged = evidence.read_store(tmp_path / "results").provenance()["judged"]
+    assert list(judged) == [False, False, True, True, True]
 
 
 @pytest.mark.slow

@@ -36,7 +36,6 @@ from repro.claims.judge import judge
 from repro.cli import main
 from repro.config.systems import load_system_file as load_system
 from repro.report.figures import draw_all, validation
-from repro.report.figures.style import figure_style
 from repro.report.text import validate
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
@@ -45,6 +44,7 @@ from repro.simulate.time.calibration import BASES, PUBLISHED_POINT, UNCALIBRATED
 from tests import committed
 from tests.records import changed
 
+pytestmark = pytest.mark.usefixtures("report_style")
 LEDGER = committed.ledger()
 FOLDER = Path(__file__).parents[2] / "suites"
 
@@ -64,12 +64,19 @@ def record(suite: str, name: str, flops: float, samples: float = 100.0, **memory
     return replace(made, outcome="ok", metrics=metrics)
 
 
-def counted_points(*records: ExperimentRecord) -> dict[str, Point]:
-    return {point.name: point for point in all_points(*records) if not point.left_out}
-
-
 def all_points(*records: ExperimentRecord) -> list[Point]:
     return points(judge(LEDGER, records), records)
+
+
+def counted_points(*records: ExperimentRecord) -> list[Point]:
+    return [point for point in all_points(*records) if not point.left_out]
+
+
+def write_store(results: Path, *records: ExperimentRecord) -> Path:
+    with Store(results) as opened:
+        for made in records:
+            opened.append(made)
+    return results
 
 
 def test_one_run_counts_once_in_its_family() -> None:
@@ -97,7 +104,7 @@ def test_a_point_has_the_weaker_basis_of_its_runs() -> None:
 
 
 def test_step_times_are_compared_as_rates() -> None:
-    (point,) = counted_points(record("yuan", "yuan-245b", 1e12, samples=3360 / 50)).values()
+    (point,) = counted_points(record("yuan", "yuan-245b", 1e12, samples=3360 / 50))
     assert (point.unit, point.published, point.predicted) == ("s", 46.20, 50)
     assert point.error == pytest.approx(46.20 / 50 - 1)
 
@@ -107,19 +114,16 @@ def test_calibration_values_and_bounds_are_omitted() -> None:
     assert {point.left_out for point in all_points(base)} == {CALIBRATION}
     seen = all_points(record("zero_throughput", "fig2-100b-zero", 40e12))
     reasons = {point.label: point.left_out for point in seen if point.claim == "zero-fig2-throughput"}
-    assert reasons == {
-        "100B per GPU (text)": BOUND,
-        "100B on 400 GPUs (text)": BOUND,
-        "100B: ZeRO per GPU": "",
-    }
+    bounds = dict.fromkeys(("100B per GPU (text)", "100B on 400 GPUs (text)"), BOUND)
+    assert reasons == {**bounds, "100B: ZeRO per GPU": ""}
 
 
 def test_ratios_have_two_runs_and_a_side_of_one() -> None:
-    name = "ds-64gpu-table/4B:-DeepSpeed-over-Megatron"
     both = [record("deepspeed_64gpu", f"64gpu-4b-{who}", 1e12) for who in ("deepspeed", "megatron")]
     for megatron, right in ((50, True), (120, False)):
         both[1].metrics["samples_per_s"] = megatron
-        point = counted_points(*both)[name]
+        (point,) = (point for point in counted_points(*both) if point.kind == RATIO)
+        assert point.name == "ds-64gpu-table/4B:-DeepSpeed-over-Megatron"
         assert (point.kind, point.family, point.right_side) == (RATIO, V100_ZERO, right)
         assert point.predicted == 100 / megatron
 
@@ -128,11 +132,9 @@ def test_gains_in_percent_are_not_ratios() -> None:
     """+19 % published and +7 % predicted differ by 12 points, although the ratios 1.19 and 1.07 are close."""
     both = [record("megatron_2021", f"gpt3-1024{kernels}", 1e12) for kernels in ("", "-unfused")]
     both[0].metrics["hardware_flops_per_s.device"] = 1.07e12
-    (gain,) = (
-        point for point in all_points(*both) if (point.claim, point.label) == ("meg2-fused-kernels", "175B")
-    )
-    assert gain.left_out == GAIN
-    assert gain.predicted == pytest.approx(7)
+    gains = {(point.claim, point.label): point for point in all_points(*both)}
+    gain = gains["meg2-fused-kernels", "175B"]
+    assert (gain.left_out, gain.predicted) == (GAIN, pytest.approx(7))
 
 
 def test_peak_memory_has_an_error_limit_and_source_statistics() -> None:
@@ -169,36 +171,31 @@ def test_families_have_median_and_worst_errors() -> None:
     assert (slow.points, slow.close, slow.median) == (1, 0, pytest.approx(0.4))
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    with Store(tmp_path / "results") as opened:
-        for made in (
-            record("zero_throughput", "fig2-8b-megatron", 20e12),
-            record("zero_throughput", "fig2-8b-zero", 40e12),
-            record("megatron_2019", "meg1-1.2b-mp1", 39e12),
-        ):
-            opened.append(made)
-    return tmp_path / "results"
-
-
 def test_validate_command_prints_text_json_and_figure(
-    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    picture = tmp_path / "x.svg"
-    assert main(["validate", "--results", str(store), "--svg", str(picture)]) == 0
-    text = capsys.readouterr().out
+    store = write_store(
+        tmp_path / "results",
+        record("zero_throughput", "fig2-8b-megatron", 20e12),
+        record("zero_throughput", "fig2-8b-zero", 40e12),
+        record("megatron_2019", "meg1-1.2b-mp1", 39e12),
+    )
+
+    def printed(*options: str) -> str:
+        assert main(["validate", "--results", str(store), *options]) == 0
+        return capsys.readouterr().out
+
+    text = printed("--svg", str(tmp_path / "x.svg"))
     assert "1 of 1 ratios are on the published side of 1" in " ".join(text.split())
     assert "Omitted: calibration values" not in text
+    assert (tmp_path / "x.svg").read_text().startswith("<svg")
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["validate", "--results", str(store), "--details"]) == 0
-    text = capsys.readouterr().out
+    text = printed("--details")
     assert "Omitted: calibration values" in text
     assert re.search(r"8B: speed-up .* published *\n", text)
     assert BASES[PUBLISHED_POINT] in " ".join(text.split())
     assert BASES[UNCALIBRATED] not in " ".join(text.split()), "no record has this basis"
-    assert picture.read_text().startswith("<svg")
-    assert main(["validate", "--results", str(store), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(printed("--json"))
     assert document["calibration"] == ["meg1-baseline-39tf/one-GPU"]
     assert [point["name"] for point in document["points"] if point["counts"]] == [
         "zero-fig2-throughput/8B:-ZeRO-per-GPU",
@@ -209,10 +206,9 @@ def test_validate_command_prints_text_json_and_figure(
 
 def test_large_errors_are_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """80B and 100B share one explanation; 8B has a small error; a calibration value has no side of 1."""
-    with Store(tmp_path) as opened:
-        for name, flops in (("80b-megatron", 2e12), ("100b-megatron", 2e12), ("8b-zero", 36.9e12)):
-            opened.append(record("zero_throughput", f"fig2-{name}", flops))
-        opened.append(record("megatron_2019", "dec2020-v100-1b", 71.9e12))
+    rates = {"80b-megatron": 2e12, "100b-megatron": 2e12, "8b-zero": 36.9e12}
+    records = [record("zero_throughput", f"fig2-{name}", flops) for name, flops in rates.items()]
+    write_store(tmp_path, *records, record("megatron_2019", "dec2020-v100-1b", 71.9e12))
     assert main(["validate", "--results", str(tmp_path), "--details"]) == 0
     text = capsys.readouterr().out
     assert "wrong side of 1" not in text
@@ -245,66 +241,47 @@ def test_figure_shows_only_counted_points() -> None:
     assert left.get_legend() is None, "a legend inside a panel would cover labels"
     (legend,) = drawing.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [V100_MEGATRON, V100_ZERO]
-    with figure_style():
-        assert text_layout_errors(drawing.figure) == []
+    assert text_layout_errors(drawing.figure) == []
     assert validation.draw_validation([]).missing == validation.VALIDATION_COMMAND
 
 
 def test_legend_names_every_family_inside_the_figure() -> None:
-    (rate,) = counted_points(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
+    (rate,) = counted_points(record("zero_throughput", "fig2-8b-zero", 40e12))
     drawing = validation.draw_validation([replace(rate, family=family) for family in FAMILIES])
     assert drawing.figure is not None
-    with figure_style():
-        assert text_layout_errors(drawing.figure) == []
+    assert text_layout_errors(drawing.figure) == []
     (legend,) = drawing.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(FAMILIES)
 
 
 def test_figure_has_a_vertical_line_for_each_interval() -> None:
     """Intervals are in TFLOP/s of a device; the longest published step time is the lowest rate."""
-    (rate,) = counted_points(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
-    (time,) = counted_points(record("yuan", "yuan-245b", 100e12, samples=3360 / 50)).values()
-    drawn = validation.draw_validation(
-        [replace(rate, low=30.0, high=44.0), replace(time, low=40.0, high=80.0)]
-    )
+    (rate,) = counted_points(record("zero_throughput", "fig2-8b-zero", 40e12))
+    (time,) = counted_points(record("yuan", "yuan-245b", 100e12, samples=3360 / 50))
+    intervals = [replace(rate, low=30.0, high=44.0), replace(time, low=40.0, high=80.0)]
+    drawn = validation.draw_validation(intervals)
     assert drawn.figure is not None
-    vertical = [
-        sorted(line.get_ydata()) for line in drawn.figure.axes[0].lines if len(set(line.get_xdata())) == 1
-    ]
+    lines = drawn.figure.axes[0].lines
+    vertical = [sorted(line.get_ydata()) for line in lines if len(set(line.get_xdata())) == 1]
     assert vertical == [pytest.approx([30, 44]), pytest.approx([100 * 50 / 80, 100 * 50 / 40])]
 
 
 def test_margins_come_from_other_reports_only() -> None:
     """Each row of one report has the margin of the other report; omitted rows have no margin."""
-    names = [
-        f"table1-{size}"
-        for size in ("1.7b", "3.6b", "7.5b", "18.4b", "39.1b", "76.1b", "145.6b", "310.1b", "529.6b", "1t")
-    ]
-    others = [
-        f"fig2-{size}-zero" for size in ("1.5b", "8b", "40b", "60b", "80b", "100b", "120b", "140b", "170b")
-    ]
-    records_ = [record("megatron_2021", name, 150e12) for name in names]
-    records_ += [record("zero_throughput", name, 30e12) for name in others]
-    seen = all_points(*records_)
+    sizes = "1.7b 3.6b 7.5b 18.4b 39.1b 76.1b 145.6b 310.1b 529.6b 1t"
+    of_one = [record("megatron_2021", f"table1-{size}", 150e12) for size in sizes.split()]
+    sizes = "1.5b 8b 40b 60b 80b 100b 120b 140b 170b"
+    others = [record("zero_throughput", f"fig2-{size}-zero", 30e12) for size in sizes.split()]
+    seen = all_points(*of_one, *others)
     rates = [point for point in seen if point.kind == RATE and not point.left_out]
-    assert (
-        {"MEG2" in point.reports for point in rates}
-        == {"ZERO3" in point.reports for point in rates}
-        == {True, False}
-    )
+    reports = {("MEG2" in point.reports, "ZERO3" in point.reports) for point in rates}
+    assert reports == {(True, False), (False, True)}
     for point in rates:
-        scores = [
-            conformity_score(other.low, other.high, other.published)
-            for other in rates
-            if not other.reports & point.reports and not set(other.runs) & set(point.runs)
-        ]
-        assert point.margin == conformal_margin(scores)
-        assert point.margin is not None
+        others_of_point = [other for other in rates if not other.reports & point.reports]
+        scores = [conformity_score(other.low, other.high, other.published) for other in others_of_point]
+        assert point.margin == conformal_margin(scores) is not None
         assert point.wider == pytest.approx((point.low * exp(-point.margin), point.high * exp(point.margin)))
-    assert len({point.margin for point in rates}) == 2
     assert all(point.margin is None for point in seen if point.left_out)
-    alone = all_points(*records_[: len(names)])
-    assert all(point.margin is None for point in alone), "a margin needs another report"
     (family,) = (one for one in family_statistics(seen) if one.name == "all rates")
     assert (family.wider, family.held_wider) == (len(rates), sum(point.holds_wider for point in rates))
     assert sum(claim.points for claim in claim_statistics(seen)) == sum(not point.left_out for point in seen)
@@ -327,9 +304,7 @@ def test_measured_runs_are_predicted_on_a_system_file(
         assert pair.error == pytest.approx(pair.predicted / pair.measured - 1)
     (why,) = machine.missing.values()  # bf16, which a V100 does not have
     assert "bf16" in why
-    with Store(tmp_path) as opened:
-        for made in records:
-            opened.append(made)
+    write_store(tmp_path, *records)
     assert main(["validate", "--results", str(tmp_path), "--system", "dgx2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)["machine"]
     assert {pair["rests_on"] for pair in document["pairs"]} == {UNCALIBRATED}

@@ -26,11 +26,16 @@ def padded(model: Model, layout: Layout) -> Model:
     return replace(model, vocab=-(-model.vocab // layout.tp) * layout.tp)
 
 
-def scorer(layout: Layout, folder: Path, forbidden: list[int]) -> Scorer:
+def place(layout: Layout) -> tuple[meshes.Mesh, torch.device]:
+    """Return the mesh and the device of this rank, or of one process without a process group."""
     torch.set_num_threads(1)
     mesh = meshes.distributed_mesh(layout, "cpu") if dist.is_initialized() else meshes.single_rank_mesh()
+    return mesh, torch.device("cpu")
+
+
+def scorer(layout: Layout, folder: Path, forbidden: list[int]) -> Scorer:
     source = open_weights(folder)
-    return Scorer(padded(source.model, layout), layout, mesh, torch.device("cpu"), source, forbidden)
+    return Scorer(padded(source.model, layout), layout, *place(layout), source, forbidden)
 
 
 def samples(seq: int = SEQ) -> Samples:
@@ -41,13 +46,9 @@ def samples(seq: int = SEQ) -> Samples:
 
 def score(layout: Layout, folder: Path) -> list[tuple[int, float, bool, bool]]:
     """Return the rows of scores of this rank."""
-    torch.set_num_threads(1)
-    mesh = meshes.distributed_mesh(layout, "cpu") if dist.is_initialized() else meshes.single_rank_mesh()
     source = open_weights(folder)
     experiment = Experiment(name="score", model=padded(source.model, layout), layout=layout)
-    return ranks_part.score_samples(
-        experiment, mesh, torch.device("cpu"), source, samples(source.model.seq), FORBIDDEN
-    )
+    return ranks_part.score_samples(experiment, *place(layout), source, samples(source.model.seq), FORBIDDEN)
 
 
 def continue_greedily(layout: Layout, folder: Path, count: int, forbidden: list[int]) -> list[list[int]]:

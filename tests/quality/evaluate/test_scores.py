@@ -1,4 +1,7 @@
-"""Tests that the native model with imported weights has the scores of transformers, under every layout."""
+"""Tests that the native model with imported weights has the scores of transformers, under every layout.
+
+`tests/quality/weights` shows that the logits are equal, also for weights of Megatron-LM.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from repro.config import Layout
-from repro.quality.evaluate.samples import split_windows
+from repro.quality.evaluate.samples import Samples
 from repro.quality.weights import open_weights
 from repro.quality.weights.huggingface import export_huggingface
 from tests.engines.native.checkpoint.saved import HALF, checkpoint, experiment, train
@@ -20,14 +22,12 @@ from tests.pool import RankPool
 from tests.quality.evaluate.rank_scores import (
     FORBIDDEN,
     LENGTH,
-    STRIDE,
     continue_greedily,
     samples,
     score,
-    scorer,
     state_bytes,
 )
-from tests.quality.weights.reference_weights import gpt2, megatron_ranks, save_megatron, tokens
+from tests.quality.weights.reference_weights import gpt2, tokens
 
 pytestmark = pytest.mark.xdist_group("ranks")
 transformers = pytest.importorskip("transformers", reason="not installed: pip install -e '.[test]'")
@@ -46,39 +46,11 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def logits(folder: Path, ids: Tensor) -> Tensor:
-    """Return the logits of every token, [b, s, V]."""
-    found = []
-    native = scorer(ONE, folder, [])
-    native.module.head.of_logits = lambda rows, targets: found.append(rows) or rows  # type: ignore[func-returns-value]
-    native.score(ids, ids, torch.ones_like(ids, dtype=torch.bool))
-    return found[0].view(*ids.shape, -1)
-
-
-def test_logits_equal_those_of_transformers(model: Any, folder: Path) -> None:
-    ids = tokens()
-    with torch.no_grad():
-        expected = model(ids).logits
-    assert expected.std(1).mean() > 0.5, "logits must depend on the token"
-    torch.testing.assert_close(logits(folder, ids), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("version", [0, 1.0, 3.0])
-def test_logits_of_megatron_weights_equal_those_of_transformers(
-    model: Any, tmp_path: Path, version: float
-) -> None:
-    save_megatron(tmp_path, megatron_ranks(model, 2, 2, version), version)
-    ids = tokens()
-    with torch.no_grad():
-        expected = model(ids).logits
-    torch.testing.assert_close(logits(tmp_path, ids), expected, rtol=1e-5, atol=1e-5)
-
-
-def expected_rows(model: Any) -> list[tuple[int, float, bool, bool]]:
+def expected_rows(model: Any, windows: Samples) -> list[tuple[int, float, bool, bool]]:
     """Return for each window the loss of transformers, and whether all predictions are correct."""
     found = []
-    for number, (begin, length, scored) in enumerate(samples().spans.tolist()):
-        text = torch.from_numpy(samples().tokens[begin : begin + length])
+    for number, (begin, length, scored) in enumerate(windows.spans.tolist()):
+        text = torch.from_numpy(windows.tokens[begin : begin + length])
         with torch.no_grad():
             rows = model(text[None, :-1]).logits[0, -scored:].double()
         targets = text[-scored:]
@@ -89,31 +61,25 @@ def expected_rows(model: Any) -> list[tuple[int, float, bool, bool]]:
     return found
 
 
-LAYOUTS = {
-    "one": ONE,
-    "tp2": Layout(tp=2, micro_batch=2),
-    "pp2": Layout(pp=2, micro_batch=2),
-    "dp2-zero3": Layout(dp=2, zero=3, micro_batch=2),
-    "tp2-dp2-zero3": Layout(tp=2, dp=2, zero=3, micro_batch=1),
-    "tp2-pp2": Layout(tp=2, pp=2, micro_batch=3),
-    "tp4": Layout(tp=4, micro_batch=3),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, ONE),
+        (4, Layout(tp=2, dp=2, zero=3, micro_batch=1)),
+        (4, Layout(tp=2, pp=2, micro_batch=3)),
+        (4, Layout(tp=4, micro_batch=3)),  # 90 tokens become 92 by padding, a multiple of four
+    ],
+    indirect=["ranks"],
+    ids=["one", "tp2-dp2-zero3", "tp2-pp2", "tp4"],
+)
 def test_scores_of_every_layout_equal_those_of_transformers(
-    model: Any, folder: Path, request: pytest.FixtureRequest, name: str
+    model: Any, folder: Path, ranks: RankPool | None, layout: Layout
 ) -> None:
-    """Layouts with four tensor-parallel ranks also test padding: 90 tokens become 92, a multiple of four."""
-    layout = LAYOUTS[name]
-    pool = {1: "", 2: "two", 4: "four"}[layout.world]
-    found = [score(layout, folder)] if not pool else request.getfixturevalue(pool).run(score, layout, folder)
+    found = ranks.run(score, layout, folder) if ranks else [score(layout, folder)]
     rows = sorted(row for of_rank in found for row in of_rank)
-    expected = expected_rows(model)
-    assert [row[0] for row in rows] == list(range(len(expected)))
-    for row, correct in zip(rows, expected, strict=True):
-        assert row[1] == pytest.approx(correct[1], rel=1e-5)
-        assert row[2:] == correct[2:]
+    expected = expected_rows(model, samples())
+    assert [row[1] for row in rows] == pytest.approx([row[1] for row in expected], rel=1e-5)
+    assert [(row[0], *row[2:]) for row in rows] == [(row[0], *row[2:]) for row in expected]
 
 
 @pytest.mark.parametrize("forbidden", [[], FORBIDDEN])
@@ -143,14 +109,10 @@ def test_trained_model_has_equal_perplexity_in_transformers(two: RankPool, tmp_p
     source = checkpoint(tmp_path, trained)
     export_huggingface(open_weights(source), tmp_path / "out")
     exported = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").eval()
-    ids = tokens(1, LENGTH)[0]
-    expected = []
-    for begin, length, scored in split_windows(LENGTH, trained.model.seq, STRIDE):
-        text = ids[begin : begin + length]
-        with torch.no_grad():
-            rows = exported(text[None, :-1]).logits[0, -scored:].double()
-        expected.append(float(torch.nn.functional.cross_entropy(rows, text[-scored:], reduction="sum")))
-    native = [row[1] for row in score(ONE, source)]
+    native, expected = (
+        [row[1] for row in rows]
+        for rows in (score(ONE, source), expected_rows(exported, samples(trained.model.seq)))
+    )
     assert native == pytest.approx(expected, rel=1e-6)
-    perplexity = [torch.tensor(sum(losses) / (LENGTH - 1)).exp() for losses in (native, expected)]
+    perplexity = [math.exp(sum(losses) / (LENGTH - 1)) for losses in (native, expected)]
     assert perplexity[0] == pytest.approx(perplexity[1], rel=1e-6)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from repro.quality.weights.source import WeightSource
+
 LAYERS, HIDDEN, HEADS, VOCAB, SEQ = 4, 24, 4, 90, 12
 WIDTH = HIDDEN // HEADS
 
@@ -19,14 +21,24 @@ def gpt2(**config: Any) -> Any:
 
     sizes = {"n_layer": LAYERS, "n_embd": HIDDEN, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": SEQ}
     sizes |= {"bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(**{**sizes, **config})).eval()
+    return randomise(GPT2LMHeadModel(GPT2Config(**{**sizes, **config})))
+
+
+def randomise(model: Any) -> Any:
+    """Give a model of transformers random parameters, in which the weights of norms are about 1."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            norm = ".ln_" in name and name.endswith(".weight")
-            scale = 0.1 if name.endswith(".bias") else 0.3
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + norm)
-    return model
+            vector = parameter.dim() == 1
+            noise = torch.randn(parameter.shape, generator=generator) * (0.1 if vector else 0.3)
+            parameter.copy_(noise + (vector and name.endswith("weight")))
+    return model.eval()
+
+
+def read_all(source: WeightSource) -> dict[str, Tensor]:
+    """Return all parameters under native names."""
+    sizes = {name: torch.Size(place.shape) for name, place in source.parameter_shapes.items()}
+    return {name: source.elements(name, 0, size.numel()).view(size) for name, size in sizes.items()}
 
 
 def tokens(count: int = 3, seq: int = SEQ, seed: int = 3) -> Tensor:
@@ -48,36 +60,33 @@ def megatron_ranks(
                 part = c * pp + p
                 layers = range(part * per, (part + 1) * per)
                 states.append(_state(state, t, tp, layers, version, part == 0, part == pp * chunks - 1))
-            named = (
-                {"model": states[0]} if chunks == 1 else {f"model{c}": part for c, part in enumerate(states)}
-            )
-            ranks[t, p] = named
+            ranks[t, p] = {f"model{c if chunks > 1 else ''}": part for c, part in enumerate(states)}
     return ranks
 
 
 def _state(
     state: dict[str, Tensor], t: int, tp: int, layers: range, version: float, first: bool, last: bool
 ) -> dict[str, Any]:
-    rows = slice(t * VOCAB // tp, (t + 1) * VOCAB // tp)
+    rows, inner, ffn = (slice(t * size // tp, (t + 1) * size // tp) for size in (VOCAB, HIDDEN, 4 * HIDDEN))
     transformer: dict[str, Tensor] = {}
     for local, i in enumerate(layers):
-        name, source = f"layers.{local}", f"h.{i}"
-        transformer[f"{name}.input_layernorm.weight"] = state[f"{source}.ln_1.weight"]
-        transformer[f"{name}.input_layernorm.bias"] = state[f"{source}.ln_1.bias"]
-        weight, bias = state[f"{source}.attn.c_attn.weight"], state[f"{source}.attn.c_attn.bias"]
-        attention = f"{name}.attention"
-        transformer[f"{attention}.query_key_value.weight"] = qkv(weight.T, t, tp, version)
-        transformer[f"{attention}.query_key_value.bias"] = qkv(bias, t, tp, version)
-        inner = slice(t * HIDDEN // tp, (t + 1) * HIDDEN // tp)
-        transformer[f"{attention}.dense.weight"] = state[f"{source}.attn.c_proj.weight"].T[:, inner]
-        transformer[f"{attention}.dense.bias"] = state[f"{source}.attn.c_proj.bias"]
-        transformer[f"{name}.post_attention_layernorm.weight"] = state[f"{source}.ln_2.weight"]
-        transformer[f"{name}.post_attention_layernorm.bias"] = state[f"{source}.ln_2.bias"]
-        ffn = slice(t * 4 * HIDDEN // tp, (t + 1) * 4 * HIDDEN // tp)
-        transformer[f"{name}.mlp.dense_h_to_4h.weight"] = state[f"{source}.mlp.c_fc.weight"].T[ffn]
-        transformer[f"{name}.mlp.dense_h_to_4h.bias"] = state[f"{source}.mlp.c_fc.bias"][ffn]
-        transformer[f"{name}.mlp.dense_4h_to_h.weight"] = state[f"{source}.mlp.c_proj.weight"].T[:, ffn]
-        transformer[f"{name}.mlp.dense_4h_to_h.bias"] = state[f"{source}.mlp.c_proj.bias"]
+        theirs = {
+            name.removeprefix(f"h.{i}."): value for name, value in state.items() if name.startswith(f"h.{i}.")
+        }
+        ours = {
+            "attention.query_key_value.weight": qkv(theirs["attn.c_attn.weight"].T, t, tp, version),
+            "attention.query_key_value.bias": qkv(theirs["attn.c_attn.bias"], t, tp, version),
+            "attention.dense.weight": theirs["attn.c_proj.weight"].T[:, inner],
+            "attention.dense.bias": theirs["attn.c_proj.bias"],
+            "mlp.dense_h_to_4h.weight": theirs["mlp.c_fc.weight"].T[ffn],
+            "mlp.dense_h_to_4h.bias": theirs["mlp.c_fc.bias"][ffn],
+            "mlp.dense_4h_to_h.weight": theirs["mlp.c_proj.weight"].T[:, ffn],
+            "mlp.dense_4h_to_h.bias": theirs["mlp.c_proj.bias"],
+        }
+        for kind in ("weight", "bias"):
+            ours[f"input_layernorm.{kind}"] = theirs[f"ln_1.{kind}"]
+            ours[f"post_attention_layernorm.{kind}"] = theirs[f"ln_2.{kind}"]
+        transformer |= {f"layers.{local}.{name}": value for name, value in ours.items()}
     language: dict[str, Any] = {}
     if first:
         language["embedding"] = {
