@@ -90,21 +90,22 @@ KEYS = [
         "system = 'dgx2': must be local, or a file of `repro calibrate`, since an emulated network",
     ),
 ]
+A, B = 'experiment "a": ', 'experiment "b": '
 SUITES = [
     # Text of the suite after its name, and the error after the name of the file.
     ("[[experiment]\n", "not TOML: "),
     ("", "experiment: is missing: add at least one [[experiment]] table"),
     ('[experiment]\nname = "a"', "experiment: must be [[experiment]] tables, in double brackets"),
-    ('[[experiment]]\nname = "a"', 'experiment "a": model: is missing'),
+    ('[[experiment]]\nname = "a"', f"{A}model: is missing"),
     (
         '[[experiment]]\nname = "a"\nmodel = "gpt2-1.5"',
-        "experiment \"a\": model = 'gpt2-1.5': no such model; did you mean gpt2-1.5b",
+        f"{A}model = 'gpt2-1.5': no such model; did you mean gpt2-1.5b",
     ),
     (EXPERIMENT + "[[experiment]]\nlayout.dp = 2", "name: is missing in [[experiment]] number 2"),
     (EXPERIMENT + EXPERIMENT, "name = 'a': must be a name that no other experiment has"),
     (
         EXPERIMENT + EXPERIMENT.replace('"a"', '"b"'),
-        'experiment "b": has the same conditions as "a"; remove one of the two experiments',
+        f'{B}has the same conditions as "a"; remove one of the two experiments',
     ),
     ("[default]\n" + EXPERIMENT, "default: unknown key; did you mean defaults?"),
     (
@@ -113,22 +114,22 @@ SUITES = [
     ),
     (
         "[defaults.layout]\ntp = 3\n" + EXPERIMENT,
-        'experiment "a": defaults.layout.tp = 3: must be a divisor of heads = 4 (tiny)',
+        f"{A}defaults.layout.tp = 3: must be a divisor of heads = 4 (tiny)",
     ),
     (
         '[layouts.C1]\nzero = 1\n[defaults]\nlayout = "C3"\n' + EXPERIMENT,
-        "experiment \"a\": defaults.layout.use = 'C3': unknown layout; known are C1",
+        f"{A}defaults.layout.use = 'C3': unknown layout; known are C1",
     ),
     ("[layouts]\nC1 = 1\n" + EXPERIMENT, "layouts.C1 = 1: must be a table with keys of a layout"),
     ("[layouts.C1]\nzerro = 1\n" + EXPERIMENT, "layouts.C1.zerro = 1: unknown key; did you mean zero?"),
     (
         "[layouts.C1]\ntp = 3\n" + EXPERIMENT + 'layout = { use = "C1", dp = 2 }',
-        'experiment "a": layouts.C1.tp = 3: must be a divisor of heads = 4 (tiny)',
+        f"{A}layouts.C1.tp = 3: must be a divisor of heads = 4 (tiny)",
     ),
     ("[networks.slow]\nnods = 2\n" + EXPERIMENT, "networks.slow.nods = 2: unknown key; did you mean nodes?"),
     (
         "[networks.slow]\nnodes = 2\n" + EXPERIMENT + 'network = "slwo"',
-        "experiment \"a\": network.use = 'slwo': unknown network; did you mean slow?",
+        f"{A}network.use = 'slwo': unknown network; did you mean slow?",
     ),
     # comparisons and launches
     (
@@ -156,40 +157,37 @@ SUITES = [
     (EXPERIMENT + OTHER + COMPARE + "rounds = 0", "compare.rounds = 0: must be 1 or more"),
     (
         EXPERIMENT + OTHER + 'launch = "x"' + COMPARE,
-        "experiment \"b\": launch = 'x': must be omitted, because the experiments of a [[compare]] share one launch",
+        f"{B}launch = 'x': must be omitted, because the experiments of a [[compare]] share one launch",
     ),
     (
         EXPERIMENT + OTHER + "training.checkpoint_every = 5" + COMPARE,
-        'experiment "b": training.checkpoint_every = 5: must be 0 for experiments of [[compare]]',
+        f"{B}training.checkpoint_every = 5: must be 0 for experiments of [[compare]]",
     ),
     # checkpoints
     (
         CONTINUE.replace('continues = "b"', 'continues = "c"'),
-        "experiment \"a\": training.continues = 'c': unknown experiment; known are b",
+        f"{A}training.continues = 'c': unknown experiment; known are b",
     ),
     (
         CONTINUE.replace("checkpoint_every = 5, ", ""),
-        "experiment \"a\": training.continues = 'b': needs checkpoint_every of 1 or more",
+        f"{A}training.continues = 'b': needs checkpoint_every of 1 or more",
     ),
-    (
-        CONTINUE,
-        "experiment \"a\": training.continues = 'b': must be an experiment with checkpoint_every of 1 or more",
-    ),
+    (CONTINUE, f"{A}training.continues = 'b': must be an experiment with checkpoint_every of 1 or more"),
     (
         CONTINUE.replace("{", "{ steps = 30,") + "training.checkpoint_every = 5",
-        "experiment \"a\": training.continues = 'b': must be an experiment with the same training; "
+        f"{A}training.continues = 'b': must be an experiment with the same training; "
         "training.seed is 2 in that experiment and its default in this one",
     ),
     (
         CONTINUE + "training.checkpoint_every = 5",
-        'experiment "a": training.steps = 20: must be more than the 20 steps of "b", which it continues',
+        f'{A}training.steps = 20: must be more than the 20 steps of "b", which it continues',
     ),
 ]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [*((EXPERIMENT + keys, f'experiment "a": {message}') for keys, message in KEYS), *SUITES],
+    [*((EXPERIMENT + keys, f"{A}{message}") for keys, message in KEYS), *SUITES],
     ids=lambda text: text[-50:],
 )
 def test_error_in_a_suite_names_file_experiment_and_key(tmp_path: Path, text: str, expected: str) -> None:
