@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from repro import cli
 from tests.launch.slurm.conftest import site, slurm, submitted  # noqa: F401
+
+FIT = [
+    *("fit", "--system", "dgx2", "--gpus", "2"),
+    *("--hidden", "128", "--heads", "4", "--vocab", "512", "--seq", "64"),
+]
+GPT2 = ["--model", "gpt2-1.5b", "--system", "dgx2"]
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs a command and returns its exit code and output."""
+    return lambda *arguments: (cli.main(list(arguments)), capsys.readouterr().out)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tests of `repro claims`: headlines, the table, one claim, JSON, imports and reference records."""
+"""Tests of `repro claims`: headlines, the table, one claim, JSON, reference records, and answers for a system."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from repro import cli
 from repro.claims.headlines import headline_lines
 from repro.claims.judge import judge
 from repro.claims.ledger import Ledger
 from repro.claims.reader import load_ledger
-from repro.claims.table import summary
 from repro.claims.verdicts import VERDICTS, ClaimResult
-from repro.config import ConfigError
+from repro.config import ConfigError, Experiment, Layout, Model
 from repro.report.text.claims import (
     print_all_claims,
     print_claim,
     print_claim_details,
     print_claims,
+    print_claims_on_system,
     print_headlines,
 )
+from repro.results.schema import SIMULATED
 from repro.results.store import Store
+from tests.claims.constructed_records import record
 from tests.records import fit_record
 
 MAX_SCREEN_LINES = 24
@@ -49,13 +52,13 @@ def printed(function: Callable[..., None], *arguments: object, width: int = 100)
     return file.getvalue()
 
 
-@pytest.mark.parametrize("width", [100, 140])
-def test_table_fits_the_width_and_names_every_claim(width: int) -> None:
+def test_table_fits_the_width_and_names_every_claim() -> None:
     ledger, results = judged_ledger()
-    text = printed(print_all_claims, results, ledger, width=width)
-    assert max(len(line) for line in text.splitlines()) <= width
-    assert all(claim.id in text for claim in ledger.claims)
-    assert f"{len(ledger.claims)} claims" in text
+    for width in (100, 140):
+        text = printed(print_all_claims, results, ledger, width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert all(claim.id in text for claim in ledger.claims)
+        assert f"{len(ledger.claims)} claims" in text
 
 
 def test_details_show_values_sources_and_needs_of_a_claim() -> None:
@@ -92,27 +95,21 @@ def test_headlines_with_three_misses_fit_one_screen(monkeypatch: pytest.MonkeyPa
 
 def test_json_contains_every_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert print_claims("", True, tmp_path / "none") == 0
-    out = capsys.readouterr()
-    document = json.loads(out.out)
-    assert out.err == ""
-    count = len(judged_ledger()[0].claims)
-    assert len(document["claims"]) == document["summary"]["claims"] == count
-    assert sum(document["summary"]["verdicts"].values()) == count
-    cell = next(c for c in document["claims"] if c["id"] == "zero-table1-per-device-memory")["rows"][0]
-    assert cell["published"] == "120"
-    evidence = {entry["kind"]: entry for entry in cell["evidence"]}
-    assert evidence["analytic"]["value"] == 120
-    assert evidence["analytic"]["verdict"] == "follows"
-    assert evidence["simulated"]["verdict"] == "not run"
-
-
-def test_json_of_one_claim_has_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = capsys.readouterr()
+    document, counts = json.loads(out), json.loads(out)["summary"]
+    assert (err, len(document["claims"])) == ("", len(judged_ledger()[1]))
+    assert counts["claims"] == len(document["claims"])
+    verdicts = [claim["verdict"] for claim in document["claims"]]
+    assert counts["verdicts"] == {verdict: verdicts.count(verdict) for verdict in VERDICTS}
+    itself = counts["against_itself"]
+    assert itself["rows"] >= itself["rows_reproduced"] > 100, "formulas have a separate count"
     assert print_claims("yuan-bubble", True, tmp_path) == 0
     (claim,) = json.loads(capsys.readouterr().out)["claims"]
-    assert claim["source"][0]["key"] == "PRESS"
+    assert claim in document["claims"]
     evidence = {entry["kind"]: entry for entry in claim["rows"][0]["evidence"]}
+    assert claim["source"][0]["key"] == "PRESS"
+    assert (evidence["analytic"]["verdict"], evidence["measured"]["verdict"]) == ("follows", "not run")
     assert evidence["analytic"]["value"] == pytest.approx(37 / 480 * 100)
-    assert evidence["measured"]["verdict"] == "not run"
 
 
 def test_suggested_command_repeats_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,15 +121,6 @@ def test_suggested_command_repeats_the_options(tmp_path: Path, capsys: pytest.Ca
 def test_error_for_an_unknown_claim_suggests_a_claim(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean yuan-bubble"):
         print_claims("yuan-bubbles", False, tmp_path)
-
-
-def test_summary_counts_the_verdicts_of_the_claims() -> None:
-    results = judged_ledger()[1]
-    counts = summary(results)
-    for verdict in VERDICTS:
-        assert counts["verdicts"][verdict] == sum(result.verdict == verdict for result in results)
-    itself = counts["against_itself"]
-    assert itself["rows"] >= itself["rows_reproduced"] > 100, "formulas have a separate count"
 
 
 PROGRAM = """
@@ -158,12 +146,14 @@ def test_claims_start_fast_without_large_packages(tmp_path: Path) -> None:
     assert seconds < 4.0
 
 
-def test_empty_store_shows_reference_records_of_one_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_missing_default_store_shows_reference_records_of_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The headline "13B without model parallelism" has a measured value, a verdict and the machine."""
-    print_claims(None, False, tmp_path)
-    text = capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["claims"]) == 0
+    text, err = capsys.readouterr()
+    assert not err
     (row,) = (line for line in text.splitlines() if "13B without model parallelism" in line)
     assert row.split()[-2:] == ["12.7B", "reproduced"]
     assert "Reference records: claim 2: one rank of 64, NVIDIA H200" in text
@@ -182,3 +172,70 @@ def test_local_results_replace_reference_records(tmp_path: Path, capsys: pytest.
     (claim,) = json.loads(capsys.readouterr().out)["claims"]
     found = claim["rows"][0]["evidence"][0]
     assert (found["measured_on"], found["is_reference"]) == ("NVIDIA V100", False)
+
+
+@pytest.fixture
+def predictions(tmp_path: Path) -> Path:
+    """Return a store with the two simulations of one question on dgx-h100."""
+    model = Model(name="m", layers=2, hidden=16, heads=2, vocab=64, seq=16)
+    with Store(tmp_path / "results") as store:
+        store.prepare()
+        for name, rate in (("1.5b-zero1", 300.0), ("1.5b-mp4", 200.0)):
+            plain = record(f"again/{name}@dgx-h100", samples_per_s=rate, **{"step_seconds.median": 1.0})
+            experiment = Experiment(name=plain.name, model=model, layout=Layout(), system="dgx-h100")
+            conditions = experiment.as_dict()
+            store.append(replace(plain, id=name, evidence=SIMULATED, conditions=conditions))
+    return tmp_path / "results"
+
+
+def test_answers_for_a_system_have_published_values(
+    predictions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert print_claims_on_system("ds-3p75x-lowbw", "dgx-h100", False, predictions, True) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "3.75x 1.5x a smaller gain" in text
+    assert "1.5b-dp: no record" in text
+    assert "no verdicts" in text
+    assert "No simulation has run for 1 prediction: `repro run again --evidence simulated --sys" in text
+
+
+def test_store_without_predictions_names_the_command(
+    predictions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert print_claims_on_system("", "dgx-h200", False, predictions, True) == 1
+    *answer, command = capsys.readouterr().out.splitlines()
+    assert " ".join(answer).endswith("has no predictions for dgx-h200.")
+    assert command == "Next: repro run again --evidence simulated --system dgx-h200"
+    assert print_claims_on_system("", "dgx-h200", True, predictions, False) == 1
+
+
+def test_json_contains_the_answers_for_a_system(
+    predictions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert print_claims_on_system("", "dgx-h100", True, predictions, False) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["system"] == "dgx-h100"
+    assert "no verdicts" in document["is"]
+    first = document["answers"][0]
+    expected = {"claim": "ds-3p75x-lowbw", "published": "3.75", "unit": "x", "value": 1.5}
+    assert first | expected == first
+
+
+@pytest.mark.parametrize(
+    ("claim", "system", "message"),
+    [
+        ("", "dgx-h10", "did you mean dgx-h100"),
+        ("ds-3p75", "dgx-h100", "did you mean ds-3p75x-lowbw"),
+        (
+            "tnlg-lambada",
+            "dgx-h100",
+            "for another system: the claim's family is quality, not one of throughput",
+        ),
+        ("yuan-bubble", "dgx-h100", "cannot be predicted for another system: the value depends on sizes or on a schedule"),
+    ],
+)
+def test_error_for_a_claim_without_a_question(
+    predictions: Path, claim: str, system: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        print_claims_on_system(claim, system, False, predictions, True)

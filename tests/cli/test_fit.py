@@ -1,35 +1,36 @@
-"""Tests of `repro fit`, and of context parallelism in `repro fit` and `repro plan`."""
+"""Tests of `repro fit`."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from repro import cli
 from repro.config import Layout, models
+from repro.config.engines import unfused_attention_note
 from repro.config.systems import load_system_file
 from repro.report.text.fit_and_plan import print_fits
 from repro.util import units
-from tests.cli.predictions import FIT, run
+from tests.cli.conftest import FIT, Run
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
 
 @pytest.mark.slow
-def test_fit_prints_the_largest_model_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_prints_the_largest_model_as_json_and_text(run: Run) -> None:
     command = [*FIT, "--zero", "1", "--memory-limit", "1.76GB"]
-    code, out = run(capsys, *command, "--json")
+    code, out = run(*command, "--json")
     assert code == 0
     found = json.loads(out)
     assert found["largest"]["params"] > 0
     assert found["first_failing"]["layers"] == found["largest"]["layers"] + 1
     assert found["binding"]
     assert found["traces"] == len(found["trials"])
-    code, out = run(capsys, *command, "--details")
+    code, out = run(*command, "--details")
     assert code == 0
     size = units.parameter_count(found["largest"]["params"])
     for words in (f"{size} parameters.", found["binding"], "Failure: ", "traces"):
@@ -37,35 +38,28 @@ def test_fit_prints_the_largest_model_as_json_and_text(capsys: pytest.CaptureFix
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_fit_compares_the_zero_stages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_compares_the_zero_stages(run: Run) -> None:
     """Without --zero, the table has one row per stage, equal to the result with --zero of this stage."""
     command = [*FIT, "--memory-limit", "1.4GB"]
-    code, out = run(capsys, *command)
+    code, out = run(*command)
     assert code == 0
     rows = {line.split()[0]: line.split() for line in out.splitlines() if re.match(r" +\d ", line)}
     assert list(rows) == ["0", "1", "2", "3"]
     largest = {}
     for stage, row in rows.items():
-        found = json.loads(run(capsys, *command, "--zero", stage, "--json")[1])["largest"]
+        found = json.loads(run(*command, "--zero", stage, "--json")[1])["largest"]
         assert row[1:3] == [units.parameter_count(found["params"]), str(found["layers"])]
         largest[stage] = found["params"]
     assert f"parameters with ZeRO {max(largest, key=largest.__getitem__)}." in out
 
 
-def test_context_parallel_ranks_fit_more_layers(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+def test_context_parallel_ranks_fit_more_layers(run: Run) -> None:
     """Two ranks that split the tokens of a sample fit more layers than two ranks with one sample each."""
     command = [*FIT[:-1], "2048", "--memory-limit", "1.5GB", "--json"]
-    found = [json.loads(run(capsys, *command, "--cp", str(cp))[1]) for cp in (1, 2)]
+    found = [json.loads(run(*command, "--cp", str(cp))[1]) for cp in (1, 2)]
     assert [(fit["layout"]["cp"], fit["layout"]["dp"]) for fit in found] == [(1, 2), (2, 1)]
     data_parallel, context_parallel = (fit["largest"]["layers"] for fit in found)
     assert data_parallel < context_parallel <= 2 * data_parallel + 1
-    command = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]
-    few = ["--zero", "1", "--micro-batch", "1", "--no-sp", "--no-recompute"]
-    code, out = run(capsys, *command, *few, "--cp", "2", "--json")
-    assert code == 0
-    assert {row["layout"]["cp"] for row in json.loads(out)} == {2}
-    assert cli.main([*command, "--cp", "3"]) == 2
-    assert "tp x cp x pp = 1 x 3 x 1" in capsys.readouterr().err
 
 
 def test_fit_names_the_zero_stages_of_the_software(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,3 +71,33 @@ def test_fit_names_the_zero_stages_of_the_software(capsys: pytest.CaptureFixture
     fits: Any = [(SimpleNamespace(model=model, layout=one, system=system), document) for one in layouts]
     print_fits(fits, "")
     assert "ZeRO 0, 1 and 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "capability", "has_note"),
+    [
+        (16, {}, "7.0", True),  # head width 100
+        (25, {}, "7.0", False),  # head width 64, as in `suites/one_gpu.toml`
+        (16, {}, "8.0", False),
+        (16, {}, "", False),
+        (16, {"precision": "fp32"}, "7.0", False),
+        (16, {"kernels": "unfused"}, "7.0", False),
+    ],
+)
+def test_note_on_attention_heads_without_a_fused_kernel(
+    heads: int, keys: dict[str, str], capability: str, has_note: bool
+) -> None:
+    model, layout = (
+        replace(models.load_model("gpt2-1.5b"), heads=heads),
+        Layout(**{"precision": "fp16", **keys}),
+    )
+    assert bool(unfused_attention_note(model, layout, capability)) is has_note
+
+
+def test_fit_prints_the_attention_note(run: Run) -> None:
+    command = ["--system", "dgx2", "--gpus", "1", "--hidden", "1600", "--heads", "16", "--precision", "fp16"]
+    code, out = run("fit", *command, "--micro-batch", "1", "--recompute")
+    assert (code, "Attention heads of width 100 are not a multiple of 8" in " ".join(out.split())) == (
+        0,
+        True,
+    )

@@ -1,4 +1,4 @@
-"""Tests of `repro plan`: JSON and text, several systems, prices, the next command, and worker processes."""
+"""Tests of `repro plan`: JSON and text, several systems, prices, the next command, the map, and worker processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from repro import cli
+from repro.config import ConfigError, systems
+from repro.simulate.plan.candidates import parse_memory_size
+from repro.simulate.plan.rows import OK, OOM
 from repro.util import units
-from tests.cli.predictions import GPT2, run
+from tests.cli.conftest import GPT2, Run
 
 pytestmark = pytest.mark.usefixtures("in_process")
 PLANS = """
@@ -28,28 +31,26 @@ if __name__ == "__main__":
 """
 
 
-def test_plan_prints_rows(
-    capsys: pytest.CaptureFixture[str], tiny_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_prints_rows(run: Run, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = ["plan", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8"]
     plan += ["--micro-batch", "1", "--memory-limit", "1.764GB", "--zero", "1", "--no-sp", "--no-recompute"]
-    code, out = run(capsys, *plan, "--pp", "1", "--json")
+    code, out = run(*plan, "--pp", "1", "--json")
     assert code == 0
     found = json.loads(out)
     keys = {"outcome", "params", "memory", "comm", "flops", "trace_seconds", "layout", "ruled_out_by"}
     assert all(keys <= set(row) for row in found)
-    assert found[0]["outcome"] == "ok"
-    assert found[0]["evidence"] == "full"
-    assert {row["layout"]["zero"] for row in found} == {1}
-    two = json.loads(run(capsys, *plan, "--dp", "2", "--top", "1", "--json")[1])
+    assert (found[0]["outcome"], found[0]["evidence"]) == ("ok", "full")
+    assert {(row["layout"]["zero"], row["layout"]["cp"]) for row in found} == {(1, 1)}
+    assert {row["layout"]["cp"] for row in json.loads(run(*plan, "--cp", "2", "--json")[1])} == {2}
+    two = json.loads(run(*plan, "--dp", "2", "--top", "1", "--json")[1])
     assert [row["layout"]["dp"] for row in two] == [2]
-    printed = run(capsys, *plan, "--top", "1")[1]
+    printed = run(*plan, "--top", "1")[1]
     assert [line.split()[0] for line in printed.splitlines() if re.match(r" +\d+ +\d+ ", line)] == ["1"]
     assert {"step_s", "samples_per_s", "flops_per_device", "exposed_s", "bubble_s"} <= set(found[0]["time"])
     priced = [*plan, "--tp", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2.5"]
-    code, out = run(capsys, *priced)
+    code, out = run(*priced)
     assert code == 0
-    trained = json.loads(run(capsys, *priced, "--json")[1])[0]["training"]
+    trained = json.loads(run(*priced, "--json")[1])[0]["training"]
     parts = []
     for key, before, after in (("days", "", " days"), ("energy_mwh", "", " MWh"), ("cost", "$", "")):
         ends = (units.number(trained["interval"][end][key]) for end in ("low", "high"))
@@ -60,20 +61,20 @@ def test_plan_prints_rows(
     assert "samples/s" not in out
     for width in (80, 100):
         monkeypatch.setenv("COLUMNS", str(width))
-        code, out = run(capsys, *plan, "--tp", "2", "--details")
+        code, out = run(*plan, "--tp", "2", "--details")
         assert code == 0
         for words in ("(samples/s)", "bubble (%)", "2 layouts were simulated"):
             assert words in out
         assert max(map(len, out.splitlines())) <= width
 
 
-def test_plan_ranks_several_systems_by_cost(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+def test_plan_ranks_several_systems_by_cost(run: Run, tiny_model: str) -> None:
     """The system with the higher price is last. The table has the best layout of each system."""
     plan = ["plan", "--model", tiny_model, "--system", "dgx2,dgx-h100", "--gpus", "4", "--global-batch", "8"]
     plan += ["--micro-batch", "1", "--no-sp", "--no-recompute", "--pp", "1", "--tokens", "1e9"]
     plan += ["--rank-by", "cost", "--price-per-gpu-hour"]
     for prices, names in (("1,1000", ["dgx2", "dgx-h100"]), ("1000,1", ["dgx-h100", "dgx2"])):
-        code, out = run(capsys, *plan, prices, "--json")
+        code, out = run(*plan, prices, "--json")
         assert code == 0
         rows = json.loads(out)
         trained = [(row["system"], row["training"]["cost"]) for row in rows]
@@ -84,7 +85,7 @@ def test_plan_ranks_several_systems_by_cost(capsys: pytest.CaptureFixture[str], 
             assert row["training"]["cost"] == pytest.approx(seconds / 3600 * 4 * price[row["system"]])
         costs = [row["rank_s"] * price[row["system"]] for row in rows if row["rank_s"] and not row["tight"]]
         assert costs == sorted(costs)
-        text = run(capsys, *plan, prices, "--top", "2")[1]
+        text = run(*plan, prices, "--top", "2")[1]
         ranks = re.findall(r"(?m)^ +(\d+) +(dgx2|dgx-h100) ", text)
         assert [name for _, name in ranks] == names
         assert ranks[0][0] == "1"
@@ -94,72 +95,28 @@ def test_plan_ranks_several_systems_by_cost(capsys: pytest.CaptureFixture[str], 
         assert f"--system {names[0]} " in next_command
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--system dgx2,dgx3", "--system = 'dgx3': did you mean dgx2?"),
-        ("--system dgx2,dgx2", "--system = 'dgx2,dgx2': must be one system, or different systems"),
-        (
-            "--system selene,dgx-a100",
-            "--system = 'selene,dgx-a100': must be one system, or different systems",
-        ),
-        ("--system dgx2,selene --map", "--system = 'dgx2,selene': must be one system with --map"),
-        (
-            "--system selene --rank-by cost",
-            "--tokens = 0.0: must be more than 0 with --price-per-gpu-hour and",
-        ),
-        (
-            "--system selene,dgx2 --rank-by cost --tokens 1e9",
-            "--rank-by = 'cost': needs the key device.price_per_hour, which dgx2 lacks, or --price-per-gpu-hour",
-        ),
-        (
-            "--system selene,dgx2 --tokens 1e9 --price-per-gpu-hour 2",
-            "--price-per-gpu-hour = '2': must be 2 prices above 0, with commas between them",
-        ),
-        (
-            "--system dgx2 --tokens 1e9 --price-per-gpu-hour x",
-            "--price-per-gpu-hour = 'x': must be 1 price above",
-        ),
-        (
-            "--system dgx2 --tokens 1e9 --price-per-gpu-hour 0",
-            "--price-per-gpu-hour = '0': must be 1 price above",
-        ),
-    ],
-)
-def test_error_of_wrong_systems_or_prices_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: str, message: str
-) -> None:
-    """The error precedes the search of layouts."""
-    monkeypatch.delattr("repro.simulate.plan.plan.search_layouts")
-    assert cli.main(["plan", "--model", "gpt2-1.5b", "--gpus", "8", *options.split()]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: {message}")
-
-
 def test_next_command_simulates_the_best_layout(
-    capsys: pytest.CaptureFixture[str], tiny_model: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command has all options of the plan, so both commands show the same memory."""
-    options = (
-        "--system dgx2 --gpus 4 --global-batch 8 --tp 2 --sp --no-overlap --precision fp32 --top 1 --seq 32"
-    )
-    _, out = run(capsys, "plan", "--model", tiny_model, *options.split())
+    options = "--system dgx2 --gpus 4 --global-batch 8 --tp 2 --sp --no-overlap --precision fp32 --top 1"
+    _, out = run("plan", "--model", tiny_model, *options.split(), "--seq", "32")
     command = out.partition("Next: repro ")[2].replace("\\\n", " ")
     layout = " ".join(out.partition("Best layout: ")[2].partition(".\n")[0].split())
-    code, step = run(capsys, *shlex.split(command))
+    code, step = run(*shlex.split(command))
     assert code == 0
     assert f"Layout: {layout}. Model: " in " ".join(step.split())
     assert "32 tokens" in step
 
 
-def test_plan_without_a_layout_that_fits_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_without_a_layout_that_fits_fails(run: Run) -> None:
     plan = ["plan", *GPT2, "--gpus", "4", "--memory-limit", "4GB"]
-    code, out = run(capsys, *plan)
+    code, out = run(*plan)
     assert code == 1
     assert "No layout fits" in out
     assert "optimizer states (" in out
-    assert "closed form" in run(capsys, *plan, "--details")[1]
-    code, out = run(capsys, *plan, "--json")
+    assert "closed form" in run(*plan, "--details")[1]
+    code, out = run(*plan, "--json")
     assert code == 1
     assert all(row["outcome"] == "oom" and row["ruled_out_by"] for row in json.loads(out))
 
@@ -171,3 +128,88 @@ def test_only_worker_processes_of_a_plan_import_torch(tmp_path: Path) -> None:
     script.write_text(PLANS)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1:] == ["0 False"], done.stderr
+
+
+CONTEXT = systems.load_system_file("dgx2").context()
+LIMITS = (CONTEXT + 271e6, CONTEXT + 1e9)
+
+
+@pytest.fixture
+def shallow_model(tiny_model: str) -> str:
+    path = Path(tiny_model)
+    path.write_text(path.read_text().replace("layers = 4", "layers = 2"))
+    return tiny_model
+
+
+def map_command(model: str, *limits: float) -> list[str]:
+    plan = ["plan", "--model", model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8", "--recompute"]
+    return [*plan, "--map", "--memory-limit", ",".join(f"{limit:.0f}" for limit in limits)]
+
+
+def test_json_of_a_map_has_every_cell_for_every_limit(
+    capsys: pytest.CaptureFixture[str], shallow_model: str
+) -> None:
+    assert cli.main([*map_command(shallow_model, *LIMITS), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["limits_bytes"] == [int(limit) for limit in LIMITS]
+    assert len({(cell["tp"], cell["pp"]) for cell in found["cells"]}) == len(found["cells"]) == 6
+    for cell in found["cells"]:
+        if not cell["answers"]:
+            assert (cell["tp"], cell["pp"]) == (4, 2)
+            assert cell["reason"].startswith("gpus = 4: must be a multiple of tp x pp")
+            continue
+        assert cell["tp"] * cell["pp"] * cell["dp"] == 4
+        outcomes = [answer["outcome"] for answer in cell["answers"]]
+        assert outcomes == sorted(outcomes, reverse=True), "a layout that fits also fits a larger limit"
+        assert outcomes[-1] == OK
+        for limit, answer in zip(LIMITS, cell["answers"], strict=True):
+            layout = answer["layout"]
+            assert (layout["zero"], layout["micro_batch"], layout["recompute"]) == (0, 1, True)
+            communicators = answer["memory"]["communicator_bytes"]
+            assert answer["memory"]["limit_bytes"] == int(limit) - int(CONTEXT) - communicators
+            assert bool(answer["ruled_out_by"]) == (answer["outcome"] == OOM)
+    first = {answer["outcome"] for cell in found["cells"] for answer in cell["answers"][:1]}
+    assert OOM in first
+
+
+def test_text_of_a_map_shows_the_causes(capsys: pytest.CaptureFixture[str], shallow_model: str) -> None:
+    assert cli.main([*map_command(shallow_model, *LIMITS), "--pp", "1"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "micro-batch 1, global batch 8",
+        "recomputation",
+        "pp 1 ",
+        "tp 2 ",
+        "fits 2.34 GB",
+        ": all fit",
+    ):
+        assert words in out
+    assert "does not fit tp x pp" in out
+    assert re.search(r", (parameters|gradients|optimizer states): \d x \d", out)
+    assert max(map(len, out.splitlines())) <= 100
+    assert cli.main(map_command(shallow_model, CONTEXT + 1e5)) == 1, "no layout fits"
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [
+        *(
+            ("32GB", 32e9),
+            ("32GiB", 32 * 2**30),
+            ("16e9", 16e9),
+            ("1.5 TB", 1.5e12),
+            ("500mb", 5e8),
+            ("7b", 7),
+        ),
+        ("", None),
+    ],
+)
+def test_memory_size_is_parsed(text: str, bytes_: float | None) -> None:
+    assert parse_memory_size(text) == bytes_
+
+
+@pytest.mark.parametrize("text", ["x", "-3", "0", "32 G", "1e99", "GB", "nan"])
+def test_invalid_memory_size_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="memory_limit"):
+        parse_memory_size(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -24,6 +24,12 @@ from tests.training import tiny
 
 MODEL = Model(name="tiny", layers=4, hidden=16, heads=4, vocab=64, seq=16)
 BASE = Experiment(name="a", model=MODEL, layout=Layout(dp=2, micro_batch=4), training=Training(steps=6))
+
+
+def as_read(experiment: Experiment) -> dict[str, Any]:
+    """Return the dictionary of an experiment as read from a record."""
+    found: dict[str, Any] = json.loads(json.dumps(experiment.as_dict()))
+    return found
 
 
 def test_names_timeouts_and_notes_do_not_change_the_key() -> None:
@@ -57,30 +63,24 @@ def test_conditions_change_the_key(change: dict[str, Any]) -> None:
     assert replace(BASE, **change).key != BASE.key
 
 
-def test_explicit_default_has_the_key_of_the_default() -> None:
-    defaults = {f.name: getattr(Layout(), f.name) for f in fields(Layout)}
-    explicit = replace(BASE, layout=Layout(**{**defaults, "dp": 2, "micro_batch": 4, "global_batch": 8}))
-    assert explicit.key == BASE.key
-
-
-def test_default_of_a_new_option_keeps_the_key() -> None:
+def test_defaults_keep_the_key_if_explicit_or_of_a_new_option() -> None:
     @dataclass(frozen=True, kw_only=True)
     class NewLayout(Layout):
         option: int = 0
 
+    explicit = {**vars(Layout()), "dp": 2, "micro_batch": 4, "global_batch": 8}
+    assert replace(BASE, layout=Layout(**explicit)).key == BASE.key
     assert replace(BASE, layout=NewLayout(dp=2, micro_batch=4)).key == BASE.key
     assert replace(BASE, layout=NewLayout(dp=2, micro_batch=4, option=1)).key != BASE.key
 
 
 def test_experiment_is_read_from_a_record_with_missing_options() -> None:
     pipeline = replace(BASE, layout=Layout(pp=2, tp=2, stage_layers=(1, 3), micro_batch=2, global_batch=8))
-    data = json.loads(json.dumps(pipeline.as_dict()))
-    assert from_dict(data) == pipeline
-    old = json.loads(json.dumps(BASE.as_dict()))
-    for key in ("pp", "schedule", "chunks", "stage_layers", "scatter_gather", "order", "pa", "cb", "md"):
+    assert from_dict(as_read(pipeline)) == pipeline
+    old = as_read(BASE)
+    for key in old["layout"].keys() - {"dp", "tp", "micro_batch", "global_batch", "zero", "precision"}:
         del old["layout"][key]
-    for key in ("kernels", "overlap", "tp_overlap", "gradient_as_bucket_view"):
-        del old["layout"][key]
+    del old["network"]
     assert from_dict(old) == BASE
     assert from_dict(old).key == BASE.key
 
@@ -88,12 +88,9 @@ def test_experiment_is_read_from_a_record_with_missing_options() -> None:
 def test_rates_of_an_emulated_network_change_the_key() -> None:
     network = EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)
     slow = replace(BASE, network=network)
-    assert from_dict(json.loads(json.dumps(slow.as_dict()))) == slow
+    assert from_dict(as_read(slow)) == slow
     assert replace(BASE, network=replace(network, between=16e6)).key != slow.key
     assert replace(BASE, network=replace(network, within=0.0)).key == slow.key
-    older = json.loads(json.dumps(BASE.as_dict()))
-    del older["network"]
-    assert from_dict(older).key == BASE.key
 
 
 def test_separate_ddp_buckets_need_zero_0_and_several_replicas() -> None:
@@ -101,9 +98,7 @@ def test_separate_ddp_buckets_need_zero_0_and_several_replicas() -> None:
     copies = replace(BASE.layout, gradient_as_bucket_view=False)
     assert chosen_fields(copies) == {**chosen_fields(BASE.layout), "gradient_as_bucket_view": False}
     for other in ({"zero": 1, "dp": 2}, {"zero": 3, "dp": 2}, {"dp": 1}):
-        with pytest.raises(
-            ConfigError, match=r"gradient_as_bucket_view = false: must be true unless zero = 0 and dp > 1"
-        ):
+        with pytest.raises(ConfigError, match=r"view = false: must be true unless zero = 0 and dp > 1"):
             Layout(**other, gradient_as_bucket_view=False)
 
 
@@ -124,7 +119,7 @@ def test_fp32_gradients_need_16_bit_precision() -> None:
 )
 def test_records_without_tp_overlap_keep_their_key(kernels: str, overlapped: bool) -> None:
     experiment = replace(BASE, layout=Layout(tp=2, micro_batch=4, kernels=kernels, tp_overlap=overlapped))
-    old = json.loads(json.dumps(experiment.as_dict()))
+    old = as_read(experiment)
     del old["layout"]["tp_overlap"]
     assert from_dict(old) == experiment
     other = replace(experiment, layout=replace(experiment.layout, tp_overlap=not overlapped))
@@ -135,25 +130,6 @@ def test_records_without_tp_overlap_keep_their_key(kernels: str, overlapped: boo
     assert chosen_fields(experiment.layout) == chosen
     single = Layout(micro_batch=4, kernels=kernels)
     assert chosen_fields(single) == chosen_fields(replace(single, tp_overlap=False))
-
-
-@pytest.mark.parametrize("engine", ["native", "torch", "megatron"])
-def test_optimizer_offload_needs_engine_deepspeed(engine: str) -> None:
-    layout = Layout(dp=2, zero=1, offload_optimizer=True)
-    training = {"dropout": 0.0, "attention_dropout": 0.0}
-    tiny(layout, engine="deepspeed", **training)
-    with pytest.raises(ConfigError) as caught:
-        tiny(layout, engine=engine, **training)
-    line = "layout.offload_optimizer = true: must be false with engine"
-    assert str(caught.value).startswith(f"{line} {engine}")
-
-
-@pytest.mark.parametrize("engine", ["torch", "deepspeed", "megatron"])
-def test_cuda_graphs_need_the_native_engine(engine: str) -> None:
-    layout = Layout(cuda_graphs=True)
-    assert replace(BASE, layout=layout).layout.cuda_graphs
-    with pytest.raises(ConfigError, match=f"cuda_graphs = true: must be false with engine {engine}"):
-        replace(BASE, layout=layout, engine=engine)
 
 
 def test_cuda_graphs_need_two_untimed_steps() -> None:
@@ -174,7 +150,7 @@ def test_original_of_a_twin_does_not_change_the_key() -> None:
     plain = tiny(Layout())
     original = TwinOf(original="lowbw-megatron", part=0.2, between=4.8e9, numbers={"hW/F": (0.5, 0.6)})
     twin = replace(plain, twin=original)
-    assert from_dict(json.loads(json.dumps(twin.as_dict()))) == twin
+    assert from_dict(as_read(twin)) == twin
     assert (twin.key, hash(twin)) == (plain.key, hash(replace(twin)))
     with pytest.raises(ConfigError, match="part = 0"):
         replace(original, part=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,60 +9,22 @@ import pytest
 from repro.config import ConfigError, Layout, engines
 from repro.config.files import build_dataclass
 from repro.config.model import Model
-from repro.config.models import FILES, _packaged, load_model, model_names
+from repro.config.models import _packaged, load_model, model_names
 from repro.model.counts import total_parameters
+from tests import committed
 
 SMALL = {
-    "smoke-states": 0.2,
-    "smoke-speed": 4.9,
-    "char-1m": 0.8,
-    "tiny-parity": 0.1,
-    "gpt2-tiny": 7.2,
-    "limit-29m": 29.0,
-    "limit-39m": 39.0,
-    "limit-40m": 39.6,
-    "equal-stages": 6.4,
-    "odd-sizes": 0.1,
-    "tiny-shallow": 0.1,
-    "tiny-stages": 0.4,
-    "tiny-deep": 1.6,
+    *("smoke-states", "smoke-speed", "char-1m", "tiny-parity", "gpt2-tiny", "limit-29m", "limit-39m"),
+    *("limit-40m", "equal-stages", "odd-sizes", "tiny-shallow", "tiny-stages", "tiny-deep"),
 }
-"""Parameters of the models for smoke runs and tests, in millions."""
+"""Models for smoke runs and tests; this project chose their shapes."""
 TABLES = {
-    # name: layers, hidden, heads, published MP degrees.  ZERO3 Table 5, Fig. 2.
-    "zero-1.5b": (48, 1600, 16, (1, 2)),
-    "zero-8b": (72, 3072, 24, (4, 8)),
-    "zero-40b": (88, 6144, 32, (4,)),
-    "zero-40b-h64": (88, 6144, 64, (32,)),
-    "zero-60b": (132, 6144, 32, (16,)),
-    "zero-60b-h64": (132, 6144, 64, (64, 16)),
-    "zero-80b": (100, 8192, 64, (16,)),
-    "zero-80b-h128": (100, 8192, 128, (128,)),
-    "zero-100b": (125, 8192, 64, (16,)),
-    "zero-100b-h128": (125, 8192, 128, (128,)),
-    "zero-120b": (150, 8192, 64, (16,)),
-    "zero-120b-h128": (150, 8192, 128, (128,)),
-    "zero-140b": (175, 8192, 64, (16,)),
-    "zero-140b-h128": (175, 8192, 128, (128,)),
-    "zero-170b": (212, 8192, 64, (16,)),
-    "zero-170b-h256": (212, 8192, 256, (256,)),
-    # Tables 6 to 9.
+    # name: layers, hidden, heads, published MP degrees.  ZERO3 Tables 6 to 9.
     "zero-60b-fig3": (75, 8192, 32, (16,)),
     "zero-40b-fig6": (50, 8192, 32, (16,)),
     "zero-50b": (62, 8192, 32, (16,)),
     "zero-150b": (187, 8192, 64, (16,)),
     "zero-60b-fig8": (75, 8192, 64, (16,)),
-    # Table 10, Fig. 4.
-    "zero-1.5b-fig4": (34, 1920, 16, (1,)),
-    "zero-2.5b": (54, 1920, 16, (1,)),
-    "zero-4b": (64, 2304, 24, (1,)),
-    "zero-6b": (52, 3072, 24, (1,)),
-    "zero-10b": (50, 4096, 32, (1,)),
-    "zero-11b": (54, 4096, 32, (1,)),
-    "zero-12b": (58, 4096, 32, (1,)),
-    "zero-13b": (62, 4096, 32, (1,)),
-    "zero-1.16b": (24, 1920, 16, (1,)),
-    "zero-1.38b": (40, 1536, 16, (1,)),
     # Tables 1 and 2 print sizes only; this project chose the shapes.
     "table1-7.5b": (4, 12288, 96, (1,)),
     "table1-128b": (4, 50944, 398, (1,)),
@@ -77,17 +37,13 @@ TABLES = {
     "table2-25b": (55, 6144, 32, (4, 16)),
     "table2-2t": (155, 32768, 256, (16,)),
     # DS-FEB20 tutorial sec. 3.1 and 3.3, figure; DS-HEAD zero.md.
-    "deepspeed-1.5b": (48, 1600, 16, (1, 2, 4)),
-    "deepspeed-4b": (64, 2304, 16, (1, 4)),
-    "deepspeed-8b": (72, 3072, 24, (2, 4)),
-    "deepspeed-20b": (111, 3808, 32, (4, 16)),
     "deepspeed-40b": (88, 6144, 32, (16,)),
     "deepspeed-60b": (132, 6144, 32, (16,)),
     "deepspeed-80b": (100, 8192, 64, (16,)),
     "deepspeed-100b": (125, 8192, 64, (16,)),
     "deepspeed-10b": (50, 4096, 32, (1,)),
     "deepspeed-200b": (250, 8192, 64, (16,)),
-    # MEG1 Tables 1, 2 and 7; images/tables.tex; MEG2 Table 1, which prints heads, width and depth in this order.
+    # MEG1 Tables 1, 2 and 7; images/tables.tex.
     "megatron-355m": (24, 1024, 16, (1,)),
     "megatron-1.2b": (40, 1536, 16, (1,)),
     "megatron-2.5b": (54, 1920, 20, (2,)),
@@ -99,16 +55,6 @@ TABLES = {
     "megatron-2020-2b": (30, 2304, 18, (2,)),
     "megatron-2020-4b": (36, 3072, 24, (4,)),
     "megatron-2020-8b": (42, 4096, 32, (8,)),
-    "megatron-1.7b": (24, 2304, 24, (1,)),
-    "megatron-3.6b": (30, 3072, 32, (2,)),
-    "megatron-7.5b": (36, 4096, 32, (4,)),
-    "megatron-18.4b": (40, 6144, 48, (8,)),
-    "megatron-39.1b": (48, 8192, 64, (8,)),
-    "megatron-76.1b": (60, 10240, 80, (8,)),
-    "megatron-145.6b": (80, 12288, 96, (8,)),
-    "megatron-310.1b": (96, 16384, 128, (8,)),
-    "megatron-529.6b": (105, 20480, 128, (8,)),
-    "megatron-1t": (128, 25600, 160, (8,)),
     "megatron-175b": (96, 12288, 96, (8,)),
     "megatron-91b": (32, 15360, 128, (8,)),  # MEG-SC21 run_figure_16.sh
     "megatron-fig7-1b": (4, 4096, 128, (1,)),  # MEG2 Fig. 7
@@ -149,6 +95,8 @@ TABLES = {
     "nemo-5b": (24, 4096, 32, (1, 2)),
 }
 
+PADDED = {1: 128384, 2: 128512, 8: 129024}
+"""Vocabulary of Llama 3 by tp: a multiple of 128 tp with the additional token of NullTokenizer."""
 OTHERS = {
     # name: layers, hidden, heads, key heads, MLP, vocabulary.  2307.09288 Table 1 and config.json of the releases.
     "llama2-7b": (32, 4096, 32, 32, 11008, 32000),
@@ -174,14 +122,8 @@ OTHERS = {
     "falcon-7b": (32, 4544, 71, 1, 18176, 65024),
     "falcon-40b": (60, 8192, 128, 8, 32768, 65024),
     # SimuMax 4dcaae52 run_pretrain_llama3.sh: some layers of Llama 3, with a padded vocabulary.
-    **{
-        f"llama3-{size}-{layers}l-tp{tp}": (layers, *shape, vocab)
-        for size, layers, shape in (
-            ("70b", 12, (8192, 64, 8, 28672)),
-            ("405b", 4, (16384, 128, 16, 53248)),
-        )
-        for tp, vocab in ((1, 128384), (2, 128512), (8, 129024))
-    },
+    **{f"llama3-70b-12l-tp{tp}": (12, 8192, 64, 8, 28672, vocab) for tp, vocab in PADDED.items()},
+    **{f"llama3-405b-4l-tp{tp}": (4, 16384, 128, 16, 53248, vocab) for tp, vocab in PADDED.items()},
     # Sizes of the reports with the layers of Llama 2; this project chose the shapes.
     "llama-like-1.5b": (28, 2048, 16, 16, 5632, 32000),
     "llama-like-3b": (26, 3072, 24, 24, 8192, 32000),
@@ -198,65 +140,63 @@ OTHERS = {
 """Models whose layers differ from those of GPT-2."""
 
 
-def test_tables_contain_every_packaged_model() -> None:
-    assert sorted(model_names()) == sorted({*TABLES, *OTHERS, *SMALL, "bert-large", "t5-11b"})
-    assert {name for name in model_names() if load_model(name).departures()} == set(OTHERS)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_models_of_other_families_have_the_printed_shapes(name: str) -> None:
-    m = load_model(name)
-    assert (m.layers, m.hidden, m.heads, m.key_heads, m.ffn_width, m.vocab) == OTHERS[name]
+def test_every_packaged_model_has_its_printed_shape_and_tensor_parallel_degrees() -> None:
+    """`suites/test_published.py` compares the models of ZERO3 Tables 5 and 10, MEG2 Table 1 and the release."""
+    in_ledger = set()
+    for suite in ("zero_throughput", "deepspeed_64gpu", "megatron_2021"):
+        for entry in committed.suite(Path(__file__).parents[2] / f"suites/{suite}.toml").entries:
+            if entry.experiment.name.startswith(("fig2-", "fig4-", "64gpu-", "table1-")):
+                in_ledger.add(entry.experiment.model.name)
+    assert sorted(model_names()) == sorted({*TABLES, *OTHERS, *SMALL, "bert-large", "t5-11b", *in_ledger})
+    found = {name: load_model(name) for name in model_names()}
+    assert {name for name, model in found.items() if model.departures()} == set(OTHERS)
+    assert {
+        name: (m.layers, m.hidden, m.heads, m.key_heads, m.ffn_width, m.vocab)
+        for name, m in found.items()
+        if name in OTHERS
+    } == OTHERS
+    for name, (layers, hidden, heads, degrees) in TABLES.items():
+        m = found[name]
+        assert (m.layers, m.hidden, m.heads, m.ffn_width) == (layers, hidden, heads, 4 * hidden), name
+        for degree in degrees:
+            engines.check_layout_fits(Layout(tp=degree), m, m.seq)
 
 
 def test_incompatible_model_options_are_rejected() -> None:
     valid = {"name": "m", "layers": 1, "hidden": 24, "heads": 4, "vocab": 8, "seq": 8}
-    for key, value, message in (
-        ("norm", "batch", "norm = 'batch': must be one of layer, rms"),
-        ("kv_heads", 3, "kv_heads = 3: must be a divisor of heads = 4"),
-        ("norm_eps", 0.0, "norm_eps = 0.0: must be more than 0"),
-        ("rotary_base", 5.0, "rotary_base = 5.0: must be omitted unless positions = rotary"),
-        ("architecture", "bert", "norm = 'rms': must be omitted with architecture = bert"),
+    rotary = {"positions": "rotary"}
+    for keys, message in (
+        ({"norm": "batch"}, "norm = 'batch': must be one of layer, rms"),
+        ({"kv_heads": 3}, "kv_heads = 3: must be a divisor of heads = 4"),
+        ({"norm_eps": 0.0}, "norm_eps = 0.0: must be more than 0"),
+        ({"rotary_base": 5.0}, "rotary_base = 5.0: must be omitted unless positions = rotary"),
+        ({"norm": "rms", "architecture": "bert"}, "norm = 'rms': must be omitted with architecture = bert"),
+        *((rotary | {"rotary_fraction": part}, f"rotary_fraction = {part}: ") for part in (0.5, 0.1, 1.5)),
     ):
-        more = {"norm": "rms"} if key == "architecture" else {}
         with pytest.raises(ConfigError) as caught:
-            Model(**{**valid, **more, key: value})
+            Model(**valid | keys)  # type: ignore[arg-type]
         assert str(caught.value).startswith(message)
-    for fraction in (0.5, 0.1, 1.5):
-        with pytest.raises(ConfigError, match="rotary_fraction"):
-            Model(**valid, positions="rotary", rotary_fraction=fraction)
 
 
-@pytest.mark.parametrize("name", model_names())
-def test_fast_reader_equals_the_pydantic_reader(name: str) -> None:
-    table, path = _packaged()[name]
-    keys = {key: value for key, value in table.items() if key != "aliases"}
-    assert load_model(name) == build_dataclass(Model, keys, file=str(path))
-    assert load_model(name).name == name == name.lower()
+def test_fast_reader_equals_the_pydantic_reader() -> None:
+    for name in model_names():
+        table, path = _packaged()[name]
+        keys = {key: value for key, value in table.items() if key != "aliases"}
+        assert load_model(name) == build_dataclass(Model, keys, file=str(path))
+        assert load_model(name).name == name == name.lower()
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_models_have_the_printed_shapes_and_tensor_parallel_degrees(name: str) -> None:
-    model = load_model(name)
-    layers, hidden, heads, degrees = TABLES[name]
-    assert (model.layers, model.hidden, model.heads, model.ffn_width) == (layers, hidden, heads, 4 * hidden)
-    for degree in degrees:
-        engines.check_layout_fits(Layout(tp=degree), model, model.seq)
-
-
-@pytest.mark.parametrize("name", [name for name in model_names() if name not in SMALL and "l-tp" not in name])
-def test_model_count_that_differs_from_its_size_has_note(name: str) -> None:
-    model = load_model(name)
-    assert model.source
-    digits, unit = model.published_name[:-1], {"M": 1e6, "B": 1e9, "T": 1e12}[model.published_name[-1]]
-    assert float(digits) * unit == pytest.approx(model.published_params)
-    psi = total_parameters(model) / unit
-    if f"{psi:.{len(digits.partition('.')[2])}f}" != digits:
-        assert any(f"{psi:.{places}f}{model.published_name[-1]}" in model.note for places in (1, 2)), psi
-
-
-def test_small_models_have_the_listed_sizes() -> None:
-    assert {name: round(total_parameters(load_model(name)) / 1e6, 1) for name in SMALL} == SMALL
+def test_model_with_a_source_has_its_printed_count_or_a_note_on_the_difference() -> None:
+    for name in set(model_names()) - SMALL:
+        model = load_model(name)
+        if "l-tp" in name:  # some layers of a model, which have no printed count
+            continue
+        assert model.source
+        digits, unit = model.published_name[:-1], {"M": 1e6, "B": 1e9, "T": 1e12}[model.published_name[-1]]
+        assert float(digits) * unit == pytest.approx(model.published_params)
+        psi = total_parameters(model) / unit
+        if f"{psi:.{len(digits.partition('.')[2])}f}" != digits:
+            assert any(f"{psi:.{places}f}{model.published_name[-1]}" in model.note for places in (1, 2)), name
 
 
 VALID = "layers = 2\nhidden = 8\nheads = 2\nvocab = 16\nseq = 4\n"
@@ -317,16 +257,3 @@ def test_error_for_an_unknown_name_or_missing_file() -> None:
         load_model("chinchilla")
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         load_model("nowhere.toml")
-
-
-def test_package_contains_the_model_files() -> None:
-    assert len(list(FILES.glob("*.toml"))) >= 8
-
-
-def test_listing_the_models_imports_no_large_package() -> None:
-    code = (
-        "import sys; from repro.report.text.models_and_systems import print_models; print_models(None, False);"
-        "print([m for m in ('torch', 'numpy', 'pandas', 'pydantic') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip().splitlines()[-1] == "[]"

@@ -1,36 +1,55 @@
-"""Tests of system files: sources of all numbers, published numbers, unknown numbers, and errors in one line."""
+"""Tests of system files: sources, published and assumed numbers, calibrated systems, and errors in one line."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from repro.config import ConfigError
 from repro.config.enums import OperatorSet
-from repro.config.links import KEYS
+from repro.config.links import ASSUMED_ANY, ASSUMED_LINKS, KEYS, LINKS
 from repro.config.system import Quantity, System
 from repro.config.systems import load_system_file, system_names
+from repro.config.timing import ASSUMED
 from repro.measure.local_system import load_system
 from repro.simulate.record import simulation_facts
-from tests.config.system_texts import NODES
+from tests.config.system_texts import NODES, PRODUCTS, PROVENANCE
 
-DEVICE = """
+VALID = f"""{NODES}
 [device]
 name = "X"
-memory_bytes = { value = 16e9, source = "here" }
-memory_bandwidth = { value = "unknown", source = "nobody says" }
+memory_bytes = {{ value = 16e9, source = "here" }}
+memory_bandwidth = {{ value = "unknown", source = "nobody says" }}
 [device.peak_flops]
-fp16 = { value = 100e12, source = "here" }
+fp16 = {{ value = 100e12, source = "here" }}
 [links.inter-node]
 per = "node"
-bandwidth = { value = 10e9, source = "here" }
+bandwidth = {{ value = 10e9, source = "here" }}
+[links.pcie]
+per = "device"
+bandwidth = {{ value = 20e9, source = "here" }}
 """
-VALID = NODES + DEVICE
-NAME = 'name = "X"'
-NODE_COUNT = '{ value = 2, source = "here" }'
+MEASURED_LINK = """
+[links.memory]
+per = "node"
+bandwidth = { value = 10e9, source = "measured" }
+overlap_cost = { value = 0.3, source = "measured" }
+[links.memory.collectives.all_reduce]
+points = [[1024, 1e-4], [1048576, 1e-3]]
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return path
+
+    return write
 
 
 def quantities(system: System) -> list[Quantity]:
@@ -43,21 +62,24 @@ def quantities(system: System) -> list[Quantity]:
     return [*numbers, *device.peak_flops.values(), *links]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Any:
-    def write(text: str) -> Path:
-        path = tmp_path / "mine.toml"
-        path.write_text(text)
-        return path
-
-    return write
-
-
 @pytest.mark.parametrize("name", system_names())
-def test_every_number_of_a_system_has_a_source(name: str) -> None:
+def test_every_system_has_sources_time_model_numbers_and_allocatable_memory(name: str) -> None:
     system = load_system(name)
     assert system.name == name
     assert all(quantity.source for quantity in quantities(system))
+    assert 0 < system.timing.matmul_efficiency <= 1
+    assert system.links.keys() <= set(LINKS)
+    assert all(link.used(key, "latency_s").value for key, link in system.links.items())
+    memory, context = system.device.memory_bytes.value, system.context_used
+    assert context.value == system.context()
+    assert ("assumed" in context.source) == (system.context_bytes.value is None)
+    if memory is None:
+        with pytest.raises(
+            ConfigError, match=r"memory_bytes = 'unknown': this command needs the number; not pub"
+        ):
+            system.allocatable_bytes()
+    else:
+        assert system.allocatable_bytes() == int(memory) - system.context()
 
 
 def test_packaged_systems_have_the_published_numbers() -> None:
@@ -65,40 +87,41 @@ def test_packaged_systems_have_the_published_numbers() -> None:
     recent = {"llama3-h100", "grand-teton", "a100-pcie", "dgx-b200", "gb200-nvl72", "mi300x"}
     clusters = {"lowbw-v100", "jean-zay", "oneflow-v100", "selene", "vtrain-a100", "yuan"}
     assert dgx | recent | clusters | {"local"} == set(system_names())
-    dgx2 = load_system_file("dgx2")
-    assert (dgx2.devices_per_node.value, dgx2.nodes.value) == (16, 25)
-    assert dgx2.peak("fp16") == 125e12
-    assert dgx2.link_per_device("inter-node") == 6.25e9
-    assert load_system_file("lowbw-v100").link_per_device("inter-node") == 1.25e9
-    assert load_system_file("selene").link_per_device("inter-node") == 25e9
-    for name in ("dgx-b200", "gb200-nvl72", "mi300x"):  # 400 Gb/s per device
-        assert load_system_file(name).link_per_device("inter-node") == 50e9
-    assert load_system_file("yuan").device.memory_bytes.value is None
+    systems = {name: load_system_file(name) for name in dgx | recent | clusters}
+    dgx2 = systems["dgx2"]
+    assert (dgx2.devices_per_node.value, dgx2.nodes.value, dgx2.peak("fp16")) == (16, 25, 125e12)
+    ports = {"dgx2": 6.25e9, "lowbw-v100": 1.25e9, "selene": 25e9}
+    ports |= dict.fromkeys(("dgx-b200", "gb200-nvl72", "mi300x"), 50e9)  # 400 Gb/s per device
+    assert {name: systems[name].link_per_device("inter-node") for name in ports} == ports
+    pcie = {name for name, system in systems.items() if system.link_inside() == "pcie"}
+    assert pcie == {"lowbw-v100", "a100-pcie"}
+    assert {system.link_inside() for name, system in systems.items() if name not in pcie} == {"nvlink"}
+    assert systems["yuan"].device.memory_bytes.value is None
+    assert "(assumed)" in systems["yuan"].links["nvlink"].bandwidth.source
     with pytest.raises(ConfigError, match=r"precision = 'bf16': must be a precision of NVIDIA V100"):
         dgx2.peak("bf16")
-    assert "(assumed)" in load_system_file("yuan").links["nvlink"].bandwidth.source
 
 
 def test_nodes_have_the_published_power_and_price() -> None:
     """Maximum power of a node in kW by the manufacturer, and hourly on-demand price of a node of 8 devices."""
     kilowatts = {"selene": 6.5, "dgx-a100-40gb": 6.5, "dgx-h100": 10.2, "dgx-h200": 10.2, "dgx-b200": 14.3}
     kilowatts |= {"dgx1-v100-16gb": 3.5, "dgx1-v100-32gb": 3.5, "dgx2": 10, "dgx2h": 12, "gb200-nvl72": 120}
-    dollars = {
-        "selene": 27.447,
-        "dgx-a100-40gb": 21.958,
-        "dgx-h100": 55.04,
-        "dgx-h200": 63.296,
-        "dgx-b200": 113.933,
-    }
+    dollars = {"selene": 27.447, "dgx-a100-40gb": 21.958, "dgx-h100": 55.04, "dgx-h200": 63.296}
+    dollars |= {"dgx-b200": 113.933}
     dollars |= {"llama3-h100": 55.04, "vtrain-a100": 27.447}  # equal devices in nodes of unknown power
+    found: tuple[dict[str, float], dict[str, float]] = ({}, {})
     for name in system_names():
         system = load_system(name)
-        per_node, device = system.devices_per_node.value, system.device
-        for numbers, quantity in ((kilowatts, device.power_w), (dollars, device.price_per_hour)):
-            assert (quantity.value is not None) == (name in numbers), name
-            if quantity.value is not None:
-                scale = 1000 if numbers is kilowatts else 1
-                assert quantity.value * per_node == pytest.approx(numbers[name] * scale, rel=1e-3)
+        per_node, power, price = (
+            system.devices_per_node.value,
+            system.device.power_w,
+            system.device.price_per_hour,
+        )
+        if power.value is not None:
+            found[0][name] = power.value * per_node / 1000
+        if price.value is not None:
+            found[1][name] = price.value * per_node
+    assert found == (pytest.approx(kilowatts, rel=1e-3), pytest.approx(dollars, rel=1e-3))
 
 
 def test_price_and_power_do_not_change_records_of_simulations() -> None:
@@ -111,12 +134,11 @@ def test_price_and_power_do_not_change_records_of_simulations() -> None:
     assert numbers[0] == numbers[1]
 
 
-def test_like_copies_another_system_except_for_given_keys(write: Any) -> None:
+def test_like_copies_another_system_except_for_given_keys(write: Callable[[str], Path]) -> None:
     other = load_system_file("dgx2h")
     numbers = '[device.time]\nmatmul_efficiency = { value = 0.7, source = "here" }\n[links.nvlink]\nper = "device"\n'
     derived = load_system_file(write(f'like = "dgx2h"\nnodes = {{ value = 3, source = "here" }}\n{numbers}'))
-    assert derived.name == "mine"
-    assert (derived.nodes.value, other.nodes.value) == (3, 32)
+    assert (derived.name, derived.nodes.value, other.nodes.value) == ("mine", 3, 32)
     efficiency = derived.device.time.matmul_efficiency
     assert (efficiency.value, efficiency.low, efficiency.source) == (0.7, None, "here"), (
         "range and source of the file"
@@ -126,115 +148,140 @@ def test_like_copies_another_system_except_for_given_keys(write: Any) -> None:
     assert (derived.links, derived.context_bytes) == (other.links, other.context_bytes)
 
 
-def test_error_for_an_unknown_system_after_like(write: Any) -> None:
-    for name in ("dgx3", "local", "mine.toml"):
-        with pytest.raises(
-            ConfigError, match=rf"mine\.toml: like = '{name}': must be one of a100-pcie, .*, yuan"
-        ):
-            load_system_file(write(f'like = "{name}"'))
-    with pytest.raises(
-        ConfigError, match=r"mine\.toml: links\.nvlink\.bandwidth = 5: must be a table \{ value"
-    ):
-        load_system_file(write('like = "dgx2"\n[links.nvlink]\nbandwidth = 5'))
+def test_missing_numbers_are_assumed_with_their_source(write: Callable[[str], Path]) -> None:
+    plain = load_system_file(write(VALID))
+    assert (plain.name, plain.link_per_device("inter-node"), plain.provenance) == ("mine", 2.5e9, None)
+    assert load_system_file(str(write(VALID))) == plain
+    for key, assumed in ASSUMED.items():
+        used = plain.device.time.used(key)
+        assert used.value == assumed.value == getattr(plain.timing, key)
+        assert used.ends == assumed.ends
+        assert used.source.startswith(f"assumed, {assumed.source}")
+    assert plain.timing.unaligned_flops is None
+    link = plain.links["pcie"]
+    for key, assumed in (ASSUMED_LINKS["pcie"] | ASSUMED_ANY).items():
+        used = link.used("pcie", key)
+        source = f"assumed, {assumed.source}: {link.latency_s.source}"
+        assert (used.value, used.source) == (assumed.value, source)
 
 
-def test_error_for_an_unknown_bandwidth_has_its_reason(write: Any) -> None:
-    path = write(
-        VALID.replace('{ value = 10e9, source = "here" }', '{ value = "unknown", source = "not published" }')
-    )
-    with pytest.raises(
-        ConfigError, match=r"bandwidth = 'unknown': this command needs the number; not published"
-    ):
-        load_system_file(path).link_per_device("inter-node")
+def test_numbers_of_the_file_replace_assumed_numbers(write: Callable[[str], Path]) -> None:
+    text = VALID + 'efficiency = { value = 0.5, source = "there" }\n'
+    text += '[device.time]\nkernel_s = { value = 1e-6, source = "there" }\n'
+    text += 'launch_s = { value = "unknown", source = "nobody says" }\n'
+    printed = load_system_file(write(text))
+    assert printed.links["pcie"].used("pcie", "efficiency").source == "there"
+    assert (printed.timing.kernel_s, printed.timing.launch_s) == (1e-6, ASSUMED["launch_s"].value)
+    assert printed.device.time.used("launch_s").source.endswith("nobody says")
 
 
-@pytest.mark.parametrize("name", system_names())
-def test_allocatable_memory_is_device_memory_minus_the_context(name: str) -> None:
-    system = load_system(name)
-    memory, context = system.device.memory_bytes.value, system.context_used
-    assert context.value == system.context()
-    assert ("assumed" in context.source) == (system.context_bytes.value is None)
-    if memory is None:
-        with pytest.raises(
-            ConfigError,
-            match=r"device\.memory_bytes = 'unknown': this command needs the number; not published",
-        ):
-            system.allocatable_bytes()
-    else:
-        assert system.allocatable_bytes() == int(memory) - system.context()
+def test_calibrated_system_file_is_read(write: Callable[[str], Path]) -> None:
+    found = load_system_file(write(VALID + PRODUCTS + MEASURED_LINK + PROVENANCE))
+    assert found.provenance is not None
+    assert (found.provenance.ranks, found.provenance.facts["cores"]) == (4, 4)
+    assert found.links["memory"].collectives["all_reduce"].points == ((1024, 1e-4), (1048576, 1e-3))
+    assert found.device.operators["aten.mm"].seconds(flops=1e9, nbytes=123) == pytest.approx(12e-6)
 
 
-def test_link_inside_a_node_is_pcie_or_nvlink() -> None:
-    inside = {name: load_system_file(name).link_inside() for name in system_names() if name != "local"}
-    assert {inside.pop("lowbw-v100"), inside.pop("a100-pcie")} == {"pcie"}
-    assert set(inside.values()) == {"nvlink"}
+NAME = 'name = "X"'
+NODE_COUNT = '{ value = 2, source = "here" }'
+NO_RANGE = "device.price_per_hour = '2 (1 to 2)': must be one number without a range"
+MISTAKES = [
+    # replaced text, its replacement, part of the error
+    (NAME, 'nam = "X"', "device.nam = 'X': unknown key; did you mean name?"),
+    (NAME, NAME + '\npower_w = { value = 0, source = "here" }', "device.power_w = 0.0: must be more than 0"),
+    (NAME, NAME + '\nprice_per_hour = { value = 2, low = 1, source = "here; low: spot" }', NO_RANGE),
+    ("[device.peak_flops]", "[device.peak_flop]", "device.peak_flop = "),
+    (f"nodes = {NODE_COUNT}", "", "nodes: is missing"),
+    (f"nodes = {NODE_COUNT}", "nodes = 2", "nodes = 2: must be a table { value = ..., source = ... }"),
+    (NODE_COUNT, '{ value = 2.5, source = "here" }', "nodes = 2.5: must be an integer"),
+    (NODE_COUNT, '{ value = -2, source = "here" }', "nodes.value = -2"),
+    (NODE_COUNT, '{ value = 0, source = "here" }', "nodes = 0.0: must be more than 0"),
+    (NODE_COUNT, "{ value = 2 }", "nodes.source: is missing"),
+    (NODE_COUNT, '{ value = 2, source = " " }', "the publication of the number"),
+    ('context_bytes = { value = 1e9, source = "here" }', "", "context_bytes: is missing"),
+    ("value = 1e9", "value = 16e9", "context_bytes = 16000000000.0: must be less than device.memory_bytes"),
+    ("context_bytes =", "context =", "context = "),
+    ("host_memory_bytes =", "host_memory =", "did you mean host_memory_bytes?"),
+    ("value = 64e9", "value = 0", "host_memory_bytes = 0.0: must be more than 0"),
+    ("value = 10e9", "value = 0", "links.inter-node.bandwidth = 0.0: must be more than 0"),
+    ("value = 100e12", "value = 0", "device.peak_flops.fp16 = 0.0: must be more than 0"),
+    ("value = 16e9", 'value = "16 GB"', "device.memory_bytes.value = '16 GB'"),
+    ("fp16 =", "fp12 =", "peak_flops = 'fp12': must be one of"),
+    ('per = "node"', 'per = "rack"', "links.inter-node.per = 'rack': must be one of device, node"),
+    ("[links.inter-node]", "[links.ethernet]", "links = 'ethernet': must be one of"),
+    ("[links.inter-node]", "links = 3\n[x]", "links = 3"),
+    ("devices_per_node", 'name = "x"\ndevices_per_node', "the file names its system"),
+]
+TIME, OPERATOR, SEND = "[device.time]\n", "[device.operators.mm]\n", "[links.pcie.collectives.send]\n"
+ADDITIONS = [
+    # text after the link pcie, part of the error
+    (TIME + 'matmul_eficiency = { value = 1, source = "x" }', "device.time.matmul_eficiency = "),
+    (TIME + "kernel_s = 3e-6", "device.time.kernel_s = 3e-06: must be a table"),
+    (
+        TIME + 'memory_efficiency = { value = 1.2, source = "x" }',
+        "device.time.memory_efficiency = 1.2: must be mor",
+    ),
+    (
+        TIME + 'multiprocessors = { value = 1.5, source = "x" }',
+        "device.time.multiprocessors = 1.5: must be an inte",
+    ),
+    (OPERATOR + "fixed_s = -1", "device.operators.mm.fixed_s = -1.0: must be seconds, 0 or more"),
+    (OPERATOR + 'fixed_s = "x"', "device.operators.mm.fixed_s = 'x': must be"),
+    (OPERATOR + "fixed_s = 1", "provenance: is missing"),
+    ('rings = { value = 0, source = "x" }', "links.pcie.rings = 0.0: must be more than 0"),
+    ('overlap_cost = { value = 2, source = "x" }', "links.pcie.overlap_cost = 2.0: must be a fraction"),
+    ("[links.pcie.collectives.gather]\npoints = [[1, 1]]", "collectives = 'gather': must be one of"),
+    (SEND + "points = []", "collectives.send.points = []: must be at least one pair"),
+    (SEND + "points = [[2, 1], [1, 1]]", "rising bytes"),
+    (SEND + "points = [[2, 0]]", "points = 0.0: must be more than 0 seconds"),
+    (SEND + "points = [[2]]", "collectives.send.points"),
+    (SEND + "points = [[2, 1]]", "provenance: is missing"),
+    (SEND + "points = [[2, 1]]\nstride = 0", "stride = 0: must be an integer of at least 1"),
+    (
+        SEND + "points = [[2, 1]]\ngroups = [{ points = [[2, 1]] }]",
+        "groups = [0]: must be measurements of 2 or more",
+    ),
+    ("[provenance]\ndate = '2026-01-01'", "provenance.torch: is missing"),
+]
 
 
-def test_system_file_is_read_by_path(write: Any) -> None:
-    system = load_system_file(write(VALID))
-    assert system.name == "mine"
-    assert system.link_per_device("inter-node") == 2.5e9
-    assert load_system_file(str(write(VALID))) == system
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("", "", None),
-        (NAME, 'nam = "X"', "device.nam = 'X': unknown key; did you mean name?"),
-        (
-            NAME,
-            NAME + '\npower_w = { value = 0, source = "here" }',
-            "device.power_w = 0.0: must be more than 0",
-        ),
-        (
-            NAME,
-            NAME + '\nprice_per_hour = { value = 2, low = 1, source = "here; low: spot" }',
-            "device.price_per_hour = '2 (1 to 2)': must be one number without a range",
-        ),
-        ("[device.peak_flops]", "[device.peak_flop]", "device.peak_flop = "),
-        (f"nodes = {NODE_COUNT}", "", "nodes: is missing"),
-        (f"nodes = {NODE_COUNT}", "nodes = 2", "nodes = 2: must be a table { value = ..., source = ... }"),
-        (NODE_COUNT, '{ value = 2.5, source = "here" }', "nodes = 2.5: must be an integer"),
-        (NODE_COUNT, '{ value = -2, source = "here" }', "nodes.value = -2"),
-        (NODE_COUNT, '{ value = 0, source = "here" }', "nodes = 0.0: must be more than 0"),
-        (NODE_COUNT, "{ value = 2 }", "nodes.source: is missing"),
-        ('context_bytes = { value = 1e9, source = "here" }', "", "context_bytes: is missing"),
-        (
-            "value = 1e9",
-            "value = 16e9",
-            "context_bytes = 16000000000.0: must be less than device.memory_bytes",
-        ),
-        ("context_bytes =", "context =", "context = "),
-        ("host_memory_bytes =", "host_memory =", "did you mean host_memory_bytes?"),
-        ("value = 64e9", "value = 0", "host_memory_bytes = 0.0: must be more than 0"),
-        ("value = 10e9", "value = 0", "links.inter-node.bandwidth = 0.0: must be more than 0"),
-        ("value = 100e12", "value = 0", "device.peak_flops.fp16 = 0.0: must be more than 0"),
-        (NODE_COUNT, '{ value = 2, source = " " }', "the publication of the number"),
-        ("value = 16e9", 'value = "16 GB"', "device.memory_bytes.value = '16 GB'"),
-        ("fp16 =", "fp12 =", "peak_flops = 'fp12': must be one of"),
-        ('per = "node"', 'per = "rack"', "links.inter-node.per = 'rack': must be one of device, node"),
-        ("[links.inter-node]", "[links.ethernet]", "links = 'ethernet': must be one of"),
-        ("[links.inter-node]", "links = 3\n[x]", "links = 3"),
-        ("devices_per_node", 'name = "x"\ndevices_per_node', "the file names its system"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), MISTAKES)
 def test_error_of_a_mistake_names_file_key_and_remedy(
-    write: Any, old: str, new: str, message: str | None
+    write: Callable[[str], Path], old: str, new: str, message: str
 ) -> None:
-    path = write(VALID.replace(old, new, 1))
-    if message is None:
-        load_system_file(path)
-        return
+    assert old in VALID
+    assert_error(write(VALID.replace(old, new, 1)), message)
+
+
+@pytest.mark.parametrize(("text", "message"), ADDITIONS)
+def test_error_of_a_wrong_time_model_number_names_file_and_key(
+    write: Callable[[str], Path], text: str, message: str
+) -> None:
+    assert_error(write(VALID + text), message)
+
+
+def assert_error(path: Path, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_system_file(path)
-    assert str(path) in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_error_for_an_unknown_or_missing_system() -> None:
+def test_error_for_an_unknown_system_or_number(write: Callable[[str], Path]) -> None:
+    for name in ("dgx3", "local", "mine.toml"):
+        assert_error(write(f'like = "{name}"'), f"like = '{name}': must be one of a100-pcie, ")
+    path = write('like = "dgx2"\n[links.nvlink]\nbandwidth = 5')
+    assert_error(path, "links.nvlink.bandwidth = 5: must be a table { value")
     with pytest.raises(ConfigError, match=r"system = 'dgx_2': did you mean dgx2\?"):
         load_system_file("dgx_2")
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         load_system_file("nowhere.toml")
+    path = write(
+        VALID.replace('{ value = 10e9, source = "here" }', '{ value = "unknown", source = "not published" }')
+    )
+    with pytest.raises(
+        ConfigError, match="bandwidth = 'unknown': this command needs the number; not published"
+    ):
+        load_system_file(path).link_per_device("inter-node")

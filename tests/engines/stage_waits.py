@@ -32,34 +32,30 @@ def busy_and_idle(pool: RankPool, layout: Layout, engine: str) -> list[tuple[flo
 
 
 def _second_step(layout: Layout, engine: str) -> tuple[float, float, float]:
-    with virtual_time() as clock:
-        return _measure(clock, layout, engine)
-
-
-def _measure(clock: VirtualClock, layout: Layout, engine: str) -> tuple[float, float, float]:
     blocks = layout.pp * layout.chunks
     experiment = tiny(layout, replace(TINY, name=f"tiny-{blocks}", layers=blocks), engine)
-    built: Any = build_engine(experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"))
-    parts = {"native": "parts", "torch": "modules", "megatron": "models"}[engine]
-    for part in getattr(built, parts):
-        for module in getattr(part, "model", part).modules():
-            if type(module).__name__ in ("Block", "PlainBlock", "TransformerLayer"):
-                module.register_forward_hook(partial(_add_delays, clock))
-    batches = micro_batches(experiment, 0, 0)
-    built.step(batches, lambda phase: None)
-    measured, reported = StepClock(torch.device("cpu")), StepClock(torch.device("cpu"))
-    for step_clock in (measured, reported):
-        step_clock.begin()
-    with StageWaits(measured.mark) as watch:
+    device, batches = torch.device("cpu"), micro_batches(experiment, 0, 0)
+    with virtual_time() as clock:
+        built: Any = build_engine(experiment, meshes.distributed_mesh(layout, "cpu"), device)
+        parts = {"native": "parts", "torch": "modules", "megatron": "models"}[engine]
+        for part in getattr(built, parts):
+            for module in getattr(part, "model", part).modules():
+                if type(module).__name__ in ("Block", "PlainBlock", "TransformerLayer"):
+                    module.register_forward_hook(partial(_add_delays, clock))
+        built.step(batches, lambda phase: None)
+        clocks = measured, reported = StepClock(device), StepClock(device)
+        for step_clock in clocks:
+            step_clock.begin()
+        with StageWaits(measured.mark) as watch:
 
-        def observe(phase: Phase) -> None:
-            watch(phase)
-            reported.mark(phase)
+            def observe(phase: Phase) -> None:
+                watch(phase)
+                reported.mark(phase)
 
-        built.step(batches, observe)
-    for step_clock in (measured, reported):
-        step_clock.mark("end")
-    ((row,), (reported_row,)) = measured.read(), reported.read()
+            built.step(batches, observe)
+        for step_clock in clocks:
+            step_clock.mark("end")
+        ((row,), (reported_row,)) = measured.read(), reported.read()
     return sum(row[phase] for phase in COMPUTE_PHASES), row[Phase.IDLE], reported_row[Phase.IDLE]
 
 

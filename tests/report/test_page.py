@@ -274,7 +274,7 @@ def test_output_path_of_a_file_is_an_error(synthetic_results: Path, tmp_path: Pa
 
 def test_section_on_other_systems_has_published_values_and_predictions() -> None:
     asked = load_questions(committed.ledger()).asked
-    words = {"word": "a smaller gain (or as then)", "rests_on": "published point"}
+    words = {"word": "a smaller gain (or as published)", "rests_on": "published point"}
     gain = Answer(question=asked[0], value=1.5, low=1.25, high=4.0, **words)
     unanswered = Answer(question=asked[1], lacks="1.5b-dp: the step does not fit in memory")
 

@@ -2,63 +2,30 @@
 
 from __future__ import annotations
 
-import pytest
-
 from repro.config import Layout, words
 from repro.config.enums import OperatorSet
 from repro.util import units
 
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (0, "0 B"),
-        (999, "999 B"),
-        (1500, "1.5 kB"),
-        (6.3013e9, "6.30 GB"),
-        (31.4e9, "31.4 GB"),
-        (999.9e6, "1.00 GB"),
-        (2e12, "2 TB"),
-    ],
-)
-def test_sizes_in_bytes_as_text(value: float | None, text: str) -> None:
-    assert units.size(value) == text
+SIZES = {None: "–", 0: "0 B", 999: "999 B", 1500: "1.5 kB", 999.9e6: "1.00 GB", 6.3013e9: "6.30 GB"}
+SIZES |= {31.4e9: "31.4 GB", 2e12: "2 TB"}
+DURATIONS = {None: "–", 0: "0 s", 2.5e-6: "2.5 us", 0.0123: "12.3 ms", 0.99996: "1.00 s", 1.5: "1.5 s"}
+DURATIONS |= {119.7: "2 min 0 s", 125.4: "2 min 5 s"}
+NUMBERS = {
+    None: "–",
+    0: "0",
+    float("inf"): "inf",
+    12345.6: "12,346",
+    87.61: "87.6",
+    6.3013: "6.30",
+    57.0: "57",
+}
+NUMBERS |= {0.00379: "0.00379", -15.04: "-15.0"}
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (0, "0 s"),
-        (2.5e-6, "2.5 us"),
-        (0.0123, "12.3 ms"),
-        (0.99996, "1.00 s"),
-        (1.5, "1.5 s"),
-        (125.4, "2 min 5 s"),
-        (119.7, "2 min 0 s"),
-    ],
-)
-def test_durations_as_text(value: float | None, text: str) -> None:
-    assert units.seconds(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (0, "0"),
-        (float("inf"), "inf"),
-        (12345.6, "12,346"),
-        (87.61, "87.6"),
-        (6.3013, "6.30"),
-        (57.0, "57"),
-        (0.00379, "0.00379"),
-        (-15.04, "-15.0"),
-    ],
-)
-def test_numbers_as_text(value: float | None, text: str) -> None:
-    assert units.number(value) == text
+def test_sizes_durations_and_numbers_as_text() -> None:
+    assert {value: units.size(value) for value in SIZES} == SIZES
+    assert {value: units.seconds(value) for value in DURATIONS} == DURATIONS
+    assert {value: units.number(value) for value in NUMBERS} == NUMBERS
 
 
 def test_parameter_counts_rates_and_intervals_as_text() -> None:
@@ -76,30 +43,23 @@ def test_byte_counts_in_an_allocator_message_become_readable() -> None:
     assert units.readable(message) == "out of memory: 134 MB requested of 32.3 GB; rank 12"
 
 
-def test_layouts_in_words_omit_defaults() -> None:
+def test_layouts_in_words_omit_defaults_and_can_include_batches() -> None:
     layout = Layout(tp=2, dp=2, sp=True, zero=1, zero1_reduce="all-reduce", global_batch=4)
     assert words.describe_layout(layout) == "tp 2 x dp 2, ZeRO 1 by all-reduce, fp32, sequence parallelism"
     assert words.describe_layout(Layout()) == "one rank, fp32"
     ddp = Layout(dp=2, gradient_as_bucket_view=False)
     assert words.describe_layout(ddp) == "dp 2, ZeRO 0, fp32, separate gradient buckets"
-
-
-def test_layouts_in_words_can_include_batches_and_schedule() -> None:
-    layout = Layout(pp=2, dp=2, micro_batch=2, global_batch=16, schedule="interleaved", chunks=2)
-    assert words.describe_layout(layout, batches=True) == (
+    pipeline = Layout(pp=2, dp=2, micro_batch=2, global_batch=16, schedule="interleaved", chunks=2)
+    assert words.describe_layout(pipeline, batches=True) == (
         "pp 2 x dp 2, ZeRO 0, fp32, micro-batch 2, global batch 16, interleaved with 2 chunks, "
         "4 micro-batches per step"
     )
-    assert words.describe_layout(layout, degrees=False) == "ZeRO 0, fp32"
+    assert words.describe_layout(pipeline, degrees=False) == "ZeRO 0, fp32"
+    # A suite may name any operator set, so a page must be able to print each.
+    assert len({words.describe_layout(Layout(kernels=each)) for each in OperatorSet}) == len(OperatorSet)
 
 
 def test_nouns_with_counts_have_plurals() -> None:
     counts = [words.count_noun(n, "micro-batch") for n in (1, 2, 0.75)]
     assert counts == ["1 micro-batch", "2 micro-batches", "0.75 micro-batches"]
     assert words.count_noun(1024, "rank") == "1,024 ranks"
-
-
-def test_each_operator_set_has_a_distinct_description() -> None:
-    """A suite may name any operator set, so a page must be able to print each."""
-    descriptions = {words.describe_layout(Layout(kernels=kernels)) for kernels in OperatorSet}
-    assert len(descriptions) == len(OperatorSet)

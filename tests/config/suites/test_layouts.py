@@ -1,10 +1,14 @@
-"""Tests of named layouts of a suite."""
+"""Tests of the tables that a suite names: layouts, emulated networks and models."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from repro.config import Layout, suites
+import pytest
+
+from repro.config import EmulatedNetwork, Layout, suites
+from repro.config.errors import ConfigError
 from tests.launch.runs import MODEL
 
 TEXT = """
@@ -33,44 +37,81 @@ def layouts(folder: Path, text: str, head: str = TEXT) -> list[Layout]:
     return [entry.experiment.layout for entry in suites.load_suite(folder / "s.toml").entries]
 
 
+C1, C4 = {"zero": 1, "tp": 2}, {"zero": 2, "tp": 2, "pa": True, "recompute": True}
+
+
 def test_named_layout_overrides_defaults_and_keys_override_it(tmp_path: Path) -> None:
-    found = layouts(
-        tmp_path,
-        """
-        [[experiment]]
-        name = "plain"
-        [[experiment]]
-        name = "C1"
-        layout = "C1"
-        [[experiment]]
-        name = "C4 on four"
-        layout = { use = "C4", dp = 2, zero = 1 }
-        """,
-    )
-    assert found == [
-        Layout(precision="bf16", micro_batch=2),
-        Layout(precision="bf16", micro_batch=2, zero=1, tp=2),
-        Layout(precision="bf16", micro_batch=2, zero=1, tp=2, pa=True, recompute=True, dp=2),
+    names = '[[experiment]]\nname = "plain"\n[[experiment]]\nname = "C1"\nlayout = "C1"\n'
+    more = '[[experiment]]\nname = "C4 on four"\nlayout = { use = "C4", dp = 2, zero = 1 }'
+    plain = Layout(precision="bf16", micro_batch=2)
+    assert layouts(tmp_path, names + more) == [
+        plain,
+        replace(plain, **C1),
+        replace(plain, **C4 | {"dp": 2, "zero": 1}, global_batch=4),
     ]
-
-
-def test_defaults_can_use_a_named_layout(tmp_path: Path) -> None:
-    head = TEXT.replace("zero = 0", 'use = "C4"')
-    found = layouts(
-        tmp_path,
-        """
-        [[experiment]]
-        name = "as in defaults"
-        [[experiment]]
-        name = "another"
-        layout = "C1"
-        """,
-        head,
-    )
-    assert found[0] == Layout(precision="bf16", micro_batch=2, zero=2, tp=2, pa=True, recompute=True)
-    assert found[1] == Layout(precision="bf16", micro_batch=2, zero=1, tp=2)
+    defaults = TEXT.replace("zero = 0", 'use = "C4"')
+    assert layouts(tmp_path, names, defaults) == [replace(plain, **C4), replace(plain, **C1)]
 
 
 def test_given_world_size_is_checked_with_a_pipeline(tmp_path: Path) -> None:
     (layout,) = layouts(tmp_path, '[[experiment]]\nname = "a"\nlayout = { use = "C1", pp = 2, world = 4 }')
     assert layout.world == 4
+
+
+NETWORKS = """
+[suite]
+name = "s"
+[defaults]
+model = "tiny.toml"
+layout.dp = 4
+[networks.slow]
+nodes = 2
+ranks_per_node = 2
+between = 8e6
+within = 20e6
+[[experiment]]
+name = "as it is"
+network = "slow"
+[[experiment]]
+name = "faster"
+network = { use = "slow", between = 16e6, within = 0 }
+[[experiment]]
+name = "inline"
+network = { nodes = 4, ranks_per_node = 1, between = 8e6 }
+[[experiment]]
+name = "none"
+"""
+
+
+def test_keys_of_an_experiment_override_its_named_network(tmp_path: Path) -> None:
+    layouts(tmp_path, NETWORKS, "")
+    found = [entry.experiment.network for entry in suites.load_suite(tmp_path / "s.toml").entries]
+    assert found == [
+        EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, within=20e6),
+        EmulatedNetwork(nodes=2, ranks_per_node=2, between=16e6),
+        EmulatedNetwork(nodes=4, ranks_per_node=1, between=8e6),
+        None,
+    ]
+    assert {network.node_of(3) for network in found if network} == {1, 3}
+
+
+def test_suite_file_can_define_a_model(tmp_path: Path) -> None:
+    """`[models.NAME]` needs no model file, overrides a packaged name, and is checked."""
+    text = '[suite]\nname = "s"\n[models.own]\n{}[[experiment]]\nname = "one"\nmodel = "own"\n'
+    sizes = "layers = 2\nhidden = 12\nheads = 3\nvocab = 30\nseq = 8\n"
+    path = tmp_path / "s.toml"
+    path.write_text(text.format(sizes))
+    model = suites.load_suite(path).entry("one").experiment.model
+    assert (model.name, model.hidden, model.seq) == ("own", 12, 8)
+    path.write_text(text.format(sizes.replace("12", "11")))
+    with pytest.raises(ConfigError, match=r"heads = 3 in models\.own|models\.own.*heads"):
+        suites.load_suite(path)
+    (tmp_path / "two.toml").write_text(f'[[model]]\nname = "a"\n{sizes}[[model]]\nname = "b"\n{sizes}')
+    path.write_text(text.format(sizes).replace('model = "own"', 'model = "two.toml:b"'))
+    assert suites.load_suite(path).entry("one").experiment.model.name == "b"
+
+
+def test_suite_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(MODEL)
+    (tmp_path / "s.toml").write_text(NETWORKS, encoding="utf-8-sig")
+    assert suites.load_suite(tmp_path / "s.toml").name == "s"

@@ -32,15 +32,12 @@ PRINTED = {
     **{f"meg1-{size}-mp{mp}": (mp, 8) for size, mp in (("1.2b", 1), ("2.5b", 2), ("4.2b", 4), ("8.3b", 8))},
     **{f"meg1-1.2b-mp{mp}": (mp, 8) for mp in (2, 4, 8)},  # App. D Table 8
     **{f"v1-{size}b{kernels}": (size, 8) for size in (1, 2, 4, 8) for kernels in ("", "-softmax")},  # MEG-V1
-    "meg1-1.2b-mp1-dp64": (64, 512),
-    "meg1-2.5b-mp2-dp64": (128, 512),
-    "meg1-4.2b-mp4-dp64": (256, 512),
-    "meg1-8.3b-mp8-dp64": (512, 512),
+    **{f"meg1-{size}b-mp{mp}-dp64": (64 * mp, 512) for size, mp in ((1.2, 1), (2.5, 2), (4.2, 4), (8.3, 8))},
     "meg1-8.3b-mp8-dp64-own-ddp": (512, 512),
     **{
-        f"dec2020-{device}-{size}b": (size, batch)
+        f"dec2020-{device}-{n}b": (n, batch)
         for device, batch in (("v100", 8), ("a100", 16))
-        for size in (1, 2, 4, 8)
+        for n in (1, 2, 4, 8)
     },
     **{f"dec2020-a100-{size}b-dp128": (128 * size, 2048) for size in (1, 2, 4, 8)},
     "gpt3-1024": (1024, 1536),
@@ -55,10 +52,11 @@ PRINTED = {
     "table2-530b-zero3-1120": (1120, 2240),
     "table2-530b-zero3-2240": (2240, 2240),
     **{
-        f"{name}-b{batch}": (96, batch)
-        for name in ("fig12-plain", "fig12-interleaved", "fig18-unoptimized")
+        f"fig12-{kind}-b{batch}": (96, batch)
+        for kind in ("plain", "interleaved")
         for batch in (12, 24, 36, 48, 60)
     },
+    **{f"fig18-unoptimized-b{batch}": (96, batch) for batch in (12, 24, 36, 48, 60)},
     **{f"fig16-mb{mb}-b{batch}": (64, batch) for mb in (1, 2, 4, 8) for batch in (128, 512)},
     # MEG2 Fig. 7 (this project chose the batch), 11, 13, 14, 17 (MEG-SC21).
     **{f"fig7-mb{mb}": (1, 128) for mb in (1, 2, 4, 8, 16)},
@@ -88,93 +86,60 @@ PRINTED = {
 UNPUBLISHED = {
     # The next size or degree, which must not fit; experiments without a printed batch; the map around the layout of
     # Yuan 1.0; the communication volume without recomputation, as in a formula.
-    *(
-        "fig6-c1-50b",
-        "fig6-c2-80b",
-        "fig6-c2-100b",
-        "fig6-c2-120b",
-        "fig6-c3-60b",
-        "fig6-c4-150b",
-        "fig6-c5-170b",
-    ),
-    *(
-        "release-80b",
-        "release-100b",
-        "release-120b",
-        "fig7-c3-100b",
-        "activations-1.5b",
-        "activations-1.5b-checkpoints",
-    ),
+    *(f"fig6-{case}" for case in ("c1-50b", "c2-80b", "c2-100b", "c2-120b", "c3-60b", "c4-150b", "c5-170b")),
+    *("release-80b", "release-100b", "release-120b", "fig7-c3-100b", "activations-1.5b"),
+    *("activations-1.5b-checkpoints", "volume-145.6b", "volume-145.6b-scatter"),
     *("fig4-dp-1.16b-batch1", "fig4-dp-1.4b-batch1", "fig4-dp-1.5b-batch1", "fig4-dp-2.5b-batch1"),
     *("fig4-zero-11b-batch2", "fig4-zero-12b-batch2", "fig4-zero-20b"),
-    *("volume-145.6b", "volume-145.6b-scatter", "gpt3-1024-unfused", "table1-529.6b-unfused"),
-    *("megatron-mp8", "megatron-mp4", "megatron-mp2", "megatron-mp1"),
-    *("zero1-mp16", "zero1-mp8", "zero1-mp2", "zero1-mp1"),
+    *("gpt3-1024-unfused", "table1-529.6b-unfused"),
+    *(f"megatron-mp{degree}" for degree in (1, 2, 4, 8)),
+    *(f"zero1-mp{degree}" for degree in (1, 2, 8, 16)),
     *("zero1-mp4-batch12", "zero1-128gpus", "megatron-512gpus", "megatron-256gpus"),
-    *(f"megatron-mp16-batch{batch}" for batch in (16, 20)),
-    *("zero2-mp4-batch18", "zero2-mp4-batch18-no-md", "fig8-c5-150b"),
-    *("docs-200b-c4", "docs-200b-c5"),
+    *("megatron-mp16-batch16", "megatron-mp16-batch20"),
+    *("zero2-mp4-batch18", "zero2-mp4-batch18-no-md", "fig8-c5-150b", "docs-200b-c4", "docs-200b-c5"),
     *("batch-c3-60b-8", "batch-c3-60b-16", "batch-c4-60b-64", "batch-c4-60b-128"),
     *(name for name in YUAN if name.startswith(("map-", "rule-"))),
 }
 
 
-def table1() -> dict[str, dict[str, int]]:
+def table1() -> dict[str, tuple[object, ...]]:
     """Return the lines of MEG2 Table 1 in the ledger, by experiment name."""
     lines = {}
     for row in committed.ledger().claim("meg2-table1-weak-scaling").rows:
         line = row.label.partition(":")[0].lower().replace("1008b", "1t")
-        numbers = {key: value for key, value in row.variables.items() if isinstance(value, int)}
-        lines[f"table1-{line}"] = numbers
+        keys = ("heads", "hidden", "layers", "tp", "pp", "gpus", "batch")
+        lines[f"table1-{line}"] = tuple(row.variables[key] for key in keys)
     return lines
 
 
-@pytest.mark.parametrize("name", PRINTED)
-def test_experiments_have_the_printed_gpus_and_batches(name: str) -> None:
-    layout = ALL_EXPERIMENTS[name].layout
-    assert (layout.world, layout.global_batch) == PRINTED[name]
+def test_experiments_have_the_printed_gpus_batches_shapes_and_degrees() -> None:
+    def shape(e: Experiment) -> tuple[int, ...]:
+        return (e.model.heads, e.model.hidden, e.model.layers, e.layout.tp, e.layout.pp)
 
-
-@pytest.mark.parametrize("name", table1())
-def test_meg2_table_1_has_the_printed_shapes_and_degrees(name: str) -> None:
-    line, experiment = table1()[name], MEGATRON[name]
-    model, layout = experiment.model, experiment.layout
-    assert (model.heads, model.hidden, model.layers) == (line["heads"], line["hidden"], line["layers"])
-    assert (layout.tp, layout.pp, layout.world) == (line["tp"], line["pp"], line["gpus"])
-    assert layout.global_batch == line["batch"]
-
-
-def table2() -> dict[str, int]:
-    """Return the GPUs by experiment name; ZERO3 Table 2 has Nd = 64 in every line."""
-    degrees = {name: re.match(r"(?:d?dp|posg?)-mp(\d+)-", name) for name in LIMITS}
-    return {name: 64 * int(found[1]) for name, found in degrees.items() if found}
-
-
-def states() -> dict[str, int]:
-    """Return the GPUs of the experiments for ZERO3 Table 1 and Fig. 1, which their names contain."""
-    return {name: int(name.partition("-n")[2].partition("-")[0]) for name in STATES}
-
-
-def test_zero_tables_have_the_printed_gpus_and_stages() -> None:
-    assert {name: LIMITS[name].layout.world for name in table2()} == table2()
-    assert {name: STATES[name].layout.dp for name in states()} == states()
-    stages = {name: int(found[1]) for name in STATES if (found := re.search(r"-z(\d)-", name))}
-    assert {name: STATES[name].layout.zero for name in STATES} == stages
+    found = {name: (e.layout.world, e.layout.global_batch) for name, e in ALL_EXPERIMENTS.items()}
+    assert {name: found[name] for name in PRINTED} == PRINTED
+    assert {name: shape(MEGATRON[name]) + found[name] for name in table1()} == table1()
 
 
 def test_every_published_experiment_is_checked() -> None:
-    assert {*ALL_EXPERIMENTS} == {*PRINTED, *table1(), *table2(), *states(), *UNPUBLISHED}
-    no_recompute = (
+    """ZERO3 Table 2 has Nd = 64 in every line. The names of the other experiments contain GPUs and stage."""
+    degrees = {name: re.match(r"(?:d?dp|posg?)-mp(\d+)-", name) for name in LIMITS}
+    table2 = {name: 64 * int(found[1]) for name, found in degrees.items() if found}
+    assert {name: LIMITS[name].layout.world for name in table2} == table2
+    for name, experiment in STATES.items():
+        assert experiment.layout.dp == int(name.partition("-n")[2].partition("-")[0])
+        assert f"-z{experiment.layout.zero}-" in name
+    assert {*ALL_EXPERIMENTS} == {*PRINTED, *table1(), *table2, *STATES, *UNPUBLISHED}
+    retained = (
         "volume-145.6b",
         "volume-145.6b-scatter",
         "activations-1.5b",
         "tutorial-1.5b-dp",
         "tutorial-1.5b-zero1",
-        *(name for name in MEGATRON if name.startswith("fig17-keep-")),
     )
     for name, experiment in ALL_EXPERIMENTS.items():
-        has_recompute = name not in no_recompute
-        assert (experiment.layout.precision, experiment.layout.recompute) == ("fp16", has_recompute)
+        is_recomputed = not (name in retained or name.startswith("fig17-keep-"))
+        assert (experiment.layout.precision, experiment.layout.recompute) == ("fp16", is_recomputed), name
 
 
 def test_zero_layouts_have_the_bucket_size_of_the_release() -> None:
@@ -230,10 +195,8 @@ def test_throughput_experiments_have_the_printed_layouts_and_shapes() -> None:
             assert layout.micro_batch == numbers.get("batch", numbers.get("replica"))
             assert layout.tp == numbers.get("mp", layout.tp)
             assert layout.world == numbers.get("gpus", layout.world)
-            shape = ("layers", "hidden", "heads")
-            assert [numbers.get(key, getattr(model, key)) for key in shape] == [
-                getattr(model, key) for key in shape
-            ]
+            shape = {key: getattr(model, key) for key in ("layers", "hidden", "heads")}
+            assert {key: numbers.get(key, value) for key, value in shape.items()} == shape
             checked += 1
     assert checked == 18 + 4 + 11 + 8
 
@@ -248,18 +211,16 @@ def test_predicted_experiments_have_the_kernels_of_their_software() -> None:
             assert experiment.training.dropout == experiment.training.attention_dropout == 0.1
     for name, experiment in {**MEGATRON, **YUAN}.items():
         if not name.startswith("volume"):
-            old = (name.startswith(("meg1", "v1")) and not name.endswith("softmax")) or name.endswith(
-                "unfused"
-            )
+            is_first = name.startswith(("meg1", "v1")) and not name.endswith("softmax")
+            old = is_first or name.endswith("unfused")
             assert experiment.layout.kernels == ("unfused" if old else "softmax"), name
             assert experiment.training.dropout == 0.1
 
 
 def test_yuan_has_the_published_pipeline() -> None:
     layout = YUAN["yuan-245b"].layout
-    rows = {
-        row.label: row.printed.value for row in committed.ledger().claim("yuan-config").rows if row.printed
-    }
+    claim = committed.ledger().claim("yuan-config")
+    rows = {row.label: row.printed.value for row in claim.rows if row.printed}
     assert (layout.tp, layout.pp, layout.dp, layout.micro_batch) == (8, 38, 7, 1)
     assert layout.accumulation == rows["micro-batches per pipeline"] == 480
     assert {len(part) for part in layout.parts(76)} == {2} == {rows["layers per stage"]}
@@ -274,14 +235,13 @@ def test_c1_to_c5_have_options_of_zero_table_3() -> None:
         "4": (2, True, True, True, False),
         "5": (2, True, True, True, True),
     }
-    seen = set()
+    seen = {}
     for entry in committed.suite(FOLDER / "zero_r.toml").entries:
         name, layout = entry.experiment.name, entry.experiment.layout
         if match := re.search(r"-c(\d)", name):
-            found = (layout.zero, layout.cb, layout.md, layout.pa, layout.pa_cpu)
-            assert found == options[match[1]], name
-            seen.add(match[1])
-    assert seen == set(options)
+            seen[match[1]] = (layout.zero, layout.cb, layout.md, layout.pa, layout.pa_cpu)
+            assert seen[match[1]] == options[match[1]], name
+    assert seen == options
 
 
 FAMILIES = sorted(
@@ -296,7 +256,10 @@ FAMILIES = sorted(
 
 @pytest.mark.parametrize("suite", FAMILIES)
 def test_every_published_suite_has_local_twins(suite: str) -> None:
-    """Twins have at most 8 ranks, a timeout of 10 minutes, and a comparison if the published experiments have one."""
+    """Twins have at most 8 ranks, a timeout of 10 minutes, and a comparison if the published experiments have one.
+
+    Two published experiments do not fit on a device together, so each round of a comparison runs them separately.
+    """
     loaded = committed.suite(FOLDER / f"{suite}.toml")
     twins = {e.experiment.name: e.experiment for e in loaded.entries if e.experiment.system == "local"}
     assert twins
@@ -307,11 +270,8 @@ def test_every_published_suite_has_local_twins(suite: str) -> None:
         assert (twin.limits.timeout_s <= 600, twin.limits.hang_s <= 120) == (True, True), name
     compared = {entry.baseline in twins for entry in loaded.comparisons}
     assert compared in (set(), {True, False})
+    assert all(one.apart and one.rounds >= 3 for one in loaded.comparisons)
 
 
-def test_published_comparisons_run_their_experiments_separately() -> None:
-    """Two published experiments do not fit on a device together, so each round runs them one after the other."""
-    compared = {suite: committed.suite(FOLDER / f"{suite}.toml").comparisons for suite in FAMILIES}
-    assert sum(map(bool, compared.values())) >= 5
-    for suite, comparisons in compared.items():
-        assert all(one.apart and one.rounds >= 3 for one in comparisons), suite
+def test_several_suites_compare_published_experiments() -> None:
+    assert sum(bool(committed.suite(FOLDER / f"{suite}.toml").comparisons) for suite in FAMILIES) >= 5

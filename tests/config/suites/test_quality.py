@@ -13,7 +13,7 @@ from repro.launch.run import preview_run
 from repro.results.schema import MEASURED, SIMULATED
 from repro.results.store import Store
 from tests import committed
-from tests.records import changed, made_up
+from tests.records import made_up
 
 SUITE_FOLDER = Path(__file__).parents[3] / "suites"
 SUITE = committed.suite(SUITE_FOLDER / "quality.toml")
@@ -22,17 +22,10 @@ MEGATRON = {"355M": "quality-355m", "2.5B": "quality-2.5b", "8.3B": "quality-8.3
 TURING, YUAN = "quality-turing-nlg-17b", "quality-yuan-245b"
 
 
-def test_every_experiment_writes_checkpoints() -> None:
-    assert all(experiment.training.checkpoint_every for experiment in EXPERIMENTS.values())
-
-
 @pytest.mark.parametrize("label", MEGATRON)
 def test_megatron_experiments_have_the_shapes_of_table_2(label: str) -> None:
-    line = next(
-        row.variables
-        for row in committed.ledger().claim("meg1-table2-training").rows
-        if row.label == f"{label}: days per epoch"
-    )
+    rows = committed.ledger().claim("meg1-table2-training").rows
+    (line,) = (row.variables for row in rows if row.label == f"{label}: days per epoch")
     experiment = EXPERIMENTS[MEGATRON[label]]
     model, layout = experiment.model, experiment.layout
     assert (model.layers, model.hidden, model.heads) == tuple(line[k] for k in ("layers", "hidden", "heads"))
@@ -78,24 +71,19 @@ def test_recipe_has_the_published_numbers(name: str, claim: str) -> None:
     found = {label: SETTINGS[label](experiment) for label in numbers}
     assert found == pytest.approx(numbers, rel=1e-12)
     if samples:
-        parts = (experiment.training.warmup_steps, experiment.training.decay_steps)
         steps_per_sample = experiment.training.steps / samples["samples"]
-        assert parts == (
-            round(steps_per_sample * samples["samples of warm-up"]),
-            round(steps_per_sample * samples["samples of the cosine"]),
-        )
+        assert experiment.training.warmup_steps == round(steps_per_sample * samples["samples of warm-up"])
+        assert experiment.training.decay_steps == round(steps_per_sample * samples["samples of the cosine"])
     assert experiment.training.schedule == "cosine"
     assert experiment.layout.precision == "fp16"
     assert experiment.training.attention_dropout == experiment.training.dropout
 
 
-def test_every_quality_experiment_has_a_recipe() -> None:
+def test_every_quality_experiment_has_a_recipe_and_writes_checkpoints() -> None:
     assert {name for name, _ in RECIPES} == {name for name in EXPERIMENTS if name.startswith("quality-")}
-
-
-def test_yuan_layout_equals_that_of_its_predicted_throughput() -> None:
+    assert all(experiment.training.checkpoint_every for experiment in EXPERIMENTS.values())
     yuan = committed.suite(SUITE_FOLDER / "yuan.toml").entry("yuan-245b").experiment
-    assert EXPERIMENTS[YUAN].layout == yuan.layout
+    assert EXPERIMENTS[YUAN].layout == yuan.layout, "the predicted throughput is that of this layout"
 
 
 def test_dry_run_shows_model_states_and_device_memory(tmp_path: Path) -> None:
@@ -110,9 +98,8 @@ def test_dry_run_shows_model_states_and_device_memory(tmp_path: Path) -> None:
         TURING: (4 + 12 / 64) * gpt_params(78, 4256) / 4,
         YUAN: 16 * ((stage + 53248 * width) / 8 + 2048 * width),
     }
-    assert {name: float(message.split()[1]) for name, message in found.items()} == pytest.approx(
-        {name: size / 1e9 for name, size in expected.items()}, rel=0.01
-    )
+    gigabytes = {name: float(message.split()[1]) for name, message in found.items()}
+    assert gigabytes == pytest.approx({name: size / 1e9 for name, size in expected.items()}, rel=0.01)
     assert found["quality-8.3b"].endswith("of 32.3 GB")  # 32 GB of a V100 minus its context
     assert found[YUAN].endswith("of a size that is not published")
 
@@ -122,11 +109,10 @@ def test_dry_run_shows_the_memory_of_a_simulation(tmp_path: Path) -> None:
     arguments = ([SUITE_FOLDER / "turing_nlg.toml"], ["megatron-mp4"], tmp_path, False, MEASURED, "")
     (row,) = preview_run(*arguments)
     assert row.memory.endswith("GB of 32.7 GB: does not fit")
-    record = changed(
-        made_up("megatron-mp4", suite="turing_nlg"), key=entry.experiment.key, evidence=SIMULATED
-    )
+    keys = {"suite": "turing_nlg", "key": entry.experiment.key, "evidence": SIMULATED}
+    metrics = {"memory.peak_bytes": 20e9, "memory.reserved_bytes": 21e9}
     with Store(tmp_path) as store:
-        store.append(changed(record, metrics={"memory.peak_bytes": 20e9, "memory.reserved_bytes": 21e9}))
+        store.append(made_up("megatron-mp4", **keys, metrics=metrics))
     (row,) = preview_run(*arguments)
     assert row.memory == "21 GB of 32.7 GB, simulated: fits"
 
@@ -141,19 +127,15 @@ def test_quality_rows_are_not_comparable_or_name_their_needs() -> None:
 
 def test_twins_continue_a_checkpoint_with_three_layouts() -> None:
     twins = {
-        name: e
-        for name, e in EXPERIMENTS.items()
-        if e.system == "local" and not name.startswith("twin-recipe-")
+        name: e for name, e in EXPERIMENTS.items() if name.startswith("twin-") and "-recipe-" not in name
     }
+    assert {e.system for e in twins.values()} == {"local"}
     assert len({str(twin.course) for twin in twins.values()}) == 1
     half = twins["twin-half-zero2-dp2"]
     continued = [twin for twin in twins.values() if twin.training.continues]
     assert {twin.training.continues for twin in continued} == {half.name}
-    assert {(twin.layout.dp, twin.layout.tp, twin.layout.pp) for twin in continued} == {
-        (2, 1, 1),
-        (1, 2, 1),
-        (1, 1, 2),
-    }
+    degrees = {(twin.layout.dp, twin.layout.tp, twin.layout.pp) for twin in continued}
+    assert degrees == {(2, 1, 1), (1, 2, 1), (1, 1, 2)}
     assert {twin.training.steps for twin in twins.values() if twin != half} == {2 * half.training.steps}
     rows = committed.ledger().claim("repro-resume").rows
     compared = {f"quality/{name}" for name in twins} - {"quality/twin-whole", f"quality/{half.name}"}

@@ -79,13 +79,7 @@ def test_single_process_prints_and_writes_nothing(tmp_path: Path) -> None:
     """Without a launcher, there is no log, no compiled extension and no cache in the home directory."""
     environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TORCH_EXTENSIONS_DIR", None)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout + done.stderr == ""
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -17,9 +17,8 @@ import torch
 
 from repro.config import Experiment, Layout
 from repro.engines.frameworks.files import read_experiment, write_files
-from repro.launch.rank.experiment import ExperimentRun
-from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
+from tests.engines.runs import result_of
 from tests.pool import RankPool
 from tests.training import smallest, tiny, train
 
@@ -84,19 +83,6 @@ def dp_bytes(rows: list[dict[str, Any]]) -> int:
     return sum(row["sent_bytes"] for row in rows if row["group"] == "dp")
 
 
-def run_engine(experiment: Experiment) -> dict[str, Any]:
-    """Return the result of the experiment's engine on this rank."""
-    run = ExperimentRun(
-        experiment,
-        meshes.distributed_mesh(experiment.layout, "cpu"),
-        torch.device("cpu"),
-        lambda step, phase: None,
-    )
-    run.prelude()
-    run.steps(STEPS - 1)
-    return run.result().as_dict()
-
-
 @needs("deepspeed")
 @pytest.mark.parametrize("zero", [1, 3])
 def test_deepspeed_launch_script_trains_the_experiment(two: RankPool, zero: int, tmp_path: Path) -> None:
@@ -107,13 +93,8 @@ def test_deepspeed_launch_script_trains_the_experiment(two: RankPool, zero: int,
     (tmp_path / "experiment.pickle").write_bytes(pickle.dumps(experiment))
     root = Path(__file__).parents[3]
     paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
-    environment = {
-        **os.environ,
-        **paths,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "MASTER_PORT": "29631",
-    }
+    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": "29631"}
+    environment = {**os.environ, **paths, **settings}
     command = ["bash", "launch.sh"]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -124,7 +105,7 @@ def test_deepspeed_launch_script_trains_the_experiment(two: RankPool, zero: int,
         assert seen["parameters"] == sum(value.numel() for value in mine.parameters.values())
     if zero == 1:  # stage 3 gathers depend on the counted step and on `zero.Init`
         # Engine deepspeed also averages the loss over dp, which is one number.
-        for seen, result in zip(ranks, two.run(run_engine, experiment), strict=True):
+        for seen, result in zip(ranks, two.run(result_of, experiment), strict=True):
             assert dp_bytes(seen["comm"]) == pytest.approx(dp_bytes(result["comm"]), abs=64)
     means = torch.tensor([[sum(step) / len(step) for step in seen["losses"]] for seen in ranks]).mean(0)
     torch.testing.assert_close(means, torch.tensor(ours[0].loss), rtol=1e-5, atol=0.0)
@@ -151,36 +132,33 @@ def test_megatron_script_configures_and_trains_the_experiment(
     from repro.engines.megatron import model
 
     experiment = write_tiny_experiment("megatron", MEGATRON[name], tmp_path)
-    tokens = shlex.split(
-        (tmp_path / "megatron.sh").read_text().split("ARGUMENTS=(")[1].split("\n)")[0], comments=True
-    )
+    script = (tmp_path / "megatron.sh").read_text()
+    tokens = shlex.split(script.split("ARGUMENTS=(")[1].split("\n)")[0], comments=True)
     starts = [i for i, token in enumerate(tokens) if token.startswith("--")]
     given = {
         tokens[i][2:].replace("-", "_"): " ".join(tokens[i + 1 : end]) or "True"
         for i, end in zip(starts, [*starts[1:], len(tokens)], strict=True)
     }
     configuration = model.transformer_config(experiment, torch.device("cpu"), None)
-    names = {field.name for field in fields(TransformerConfig)} & given.keys() - {
-        "pipeline_model_parallel_layout"
-    }
+    names = {field.name for field in fields(TransformerConfig)} & given.keys()
+    names -= {"pipeline_model_parallel_layout"}
     assert {"num_layers", "tensor_model_parallel_size", "ffn_hidden_size", "kv_channels"} <= names
     for field in names:
         value = getattr(configuration, field)
-        assert type(value)(given[field] if not isinstance(value, float) else float(given[field])) == value, (
-            field
-        )
+        found = float(given[field]) if isinstance(value, float) else type(value)(given[field])
+        assert found == value, field
     assert float(given["norm_epsilon"]) == configuration.layernorm_epsilon
     chunks = int(given.get("num_virtual_stages_per_pipeline_rank", 1))
     assert chunks == (configuration.virtual_pipeline_model_parallel_size or 1)
     data_parallel = model.data_parallel_config(experiment)
     assert ("use_distributed_optimizer" in given) == data_parallel.use_distributed_optimizer
     assert int(given["ddp_bucket_size"]) == data_parallel.bucket_size
-    found, reading = read_experiment(tmp_path / "megatron.sh", 2, {})
+    again, reading = read_experiment(tmp_path / "megatron.sh", 2, {})
     assert not reading.unread + reading.remarks
-    assert found.layout == experiment.layout
-    again = replace(experiment, layout=found.layout, model=found.model)
+    assert again.layout == experiment.layout
+    again = replace(experiment, layout=again.layout, model=again.model)
     theirs, ours = two.run(train, again), two.run(train, replace(experiment, engine="native"))
     for their, our in zip(theirs, ours, strict=True):
         torch.testing.assert_close(torch.tensor(their.loss), torch.tensor(our.loss), rtol=1e-5, atol=0.0)
         counts = [sum(value.numel() for value in one.parameters.values()) for one in (their, our)]
-        assert counts[0] == counts[1] or found.layout.tp > 1  # with tp, one count is that of one rank
+        assert counts[0] == counts[1] or again.layout.tp > 1  # with tp, one count is that of one rank

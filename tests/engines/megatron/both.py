@@ -48,7 +48,7 @@ def train(experiment: Experiment) -> Trained:
     return collect(engine, trained)
 
 
-def train_both(layout: Layout, **training: Any) -> tuple[Trained, Trained]:
+def train_both(layout: Layout, training: dict[str, Any]) -> tuple[Trained, Trained]:
     """Return the results of megatron-core and of engine native."""
     megatron = tiny(layout, smallest(layout), "megatron", **training)
     return train(megatron), train(replace(megatron, engine="native"))

@@ -7,15 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from repro.config import Layout
 from repro.config.enums import Phase
-from repro.launch.rank.experiment import ExperimentRun
-from repro.parallel import mesh as meshes
 from repro.parallel.pipeline.schedule import build_schedule as schedule
 from repro.parallel.pipeline.schedule import dependency_of
 from tests.engines.megatron.both import build, needs_megatron
+from tests.engines.runs import pool_of, result_of
 from tests.engines.stage_waits import bubble_fraction, busy_and_idle
 from tests.pool import RankPool
 from tests.training import TINY, micro_batches, smallest, tiny
@@ -25,51 +23,40 @@ B = 8
 
 
 def run_experiment(layout: Layout, layers: int, engine: str = "megatron") -> dict[str, Any]:
-    experiment = tiny(layout, replace(TINY, layers=layers), engine, steps=4, untimed_steps=2)
-    run = ExperimentRun(
-        experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"), lambda step, phase: None
-    )
-    run.prelude()
-    run.steps(2)
-    return run.result().as_dict()
+    return result_of(tiny(layout, replace(TINY, layers=layers), engine, steps=4, untimed_steps=2))
 
 
 STATES = {
-    ("fp32", 0): (4, 4, 8),
-    ("bf16", 0): (2, 4, 12),
-    ("fp16", 0): (2, 2 + 4, 12),
-    ("fp32", 1): (4, 4, 8 / 2),
-    ("bf16", 1): (2, 4, 12 / 2),
-    ("fp16", 1): (2, 2 + 4 / 2, 12 / 2),
+    ("fp32", "precision", 0): (4, 4, 8),
+    ("bf16", "precision", 0): (2, 4, 12),
+    ("fp16", "precision", 0): (2, 2 + 4, 12),
+    ("fp16", "fp32", 0): (2, 4, 12),
+    ("fp32", "precision", 1): (4, 4, 8 / 2),
+    ("bf16", "precision", 1): (2, 4, 12 / 2),
+    ("fp16", "precision", 1): (2, 2 + 4 / 2, 12 / 2),
+    ("fp16", "fp32", 1): (2, 4, 12 / 2),
 }
 """Bytes per parameter on one of two replicas. The library documents sums of 16, 18 and 20 without its distributed
 optimizer, and 8 + 8/d, 6 + 12/d and 4 + 16/d with the distributed optimizer. Gradients of bf16 are in fp32. Gradients
-of fp16 are copied to fp32 for the update."""
+of fp16 are copied to fp32 for the update, unless `grad_dtype` is fp32."""
 
 
-@pytest.mark.parametrize(("precision", "zero"), STATES)
-def test_states_have_the_documented_bytes_per_parameter(two: RankPool, precision: str, zero: int) -> None:
-    layout = Layout(dp=2, zero=zero, precision=precision, micro_batch=4)
+@pytest.mark.parametrize(("precision", "grad_dtype", "zero"), STATES)
+def test_states_have_the_documented_bytes_per_parameter(
+    two: RankPool, precision: str, grad_dtype: str, zero: int
+) -> None:
+    layout = Layout(dp=2, zero=zero, precision=precision, grad_dtype=grad_dtype, micro_batch=4)
+    documented = STATES[precision, grad_dtype, zero]
     for result in two.run(run_experiment, layout, 4):
         psi, states = result["parameters"], result["memory"]["states"]
-        expected = dict(zip(("parameters", "gradients", "optimizer"), STATES[precision, zero], strict=True))
+        expected = dict(zip(("parameters", "gradients", "optimizer"), documented, strict=True))
         assert {state: states[state] / psi for state in expected} == pytest.approx(expected, rel=0.03)
         assert result["memory"]["peak"]["total"] > sum(states.values()) - 4 * psi
         assert result["padding"] == (0 if zero == 0 else pytest.approx(0, abs=0.03 * psi))
         assert result["software"]["name"].startswith("Megatron-core 0.16")
-        assert result["software"]["configuration"]["ddp"].get("use_distributed_optimizer", False) == (
-            zero == 1
-        )
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-def test_fp32_gradients_in_fp16_training_need_no_copy(two: RankPool, zero: int) -> None:
-    layout = Layout(dp=2, zero=zero, precision="fp16", grad_dtype="fp32", micro_batch=4)
-    for result in two.run(run_experiment, layout, 4):
-        psi, states = result["parameters"], result["memory"]["states"]
-        expected = {"parameters": 2, "gradients": 4, "optimizer": 12 / (1 + zero)}
-        assert {state: states[state] / psi for state in expected} == pytest.approx(expected, rel=0.03)
-        assert result["software"]["configuration"]["ddp"]["grad_reduce_in_fp32"]
+        configuration = result["software"]["configuration"]["ddp"]
+        assert configuration.get("use_distributed_optimizer", False) == (zero == 1)
+        assert grad_dtype == "precision" or configuration["grad_reduce_in_fp32"]
 
 
 def tp_messages(result: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
@@ -108,25 +95,17 @@ def test_layer_sends_the_published_number_of_messages(two: RankPool, name: str) 
         }, engine
 
 
-def train_result(layout: Layout) -> tuple[list[float], dict[str, Any], int]:
-    """Return losses, settings of the model and peak memory in bytes."""
-    result = run_experiment(layout, 2)
-    memory = result["memory"]["peak"]["total"]
-    return result["loss"], result["software"]["configuration"]["transformer"], memory
-
-
 def test_selective_recomputation_saves_memory_at_equal_losses(two: RankPool) -> None:
     """The library recomputes its core attention and sends the same messages."""
     layout = Layout(tp=2, sp=True, micro_batch=B)
     plain, selective = (
-        two.run(train_result, replace(layout, recompute=mode))[0] for mode in ("none", "selective")
+        two.run(run_experiment, replace(layout, recompute=mode), 2)[0] for mode in ("none", "selective")
     )
-    assert selective[0] == plain[0]
-    assert selective[1]["recompute_granularity"] == "selective"
-    assert "recompute_granularity" not in plain[1]
-    assert selective[2] < plain[2]
-    calls, _ = tp_messages(two.run(run_experiment, replace(layout, recompute="selective"), 2)[0])
-    assert calls == tp_messages(two.run(run_experiment, layout, 2)[0])[0]
+    assert selective["loss"] == plain["loss"]
+    assert selective["software"]["configuration"]["transformer"]["recompute_granularity"] == "selective"
+    assert "recompute_granularity" not in plain["software"]["configuration"]["transformer"]
+    assert selective["memory"]["peak"]["total"] < plain["memory"]["peak"]["total"]
+    assert tp_messages(selective)[0] == tp_messages(plain)[0]
 
 
 SCHEDULES = [
@@ -159,8 +138,7 @@ def _waits(phases: list[Phase]) -> list[bool]:
 def test_stages_run_the_schedules_of_engine_native(request: pytest.FixtureRequest, layout: Layout) -> None:
     """The order of passes is that of `repro.parallel.pipeline.schedule`."""
     ours = schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
-    pool: RankPool = request.getfixturevalue({2: "two", 4: "four"}[layout.pp])
-    for stage, order, phases in pool.run(pass_order, layout):
+    for stage, order, phases in pool_of(request, layout).run(pass_order, layout):
         assert order == "".join(action.kind for action in ours[stage])
         received = [
             needed is not None and needed[0] != stage

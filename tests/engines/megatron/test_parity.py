@@ -12,6 +12,7 @@ from torch import Tensor
 
 from repro.config import Layout
 from tests.engines.megatron.both import build, needs_megatron, train_both
+from tests.engines.runs import pool_of
 from tests.pool import RankPool
 from tests.training import LEARNING, Trained, micro_batches, smallest, tiny
 
@@ -36,9 +37,7 @@ LAYOUTS = {
     "recompute": Layout(tp=2, recompute=True, micro_batch=4, global_batch=B),
     "recompute-sp": Layout(tp=2, sp=True, recompute=True, micro_batch=8, global_batch=B),
     "pa": Layout(tp=2, recompute=True, pa=True, micro_batch=4, global_batch=B),
-    "tp-dp": Layout(tp=2, dp=2, micro_batch=2, global_batch=B),
     "tp-dp-zero1-sp": Layout(tp=2, dp=2, zero=1, sp=True, micro_batch=2, global_batch=B),
-    "tp-pp": Layout(tp=2, pp=2, micro_batch=2, global_batch=B),
     "tp-sp-pp-interleaved": Layout(
         tp=2, sp=True, pp=2, schedule="interleaved", chunks=2, micro_batch=2, global_batch=B
     ),
@@ -79,10 +78,6 @@ def test_one_rank_trains_without_a_process_group() -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
-    return request.getfixturevalue({2: "two", 4: "four"}[layout.world])
-
-
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the relative distance between all parameters as one vector."""
     assert found.keys() == expected.keys()
@@ -102,20 +97,16 @@ def assert_same(megatron: Trained, native: Trained, loss: float, norm: float, pa
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fp32_training_agrees_to_1e5_over_20_steps(request: pytest.FixtureRequest, name: str) -> None:
     layout = LAYOUTS[name]
-    for megatron, native in pool_of(request, layout).run(train_both, layout):
+    for megatron, native in pool_of(request, layout).run(train_both, layout, {}):
         assert native.loss[-1] < 0.9 * native.loss[0], "the loss must fall, or parity proves little"
         assert sum(norm > 0.3 for norm in native.norm) > 10, "clipping must act, so that a wrong norm shows"
         assert_same(megatron, native, loss=1e-5, norm=1e-5, parameters=1e-5)
 
 
 def test_training_agrees_without_clipping_under_cosine_decay(two: RankPool) -> None:
-    layout = Layout(tp=2, micro_batch=8, global_batch=B)
-    for megatron, native in two.run(_train_with_cosine, layout):
+    training = LEARNING | {"clip": 0.0, "schedule": "cosine", "weight_decay": 0.3}
+    for megatron, native in two.run(train_both, LAYOUTS["tp"], training):
         assert_same(megatron, native, loss=1e-5, norm=1e-5, parameters=1e-5)
-
-
-def _train_with_cosine(layout: Layout) -> tuple[Trained, Trained]:
-    return train_both(layout, **LEARNING | {"clip": 0.0, "schedule": "cosine", "weight_decay": 0.3})
 
 
 @pytest.mark.parametrize("name", ["tp-sp", "pp-interleaved", "dp", "zero1", "recompute"])
@@ -123,8 +114,7 @@ def _train_with_cosine(layout: Layout) -> tuple[Trained, Trained]:
 def test_16_bit_training_agrees_within_rounding(two: RankPool, name: str, precision: str) -> None:
     """The first loss is that of equal 16-bit weights. In bf16, only megatron-core sums gradients in fp32."""
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
-    layout = LAYOUTS[name]
-    for megatron, native in two.run(_train_in, layout, precision):
+    for megatron, native in two.run(train_both, replace(LAYOUTS[name], precision=precision), {"steps": 10}):
         assert abs(megatron.loss[0] / native.loss[0] - 1) <= unit / 16
         assert_same(megatron, native, loss=4 * unit, norm=16 * unit, parameters=4 * unit)
 
@@ -134,31 +124,18 @@ def test_16_bit_training_agrees_within_rounding(two: RankPool, name: str, precis
 def test_fp32_gradients_of_16_bit_training_agree(two: RankPool, name: str, precision: str) -> None:
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     layout = replace(LAYOUTS[name], precision=precision, grad_dtype="fp32")
-    for megatron, native in two.run(_train_in, layout, precision):
+    for megatron, native in two.run(train_both, layout, {"steps": 10}):
         assert_same(megatron, native, loss=4 * unit, norm=4 * unit, parameters=unit)
-
-
-def _train_in(layout: Layout, precision: str) -> tuple[Trained, Trained]:
-    return train_both(replace(layout, precision=precision), steps=10)
 
 
 def test_loss_scales_and_skipped_steps_agree(two: RankPool) -> None:
     """The first scale overflows; both engines skip, halve and double at the same steps."""
-    for megatron, native in two.run(_train_overflowing, LAYOUTS["tp"]):
+    rules = {"steps": 12, "loss_scale": 2.0**24, "loss_scale_window": 4, "loss_scale_hysteresis": 2}
+    for megatron, native in two.run(train_both, replace(LAYOUTS["tp"], precision="fp16"), rules):
         assert native.skipped, "a step must overflow"
         assert len(set(native.scale)) > 2
         assert megatron.skipped == native.skipped
         assert megatron.scale == native.scale
-
-
-def _train_overflowing(layout: Layout) -> tuple[Trained, Trained]:
-    return train_both(
-        replace(layout, precision="fp16"),
-        steps=12,
-        loss_scale=2.0**24,
-        loss_scale_window=4,
-        loss_scale_hysteresis=2,
-    )
 
 
 @pytest.mark.parametrize("name", ["tp", "pp-interleaved", "zero1"])

@@ -8,36 +8,20 @@ import pytest
 import torch
 
 from repro.config import Layout
-from repro.launch.rank.experiment import ExperimentRun
-from repro.parallel import mesh as meshes
+from tests.engines.runs import result_of
 from tests.training import tiny
 
-LAYOUTS = {
-    **{
-        f"ZeRO {zero}": Layout(micro_batch=2, global_batch=4, zero=zero, precision="bf16")
-        for zero in range(4)
-    },
-    "recomputed": Layout(micro_batch=2, zero=2, recompute=True, md=True),
-}
+LAYOUTS = {f"ZeRO {zero}": Layout(global_batch=2, zero=zero, precision="bf16") for zero in range(4)}
+LAYOUTS["recomputed"] = Layout(micro_batch=2, zero=2, recompute=True, md=True)
+
+
+def count_tensors() -> int:
+    gc.collect()
+    return sum(type(each) in (torch.Tensor, torch.nn.Parameter) for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ended_experiment_frees_all_tensors(name: str) -> None:
-    def run() -> None:
-        experiment = ExperimentRun(
-            tiny(LAYOUTS[name], steps=3, untimed_steps=1),
-            meshes.single_rank_mesh(),
-            torch.device("cpu"),
-            lambda step, phase: None,
-        )
-        experiment.prelude()
-        experiment.steps(2)
-        experiment.result()
-
-    def tensors() -> int:
-        gc.collect()
-        return sum(type(each) in (torch.Tensor, torch.nn.Parameter) for each in gc.get_objects())
-
-    before = tensors()
-    run()
-    assert tensors() <= before
+    before = count_tensors()
+    result_of(tiny(LAYOUTS[name], steps=3, untimed_steps=1))
+    assert count_tensors() <= before

@@ -1,4 +1,4 @@
-"""Tests of messages of DTensor and of torch pipelines with external counters."""
+"""Tests of states and messages of engine torch with external counters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from repro.engines import build_engine
 from repro.measure.operators import CollectiveCounter
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
+from tests.engines.runs import result_of
 from tests.pool import RankPool
-from tests.training import TINY, micro_batches, tiny
+from tests.training import TINY, micro_batches, smallest, tiny
 
 pytestmark = needs("torch")
+COUNTER_BYTES = 2048
+"""Upper bound on the bytes of AdamW's step counters, one fp32 number per parameter tensor."""
 Messages = dict[tuple[str, str], tuple[int, int]]
 
 
@@ -101,3 +104,24 @@ def test_stages_send_each_boundary_tensor_once(two: RankPool, schedule: str) -> 
             assert rows["pp", "send"] == (4, BOUNDARY_BYTES)
             _, payload = rows["pp", "all_reduce"]
             assert payload == TINY.vocab * TINY.hidden * 4 + 8  # plus norm and loss
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_strategies_of_torch_have_the_expected_state_bytes(two: RankPool, zero: int) -> None:
+    """Two ranks have 4 bytes per fp32 parameter, 4 per gradient and 8 per pair of moments, each in full or in shards.
+
+    ZeroRedundancyOptimizer assigns full parameters to ranks, so that a rank may have more than half of the moments.
+    """
+    layout = Layout(dp=2, zero=zero, micro_batch=4)
+    results = two.run(result_of, tiny(layout, smallest(layout), "torch", steps=5, untimed_steps=2))
+    psi = results[0]["parameters"]
+    for state, size in (("parameters", 4 * psi), ("gradients", 4 * psi), ("optimizer", 8 * psi)):
+        bytes_by_rank = [result["memory"]["states"][state] for result in results]
+        sharded = zero == 3 or (zero == 1 and state == "optimizer")
+        full = sum(bytes_by_rank) if sharded else sum(bytes_by_rank) / 2
+        assert size <= full <= size + 2 * COUNTER_BYTES, (state, bytes_by_rank)
+    for result in results:
+        states = sum(result["memory"]["states"].values())
+        assert result["memory"]["peak"]["total"] > states > 0
+        assert result["software"]["name"].startswith("torch 2")
+        assert sum(row["sent_bytes"] for row in result["comm"] if row["group"] == "dp") >= 4 * psi

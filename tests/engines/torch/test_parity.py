@@ -12,8 +12,8 @@ from repro.config import Layout, Model
 from repro.engines import build_engine
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
+from tests.engines.runs import pool_of
 from tests.parallel.test_parity import BATCH, alone
-from tests.pool import RankPool
 from tests.training import LEARNING, Trained, smallest, tiny, train
 
 pytestmark = needs("torch")
@@ -59,8 +59,7 @@ FP32 = [
 
 
 def run(request: pytest.FixtureRequest, layout: Layout, **training: Any) -> list[Trained]:
-    pool: RankPool = request.getfixturevalue({2: "two", 4: "four"}[layout.world])
-    return pool.run(train, tiny(layout, smallest(layout), "torch", **training))
+    return pool_of(request, layout).run(train, tiny(layout, smallest(layout), "torch", **training))
 
 
 def assert_same(found: list[Trained], expected: Trained, loss: float, parameters: float) -> None:
@@ -136,9 +135,8 @@ def test_overflow_skips_the_step_on_all_ranks(request: pytest.FixtureRequest, la
 
 def initial_parameters(model: Model) -> dict[str, torch.Tensor]:
     """Return the initial parameters of engine native."""
-    return build_engine(
-        tiny(Layout(), model), meshes.single_rank_mesh(), torch.device("cpu")
-    ).full_parameters()
+    engine = build_engine(tiny(Layout(), model), meshes.single_rank_mesh(), torch.device("cpu"))
+    return engine.full_parameters()
 
 
 def initial_shards(layout: Layout) -> dict[str, torch.Tensor]:
@@ -151,8 +149,7 @@ def initial_shards(layout: Layout) -> dict[str, torch.Tensor]:
 def test_initial_parameters_are_equal_bit_for_bit(request: pytest.FixtureRequest, layout: Layout) -> None:
     """This holds for sharded, padded and split parameters."""
     expected = initial_parameters(smallest(layout))
-    pool: RankPool = request.getfixturevalue({2: "two", 4: "four"}[layout.world])
-    ranks = pool.run(initial_shards, layout)
+    ranks = pool_of(request, layout).run(initial_shards, layout)
     assert {name for found in ranks for name in found} == expected.keys()
     for found in ranks:
         for name, value in found.items():

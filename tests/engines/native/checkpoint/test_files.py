@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,7 @@ def test_every_element_is_written_once_and_read_once(
 @QUICK
 @given(partition_pairs(), st.sampled_from([1, 5, 1000]), st.sampled_from([0, 3, 1000]))
 def test_each_partition_is_readable_from_any_other(
-    tmp_path: Path,
-    case: tuple[int, int, list[Rectangle], list[Rectangle]],
-    slice_: int,
-    gap: int,
+    tmp_path: Path, case: tuple[int, int, list[Rectangle], list[Rectangle]], slice_: int, gap: int
 ) -> None:
     """The size of a read has no effect; with gap 0, the reader takes exactly the needed bytes."""
     rows, width, written, read = case
@@ -129,11 +127,27 @@ def test_tp_shards_are_columns_of_the_parameter_matrix(shape: list[int], data: s
         assert torch.equal(part.flatten(), columns.flatten())
 
 
-def test_files_are_safetensors(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return the contents of the files of one checkpoint."""
+    root = tmp_path_factory.mktemp("written")
+    train(experiment(LAYOUTS["dp1"]), root, HALF)
+    folder = root / experiment(LAYOUTS["dp1"]).key
+    return {str(path.relative_to(root)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, written: dict[str, bytes]) -> Path:
+    """Return the folder of a checkpoint that a test can damage."""
+    for name, content in written.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return checkpoint(tmp_path, experiment(LAYOUTS["dp1"]))
+
+
+def test_files_are_safetensors(folder: Path) -> None:
     """The format has a length, a JSON header that ends at a multiple of 8 bytes, and tensors without gaps."""
-    written = experiment(LAYOUTS["dp1"])
-    train(written, tmp_path, HALF)
-    raw = index.rank_file(checkpoint(tmp_path, written), 0).read_bytes()
+    raw = index.rank_file(folder, 0).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     assert length % 8 == 0
     header = json.loads(raw[8 : 8 + length])
@@ -141,8 +155,7 @@ def test_files_are_safetensors(tmp_path: Path) -> None:
     ends = 0
     for entry in header.values():
         first, last = entry["data_offsets"]
-        assert first == ends
-        assert last - first == 4 * math.prod(entry["shape"])
+        assert (first, last - first) == (ends, 4 * math.prod(entry["shape"]))
         ends = last
     assert len(raw) == 8 + length + ends
     assert "embed.tokens/weight/0:1,0:3072" in header
@@ -163,34 +176,9 @@ def test_write_syncs_the_checkpoint_to_disk(tmp_path: Path, monkeypatch: pytest.
     assert {str(folder), str(folder.parent)} <= set(synced_sizes)
 
 
-# -- damage ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Return the contents of the files of one checkpoint."""
-    root = tmp_path_factory.mktemp("written")
-    train(experiment(LAYOUTS["dp1"]), root, HALF)
-    folder = root / experiment(LAYOUTS["dp1"]).key
-    return {str(path.relative_to(root)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture
-def folder(tmp_path: Path, written: dict[str, bytes]) -> Path:
-    """Return the folder of a checkpoint that a test can damage."""
-    for name, content in written.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    return checkpoint(tmp_path, experiment(LAYOUTS["dp1"]))
-
-
-def error_of(folder: Path) -> str:
-    """Return the one-line error of a resume, without the path of the folder."""
-    with pytest.raises(ConfigError) as caught:
-        start(experiment(LAYOUTS["dp1"]), folder.parents[1])
-    line = str(caught.value)
-    assert "\n" not in line
-    return line.removeprefix(f"{folder}/")
+def start_dp1(folder: Path) -> int:
+    """Return the first step of a run that resumes from the folder of checkpoints."""
+    return start(experiment(LAYOUTS["dp1"]), folder.parents[1]).index
 
 
 def change(folder: Path, **values: Any) -> None:
@@ -198,71 +186,76 @@ def change(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_folder_without_an_index_is_ignored(folder: Path) -> None:
-    (folder / index.FILE).unlink()
-    assert start(experiment(LAYOUTS["dp1"]), folder.parents[1]).index == 0
+def change_training(folder: Path, key: str, value: int) -> None:
+    training = json.loads((folder / index.FILE).read_text())["training"]
+    (training["model"] if key in training["model"] else training)[key] = value
+    change(folder, training=training)
 
 
-def test_truncated_or_missing_file_is_named(folder: Path) -> None:
+def remove_a_piece(folder: Path) -> None:
+    parameters = json.loads((folder / index.FILE).read_text())["parameters"]
+    del parameters["blocks.1.mlp.up"]["pieces"][0]
+    change(folder, parameters=parameters)
+
+
+def truncate(folder: Path) -> None:
     path = index.rank_file(folder, 0)
-    size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-4])
-    hint = "remove the folder to resume from the preceding checkpoint"
-    assert error_of(folder) == f"rank-0.safetensors: size = {size - 4}: must be {size} bytes; {hint}"
-    path.unlink()
-    assert (
-        error_of(folder)
-        == f"rank-0.safetensors: is missing: the checkpoint needs this file of {size} bytes; {hint}"
-    )
+
+
+HINT = "remove the folder to resume from the preceding checkpoint"
+NO_INDEX = f"index.json: not an index: must be a checkpoint index that `repro run` has written; {HINT}"
+RESUMES = "as in the experiment that resumes from this checkpoint"
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (truncate, f"rank-0.safetensors: size = SIZE - 4: must be SIZE bytes; {HINT}"),
+    (
+        lambda folder: index.rank_file(folder, 0).unlink(),
+        f"rank-0.safetensors: is missing: the checkpoint needs this file of SIZE bytes; {HINT}",
+    ),
+    (
+        lambda folder: change(folder, format=9),
+        "index.json: format = 9: must be 1, the version that this release reads",
+    ),
+    (lambda folder: change(folder, history=None, scalars=None, files=3, parameters=[]), NO_INDEX),
+    (lambda folder: (folder / index.FILE).write_text("{"), NO_INDEX),
+    (
+        lambda folder: change_training(folder, "hidden", 64),
+        f"index.json: model.hidden = 64: must be 32, {RESUMES}",
+    ),
+    (
+        lambda folder: change_training(folder, "global_batch", 8),
+        f"index.json: global_batch = 8: must be 4, {RESUMES}",
+    ),
+    (
+        remove_a_piece,
+        "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the checkpoint has 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[message for _, message in DAMAGES])
+def test_error_of_a_damaged_or_different_checkpoint_is_one_line(
+    folder: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    size = index.rank_file(folder, 0).stat().st_size
+    damage(folder)
+    with pytest.raises(ConfigError) as caught:
+        start_dp1(folder)
+    line = str(caught.value).removeprefix(f"{folder}/")
+    assert line == message.replace("SIZE - 4", str(size - 4)).replace("SIZE", str(size))
+
+
+def test_folder_without_an_index_is_ignored(folder: Path) -> None:
+    assert start_dp1(folder) == HALF
+    (folder / index.FILE).unlink()
+    assert start_dp1(folder) == 0
 
 
 def test_file_that_shrinks_during_reading_is_named(folder: Path) -> None:
     loaded = index.read_index(folder)
-    path = index.rank_file(folder, 0)
-    path.write_bytes(path.read_bytes()[:-4])
+    truncate(folder)
     name, (last,) = max(loaded.pieces.items(), key=lambda row: row[1][-1].offsets[-1])
-    into = torch.empty(last.rectangle.size)
     with files.Reader() as reader:
         read = index.reading(folder, loaded, reader)
         with pytest.raises(ConfigError, match=r"rank-0.safetensors: ends before byte \d+"):
-            read(name, "moment2", last.rectangle, into)
-
-
-def test_index_of_another_version_is_refused(folder: Path) -> None:
-    change(folder, format=9)
-    assert error_of(folder) == "index.json: format = 9: must be 1, the version that this release reads"
-
-
-def test_invalid_or_incomplete_index_is_refused(folder: Path) -> None:
-    right = (
-        "must be a checkpoint index that `repro run` has written; "
-        "remove the folder to resume from the preceding checkpoint"
-    )
-    change(folder, history=None, scalars=None, files=3, parameters=[])
-    assert error_of(folder) == f"index.json: not an index: {right}"
-    (folder / index.FILE).write_text("{")
-    assert error_of(folder) == f"index.json: not an index: {right}"
-
-
-def test_checkpoint_of_another_model_is_refused(folder: Path) -> None:
-    training = json.loads((folder / index.FILE).read_text())["training"]
-    change(folder, training={**training, "model": {**training["model"], "hidden": 64}})
-    assert (
-        error_of(folder)
-        == "index.json: model.hidden = 64: must be 32, as in the experiment that resumes from this checkpoint"
-    )
-    change(folder, training={**training, "global_batch": 8})
-    assert (
-        error_of(folder)
-        == "index.json: global_batch = 8: must be 4, as in the experiment that resumes from this checkpoint"
-    )
-
-
-def test_piece_missing_from_the_index_is_named(folder: Path) -> None:
-    parameters = json.loads((folder / index.FILE).read_text())["parameters"]
-    del parameters["blocks.1.mlp.up"]["pieces"][0]
-    change(folder, parameters=parameters)
-    assert (
-        error_of(folder)
-        == "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the checkpoint has 0"
-    )
+            read(name, "moment2", last.rectangle, torch.empty(last.rectangle.size))

@@ -1,0 +1,123 @@
+"""Tests of experiments that engines refuse: settings without a counterpart, and missing libraries."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.config import Layout
+from repro.config.errors import ConfigError
+from repro.engines import missing_library
+from tests.training import tiny
+
+INTERLEAVED = {"pp": 2, "schedule": "interleaved", "chunks": 2, "global_batch": 2}
+SHARDED = "layout.zero = 1: must be ZeRO stage 0, 2 or 3 with tp or pp"
+OFFLOAD = {"dp": 2, "zero": 1, "offload_optimizer": True}
+OFFLOADED = "layout.offload_optimizer = true: must be false"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("native", OFFLOAD, OFFLOADED),
+    ("torch", OFFLOAD, OFFLOADED),
+    ("torch", {"cuda_graphs": True}, "layout.cuda_graphs = true: must be false"),
+    ("torch", {"dp": 2, "cb": False}, "layout.cb = false: must be true"),
+    ("torch", {"dp": 2, "overlap": False}, "layout.overlap = false: must be true"),
+    ("torch", {"kernels": "unfused"}, "layout.kernels = 'unfused': must be fused"),
+    ("torch", {"tp": 2, "recompute": True, "pa": True}, "layout.pa = true: must be false"),
+    ("torch", {"dp": 2, "tp": 2, "zero": 1}, SHARDED),
+    ("torch", {"dp": 2, "pp": 2, "zero": 1, "global_batch": 4}, SHARDED),
+    (
+        "torch",
+        {"dp": 2, "precision": "bf16", "gradient_as_bucket_view": False},
+        "layout.gradient_as_bucket_view = false: must be true in 16-bit training and with tp or pp",
+    ),
+    ("torch", {"pp": 2}, "layout.global_batch = 1: must be at least as many micro-batches as stages"),
+    ("torch", {"precision": "fp16"}, "training.loss_scale_hysteresis = 2: must be 1 in fp16"),
+    ("deepspeed", {"pp": 2}, "layout.pp = 2: must be 1"),
+    ("deepspeed", {"tp": 2, "sp": True}, "layout.sp = true: must be false"),
+    ("deepspeed", {"dp": 2, "cb": False}, "layout.cb = false: must be true"),
+    ("deepspeed", {"cuda_graphs": True}, "layout.cuda_graphs = true: must be false"),
+    ("deepspeed", {"recompute": True, "md": True}, "layout.md = true: must be false unless pa = true,"),
+    (
+        "deepspeed",
+        {"dp": 2, "offload_optimizer": True},
+        f"{OFFLOADED}, or zero = 1, 2 or 3, which can offload optimizer states,",
+    ),
+    (
+        "deepspeed",
+        {"precision": "bf16", "grad_dtype": "fp32"},
+        "layout.grad_dtype = 'fp32': must be precision",
+    ),
+    ("megatron", OFFLOAD, OFFLOADED),
+    ("megatron", {"cuda_graphs": True}, "layout.cuda_graphs = true: must be false"),
+    ("megatron", {"dp": 2, "zero": 2}, "layout.zero = 2: must be 0 or 1"),
+    ("megatron", {"pp": 2, "schedule": "gpipe"}, "layout.schedule = 'gpipe': must be 1f1b or interleaved"),
+    ("megatron", {"kernels": "unfused"}, "layout.kernels = 'unfused': must be fused"),
+    ("megatron", {"tp": 2, "tp_overlap": False}, "layout.tp_overlap = false: must be true"),
+    (
+        "megatron",
+        {**INTERLEAVED, "overlap": False},
+        "layout.overlap = false: must be true (overlapped communication) if pp = 2 and schedule = interleaved",
+    ),
+]
+
+
+@pytest.mark.parametrize(("engine", "keys", "line"), REFUSED)
+def test_unsupported_setting_is_refused_in_one_line(engine: str, keys: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiny(Layout(**keys), engine=engine)
+    assert str(caught.value) == f"{line} with engine {engine}"
+
+
+def test_unsupported_training_is_refused_in_one_line() -> None:
+    for engine, precision, training, line in (
+        ("megatron", "fp32", {"dropout": 0.1}, "training.dropout = 0.1: must be 0"),
+        ("deepspeed", "fp16", {"loss_scale": 1000.0}, "training.loss_scale = 1000.0: must be a power of 2"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            tiny(Layout(precision=precision), engine=engine, **training)
+        assert str(caught.value) == f"{line} with engine {engine}"
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout"),
+    [
+        ("torch", Layout(zero=1, tp=2)),  # no dp to shard over
+        ("torch", Layout(pp=2, schedule="gpipe")),
+        ("torch", Layout(dp=2, tp=2, pp=2, zero=2, micro_batch=1, global_batch=4)),
+        ("deepspeed", Layout(**OFFLOAD)),
+        ("native", Layout(cuda_graphs=True)),
+    ],
+)
+def test_similar_supported_layouts_are_accepted(engine: str, layout: Layout) -> None:
+    tiny(layout, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"),
+    [
+        ("2.6.0", True),
+        ("2.9.1+cu126", True),
+        ("2.10.0a0+git1234", False),
+        ("2.13.0+cpu", False),
+        ("main", False),
+    ],
+)
+def test_engine_torch_needs_torch_2_10(
+    version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    expected = f"torch 2.10 or later: {version} is installed." if is_refused else ""
+    assert missing_library("torch").startswith(expected)
+    assert bool(missing_library("torch")) is is_refused
+    assert not missing_library("native")
+
+
+def test_pinned_torch_suffices_for_engine_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, all tests of engine torch would be skipped unnoticed."""
+    pins = (Path(__file__).parents[2] / "constraints-cpu.txt").read_text()
+    (pinned,) = re.findall(r"^torch==(\S+)", pins, re.MULTILINE)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: pinned)
+    assert not missing_library("torch")
