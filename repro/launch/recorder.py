@@ -147,12 +147,14 @@ class Recorder:
 
     def adopt(self, entries: list[Entry]) -> None:
         """Copy records of other suites to this suite, with new names, for experiments with settings as in `entries`."""
-        latest = by_key(self.store.records(), self.evidence)
+        records = [record for record in self.store.records() if isinstance(record, ExperimentRecord)]
+        latest = by_key(records, self.evidence)
+        known = {(record.suite, record.name, record.original) for record in records}
         for entry in entries:
             name, record = entry.experiment.name, latest.get(entry.experiment.key)
             if record is None or not record.conclusive:
                 continue
-            if (record.suite, record.name) != (self.suite.name, name):
+            if (self.suite.name, name, record.original) not in known:
                 self._append(record.copy(entry.experiment, self.suite.name))
 
     def _append(self, record: Record, message: str = "") -> None:

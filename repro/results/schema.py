@@ -150,6 +150,11 @@ class ExperimentRecord(RecordHead, ExperimentConditions):
         """Return whether a repetition of the run would reproduce its outcome, which an `error` does not guarantee."""
         return self.outcome in CONCLUSIVE
 
+    @property
+    def original(self) -> str:
+        """Return the id of the record that this record copies, or its own id if it is no copy."""
+        return self.copy_of or self.id
+
     def copy(self, experiment: Experiment, suite: str) -> ExperimentRecord:
         """Return a copy of the record for an equal experiment of another suite."""
         return replace(
@@ -158,7 +163,7 @@ class ExperimentRecord(RecordHead, ExperimentConditions):
             suite=suite,
             name=experiment.name,
             conditions=experiment.as_dict(),
-            copy_of=self.id,
+            copy_of=self.original,
         )
 
 
