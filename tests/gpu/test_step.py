@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,23 +62,22 @@ def test_mixed_precision_losses_agree_with_fp32(precision: str, kernels: str, re
     torch.testing.assert_close(trained.loss, alone().loss, rtol=4 * ROUNDOFF[precision], atol=0.0)
 
 
+def in_pieces(pieces: int, **keys: Any) -> Layout:
+    """Return a layout with `pieces` micro-batches."""
+    return Layout(micro_batch=BATCH // pieces, global_batch=BATCH, **keys)
+
+
 GRAPH_LAYOUTS = {
-    "one micro-batch": Layout(micro_batch=BATCH, precision="bf16"),
-    "two": Layout(micro_batch=BATCH // 2, global_batch=BATCH, precision="bf16"),
-    "four, recomputed": Layout(micro_batch=BATCH // 4, global_batch=BATCH, precision="bf16", recompute=True),
-    "scaled": Layout(micro_batch=BATCH // 4, global_batch=BATCH, precision="fp16"),
-    "fp32 gradients": Layout(micro_batch=BATCH // 4, global_batch=BATCH, precision="bf16", grad_dtype="fp32"),
-    "fused accumulation": Layout(
-        micro_batch=BATCH // 4,
-        global_batch=BATCH,
-        precision="bf16",
-        grad_dtype="fp32",
-        kernels="megatron-2025",
-    ),
-    "reference": Layout(micro_batch=BATCH // 4, global_batch=BATCH, kernels="reference"),
-    "unfused": Layout(micro_batch=BATCH // 2, global_batch=BATCH, kernels="unfused"),
-    **{f"ZeRO {z}": Layout(micro_batch=BATCH // 4, global_batch=BATCH, zero=z) for z in (1, 2, 3)},
-    "defragmented": Layout(micro_batch=BATCH // 4, global_batch=BATCH, zero=2, recompute=True, md=True),
+    "one micro-batch": in_pieces(1, precision="bf16"),
+    "two": in_pieces(2, precision="bf16"),
+    "four, recomputed": in_pieces(4, precision="bf16", recompute=True),
+    "scaled": in_pieces(4, precision="fp16"),
+    "fp32 gradients": in_pieces(4, precision="bf16", grad_dtype="fp32"),
+    "fused accumulation": in_pieces(4, precision="bf16", grad_dtype="fp32", kernels="megatron-2025"),
+    "reference": in_pieces(4, kernels="reference"),
+    "unfused": in_pieces(2, kernels="unfused"),
+    **{f"ZeRO {z}": in_pieces(4, zero=z) for z in (1, 2, 3)},
+    "defragmented": in_pieces(4, zero=2, recompute=True, md=True),
 }
 
 

@@ -1,9 +1,12 @@
-"""CUDA bindings of all operators."""
+"""CUDA bindings of all operators, and their registration for tensors on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from repro.kernels import (
     adamw,
@@ -18,7 +21,9 @@ from repro.kernels import (
     softmax,
 )
 
-BINDINGS: dict[str, Callable[..., Any]] = {
+Binding = Callable[..., Any]
+
+BINDINGS: dict[str, Binding] = {
     "adamw_": adamw.launch_adamw_,
     "norm_squared": norm.launch_norm_squared,
     "layer_norm": layernorm.launch_layer_norm,
@@ -39,3 +44,13 @@ BINDINGS: dict[str, Callable[..., Any]] = {
     "cross_entropy_backward_": cross_entropy.launch_cross_entropy_backward_,
     "sum_rows": column_sums.launch_sum_rows,
 }
+
+
+@contextmanager
+def registered_for_cpu(implementation_of: Callable[[str, Binding], Callable[..., Any]]) -> Iterator[None]:
+    """Run `implementation_of(name, binding)` instead of torch's operators for tensors on the CPU."""
+    library = torch.library.Library("repro", "IMPL")
+    for name, binding in BINDINGS.items():
+        library.impl(name, implementation_of(name, binding), "CPU", allow_override=True)
+    yield
+    library._destroy()

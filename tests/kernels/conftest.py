@@ -1,18 +1,17 @@
-"""Fixtures of the kernel tests: dtypes, tolerances relative to the fp64 reference, and launchers."""
+"""Fixtures of the kernel tests: dtypes, launchers of CUDA sources, and implementations of the operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from repro.kernels.cuda import device
+from tests.kernels.bindings import registered_for_cpu
 from tests.kernels.on_cpu import COMPILER, Host
 from tests.kernels.on_gpu import GpuHost
-
-EPSILON = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 @pytest.fixture(autouse=True)
@@ -25,21 +24,6 @@ def seeded() -> Iterator[None]:
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
-
-
-@pytest.fixture
-def close() -> Callable[..., None]:
-    """Return close(actual, expected in fp64, roundings=1): it asserts equality within `roundings` of the dtype."""
-
-    def check(
-        actual: Tensor, expected: Tensor, roundings: float = 1.0, dtype: torch.dtype | None = None
-    ) -> None:
-        assert actual.shape == expected.shape
-        scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
-        epsilon = EPSILON[dtype or actual.dtype] * roundings
-        torch.testing.assert_close(actual.double(), expected.double(), rtol=epsilon, atol=epsilon * scale)
-
-    return check
 
 
 @pytest.fixture(scope="session")
@@ -55,9 +39,27 @@ def session_host(tmp_path_factory: pytest.TempPathFactory) -> Host:
     return Host(tmp_path_factory.mktemp("cuda_on_cpu"))
 
 
-@pytest.fixture(params=["", "reversed", pytest.param("gpu", marks=pytest.mark.gpu)])
+HOSTS = ["", "reversed", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=HOSTS)
 def host(request: pytest.FixtureRequest) -> Host | GpuHost:
     """Return a launcher of CUDA sources: on the CPU with threads in either order, or on a GPU."""
+    return _find_host(request)
+
+
+@pytest.fixture(params=["torch", *HOSTS])
+def implementation(request: pytest.FixtureRequest) -> Iterator[Host | GpuHost | None]:
+    """Let operators of CPU tensors run torch (None), or CUDA sources with the launcher that the fixture returns."""
+    if request.param == "torch":
+        yield None
+        return
+    host = _find_host(request)
+    with registered_for_cpu(lambda _, binding: partial(host.call, binding)):
+        yield host
+
+
+def _find_host(request: pytest.FixtureRequest) -> Host | GpuHost:
     found: Host | GpuHost = request.getfixturevalue("gpu" if request.param == "gpu" else "session_host")
     found.reversed = request.param == "reversed"
     found.launched.clear()

@@ -1,4 +1,4 @@
-"""Results and gradients of an operator and of its fp64 reference."""
+"""Comparison of results and gradients with a reference in fp64."""
 
 from __future__ import annotations
 
@@ -7,40 +7,39 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Close = Callable[..., None]
-"""Type of the fixture `close`."""
+EPSILON = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def assert_close(
+    actual: Tensor, expected: Tensor, roundings: float = 1.0, dtype: torch.dtype | None = None
+) -> None:
+    """Assert that a tensor equals its value in fp64 within `roundings` roundings of a dtype, by default its own."""
+    assert actual.shape == expected.shape
+    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+    epsilon = EPSILON[dtype or actual.dtype] * roundings
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=epsilon, atol=epsilon * scale)
 
 
 def with_gradients(function: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> list[Tensor]:
     """Return the function's result, and the gradients of all arguments."""
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    leaves = [t.detach().requires_grad_() for t in tensors]  # of the same memory, to retain the alignment
     y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
-def in_fp64(reference: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Return the reference's result in fp64, and the gradients of all arguments."""
-    return with_gradients(reference, grad.double(), *(t.double() for t in tensors))
-
-
-def assert_matches(
+def assert_matches_fp64(
     function: Callable[..., Tensor],
     reference: Callable[..., Tensor],
     grad: Tensor,
-    tensors: list[Tensor],
-    close: Close,
+    *tensors: Tensor,
     roundings: int = 2,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Compare a function of tensors of one dtype, and its gradients, with the reference in fp64."""
-    actual = with_gradients(function, grad, *tensors)
-    for a, e in zip(actual, in_fp64(reference, grad, *tensors), strict=True):
-        assert a.dtype == grad.dtype
-        close(a, e, roundings)
-
-
-def saved_for_backward(call: Callable[[], object]) -> list[Tensor]:
-    """Return the tensors that autograd saves during a call."""
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        call()
-    return saved
+    """Compare a function and its gradients with the reference in fp64; the function writes to no argument."""
+    given = (grad, *tensors)
+    before, wide = [t.clone() for t in given], [t.double() for t in given]
+    actual = with_gradients(function, *given)
+    for a, e, t, old in zip(actual, with_gradients(reference, *wide), given, before, strict=True):
+        assert torch.equal(t, old)
+        assert a.dtype == t.dtype
+        assert_close(a, e, max(roundings, 8 if a.dtype == torch.float32 else 0), dtype)

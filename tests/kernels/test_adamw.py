@@ -1,4 +1,4 @@
-"""Tests of AdamW over flat shards against torch.optim.AdamW in fp64 and fp32."""
+"""Tests of AdamW over flat shards against torch.optim.AdamW and against the fp64 reference."""
 
 from __future__ import annotations
 
@@ -13,87 +13,68 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from repro.kernels import adamw, adamw_
+from tests.kernels.on_cpu import Host, placed
 
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 OPTIONS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
 
 
-def shards(*sizes: int) -> list[Tensor]:
-    return [torch.randn(size) for size in sizes]
-
-
-def torch_adamw(
-    start: list[Tensor], grads: list[list[Tensor]], lr: list[float], dtype: torch.dtype
-) -> list[Tensor]:
-    params = [torch.nn.Parameter(p.detach().clone().to(dtype)) for p in start]
+def torch_adamw(start: list[Tensor], grads: list[list[Tensor]], lr: list[float]) -> list[Tensor]:
+    """Return the parameters in fp64 after steps of torch's AdamW."""
+    params = [torch.nn.Parameter(p.double()) for p in start]
     optimizer = torch.optim.AdamW(
         params, lr=1.0, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1, foreach=False
     )
     for step_grads, rate in zip(grads, lr, strict=True):
         optimizer.param_groups[0]["lr"] = rate
         for p, g in zip(params, step_grads, strict=True):
-            p.grad = g.to(dtype)
+            p.grad = g
         optimizer.step()
     return [p.detach() for p in params]
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
-@pytest.mark.parametrize("copied", [False, True], ids=["", "copies"])
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize(
+    ("dtype", "scale", "copied"),
+    [(FP32, 1.0, False), (FP32, 1024.0, False), (BF16, 1.0, True), (FP16, 1024.0, True), (BF16, 1.0, False)],
+    ids=str,
+)
 def test_adamw_equals_torchs_with_a_skipped_step(
-    dtype: torch.dtype, scaled: bool, copied: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, scale: float, copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adamw, "CPU_CHUNK_ELEMENTS", 50)
-    masters = shards(130, 1, 50, 0)
+    masters = [torch.randn(size) for size in (130, 1, 50, 0)]
     start = [m.clone() for m in masters]
-    exp_avgs, exp_avg_sqs = ([torch.zeros_like(m) for m in masters] for _ in range(2))
+    moments = [[torch.zeros_like(m) for m in masters] for _ in range(2)]
     copies = [m.to(dtype) for m in masters] if copied else []
-    scale = torch.tensor(1024.0) if scaled else None
+    states = (*masters, *moments[0], *moments[1], *copies)
     lr = [1e-2 / (1 + i) for i in range(5)]
     used: list[list[Tensor]] = []
     for i, rate in enumerate(lr):
-        grads = [(torch.randn_like(m) * (1024 if scaled else 1)).to(dtype) for m in masters]
-        used.append([g.double() / (1024 if scaled else 1) for g in grads])
-        arguments = {**OPTIONS, "lr": torch.tensor(rate), "step": torch.tensor(i + 1.0), "grad_scale": scale}
+        grads = [(torch.randn_like(m) * scale).to(dtype) for m in masters]
+        used.append([g.double() / scale for g in grads])
+        scalars = {"lr": torch.tensor(rate), "step": torch.tensor(i + 1.0)}
+        scalars["grad_scale"] = None if scale == 1 else torch.tensor(scale)
+        update = partial(adamw_, masters, exp_avgs=moments[0], exp_avg_sqs=moments[1], copies=copies)
         if i == 3:
-            before = [t.clone() for t in (*masters, *exp_avgs, *exp_avg_sqs, *copies)]
+            before = [t.clone() for t in states]
             bad = [torch.full_like(g, float("inf")) for g in grads]
-            adamw_(masters, bad, exp_avgs, exp_avg_sqs, copies, found_inf=torch.tensor(1.0), **arguments)
-            for a, b in zip((*masters, *exp_avgs, *exp_avg_sqs, *copies), before, strict=True):
-                assert torch.equal(a, b)
-        adamw_(masters, grads, exp_avgs, exp_avg_sqs, copies, found_inf=torch.tensor(0.0), **arguments)
-    expected = torch_adamw(start, used, lr, torch.float64)
-    for master, e in zip(masters, expected, strict=True):
-        torch.testing.assert_close(master.double(), e, rtol=1e-5, atol=1e-6)
+            update(grads=bad, found_inf=torch.tensor(1.0), **scalars, **OPTIONS)
+            assert all(torch.equal(a, b) for a, b in zip(states, before, strict=True))
+        update(grads=grads, found_inf=torch.tensor(0.0), **scalars, **OPTIONS)
+    for master, expected in zip(masters, torch_adamw(start, used, lr), strict=True):
+        torch.testing.assert_close(master.double(), expected, rtol=1e-5, atol=1e-6)
     for copy, master in zip(copies, masters, strict=copied):
         assert torch.equal(copy, master.to(dtype))
-
-
-def test_fused_and_reference_agree(dtype: torch.dtype) -> None:
-    first = [
-        shards(33, 7),
-        [g.to(dtype) for g in shards(33, 7)],
-        shards(33, 7),
-        [t.square() for t in shards(33, 7)],
-    ]
-    second = [[t.clone() for t in group] for group in first]
-    arguments = {**OPTIONS, "lr": torch.tensor(3e-3), "step": torch.tensor(4.0)}
-    for found in (0.0, 1.0):
-        flags = {"grad_scale": torch.tensor(2.0), "found_inf": torch.tensor(found)}
-        adamw_(*first, [], **arguments, **flags)
-        first[1] = [g.clone() for g in second[1]]  # gradients may be overwritten
-        adamw.reference(*second, [], **arguments, **flags)
-        for group in (0, 2, 3):
-            for a, b in zip(first[group], second[group], strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("function", [adamw_, partial(adamw_, plain=True), adamw.reference])
 def test_epsilon_is_added_outside_the_root(function: Callable[..., None]) -> None:
     """After one step, the bias-corrected moments are g and g^2, so p becomes p (1 - lr wd) - lr g / (|g| + eps)."""
     master, first, second = torch.ones(1), torch.zeros(1), torch.zeros(1)
-    settings = {"beta1": 0.9, "beta2": 0.95, "eps": 0.25, "weight_decay": 0.1}
-    scalars = {"step": torch.tensor(1.0), "lr": torch.tensor(0.5)}
-    nothing = {"grad_scale": None, "found_inf": None}
-    function([master], [torch.tensor([0.75])], [first], [second], [], **settings, **scalars, **nothing)
+    scalars = {"step": torch.tensor(1.0), "lr": torch.tensor(0.5), "grad_scale": None, "found_inf": None}
+    options = {**OPTIONS, "eps": 0.25}
+    function([master], [torch.tensor([0.75])], [first], [second], [], **options, **scalars)
     assert master.item() == pytest.approx(0.95 - 0.5 * 0.75)
     assert (first.item(), second.item()) == pytest.approx((0.075, 0.05 * 0.5625))
 
@@ -106,22 +87,77 @@ def test_parameters_are_written_without_autograd() -> None:
     assert torch.equal(copy, master.bfloat16())
 
 
-@settings(max_examples=20)
+def assert_update_matches_reference(groups: list[list[Tensor]], **scalars: float | None) -> None:
+    """Update masters, gradients, moments and copies, and compare them with the update in fp64."""
+    wide = [[t.double() for t in group] for group in groups]
+    given = {name: None if value is None else torch.tensor(value) for name, value in scalars.items()}
+    adamw_(*groups, **given, **OPTIONS)  # type: ignore[arg-type]
+    adamw.reference(*wide, **{n: t if t is None else t.double() for n, t in given.items()}, **OPTIONS)
+    for which in (0, 2, 3):
+        for a, e in zip(groups[which], wide[which], strict=True):
+            torch.testing.assert_close(a.double(), e, rtol=2e-6, atol=1e-6, equal_nan=True)
+    for copy, master in zip(groups[4], groups[0], strict=bool(groups[4])):
+        torch.testing.assert_close(copy, master.to(copy.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("implementation")
+@settings(max_examples=15)
 @given(
-    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    chunk=st.integers(1, 50),
-    seed=st.integers(0, 99),
+    shapes=st.lists(
+        st.tuples(st.sampled_from([0, 1, 3, 7, 8, 30, 1029, 8192, 8195]), st.integers(0, 3)),
+        min_size=1,
+        max_size=4,
+    ),
+    chunk=st.integers(20, 9000),
+    kind=st.sampled_from([FP32, FP16, BF16]),
+    step=st.integers(1, 2000),
+    found=st.sampled_from([None, 0.0, 1.0]),
+    copied=st.booleans(),
+    agree=st.booleans(),
 )
-def test_adamw_of_any_sizes_and_chunks(sizes: list[int], chunk: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    masters, grads = shards(*sizes), [g.bfloat16() for g in shards(*sizes)]
-    moments = [[torch.zeros_like(m) for m in masters] for _ in range(2)]
-    expected = torch_adamw(masters, [[g.float() for g in grads]], [0.01], torch.float32)
+def test_adamw_of_any_sizes_alignments_and_chunks(
+    shapes: list[tuple[int, int]],
+    chunk: int,
+    kind: torch.dtype,
+    step: int,
+    found: float | None,
+    copied: bool,
+    agree: bool,
+) -> None:
+    copied = copied or kind != FP32
+    scale = None if found is None else 64.0
+    torch.manual_seed(step)
+    groups: list[list[Tensor]] = [[], [], [], [], []]
+    checks = []
+    for size, offset in shapes:
+        gradient = (scale or 1.0) * torch.randn(size)
+        values = [torch.randn(size), gradient.to(kind), torch.randn(size), torch.rand(size)]
+        values += [torch.zeros(size, dtype=FP16 if kind == FP32 else kind)] if copied else []
+        for i, value in enumerate(values):
+            tensor, check = placed(value, offset + (0 if agree else i))
+            groups[i].append(tensor)
+            checks.append(check)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adamw, "CPU_CHUNK_ELEMENTS", chunk)
-        adamw_(masters, grads, *moments, [], step=torch.tensor(1.0), lr=torch.tensor(0.01), **OPTIONS)
-    for a, e in zip(masters, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+        assert_update_matches_reference(groups, step=float(step), lr=3e-3, grad_scale=scale, found_inf=found)
+    for check in checks:
+        check()
+
+
+def test_many_shards_need_several_launches(implementation: Host | None) -> None:
+    groups = [[torch.rand(5 + i) for i in range(adamw.MAX_SHARDS + 3)] for _ in range(4)]
+    assert_update_matches_reference([*groups, []], step=2.0, lr=3e-3, grad_scale=None, found_inf=None)
+    assert implementation is None or implementation.launched == ["adamw", "adamw"]
+
+
+def test_mixed_dtypes_and_non_finite_gradients(implementation: Host | None) -> None:
+    groups = [[torch.randn(40), torch.randn(9)] for _ in range(3)]
+    groups += [[torch.rand(40), torch.rand(9)]]
+    groups[1][0][[3, 17]] = torch.tensor([float("nan"), float("inf")])
+    groups[1][1] = groups[1][1].bfloat16()
+    groups += [[torch.zeros(40).half(), torch.zeros(9).bfloat16()]]
+    assert_update_matches_reference(groups, step=1.0, lr=3e-3, grad_scale=2.0, found_inf=0.0)
+    assert implementation is None or implementation.launched == ["adamw", "adamw"]
 
 
 def test_mismatched_lists_are_refused() -> None:

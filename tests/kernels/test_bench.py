@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from repro.kernels import clock as clocks
 from repro.kernels.clock import DeviceClock
 from repro.results.select import by_key
 from repro.results.store import Store
-from tests.gpu.bench.case import COMPILED, EAGER, KERNEL, PLAIN, BenchCase
+from tests.gpu.bench.case import COMPILED, EAGER, KERNEL, BenchCase, Inputs
 from tests.gpu.bench.cases import cases
 from tests.gpu.bench.timing import (
     BenchRow,
@@ -137,54 +138,38 @@ def test_copy_bandwidth_counts_reads_and_writes() -> None:
     assert copy_bandwidth(clock, CPU, size=1000, rounds=3) == pytest.approx(2 * 1000 / 0.5e-3)
 
 
+def results_of(case: BenchCase, who: str, inputs: Inputs) -> list[Tensor]:
+    """Return the results of an implementation on copies of the inputs, and the tensors that it overwrites."""
+    copies = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs)
+    result = case.way(who)(copies)
+    changed = [copies[name] for name in ("states", "tensors") if name in copies]
+    return [t.detach() for t in tree_leaves((result, changed)) if isinstance(t, Tensor)]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_implementation_runs_on_a_cpu(case: BenchCase) -> None:
-    """`torch.compile` is omitted: it is slow and compiles the `eager` implementation."""
+def test_every_implementation_runs_on_a_cpu_with_the_same_results(case: BenchCase) -> None:
+    """`torch.compile` is omitted: it is slow and compiles the `eager` implementation.
+
+    The results of eager dropout differ, because torch's generator drops other elements.
+    """
     assert case.names[0] == KERNEL
     assert {EAGER, COMPILED} <= set(case.names)
-    clock = HostClock()
-    for who in case.names:
-        if who != COMPILED:
-            inputs = case.inputs(CPU, torch.bfloat16, 64)
-            clock.run(lambda who=who, inputs=inputs: case.way(who)(inputs))  # type: ignore[misc]
-    assert clock.total_seconds() > 0
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if PLAIN in c.names], ids=lambda case: case.name)
-def test_implementations_give_the_same_results(case: BenchCase) -> None:
-    """Eager dropout is omitted, because torch's generator drops other elements."""
     torch.manual_seed(0)
-    inputs = case.inputs(CPU, torch.float32, 64)
-
-    def tensors_of(who: str) -> list[Tensor]:
-        def copy(value: Any) -> Any:
-            return (
-                value.detach().clone().requires_grad_(value.requires_grad)
-                if isinstance(value, Tensor)
-                else value
-            )
-
-        copies = torch.utils._pytree.tree_map(copy, inputs)
-        result = case.way(who)(copies)
-        copies.pop(who, None)
-        copies.pop("optimizer", None)
-        changed = [copies[name] for name in ("states", "tensors") if name in copies]
-        return [t.detach() for t in tree_leaves((result, changed)) if isinstance(t, Tensor)]
-
-    expected = tensors_of(KERNEL)
+    narrow, wide = (case.inputs(CPU, dtype, 64) for dtype in (torch.bfloat16, torch.float32))
+    assert 0 < case.nbytes(narrow) <= case.nbytes(wide)  # in 16 bits, AdamW writes a copy of parameters
+    expected = results_of(case, KERNEL, wide)
     for who in case.names:
-        if who not in (KERNEL, COMPILED) and not ("dropout" in case.name and who == EAGER):
-            found = tensors_of(who)
-            for a, b in zip(found, expected, strict=False):
-                if a.shape == b.shape:
-                    torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_cases_in_16_bits_need_no_more_bytes(case: BenchCase) -> None:
-    """Every case accesses memory, and 16-bit inputs need no more bytes than fp32 inputs."""
-    small, wide = case.inputs(CPU, torch.bfloat16, 64), case.inputs(CPU, torch.float32, 64)
-    assert 0 < case.nbytes(small) <= case.nbytes(wide)  # in 16 bits, AdamW writes a copy of parameters
+        if who == COMPILED:
+            continue
+        clock = HostClock()
+        clock.run(partial(results_of, case, who, narrow))
+        assert clock.total_seconds() > 0
+        found = results_of(case, who, wide)
+        if "dropout" in case.name and who == EAGER:
+            continue
+        for a, b in zip(found, expected, strict=False):
+            if a.shape == b.shape:
+                torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
 
 
 ROWS = [

@@ -1,4 +1,4 @@
-"""Tests of the bytes that CUDA sources access on the CPU, against the bytes of the cost formulas."""
+"""Tests of the cost formulas: by hand, and against the bytes that the CUDA sources access on the CPU."""
 
 from __future__ import annotations
 
@@ -11,21 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from repro.kernels import (
-    adamw,
-    column_sums,
-    cost,
-    cross_entropy,
-    dropout,
-    gelu,
-    glu,
-    layernorm,
-    norm,
-    rope,
-    softmax,
-)
+from repro.kernels import cost
+from repro.kernels.library import Cost
+from tests.kernels.bindings import BINDINGS
 from tests.kernels.on_cpu import COMPILER, HEADER, Host
 
 ACCESS = np.dtype([("address", np.uint64), ("size", np.uint32), ("write", np.uint32)])
@@ -82,85 +72,54 @@ def wide(*shape: int) -> Tensor:
 
 
 ROWS = (3, 40, 64)
-SAMPLES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
-    "layer_norm": (layernorm.launch_layer_norm, lambda: (sixteen(*ROWS), sixteen(64), sixteen(64), 1e-5)),
-    "layer_norm_backward": (
-        layernorm.launch_layer_norm_backward,
-        lambda: (sixteen(*ROWS), sixteen(*ROWS), wide(3, 40, 1), wide(3, 40, 1), sixteen(64)),
+SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "layer_norm": lambda: (sixteen(*ROWS), sixteen(64), sixteen(64), 1e-5),
+    "layer_norm_backward": lambda: (
+        *(sixteen(*ROWS), sixteen(*ROWS), wide(3, 40, 1), wide(3, 40, 1), sixteen(64)),
     ),
-    "rms_norm": (layernorm.launch_rms_norm, lambda: (sixteen(*ROWS), sixteen(64), 1e-5)),
-    "rms_norm_backward": (
-        layernorm.launch_rms_norm_backward,
-        lambda: (sixteen(*ROWS), sixteen(*ROWS), wide(3, 40, 1), sixteen(64)),
+    "rms_norm": lambda: (sixteen(*ROWS), sixteen(64), 1e-5),
+    "rms_norm_backward": lambda: (sixteen(*ROWS), sixteen(*ROWS), wide(3, 40, 1), sixteen(64)),
+    "swiglu": lambda: (sixteen(*ROWS),),
+    "swiglu_backward": lambda: (sixteen(3, 40, 32), sixteen(*ROWS)),
+    "rotary": lambda: (sixteen(3, 40, 96), 2, 32, 16, 1e4, False),
+    "bias_gelu": lambda: (sixteen(*ROWS), sixteen(64)),
+    "bias_gelu_backward": lambda: (sixteen(*ROWS), sixteen(*ROWS), sixteen(64)),
+    "bias_dropout_residual": lambda: (sixteen(*ROWS), sixteen(64), sixteen(*ROWS), 0.1, 7, 0, 40, 0),
+    "bias_dropout_residual_backward": lambda: (sixteen(*ROWS), True, 0.1, 7, 0, 40, 0),
+    "causal_softmax": lambda: (sixteen(2, 64, 64), 0.5),
+    "causal_softmax_backward": lambda: (sixteen(2, 64, 64), sixteen(2, 64, 64), 0.5),
+    "cross_entropy_max": lambda: (sixteen(9, 531),),
+    "cross_entropy_sums": lambda: (sixteen(9, 531), wide(9), torch.arange(9), 0),
+    "cross_entropy_backward_": lambda: (
+        *(sixteen(9, 531), wide(9), wide(2, 9) + 1, torch.arange(9), 0, wide(9)),
     ),
-    "swiglu": (glu.launch_swiglu, lambda: (sixteen(*ROWS),)),
-    "swiglu_backward": (glu.launch_swiglu_backward, lambda: (sixteen(3, 40, 32), sixteen(*ROWS))),
-    "rotary": (rope.launch_rotary, lambda: (sixteen(3, 40, 96), 2, 32, 16, 1e4, False)),
-    "bias_gelu": (gelu.launch_bias_gelu, lambda: (sixteen(*ROWS), sixteen(64))),
-    "bias_gelu_backward": (
-        gelu.launch_bias_gelu_backward,
-        lambda: (sixteen(*ROWS), sixteen(*ROWS), sixteen(64)),
+    "adamw_": lambda: (
+        *([make(8195), make(7)] for make in (wide, sixteen, wide, wide, sixteen)),
+        *(torch.tensor(1.0), torch.tensor(1e-3), 0.9, 0.95, 1e-8, 0.1, torch.tensor(2.0), torch.tensor(0.0)),
     ),
-    "bias_dropout_residual": (
-        dropout.launch_bias_dropout_residual,
-        lambda: (sixteen(*ROWS), sixteen(64), sixteen(*ROWS), 0.1, 7, 0, 40, 0),
-    ),
-    "bias_dropout_residual_backward": (
-        dropout.launch_bias_dropout_residual_backward,
-        lambda: (sixteen(*ROWS), True, 0.1, 7, 0, 40, 0),
-    ),
-    "causal_softmax": (softmax.launch_causal_softmax, lambda: (sixteen(2, 64, 64), 0.5)),
-    "causal_softmax_backward": (
-        softmax.launch_causal_softmax_backward,
-        lambda: (sixteen(2, 64, 64), sixteen(2, 64, 64), 0.5),
-    ),
-    "cross_entropy_max": (cross_entropy.launch_cross_entropy_max, lambda: (sixteen(9, 531),)),
-    "cross_entropy_sums": (
-        cross_entropy.launch_cross_entropy_sums,
-        lambda: (sixteen(9, 531), wide(9), torch.arange(9), 0),
-    ),
-    "cross_entropy_backward_": (
-        cross_entropy.launch_cross_entropy_backward_,
-        lambda: (sixteen(9, 531), wide(9), wide(2, 9) + 1, torch.arange(9), 0, wide(9)),
-    ),
-    "adamw_": (
-        adamw.launch_adamw_,
-        lambda: (
-            *(
-                [wide(8195), wide(7)],
-                [sixteen(8195), sixteen(7)],
-                [wide(8195), wide(7)],
-                [wide(8195), wide(7)],
-            ),
-            [sixteen(8195), sixteen(7)],
-            *(
-                torch.tensor(1.0),
-                torch.tensor(1e-3),
-                0.9,
-                0.95,
-                1e-8,
-                0.1,
-                torch.tensor(2.0),
-                torch.tensor(0.0),
-            ),
-        ),
-    ),
-    "norm_squared": (norm.launch_norm_squared, lambda: ([sixteen(16391), sixteen(5)],)),
-    "sum_rows": (column_sums.launch_sum_rows, lambda: (sixteen(45, 64),)),
+    "norm_squared": lambda: ([sixteen(16391), sixteen(5)],),
+    "sum_rows": lambda: (sixteen(45, 64),),
 }
-"""Binding of every operator, and a function that returns distinct operands."""
+"""Function that returns distinct operands, by operator."""
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize("name", BINDINGS)
 def test_operands_are_read_once_and_results_written_once(name: str, host: CountingHost) -> None:
-    binding, sample = SAMPLES[name]
-    arguments = sample()
+    """The results also have the shapes, dtypes and strides of the meta function."""
+    arguments = SAMPLES[name]()
+    on_meta = tree_map_only(Tensor, lambda t: t.to("meta"), arguments)
     host.accesses.clear()
-    results = host.call(binding, *arguments)
-    operands = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.dim()]
-    written = {
-        t.data_ptr(): t for t in [*operands, *tree_leaves(results)] if isinstance(t, Tensor) and t.nbytes
-    }
+    results = tensors_in(host.call(BINDINGS[name], *arguments))
+    expected = tensors_in(getattr(torch.ops.repro, name).default(*on_meta))
+    assert [(t.shape, t.dtype, t.stride()) for t in results] == [
+        (t.shape, t.dtype, t.stride()) for t in expected
+    ]
+    operands = [t for t in tensors_in(arguments) if t.dim()]
+    written = {t.data_ptr(): t for t in [*operands, *results] if t.nbytes}
     read = [host.accessed_bytes(t, write=False) for t in operands]
     wrote = [host.accessed_bytes(t, write=True) for t in written.values()]
     if name == "cross_entropy_backward_":  # the sanitizer reports a read with a write of one address once
@@ -179,18 +138,43 @@ def test_operands_are_read_once_and_results_written_once(name: str, host: Counti
             assert total - distinct == repeated, "a large operand is read from memory twice"
 
 
-def test_all_operators_are_counted() -> None:
-    from repro.kernels.families import FORMULAS
+def test_costs_equal_values_computed_by_hand() -> None:
+    assert cost("layer_norm", (2, 3, 8), (8,), (8,)) == Cost(8 * 48 + 4 * 6, 4 * 64, 4 * 48 + 8 * 6)
+    assert cost("repro::bias_gelu.default", (4, 8), (8,), itemsize=2) == Cost(8 * 32, 2 * 40, 2 * 32)
+    assert cost("bias_dropout_residual", (1, 2, 8), None, (1, 2, 8)) == Cost(16, 4 * 32, 4 * 16)
+    assert cost("bias_dropout_residual", (1, 2, 8), (8,), (1, 2, 8), 0.1) == Cost(48, 4 * 40, 4 * 16)
+    assert cost("bias_dropout_residual_backward", (1, 2, 8), False) == Cost(16, 64, 64)
+    assert cost("cross_entropy_max", (4, 10), itemsize=2) == Cost(40, 80, 16)
+    assert cost("causal_softmax", (2, 8, 8), 0.5, itemsize=2) == Cost(6 * 128, 256, 256)
+    assert cost("causal_softmax_backward", (2, 8, 8), (2, 8, 8), 0.5, itemsize=2) == Cost(5 * 128, 512, 256)
+    assert cost("norm_squared", [(4, 10), (3,)]) == Cost(86, 4 * 43, 4)
+    assert cost("sum_rows", (6, 8), itemsize=2) == Cost(48, 96, 16)
+    row, statistic = (2, 3, 8), (2, 3, 1)
+    # Read or written: three tensors of 48 elements, two of 6 statistics, and three of 8 weights.
+    assert cost("layer_norm_backward", row, row, statistic, statistic, (8,)) == Cost(
+        14 * 48, 4 * (2 * 48 + 2 * 6 + 8), 4 * (48 + 2 * 8)
+    )
+    assert cost("rms_norm", (2, 3, 8), (8,)) == Cost(4 * 48 + 3 * 6, 4 * 56, 4 * 48 + 4 * 6)
+    assert cost("rms_norm_backward", row, row, statistic, (8,)) == Cost(
+        9 * 48, 4 * (2 * 48 + 6 + 8), 4 * (48 + 8)
+    )
+    assert cost("swiglu", (4, 16), itemsize=2) == Cost(3 * 32, 2 * 64, 2 * 32)
+    assert cost("swiglu_backward", (4, 8), (4, 16), itemsize=2) == Cost(8 * 32, 2 * 96, 2 * 64)
+    # Two of three heads of width 6 are rotated, 4 elements of each.
+    assert cost("rotary", (2, 5, 18), 2, 6, 4) == Cost(3 * 10 * 8, 4 * 180, 4 * 180)
+    assert cost("bias_gelu_backward", (4, 8), (4, 8), (8,), itemsize=2) == Cost(17 * 32, 2 * 72, 2 * 40)
+    assert cost("bias_dropout_residual_backward", (1, 2, 8), True) == Cost(32, 64, 64 + 4 * 8)
+    targets = torch.empty(4, dtype=torch.int64, device="meta")
+    sums = Cost(3 * 40 + 4, 4 * 40 + 4 * 4 + 8 * 4, 2 * 4 * 4)
+    assert cost("cross_entropy_sums", (4, 10), (4,), targets, 0) == sums
+    # Read: logits, maxima, the first row of sums, targets, gradients of the loss. Written: logits.
+    gradient = Cost(3 * 40 + 2 * 4, 4 * 40 + 4 * 4 + 4 * 4 + 8 * 4 + 4 * 4, 4 * 40)
+    assert cost("cross_entropy_backward_", (4, 10), (4,), (2, 4), targets, 0, (4,)) == gradient
+    bf16, fp32 = torch.empty(10, dtype=torch.bfloat16, device="meta"), torch.empty(10, device="meta")
+    # 12 bytes of states read and written, 2 of gradient read, 2 of parameter written: 28 per parameter.
+    assert cost("adamw_", [fp32], [bf16], [fp32], [fp32], [bf16]) == Cost(140, 140, 140)
 
-    assert set(SAMPLES) == set(FORMULAS)
 
-
-def test_results_have_the_shapes_of_meta_functions(host: CountingHost) -> None:
-    """Shapes, dtypes and strides of the bindings' results equal those of the meta functions."""
-    for name, (binding, sample) in SAMPLES.items():
-        arguments = sample()
-        found = [t for t in tree_leaves(host.call(binding, *arguments)) if isinstance(t, Tensor)]
-        meta = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to("meta"), arguments)
-        expected = tree_leaves(getattr(torch.ops.repro, name).default(*meta))
-        for a, b in zip(found, [t for t in expected if isinstance(t, Tensor)], strict=True):
-            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), name
+def test_cost_of_an_unknown_operator_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no operator repro::softmax"):
+        cost("softmax", (1,))

@@ -1,4 +1,4 @@
-"""Tests of the dispatch of CUDA kernels without a GPU: the cache of programs, fallbacks and their warnings."""
+"""Tests of CUDA launches without a GPU: refused operands, the cache of programs, dispatch, and the driver's calls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from repro.kernels import families
+from repro.kernels import families, gelu
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda import device
 from repro.kernels.cuda.compile import CompiledProgram, CompileTarget
 from repro.kernels.cuda.program import Program, Unavailable
+from tests.kernels.bindings import BINDINGS
+from tests.kernels.fake_driver import INVALID_CONTEXT, REFUSED, Driver, install, launch_arguments
 
 PROGRAM = families.example_programs()[0]
 TARGET = CompileTarget("sm_80")
@@ -92,28 +94,6 @@ def test_concurrent_writers_leave_one_complete_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["program"]
 
 
-def _compile_repeatedly(answers: Any) -> None:
-    for _ in range(20):
-        answers.put(compiler.compile_cached(PROGRAM, TARGET).code)
-
-
-@pytest.mark.usefixtures("compilations")
-def test_ranks_with_a_torn_cache_file_get_the_program() -> None:
-    compiler.compile_cached(PROGRAM, TARGET)
-    (file,) = compiler.cache_folder().iterdir()
-    intact = file.read_bytes()
-    file.write_bytes(intact[:-3])
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    ranks = [context.Process(target=_compile_repeatedly, args=(answers,)) for _ in range(4)]
-    for rank in ranks:
-        rank.start()
-    assert {answers.get() for _ in range(20 * len(ranks))} == {b"code\nof sm_80"}
-    for rank in ranks:
-        rank.join(250)
-    assert [path.read_bytes() for path in compiler.cache_folder().iterdir()] == [intact]
-
-
 @pytest.fixture
 def fresh_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_ran", Counter())
@@ -155,20 +135,31 @@ def test_launch_errors_cause_no_fallback() -> None:
         device.cuda_dispatcher("twice", binding, lambda x: "torch")(torch.ones(1))
 
 
-def test_a_failed_compilation_is_not_repeated(
-    compilations: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def install_device(monkeypatch: pytest.MonkeyPatch, major: int) -> list[int]:
+    """Install a device of which NVRTC 13 supports 7.5 and 8.0 only; return the list of queries for its properties."""
+    queries: list[int] = []
+
+    def properties(index: int) -> Any:
+        queries.append(index)
+        return SimpleNamespace(major=major, minor=0, multi_processor_count=108)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (75, 80))
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(device, "_devices", {})
+    return queries
+
+
+@pytest.mark.usefixtures("compilations")
+def test_a_failed_compilation_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts: list[str] = []
 
     def compile(program: Program, target: CompileTarget) -> CompiledProgram:
         attempts.append(program.source)
         raise Unavailable("line 3: nonsense")
 
-    properties = SimpleNamespace(major=8, minor=0, multi_processor_count=108)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(compiler, "supported_architectures", lambda: (80,))
+    install_device(monkeypatch, 8)
     monkeypatch.setattr(compiler, "compile_cuda_program", compile)
-    monkeypatch.setattr(device, "_devices", {})
     for _ in range(3):
         with pytest.raises(Unavailable, match="line 3: nonsense"):
             device.cuda_launcher(0).load(PROGRAM)
@@ -176,17 +167,102 @@ def test_a_failed_compilation_is_not_repeated(
 
 
 def test_an_unsupported_device_is_queried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries: list[int] = []
-
-    def properties(index: int) -> Any:
-        queries.append(index)
-        return SimpleNamespace(major=7, minor=0, multi_processor_count=80)
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(compiler, "supported_architectures", lambda: (75, 80))
-    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (13, 0))
-    monkeypatch.setattr(device, "_devices", {})
+    queries = install_device(monkeypatch, 7)
     for _ in range(2):
         with pytest.raises(Unavailable, match="does not compile for sm_70"):
             device.cuda_launcher(0)
     assert queries == [0]
+
+
+ONE, TWO = torch.ones(4), torch.ones(2, 8)
+HALF, DOUBLE = TWO.half(), TWO.double()
+STEP = (torch.tensor(1.0), torch.tensor(0.1), 0.9, 0.95, 1e-3, 0.1, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("layer_norm", (DOUBLE, DOUBLE[0], DOUBLE[0], 1e-5), "float64"),
+        ("layer_norm", (TWO, TWO[0], HALF[0], 1e-5), "weight and bias of one dtype"),
+        (
+            "layer_norm_backward",
+            (HALF, TWO, ONE, ONE, TWO[0]),
+            "layer_norm_backward needs a gradient of the dtype",
+        ),
+        (
+            "rms_norm_backward",
+            (HALF, TWO, ONE, TWO[0]),
+            "rms_norm_backward needs a gradient of the dtype of x",
+        ),
+        ("bias_gelu_backward", (HALF, TWO, TWO[0]), "gradient of the dtype of x"),
+        ("swiglu_backward", (HALF, TWO), "gradient of the dtype of x"),
+        ("bias_dropout_residual", (TWO, None, HALF, 0.1, 1, 0, 5, 0), "residual of the dtype of x"),
+        ("causal_softmax_backward", (TWO, HALF, 1.0), "the dtype of the attention weights"),
+        ("causal_softmax_backward", (*[torch.ones(1, 20_000)] * 2, 1.0), "up to 16384 scores, not 20000"),
+        ("cross_entropy_sums", (TWO, ONE, ONE.int(), 0), "targets in int64"),
+        (
+            "cross_entropy_sums",
+            (TWO, ONE.half(), ONE.long(), 0),
+            "maxima, sums and gradients of the loss in fp32",
+        ),
+        (
+            "cross_entropy_backward_",
+            (TWO.t(), ONE, TWO, ONE.long(), 0, ONE),
+            "contiguous logits, which it overwrites",
+        ),
+        ("adamw_", ([ONE.double()], [ONE], [ONE], [ONE], [], *STEP), "scalars in fp32"),
+        ("adamw_", ([TWO[:, 0]], [ONE], [ONE], [ONE], [], *STEP), "contiguous shards"),
+        ("adamw_", ([ONE], [ONE.double()], [ONE], [ONE], [], *STEP), "float64"),
+        ("norm_squared", ([DOUBLE],), "float64"),
+    ],
+)
+def test_bindings_refuse_unsupported_operands_before_a_launch(
+    name: str, arguments: tuple[Any, ...], message: str
+) -> None:
+    launcher = SimpleNamespace(processors=2, load=lambda program: pytest.fail("a program was loaded"))
+    with pytest.raises(Unavailable, match=message):
+        BINDINGS[name](launcher, *arguments)
+
+
+KIND = gelu.program("float", "float", 4)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    return install(monkeypatch)
+
+
+def test_launch_passes_grid_stream_and_arguments(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bytes] = []
+    launch = driver.cuLaunchKernel
+
+    def record(self: Driver, *arguments: Any) -> tuple[int]:
+        seen.append(launch_arguments(arguments, KIND.arguments.size))
+        return launch(*arguments)
+
+    monkeypatch.setattr(Driver, "cuLaunchKernel", record)
+    x, bias = torch.ones(3, 8), torch.ones(8)
+    y = gelu.launch_bias_gelu(device.cuda_launcher(-1), x, bias)
+    ((function, *shape),) = driver.launches
+    assert function == "forward"
+    assert shape[:8] == [1, 1, 1, KIND.threads, 1, 1, 0, 77]
+    assert KIND.arguments.unpack(seen[0])[:4] == (x.data_ptr(), bias.data_ptr(), 0, y.data_ptr())
+
+
+def test_launch_sets_a_missing_context_and_makes_its_device_current(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = device.cuda_launcher(-1).load(KIND)
+    driver.statuses = [INVALID_CONTEXT]
+    devices = [0, -1]
+    monkeypatch.setattr(device, "_current_device", lambda: devices.pop(0))
+    loaded.launch("forward", 1, bytes(KIND.arguments.size))
+    assert driver.contexts == len(driver.launches) == 1
+    assert not devices
+
+
+def test_a_refused_launch_is_an_error(driver: Driver) -> None:
+    loaded = device.cuda_launcher(-1).load(KIND)
+    driver.statuses = [REFUSED]
+    with pytest.raises(RuntimeError, match="CUDA kernel forward was not launched on cuda:-1: error 1"):
+        loaded.launch("forward", 1, bytes(KIND.arguments.size))

@@ -1,4 +1,4 @@
-"""Tests of layer norm against the fp64 reference."""
+"""Tests of layer norm and RMS norm with special values and with long rows; `test_differentiable.py` has usual rows."""
 
 from __future__ import annotations
 
@@ -7,76 +7,80 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from repro.kernels import layer_norm
-from repro.kernels.layernorm import forward_operator, reference
-from tests.kernels.gradients import Close, assert_matches, in_fp64, saved_for_backward, with_gradients
+from repro.kernels import column_sums, layer_norm, layernorm, rms_norm, rmsnorm
+from tests.kernels.gradients import assert_close, assert_matches_fp64, with_gradients
+from tests.kernels.on_cpu import Host, placed
 
 
-@pytest.mark.parametrize("shape", [(4, 7, 64), (3, 33), (1, 1, 8)])
-def test_layer_norm_matches_fp64(shape: tuple[int, ...], dtype: torch.dtype, close: Close) -> None:
-    x = (torch.randn(shape) * 3 + 1).to(dtype)
-    weight, bias, grad = (torch.randn(s).to(dtype) for s in (shape[-1], shape[-1], shape))
-    assert_matches(layer_norm, reference, grad, [x, weight, bias], close)
+@pytest.mark.usefixtures("implementation")
+def test_rows_with_a_large_mean_stay_accurate() -> None:
+    x, weight, bias = torch.randn(40, 64) + 1000, torch.ones(64), torch.zeros(64)
+    expected = layernorm.reference(x.double(), weight.double(), bias.double())
+    assert_close(layer_norm(x, weight, bias), expected, 100)
 
 
-def test_fp32_weights_with_16_bit_rows(close: Close) -> None:
-    x, weight, bias = torch.randn(5, 16).bfloat16(), torch.randn(16), torch.randn(16)
-    y, dx, dweight, _ = with_gradients(layer_norm, torch.ones(5, 16).bfloat16(), x, weight, bias)
-    assert (y.dtype, dx.dtype, dweight.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
-    close(y, reference(x.double(), weight.double(), bias.double()))
-
-
-def test_statistics_are_fp32_and_saved_for_backward(dtype: torch.dtype) -> None:
-    x, weight, bias = torch.randn(2, 3, 8).to(dtype), torch.ones(8).to(dtype), torch.zeros(8).to(dtype)
-    _, mean, rstd = forward_operator(x, weight, bias, 1e-5)
-    assert mean.dtype == rstd.dtype == torch.float32
-    assert mean.shape == rstd.shape == (2, 3, 1)
-    saved = saved_for_backward(lambda: layer_norm(x.requires_grad_(), weight, bias))
-    assert sorted(t.shape for t in saved) == sorted([x.shape, mean.shape, rstd.shape, weight.shape])
-
-
-def test_rows_with_a_large_mean_stay_accurate(close: Close) -> None:
-    x = torch.randn(4, 256, dtype=torch.float64) + 1000
-    y = layer_norm(x.float(), torch.ones(256), torch.zeros(256))
-    close(
-        y, reference(x.float().double(), torch.ones(256).double(), torch.zeros(256).double()), roundings=100
+@pytest.mark.usefixtures("implementation")
+def test_non_finite_values_stay_in_their_row() -> None:
+    x = torch.randn(3, 64)
+    x[1, 5] = float("nan")
+    x[2, 60] = float("inf")
+    y, slope, _ = with_gradients(
+        lambda x, weight: layer_norm(x, weight, torch.zeros(64)), torch.ones(3, 64), x, torch.ones(64)
     )
+    for result in (y, slope):
+        assert result[0].isfinite().all()
+        assert result[1:].isnan().all()
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["", "plain"])
-def test_gradcheck(plain: bool) -> None:
-    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 2, 5), (5,), (5,))]
-    assert torch.autograd.gradcheck(lambda *t: layer_norm(*t, plain=plain), leaves)
-
-
-@settings(max_examples=30)
-@given(rows=st.integers(0, 40), h=st.integers(1, 70), seed=st.integers(0, 1000))
-def test_any_sizes_and_strides(rows: int, h: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(h, rows, generator=generator).t()
-    grad = torch.randn(h, rows, generator=generator).t()
-    weight, bias = torch.randn(h, generator=generator), torch.randn(h, generator=generator)
-    # A large epsilon, because rows of one or two nearly equal values give a quotient of rounding errors.
-    actual = with_gradients(lambda *t: layer_norm(*t, eps=1e-1), grad, x, weight, bias)
-    expected = in_fp64(lambda *t: reference(*t, eps=1e-1), grad, x, weight, bias)
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-4)
-
-
-def test_epsilon_is_added_to_the_variance() -> None:
+def test_epsilon_is_added_to_the_mean_square() -> None:
     """The divisor is sqrt(variance + eps): sqrt(1 + 3) for the row (-1, 1), and sqrt(3e-5 + 1e-5) for the small row."""
-    row = torch.tensor([[-1.0, 1.0]])
-    weight, bias = torch.tensor([2.0, 4.0]), torch.tensor([1.0, 1.0])
-    small = row * math.sqrt(3e-5)
-    for function in (layer_norm, partial(layer_norm, plain=True), reference):
+    row, weight, bias = torch.tensor([[-1.0, 1.0]]), torch.tensor([2.0, 4.0]), torch.tensor([1.0, 1.0])
+    small, root = row * math.sqrt(3e-5), math.sqrt(0.75)
+    for function in (layer_norm, partial(layer_norm, plain=True), layernorm.reference):
         torch.testing.assert_close(function(row, weight, bias, eps=3.0), torch.tensor([[0.0, 3.0]]))
-        expected = torch.tensor([[1 - 2 * math.sqrt(0.75), 1 + 4 * math.sqrt(0.75)]])
-        torch.testing.assert_close(function(small, weight, bias), expected)
+        torch.testing.assert_close(
+            function(small, weight, bias), torch.tensor([[1 - 2 * root, 1 + 4 * root]])
+        )
+    for function in (rms_norm, partial(rms_norm, plain=True), rmsnorm.reference):
+        torch.testing.assert_close(function(row, weight, eps=3.0), torch.tensor([[-1.0, 2.0]]))
+        torch.testing.assert_close(function(small, weight), torch.tensor([[-2 * root, 4 * root]]))
 
 
-def test_mismatched_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"layer_norm of \[2, 3\]"):
-        layer_norm(torch.ones(2, 3), torch.ones(4), torch.ones(4))
+@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize(
+    ("shape", "kind", "weights"),
+    [
+        ((3, 33024), torch.bfloat16, torch.bfloat16),
+        ((1, 2, 16387), torch.float16, torch.float32),
+        ((5, 12288), torch.float32, torch.float32),  # in forward, a block stores a row
+    ],
+)
+def test_rows_longer_than_a_block(
+    implementation: Host | None,
+    shape: tuple[int, ...],
+    kind: torch.dtype,
+    weights: torch.dtype,
+    centred: bool,
+) -> None:
+    if implementation is None:
+        pytest.skip("torch has no limit of the row length")
+    x, untouched = placed((3 * torch.randn(shape) + 5).to(kind))
+    grad = torch.randn(shape).to(kind)
+    vectors = [torch.randn(shape[-1]).to(weights) for _ in range(1 + centred)]
+    functions = (layer_norm, layernorm.reference) if centred else (rms_norm, rmsnorm.reference)
+    assert_matches_fp64(*(partial(each, eps=0.5) for each in functions), grad, x, *vectors)
+    assert implementation.launched == ["forward", "means", "gradients", "column_sums"]
+    untouched()
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize(("limit", "threads"), [(32, 1024), (16, 512)], ids=["forward", "backward"])
+def test_row_shapes_fit_the_limit_of_threads(width: int, limit: int, threads: int) -> None:
+    for size in (1, 7, 64, 1023, 1600, 4256, 5120, 8191, 8192):
+        shape = column_sums.row_shape(size, width, limit, threads)
+        assert shape is not None, size
+        assert shape[0] % 32 == 0
+        assert shape[0] <= threads
+        assert shape[1] * width <= limit
+        assert shape[0] * shape[1] * width >= size

@@ -16,10 +16,12 @@ from tests.kernels.on_cpu import Host, placed
 START = '#include "memory.cuh"\nstruct Arguments { float* x; };\nextern "C" __global__ void k(const Arguments a) {'
 
 
+Build = Callable[[str], Callable[[torch.Tensor], None]]
+"""Compile the body of a kernel, and return its launch for a tensor."""
+
+
 @pytest.fixture
-def build(
-    session_host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], Callable[[torch.Tensor], None]]:
+def build(session_host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     monkeypatch.setattr(program, "SOURCES", tmp_path)
 
     def build_kernel(body: str) -> Callable[[torch.Tensor], None]:
@@ -31,9 +33,7 @@ def build(
     return build_kernel
 
 
-def test_threads_barriers_and_shuffles_work_in_either_order(
-    build: Callable[[str], Callable[[torch.Tensor], None]], session_host: Host
-) -> None:
+def test_threads_barriers_and_shuffles_work_in_either_order(build: Build, session_host: Host) -> None:
     run = build(
         """
         __shared__ float turned[64];
@@ -50,17 +50,21 @@ def test_threads_barriers_and_shuffles_work_in_either_order(
         assert torch.equal(x, expected)
 
 
-def test_divergent_barriers_are_errors(build: Callable[[str], Callable[[torch.Tensor], None]]) -> None:
-    with pytest.raises(AssertionError, match="barrier that not all threads reach"):
-        build("if (threadIdx.x < 40) __syncthreads();")(torch.zeros(1))
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("if (threadIdx.x < 40) __syncthreads();", "barrier that not all threads reach"),
+        ("if (threadIdx.x < 40) a.x[0] = __shfl_xor_sync(0xffffffffu, 1.0f, 16);", "not all lanes"),
+    ],
+)
+def test_divergent_barriers_and_shuffles_of_part_of_a_warp_are_errors(
+    build: Build, body: str, error: str
+) -> None:
+    with pytest.raises(AssertionError, match=error):
+        build(body)(torch.zeros(1))
 
 
-def test_shuffles_of_part_of_a_warp_fail(build: Callable[[str], Callable[[torch.Tensor], None]]) -> None:
-    with pytest.raises(AssertionError, match="not all lanes"):
-        build("if (threadIdx.x < 40) a.x[0] = __shfl_xor_sync(0xffffffffu, 1.0f, 16);")(torch.zeros(1))
-
-
-def test_misaligned_accesses_are_errors(build: Callable[[str], Callable[[torch.Tensor], None]]) -> None:
+def test_misaligned_accesses_are_errors(build: Build) -> None:
     run = build("float v[4]; load(v, a.x); a.x[0] = v[1];")
     run(placed(torch.zeros(8))[0])
     with pytest.raises(AssertionError, match="not aligned"):
@@ -68,7 +72,7 @@ def test_misaligned_accesses_are_errors(build: Callable[[str], Callable[[torch.T
 
 
 @pytest.mark.parametrize("kind", ["half", "bfloat16"])
-def test_rounding_is_that_of_torch(build: Callable[[str], Callable[[torch.Tensor], None]], kind: str) -> None:
+def test_rounding_is_that_of_torch(build: Build, kind: str) -> None:
     run = build(f"float& x = a.x[blockIdx.x * 64 + threadIdx.x]; x = widen(narrowed<{kind}>(x));")
     x = torch.cat([torch.randn(100) * 2.0 ** torch.randint(-26, 17, (100,)), torch.randn(20) * 65510])
     odd = [float("nan"), float("inf"), -0.0, 65519.9, 65520.0, 2.0**-25, 1.0 + 2.0**-11, 3.0 * 2.0**-25]

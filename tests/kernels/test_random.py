@@ -78,9 +78,8 @@ def score(products: torch.Tensor) -> float:
     return abs(products.sum().item()) / products.numel() ** 0.5
 
 
-@pytest.mark.parametrize("key", [0, 12345])
-def test_high_bits_are_fair_and_independent(key: int) -> None:
-    rows, columns = 1024, 512
+def test_high_bits_are_fair_and_independent() -> None:
+    rows, columns, key = 1024, 512, 12345
     values = uniform_bits(torch.arange(rows), columns, key)
     other = uniform_bits(torch.arange(rows), columns, key + 1)
     for bit in range(16, 32):
@@ -107,12 +106,6 @@ def test_masks_of_rows_and_columns_are_uncorrelated() -> None:
         assert pairs.abs().max().item() < 7
 
 
-def test_values_are_uniform() -> None:
-    values = uniform_bits(torch.arange(512) * 4096 + 17, 512, 3).double().flatten()
-    uniform = (values + 2**31) / 2**32
-    assert stats.kstest(uniform[::4].numpy(), "uniform").pvalue > 1e-3
-
-
 def test_normal_values_have_normal_moments_and_are_independent() -> None:
     count = 400_000
     x, other_key = normal(0, count, 1, "cpu").double(), normal(0, count, 2, "cpu").double()
@@ -128,13 +121,16 @@ def test_normal_values_have_normal_moments_and_are_independent() -> None:
 
 
 @settings(max_examples=25)
-@given(start=st.integers(0, 2**60), count=st.integers(2, 300), data=st.data())
-def test_values_of_a_slice_are_a_slice_of_values(start: int, count: int, data: st.DataObject) -> None:
+@given(start=st.integers(0, 2**60), count=st.integers(2, 300), chunk=st.integers(1, 300), data=st.data())
+def test_values_of_a_slice_are_a_slice_of_values(
+    start: int, count: int, chunk: int, data: st.DataObject
+) -> None:
     cut = data.draw(st.integers(1, count - 1))
     full = normal(start, count, 11, "cpu")
-    assert torch.equal(
-        full, torch.cat([normal(start, cut, 11, "cpu"), normal(start + cut, count - cut, 11, "cpu")])
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("repro.kernels.library.CPU_CHUNK", chunk)
+        parts = [normal(start, cut, 11, "cpu"), normal(start + cut, count - cut, 11, "cpu")]
+    assert torch.equal(full, torch.cat(parts))
     rows = torch.arange(start, start + count)
     bits = uniform_bits(rows, 7, 11)
     assert torch.equal(bits[cut:], uniform_bits(rows[cut:], 7, 11))
@@ -142,22 +138,13 @@ def test_values_of_a_slice_are_a_slice_of_values(start: int, count: int, data: s
     assert torch.equal(bits.flip(0), uniform_bits(rows.flip(0), 7, 11))
 
 
-def test_normal_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = normal(5, 1000, 3, "cpu")
-    monkeypatch.setattr("repro.kernels.library.CPU_CHUNK", 7)
-    assert torch.equal(full, normal(5, 1000, 3, "cpu"))
-
-
-@pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
-def test_invalid_probabilities_are_refused(p: float) -> None:
-    with pytest.raises(ValueError, match="probability"):
-        keep_mask(torch.arange(2), 2, p, 0)
-
-
-def test_masks_of_probabilities_near_0_and_1() -> None:
+def test_probabilities_are_from_0_to_less_than_1() -> None:
     rows = torch.arange(64)
     assert keep_mask(rows, 64, 0.0, 1).all()
     assert not keep_mask(rows, 64, 1 - 1e-12, 1).any()
+    for p in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="probability"):
+            keep_mask(rows, 2, p, 0)
 
 
 def test_meta_results_have_shapes_and_dtypes() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from repro.config import Layout
 from repro.kernels.cuda import device
-from tests.kernels.bindings import BINDINGS
+from tests.kernels.bindings import BINDINGS, Binding, registered_for_cpu
 from tests.kernels.on_cpu import Host
 from tests.parallel.test_architectures import FAMILIES
 from tests.training import TINY, tiny, train
@@ -32,14 +32,11 @@ def sources(session_host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setattr(device, "_reported_reasons", set())
     monkeypatch.setattr(device, "cuda_launcher", lambda index: session_host)
 
-    def forbidden(*arguments: Any) -> None:
-        raise AssertionError("torch's operators ran")
+    def dispatched(name: str, binding: Binding) -> Callable[..., Any]:
+        return device.cuda_dispatcher(name, binding, lambda *_: pytest.fail("torch's operators ran"))
 
-    library = torch.library.Library("repro", "IMPL")
-    for name, binding in BINDINGS.items():
-        library.impl(name, device.cuda_dispatcher(name, binding, forbidden), "CPU", allow_override=True)
-    yield
-    library._destroy()
+    with registered_for_cpu(dispatched):
+        yield
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import repro
 from repro.config import Layout
 from repro.parallel.comm import Work
 from repro.parallel.zero.flat_buffer import Bucket
+from tests.pool import RankPool
 
 WIDTH, ROWS, STEPS, RANKS = 8, 4, 6, 2
 
@@ -298,3 +299,49 @@ def error_of(call: Callable[..., Any], *arguments: Any) -> str:
     except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
+
+
+Script = Callable[[nn.Module, torch.optim.Optimizer, list[Tensor]], list[float]]
+"""Training script for eight batches; returns its logged values."""
+
+
+def run_script(
+    script: Script,
+    layout: Layout | None,
+    kind: Callable[[], nn.Module] = Plain,
+    clip: float = 0.0,
+    fused: bool = False,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Run a script; return its log and the final parameters. Without a layout, one process has all samples."""
+    torch.manual_seed(1)
+    module = kind()
+    dtype = next(module.parameters()).dtype
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), 0.01, eps=1e-4, fused=fused)
+    data = torch.randn(8, RANKS, ROWS, WIDTH, generator=torch.Generator().manual_seed(7), dtype=dtype)
+    if layout is None:
+        log = script(module, optimizer, [*data.flatten(1, 2)])
+        return log, {name: p.detach() for name, p in module.named_parameters()}
+    module, optimizer = repro.parallelize(module, optimizer, layout, clip=clip)
+    return script(module, optimizer, [*data[:, dist.get_rank()]]), module.repro.full_parameters()
+
+
+@cache
+def script_reference(script: Script, kind: Callable[[], nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    return run_script(script, None, kind)
+
+
+def assert_script_trains_like_one(
+    ranks: RankPool,
+    script: Script,
+    layout: Layout,
+    kind: Callable[[], nn.Module] = Plain,
+    *parallel: Any,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+) -> None:
+    """Compare the log and the parameters of every rank with those of one process."""
+    logged, expected = script_reference(script, kind)
+    for log, parameters in ranks.run(run_script, script, layout, kind, *parallel):
+        assert log == pytest.approx(logged, rel=rtol)
+        assert_same([parameters], expected, rtol, atol)

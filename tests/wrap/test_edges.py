@@ -12,6 +12,7 @@ from tests.wrap.edge_models import (
     STAGES,
     Containers,
     DataDependent,
+    LossFn,
     Plain,
     Reentrant,
     Routed,
@@ -22,6 +23,7 @@ from tests.wrap.edge_models import (
     failed_backward,
     full_checkpoint,
     layout_of,
+    loss_fn,
     reference,
     routed_loss,
     train,
@@ -30,16 +32,21 @@ from tests.wrap.edge_models import (
 
 
 @STAGES
-@pytest.mark.parametrize("kind", [DataDependent, Reentrant, Segments, Containers])
-def test_unusual_module_trains_like_one_process(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    assert_same(two.run(train, kind, layout_of(zero)), reference(kind))
-
-
-@STAGES
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_module_in_one_checkpoint_trains_like_one_process(two: RankPool, reentrant: bool, zero: int) -> None:
-    found = two.run(train, Plain, layout_of(zero), partial(full_checkpoint, reentrant))
-    assert_same(found, reference(Plain))
+@pytest.mark.parametrize(
+    ("kind", "loss_of", "pieces"),
+    [
+        *((kind, loss_fn, 1) for kind in (DataDependent, Containers)),
+        *((kind, loss_fn, pieces) for kind in (Reentrant, Segments) for pieces in (1, 2)),
+        *((Plain, partial(full_checkpoint, reentrant), 1) for reentrant in (False, True)),
+        *((Plain, loss_of, 1) for loss_of in (evaluation_before_backward, failed_backward, unused_forward)),
+        (Reentrant, unused_forward, 1),
+    ],
+)
+def test_unusual_modules_and_passes_train_like_one_process(
+    two: RankPool, kind: type[nn.Module], loss_of: LossFn, pieces: int, zero: int
+) -> None:
+    """Every loss function equals `loss_fn`, apart from additional passes or checkpoints."""
+    assert_same(two.run(train, kind, layout_of(zero, pieces), loss_of), reference(kind))
 
 
 @STAGES
@@ -48,25 +55,3 @@ def test_auxiliary_losses_of_blocks_train_like_one_process(two: RankPool, zero: 
     for late in (False, True):
         found = two.run(train, Routed, layout_of(zero), routed_loss, do_nothing, late)
         assert_same(found, reference(Routed, routed_loss))
-
-
-@STAGES
-def test_training_continues_after_a_failed_backward_pass(two: RankPool, zero: int) -> None:
-    assert_same(two.run(train, Plain, layout_of(zero), failed_backward), reference(Plain))
-
-
-@STAGES
-@pytest.mark.parametrize("kind", [Reentrant, Segments])
-def test_checkpoints_support_gradient_accumulation(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    assert_same(two.run(train, kind, layout_of(zero, 2)), reference(kind))
-
-
-@STAGES
-def test_evaluation_before_backward_does_not_change_training(two: RankPool, zero: int) -> None:
-    assert_same(two.run(train, Plain, layout_of(zero), evaluation_before_backward), reference(Plain))
-
-
-@STAGES
-@pytest.mark.parametrize("kind", [Plain, Reentrant])
-def test_unused_forward_pass_changes_no_parameter(two: RankPool, kind: type[nn.Module], zero: int) -> None:
-    assert_same(two.run(train, kind, layout_of(zero), unused_forward), reference(kind))

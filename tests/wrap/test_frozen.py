@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import repro
 from repro.config import Layout
 from repro.config.enums import Category
 from repro.measure.memory import MemoryTracker
@@ -25,6 +24,7 @@ from tests.wrap.edge_models import (
     evaluation_before_backward,
     layout_of,
     loss_fn,
+    parallelize_sgd,
     reference,
     train,
 )
@@ -105,10 +105,8 @@ def test_temporary_freezing_trains_like_one_process(two: RankPool, zero: int) ->
 def state_bytes(precision: str) -> tuple[dict[str, int], dict[str, int]]:
     """Return this rank's live bytes by category after two steps, and the peak bytes."""
     with MemoryTracker() as tracker:
-        module: nn.Module = LoRA()
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         layout = Layout(dp=torch.distributed.get_world_size(), zero=3, precision=precision)
-        module, optimizer = repro.parallelize(module, optimizer, layout)
+        module, optimizer = parallelize_sgd(LoRA(), layout)
         x = torch.ones(2, WIDTH, dtype=module.scale.dtype)
         for _ in range(2):
             loss_fn(module, x).backward()
@@ -123,8 +121,7 @@ def shard_numel(*numels: int, ranks: int) -> int:
     return -(-sum(numels) // (ranks * ALIGNMENT)) * ALIGNMENT
 
 
-@pytest.mark.parametrize("pool", ["two", "four"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("pool", "precision"), [("two", "fp32"), ("four", "bf16")])
 def test_stage_3_allocates_one_shard_of_frozen_parameters(
     request: pytest.FixtureRequest, pool: str, precision: str
 ) -> None:
@@ -148,8 +145,7 @@ def test_stage_3_allocates_one_shard_of_frozen_parameters(
 def names_values_and_errors() -> dict[str, Any]:
     module: nn.Module = LoRA()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(3))
+    module, _ = parallelize_sgd(module, layout_of(3), lr=0.0)
     after = module.repro.full_parameters()
     return {
         "names": list(after) == list(before),
@@ -166,10 +162,10 @@ def test_frozen_parameters_retain_values_and_refuse_reads(two: RankPool) -> None
     first, _ = two.run(names_values_and_errors)
     assert first["names"]
     assert first["values"] == []
-    for use, way in {
-        "read": "full_parameters",
-        "state_dict": "full_state_dict",
-        "use": "full_parameters",
-    }.items():
-        assert f"module.repro.{way}() on all ranks" in first[use]
     assert first["block"] == (1, WIDTH)
+    for use, way in (
+        ("read", "full_parameters"),
+        ("state_dict", "full_state_dict"),
+        ("use", "full_parameters"),
+    ):
+        assert f"module.repro.{way}() on all ranks" in first[use]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from functools import cache
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,45 +12,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import repro
 from repro.config import Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, error_of, layout_of, loss_fn
+from tests.wrap.edge_models import (
+    RANKS,
+    ROWS,
+    STAGES,
+    WIDTH,
+    Plain,
+    Script,
+    assert_script_trains_like_one,
+    error_of,
+    layout_of,
+    loss_fn,
+    parallelize_sgd,
+)
 
-Script = Callable[[nn.Module, torch.optim.Optimizer, list[Tensor]], list[float]]
-"""Training script for eight batches; returns its logged values."""
+Optim = torch.optim.Optimizer
 
 
-def clip_by_norm(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+def accumulate(
+    passes: int,
+    limit: float,
+    module: nn.Module,
+    optimizer: Optim,
+    batches: list[Tensor],
+    *,
+    no_sync: bool = False,
+    order: float = 2.0,
+) -> list[float]:
+    """Accumulate passes per step, of which the last step may have fewer, and clip the norm unless `limit` is 0."""
     norms = []
-    for x in batches:
-        optimizer.zero_grad()
-        loss_fn(module, x).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
-        optimizer.step()
+    for i, x in enumerate(batches):
+        is_last = (i + 1) % passes == 0 or i == len(batches) - 1
+        with module.no_sync() if no_sync and not is_last and hasattr(module, "repro") else nullcontext():
+            (loss_fn(module, x) / passes).backward()
+        if is_last:
+            if limit:
+                norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), limit, norm_type=order)))
+            optimizer.step()
+            optimizer.zero_grad()
     return norms
 
 
-def clip_by_max(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    norms = []
+def clip_by_value(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -> list[float]:
     for x in batches:
-        loss_fn(module, x).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.01, norm_type=float("inf"))))
-        optimizer.step()
         optimizer.zero_grad()
-    return norms
-
-
-def clip_by_value(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    for x in batches:
         loss_fn(module, x).backward()
         nn.utils.clip_grad_value_(module.parameters(), 0.005)
         optimizer.step()
-        optimizer.zero_grad()
     return []
 
 
-def scale_by_hand(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+def scale_by_hand(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -> list[float]:
     """Scale the gradients in place, and log norms."""
     logged = []
     for x in batches:
@@ -65,55 +79,7 @@ def scale_by_hand(module: nn.Module, optimizer: torch.optim.Optimizer, batches: 
     return logged
 
 
-def two_passes(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Accumulate two passes per step; the layout does not declare them."""
-    norms = []
-    for i, x in enumerate(batches):
-        (loss_fn(module, x) / 2).backward()
-        if i % 2:
-            norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
-            optimizer.step()
-            optimizer.zero_grad()
-    return norms
-
-
-def three_passes(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Accumulate three passes per step; the last step has two."""
-    for i, x in enumerate(batches):
-        (loss_fn(module, x) / 3).backward()
-        if i % 3 == 2 or i == len(batches) - 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    return []
-
-
-def accumulate_and_clip(
-    module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]
-) -> list[float]:
-    """Clip the last step's gradients after fewer passes than the layout declares."""
-    norms = []
-    for i, x in enumerate(batches):
-        (loss_fn(module, x) / 3).backward()
-        if i % 3 == 2 or i == len(batches) - 1:
-            norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
-            optimizer.step()
-            optimizer.zero_grad()
-    return norms
-
-
-def use_no_sync(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Accumulate four passes per step with `no_sync`, as under DistributedDataParallel."""
-    for i, x in enumerate(batches):
-        last = i % 4 == 3
-        with contextlib.nullcontext() if last else getattr(module, "no_sync", contextlib.nullcontext)():
-            (loss_fn(module, x) / 4).backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-    return []
-
-
-def skip_steps(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+def skip_steps(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -> list[float]:
     """Discard the gradients of some batches after their backward pass."""
     for i, x in enumerate(batches):
         loss_fn(module, x).backward()
@@ -123,7 +89,7 @@ def skip_steps(module: nn.Module, optimizer: torch.optim.Optimizer, batches: lis
     return []
 
 
-def scaler_off(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+def scaler_off(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -> list[float]:
     """Use a disabled GradScaler, as scripts for several precisions do."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for x in batches:
@@ -135,62 +101,7 @@ def scaler_off(module: nn.Module, optimizer: torch.optim.Optimizer, batches: lis
     return []
 
 
-def train(script: Script, layout: Layout | None, pieces: int = 1) -> tuple[list[float], dict[str, Tensor]]:
-    """Run a script; return its log and the final parameters. Without a layout, one process has all samples."""
-    torch.manual_seed(1)
-    module: nn.Module = Plain()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-4)
-    data = torch.randn(8, RANKS, ROWS, WIDTH, generator=torch.Generator().manual_seed(7))
-    if layout is None:
-        return script(module, optimizer, [*data.flatten(1, 2)]), {
-            name: p.detach() for name, p in module.named_parameters()
-        }
-    module, optimizer = repro.parallelize(module, optimizer, layout)
-    return script(module, optimizer, [*data[:, dist.get_rank()]]), module.repro.full_parameters()
-
-
-@cache
-def reference(script: Script) -> tuple[list[float], dict[str, Tensor]]:
-    torch.set_num_threads(1)
-    return train(script, None)
-
-
-SCRIPTS: list[Any] = [
-    clip_by_norm,
-    clip_by_max,
-    clip_by_value,
-    scale_by_hand,
-    two_passes,
-    three_passes,
-    accumulate_and_clip,
-    use_no_sync,
-    skip_steps,
-    scaler_off,
-]
-
-
-@STAGES
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_script_trains_like_one_process(two: RankPool, script: Script, zero: int) -> None:
-    logged, expected = reference(script)
-    layouts = [layout_of(zero)]
-    if script in (three_passes, accumulate_and_clip):
-        layouts.append(Layout(dp=RANKS, zero=zero, micro_batch=ROWS, global_batch=RANKS * ROWS * 3))
-    for layout in layouts:
-        for mine, parameters in two.run(train, script, layout):
-            assert mine == pytest.approx(logged, rel=1e-4)
-            for name, value in expected.items():
-                torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_stage_1_with_all_reduce_accumulates_gradients(two: RankPool) -> None:
-    _, expected = reference(two_passes)
-    for _, parameters in two.run(train, two_passes, Layout(dp=RANKS, zero=1, zero1_reduce="all-reduce")):
-        for name, value in expected.items():
-            torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def block_backward(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+def block_backward(module: nn.Module, optimizer: Optim, batches: list[Tensor]) -> list[float]:
     """Run backward passes for the parameters of one block."""
     for x in batches:
         loss_fn(module, x).backward(inputs=list(module.blocks[0].parameters()))
@@ -199,83 +110,96 @@ def block_backward(module: nn.Module, optimizer: torch.optim.Optimizer, batches:
     return []
 
 
-@pytest.mark.parametrize("zero", range(3))
-def test_backward_for_given_parameters_trains_like_one_process(two: RankPool, zero: int) -> None:
-    _, expected = reference(block_backward)
-    for _, parameters in two.run(train, block_backward, layout_of(zero)):
-        for name, value in expected.items():
-            torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def replace_grads(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Replace the reduced gradients by zeros."""
-    loss_fn(module, batches[0]).backward()
-    for p in module.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    return []
-
-
-def assign_grads(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    parameters = list(module.parameters())
-    for p, gradient in zip(
-        parameters, torch.autograd.grad(loss_fn(module, batches[0]), parameters), strict=True
-    ):
-        p.grad = gradient
-    optimizer.step()
-    return []
-
-
-def read_unreduced(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Read a gradient before its reduction."""
-    with module.no_sync():
-        loss_fn(module, batches[0]).backward()
-    return module.into.weight.grad.abs().flatten().tolist()
-
-
-def read_elements(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Read gradient elements, which are partitioned over the ranks."""
-    loss_fn(module, batches[0]).backward()
-    return module.into.weight.grad.abs().flatten().tolist()
-
-
-def submodule_loss(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Compute the loss from the output of a submodule."""
-    module.into(batches[0]).sum().backward()
-    optimizer.step()
-    return []
-
-
-def closure_step(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    optimizer.step(lambda: loss_fn(module, batches[0]))
-    return []
-
-
-def clip_shards(module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
-    """Clip the optimizer's parameters, which are shards of this rank."""
-    loss_fn(module, batches[0]).backward()
-    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
-    return []
+clip_by_norm, two_passes = partial(accumulate, 1, 0.05), partial(accumulate, 2, 0.05)
+clip_by_max = partial(accumulate, 1, 0.01, order=float("inf"))
+three_passes, three_clipped_passes = partial(accumulate, 3, 0.0), partial(accumulate, 3, 0.05)
+use_no_sync = partial(accumulate, 4, 0.0, no_sync=True)
+DECLARED = {"micro_batch": ROWS, "global_batch": RANKS * ROWS * 3}
+"""Layout keys that declare three passes per step; the last step has fewer."""
 
 
 @pytest.mark.parametrize(
-    ("script", "zero", "message"),
+    ("script", "zero", "keys"),
     [
-        *((replace_grads, zero, "into.weight.grad: replacing or removing a gradient") for zero in range(4)),
-        *((assign_grads, zero, "into.weight.grad: replacing or removing a gradient") for zero in (0, 2)),
-        (read_unreduced, 0, "or before the last backward pass of a step"),
-        *((read_elements, zero, "is not supported under zero = 1 to 3") for zero in (1, 2, 3)),
-        *((submodule_loss, zero, "Call the module itself (not one of its methods)") for zero in (0, 1, 2)),
-        *((clip_shards, zero, "Use module.parameters()") for zero in range(4)),
-        *((closure_step, zero, "Call the closure, then") for zero in (0, 3)),
-        (block_backward, 3, "backward() for given parameters is not supported under zero = 3"),
+        *((script, zero, {}) for script in (clip_by_norm, clip_by_max, clip_by_value) for zero in range(4)),
+        *((script, zero, {}) for script in (two_passes, three_passes, use_no_sync) for zero in range(4)),
+        *((script, zero, {}) for script in (scale_by_hand, skip_steps, scaler_off) for zero in range(4)),
+        *((script, zero, DECLARED) for script in (three_passes, three_clipped_passes) for zero in range(4)),
+        *((block_backward, zero, {}) for zero in range(3)),
+        (two_passes, 1, {"zero1_reduce": "all-reduce"}),
+    ],
+)
+def test_script_trains_like_one_process(
+    two: RankPool, script: Script, zero: int, keys: dict[str, Any]
+) -> None:
+    layout = Layout(dp=RANKS, zero=zero, **keys) if keys else layout_of(zero)
+    assert_script_trains_like_one(two, script, layout)
+
+
+MISUSES: dict[str, Callable[[nn.Module, Optim, Tensor], Any]] = {
+    "replace": lambda m, o, x: [setattr(p, "grad", torch.zeros_like(p)) for p in m.parameters()],
+    "read elements": lambda m, o, x: m.into.weight.grad.abs(),
+    "clip shards": lambda m, o, x: nn.utils.clip_grad_norm_(
+        [p for g in o.param_groups for p in g["params"]], 1.0
+    ),
+    "closure": lambda m, o, x: o.step(lambda: loss_fn(m, x)),
+}
+"""Uses after a backward pass and before a step."""
+
+
+def misuse(name: str, zero: int) -> None:
+    module, optimizer = parallelize_sgd(Plain(), layout_of(zero))
+    x = torch.ones(1, WIDTH)
+    loss_fn(module, x).backward()
+    MISUSES[name](module, optimizer, x)
+    optimizer.step()
+
+
+def assign_gradients(zero: int) -> None:
+    module, optimizer = parallelize_sgd(Plain(), layout_of(zero))
+    parameters = list(module.parameters())
+    gradients = torch.autograd.grad(loss_fn(module, torch.ones(1, WIDTH)), parameters)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    optimizer.step()
+
+
+def read_unreduced_gradient(zero: int) -> None:
+    module, _ = parallelize_sgd(Plain(), layout_of(zero))
+    with module.no_sync():
+        loss_fn(module, torch.ones(1, WIDTH)).backward()
+    module.into.weight.grad.abs()
+
+
+def train_submodule(zero: int) -> None:
+    module, optimizer = parallelize_sgd(Plain(), layout_of(zero))
+    module.into(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+
+
+def train_block(zero: int) -> None:
+    block_backward(*parallelize_sgd(Plain(), layout_of(zero)), [torch.ones(1, WIDTH)])
+
+
+@pytest.mark.parametrize(
+    ("call", "stages", "message"),
+    [
+        (partial(misuse, "replace"), range(4), "into.weight.grad: replacing or removing a gradient"),
+        (assign_gradients, (0, 2), "into.weight.grad: replacing or removing a gradient"),
+        (read_unreduced_gradient, (0,), "or before the last backward pass of a step"),
+        (partial(misuse, "read elements"), (1, 2, 3), "is not supported under zero = 1 to 3"),
+        (train_submodule, (0, 1, 2), "Call the module itself (not one of its methods)"),
+        (partial(misuse, "clip shards"), range(4), "Use module.parameters()"),
+        (partial(misuse, "closure"), (0, 3), "Call the closure, then"),
+        (train_block, (3,), "backward() for given parameters is not supported under zero = 3"),
     ],
 )
 def test_unsupported_uses_of_gradients_are_refused(
-    two: RankPool, script: Script, zero: int, message: str
+    two: RankPool, call: Callable[[int], None], stages: tuple[int, ...], message: str
 ) -> None:
-    for found in two.run(error_of, train, script, layout_of(zero)):
-        assert message in found
+    for zero in stages:
+        for found in two.run(error_of, call, zero):
+            assert message in found, zero
 
 
 class NormedModel(nn.Module):
@@ -299,9 +223,7 @@ class NormedModel(nn.Module):
 def buffers_after_steps(zero: int) -> tuple[dict[str, Tensor], Tensor]:
     """Return all buffers after two steps, and this rank's running mean before the last step."""
     torch.manual_seed(1)
-    module: nn.Module = NormedModel()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(zero))
+    module, optimizer = parallelize_sgd(NormedModel(), layout_of(zero))
     torch.manual_seed(dist.get_rank())
     for _ in range(2):
         out = module(torch.randn(ROWS, WIDTH) + dist.get_rank())

@@ -2,111 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from functools import partial
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import repro
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, error_of, layout_of, loss_fn
+from tests.wrap.edge_models import (
+    RANKS,
+    STAGES,
+    WIDTH,
+    Plain,
+    assert_same,
+    assert_script_trains_like_one,
+    error_of,
+    layout_of,
+    loss_fn,
+    parallelize_sgd,
+    run_script,
+    script_reference,
+)
 
 OVERFLOW_STEPS = (2, 5)
 """Steps in which one gradient element, in the shard of one rank, is infinite."""
 
-Script = Callable[[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, Tensor], float]
+
+class Overflowing(Plain):
+    """`Plain` with a hook that makes a gradient element infinite in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+        self.blocks[1][0].bias.register_hook(self.overflow)
+
+    def overflow(self, gradient: Tensor) -> Tensor:
+        if self.step not in OVERFLOW_STEPS:
+            return gradient
+        return torch.cat([torch.full((1,), float("inf")), gradient[1:]])
 
 
-def unscale_and_clip(
-    module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, x: Tensor
-) -> float:
-    """Unscale and clip the gradients, as in PyTorch's documentation."""
-    optimizer.zero_grad()
-    scaler.scale(loss_fn(module, x)).backward()
-    scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(module.parameters(), 0.05)
-    scaler.step(optimizer)
-    scaler.update()
-    return float(norm)
-
-
-def accumulate(
-    module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, x: Tensor
-) -> float:
-    """Accumulate fewer passes than the layout declares, without reading the gradients."""
-    for piece in x.chunk(2):
-        scaler.scale(loss_fn(module, piece) / 2).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return 0.0
-
-
-def clip_in_step(
-    module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, x: Tensor
-) -> float:
-    """Clip with the argument `clip` of `repro.parallelize`."""
-    if not hasattr(module, "repro"):
-        return unscale_and_clip(module, optimizer, scaler, x) * 0
-    scaler.scale(loss_fn(module, x)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return 0.0
-
-
-def train(script: Script, zero: int | None, fused: bool = False) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the scale and the gradient norm of every step, and the final parameters."""
-    torch.manual_seed(1)
-    module: nn.Module = Plain()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), 0.01, eps=1e-4, fused=fused)
-    step = 0
-
-    def overflow(gradient: Tensor) -> Tensor:
-        if step in OVERFLOW_STEPS:
-            gradient = gradient.clone()
-            gradient[0] = float("inf")
-        return gradient
-
-    module.blocks[1][0].bias.register_hook(overflow)
-    mine = list(range(RANKS))
-    if zero is not None:
-        layout = layout_of(zero, 4 if script is accumulate else 1)
-        clip = 0.05 if script is clip_in_step else 0.0
-        module, optimizer = repro.parallelize(module, optimizer, layout, clip=clip)
-        mine = [dist.get_rank()]
+def train_scaled(
+    passes: int, clips: bool, module: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]
+) -> list[float]:
+    """Train with scaled losses, as in PyTorch's documentation; return the scale and the norm after every step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    data = torch.randn(8, ROWS, RANKS, WIDTH, generator=torch.Generator().manual_seed(7))
     logged = []
-    for step in range(8):
-        norm = script(module, optimizer, scaler, data[step][:, mine].flatten(0, 1))
+    for step, x in enumerate(batches):
+        module.step = step  # type: ignore[assignment]
+        optimizer.zero_grad()
+        for piece in x.chunk(passes):
+            scaler.scale(loss_fn(module, piece) / passes).backward()
+        norm = 0.0
+        if clips:
+            scaler.unscale_(optimizer)
+            norm = float(nn.utils.clip_grad_norm_(module.parameters(), 0.05))
+        scaler.step(optimizer)
+        scaler.update()
         logged += [scaler.get_scale(), norm if step not in OVERFLOW_STEPS else 0.0]
-    if zero is None:
-        return logged, {name: p.detach() for name, p in module.named_parameters()}
-    return logged, module.repro.full_parameters()
+    return logged
 
 
-@cache
-def reference(script: Script) -> tuple[list[float], dict[str, Tensor]]:
-    torch.set_num_threads(1)
-    return train(script, None)
+one_pass, clip, accumulate = (partial(train_scaled, *given) for given in ((1, False), (1, True), (2, False)))
 
 
 @STAGES
-@pytest.mark.parametrize(
-    ("script", "fused"), [(unscale_and_clip, False), (accumulate, False), (clip_in_step, True)]
-)
-def test_scaled_loss_trains_like_one_process(two: RankPool, script: Script, fused: bool, zero: int) -> None:
-    logged, expected = reference(script)
+def test_scaled_loss_trains_like_one_process(two: RankPool, zero: int) -> None:
+    logged, expected = script_reference(clip, Overflowing)
     assert [logged[4], logged[10]] == [2.0**10, 2.0**10]  # both times doubled once, then halved
-    for mine, parameters in two.run(train, script, zero, fused):
-        assert mine == pytest.approx(logged, rel=1e-4)
-        for name, value in expected.items():
-            assert value.isfinite().all()
-            torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    assert all(value.isfinite().all() for value in expected.values())
+    assert_script_trains_like_one(two, clip, layout_of(zero), Overflowing)
+    # The layout declares more passes than the script runs, and no gradient is read.
+    assert_script_trains_like_one(two, accumulate, layout_of(zero, 4), Overflowing)
+    # The argument `clip` of `repro.parallelize` clips in the step of a fused optimizer.
+    for log, parameters in two.run(run_script, one_pass, layout_of(zero), Overflowing, 0.05, True):
+        assert log[::2] == logged[::2]
+        assert_same([parameters], expected, atol=1e-5)
 
 
 def scales_of_a_tiny_module(zero: int) -> list[float]:
@@ -135,9 +106,7 @@ def test_rank_with_empty_shard_updates_the_loss_scale(two: RankPool, zero: int) 
 
 
 def scale_fp16(zero: int) -> None:
-    module: nn.Module = Plain().half()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(zero))
+    module, optimizer = parallelize_sgd(Plain().half(), layout_of(zero))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_fn(module, torch.ones(1, WIDTH).half())).backward()
     scaler.step(optimizer)

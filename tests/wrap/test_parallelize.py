@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import repro
 from repro.config import ConfigError, Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import assert_same
+from tests.wrap.edge_models import STAGES, assert_same
 from tests.wrap.stock_models import BATCH, MODELS, Tied, optimizer_of, train_stock
 
 
@@ -30,14 +30,14 @@ def assert_trained_like_one(found: list[Any], model: str, optimizer: str) -> Non
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("zero", range(4))
+@STAGES
 def test_stock_module_trains_like_one_process(two: RankPool, model: str, zero: int) -> None:
     layout = Layout(dp=2, zero=zero, micro_batch=BATCH // 2, bucket_bytes=600)
     assert_trained_like_one(two.run(train_stock, model, "adamw", layout), model, "adamw")
 
 
 @pytest.mark.parametrize("model", ["tied", "unused"])
-@pytest.mark.parametrize("zero", range(4))
+@STAGES
 def test_sgd_with_accumulation_trains_like_one_process(four: RankPool, model: str, zero: int) -> None:
     """Four ranks train with momentum, in two micro-batches per step except for model 'unused'."""
     layout = Layout(dp=4, zero=zero, micro_batch=1, global_batch=BATCH)
@@ -46,7 +46,7 @@ def test_sgd_with_accumulation_trains_like_one_process(four: RankPool, model: st
     assert_trained_like_one(four.run(train_stock, model, "sgd", layout), model, "sgd")
 
 
-@pytest.mark.parametrize("zero", range(4))
+@STAGES
 def test_one_process_needs_no_process_group(zero: int) -> None:
     assert_trained_like_one(
         [train_stock("tied", "adamw", Layout(zero=zero, micro_batch=BATCH))], "tied", "adamw"
@@ -68,7 +68,7 @@ def _clipped_norm(zero: int, clip: float) -> float:
     return torch.stack([(after[n] - before[n]).norm() for n in before]).norm().item()
 
 
-@pytest.mark.parametrize("zero", range(4))
+@STAGES
 def test_clipping_limits_the_global_gradient_norm(two: RankPool, zero: int) -> None:
     assert two.run(_clipped_norm, zero, 0.01) == pytest.approx([0.01, 0.01], rel=1e-3)
 
@@ -79,23 +79,30 @@ def test_gradients_below_the_limit_are_not_scaled_up(two: RankPool) -> None:
     assert two.run(_clipped_norm, 1, 100.0) == pytest.approx(free)
 
 
-def test_unsupported_layouts_and_optimizers_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dp": 2}, r"dp = 2: must be the number of processes, 1"),
+        ({"tp": 2}, "tp = 2"),
+        ({"pp": 2}, "pp = 2"),
+        ({"recompute": True}, r"recompute = true: must be false: a stock module calls"),
+        ({"precision": "fp16"}, "fp16"),
+        (
+            {"precision": "bf16", "grad_dtype": "fp32"},
+            r"grad_dtype = 'fp32': must be precision: a stock optimizer",
+        ),
+    ],
+)
+def test_unsupported_layouts_are_refused(keys: dict[str, Any], message: str) -> None:
     module = Tied()
-    optimizer = optimizer_of(module, "adamw")
-    with pytest.raises(ConfigError, match=r"dp = 2: must be the number of processes, 1"):
-        repro.parallelize(module, optimizer, Layout(dp=2))
-    with pytest.raises(ConfigError, match="tp = 2"):
-        repro.parallelize(module, optimizer, Layout(tp=2))
-    with pytest.raises(ConfigError, match="pp = 2"):
-        repro.parallelize(module, optimizer, Layout(pp=2))
-    with pytest.raises(ConfigError, match=r"recompute = true: must be false: a stock module calls"):
-        repro.parallelize(module, optimizer, Layout(recompute=True))
-    with pytest.raises(ConfigError, match="fp16"):
-        repro.parallelize(module, optimizer, Layout(precision="fp16"))
-    with pytest.raises(ConfigError, match=r"grad_dtype = 'fp32': must be precision: a stock optimizer"):
-        repro.parallelize(module, optimizer, Layout(precision="bf16", grad_dtype="fp32"))
+    with pytest.raises(ConfigError, match=message):
+        repro.parallelize(module, optimizer_of(module, "adamw"), Layout(**keys))
+
+
+def test_unknown_blocks_and_parameters_without_group_are_refused() -> None:
+    module = Tied()
     with pytest.raises(ValueError, match=r"blocks: 'layer'"):
-        repro.parallelize(module, optimizer, Layout(zero=3), blocks=["layer"])
+        repro.parallelize(module, optimizer_of(module, "adamw"), Layout(zero=3), blocks=["layer"])
     partial = torch.optim.SGD(module.layers.parameters(), lr=1.0)
     with pytest.raises(ValueError, match=r"embed\.weight requires a gradient and is in no parameter group"):
         repro.parallelize(module, partial, Layout())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from tests.wrap.edge_models import (
     Containers,
     Plain,
     assert_same,
+    do_nothing,
     layout_of,
     loss_fn,
     reference,
@@ -66,45 +66,37 @@ def test_forward_pre_hooks_read_current_weights(two: RankPool, zero: int) -> Non
     assert_same(hooked, reference(Hooked))
 
 
-def do_nothing(module: nn.Module) -> None:
-    """Do nothing after a step."""
-
-
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("kind", [Containers, UncalledBlock])
 def test_direct_reads_return_current_parameters(two: RankPool, kind: type[nn.Module], zero: int) -> None:
     assert_same(two.run(train, kind, large_buckets(zero), loss_fn, do_nothing, True), reference(kind))
 
 
-def read_block(module: nn.Module) -> Tensor:
-    """Call a block outside the module's forward pass, like `model.encoder(x)`."""
-    with torch.no_grad():
-        return module.blocks[1](torch.ones(1, WIDTH))
+READS: dict[str, Callable[[nn.Module], Tensor]] = {
+    "block": lambda module: module.blocks[1](torch.ones(1, WIDTH)),
+    "child": lambda module: module.into(torch.ones(1, WIDTH)),
+    "weight": lambda module: module.blocks[2][0].weight.clone(),
+}
+"""Reads of parameters outside the module's forward pass; `child` is no block."""
 
 
-def read_child(module: nn.Module) -> Tensor:
-    """Call a child that is not a block outside the module's forward pass."""
-    with torch.no_grad():
-        return module.into(torch.ones(1, WIDTH))
-
-
-def read_weight(module: nn.Module) -> Tensor:
-    return module.blocks[2][0].weight.detach().clone()
-
-
-def values_read(read: Callable[[nn.Module], Tensor], layout: Layout | None) -> list[Tensor]:
+def values_read(name: str, layout: Layout | None) -> list[Tensor]:
     """Return the values read after every step; rank 1 sends its shards late."""
     values: list[Tensor] = []
-    train(Plain, layout, loss_fn, lambda module: values.append(read(module)), late=layout is not None)
+
+    @torch.no_grad()
+    def read(module: nn.Module) -> None:
+        values.append(READS[name](module))
+
+    train(Plain, layout, loss_fn, read, late=layout is not None)
     return values
 
 
 @pytest.mark.parametrize(
-    ("read", "zero"),
-    [(read_block, 2), (read_block, 3), (read_child, 1), (read_child, 2), (read_weight, 1), (read_weight, 2)],
+    ("name", "zero"), [("block", 2), ("block", 3), ("child", 1), ("child", 2), ("weight", 1), ("weight", 2)]
 )
-def test_reads_after_a_step_return_updated_parameters(two: RankPool, read: Any, zero: int) -> None:
-    expected = values_read(read, None)
+def test_reads_after_a_step_return_updated_parameters(two: RankPool, name: str, zero: int) -> None:
+    expected = values_read(name, None)
     assert not torch.equal(expected[0], expected[1])
-    for values in two.run(values_read, read, large_buckets(zero)):
+    for values in two.run(values_read, name, large_buckets(zero)):
         torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-6)

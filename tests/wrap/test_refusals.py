@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import repro
 from repro.config import Layout
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.flat_parameters import Sharding, Tag
@@ -99,9 +98,7 @@ def test_second_gradient_of_a_matrix_is_added_or_refused(two: RankPool, zero: in
 
 @STAGES
 def test_second_backward_pass_of_a_forward_pass_is_refused(zero: int) -> None:
-    module, optimizer = Plain(), None
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, Layout(zero=zero, micro_batch=1, global_batch=2))
+    module, _ = parallelize_sgd(Plain(), Layout(zero=zero, micro_batch=1, global_batch=2))
     loss = loss_fn(module, torch.ones(1, WIDTH))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward pass"):

@@ -22,41 +22,29 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
-class Lamb(torch.optim.Optimizer):
-    """A custom optimizer whose step depends on the norms of each parameter and its gradient."""
+class Custom(torch.optim.Optimizer):
+    """A custom optimizer that adds `-lr * update(parameters)` to the parameters of a group."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * p.norm() / p.grad.norm() * p.grad)
-
-
-class Sign(Lamb):
-    """A custom optimizer that updates each element independently."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * p.grad.sign())
-
-
-class Normalized(Lamb):
-    """A custom optimizer whose step depends on the gradients of all parameters."""
+    def __init__(self, module: nn.Module, lr: float, update: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        super().__init__(module.parameters(), {"lr": lr})
+        self.update = update
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             given = [p for p in group["params"] if p.grad is not None]
-            total = sum(p.grad.abs().sum() for p in given)
-            for p in given:
-                p.sub_(group["lr"] * p.grad / total)
+            for p, change in zip(given, self.update(given), strict=True):
+                p.sub_(group["lr"] * change)
+
+
+def lamb(parameters: list[Any]) -> list[Tensor]:
+    """Return updates that depend on the norms of each parameter and its gradient."""
+    return [p.norm() / p.grad.norm() * p.grad for p in parameters]
+
+
+def normalized(parameters: list[Any]) -> list[Tensor]:
+    """Return updates that depend on the gradients of all parameters."""
+    return [p.grad / sum(other.grad.abs().sum() for other in parameters) for p in parameters]
 
 
 def complex_module() -> nn.Module:
@@ -110,9 +98,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.op
         lambda m: SimpleNamespace(optimizer=sgd(m)),
         "must be a torch.optim.Optimizer",
     ),
-    "Lamb": (Plain, lambda m: Lamb(m.parameters(), lr=0.1), "Lamb is not supported, because its update"),
-    "warm-up": (Plain, lambda m: Lamb(m.parameters(), lr=0.0), "Lamb is not supported, because its update"),
-    "normalized": (Plain, lambda m: Normalized(m.parameters(), lr=0.1), "depends on other elements"),
+    "Lamb": (Plain, lambda m: Custom(m, 0.1, lamb), "Custom is not supported, because its update"),
+    "warm-up": (Plain, lambda m: Custom(m, 0.0, lamb), "Custom is not supported, because its update"),
+    "normalized": (Plain, lambda m: Custom(m, 0.1, normalized), "depends on other elements"),
 }
 
 
@@ -127,7 +115,7 @@ def test_unsupported_modules_and_optimizers_are_refused(name: str) -> None:
 def test_custom_elementwise_optimizer_is_supported() -> None:
     module: nn.Module = Plain()
     before = module.into.weight.detach().clone()
-    optimizer: torch.optim.Optimizer = Sign(module.parameters(), lr=0.25)
+    optimizer: torch.optim.Optimizer = Custom(module, 0.25, lambda given: [p.grad.sign() for p in given])
     module, optimizer = repro.parallelize(module, optimizer, Layout(zero=2))
     assert torch.equal(module.into.weight, before)  # the trial step leaves the parameters unchanged
     loss_fn(module, torch.ones(1, WIDTH)).backward()

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import repro
 from repro.config import Layout
 from repro.config.enums import Category
 from repro.measure.memory import MemoryTracker
@@ -28,6 +27,7 @@ from tests.wrap.edge_models import (
     assert_same,
     layout_of,
     loss_fn,
+    parallelize_sgd,
     reference,
     train,
 )
@@ -127,8 +127,7 @@ def parameter_bytes(loss_of: LossFn, depth: int) -> tuple[int, int]:
     with MemoryTracker() as tracker:
         module: nn.Module = Plain()
         module.blocks.extend(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth - 3))
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module, optimizer = repro.parallelize(module, optimizer, Layout(dp=RANKS, zero=3))
+        module, optimizer = parallelize_sgd(module, Layout(dp=RANKS, zero=3))
         for _ in range(2):
             loss_of(module, torch.ones(2, WIDTH)).backward()
             optimizer.step()

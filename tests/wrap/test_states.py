@@ -14,15 +14,23 @@ from torch import Tensor, nn
 import repro
 from repro.config import Layout
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, STAGES, WIDTH, Plain, error_of, layout_of, loss_fn
+from tests.wrap.edge_models import (
+    RANKS,
+    ROWS,
+    STAGES,
+    WIDTH,
+    Plain,
+    error_of,
+    layout_of,
+    loss_fn,
+    parallelize_sgd,
+)
 
 
 def states_after_step(zero: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return `state_dict()` of the module and of a submodule right after a step, and the expected values."""
     torch.manual_seed(1)
-    module: nn.Module = Plain()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    module, optimizer = repro.parallelize(module, optimizer, layout_of(zero))
+    module, optimizer = parallelize_sgd(Plain(), layout_of(zero), lr=1.0)
     for _ in range(2):
         loss_fn(module, torch.ones(1, WIDTH)).backward()
         if dist.get_rank():
@@ -36,12 +44,10 @@ def states_after_step(zero: int) -> tuple[dict[str, Tensor], dict[str, Tensor], 
 @pytest.mark.parametrize("zero", range(3))
 def test_state_dict_waits_for_the_step(two: RankPool, zero: int) -> None:
     for full, inner, expected in two.run(states_after_step, zero):
-        assert full.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(full[name], value), name
-        assert {f"blocks.1.{name}" for name in inner} < expected.keys()
-        for name, value in inner.items():
-            assert torch.equal(value, expected[f"blocks.1.{name}"]), name
+        torch.testing.assert_close(full, expected, rtol=0, atol=0)
+        torch.testing.assert_close(
+            inner, {name: expected[f"blocks.1.{name}"] for name in inner}, rtol=0, atol=0
+        )
 
 
 def test_stage_3_refuses_state_dict(two: RankPool) -> None:
@@ -186,8 +192,6 @@ def test_states_of_another_rank_or_layout_are_refused(two: RankPool, zero: int) 
 
 @pytest.mark.parametrize("zero", range(3))
 def test_values_written_to_a_weight_are_saved(zero: int) -> None:
-    module: nn.Module = Plain()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module, optimizer = repro.parallelize(module, optimizer, Layout(zero=zero, precision="bf16"))
+    module, _ = parallelize_sgd(Plain(), Layout(zero=zero, precision="bf16"))
     nn.init.constant_(module.into.weight, 0.5)
     assert (module.repro.full_state_dict()["into.weight"] == 0.5).all()

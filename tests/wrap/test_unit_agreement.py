@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.pool import RankPool
-from tests.wrap.edge_models import RANKS, ROWS, WIDTH, layout_of, loss_fn, parallelize_sgd
+from tests.wrap.edge_models import RANKS, ROWS, WIDTH, error_of, layout_of, loss_fn, parallelize_sgd
 
 
 class Experts(nn.Module):
@@ -38,55 +35,35 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, chosen: list[int])
     optimizer.step()
 
 
-def other_expert(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Use a different expert of equal size on each rank."""
-    step(module, optimizer, [1 + dist.get_rank()])
-
-
-def larger_expert(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    step(module, optimizer, [2 + dist.get_rank()])
-
-
-def fewer_experts(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    step(module, optimizer, [0, 1][dist.get_rank() :])
-
-
-def no_expert(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    step(module, optimizer, [0][dist.get_rank() :])
-
-
-def another_order(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    step(module, optimizer, [1, 2] if dist.get_rank() else [2, 1])
-
-
-def fewer_evaluations(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Run one more evaluation batch on rank 1."""
-    with torch.no_grad():
-        for _ in range(2 + dist.get_rank()):
-            module(torch.ones(ROWS, WIDTH))
-    step(module, optimizer, [0])
-
-
-Deviation = Callable[[nn.Module, torch.optim.Optimizer], None]
-
-
-def error_of(deviation: Deviation) -> str:
-    """Return the error of a deviation after two equal steps on all ranks."""
+def error_after_two_equal_steps(chosen: tuple[list[int], list[int]], evaluations: tuple[int, int]) -> str:
+    """Return the error of a step with the experts in `chosen[rank]` after `evaluations[rank]` evaluations."""
     module, optimizer = parallelize_sgd(Experts(), layout_of(3))
     for _ in range(2):
         step(module, optimizer, [0])
-    try:
-        deviation(module, optimizer)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+
+    def deviate() -> None:
+        with torch.no_grad():
+            for _ in range(evaluations[dist.get_rank()]):
+                module(torch.ones(ROWS, WIDTH))
+        step(module, optimizer, chosen[dist.get_rank()])
+
+    return error_of(deviate)
 
 
-CASES: list[Any] = [other_expert, larger_expert, fewer_experts, no_expert, another_order, fewer_evaluations]
-
-
-@pytest.mark.parametrize("deviation", CASES)
-def test_ranks_that_use_different_modules_raise_an_error(deviation: Deviation) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "evaluations"),
+    [
+        pytest.param(([1], [2]), (0, 0), id="other expert of equal size"),
+        pytest.param(([2], [3]), (0, 0), id="larger expert"),
+        pytest.param(([0, 1], [1]), (0, 0), id="fewer experts"),
+        pytest.param(([0], []), (0, 0), id="no expert"),
+        pytest.param(([2, 1], [1, 2]), (0, 0), id="another order"),
+        pytest.param(([0], [0]), (2, 3), id="one more evaluation"),
+    ],
+)
+def test_ranks_that_use_different_modules_raise_an_error(
+    chosen: tuple[list[int], list[int]], evaluations: tuple[int, int]
+) -> None:
     with RankPool(RANKS) as pool:  # a separate pool, because messages remain unreceived
-        for message in pool.run(error_of, deviation):
+        for message in pool.run(error_after_two_equal_steps, chosen, evaluations):
             assert message.startswith("Ranks that use different modules in a pass")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from repro.kernels.families import cost
 
@@ -29,9 +31,16 @@ class BenchCase:
     """Required share of a copy's bandwidth on an H200 or A100; 0 for no goal."""
     inputs: Callable[[torch.device, torch.dtype, int], Inputs]
     """Tensors for a device and dtype, `shrink` times smaller (1 on a GPU)."""
-    nbytes: Callable[[Inputs], int]
     ways: dict[str, Way]
     """Implementations by name; `torch.compile` of `eager` is implied."""
+    count_bytes: Callable[[Inputs], int] | None = None
+    """Bytes of one call; None for the bytes of all operators that the kernel's implementation calls."""
+
+    def nbytes(self, inputs: Inputs) -> int:
+        """Return the necessary bytes of one call."""
+        return (
+            self.count_bytes(inputs) if self.count_bytes else moved_bytes(self.ways[KERNEL], on_meta(inputs))
+        )
 
     def way(self, who: str) -> Way:
         """Return the implementation with one of `names`."""
@@ -45,10 +54,34 @@ class BenchCase:
         return [*self.ways, *([COMPILED] if EAGER in self.ways and COMPILED not in self.ways else [])]
 
 
-def moved_bytes(name: str, *arguments: Any) -> int:
-    """Return the bytes of one call of an operator."""
-    price = cost(name, *arguments)
-    return price.bytes_read + price.bytes_written
+def kernel_and_plain(ours: Callable[[Inputs, bool], Any]) -> dict[str, Way]:
+    """Return the two implementations `ours(inputs, plain)` by name."""
+    return {KERNEL: partial(ours, plain=False), PLAIN: partial(ours, plain=True)}
+
+
+class _MovedBytes(TorchDispatchMode):
+    """Dispatch mode that adds up the bytes of the operators of `repro::`."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace == "repro":
+            price = cost(str(func).removeprefix("repro."), *args)
+            self.total += price.bytes_read + price.bytes_written
+        return func(*args, **(kwargs or {}))
+
+
+def moved_bytes(way: Way, inputs: Inputs) -> int:
+    """Return the bytes of all operators of `repro::` in one call on tensors of the sizes of `inputs`."""
+    with _MovedBytes() as found:
+        way(inputs)
+    return found.total
+
+
+def on_meta(inputs: Inputs) -> Inputs:
+    """Return tensors without data and with the sizes of `inputs`."""
+    convert = lambda t: torch.empty_like(t, device="meta").requires_grad_(t.requires_grad)
+    return tree_map_only(Tensor, convert, inputs)  # type: ignore[no-any-return]
 
 
 def random_tensor(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -79,7 +112,6 @@ def forward_and_backward(
     inputs: Callable[[torch.device, torch.dtype, int], Inputs],
     leaves: tuple[str, ...],
     forward: dict[str, Forward],
-    nbytes: tuple[Callable[[Inputs], int], Callable[[Inputs], int]],
 ) -> list[BenchCase]:
     """Return the forward case, and the backward case of a retained graph."""
 
@@ -95,8 +127,12 @@ def forward_and_backward(
 
         return run
 
+    def backward_bytes(i: Inputs) -> int:
+        i = on_meta(i)
+        return moved_bytes(backward(KERNEL), {**i, KERNEL: forward[KERNEL](i)})
+
     ways = {who: backward(who) for who in [*forward, COMPILED]}
     return [
-        BenchCase(name, goal, inputs, nbytes[0], dict(forward)),
-        BenchCase(f"{name} backward", goal, inputs, nbytes[1], ways),
+        BenchCase(name, goal, inputs, dict(forward)),
+        BenchCase(f"{name} backward", goal, inputs, ways, backward_bytes),
     ]

@@ -12,87 +12,59 @@ import repro.kernels as kernels
 from tests.gpu.bench.case import (
     EAGER,
     KERNEL,
-    PLAIN,
     BenchCase,
     Inputs,
     Way,
     forward_and_backward,
-    moved_bytes,
+    kernel_and_plain,
     random_tensor,
     row_inputs,
 )
 
 
 def _layer_norm() -> list[BenchCase]:
-    return forward_and_backward(
-        "layer norm",
-        0.8,
-        row_inputs(4096),
-        ("x", "weight", "bias"),
-        {
-            KERNEL: lambda i: kernels.layer_norm(i["x"], i["weight"], i["bias"]),
-            PLAIN: lambda i: kernels.layer_norm(i["x"], i["weight"], i["bias"], plain=True),
-            EAGER: lambda i: F.layer_norm(i["x"], i["weight"].shape, i["weight"], i["bias"]),
-        },
-        (
-            lambda i: moved_bytes("layer_norm", i["x"], i["weight"], i["bias"]),
-            lambda i: moved_bytes(
-                "layer_norm_backward", i["grad"], i["x"], *2 * [_statistics(i["x"])], i["weight"]
-            ),
-        ),
-    )
+    def ours(i: Inputs, plain: bool) -> Tensor:
+        return kernels.layer_norm(i["x"], i["weight"], i["bias"], plain=plain)
 
+    def eager(i: Inputs) -> Tensor:
+        return F.layer_norm(i["x"], i["weight"].shape, i["weight"], i["bias"])
 
-def _statistics(x: Tensor) -> Tensor:
-    return torch.empty((*x.shape[:-1], 1), device="meta")
+    ways = {**kernel_and_plain(ours), EAGER: eager}
+    return forward_and_backward("layer norm", 0.8, row_inputs(4096), ("x", "weight", "bias"), ways)
 
 
 def _bias_gradient() -> BenchCase:
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
         return {"rows": random_tensor(device, dtype, max(4, 8192 // shrink), max(8, 4096 // shrink))}
 
-    ways: dict[str, Way] = {
-        KERNEL: lambda i: kernels.sum_rows(i["rows"]),
-        PLAIN: lambda i: kernels.sum_rows(i["rows"], plain=True),
-        EAGER: lambda i: i["rows"].sum(0),
-    }
-    return BenchCase("bias gradient", 0.8, inputs, lambda i: moved_bytes("sum_rows", i["rows"]), ways)
+    def nbytes(i: Inputs) -> int:
+        price = kernels.cost("sum_rows", i["rows"])
+        return price.bytes_read + price.bytes_written
+
+    ways = kernel_and_plain(lambda i, plain: kernels.sum_rows(i["rows"], plain=plain))
+    return BenchCase("bias gradient", 0.8, inputs, {**ways, EAGER: lambda i: i["rows"].sum(0)}, nbytes)
 
 
 def _bias_gelu() -> list[BenchCase]:
-    return forward_and_backward(
-        "bias + GELU",
-        0.9,
-        row_inputs(16384),
-        ("x", "bias"),
-        {
-            KERNEL: lambda i: kernels.bias_gelu(i["x"], i["bias"]),
-            PLAIN: lambda i: kernels.bias_gelu(i["x"], i["bias"], plain=True),
-            EAGER: lambda i: F.gelu(i["x"] + i["bias"], approximate="tanh"),
-        },
-        (
-            lambda i: moved_bytes("bias_gelu", i["x"], i["bias"]),
-            lambda i: moved_bytes("bias_gelu_backward", i["grad"], i["x"], i["bias"]),
-        ),
-    )
+    def ours(i: Inputs, plain: bool) -> Tensor:
+        return kernels.bias_gelu(i["x"], i["bias"], plain=plain)
+
+    def eager(i: Inputs) -> Tensor:
+        return F.gelu(i["x"] + i["bias"], approximate="tanh")
+
+    ways = {**kernel_and_plain(ours), EAGER: eager}
+    return forward_and_backward("bias + GELU", 0.9, row_inputs(16384), ("x", "bias"), ways)
 
 
 def _rms_norm() -> list[BenchCase]:
-    return forward_and_backward(
-        "RMS norm",
-        0.8,
-        row_inputs(4096),
-        ("x", "weight"),
-        {
-            KERNEL: lambda i: kernels.rms_norm(i["x"], i["weight"]),
-            PLAIN: lambda i: kernels.rms_norm(i["x"], i["weight"], plain=True),
-            EAGER: lambda i: F.rms_norm(i["x"], i["weight"].shape, i["weight"], 1e-5),
-        },
-        (
-            lambda i: moved_bytes("rms_norm", i["x"], i["weight"]),
-            lambda i: moved_bytes("rms_norm_backward", i["grad"], i["x"], _statistics(i["x"]), i["weight"]),
-        ),
-    )
+    def ours(i: Inputs, plain: bool) -> Tensor:
+        return kernels.rms_norm(i["x"], i["weight"], plain=plain)
+
+    def eager(i: Inputs) -> Tensor:
+        return F.rms_norm(i["x"], i["weight"].shape, i["weight"], 1e-5)
+
+    ways = {**kernel_and_plain(ours), EAGER: eager}
+    return forward_and_backward("RMS norm", 0.8, row_inputs(4096), ("x", "weight"), ways)
 
 
 def _swiglu() -> list[BenchCase]:
@@ -105,21 +77,8 @@ def _swiglu() -> list[BenchCase]:
         gate, up = i["x"].chunk(2, -1)
         return F.silu(gate) * up
 
-    return forward_and_backward(
-        "SwiGLU",
-        0.9,
-        inputs,
-        ("x",),
-        {
-            KERNEL: lambda i: kernels.swiglu(i["x"]),
-            PLAIN: lambda i: kernels.swiglu(i["x"], plain=True),
-            EAGER: eager,
-        },
-        (
-            lambda i: moved_bytes("swiglu", i["x"]),
-            lambda i: moved_bytes("swiglu_backward", i["grad"], i["x"]),
-        ),
-    )
+    ways = {**kernel_and_plain(lambda i, plain: kernels.swiglu(i["x"], plain=plain)), EAGER: eager}
+    return forward_and_backward("SwiGLU", 0.9, inputs, ("x",), ways)
 
 
 def _rotary() -> list[BenchCase]:
@@ -137,43 +96,20 @@ def _rotary() -> list[BenchCase]:
         first, second = x.chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
 
-    def nbytes(i: Inputs) -> int:
-        return moved_bytes("rotary", i["x"], 32, 128, 128)
-
-    return forward_and_backward(
-        "rotary positions",
-        0.8,
-        inputs,
-        ("x",),
-        {
-            KERNEL: lambda i: kernels.rotary(i["x"], 32, 128, 128),
-            PLAIN: lambda i: kernels.rotary(i["x"], 32, 128, 128, plain=True),
-            EAGER: eager,
-        },
-        (nbytes, nbytes),
-    )
+    ways = kernel_and_plain(lambda i, plain: kernels.rotary(i["x"], 32, 128, 128, plain=plain))
+    return forward_and_backward("rotary positions", 0.8, inputs, ("x",), {**ways, EAGER: eager})
 
 
 def _dropout() -> list[BenchCase]:
-    def ours(i: Inputs, plain: bool = False) -> Tensor:
+    def ours(i: Inputs, plain: bool) -> Tensor:
         place = (0.1, 7, 0, i["seq"], 0, True)
         return kernels.bias_dropout_residual(i["x"], i["bias"], i["residual"], *place, plain=plain)
 
-    return forward_and_backward(
-        "bias + dropout + residual",
-        0.9,
-        row_inputs(4096),
-        ("x", "bias"),
-        {
-            KERNEL: ours,
-            PLAIN: lambda i: ours(i, True),
-            EAGER: lambda i: i["residual"] + F.dropout(i["x"] + i["bias"], 0.1),
-        },
-        (
-            lambda i: moved_bytes("bias_dropout_residual", i["x"], i["bias"], i["residual"], 0.1),
-            lambda i: moved_bytes("bias_dropout_residual_backward", i["grad"], True),
-        ),
-    )
+    def eager(i: Inputs) -> Tensor:
+        return i["residual"] + F.dropout(i["x"] + i["bias"], 0.1)
+
+    ways = {**kernel_and_plain(ours), EAGER: eager}
+    return forward_and_backward("bias + dropout + residual", 0.9, row_inputs(4096), ("x", "bias"), ways)
 
 
 def _softmax() -> list[BenchCase]:
@@ -187,17 +123,8 @@ def _softmax() -> list[BenchCase]:
         future = torch.ones(s, s, dtype=torch.bool, device=i["x"].device).triu(1)
         return (i["x"] * 0.125).masked_fill(future, float("-inf")).softmax(-1)
 
-    return forward_and_backward(
-        "causal softmax",
-        0.0,
-        inputs,
-        ("x",),
-        {KERNEL: lambda i: kernels.causal_softmax(i["x"], 0.125), EAGER: eager},
-        (
-            lambda i: moved_bytes("causal_softmax", i["x"], 0.125),
-            lambda i: moved_bytes("causal_softmax_backward", i["grad"], i["x"], 0.125),
-        ),
-    )
+    ways: dict[str, Way] = {KERNEL: lambda i: kernels.causal_softmax(i["x"], 0.125), EAGER: eager}
+    return forward_and_backward("causal softmax", 0.0, inputs, ("x",), ways)
 
 
 def _cross_entropy() -> BenchCase:
@@ -207,7 +134,7 @@ def _cross_entropy() -> BenchCase:
         grad = torch.full((count,), 1 / count, device=device)
         return {"logits": logits, "targets": torch.randint(vocab, (count,), device=device), "grad": grad}
 
-    def ours(i: Inputs, plain: bool = False) -> None:
+    def ours(i: Inputs, plain: bool) -> None:
         maximum = kernels.cross_entropy_max(i["logits"], plain=plain)
         sums = kernels.cross_entropy_sums(i["logits"], maximum, i["targets"], 0, plain=plain)
         kernels.cross_entropy_backward_(i["logits"], maximum, sums, i["targets"], 0, i["grad"], plain=plain)
@@ -216,17 +143,7 @@ def _cross_entropy() -> BenchCase:
         leaf = i["logits"].detach().requires_grad_()
         return torch.autograd.grad(F.cross_entropy(leaf.float(), i["targets"]), leaf)
 
-    def nbytes(i: Inputs) -> int:
-        maximum = torch.empty(i["logits"].shape[0], device="meta")
-        sums = torch.empty(2, maximum.numel(), device="meta")
-        return (
-            moved_bytes("cross_entropy_max", i["logits"])
-            + moved_bytes("cross_entropy_sums", i["logits"], maximum, i["targets"])
-            + moved_bytes("cross_entropy_backward_", i["logits"], maximum, sums, i["targets"])
-        )
-
-    ways: dict[str, Way] = {KERNEL: ours, PLAIN: lambda i: ours(i, True), EAGER: eager}
-    return BenchCase("cross-entropy with its gradient", 0.8, inputs, nbytes, ways)
+    return BenchCase("cross-entropy with its gradient", 0.8, inputs, {**kernel_and_plain(ours), EAGER: eager})
 
 
 def _adamw() -> BenchCase:
@@ -240,7 +157,7 @@ def _adamw() -> BenchCase:
         scalars = {"step": torch.tensor(5.0, device=device), "lr": torch.tensor(1e-4, device=device)}
         return {"states": ([master], [grad], [first], [second.square_()], copies), **scalars}
 
-    def ours(i: Inputs, plain: bool = False) -> None:
+    def ours(i: Inputs, plain: bool) -> None:
         kernels.adamw_(*i["states"], step=i["step"], lr=i["lr"], **options, plain=plain)
 
     def stock(i: Inputs, **how: bool) -> None:
@@ -271,10 +188,8 @@ def _adamw() -> BenchCase:
         "AdamW",
         0.9,
         inputs,
-        lambda i: moved_bytes("adamw_", *i["states"]),
         {
-            KERNEL: ours,
-            PLAIN: lambda i: ours(i, True),
+            **kernel_and_plain(ours),
             "torch fused": lambda i: stock(i, fused=True),
             "torch foreach": lambda i: stock(i, foreach=True),
             EAGER: written_out,
@@ -291,14 +206,8 @@ def _norm() -> BenchCase:
     def eager(i: Inputs) -> Tensor:
         return torch.stack(torch._foreach_norm(i["tensors"], 2, dtype=torch.float32)).square().sum()
 
-    ways: dict[str, Way] = {
-        KERNEL: lambda i: kernels.norm_squared(i["tensors"]),
-        PLAIN: lambda i: kernels.norm_squared(i["tensors"], plain=True),
-        EAGER: eager,
-    }
-    return BenchCase(
-        "norm and overflow", 0.9, _tensors, lambda i: moved_bytes("norm_squared", i["tensors"]), ways
-    )
+    ways = kernel_and_plain(lambda i, plain: kernels.norm_squared(i["tensors"], plain=plain))
+    return BenchCase("norm and overflow", 0.9, _tensors, {**ways, EAGER: eager})
 
 
 def cases() -> list[BenchCase]:
