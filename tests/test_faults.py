@@ -177,6 +177,10 @@ def test_an_equal_experiment_with_another_name_copies_its_record(tmp_path: Path)
     first, second = found["a"], found["z"]
     assert (second["suite"], second["copy_of"]) == ("second", first["id"])
     assert second["metrics"] == first["metrics"]
+    before = lines(results)
+    run(tmp_path / "first.toml", results)
+    run(tmp_path / "second.toml", results)
+    assert lines(results) == before, "repeated runs must not copy records again"
 
 
 def test_a_full_disk_is_reported_and_stops_the_run(tmp_path: Path) -> None:
