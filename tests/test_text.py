@@ -13,6 +13,8 @@ from typing import TypeGuard
 
 import pytest
 
+from repro.config.files import read_toml
+
 ROOT = Path(__file__).parents[1]
 GENERATED = ("commands.md", "keys.md")
 """Reference pages that a command prints; they may have any length."""
@@ -170,6 +172,49 @@ def test_modules_have_plain_words_and_short_sentences(folder: str) -> None:
             (module.name, "long", each) for text in docstrings + messages for each in long_sentences(text)
         ]
     assert found == []
+
+
+PROSE_KEYS = {
+    *(
+        "about",
+        "asks",
+        "because",
+        "conditions",
+        "contradictions",
+        "description",
+        "given",
+        "needs",
+        "not_comparable",
+    ),
+    *("note", "question", "text", "title"),
+}
+"""Keys of data files whose values are phrases or sentences."""
+DATA_FILES = sorted(
+    path for folder in ("repro", "suites", "slurm") for path in (ROOT / folder).rglob("*.toml")
+)
+
+
+def data_texts(value: object, key: str = "") -> Iterator[str]:
+    """Yield the phrases and sentences in the parsed TOML `value` of `key`; `body`: cells of a table of the ledger."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from data_texts(part, name)
+    elif isinstance(value, list):
+        for part in value:
+            yield from data_texts(part, key)
+    elif isinstance(value, str) and (key in PROSE_KEYS or (key == "body" and value.endswith("."))):
+        yield value
+
+
+@pytest.mark.parametrize("file", DATA_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_data_files_have_plain_words_and_short_sentences(file: Path) -> None:
+    content = file.read_text(encoding="utf-8")
+    remarks = re.sub(r"^#\s*", "", "\n".join(re.findall(r"^#.*$", content, re.MULTILINE)), flags=re.MULTILINE)
+    remarks = re.sub(r"^(repro |--|.*\S   +\S).*$", "", remarks, flags=re.MULTILINE)
+    texts = [*data_texts(read_toml(file)), *re.split(r"\n\s*\n|(?<=\.)\n", remarks)]
+    plain = [re.sub(r"`[^`]*`", "CODE", text) for text in texts]
+    assert [text for text in plain if PRIVATE_WORDS.search(text)] == []
+    assert [sentence for text in texts for sentence in long_sentences(text)] == []
 
 
 def test_texts_and_long_sentences_of_a_module_are_found(tmp_path: Path) -> None:
