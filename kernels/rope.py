@@ -81,8 +81,9 @@ def reference(
     x: Tensor, heads: int, head_width: int, width: int, base: float, place: Sequence[int] = (0, 0, 0)
 ) -> Tensor:
     """Rotate pairs of x's elements as complex numbers. `place`: first position, token of a position jump, jump size."""
-    b, s, _ = x.shape
-    turning, others = x.view(b, s, -1, head_width).split([heads, x.shape[-1] // head_width - heads], 2)
+    b, s, columns = x.shape
+    n = columns // head_width
+    turning, others = x.view(b, s, n, head_width).split([heads, n - heads], 2)
     first, second, rest = turning.split([width // 2, width // 2, head_width - width], -1)
     angles = _angles(s, width, base, place, x.device)[:, None, :].to(x.dtype)
     turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
@@ -100,14 +101,14 @@ def _rotary(
     split: int = 0,
     jump: int = 0,
 ) -> Tensor:
-    b, s, _ = x.shape
+    b, s, columns = x.shape
     y = x.contiguous().clone()
     angles = _angles(s, width, base, (first_position, split, jump), x.device)[:, None, :]
     wide = accumulation_dtype(x.dtype)
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     if inverse:
         sin = -sin
-    for sample in y.view(b, s, -1, head_width).unbind(0):
+    for sample in y.view(b, s, columns // head_width, head_width).unbind(0):
         first, second = sample[:, :heads, :width].to(wide, copy=True).chunk(2, -1)
         sample[:, :heads, : width // 2].copy_((first * cos).addcmul_(second, sin, value=-1))
         sample[:, :heads, width // 2 : width].copy_((second * cos).addcmul_(first, sin))
