@@ -22,7 +22,7 @@
 # make browser-packages  install Chromium for the browser tests (Debian, Ubuntu; root)
 # make pictures    run the experiments of the README's pictures, and draw them in reports/pictures (half an hour)
 # make slurm-packages  install SLURM, munge and MariaDB without starting them (Debian, Ubuntu; root)
-# make slurm-lab   start a SLURM cluster on this machine for tries of `repro submit`; make slurm-lab-down stops it
+# make slurm-lab   start a SLURM cluster on this machine for trials of `repro submit`; make slurm-lab-down stops it
 # make clean       remove the files that these targets write, except results/ and .venv/
 #
 # Variables, on the command line or in the environment:
