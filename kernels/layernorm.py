@@ -39,7 +39,7 @@ def program(
 
 
 def examples() -> list[Program]:
-    """Return CUDA programs of layer norm and RMS norm for the row lengths of well-known models of 8B to 1T."""
+    """Return CUDA programs of layer norm and RMS norm for the row lengths of known models (8e9 to 1e12 parameters)."""
     usual = [
         ("bfloat16", "bfloat16", 4256, 8, True),
         ("half", "float", 3072, 8, True),

@@ -41,7 +41,7 @@ class Mesh:
     rank: int
     world: Group
     dp: Group
-    """Group of the dp x cp ranks with the same part of the model, over which gradients are averaged, by replica."""
+    """Group that averages gradients: the dp x cp ranks with the same part of the model, ordered by replica."""
     cp: Group
     """Context-parallel group: the ranks that divide the tokens of the same samples."""
     tp: Group

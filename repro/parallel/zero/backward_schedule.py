@@ -165,7 +165,7 @@ class GradOnlyBackward:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             for i, p in enumerate(self._parameters):
-                # A parameter that is frozen at present has no node yet, but may be trained later.
+                # A frozen parameter has no autograd node yet, but may be trained later.
                 if i not in self._accumulate_nodes and p.requires_grad:
                     self._accumulate_nodes[i] = get_gradient_edge(p).node
         return not any(map(_will_execute, self._accumulate_nodes.values()))

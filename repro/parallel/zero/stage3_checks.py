@@ -2,7 +2,7 @@
 
 An operator on a freed parameter would read released memory, so the parameter gets a class that refuses operators. If
 the modules that a rank uses depend on its data, an all-gather could mix shards of different blocks. Every gather of a
-forward pass therefore compares its unit's index over the ranks, and the end of the pass a digest.
+forward pass therefore compares its unit's index over the ranks. The end of the pass compares a digest of the units.
 """
 
 from __future__ import annotations

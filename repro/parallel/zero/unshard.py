@@ -233,7 +233,7 @@ class ParameterUnsharder:
         return run, visit - run.offset
 
     def _inside_visit(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook the output of a unit's inner module whose backward may begin before that of the unit's output."""
+        """Hook the output of a module in a unit, because backward may reach it before it reaches the unit's output."""
         if not torch.is_grad_enabled() or (self.retains_units and torch._C._current_graph_task_id() != -1):
             return
         if self._schedule is not None:
