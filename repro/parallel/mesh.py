@@ -134,7 +134,7 @@ def ensure_process_group(device: torch.device) -> None:
 
 _Made = dict[tuple[tuple[int, ...], tuple[object, ...]], dist.ProcessGroup]
 _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
-"""Process groups that this process has created, by default process group, and then by (ranks, purpose)."""
+"""Process groups that this process has created: for each default process group, groups by (ranks, purpose)."""
 
 
 def make_process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ()) -> dist.ProcessGroup:

@@ -318,7 +318,7 @@ def _read_weight(value: Any, reading: Reading) -> None:
 
 
 def _read_flavor(value: Any, reading: Reading) -> None:
-    """Set the model's sizes by torchtitan's flavor or a model name; other flavors need sizes by `--model`."""
+    """Set the model's sizes by a known flavor of torchtitan or a model name. Unknown flavors need option `--model`."""
     from repro.config import models
 
     name = {flavor: name for name, flavor in FLAVORS.items()}.get(value, value)

@@ -117,7 +117,8 @@ def timeline(
     unit, starts, durations = _starts(schedule, forward, backward)
     times: dict[int, Fraction] = {}
 
-    def exact(ticks: int) -> Fraction:  # Fractions are cached: creating one is slow, and few values differ.
+    # Cache the fractions, because their creation is slow and a schedule has few different times.
+    def exact(ticks: int) -> Fraction:
         if ticks not in times:
             times[ticks] = Fraction(ticks, unit)
         return times[ticks]
@@ -193,7 +194,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 def _starts(
     schedule: Schedule, forward: Rational | int, backward: Rational | int
 ) -> tuple[int, list[list[int]], dict[str, int]]:
-    """Return a schedule's times: ticks per time unit, and in ticks every action's start and each kind's duration."""
+    """Return ticks per time unit, and in ticks the start of every action and the duration of each kind of action."""
     stages, chunks = len(schedule), chunks_of(schedule)
     exact = {FORWARD: Fraction(forward) / chunks, BACKWARD: Fraction(backward) / chunks}
     for key, time in (("forward", exact[FORWARD]), ("backward", exact[BACKWARD])):

@@ -182,7 +182,7 @@ def _will_execute(node: Any) -> bool:
 def tensors_in(value: Any, attributes: bool = False) -> Iterator[Tensor]:
     """Return the tensors in `value`: in pytrees (tuples, lists, dicts), dataclasses and other mappings.
 
-    `attributes`: include the attributes of any other object, as is right for the output of a module. An object in the
+    `attributes`: include the attributes of any other object, as needed for the output of a module. An object in the
     input of a module may have tensors that the module does not use.
     """
     return _tensors_in(value, attributes, set())

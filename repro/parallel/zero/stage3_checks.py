@@ -115,7 +115,7 @@ class UnitAgreement:
         return Work(finish=check)
 
     def union(self, flags: Sequence[bool]) -> list[bool]:
-        """Return the logical or over all ranks of each of the last 60 flags, and for earlier flags True."""
+        """Return the logical OR over all ranks of each of the last 60 flags, and for earlier flags True."""
         if self.group.size == 1:
             return list(flags)
         sent = flags[-60:]

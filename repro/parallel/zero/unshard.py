@@ -53,7 +53,7 @@ class ParameterUnsharder:
         self._schedule: BackwardSchedule | None = None
         """Schedule of the running backward pass; None outside backward passes."""
         self.retains_units = False
-        """Whether units remain gathered, because a backward pass of inputs' gradients left a graph for a later pass."""
+        """Whether units remain gathered for a later backward pass, after one that computed only gradients of inputs."""
         self._agreement: UnitAgreement | None = None
         self._guards: list[FreedParameterGuard] = []
         self._handles: list[Any] = []
