@@ -1,7 +1,7 @@
 """The fused operators `repro::*`, which all training strategies share, for CPU, CUDA and meta tensors.
 
 A module holds one operator with its backward pass, shape function, cost formula, CUDA binding and `reference`, which
-computes the same with plain torch operators.
+computes the same result with plain torch operators.
 """
 
 from repro.kernels.adamw import adamw_

@@ -50,9 +50,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
     if k.shape[2] == q.shape[2]:
         how: dict[str, Any] = {"is_causal": True}
     elif q.device.type == "cuda":
-        from torch.nn.attention.bias import (
-            causal_lower_right,
-        )  # This import takes two seconds (torch's compiler).
+        # Imported here, because this module imports torch's compiler, which takes two seconds.
+        from torch.nn.attention.bias import causal_lower_right
 
         how = {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])}
     else:

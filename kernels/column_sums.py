@@ -62,9 +62,9 @@ def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[i
 def row_grid(
     on: KernelLauncher, rows: int, columns: int, width: int, threads: int, per_processor: int = 2048
 ) -> tuple[int, int]:
-    """Return the number of blocks of a grid with `width` columns per thread, and the number of rows processed at once.
+    """Return the number of thread blocks of a grid, and the number of matrix rows that the grid processes at once.
 
-    `threads`: threads per block. `per_processor`: maximum number of threads per multiprocessor.
+    `width`: columns per thread. `threads`: threads per block. `per_processor`: maximum threads per multiprocessor.
     """
     vectors = columns // width
     needed, resident = rows * vectors, per_processor * on.processors  # numbers of threads

@@ -284,7 +284,7 @@ def bias_dropout_residual(
     sizes do not agree or p is not in [0, 1).
     """
     if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout probability is {p}, it must be at least 0 and less than 1")
+        raise ValueError(f"dropout probability {p} must be at least 0 and less than 1")
     if x.dim() != 3 or (residual is not None and residual.shape != x.shape):
         other = None if residual is None else list(residual.shape)
         raise ValueError(

@@ -39,7 +39,7 @@ def program(
 
 
 def examples() -> list[Program]:
-    """Return CUDA programs of layer norm and RMS norm for the row lengths of well-known models of 8B to 1T."""
+    """Return CUDA programs of layer norm and RMS norm for the row lengths of known models (8e9 to 1e12 parameters)."""
     usual = [
         ("bfloat16", "bfloat16", 4256, 8, True),
         ("half", "float", 3072, 8, True),
@@ -209,7 +209,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
             f"not {list(weight.shape)} and {list(bias.shape)}"
         )
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
-    saved = (0, 4, 5, 1)  # indices of x, mean, rstd and weight in (*inputs, *results) of `Differentiable`
+    # `Differentiable` has x, mean, rstd and weight at these indices of inputs and results.
+    saved = (0, 4, 5, 1)
     return Differentiable.apply(
         lambda x, weight, bias: forward(x, weight, bias, eps),
         lambda grad, *saved: backward(grad, *saved),

@@ -96,7 +96,7 @@ def uniform_bits(rows: Tensor, columns: int, key: int) -> Tensor:
 def threshold(p: float) -> int:
     """Return the minimum random int32 value for which dropout with probability p in [0, 1) retains an element."""
     if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout probability is {p}, it must be at least 0 and less than 1")
+        raise ValueError(f"dropout probability {p} must be at least 0 and less than 1")
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 

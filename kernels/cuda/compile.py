@@ -68,7 +68,7 @@ def supported_architectures() -> tuple[int, ...]:
 
 
 def compile_target(capability: tuple[int, int]) -> CompileTarget:
-    """Return the target for a GPU: machine code of its major architecture, or intermediate code of an earlier one.
+    """Return the target for a GPU: machine code of its major architecture, or PTX of an earlier architecture.
 
     Raises `Unavailable` if NVRTC supports only newer GPUs.
     """

@@ -188,4 +188,4 @@ def _device_index(arguments: tuple[Any, ...]) -> int:
             argument = argument[0]
         if isinstance(argument, Tensor):
             return argument.get_device()
-    raise AssertionError("an operator was called without a tensor")
+    raise AssertionError("the arguments of a CUDA operator contain no tensor")

@@ -46,11 +46,12 @@ _ADAPTERS = {
 _LIBRARIES = {"torch": "torch._dynamo", "deepspeed": "deepspeed", "megatron": "megatron.core"}
 """Python module of the library that an engine needs, by engine."""
 _MIN_TORCH = (2, 10)
-"""Minimum version of torch for engine `torch`: `replicate` based on FSDP2, and pipeline steps with `return_outputs`."""
+"""Minimum version of torch for engine `torch`, which needs `replicate` based on FSDP2, and `return_outputs` in
+pipeline steps."""
 
 _ABSENT = object()
 Attribute = tuple[Any, str]
-"""Attribute whose value depends on the experiment, as (module or class, name of the attribute)."""
+"""Attribute of a library whose value depends on the experiment: (module or class, name of the attribute)."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,13 @@ class Exchange:
 
 
 def missing_library(engine: str) -> str:
-    """Return the engine's missing library and its installation (`deepspeed: pip install ...`); empty if installed."""
+    """Return the missing library of an engine and the command that installs it (`deepspeed: pip install ...`).
+
+    The result is empty if the library is installed.
+    """
     version = versions(["torch"]).get("torch", "") if engine == "torch" else ""
     if () < major_minor(version) < _MIN_TORCH:
-        return f"torch {'.'.join(map(str, _MIN_TORCH))} or later: {version} is installed. Upgrade torch"
+        return f"torch {'.'.join(map(str, _MIN_TORCH))} or later: torch {version} is installed. Upgrade torch"
     library = _LIBRARIES.get(engine, "torch").partition(".")[0]
     return "" if extras.is_installed(library) else f"{library}: {extras.installation('engines')}"
 

@@ -153,7 +153,7 @@ def layers_forward(model: Model, seq: int, samples: int) -> int:
     Raises `ConfigError` for an architecture other than gpt.
     """
     require(
-        model.architecture == "gpt", "model", model.name, "a gpt; FLOP of other architectures are not counted"
+        model.architecture == "gpt", "model", model.name, "a model of architecture gpt, to count its FLOP"
     )
     inner = model.heads * model.head_width
     keys = model.key_heads * model.head_width

@@ -64,7 +64,7 @@ class LossHead(nn.Module):
     """Final norm, logits and loss: activations x [b, s, h] and targets [b, s] to fp32 losses per token [b * s]."""
 
     def __init__(self, setting: Setting, tokens: nn.Parameter | None):
-        """Create the loss head. `tokens`: token embedding on this pipeline stage; with None, a tied head has a copy."""
+        """Create the loss head. `tokens`: token embedding on this stage; with None, a tied head creates a copy."""
         super().__init__()
         m = setting.model
         self.setting = setting

@@ -45,7 +45,8 @@ class BatchPosition:
 
 
 DROPOUT_SITES = 3
-"""Number of dropouts in a layer: attention weights, attention output and MLP output; layer 0 is the embedding."""
+"""Number of dropouts in a transformer layer: attention weights, attention output and MLP output. The embedding counts
+as layer 0 and has one dropout."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Setting:
 
     @property
     def plain(self) -> bool:
-        """Return whether torch's operators run in place of this package's CUDA kernels."""
+        """Return whether torch's operators run in place of the CUDA kernels of `repro.kernels`."""
         return self.operators.plain
 
     def positions(self, count: int) -> Positions:

@@ -4,12 +4,12 @@
            attention weights it equals `softmax`, because fused attention would drop other weights under another layout
 `softmax`  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): batched products write and read the
            scores.  Scale, mask and softmax are one operator if four divides the samples times heads of a rank, else
-           five in fp32.  Bias and GELU are one operator, and bias, dropout and residual another
+           five in fp32.  Bias and GELU are one operator.  Bias, dropout and residual are one operator
 `unfused`  Megatron-LM of September 2019 (a0368ddf, `mpu/transformer.py`), on which DeepSpeed of February 2020 ran:
            every line of code is one operator, except GELU, which was compiled into one
 
 Variants of `fused`: `reference` has no CUDA kernels of `kernels/`, `megatron-2025` copies shared values for Transformer
-Engine's attention, and `torchtitan-2024` has another loss.
+Engine's attention, and `torchtitan-2024` computes the loss from an fp32 copy of the logits.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Group:
         *,
         blocking: bool = False,
     ):
-        """Create the group's object of `rank`. `blocking`: wait for every collective at its launch (no overlap)."""
+        """Create the group's object for `rank`. `blocking`: wait for every collective at its launch (no overlap)."""
         self.name, self.ranks, self.size, self.blocking = name, ranks, len(ranks), blocking
         self.rank = ranks.index(rank)
         """Index of this process among the ranks of the group."""

@@ -41,7 +41,7 @@ class Positions(NamedTuple):
     jump: int = 0
 
     def rows(self, table: Tensor, count: int) -> Tensor:
-        """Return the rows of `table` [s, ...] (one per position of the sample) for the rank's first `count` tokens."""
+        """Return the rows of the rank's first `count` tokens from `table` [s, ...], which has one row per position."""
         if not self.jump:
             return table[self.first : self.first + count]
         second = self.first + self.split + self.jump

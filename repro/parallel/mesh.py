@@ -41,7 +41,7 @@ class Mesh:
     rank: int
     world: Group
     dp: Group
-    """Group of the dp x cp ranks with the same part of the model, over which gradients are averaged, by replica."""
+    """Group that averages gradients: the dp x cp ranks with the same part of the model, ordered by replica."""
     cp: Group
     """Context-parallel group: the ranks that divide the tokens of the same samples."""
     tp: Group
@@ -134,7 +134,7 @@ def ensure_process_group(device: torch.device) -> None:
 
 _Made = dict[tuple[tuple[int, ...], tuple[object, ...]], dist.ProcessGroup]
 _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
-"""Process groups that this process has created, by default process group, and then by (ranks, purpose)."""
+"""Process groups that this process has created: for each default process group, groups by (ranks, purpose)."""
 
 
 def make_process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ()) -> dist.ProcessGroup:

@@ -177,7 +177,7 @@ class GlooTransport:
         return [((r + k) % n, (r - k) % n) for k in range(1, n)]
 
     def _next_tag(self) -> int:
-        """Return the tag of the next collective's messages, which is equal on all ranks (one order of collectives)."""
+        """Return the next collective's tag, which is equal on all ranks because they start collectives in one order."""
         self._tag = (self._tag + 1) % (1 << 16)
         return (self.channel << 16) + self._tag
 
@@ -249,7 +249,7 @@ RingOperation = Callable[[], None]
 
 
 def needs_ring(ranks: Sequence[int], per_node: int) -> bool:
-    """Return whether `ranks` are on several nodes, with several on one node; `per_node`: the job's ranks per node."""
+    """Return whether `ranks` are on several nodes, with several ranks on one node. `per_node`: ranks per node."""
     nodes = [rank // per_node for rank in ranks]
     return 1 < len(set(nodes)) < len(nodes)
 
@@ -317,5 +317,5 @@ class GlooRing(GlooTransport):
 def _run(jobs: queue.SimpleQueue[RingOperation | None]) -> None:
     while job := jobs.get():
         job()
-        # A finished job would keep its transport alive, and the thread ends only when the transport is freed.
+        # The finished operation references its transport. The thread ends only when the transport is freed.
         del job

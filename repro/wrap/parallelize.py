@@ -107,11 +107,11 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 NOT_FOR_STOCK_MODULES = (
     ("tp", 1, "a stock module has no tensor-parallel layers"),
-    ("cp", 1, "a stock module's attention sees all tokens of a sample"),
-    ("pp", 1, "a stock module is not cut into pipeline stages"),
+    ("cp", 1, "attention in a stock module needs all tokens of a sample on one rank"),
+    ("pp", 1, "a stock module is not divided into pipeline stages"),
     ("recompute", False, "a stock module calls torch.utils.checkpoint itself"),
-    ("kernels", "fused", "a stock module brings its own operators"),
-    ("offload_optimizer", False, "repro.parallelize leaves optimizer states on the device"),
+    ("kernels", "fused", "a stock module defines its own operators"),
+    ("offload_optimizer", False, "repro.parallelize does not move optimizer states to host memory"),
     ("grad_dtype", "precision", "a stock optimizer reads gradients in the data type of its parameters"),
 )
 """Layout keys for which `repro.parallelize` supports only one value: key, supported value and reason."""

@@ -109,14 +109,15 @@ def _treats_elements_alone(optimizer: optim.Optimizer, group: dict[str, Any]) ->
 def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, here: slice) -> Tensor:
     """Return the parameter `start`, flattened, after three steps of a copy of `optimizer`.
 
-    `here` selects the elements of `start` from a matrix of 24 elements, whose gradients depend on their indices.
+    `start` contains the elements `here` of a matrix of 24 elements, each with a gradient that depends on its index.
     """
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     # Remove a learning rate scheduler's wrapper of `step`, which counts optimizer steps.
     vars(twin).pop("step", None)
     parameter = Parameter(start.clone())
-    rate = {"lr": 0.01} if group.get("lr") == 0 else {}  # A learning rate of 0 updates nothing.
+    # With a learning rate of 0, the trial steps would not change the parameter.
+    rate = {"lr": 0.01} if group.get("lr") == 0 else {}
     twin.param_groups = [{**group, **rate, "params": [parameter]}]
     twin.state = defaultdict(dict)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

@@ -225,7 +225,7 @@ class WrappedModule(ShardedModule):
         return found
 
     def _copied(self, cut: Any) -> dict[str, Any]:
-        """Return the module's `state_dict` with copies of all tensors except bucket parameters. `cut`: their ids."""
+        """Return the module's `state_dict` with copies of all tensors but bucket parameters, whose ids are `cut`."""
         self._saving = True
         try:
             states = self.module.state_dict(keep_vars=True)

@@ -113,12 +113,12 @@ COMMANDS = [
     (f"{VERSUS} '--tp 3'", "--gpus = 8: must be a multiple of tp x pp = 3 x 1 = 3"),
     (f"{VERSUS} '--pp 2' --timeline t.json", "--versus = '--pp 2': cannot be combined with --timeline"),
     # launch files of other frameworks
-    ("simulate --system dgx2 --gpus 8", "--model: is missing; name a model, or a file by --from"),
-    ("plan --system dgx2 --gpus 8", "--model: is missing; name a model, or a file by --from"),
-    (f"{STEP} --launch megatron", "--launch = 'megatron': needs --output"),
-    (f"{PLAN} dgx2 --output x", "--launch = '': needs --output, and --output needs --launch"),
+    ("simulate --system dgx2 --gpus 8", "--model: no model is given; add --model NAME or --from FILE"),
+    ("plan --system dgx2 --gpus 8", "--model: no model is given; add --model NAME or --from FILE"),
+    (f"{STEP} --launch megatron", "--launch = 'megatron': --launch and --output must be used together"),
+    (f"{PLAN} dgx2 --output x", "--launch = '': --launch and --output must be used together"),
     (f"{STEP} --launch jax --output x", "--launch = 'jax': must be one of megatron, torchtitan"),
-    ("simulate --from none.sh --system dgx2 --gpus 8", "--from = 'none.sh': cannot be read"),
+    ("simulate --from none.sh --system dgx2 --gpus 8", "--from = 'none.sh': the file cannot be read"),
     ("plan --from none.txt --system dgx2 --gpus 8", "--from = 'none.txt': must be a file that ends in .sh,"),
     # empty arguments, missing folders and output files, which are checked before the command runs
     ("run ''", "argument = '': is empty"),

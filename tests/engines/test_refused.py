@@ -109,7 +109,7 @@ def test_engine_torch_needs_torch_2_10(
     version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    expected = f"torch 2.10 or later: {version} is installed." if is_refused else ""
+    expected = f"torch 2.10 or later: torch {version} is installed." if is_refused else ""
     assert missing_library("torch").startswith(expected)
     assert bool(missing_library("torch")) is is_refused
     assert not missing_library("native")

@@ -139,7 +139,7 @@ def test_unsupported_operator_sets_and_overlap_are_refused() -> None:
         Layout(dp=2, zero=3, overlap=False)
     module = Tied()
     with pytest.raises(
-        ConfigError, match="kernels = 'softmax': must be fused: a stock module brings its own"
+        ConfigError, match="kernels = 'softmax': must be fused: a stock module defines its own"
     ):
         repro.parallelize(module, optimizer_of(module, "adamw"), Layout(kernels="softmax"))
 

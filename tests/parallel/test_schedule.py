@@ -170,9 +170,15 @@ def test_schedules_print_their_actions_in_order() -> None:
         (("2f2b", 2, 2, 1), "schedule = '2f2b': must be one of gpipe, 1f1b, interleaved"),
         (("1f1b", 0, 2, 1), "stages = 0: must be an integer of at least 1"),
         (("gpipe", 2, 0, 1), "micro_batches = 0: must be an integer of at least 1"),
-        (("1f1b", 2, 2, 2), "chunks = 2: must be 1 unless schedule = interleaved"),
-        (("interleaved", 2, 2, 1), "chunks = 1: must be at least 2 with schedule = interleaved"),
-        (("interleaved", 1, 2, 2), "stages = 1: must be at least 2 with schedule = interleaved"),
+        (("1f1b", 2, 2, 2), "chunks = 2: must be 1 chunk per stage unless schedule = interleaved"),
+        (
+            ("interleaved", 2, 2, 1),
+            "chunks = 1: must be at least 2 chunks per stage with schedule = interleaved",
+        ),
+        (
+            ("interleaved", 1, 2, 2),
+            "stages = 1: must be at least 2 pipeline stages with schedule = interleaved",
+        ),
         (
             ("interleaved", 4, 6, 2),
             "micro_batches = 6: must be a multiple of stages = 4 with schedule = interleaved",

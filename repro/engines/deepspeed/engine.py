@@ -35,7 +35,7 @@ from repro.parallel.pipeline.runner import Observer
 from repro.parallel.zero.optimizer import Norms
 
 _MODULE_VARIABLES = {
-    "torch.nn.functional": ("linear",),  # ZeRO stage 3 of DeepSpeed replaces `linear`.
+    "torch.nn.functional": ("linear",),  # ZeRO stage 3 of DeepSpeed replaces `torch.nn.functional.linear`.
     "deepspeed.utils.groups": ("mpu",),
     "deepspeed.runtime.activation_checkpointing.checkpointing": (
         *("mpu", "mp_rank", "mp_size", "mp_group", "num_layers", "deepspeed_checkpointing_enabled"),
@@ -56,7 +56,7 @@ _MODULE_VARIABLES = {
 def import_deepspeed(device_type: str) -> ModuleType:
     """Import DeepSpeed for the device type `cpu` or `cuda`, and limit its log to errors."""
     if device_type == "cpu":
-        # Without this variable, DeepSpeed queries the GPU driver.
+        # Without the environment variable DS_ACCELERATOR, DeepSpeed queries the GPU driver.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The import makes setuptools warn about distutils.
@@ -67,14 +67,15 @@ def import_deepspeed(device_type: str) -> ModuleType:
     if device_type == "cpu":
         # DeepSpeed refuses fp16 on CPUs without fp16 instructions, on which torch can compute in fp16.
         library.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    # Without this setting, the first collective compiles DeepSpeed's shared-memory reduction, which is for inference.
+    # Prevent the first collective from compiling DeepSpeed's shared-memory reduction, which only inference needs.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return library
 
 
 def join_process_group(device: torch.device) -> None:
     """Initialise the process group of torch and of DeepSpeed, which DeepSpeed needs even with one rank."""
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed reads the GPU's index from this variable.
+    # DeepSpeed reads the GPU's index from the environment variable LOCAL_RANK.
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
     meshes.ensure_process_group(device)
     from deepspeed import comm
 
@@ -153,10 +154,10 @@ class DeepSpeedEngine:
         """Global gradient norm of the last fp32 step at ZeRO stage 0, for which DeepSpeed stores no norm; else None."""
         if layout.zero == 0 and layout.precision == "fp32":
             self._store_norm()
-        # DeepSpeed does not scale the loss of stage 0 (github.com/deepspeedai/DeepSpeed/pull/8393).
+        # Under stage 0, DeepSpeed does not apply the loss scale (github.com/deepspeedai/DeepSpeed/pull/8393).
         is_unscaled = layout.zero == 0 and layout.precision == "fp16"
         self._unscaled: Any = self.engine.optimizer if is_unscaled else None
-        """DeepSpeed's optimizer if this class must apply its loss scale to the loss; None if DeepSpeed does so."""
+        """DeepSpeed's optimizer if this engine must apply the loss scale to the loss; None if DeepSpeed applies it."""
 
     def _partition(self, mpu: SimpleNamespace | None) -> Callable[[Module], object]:
         """Return a function that partitions a new module by ZeRO stage 3, so that no rank ever has the full model."""
@@ -246,8 +247,8 @@ class DeepSpeedEngine:
         """Return the version and the configuration of DeepSpeed, for the record of an experiment."""
         return EngineReport(
             f"DeepSpeed {self.version}",
-            "engine, ZeRO and activation checkpointing; the model, its kernels and tensor parallelism are this "
-            "suite's, AdamW is torch's",
+            "DeepSpeed provides engine, ZeRO and activation checkpointing; this suite provides the model, its kernels "
+            "and tensor parallelism; torch provides AdamW",
             self.configuration,
         )
 

@@ -183,7 +183,7 @@ class DeepSpeedGPT(GPT):
 
 
 InitialValuesByName = dict[str, Callable[[int, int], Tensor]]
-"""For each parameter name, a function (start, stop) that returns the initial fp32 values of these elements."""
+"""For each parameter name, a function that returns the initial fp32 values of elements `start` to `stop` - 1."""
 
 
 @dataclass(frozen=True)
@@ -203,14 +203,14 @@ class DeepSpeedModel:
 def build_model(
     experiment: Experiment, mesh: Mesh, device: torch.device, place: Callable[[Module], object] | None = None
 ) -> DeepSpeedModel:
-    """Return the GPT for DeepSpeed on `device` in the layout's precision, with the initial values of all engines.
+    """Return the GPT for DeepSpeed on `device` in the layout's precision, with initial values that all engines share.
 
     The function `place` is called with the embedding, each block and the head after their initialisation, and
     partitions them.
     """
     training, dtype = experiment.training, DTYPES[experiment.layout.precision]
     model = DeepSpeedGPT(experiment, mesh)
-    leave_meta(model, device, dtype)  # The parameters on the device have no memory yet.
+    leave_meta(model, device, dtype)  # The parameters move from `meta` to the device, but have no memory yet.
     names, parameters = zip(*model.named_parameters(), strict=True)
     values = initial_values(names, parameters, experiment, mesh.tp, device)
     decayed, others = ([p for p in parameters if decays(p) is yes] for yes in (True, False))

@@ -76,9 +76,14 @@ def parse_options(path: Path) -> dict[str, Any]:
             except yaml.YAMLError as error:
                 raise ValueError(error) from None
     except (OSError, ValueError) as error:
-        says = f"cannot be read as {path.suffix[1:].upper()}: {error}"
+        says = f"the file cannot be read as {path.suffix[1:].upper()}: {error}"
         raise ConfigError("--from", str(path), says=says) from None
-    require(isinstance(tables, dict), "--from", str(path), "a file that contains options by name")
+    require(
+        isinstance(tables, dict),
+        "--from",
+        str(path),
+        "a file whose top level maps names of options to values",
+    )
     return flattened(tables)
 
 
@@ -134,10 +139,10 @@ class LaunchFiles:
     """Folder in which the framework's files are written; None: no files are written."""
 
     def check(self, model: str) -> None:
-        """Raise `ConfigError` for an unknown framework, a missing model, or an incomplete combination of options."""
-        require(model or self.source, "model", says="is missing; name a model, or a file by --from")
+        """Raise `ConfigError` for an unknown framework, a missing model, or a launch without an output folder."""
+        require(model or self.source, "model", says="no model is given; add --model NAME or --from FILE")
         is_complete = bool(self.framework) == (self.output is not None)
-        require(is_complete, "launch", self.framework, says="needs --output, and --output needs --launch")
+        require(is_complete, "launch", self.framework, says="--launch and --output must be used together")
         if self.framework:
             load_framework(self.framework)
 
@@ -160,8 +165,8 @@ class LaunchFiles:
         names = ", ".join(str(path) for path in paths)
         if not count:
             return [f"Wrote {names}, with options for every key of the layout."]
-        verb = "keys differ" if count > 1 else "key differs"
-        return [f"Wrote {names}. {count} {verb} from the layout, for the reasons in {paths[0].name}."]
+        differ = "1 key differs" if count == 1 else f"{count} keys differ"
+        return [f"Wrote {names}. {differ} from the layout; comments in {paths[0].name} give the reasons."]
 
 
 def read_experiment(
@@ -201,7 +206,8 @@ def write_files(key: str, experiment: Experiment, per_node: int, folder: Path) -
     framework, model, world = load_framework(key), experiment.model, experiment.layout.world
     settings = settings_of(experiment)
     options = framework.options_of(settings)
-    head = f"Training of {model.name} on {world} devices with {framework.name} {framework.version}."
+    name = f"{framework.name} {framework.version}"
+    head = f"This file configures {name} for the training of model {model.name} on {world} devices."
     lines = framework.differences(experiment) or ["The files express all keys of layout, model and training."]
     words = {
         "comment": "".join(f"# {line}\n" for line in (head, *lines)),

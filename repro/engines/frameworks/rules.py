@@ -131,7 +131,10 @@ MEGATRON = {
 
 
 def _bucket(settings: Settings) -> int:
-    """Return DeepSpeed's bucket size: even, and limited by the model's size, since DeepSpeed allocates it in full."""
+    """Return DeepSpeed's bucket size, an even number of elements.
+
+    The bucket is not larger than the model, because DeepSpeed allocates the full bucket.
+    """
     from repro.model import counts
 
     elements = settings["layout.bucket_bytes"] // ELEMENT_BYTES[settings["layout.precision"]]
@@ -240,7 +243,7 @@ def _read_resharding(value: Any, reading: Reading) -> None:
 
 
 def _local_batch(settings: Settings) -> int:
-    """Return torchtitan's `local_batch_size`: samples per micro-batch, or with a pipeline per replica and step."""
+    """Return torchtitan's `local_batch_size`: samples of a micro-batch, or with a pipeline, of a replica's step."""
     replica = settings["layout.global_batch"] // settings["layout.dp"]
     return int(replica if settings["layout.pp"] > 1 else settings["layout.micro_batch"])
 
@@ -315,7 +318,7 @@ def _read_weight(value: Any, reading: Reading) -> None:
 
 
 def _read_flavor(value: Any, reading: Reading) -> None:
-    """Set the model's sizes by torchtitan's flavor or a model name; other flavors need sizes by `--model`."""
+    """Set the model's sizes by a known flavor of torchtitan or a model name. Unknown flavors need option `--model`."""
     from repro.config import models
 
     name = {flavor: name for name, flavor in FLAVORS.items()}.get(value, value)

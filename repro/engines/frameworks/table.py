@@ -17,9 +17,9 @@ from repro.config.model import DEPARTURES
 Settings = dict[str, Any]
 """Values of an experiment by configuration key, for example `layout.tp`, `model.layers` and `training.lr`."""
 SIZES = {"ffn": "ffn_width", "head_dim": "head_width", "kv_heads": "key_heads"}
-"""Name of the `Model` property that returns a resolved size, by the size's key in a model file (0: derived size)."""
+"""For each key of a model file that may be 0 (derived from other sizes), the `Model` property with the actual size."""
 HEAD_WIDTH = "hidden/heads"
-"""Value of `model.head_dim` for frameworks that have no option for the head width and divide hidden by heads."""
+"""Value that represents `model.head_dim` in frameworks without an option for the head width (hidden / heads)."""
 MODEL_KEYS = ("layers", "hidden", "heads", "vocab", *SIZES, *(key for key in DEPARTURES if key not in SIZES))
 TRAINING_KEYS = (
     *("seq", "steps", "seed", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay"),
@@ -102,7 +102,8 @@ class Rule(NamedTuple):
     write: Callable[[Settings], Any]
     """Function that returns the option's value for an experiment's settings; a result of None omits the option."""
     read: Callable[[Any, Reading], None] | None = None
-    """Function that sets keys from the option's value (None without the option). None: the option sets no key."""
+    """Function (value of the option, or None if the file omits the option; reading) that sets keys of this suite. The
+    attribute is None for an option that sets no key."""
 
 
 def converted(name: str, key: str, value: Any) -> Any:

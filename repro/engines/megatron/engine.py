@@ -69,7 +69,7 @@ class MegatronEngine:
         )
         for group in made.param_groups:
             group["weight_decay"] = self.experiment.training.weight_decay * group["wd_mult"]
-            # torch's AdamW then runs in one kernel, like that of Transformer Engine or APEX.
+            # With `fused`, torch's AdamW runs in one kernel, like AdamW of Transformer Engine or APEX.
             if USING_PYTORCH_OPTIMIZER:
                 group["fused"] = True
         # AdamW's moments must exist before the first step, in which memory is measured.
@@ -186,7 +186,8 @@ class MegatronEngine:
         """Return the version of megatron-core, and its settings that differ from their defaults."""
         return EngineReport(
             f"Megatron-core {megatron.core.__version__}",
-            "layers (with torch's attention and layer norm), schedule, data parallelism and optimizer",
+            "megatron-core provides layers, schedule, data parallelism and optimizer; torch provides attention and "
+            "layer norm",
             {
                 "transformer": model.non_default_settings(self.config),
                 "ddp": model.non_default_settings(self.chunks[0].ddp_config),
@@ -258,7 +259,7 @@ class PassTimers:
         if name in _PHASES:
             self._observe(_PHASES[name])
         elif self._stages > 1 and ("recv" in name or "send" in name or name == "embedding-grads-all-reduce"):
-            # In interleaved schedules, the stage waits for messages from the start of this timer to the next pass.
+            # The start of a communication timer begins a wait, which in interleaved schedules ends at the next pass.
             self._observe(Phase.IDLE)
         if name.endswith("-compute"):
             self.order.append(name[0].upper())

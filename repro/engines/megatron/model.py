@@ -45,7 +45,7 @@ def transformer_config(experiment: Experiment, device: torch.device, timers: Any
         bias_activation_fusion=fuse,  # The fused GELU uses the tanh approximation too.
         bias_dropout_fusion=fuse,
         cross_entropy_loss_fusion=fuse,
-        # Without this option, the gradient norm counts split weights of the first tp rank only (upstream 4084).
+        # If this option is false, the gradient norm omits split weights of tp ranks after the first (Megatron-LM#4084).
         perform_initialization=True,
         init_method=_keep,
         output_layer_init_method=_keep,
@@ -71,7 +71,7 @@ def _options(kind: type, experiment: Experiment) -> dict[str, Any]:
 
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight unchanged, because the engine sets the initial values."""
+    """Return the weight without initialising it, because the engine sets the initial values later."""
     return weight
 
 
@@ -146,7 +146,7 @@ class SequenceParallelLayerNorm(nn.LayerNorm):
 
 
 def block_modules(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """Return the layer specifications of a model chunk with torch's attention and, without APEX, its layer norm."""
+    """Return the layer specifications of a model chunk with torch's attention and, without APEX, torch's layer norm."""
     spec = get_gpt_layer_local_spec()
     layer = spec.submodules
     attention = layer.self_attention

@@ -138,7 +138,9 @@ class NativeEngine:
         """Return the report of the executed software (this suite's own), and whether CUDA graphs were captured."""
         graphs = {"cuda_graphs": self._capture_obstacle or "captured"} if self.layout.cuda_graphs else {}
         return EngineReport(
-            "repro", "none: model, strategy and kernels are this suite's, on torch's operators", graphs
+            "repro",
+            "this suite provides model, parallelism and kernels; torch provides other operators",
+            graphs,
         )
 
     def pipeline_report(self) -> dict[str, Any]:

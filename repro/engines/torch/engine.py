@@ -185,7 +185,8 @@ class TorchEngine:
             settings["schedule"] = type(self.pipeline.schedule).__name__
         return EngineReport(
             f"torch {torch.__version__}",
-            "modules, parallelism, precision and optimizer; weights, data and dropout are this suite's",
+            "torch provides modules, parallelism, precision and optimizer; this suite provides initial weights, data "
+            "and dropout",
             settings,
         )
 
@@ -213,7 +214,7 @@ class OptimizerUpdate:
         tied: Parameter | None,
         device: torch.device,
     ):
-        """Prepare parameter updates. `tied`: embedding that first and last pipeline stage share; None on others."""
+        """Prepare parameter updates. `tied`: embedding that first and last stage share; None on other stages."""
         self.training, self.mesh, self.optimizer, self.tied = experiment.training, mesh, optimizer, tied
         self.parameters = list(parameters)
         self.counted = [p for p in parameters if p is not tied or not mesh.pp.rank]
@@ -233,7 +234,7 @@ class OptimizerUpdate:
         return None if self.scaler is None else torch.tensor(self.scaler.get_scale(), device=self.device)
 
     def __call__(self, loss: Tensor) -> Norms:
-        """Update the parameters; return norm, loss and overflow. `loss` (0-dim): replica's mean on the last stage."""
+        """Update the parameters; return norm, loss and overflow. `loss` (0-dim): mean of the replica (last stage)."""
         self._finish_gradients()
         overflow = torch.zeros((), device=self.device)
         if self.scaler is not None:

@@ -38,7 +38,7 @@ class Dropout:
     first_head: int = 0
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Return the random number key of dropout number `site` in a layer, in the step of micro-batch `place`."""
+        """Return the random number key of dropout number `site` in a layer, for the training step in `place`."""
         return kernels.derive_key(self.training.seed, place.step, layer, site)
 
     def residual(self, x: Tensor, place: BatchPosition, layer: int, site: int) -> Tensor:
@@ -89,7 +89,8 @@ class PlainAttention(nn.Module):
     def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         y = self.qkv(self.norm(x))
         b, s, _ = y.shape
-        q, k, v = y.view(b, s, -1, 3, self.width).transpose(1, 2).unbind(3)  # each [b, a, s, d]
+        # queries, keys and values, each [b, a, s, d]
+        q, k, v = y.view(b, s, -1, 3, self.width).transpose(1, 2).unbind(3)
         drop = self.dropout.weights(place, self.layer)
         if drop is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -214,7 +215,7 @@ def from_plain(name: str, value: Tensor, model: Model) -> Tensor:
 
 
 def initialise(module: PlainGPT, experiment: Experiment, device: torch.device) -> None:
-    """Set the parameters, sharded or not, to this suite's initial values, with only one full parameter at a time."""
+    """Set the parameters, sharded or not, to this suite's initial values. Only one full parameter exists at a time."""
     first = _first_values(module, experiment)
     with torch.no_grad():
         for plain, parameter in module.named_parameters():

@@ -1,9 +1,9 @@
 """PyTorch's data, tensor and pipeline parallelism for a layout.
 
-| ZeRO stage | dp alone, fp32 | with tp or pp, and in 16 bits |
+| ZeRO stage | only dp, in fp32 | with tp or pp, or in 16 bits |
 |---|---|---|
-| 0 | DistributedDataParallel | `replicate`: FSDP2's machinery without shards |
-| 1 | DistributedDataParallel, ZeroRedundancyOptimizer | 16 bits with dp alone: as in fp32, but under autocast |
+| 0 | DistributedDataParallel | `replicate`: FSDP2's implementation without shards |
+| 1 | DistributedDataParallel, ZeroRedundancyOptimizer | only dp, in 16 bits: as in fp32, but under autocast |
 | 2 | FSDP2 that retains parameters between forward and backward (`reshard_after_forward=False`) | as in fp32 |
 | 3 | FSDP2 | as in fp32 |
 
@@ -138,7 +138,7 @@ def adamw(modules: list[PlainGPT], training: Training, strategy: Strategy) -> An
 
 
 class DuplicatedParallel(ParallelStyle):
-    """Tensor-parallel style in which every rank computes the full module; its result is then placed as `output`."""
+    """Tensor-parallel style in which every rank computes the full module; the result gets placement `output`."""
 
     def __init__(self, output: Placement | None = None):
         super().__init__()
@@ -151,7 +151,7 @@ class DuplicatedParallel(ParallelStyle):
         return output.redistribute(placements=[self.output]).to_local()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # torch's type annotations of the input and output functions lack a result.
+        # Ignore the type: torch annotates the two functions without a return value, although it uses their results.
         return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
 
 

@@ -49,7 +49,7 @@ def tokenizer(folder: Path | None = None) -> Tokenizer:
         merges = [(left, right) for left, right in (line.split(" ") for line in lines[1:] if line)]
         model = models.BPE(vocab=vocab, merges=merges)
     except Exception as error:  # The package `tokenizers` raises no narrower class for invalid files.
-        right = f"needs GPT-2's vocabulary and merges: {error}"
+        right = f"the folder needs a vocabulary and merges in GPT-2's format: {error}"
         raise ConfigError("not a tokenizer", says=right, file=str(vocabulary.parent)) from None
     if folder is None:
         assert (len(vocab), len(merges)) == (VOCABULARY, VOCABULARY - 257)
@@ -75,7 +75,7 @@ def files(folder: Path) -> tuple[Path, Path]:
     for vocabulary, merges in FILES:
         if (folder / vocabulary).is_file() and (folder / merges).is_file():
             return folder / vocabulary, folder / merges
-    right = "needs vocab.json and merges.txt, or encoder.json and vocab.bpe, in this folder"
+    right = "the folder needs vocab.json and merges.txt, or encoder.json and vocab.bpe"
     raise ConfigError("tokenizer", says=right, file=str(folder))
 
 

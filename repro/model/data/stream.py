@@ -137,7 +137,7 @@ class WindowStream(TokenStream):
 def open_stream(training: Training, model: Model) -> TokenStream:
     """Return the token stream that `training.data` names, in samples of `training.seq or model.seq` tokens.
 
-    Raises `ConfigError` with key `data` if a file is missing, is too short for one sample, has a partial token, or
+    Raises `ConfigError` with key `data` if a file is missing, is too short for one sample, ends within a token, or
     contains an id outside `model.vocab`.  Ids of a `.bin` file are checked when they are read.
     """
     seq = training.seq or model.seq

@@ -150,7 +150,8 @@ class Boundary:
         under_way = self._sent.setdefault((to, channel), deque())
         while len(under_way) >= self.UNDER_WAY:
             under_way.popleft().wait()
-        self.post()  # All computation before the send is launched, so posted receives cannot delay the send.
+        # The computation that precedes the send is launched already, so posted receives cannot delay the send.
+        self.post()
         under_way.append(message())
 
     def finish(self) -> None:

@@ -117,7 +117,8 @@ def timeline(
     unit, starts, durations = _starts(schedule, forward, backward)
     times: dict[int, Fraction] = {}
 
-    def exact(ticks: int) -> Fraction:  # Fractions are cached: creating one is slow, and few values differ.
+    # Cache the fractions, because their creation is slow and a schedule has few different times.
+    def exact(ticks: int) -> Fraction:
         if ticks not in times:
             times[ticks] = Fraction(ticks, unit)
         return times[ticks]
@@ -151,10 +152,10 @@ def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
     for key, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
         require(value >= 1, key, value, "an integer of at least 1")
     if name != "interleaved":
-        require(chunks == 1, "chunks", chunks, "1 unless schedule = interleaved")
+        require(chunks == 1, "chunks", chunks, "1 chunk per stage unless schedule = interleaved")
         return
-    require(chunks >= 2, "chunks", chunks, "at least 2 with schedule = interleaved")
-    require(stages >= 2, "stages", stages, "at least 2 with schedule = interleaved")
+    require(chunks >= 2, "chunks", chunks, "at least 2 chunks per stage with schedule = interleaved")
+    require(stages >= 2, "stages", stages, "at least 2 pipeline stages with schedule = interleaved")
     expected = f"a multiple of stages = {stages} with schedule = interleaved"
     require(micro_batches % stages == 0, "micro_batches", micro_batches, expected)
 
@@ -175,7 +176,8 @@ def _warm_up(name: str, stage: int, stages: int, micro_batches: int, chunks: int
         return everything
     if name == "1f1b":
         return min(stages - 1 - stage, everything)
-    if micro_batches == stages:  # In Megatron-LM, p micro-batches leave no phase of alternating passes.
+    # As in Megatron-LM: with as many micro-batches as stages, all forward passes precede all backward passes.
+    if micro_batches == stages:
         return everything
     return 2 * (stages - 1 - stage) + (chunks - 1) * stages
 
@@ -192,7 +194,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 def _starts(
     schedule: Schedule, forward: Rational | int, backward: Rational | int
 ) -> tuple[int, list[list[int]], dict[str, int]]:
-    """Return a schedule's times: ticks per time unit, and in ticks every action's start and each kind's duration."""
+    """Return ticks per time unit, and in ticks the start of every action and the duration of each kind of action."""
     stages, chunks = len(schedule), chunks_of(schedule)
     exact = {FORWARD: Fraction(forward) / chunks, BACKWARD: Fraction(backward) / chunks}
     for key, time in (("forward", exact[FORWARD]), ("backward", exact[BACKWARD])):
@@ -203,7 +205,8 @@ def _starts(
     starts: list[list[int]] = [[] for _ in range(stages)]
     clock = [0] * stages
     done: dict[tuple[int, Action], int] = {}
-    waiting: dict[tuple[int, Action], int] = {}  # Stage that waits for the result of (stage, action).
+    # For each unfinished (stage, action) with a result that another stage needs, the waiting stage.
+    waiting: dict[tuple[int, Action], int] = {}
     ready = list(range(stages))
     while ready:
         stage = ready.pop()
@@ -221,5 +224,7 @@ def _starts(
                 ready.append(waiting.pop((stage, action)))
     for (other, missing), stage in waiting.items():
         action = schedule[stage][len(starts[stage])]
-        raise ValueError(f"deadlock: {action} of stage {stage} waits for {missing} of stage {other} for ever")
+        raise ValueError(
+            f"deadlock: {action} of stage {stage} waits for {missing} of stage {other}, which never runs"
+        )
     return unit, starts, durations

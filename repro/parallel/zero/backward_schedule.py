@@ -165,7 +165,7 @@ class GradOnlyBackward:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             for i, p in enumerate(self._parameters):
-                # A parameter that is frozen at present has no node yet, but may be trained later.
+                # A frozen parameter has no autograd node yet, but may be trained later.
                 if i not in self._accumulate_nodes and p.requires_grad:
                     self._accumulate_nodes[i] = get_gradient_edge(p).node
         return not any(map(_will_execute, self._accumulate_nodes.values()))
@@ -182,7 +182,7 @@ def _will_execute(node: Any) -> bool:
 def tensors_in(value: Any, attributes: bool = False) -> Iterator[Tensor]:
     """Return the tensors in `value`: in pytrees (tuples, lists, dicts), dataclasses and other mappings.
 
-    `attributes`: include the attributes of any other object, as is right for the output of a module. An object in the
+    `attributes`: include the attributes of any other object, as needed for the output of a module. An object in the
     input of a module may have tensors that the module does not use.
     """
     return _tensors_in(value, attributes, set())

@@ -32,7 +32,7 @@ from repro.parallel.zero_r.constant_buffers import reduce_fused
 from repro.parallel.zero_r.defragmentation import Arena, Piece
 
 WIDENED_ROWS = 8
-"""Rows that a matrix product of 16-bit operands converts to fp32 at once on a CPU, to limit the memory of copies."""
+"""Number of rows that a CPU converts to fp32 at once in a 16-bit matrix product, to limit the memory of copies."""
 
 
 def add_product_(sums: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:

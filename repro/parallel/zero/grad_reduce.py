@@ -190,7 +190,7 @@ class GradientReducer:
     def _collect(self, b: int, s: int, parameter: Parameter) -> None:
         """Move a gradient that autograd computed from `parameter.grad` to the parameter's bucket."""
         gradient = parameter.grad
-        # The gradient is zero, or the backward pass has written it to the bucket directly.
+        # Without `parameter.grad`, the gradient is zero, or the backward pass has written it to the bucket.
         if gradient is None:
             return
         parameter.grad = None
@@ -205,7 +205,7 @@ class GradientReducer:
         view, size = self._view(bucket, s), bucket.group.size
 
         def write() -> None:
-            # As Megatron-LM's main_grad: zero, plus the gradient in fp32.
+            # Set an fp32 gradient to zero and add the 16-bit gradient, as Megatron-LM does with `main_grad`.
             converts = view.dtype != gradient.dtype
             if converts and not add:
                 view.zero_()

@@ -128,7 +128,7 @@ class ShardedAdamW:
         eps: float,
         operators: OperatorSet = OperatorSet.FUSED,
     ):
-        """Create AdamW's moments. `decays`: weight decay of each parameter group. `operators`: fused or separate."""
+        """Create AdamW's moments. `decays`: weight decay of each group. `operators`: fused or separate operators."""
         self.buckets, self.decays, self.operators = list(buckets), list(decays), operators
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         like = self.buckets[0].master

@@ -152,7 +152,7 @@ def _only_children(module: nn.Module) -> list[str]:
     while not module._parameters and len(children := list(module.named_children())) == 1:
         ((name, module),) = children
         if not has_forward(module):
-            break  # The only child is a container of blocks without forward.
+            break  # A container without forward, such as `nn.ModuleList`, cannot be called.
         found.append(f"{found[-1]}.{name}" if found else name)
     return found
 
@@ -209,7 +209,7 @@ def parameters_by_unit(module: nn.Module, units: Sequence[GatherUnit]) -> list[l
         if len(inner) > 1 and outer is None:
             names = ", ".join(units[u].name for u in inner)
             raise ValueError(
-                f"units {names} share a parameter. Name a module that contains all units in blocks."
+                f"gather units {names} share a parameter. Add a module that contains these units to blocks."
             )
         owner = inner[0] if len(inner) == 1 else outer
         assert owner is not None

@@ -2,7 +2,7 @@
 
 An operator on a freed parameter would read released memory, so the parameter gets a class that refuses operators. If
 the modules that a rank uses depend on its data, an all-gather could mix shards of different blocks. Every gather of a
-forward pass therefore compares its unit's index over the ranks, and the end of the pass a digest.
+forward pass therefore compares its unit's index over the ranks. The end of the pass compares a digest of the units.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class UnitAgreement:
         return Work(finish=check)
 
     def union(self, flags: Sequence[bool]) -> list[bool]:
-        """Return the logical or over all ranks of each of the last 60 flags, and for earlier flags True."""
+        """Return the logical OR over all ranks of each of the last 60 flags, and for earlier flags True."""
         if self.group.size == 1:
             return list(flags)
         sent = flags[-60:]

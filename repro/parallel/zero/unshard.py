@@ -53,7 +53,7 @@ class ParameterUnsharder:
         self._schedule: BackwardSchedule | None = None
         """Schedule of the running backward pass; None outside backward passes."""
         self.retains_units = False
-        """Whether units remain gathered, because a backward pass of inputs' gradients left a graph for a later pass."""
+        """Whether units remain gathered for a later backward pass, after one that computed only gradients of inputs."""
         self._agreement: UnitAgreement | None = None
         self._guards: list[FreedParameterGuard] = []
         self._handles: list[Any] = []
@@ -233,7 +233,7 @@ class ParameterUnsharder:
         return run, visit - run.offset
 
     def _inside_visit(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook the output of a unit's inner module whose backward may begin before that of the unit's output."""
+        """Hook the output of a module in a unit, because backward may reach it before it reaches the unit's output."""
         if not torch.is_grad_enabled() or (self.retains_units and torch._C._current_graph_task_id() != -1):
             return
         if self._schedule is not None:

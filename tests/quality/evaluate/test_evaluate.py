@@ -207,7 +207,7 @@ def test_gpt2_protocol_divides_by_all_words() -> None:
         (["--task", "lambada", "--system", "dgx2"], "--system = 'dgx2': must be local or local-gpu"),
         (["--task", "wikitext103", "--stride", "17"], "at most 16 tokens, the model's context"),
         (["--task", "wikitext103", "--stop-words", "x"], "needs task lambada"),
-        (["--task", "lambada", "--tokenizer", "nowhere"], "needs vocab.json and merges.txt"),
+        (["--task", "lambada", "--tokenizer", "nowhere"], "the folder needs vocab.json and merges.txt"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(

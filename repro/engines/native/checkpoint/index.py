@@ -152,7 +152,7 @@ def read_index(folder: Path) -> Index:
         version = document["format"]
         if version != FORMAT:
             raise ConfigError(
-                "format", version, f"{FORMAT}, the version that this release reads", file=str(path)
+                "format", version, f"{FORMAT}, the checkpoint format that this release reads", file=str(path)
             )
         return Index(
             step=int(document["step"]),
@@ -189,7 +189,7 @@ def check_files(folder: Path, index: Index) -> None:
     """Raise `ConfigError` unless every rank's checkpoint file exists and has the size that the index states."""
     for name, size in index.sizes.items():
         path = folder / name
-        says = f"the checkpoint needs this file of {size} bytes; {HINT}"
+        says = f"the checkpoint is incomplete without this file of {size} bytes; {HINT}"
         require(path.is_file(), "is missing", says=says, file=str(path))
         if path.stat().st_size != size:
             raise ConfigError("size", path.stat().st_size, f"{size} bytes; {HINT}", file=str(path))
@@ -212,7 +212,7 @@ def reading(
                 reader.read(folder / piece.file, at, piece.rectangle, part, wanted.view(into, part))
                 found += part.size
         if found != wanted.size:
-            right = f"needs {wanted.size} elements of rectangle {tuple(wanted)}; the checkpoint has {found}"
+            right = f"the checkpoint has {found} of the {wanted.size} elements in rectangle {tuple(wanted)}"
             raise ConfigError(name, says=right, file=str(folder / FILE))
 
     return read

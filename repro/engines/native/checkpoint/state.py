@@ -95,8 +95,8 @@ class Fragment:
 def fragments(engine: NativeEngine, *, owned: bool) -> Iterator[Fragment]:
     """Yield the parameter rectangles that this rank's optimizer updates; with `owned`, only those that the rank saves.
 
-    If several ranks have equal states, only one saves them: the first tp rank for duplicates, and the first stage for
-    the tied embedding. Under ZeRO stage 0 each replica saves an equal part.
+    If several ranks have equal states, only one saves them: the first tp rank for parameters that tp duplicates, and
+    the first stage for the tied embedding. Under ZeRO stage 0 each replica saves an equal part.
     """
     moments = iter(engine.optimizer.moments)
     for part in engine.parts:

@@ -210,11 +210,11 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (truncate, f"rank-0.safetensors: size = SIZE - 4: must be SIZE bytes; {HINT}"),
     (
         lambda folder: index.rank_file(folder, 0).unlink(),
-        f"rank-0.safetensors: is missing: the checkpoint needs this file of SIZE bytes; {HINT}",
+        f"rank-0.safetensors: is missing: the checkpoint is incomplete without this file of SIZE bytes; {HINT}",
     ),
     (
         lambda folder: change(folder, format=9),
-        "index.json: format = 9: must be 1, the version that this release reads",
+        "index.json: format = 9: must be 1, the checkpoint format that this release reads",
     ),
     (lambda folder: change(folder, history=None, scalars=None, files=3, parameters=[]), NO_INDEX),
     (lambda folder: (folder / index.FILE).write_text("{"), NO_INDEX),
@@ -228,7 +228,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         remove_a_piece,
-        "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the checkpoint has 0",
+        "index.json: blocks.1.mlp.up: the checkpoint has 0 of the 4096 elements in rectangle (0, 1, 0, 4096)",
     ),
 ]
 
