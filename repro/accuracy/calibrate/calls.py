@@ -145,7 +145,7 @@ def bind(call: Call, device: torch.device, generator: torch.Generator) -> Callab
     for position in POSITIVE_ARGUMENTS.get(call.name, ()):
         tree_map_only(Tensor, Tensor.abs_, args[position])
     if call.name == "repro.adamw_" and args[-1] is not None:
-        args[-1].zero_()  # `found_inf` = 0: AdamW skips its update after an overflow
+        args[-1].zero_()  # With `found_inf` = 1, AdamW would skip the measured update.
     return lambda: call.function(*args, **kwargs)
 
 

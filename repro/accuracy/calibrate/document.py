@@ -21,7 +21,7 @@ from repro.simulate.time.device import expected_maximum
 from repro.simulate.time.emulated import MESSAGE_CORES_FACT
 
 STEP = "step_over_operators"
-"""Key of the ratio of a step's duration (without messages, on shared cores) to the durations of its operators."""
+"""Key of a measured ratio: duration of a step without messages on shared cores over the sum of its operators' times."""
 RESOLUTION_S = 1e-9
 """Minimum duration of a measured operator call, in seconds; the clock may return 0 for shorter calls."""
 

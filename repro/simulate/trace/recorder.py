@@ -46,7 +46,7 @@ def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Call
     def file(module: str) -> str:
         if module in but or not any(f"{module}.".startswith(f"{package}.") for package in packages):
             return ""
-        found = module.replace("repro.kernels", "kernels")  # The folder of this package is `kernels/`.
+        found = module.replace("repro.kernels", "kernels")  # `repro.kernels` is in `kernels/`.
         return f"{found.replace('.', '/')}.py"
 
     def line() -> str:
