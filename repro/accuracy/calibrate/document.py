@@ -199,9 +199,9 @@ def _step(silent: SilentSteps, rates: dict[str, OperatorRate]) -> dict[str, floa
 def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
     """Return the differences of ranks that compute equal steps, `spread` and `jitter_s`, as medians over the steps.
 
-    `jitter_s` is the variance over the mean of the time between two messages. The estimate uses the delay of the last
-    rank relative to the mean of all ranks. `spread` is the standard deviation over the mean of step times on different
-    ranks, without the contribution of the jitter.
+    `jitter_s` is the variance of the time between two messages, divided by the mean time. The estimate uses the delay
+    of the last rank relative to the mean of all ranks. `spread` is the standard deviation of the step times of
+    different ranks, divided by their mean, without the contribution of the jitter.
     """
     spreads, jitters = [], []
     for same in silent:

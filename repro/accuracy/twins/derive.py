@@ -214,7 +214,7 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
 
 
 def _ring_inside(member: Member, group: str) -> bool:
-    """Return whether the rings of a communication group have several ranks on a node, so that some hops stay inside."""
+    """Return whether a ring has several ranks on a node, so that some hops of the ring do not leave the node."""
     placed = Placement(member.twin.layout, member.machine)
     nodes = placed.nodes(group_members(placed.layout, group))
     return group != "pp" and len(set(nodes[0].tolist())) < nodes.shape[1]

@@ -246,7 +246,7 @@ Parts = dict[str, float]
 
 
 def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
-    """Return an experiment's throughput over its baseline's, for originals and twins, and effects on this ratio."""
+    """Return the throughput ratio of an experiment to its baseline, for originals and twins, and effects on it."""
     rates = [useful_rate(m.after) / useful_rate(m.before) / scale.rate for m in (member, baseline)]
     twin = _efficiencies(member, baseline, lambda m: m.after)
     original = _efficiencies(member, baseline, lambda m: m.before)

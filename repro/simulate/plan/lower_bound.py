@@ -120,7 +120,7 @@ class LayerWork:
         sizes, limit = self.gradient_bytes(), self.layout.bucket_bytes
         if self.layout.zero == 3:
             return 1, sum(sizes)
-        if not self.layout.cb:  # Without constant-size buffers (C_B), all layers share one bucket.
+        if not self.layout.cb:  # Without C_B (constant-size buffers), all layers share one gradient bucket.
             return 0, float("inf")
         return sum(size > limit for size in sizes), max(limit, *sizes)
 
