@@ -72,7 +72,7 @@ def verify(links: Links) -> dict[str, Any]:
     if network.nodes > 1:
         trips["between"] = round_trip_s(links, 0, network.ranks_per_node)
         if (trip_s := trips["between"]) < 2 * network.delay_s * (1 - TOLERANCE):
-            least = f"twice delay_s = {network.delay_s:g} s"
+            least = f"twice the requested delay of {network.delay_s:g} s (delay_s)"
             raise WrongRate(f"the round trip between nodes takes {trip_s:.2g} s, less than {least}")
     return {"rates": found, "round_trip_s": trips}
 

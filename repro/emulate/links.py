@@ -180,8 +180,8 @@ class End:
             try:
                 self.host.netlink.tc("add", "netem", self.device, parent="1:1", handle="2:", **delay)
             except NetlinkError as error:
-                needed = "needs a kernel with netem (CONFIG_NET_SCH_NETEM)"
-                raise OSError(f"delay_s = {self.delay_s:g} {needed}: {error}") from None
+                text = f"delay_s = {self.delay_s:g} needs a kernel with netem (CONFIG_NET_SCH_NETEM): {error}"
+                raise OSError(text) from None
 
     def remove_limit(self) -> None:
         """Remove the token bucket and the delay from the network interface of this link end."""

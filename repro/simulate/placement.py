@@ -51,7 +51,7 @@ class Placement:
 
     def node_of(self, rank: int) -> int:
         """Return the index of a rank's node. Raises `ConfigError` if the system's devices per node are unknown."""
-        assert 0 <= rank < self.layout.world, f"rank {rank} is not below {self.layout.world}"
+        assert 0 <= rank < self.layout.world, f"rank {rank} is not one of {self.layout.world} ranks"
         return rank // self.devices_per_node
 
     def nodes(self, ranks: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -66,8 +66,8 @@ class Simulation:
     def fullest(self) -> RoleResult:
         """Pipeline role with the highest memory use.
 
-        A role that is out of memory by live bytes comes first, then a role that is so by fragmentation. Otherwise, the
-        role with the most reserved bytes is chosen.
+        A role whose live bytes exceed the memory comes first, then a role that is out of memory by fragmentation. If
+        all roles fit, the role with the most reserved bytes is chosen.
         """
         return max(
             self.roles,
@@ -236,7 +236,7 @@ def simulate(
     if time:
         try:
             prediction = predict(experiment, system, traces, record=record, interval=interval)
-        except ConfigError as error:  # Memory is predicted although a rate is unknown.
+        except ConfigError as error:  # A missing rate prevents only the prediction of time.
             no_time = str(error)
     seconds = perf_counter() - began
     return Simulation(experiment, system.name, limit, context, results, seconds, traces, prediction, no_time)

@@ -36,7 +36,7 @@ from repro.util import processes
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 OVERLAPPED = ("all_reduce", "reduce_scatter", "all_gather")
 SMALL, MANY = 2**20, 3
-"""Maximum payload, in bytes, of messages that latency dominates, and ratio of their repeats to those of larger ones."""
+"""Maximum payload in bytes of small messages, whose time is mainly latency, and factor by which they repeat more."""
 PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}
 LONGER = 1.5
 """Ratio of the duration of the compute that runs during a collective to the duration of the collective."""
@@ -91,7 +91,7 @@ class LinkBench:
         return rows
 
     def overlap_cost(self, op: str, payload: int, group: Group, beat: Callable[[], None]) -> float:
-        """Return the delay of matrix products by a concurrent collective, over the collective's duration (0 to 1).
+        """Return the seconds that matrix products lose per second of a concurrent collective, between 0 and 1.
 
         `beat` reports the progress of the rank after each repeat.
         """
@@ -127,7 +127,7 @@ class LinkBench:
         return min(1.0, max(0.0, median(lost) / communication))
 
     def message_s(self, op: str, group: Group) -> float:
-        """Return the thread's processor time per collective, in seconds, with flushed caches and shared cores."""
+        """Return this thread's processor time per collective, in seconds, times the number of ranks per core."""
         run = self._run(op, 4 * group.size, group)
         run()
         found = []

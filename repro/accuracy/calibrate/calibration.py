@@ -59,8 +59,9 @@ def run_calibration(
 ) -> Calibrated:
     """Measure this machine, or nodes of a cluster with a SLURM `profile`, and write a system file.
 
-    `gpus` is the number of ranks per node. With `suites` of scaled-down experiments, their operators are measured.
-    Such experiments emulate a network, so only messages and one ring collective are measured. `quiet` prints nothing.
+    `gpus` is the number of ranks per node. With `suites`, the measured operators are those of the scaled-down
+    experiments in these suites. Such experiments emulate a network, so the only measured communication consists of
+    messages and one ring collective. With `quiet`, no progress is printed.
 
     Raises:
         ConfigError: An option is wrong, or two options contradict each other.
@@ -104,7 +105,7 @@ def run_calibration(
 def _checked_output(path: Path) -> Path:
     """Return `path` if a system file can be written there; raise `ConfigError` otherwise, before the measurement."""
     require(path.suffix == ".toml", "--output", str(path), "a file that ends in .toml")
-    expected = f"another name, since {path.stem} is a packaged system"
+    expected = f"a file name other than that of the packaged system {path.stem}"
     require(path.stem not in system_names(), "--output", str(path), expected)
     check_writable("--output", path)
     return path
@@ -123,7 +124,7 @@ class LocalMachine:
         """
         self.target = target
         if system not in local_launch.DEVICES:
-            expected = f"{' or '.join(local_launch.DEVICES)}, or a cluster with its --profile"
+            expected = f"{' or '.join(local_launch.DEVICES)}, or the system of a SLURM --profile"
             raise ConfigError("--system", system, expected)
         require(gpus >= 0, "--gpus", gpus, "1 or more ranks, or 0 for the default")
         self.system, on_cpu = system, local_launch.DEVICES[system] == "cpu"
@@ -141,7 +142,7 @@ class LocalMachine:
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
         """Run the calibration `job`; return `outcome`, failure `reason`, rank `results`, and initial machine `load`."""
         if not quiet:
-            text = f"measuring with {self.ranks} ranks; other programs on this machine would slow the result"
+            text = f"calibration with {self.ranks} ranks; other programs would increase the measured times"
             print(text, file=sys.stderr)
         load = round(os.getloadavg()[0], 2)
         ending, results = run_once(job, interrupt, target=self.target)
@@ -165,7 +166,7 @@ class ClusterNodes:
         from repro.launch.slurm.submission import profile_check
 
         self.site = profile.load_profile(profile_file)
-        expected = f"{self.site.system}, the system of {profile_file}"
+        expected = f"{self.site.system}, which is the system in the SLURM profile {profile_file}"
         require(system == self.site.system, "--system", system, expected)
         most = self.site.ranks_per_node
         require(nodes >= 1, "--nodes", nodes, "1 or more")

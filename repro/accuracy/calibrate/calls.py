@@ -145,12 +145,12 @@ def bind(call: Call, device: torch.device, generator: torch.Generator) -> Callab
     for position in POSITIVE_ARGUMENTS.get(call.name, ()):
         tree_map_only(Tensor, Tensor.abs_, args[position])
     if call.name == "repro.adamw_" and args[-1] is not None:
-        args[-1].zero_()  # `found_inf` = 0: AdamW skips its update after an overflow
+        args[-1].zero_()  # With `found_inf` = 1, AdamW would skip the measured update.
     return lambda: call.function(*args, **kwargs)
 
 
 def _attention(call: Call, device: torch.device, generator: torch.Generator) -> Callable[[], object]:
-    """Return a function that repeats an attention call on this device, maybe with another kernel than in the trace."""
+    """Return a function that repeats an attention call on this device, whose kernel may differ from the trace's."""
     backward = call.name.endswith("_backward")
     shapes = call.args[1:4] if backward else call.args[:3]
     q, k, v = (_tensor(shape, device, generator).requires_grad_(backward) for shape in shapes)

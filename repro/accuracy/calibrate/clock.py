@@ -232,7 +232,7 @@ class OperatorClock:
         return timing(found)
 
     def in_a_crowd(self, call: Callable[[int], object], alone: Callable[[], float]) -> float:
-        """Return the seconds per call of the operator `call`; if each rank has its own core, the result of `alone()`.
+        """Return the seconds per call of the operator `call`, measured by `alone` if each rank has its own core.
 
         On shared cores, the processor time of calls for 40 ms (`CROWDED_S`) is multiplied by the ranks per core. Wall
         time would be too short, since ranks leave a barrier at different times, so that some have the core alone.

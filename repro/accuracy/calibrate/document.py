@@ -21,7 +21,7 @@ from repro.simulate.time.device import expected_maximum
 from repro.simulate.time.emulated import MESSAGE_CORES_FACT
 
 STEP = "step_over_operators"
-"""Key of the ratio of a step's duration (without messages, on shared cores) to the durations of its operators."""
+"""Key of a measured ratio: duration of a step without messages on shared cores over the sum of its operators' times."""
 RESOLUTION_S = 1e-9
 """Minimum duration of a measured operator call, in seconds; the clock may return 0 for shorter calls."""
 
@@ -199,9 +199,9 @@ def _step(silent: SilentSteps, rates: dict[str, OperatorRate]) -> dict[str, floa
 def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
     """Return the differences of ranks that compute equal steps, `spread` and `jitter_s`, as medians over the steps.
 
-    `jitter_s` is the variance over the mean of the time between two messages. The estimate uses the delay of the last
-    rank relative to the mean of all ranks. `spread` is the standard deviation over the mean of step times on different
-    ranks, without the contribution of the jitter.
+    `jitter_s` is the variance of the time between two messages, divided by the mean time. The estimate uses the delay
+    of the last rank relative to the mean of all ranks. `spread` is the standard deviation of the step times of
+    different ranks, divided by their mean, without the contribution of the jitter.
     """
     spreads, jitters = [], []
     for same in silent:

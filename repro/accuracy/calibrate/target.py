@@ -53,7 +53,7 @@ def _measure(
     heartbeat: HeartbeatWriter,
     collectives: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Return this rank's calibration measurements under the first experiment's key; other experiments have none.
+    """Return this rank's measurements by experiment key: the first experiment has all of them, the others have none.
 
     `collectives`: measure the collectives of all groups, and not only messages and one ring collective of all ranks.
     """
@@ -113,7 +113,7 @@ def _measure(
             measured = groups if collectives else dict(list(groups.items())[:1])
             timed = COLLECTIVES if collectives else (RING_COLLECTIVE,)
             result["links"] = bench.by_payload(measured, chains, payloads, beat, timed)
-            # The times of collectives would include the work of the CPU thread on messages.
+            # If collectives are not measured, the CPU thread's work on messages is measured separately.
             if not collectives:
                 result["message_s"] = bench.message_s(RING_COLLECTIVE, all_ranks)
                 exchanged = [bench.message_s(op, all_ranks) for op in EXCHANGED]

@@ -39,7 +39,7 @@ class TwinOptions:
     part: int = 8
     """Approximate ratio of the published model's width to the width of the scaled-down model, 1/k."""
     width: int = 0
-    """Model width of the scaled-down experiments; 0 derives the width from `part`."""
+    """Model width of the scaled-down experiments; 0 derives the width from the ratio `part`."""
     layers: int = 4
     """Minimum number of layers of the scaled-down model; rounded up to a multiple of the pipeline stages."""
     steps: int = 10
@@ -65,12 +65,12 @@ class Member:
 
     @cached_property
     def before(self) -> Prediction:
-        """Return the predicted step of the published experiment with this suite's native engine."""
+        """Return the predicted step of the published experiment, run by this project's native engine."""
         return predict(replace(self.original, engine=NATIVE), self.system)
 
     @cached_property
     def after(self) -> Prediction:
-        """Return the predicted step of the scaled-down twin on its emulated network under the native engine."""
+        """Return the predicted step of the scaled-down twin on its emulated network, run by the native engine."""
         own = replace(self.twin, engine=NATIVE)
         return predict(own, self.machine, trace_roles(own, gloo=True))
 
@@ -121,7 +121,7 @@ def derive(originals: Sequence[Experiment], machine: System, options: TwinOption
     widest = max(4, *(shape.tp for shape in shapes))  # every tp degree must divide the shared model's heads
     for original, system, shape in zip(originals, on, shapes, strict=True):
         if shape.nodes * shape.per_node != options.ranks:
-            right = f"{shape.nodes * shape.per_node}, the number of ranks of the twin of {original.name}"
+            right = f"{shape.nodes * shape.per_node}, which is the number of ranks of the scaled-down {original.name}"
             raise ConfigError("--ranks", options.ranks, right)
         twin = scaled_experiment(original, shape, widest, options)
         fast = 1e12 if shape.nodes > 1 else 0.0
@@ -189,14 +189,14 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         "pp": scale.pp_link(before, after, layers),
     }
     within = between = 0.0
-    # Groups that share a link get the rate for tp, the last group, because its communication cannot overlap.
+    # If several groups share a link, tp (the last group) sets its rate, because tp communication cannot overlap.
     for group in ("dp", "pp", "tp"):
         if not factors[group]:
             continue
         rate = (_stage_rate(real) if group == "pp" else real.bus_bandwidth(group)) * factors[group]
         if probe.link(group) == BETWEEN_NODES:
             unlimited = _stage_rate(probe) if group == "pp" else _across(member, group)
-            # `rate` becomes that of the links between nodes: `within` limits the links inside nodes separately.
+            # `rate` is the ring's rate if only links between nodes limit it. `within` limits the links inside nodes.
             if group != "pp":
                 rate = Network(_open_inside(member.system), before).bus_bandwidth(group) * factors[group]
             between = rate * probe.peak(BETWEEN_NODES) / unlimited
@@ -204,7 +204,7 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
                 within = inside_rate(member.system) * factors[group]
         else:
             within = rate
-    # Even if no group communicates between nodes, that link needs a rate, for small all-reduces over all ranks.
+    # Links between nodes always need a rate, because small all-reduces span all ranks.
     between = between or (1e8 if shape.nodes > 1 else 0.0)
     bare = EmulatedNetwork(nodes=shape.nodes, ranks_per_node=shape.per_node, between=between, within=within)
     share = payload_share(bare)
@@ -214,7 +214,7 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
 
 
 def _ring_inside(member: Member, group: str) -> bool:
-    """Return whether the rings of a communication group have several ranks on a node, so that some hops stay inside."""
+    """Return whether a ring has several ranks on a node, so that some hops of the ring do not leave the node."""
     placed = Placement(member.twin.layout, member.machine)
     nodes = placed.nodes(group_members(placed.layout, group))
     return group != "pp" and len(set(nodes[0].tolist())) < nodes.shape[1]

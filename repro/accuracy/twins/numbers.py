@@ -44,7 +44,7 @@ class SimilarityNumber:
 
     @property
     def change(self) -> float:
-        """Return the dimensionless number's relative change, twin / original - 1; infinite if only original is 0."""
+        """Return the number's relative change, twin / original - 1; infinite if only the original number is 0."""
         if self.original:
             return self.twin / self.original - 1
         return 0.0 if not self.twin else float("inf")
@@ -64,7 +64,7 @@ def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumbe
     if member is not baseline:
         pairs = ((before, baseline.before), (after, baseline.after))
         original, twin = (mine.flops_per_device / base.flops_per_device for mine, base in pairs)
-        found.append(SimilarityNumber(TWIN_RATIO, original, twin, "the ratio that the twins are compared by"))
+        found.append(SimilarityNumber(TWIN_RATIO, original, twin, "ratio by which experiments are compared"))
     return [number for number in found if number.original or number.twin]
 
 
@@ -99,7 +99,7 @@ def dp_number(prediction: Prediction) -> float:
 
 
 def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> float:
-    """Return compute over communication time, work W / (hops e F): ring rate W, e bytes per element, F FLOP/s."""
+    """Return compute / communication time, work W / (hops e F), for a ring of W bytes/s (symbols: `scaling`)."""
     if not hops:
         return 0.0
     layout = prediction.experiment.layout
@@ -190,9 +190,9 @@ def _hops(degree: int) -> float:
 
 
 _LINK_RATE = "link rate W' = W (F'/F) (e'/e) / k"
-_SIMULATED = "rate of the links; predicted with latency, embedding and head"
+_SIMULATED = "set by the link rate W'; the prediction includes latency, embedding and head"
 _MACHINES = "not preserved: a property of the two machines"
-_STAGES = "equal stages and micro-batches, unless options change them"
+_STAGES = "numbers of stages and micro-batches as in the original, unless options change them"
 _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
     ("compute / tensor-parallel communication, 8hW/(t-1)eF", tp_number, _LINK_RATE),
     ("compute / data-parallel communication, 4bsW/((d-1)/d)eF", dp_number, _LINK_RATE),
@@ -210,11 +210,11 @@ _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
         tp_all_reduces_per_layer,
         "not preserved: embedding and head have a larger share",
     ),
-    ("bucket / gradients", bucket_share, "the bucket scales with the gradients"),
+    ("bucket / gradients", bucket_share, "bucket bytes scale with gradient bytes"),
     ("replica batch", lambda p: float(p.experiment.layout.replica_batch), "unchanged"),
     ("pipeline bubble, (p-1)/m", bubble_over_ideal, _STAGES),
-    ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "compensated by the link's rate"),
-    ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "compensated by the link's rate"),
+    ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "compensated by the link rate W'"),
+    ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "compensated by the link rate W'"),
 )
 """Dimensionless numbers: name, function of a prediction, and why a twin preserves or changes the number."""
 
@@ -242,11 +242,11 @@ class ScaledRatio:
 
 
 Parts = dict[str, float]
-"""Ratios for a predicted step: `optimizer` and `waiting` time to compute time; `rate`, FLOP/s to the baseline's."""
+"""Ratios for a predicted step: `optimizer` and `waiting`, per compute time; `rate`, compute FLOP/s per baseline's."""
 
 
 def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
-    """Return an experiment's throughput over its baseline's, for originals and twins, and effects on this ratio."""
+    """Return the throughput ratio of an experiment to its baseline, for originals and twins, and effects on it."""
     rates = [useful_rate(m.after) / useful_rate(m.before) / scale.rate for m in (member, baseline)]
     twin = _efficiencies(member, baseline, lambda m: m.after)
     original = _efficiencies(member, baseline, lambda m: m.before)
@@ -256,9 +256,9 @@ def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
     effects = (
         Effect("messages without latency", _ratio(quick)),
         Effect("ranks without jitter", _ratio(together)),
-        Effect("as many layers as the original", _ratio(deep)),
-        Effect("relative compute rates of the layouts as in the original", _ratio(_at_rates(twin, rates))),
-        Effect("optimizer's share as in the original", _ratio(_swapped(twin, original, "optimizer"))),
+        Effect("number of layers as in the original", _ratio(deep)),
+        Effect("ratio of the layouts' compute rates as in the original", _ratio(_at_rates(twin, rates))),
+        Effect("optimizer / compute as in the original", _ratio(_swapped(twin, original, "optimizer"))),
     )
     both = _efficiencies(member, baseline, lambda m: _deep(m, ideal=True))
     rest = _ratio(_at_rates(_swapped(both, original, "optimizer"), rates))
@@ -292,7 +292,7 @@ def _swapped(pair: Pair, other: Pair, key: str) -> Pair:
 
 
 def _at_rates(twin: Pair, rates: Sequence[float]) -> Pair:
-    """Return ratios for predicted steps of twins if their compute rates had the ratio of the original experiments.
+    """Return the ratios `twin` with compute rates whose relation is that of the original experiments' compute rates.
 
     Waiting times are unchanged. `rates`: F'/F (compute rate of twin over original) of both twins, over the mean F'/F.
     """

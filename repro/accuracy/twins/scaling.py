@@ -62,15 +62,14 @@ def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> Twin
     devices = min(devices, layout.world)
     if layout.world <= ranks and tp in (0, layout.tp):
         return TwinShape(nodes, layout.world // nodes, layout.tp, layout.pp, layout.dp)
-    if (
-        tp and layout.tp == devices
-    ):  # A tp group fills a node of the published system, so also a node of the twin.
+    if tp and layout.tp == devices:
+        # The original's tp groups fill a node each. The twin's tp groups also do.
         nodes = ranks // tp
     require(ranks % nodes == 0, "--ranks", ranks, f"a multiple of the {nodes} nodes of {system.name}")
     per_node = ranks // nodes
     inside = layout.tp <= devices
     degree = tp or (min(layout.tp, per_node) if inside else layout.tp * per_node // devices)
-    require(degree >= 1 and ranks % degree == 0, "--tp", degree, f"a divisor of {ranks} ranks")
+    require(degree >= 1 and ranks % degree == 0, "--tp", degree, f"a divisor of the number of ranks, {ranks}")
     stages = min(layout.pp, ranks // degree)
     require(ranks % (degree * stages) == 0, "--ranks", ranks, f"a multiple of tp {degree} x pp {stages}")
     return TwinShape(nodes, per_node, degree, stages, ranks // (degree * stages))
@@ -126,7 +125,7 @@ def scaled_model(original: Model, seq: int, *, name: str, width: int, layers: in
         ConfigError: The original's layer is not GPT-2's, or `tp` does not divide the width.
     """
     other = next(iter(original.departures()), "")
-    right = f"a model with GPT-2's layer, for which the similarity rules hold; {original.name} has another {other}"
+    right = f"a model with GPT-2's layer for the similarity rules; {original.name} has a different {other}"
     require(not other, "model", original.name, right)
     require(width % tp == 0, "--width", width, f"a multiple of tp = {tp}")
     k = width / original.hidden

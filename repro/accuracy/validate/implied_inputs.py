@@ -25,7 +25,7 @@ from repro.results.interval import Other, Sensitivity, interpolate_log, log_frac
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 
 MIN_SHARE = 0.1
-"""Minimum share of an input in a prediction's uncertainty for the published value to imply a value of the input."""
+"""Minimum share in a prediction's uncertainty of an input whose value the published value implies."""
 Curve = Sequence[tuple[float, float]]
 """Pairs (value of an uncertain input, prediction), ordered by value."""
 
@@ -69,7 +69,7 @@ class ImpliedInput:
 
     @property
     def torn(self) -> int:
-        """Return the minimum number of published values that any one input value contradicts, although another fits."""
+        """Return the number of published values that the best input value misses, of those that any value reaches."""
         ends = ((need.low, need.high) for need in self.needs)
         served = [(low, high) for low, high in ends if low is not None and high is not None]
         most = max((sum(low <= at <= high for low, high in served) for at, _ in served), default=0)
@@ -97,13 +97,13 @@ class ImpliedInput:
             text += f" (given {self.low:.4g} to {self.high:.4g})"
         if self.unserved:
             count, rows = len(self.unserved), ", ".join(need.row for need in self.unserved[:3])
-            text += f"; no value from {self.searched[0]:.3g} to {self.searched[1]:.3g} fits "
+            text += f"; no input value from {self.searched[0]:.3g} to {self.searched[1]:.3g} fits "
             text += f"{count_noun(count, 'row')} ({rows}{', ...' * (count > 3)})"
         against = self.contradiction
         served = [need for need in self.needs if need.low is not None and need.high is not None]
         if against is None and served:
             low, high = max(need.low or 0.0 for need in served), min(need.high or 0.0 for need in served)
-            text += f"; {low:.3g} to {high:.3g} fits {'all others' if self.unserved else 'all'}"
+            text += f"; an input value from {low:.3g} to {high:.3g} fits all {'others' if self.unserved else 'rows'}"
         if against is not None:
             most, least = against
             text += (

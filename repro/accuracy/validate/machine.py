@@ -32,7 +32,7 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """Return the relative error of the step time, predicted / measured - 1; positive if predicted too slow."""
+        """Return the step time's relative error, predicted / measured - 1; positive if the prediction is slower."""
         return self.predicted / self.measured - 1
 
 
@@ -66,7 +66,9 @@ def predict_measured_runs(records: Iterable[Record], system: System) -> MachineE
             continue
         ranks = experiment.layout.world
         if system.provenance is not None and system.provenance.ranks != ranks:
-            missing[name] = f"{ranks} ranks, but {system.name} was calibrated with {system.provenance.ranks}"
+            missing[name] = (
+                f"the run has {ranks} ranks, but {system.name} was calibrated with {system.provenance.ranks} ranks"
+            )
             continue
         try:
             on = system

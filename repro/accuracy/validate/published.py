@@ -62,7 +62,7 @@ class Point:
     kind: str
     """`rate`, `ratio` or `memory`."""
     family: str
-    """Family of systems for a rate or ratio, key of the cited source for peak memory: groups of the statistics."""
+    """Group in the statistics: family of systems of a rate or ratio, or key of the cited source of a peak memory."""
     unit: str
     published: float
     predicted: float
@@ -262,13 +262,13 @@ def _family_of(record: ExperimentRecord) -> str:
 
 
 def _family_of_all(records: Sequence[ExperimentRecord]) -> str:
-    """Return the family of systems of a point: that of a run with ZeRO on V100, otherwise that of the first run."""
+    """Return the family of a point's runs: ZeRO on V100 if any run is in it, otherwise that of the first run."""
     found = [_family_of(record) for record in records]
     return V100_ZERO if V100_ZERO in found else found[0] if found else OTHER
 
 
 def _once(found: list[Point]) -> list[Point]:
-    """Return the points, with all but the most direct point of the same runs marked as left out."""
+    """Return the points. Of several points of the same runs, all but the most direct one are marked as left out."""
 
     def directness(point: Point) -> tuple[bool, int]:
         unit = DIRECT.index(point.unit) if point.unit in DIRECT else 0

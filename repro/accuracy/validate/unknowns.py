@@ -36,18 +36,18 @@ class MeasurementAdvice:
 
 
 OPERATORS = "seconds of every operator on the devices of the system, which replace the assumed rates"
-PRODUCTS = "the fastest matrix product on all ranks at once, whose rate replaces the peak"
-COPIES = "a copy of four times the cache size on all ranks at once, whose rate replaces the bandwidth"
-LINK = "collectives by size in all groups of a layout at once, which replace the formula"
-OVERLAP = "matrix products alone, and during a collective"
-UNITS = "seconds of every operator on the devices of the system, which replace the waves of tiles"
+PRODUCTS = "the fastest matrix product on all ranks at once, whose rate replaces the peak FLOP/s"
+COPIES = "a copy of four times the cache size on all ranks at once, whose rate replaces the memory's"
+LINK = "seconds of collectives by payload, in all groups at once, which replace the modelled seconds"
+OVERLAP = "seconds of matrix products alone and during a collective"
+UNITS = "seconds of every operator on the devices of the system, which replace the model of tiles"
 MEMORY = "the memory size that the driver reports"
 _MEASUREMENTS = (
     ("device.memory_bytes", "device.memory_bytes", MEMORY),
     ("device.time.multiprocessors", "device.operators", UNITS),
     ("device.time.unthrottled_efficiency", "device.operators", UNITS),
     ("device.time.pace", "device.operators", OPERATORS),
-    ("device.time.spread", "", "the same products on every device of the cluster, one at a time"),
+    ("device.time.spread", "", "one matrix product on each device of the cluster in turn"),
     ("device.time.matmul_efficiency", "device.peak_flops", PRODUCTS),
     ("device.peak_flops.*", "device.peak_flops", PRODUCTS),
     ("device.time.memory_efficiency", "device.memory_bandwidth", COPIES),
@@ -61,7 +61,7 @@ _MEASUREMENTS = (
     ("links.inter-node.*", "links.inter-node.collectives", LINK),
     ("links.*", "links.{link}.collectives", LINK),
     ("*: operator_s", "device.time.launch_s", "host seconds per operator in a step of a tiny model"),
-    ("*: FLOP/s", "", "the published run again, with its software, and step times of three digits"),
+    ("*: FLOP/s", "", "a repetition of the published run, whose step time has three digits"),
     ("*: *", "device.operators", "seconds of every operator, each measured alone"),
     ("*", "", "a benchmark of this input alone, which repro calibrate does not contain"),
 )
@@ -99,7 +99,7 @@ class UncertainInput:
     settles: list[str] = field(default_factory=list)
     """Published values in whose predictions the input has more than half of the summed effects of all inputs."""
     possible: list[str] = field(default_factory=list)
-    """Published values that a prediction misses, but reaches within input ranges, mainly the range of this input."""
+    """Published values that the best prediction misses but its interval contains, mainly due to this input."""
     share: float = 0.0
     """Mean share of the input in the effects on all uncertain predictions; the shares of all inputs add up to 1."""
 
@@ -134,9 +134,10 @@ class RankedInputs:
     def words(self) -> str:
         """Return one paragraph that summarises the ranking of uncertain inputs."""
         return (
-            f"Unknown inputs make the predicted times of {count_noun(self.rows, 'row')} uncertain. An input decides a "
-            f"row if it has more than half of the effects of all inputs, each varied alone. The first {LISTED_INPUTS} "
-            f"inputs decide {self.settled_by_the_first} rows. {self.possible} verdicts are `possible`."
+            f"Unknown inputs make the predictions of {count_noun(self.rows, 'published value')} uncertain. An input "
+            "decides a prediction if it has more than half of the effects of all inputs, each varied alone. The first "
+            f"{LISTED_INPUTS} inputs decide {self.settled_by_the_first} predictions. "
+            f"{self.possible} verdicts are `possible`."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def format_range(one: UncertainInput) -> str:
 
 
 def count_by_claim(rows: Sequence[str]) -> str:
-    """Return claims with their numbers of published values, `zero-fig2-throughput (12), ds-64gpu-table`."""
+    """Return a list of claims with numbers of values as text, such as `zero-fig2-throughput (12), ds-64gpu-table`."""
     counts = Counter(row.partition("/")[0] for row in rows)
     return ", ".join(f"{claim} ({count})" if count > 1 else claim for claim, count in counts.items())
 

@@ -91,7 +91,7 @@ class CachingAllocator:
 
     @property
     def reserved(self) -> int:
-        """Bytes of all segments that the allocator currently has from the driver."""
+        """Bytes of all segments that the allocator has requested from the driver and not returned."""
         return self.device.reserved
 
     @property

@@ -142,7 +142,7 @@ def page_locked_bytes(events: Sequence[Event]) -> int:
 
 TIMELINE_POINTS = 96
 TIMELINE_RESOLUTION = 10_000
-"""Peak of live bytes in units of a record's memory timeline, which stores integer multiples of this unit."""
+"""Number of units into which a record's memory timeline divides the peak of live bytes."""
 
 
 def live_bytes_over_step(

@@ -226,7 +226,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
             possible = ", ".join(map(str, sorted(degrees)))
             what = f"a multiple of dp (one of {possible}) with at least pp micro-batches per replica"
             raise ConfigError("global_batch", request.global_batch, what)
-        what = f"a multiple of {ranks} for degrees that divide the model {request.model.name}"
+        what = f"a multiple of {ranks} for degrees that divide the sizes of model {request.model.name}"
         raise ConfigError("gpus", request.gpus, what)
     return found
 

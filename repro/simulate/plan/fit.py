@@ -240,7 +240,7 @@ def question_of(
 
 
 def _heads(hidden: int, tp: int) -> int:
-    """Return the number of attention heads of width 128, else 64, for a hidden width; tp if tp divides neither."""
+    """Return the first number of heads that tp divides: that of width 128, that of width 64, or tp itself."""
     sizes = (hidden // width for width in (128, 64) if hidden % width == 0)
     return next((heads for heads in sizes if heads % tp == 0), tp)
 

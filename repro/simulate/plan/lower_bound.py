@@ -120,7 +120,7 @@ class LayerWork:
         sizes, limit = self.gradient_bytes(), self.layout.bucket_bytes
         if self.layout.zero == 3:
             return 1, sum(sizes)
-        if not self.layout.cb:  # Without constant-size buffers (C_B), all layers share one bucket.
+        if not self.layout.cb:  # Without C_B (constant-size buffers), all layers share one gradient bucket.
             return 0, float("inf")
         return sum(size > limit for size in sizes), max(limit, *sizes)
 
@@ -159,7 +159,7 @@ class LayerWork:
         ]
 
     def _attention(self, flash: float, batched: int) -> list[Operator]:
-        """Return attention as one fused operator (`flash` x forward FLOP), or as `batched` batched matrix products."""
+        """Return attention as one fused operator (`flash` times the forward FLOP) or as `batched` batched products."""
         model, layout = self.model, self.layout
         heads, width = model.heads // layout.tp, model.head_width
         if layout.kernels.writes_scores:
@@ -180,7 +180,7 @@ class LayerWork:
         return Operator(name, 2 * depth * prod(result), read, written, (left, right), self.bytes)
 
     def _pass(self, elements: int, times: int, name: str = "repro.elementwise") -> Operator:
-        """Return an element-wise operator that moves `times` the bytes of `elements` elements."""
+        """Return an element-wise operator that transfers `times` x `elements` elements to or from memory."""
         return Operator(name, 0, self.bytes * elements * times, 0, (), self.bytes)
 
 

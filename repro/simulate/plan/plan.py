@@ -83,7 +83,7 @@ def search_layouts(
             begun[layout] = planner.begin(layout, interval_below_s=limit)
         if not begun:
             break
-        layout = next(iter(begun))  # Results arrive in order of begin, so plans are reproducible.
+        layout = next(iter(begun))  # Simulations are awaited in start order, so plans are reproducible.
         had_times, rows[layout] = not planner.no_time, begun.pop(layout)()
         add_bounded(_with_partitioned_activations(request, [rows[layout]]))
         if had_times and planner.no_time:

@@ -41,7 +41,8 @@ class Tie:
     by: tuple[str, ...]
     """Unknown numbers that cause the tie, sorted by their effect on the ratio of the two step times.
 
-    Each one alone reverses the order of the two layouts at an end of its range, or else is the first of those numbers.
+    Each one alone reverses the order of the two layouts at an end of its range. If no number does, `by` has the one
+    with the largest effect.
     """
 
 
@@ -127,7 +128,7 @@ class PlanRow:
 
 
 def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
-    """Return plan rows by a quantile of step time, and set ties; rows with little free memory are last, untied."""
+    """Return plan rows sorted by a step time quantile, and set ties; rows with little free memory are last, untied."""
     for row in rows:
         draws = [row.seconds] if row.interval is None else row.interval.draws
         row.rank_s, row.undecided = quantile(draws, RANK_QUANTILES[rank_by]), None if row.is_tight else []
@@ -199,8 +200,9 @@ def _complexity(layout: Layout) -> tuple[Any, ...]:
 
 
 IDEAL_ORDER_RULE = (
-    "the ideal time, a sum of two times without overlap.  Arithmetic runs at the peak rate of the devices, including "
-    "recomputation and the bubble of the pipeline.  Messages run at the full bandwidth of the links"
+    "the ideal time, the sum of arithmetic time and message time without overlap.  Arithmetic runs at the peak rate "
+    "of the devices, including recomputation and the bubble of the pipeline.  Messages run at the full bandwidth of "
+    "the links"
 )
 """Printed rule by which a plan orders layouts if the system lacks the numbers for a time prediction."""
 

@@ -85,7 +85,7 @@ class StageTime:
         self.exposed[STAGE_SEND] += delay - waited
 
     def waited_for(self, issue: Issue, now: float, end: float, *, across: bool) -> None:
-        """Add a wait for a collective. `across`: it spans stages, so waits longer than the collective are bubble."""
+        """Add a wait for a collective. `across`: the collective spans stages; a wait beyond its duration is bubble."""
         delay = max(0.0, first_lane(end) - first_lane(now))
         exposed = min(delay, first_lane(issue.seconds)) if across else delay
         self.exposed[issue.label] += exposed
@@ -131,7 +131,7 @@ PROFILER_NAMES = {
     "reduce-scatter": "nccl:_reduce_scatter_base",
     "send": "nccl:recv",
 }
-"""Exceptions from the rule by which an operator's name or a collective's label gives its name in `torch.profiler`."""
+"""Names in `torch.profiler` that `profiler_name` does not derive by a rule, by name of the operator or message."""
 
 
 def profiler_name(name: str) -> str:

@@ -168,8 +168,8 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | N
     """Return the calibration of a layout's kernels on a system's device; None for a device with measured operators.
 
     Profiles have priority over published points, and a point for the device's card over other points. The Megatron-LM
-    generations `unfused` and `softmax` replace each other, because the trace contains their different operators. Other
-    devices have `uncalibrated_kernels`.
+    generations `unfused` and `softmax` represent each other, because the trace contains the operators that differ.
+    Other devices have `uncalibrated_kernels`.
     """
     if system.device.operators:
         return None

@@ -60,7 +60,7 @@ INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
 
 
 def slowest_device_factor(spread: float, devices: int) -> float:
-    """Return the expected maximum over the mean of `devices` device times. `spread`: relative standard deviation."""
+    """Return the ratio of expected maximum to mean of `devices` device times. `spread`: relative standard deviation."""
     return 1.0 + spread * expected_maximum(devices) if in_any_lane(spread) else 1.0
 
 
@@ -97,7 +97,7 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 TILE_READS = 16.0
 """Cost of reading operands from shared memory: m x n tiles reach 1 / (1 + 16 (1/m + 1/n)) of the peak rate."""
 PROLOGUE = 64
-"""Overhead per tile of a matrix product (load pipeline, result), in times of one element of the inner dimension."""
+"""Overhead per matrix-product tile (load pipeline, result): time of this many elements of the inner dimension."""
 SPLITS = (1, 2, 4, 8)
 """Numbers of parts into which a matrix product may split its inner dimension, so that more thread blocks compute."""
 ATTENTION_EFFICIENCY = 0.7
@@ -279,7 +279,7 @@ def _shared_memory_cost(rows: int, columns: int) -> float:
 
 
 def causal_share(operator: Operator) -> float:
-    """Return the share of attention scores that the causal mask leaves; more than 1/2 for only the last queries."""
+    """Return the share of attention scores that the causal mask leaves: 1/2, or more if keys outnumber queries."""
     lengths = _lengths(operator)
     return 1 - min(lengths) / max(lengths) / 2
 

@@ -132,7 +132,7 @@ class PlacedRing(NamedTuple):
     nodes: int
     """Number of nodes on which the process group has ranks."""
     inside: frozenset[tuple[int, int]]
-    """For each node with several ranks of the group: number of groups with several ranks there, and of their ranks."""
+    """For each node with several ranks of the group: number of such groups there, and sum of their ranks."""
     between: frozenset[AdapterShare]
     """Network adapters that the group uses in each of its nodes; empty for a group inside a node."""
     uplink_users: int

@@ -14,7 +14,7 @@ from repro.simulate.trace.events import HOST_WAIT, Message, Operator, Timed, Wai
 from repro.simulate.trace.roles import Trace
 
 PURPOSE_STOP = 1 + Message._fields.index("purpose")
-"""Number of the first fields of a `Message` event, up to `purpose`, which identify equal collectives."""
+"""Number of leading fields of a `Message` event, up to `purpose`; equal collectives have equal leading fields."""
 INNER_GROUP = "tp"
 """Name of the process group whose collectives begin and end within a layer."""
 

@@ -268,7 +268,7 @@ class ProgramCompiler:
         return found
 
     def _own_seconds(self, message: Message) -> float:
-        """Return the seconds of a collective or message on the compute thread; a stage's send includes a receive."""
+        """Return the compute thread's seconds for a collective or message; those of a send include its receive."""
         if message.op == SEND:
             return 2 * self.cost.message_s
         count = self.messages(message.op, message.group)

@@ -64,7 +64,7 @@ class _Body(NamedTuple):
 
 
 def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[list[_Body], Lanes] | None:
-    """Return the distinct bodies (timed operators) of passes and each pass's index; None for collectives of stages."""
+    """Return distinct bodies (timed operators) of passes, and each pass's index; None if a collective spans stages."""
     found: list[_Body] = []
     known: dict[int, Lanes] = {}
     across = GROUPS_ACROSS_STAGES if len(stages) > 1 else ()
@@ -118,7 +118,7 @@ class ActionTimes:
         lanes = max(map(np.size, numbers))
         self.durations, self.now, self.seconds = (_rows(of, lanes) for of in (durations, starts, seconds))
         self.ends = np.zeros((2 * SLOTS * len(stages) + 1, lanes))
-        """Ends of messages' transfers, in slots that later messages reuse; until the second post, time of the first."""
+        """Ends of messages' transfers, in slots that later messages reuse; first post's time until the second post."""
         self.stamps = np.zeros(len(order.slots), dtype=int)
         """Number of posts of each message: 0 to 2, which are its send and its receive."""
         self.stamps[-1] = 2

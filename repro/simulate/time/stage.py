@@ -65,7 +65,7 @@ class StageStreams:
         self.tail = self.prepared(program.tail)
 
     def begin(self) -> Generator[object, None, None]:
-        """Run the preceding step's update, whose collectives may end in this step. Yield collectives of unknown end."""
+        """Run the preceding step's update, whose collectives may end in this step. Yield unfinished collectives."""
         yield from self.run_items(self.tail, "optimizer")
         self.time, self.unmatched, self.recording = StageTime(), 0, self.record
         self.began = self.phase_began = self.now
@@ -172,7 +172,7 @@ class StageStreams:
         self.now = maximum(self.now, end)
 
     def run_items(self, items: Sequence[Item | UndelayedRun], name: str) -> Generator[object, None, None]:
-        """Run operators and messages of a pass or of the update. Yield each message or collective of unknown end."""
+        """Run operators and messages of a pass or the update. Yield each message or collective whose end is unknown."""
         for item in items:
             if isinstance(item, UndelayedRun):
                 if self._alone(item):

@@ -26,7 +26,7 @@ FIRST_TRANSIENT = 4
 TOLERANCE = 1e-11
 """Maximum relative difference between durations that count as equal; it allows for rounding errors."""
 MIN_SAVING = 1.5
-"""Minimum ratio of a step's number of micro-batches to that of a shorter schedule from which its time follows."""
+"""Minimum number of a step's micro-batches per micro-batch of a shorter schedule from which the step time follows."""
 
 
 class Cycle(NamedTuple):

@@ -56,7 +56,7 @@ class StepOrder(NamedTuple):
     last: Lanes
     """Messages that each stage awaits after its last action, [stages, any]."""
     together: Lanes
-    """Messages, including the message itself, that two stages exchange in one call with a message, [messages, any]."""
+    """For each message, all messages (with itself) that two stages exchange in the same call, [messages, any]."""
 
 
 def step_order(layout: Layout) -> StepOrder:

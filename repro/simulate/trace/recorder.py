@@ -46,7 +46,7 @@ def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Call
     def file(module: str) -> str:
         if module in but or not any(f"{module}.".startswith(f"{package}.") for package in packages):
             return ""
-        found = module.replace("repro.kernels", "kernels")  # The folder of this package is `kernels/`.
+        found = module.replace("repro.kernels", "kernels")  # `repro.kernels` is in `kernels/`.
         return f"{found.replace('.', '/')}.py"
 
     def line() -> str:
@@ -285,7 +285,7 @@ class TraceRecorder(UncompiledMode):
 _SHAPES = ShapeCache()
 FUSED_ATTENTION = tuple(f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient"))
 _OPERATORS: dict[CallKey, Operator] = {}
-"""Recorded operators by operator call, because layers and micro-batches repeat the same calls."""
+"""Cache of `Operator` events by operator call, because layers and micro-batches repeat the same calls."""
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
 OVERWRITE = ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_")
 """Operators that write to their first argument without reading it."""

@@ -143,15 +143,19 @@ LAB = ["--profile", "lab.toml"]
 @pytest.mark.parametrize(
     ("system", "arguments", "message"),
     [
-        ("dgx2", [], "--system = 'dgx2': must be local or local-gpu, or a cluster"),
+        ("dgx2", [], "--system = 'dgx2': must be local or local-gpu, or the system of a SLURM"),
         ("local", ["--gpus", "-1"], "--gpus = -1: must be an integer of at least 1"),
         ("local", ["--output", "a.json"], "--output = 'a.json': must be a file that ends in .toml"),
-        ("local", ["--output", "dgx2.toml"], "must be another name, since dgx2 is a packaged system"),
+        (
+            "local",
+            ["--output", "dgx2.toml"],
+            "must be a file name other than that of the packaged system dgx2",
+        ),
         ("local", ["--output", "no/such/folder/a.toml"], "a file in an existing folder"),
         ("local-gpu", [], "local, since this machine has no visible CUDA device"),
         ("local-gpu", ["--gpus", "9"], "local, since this machine has no visible CUDA device"),
         ("local", ["--nodes", "2"], "--nodes = 2: needs --profile, the SLURM profile of the cluster"),
-        ("dgx2", LAB, "--system = 'dgx2': must be local, the system of lab.toml"),
+        ("dgx2", LAB, "--system = 'dgx2': must be local, which is the system in the SLURM profile lab.toml"),
         ("local", [*LAB, "--nodes", "-1"], "--nodes = -1: must be an integer of at least 1"),
         ("local", [*LAB, "--gpus", "3"], "--gpus = 3: must be 1 to 2, the number of ranks per node"),
         ("local", ["--profile", "shared.toml"], "--output = "),

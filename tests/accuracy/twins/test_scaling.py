@@ -94,7 +94,7 @@ def test_scale_preserves_the_ratio_of_stage_compute_to_messages() -> None:
 def test_models_with_other_layers_are_refused() -> None:
     model = Model(name="llama", layers=2, hidden=64, heads=8, vocab=64, seq=32, norm="rms", kv_heads=2)
     with pytest.raises(
-        ConfigError, match=r"model = 'llama': must be a model with GPT-2's layer.* another norm"
+        ConfigError, match=r"model = 'llama': must be a model with GPT-2's layer.* different norm"
     ):
         scaled_model(model, 32, name="twin", width=32, layers=2, tp=1)
 

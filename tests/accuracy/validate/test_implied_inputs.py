@@ -57,14 +57,14 @@ def test_rows_with_a_common_value_do_not_contradict(tmp_path: Path) -> None:
     assert found.contradiction is None
     assert "contradict" not in found.words
     # 17 needs 3.4 rings or up to 15 % less; 15 needs 3 rings or up to 15 % more.
-    assert f"; {3.4 * 0.85:.3g} to {3 * 1.15:.3g} fits all." in found.words
+    assert f"; an input value from {3.4 * 0.85:.3g} to {3 * 1.15:.3g} fits all rows." in found.words
 
 
 def test_row_without_a_value_is_named_and_contradicts_none(tmp_path: Path) -> None:
     (found,) = implied(tmp_path, {"a": "15.0", "b": "500"})
     assert [(need.row, need.value, need.low) for need in found.unserved] == [("a-claim/b", None, None)]
     assert found.contradiction is None
-    assert "no value from 0.25 to 16 fits 1 row (a-claim/b)" in found.words
+    assert "no input value from 0.25 to 16 fits 1 row (a-claim/b)" in found.words
 
 
 def test_systems_are_separate_and_weak_unknowns_are_ignored(tmp_path: Path) -> None:
