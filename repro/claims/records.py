@@ -201,7 +201,7 @@ class Records:
                 return relative_loss_distance(curve, losses(reference), others)
             except ValueError as error:
                 raise Missing(
-                    experiment, f"its losses cannot be compared with {reference}: the comparison {error}"
+                    experiment, f"its losses cannot be compared with {reference}: {error}"
                 ) from None
 
         def apart(experiment: str, reference: str) -> Value:
@@ -210,7 +210,7 @@ class Records:
                 mine, other = final_loss(losses(experiment)), final_loss(losses(reference))
             except ValueError as error:
                 raise Missing(
-                    experiment, f"its losses cannot be compared with {reference}: the comparison {error}"
+                    experiment, f"its losses cannot be compared with {reference}: {error}"
                 ) from None
             return abs(mine - other) / other
 

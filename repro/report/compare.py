@@ -52,7 +52,7 @@ class Change:
     judged: str
     """Judgement of a changed result: `worse`, `same`, `better`, or `not decided` (few launches, wide interval)."""
     ratio: float | None = None
-    """Speed or peak memory of results B over A, or None. `low`, `high`: ends of a speed ratio's 95 % interval."""
+    """Ratio B over A of speed or peak memory, or None. `low`, `high`: ends of a speed ratio's 95 % interval."""
     low: float | None = None
     high: float | None = None
 
@@ -123,7 +123,7 @@ def _experiment(
 
 
 def judge_speed(ratio: RatioInterval, tolerance: float) -> str:
-    """Return `better` or `worse` if a speed ratio's interval is outside 1 +- `tolerance`, `same` or `not decided`."""
+    """Return `better` or `worse` for a ratio interval outside 1 +- `tolerance`, `same` inside, else `not decided`."""
     if ratio.low is None or ratio.high is None:
         return UNDECIDED
     if ratio.high < 1 - tolerance:
@@ -219,7 +219,7 @@ def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) ->
 
 
 def _judge_verdicts(old: str, new: str) -> str:
-    """Return `better` or `worse` for a claim's verdict `new` over `old`; `same` for equal or missing ranks."""
+    """Return `better` or `worse` for a claim's verdict `new` over `old`; `same` for equally good or unjudged ones."""
     from repro.claims.verdicts import BAD, GOOD, POSSIBLE
 
     rank = {**dict.fromkeys(BAD, 0), POSSIBLE: 1, **dict.fromkeys(GOOD, 2)}
@@ -255,7 +255,7 @@ def print_comparison(
         first, second = run_commits((first, second), suite, launches, results, tolerance)
     sides = [read_side(side, results) for side in (first, second)]
     changes = compare_results(*sides, tolerance=tolerance, own=own)
-    require(changes, "compare", second, f"records of an experiment that {first} also contains")
+    require(changes, "compare", second, f"results with records of an experiment that {first} also contains")
     worse = sum(change.judged == WORSE for change in changes)
     if json:
         print_json({"changes": [asdict(change) for change in changes], "worse": worse})
@@ -274,11 +274,11 @@ def _print_changes(changes: Sequence[Change], most: int | None) -> None:
     for c in sorted(shown, key=lambda c: (WORSE, BETTER, UNDECIDED, SAME).index(c.judged))[:most]:
         ratio = units.ratio(c.ratio, c.low, c.high) if c.ratio else ""
         made.add_row(c.judged, c.kind, c.name, ratio, c.before, c.after)
-    more = "--details lists all changes, and speeds that are the same." if most is not None else ""
+    more = "--details lists all changes, and unchanged speeds." if most is not None else ""
     few = (
         f"Not decided: fewer than {MIN_LAUNCHES} launches of A or B, or an interval wider than --tolerance. "
     )
-    few += "`repro run SUITE --rerun --results A` adds a launch; `repro compare COMMIT COMMIT --suite FILE` runs two "
-    few += f"commits alternately until all speeds are decided, at most --launches times (default {MAX_LAUNCHES})."
+    few += "`repro run SUITE --rerun --results A` adds a launch to A. `repro compare COMMIT COMMIT --suite FILE` "
+    few += f"runs both commits alternately until all speeds are decided, or --launches times (default {MAX_LAUNCHES})."
     is_undecided = any(c.judged == UNDECIDED for c in changes)
     print_page(f"Changes: {counts}.", made, few * is_undecided, more)

@@ -72,7 +72,7 @@ def write_table(
 
     The format parquet and the table `reference` need a file. `own`: additional ledger files of published claims.
     `claims`: globs of claim ids, for `CLAIM_TABLES`. `columns`: names, separated by commas; empty selects
-    `PAGE_COLUMNS` that are not empty for Markdown and LaTeX, else all columns. Raises `ConfigError` for invalid input.
+    all columns, but for Markdown and LaTeX the `PAGE_COLUMNS` with values. Raises `ConfigError` for invalid input.
     """
     require(table in (*TABLES, REFERENCE), "--table", table, f"one of {', '.join((*TABLES, REFERENCE))}")
     if table == REFERENCE:
@@ -97,7 +97,7 @@ def write_table(
     elif chosen:
         frame = frame[chosen]
     if frame.empty:
-        print(f"note: the table is empty, because {results} has no {table}", file=sys.stderr)
+        print(f"note: the table is empty, because the folder {results} has no {table}", file=sys.stderr)
     if form == "parquet":
         assert output is not None
         _parquet(frame, output)

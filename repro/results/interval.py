@@ -23,7 +23,7 @@ class Other(NamedTuple):
 
 
 Case: TypeAlias = int | tuple[str, bool] | Other
-"""Choice of values for the unknown inputs of a system: number of a joint random draw, a pair, or one given value.
+"""Choice of values for the unknown inputs of a system: the number of a joint random draw, a pair, or `Other`.
 
 In a pair (key, high end), the input `key` is at the high or the low end of its range, all others at their best values.
 """

@@ -265,7 +265,7 @@ def relative_loss_distance(losses: Losses, reference: Losses, controls: Sequence
     of_controls = [loss_distances(control, reference) for control in controls]
     curves = (losses, *controls, distances, *of_controls)
     if not controls or {len(curve) for curve in curves} != {len(reference)}:
-        raise ValueError("needs control runs of the training, and the losses of all steps of all runs")
+        raise ValueError("the comparison needs control runs, and the losses of all steps of all runs")
     largest = 0.0
     for start in range(0, len(reference), LOSS_STRETCH_STEPS):
         part = slice(start, start + LOSS_STRETCH_STEPS)
@@ -278,5 +278,5 @@ def final_loss(losses: Losses) -> float:
     """Return the mean loss of a run's last `LOSS_STRETCH_STEPS` steps. Raises `ValueError` if a loss is missing."""
     last = [loss for loss in losses[-LOSS_STRETCH_STEPS:] if loss is not None]
     if len(last) < LOSS_STRETCH_STEPS:
-        raise ValueError(f"needs the losses of the last {LOSS_STRETCH_STEPS} training steps")
+        raise ValueError(f"the comparison needs the losses of the last {LOSS_STRETCH_STEPS} training steps")
     return sum(last) / LOSS_STRETCH_STEPS

@@ -229,9 +229,13 @@ def test_json_contains_the_answers_for_a_system(
         (
             "tnlg-lambada",
             "dgx-h100",
-            "for another system: the claim's family is quality, not one of throughput",
+            "for another system: the claim's family quality is not one of throughput",
         ),
-        ("yuan-bubble", "dgx-h100", "cannot be predicted for another system: the value depends on sizes or on a schedule"),
+        (
+            "yuan-bubble",
+            "dgx-h100",
+            "cannot be predicted for another system: the value depends on sizes or on a schedule",
+        ),
     ],
 )
 def test_error_for_a_claim_without_a_question(

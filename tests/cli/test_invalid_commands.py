@@ -73,17 +73,23 @@ COMMANDS = [
     (f"{PLAN} yuan", NEEDS_MEMORY),
     (f"{FIT} --search width", "--search = 'width': must be one of layers, micro-batch"),
     (f"{FIT} --search micro-batch", "--model = '': is needed in a search for the largest micro-batch"),
-    (f"{FIT} --as-rank 3", "--as-rank = 3: is allowed only with --measure"),
+    (f"{FIT} --as-rank 3", "--as-rank = 3: cannot be used without --measure"),
     (f"{FIT} --measure", "--system = 'dgx2': must be one of local, local-gpu with --measure"),
     (MEASURE, "--memory-limit: is required on processor cores: set the memory that each process may"),
     (f"{MEASURE} --memory-limit 1GB --expandable", "--expandable: does not work with --measure: set"),
     (f"{MEASURE} --memory-limit 1GB --as-rank 4 --of 4", "--as-rank = 4: must be a rank from 0 to 3"),
     # plans
     (f"{PLAN} dgx2 --top 0", "--top = 0: must be a number of layouts of at least 1"),
-    (f"{PLAN} dgx2 --map --top 3", "--top = 3: cannot be combined with --map, which prints every tp and pp"),
-    (f"{PLAN} dgx2 --map --tokens 1e9", "--tokens = 1000000000.0: cannot be combined with --map, which"),
+    (
+        f"{PLAN} dgx2 --map --top 3",
+        "--top = 3: cannot be combined with --map, because a map shows every tp and pp",
+    ),
+    (f"{PLAN} dgx2 --map --tokens 1e9", "--tokens = 1000000000.0: cannot be combined with --map, because"),
     (f"{PLAN} dgx2 --map --memory-limit 40GB,much", "--memory-limit = 'much': must be a size in bytes"),
-    (f"{PLAN} dgx2 --memory-limit 40GB,50GB", "--memory-limit = '40GB,50GB': must be one size, or use --map"),
+    (
+        f"{PLAN} dgx2 --memory-limit 40GB,50GB",
+        "--memory-limit = '40GB,50GB': must be one memory size without --map",
+    ),
     (f"{PLAN} dgx2 --tokens -1", "--tokens = -1.0: must be a number of tokens"),
     (f"{PLAN} dgx2 --price-per-gpu-hour 2", "--tokens = 0.0: must be more than 0 with --price-per-gpu-hour"),
     (f"{PLAN} selene --rank-by cost", "--tokens = 0.0: must be more than 0 with --price-per-gpu-hour and"),
@@ -93,7 +99,7 @@ COMMANDS = [
     ),
     (
         f"{PLAN} selene,dgx2 --tokens 1e9 --price-per-gpu-hour 2",
-        "--price-per-gpu-hour = '2': must be 2 prices above 0, with commas between them",
+        "--price-per-gpu-hour = '2': must be 2 prices above 0, separated by commas",
     ),
     *(
         (
@@ -107,8 +113,11 @@ COMMANDS = [
     (f"{PLAN} selene,dgx-a100", f"--system = 'selene,dgx-a100': {OTHER_SYSTEMS}"),
     (f"{PLAN} dgx2,selene --map", "--system = 'dgx2,selene': must be one system with --map"),
     # two layouts
-    (f"{VERSUS} --details", "--versus = '--details': takes model and layout options only, not --details"),
-    (f"{VERSUS} 8", "--versus = '8': takes model and layout options only, not 8"),
+    (
+        f"{VERSUS} --details",
+        "--versus = '--details': the value may contain model and layout options only, not --details",
+    ),
+    (f"{VERSUS} 8", "--versus = '8': the value may contain model and layout options only, not 8"),
     (f"{VERSUS} '--memory-limit 9XB'", "--memory-limit = '9XB': must be a size in bytes"),
     (f"{VERSUS} '--tp 3'", "--gpus = 8: must be a multiple of tp x pp = 3 x 1 = 3"),
     (f"{VERSUS} '--pp 2' --timeline t.json", "--versus = '--pp 2': cannot be combined with --timeline"),
@@ -141,8 +150,11 @@ COMMANDS = [
     ("init /proc/x.toml", "FILE = '/proc/x.toml': must be a file that can be written"),
     ("calibrate --system local --quick --output /proc/x.toml", "--output = '/proc/x.toml': must be a file"),
     # runs, claims and clusters
-    ("run", "SUITE = '': must be one suite or more, or --claim ID"),
-    ("run smoke --claim 5", "SUITE = 'smoke': must be one suite or more, or --claim ID"),
+    ("run", "SUITE = '': must be one or more suites without --claim, or no suite with --claim"),
+    (
+        "run smoke --claim 5",
+        "SUITE = 'smoke': must be one or more suites without --claim, or no suite with --claim",
+    ),
     ("run --claim 5 --only x", "--only = 'x': cannot be combined with --claim"),
     ("run --claim ds-same-loss --evidence simulated", "has no simulated evidence; `repro claims ds"),
     ("run smoke --dry-run --system dgx2", "--system = 'dgx2': needs --evidence simulated"),
@@ -150,7 +162,7 @@ COMMANDS = [
     (f"run {'a' * 5000}.toml", "aaa...aaa"),
     ("submit smoke --profile dgx3 --dry-run", "--profile = 'dgx3': unknown profile; did you mean dgx2?"),
     ("submit zero_r --profile dgx2 --dry-run --exclude 'n1\nx'", "exclude = 'n1\\nx': must be text of one"),
-    ("doctor --nodes 3", "--nodes = 3: must be 0 or more, and needs --profile"),
+    ("doctor --nodes 3", "--nodes = 3: must be 0 without --profile, or 0 or more with --profile"),
 ]
 
 
@@ -232,11 +244,11 @@ GIVEN = [
         (
             f"run s.toml --results s.toml --evidence {evidence}",
             EXPERIMENT,
-            "'s.toml': must be a folder, but is a file",
+            "'s.toml': must be the path of a folder, not of a file",
         )
         for evidence in ("measured", "simulated")
     ),
-    ("collect --into s.toml", EXPERIMENT, "--into = 's.toml': must be a folder, but is a file"),
+    ("collect --into s.toml", EXPERIMENT, "--into = 's.toml': must be the path of a folder, not of a file"),
     ("report --out s.toml", EXPERIMENT, "--out = 's.toml': must be a writable folder"),
     # models and systems
     ("models m.toml", f"{MODEL}published_params = inf", "m.toml: m.published_params = inf: must be finite"),

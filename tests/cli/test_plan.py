@@ -184,8 +184,8 @@ def test_text_of_a_map_shows_the_causes(capsys: pytest.CaptureFixture[str], shal
         ": all fit",
     ):
         assert words in out
-    assert "does not fit tp x pp" in out
-    assert re.search(r", (parameters|gradients|optimizer states): \d x \d", out)
+    assert "Layouts tp x pp beyond" in out
+    assert re.search(r", due to (parameters|gradients|optimizer states): \d x \d", out)
     assert max(map(len, out.splitlines())) <= 100
     assert cli.main(map_command(shallow_model, CONTEXT + 1e5)) == 1, "no layout fits"
     assert "does not fit" in capsys.readouterr().out

@@ -190,7 +190,9 @@ def test_store_reports_invalid_records_and_ignores_blank_lines(tmp_path: Path) -
 def test_export_of_an_empty_table_prints_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pandas", reason="pandas makes the table; it is in the extra report")
     assert cli.main(["export", "--results", str(tmp_path), "--table", "records", "--format", "csv"]) == 0
-    assert capsys.readouterr().err == f"note: the table is empty, because {tmp_path} has no records\n"
+    assert (
+        capsys.readouterr().err == f"note: the table is empty, because the folder {tmp_path} has no records\n"
+    )
 
 
 def test_run_of_a_claim_selects_its_experiments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,7 +235,7 @@ def test_answer_about_a_measured_machine(
     found = Calibrated("ok", "", 0, 95.0, Path("here.toml"), document)
     monkeypatch.setattr("repro.accuracy.calibrate.calibration.run_calibration", lambda *_, **__: found)
     out = screen("calibrate --system local")
-    assert out.startswith("here.toml: a processor, 16 ranks, median error of the rates 5.0 %.\n")
+    assert out.startswith("here.toml: a processor, 16 ranks, median error of the fitted rates 5.0 %.\n")
     assert re.search(r"collective-4 +nvlink +1 kB +1,000 +10 MB +1\b", out)
 
 

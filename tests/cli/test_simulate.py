@@ -73,7 +73,7 @@ def test_text_shows_memory_traffic_and_the_failure_cause(run: Run, tiny_model: s
     for limit, is_little in ((full / 0.98, True), (full / 0.6, False)):
         out = run(*query, "--memory-limit", str(round(limit)))[1]
         assert ("Little memory is left" in out) == is_little
-        assert ("of which NCCL's further communicators need " in out) == is_little
+        assert ("of which NCCL needs " in out) == is_little
     code, out = run(*query, "--memory-limit", TWO_MB)
     assert code == 1
     assert out.startswith("Does not fit: tiny")

@@ -77,7 +77,7 @@ def test_estimated_time_is_that_of_the_last_run(tmp_path: Path, capsys: pytest.C
         store.append(changed(made_up("states-z0-dp2", suite="smoke"), key=known.key, wall_s=12.5))
     assert printed(capsys, *SMOKE, "--rerun", "--results", str(tmp_path))[:2] == [
         "1 experiment: 1 to run, 0 in the store, 0 not here.",
-        "Estimated time: 12.5 s for 1 experiment by the times of their last runs.",
+        "Estimated time: 12.5 s for 1 experiment by the durations of their last runs.",
     ]
     assert cli.main([*SMOKE, str(write_suite(tmp_path, FAR)), "--json", "--results", str(tmp_path)]) == 0
     rows = [(row["suite"], row["name"], row["state"]) for row in json.loads(capsys.readouterr().out)]

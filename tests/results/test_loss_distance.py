@@ -53,7 +53,7 @@ def test_loss_distance_is_relative_to_the_controls(
 def test_loss_distance_needs_controls_and_complete_losses(
     curve: list[float | None], controls: list[list[float]]
 ) -> None:
-    with pytest.raises(ValueError, match="needs control runs of the training, and the losses of all steps"):
+    with pytest.raises(ValueError, match="needs control runs, and the losses of all steps"):
         relative_loss_distance(curve, FLAT, controls)
 
 

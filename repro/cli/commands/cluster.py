@@ -35,7 +35,7 @@ def submit(
     exclude: Annotated[str, option("Nodes on which no job may run: n3,n[7-8].", "NODES")] = "",
     dry_run: Annotated[bool, flag("--dry-run", "Only print the planned job arrays and GPU-hours.")] = False,
     move: Annotated[
-        bool, flag("--move", "Run experiments for other systems on the profile's system, named NAME@SYSTEM.")
+        bool, flag("--move", "Run experiments for other systems on the profile's system, as NAME@SYSTEM.")
     ] = False,
     rerun: Rerun = False,
     details: Details = False,
@@ -89,7 +89,7 @@ def cancel(
 @app.command(epilog="Example:  repro collect --into results")
 def collect(
     results: Results = Path("results"),
-    into: Annotated[OptionalPath, folder_option("Folder to which missing records are also copied.")] = None,
+    into: Annotated[OptionalPath, folder_option("Second store, to which missing records are copied.")] = None,
     json: Json = False,
 ) -> int:
     """Write a record for each submitted experiment that was lost or cancelled, and check every record."""
@@ -107,7 +107,7 @@ lab = typer.Typer(
 
 @lab.command("check", epilog="Example:  repro lab check")
 def check_requirements() -> int:
-    """Show whether emulated networks work on this machine.  Exit code 1: a requirement is missing, which is named."""
+    """Show whether emulated networks work on this machine.  Exit code 1: the named requirement is missing."""
     from repro.report.text.cluster import check_lab
 
     return check_lab()

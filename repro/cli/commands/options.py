@@ -34,7 +34,7 @@ WITHOUT = {
 def check_folder(option: typer.CallbackParam, value: Path | None) -> Path | None:
     """Return the path `value` of an option; raise `ConfigError` if it is a file instead of a folder."""
     fine = value is None or value.is_dir() or not value.exists()
-    require(fine, option.opts[0], str(value), "a folder, but is a file")
+    require(fine, option.opts[0], str(value), "the path of a folder, not of a file")
     return value
 
 
@@ -252,14 +252,15 @@ def _layout_query(given: dict[str, Any]) -> LayoutQuery:
 
 
 def read_alternative(context: typer.Context, option: str, text: str) -> tuple[str, LayoutQuery]:
-    """Return the running command's model and its query (system and layout), changed by the options in `text`.
+    """Return model and query (system, layout) of the running command after the options in `text` replace its own.
 
     `option`: name of the option whose value is `text`. Raises `ConfigError` if `text` contains other options.
     """
     values, names = dict(context.params), ("model", *(parameter.name for parameter in QUESTION))
     given, rest, order = context.command.make_parser(context).parse_args(shlex.split(text))
     others = [*rest, *(f"--{p.name}" for p in order if p.name not in names)]
-    require(not others, option, text, says=f"takes model and layout options only, not {' '.join(others)}")
+    wrong = f"the value may contain model and layout options only, not {' '.join(others)}"
+    require(not others, option, text, says=wrong)
     for parameter in order:
         values[parameter.name] = parameter.process_value(context, given[parameter.name])
     if "recompute" in given:

@@ -93,7 +93,7 @@ def fit(
     search: Annotated[str, option("Quantity to maximize: layers, or micro-batch (with --model).")] = "layers",
     measure: Annotated[bool, flag("--measure", "Run each search trial on this machine's devices.")] = False,
     as_rank: Annotated[
-        OptionalInt, option("With --measure: run only this rank out of --of, without collectives.", "R")
+        OptionalInt, option("With --measure: run only rank R of --of ranks, without collectives.", "R")
     ] = None,
     of: Annotated[int, count_option("With --as-rank: number of ranks of the layout.")] = 0,
     results: Results = Path("results"),
@@ -106,7 +106,7 @@ def fit(
     """
     sizes = {"hidden": hidden, "heads": heads, "vocab": vocab}
     for name, value in (("--as-rank", as_rank), ("--of", of or None)):
-        require(measure or value is None, name, value, says="is allowed only with --measure")
+        require(measure or value is None, name, value, says="cannot be used without --measure")
     if measure:
         from repro.report.text.predictions import print_measured_fit
 
@@ -169,7 +169,7 @@ def twin(
         OptionalPath, option("System file of this machine, from repro calibrate --gpus RANKS.", "FILE.toml")
     ] = None,
     ranks: Annotated[int, option("Number of ranks of the twin, the small-scale experiment.")] = 16,
-    part: Annotated[int, option("Approximate ratio of the original's hidden size to the twin's.")] = 8,
+    part: Annotated[int, option("Approximate ratio of hidden sizes, original model over twin.")] = 8,
     width: Annotated[int, count_option("Hidden size of the twin's model, instead of the ratio --part.")] = 0,
     layers: Annotated[int, option("Minimum number of layers of the twin's model.")] = 4,
     tp: Annotated[int, count_option("Twin's tensor-parallel degree. Default: the largest possible.")] = 0,
@@ -236,7 +236,7 @@ def validate(
     covered: Annotated[
         OptionalRange,
         option(
-            "Print whether LEAST to MOST percent of published values lie in 90 % intervals with the model's error.",
+            "Print whether LEAST to MOST percent of published values lie in their widened prediction intervals.",
             "LEAST MOST",
             show_default=False,
         ),
@@ -251,14 +251,16 @@ def validate(
 
         alone = svg is None and not system and not unknowns and not json
         given = f"{covered[0]:g} {covered[1]:g}"
-        require(alone, "--covered", given, says="excludes --svg, --system, --unknowns and --json")
+        wrong = "cannot be combined with --svg, --system, --unknowns or --json"
+        require(alone, "--covered", given, says=wrong)
         right = "two percentages between 0 and 100, the smaller one first"
         require(0 <= covered[0] <= covered[1] <= 100, "--covered", given, right)
         return print_coverage(results, covered, tuple(ledger or ()))
     if unknowns:
         from repro.report.text.validate import print_unknowns
 
-        require(svg is None and not system, "--unknowns", True, says="excludes --svg and --system")
+        alone = svg is None and not system
+        require(alone, "--unknowns", True, says="cannot be combined with --svg or --system")
         return print_unknowns(results, json, details, tuple(ledger or ()))
     from repro.report.text.validate import print_validation
 

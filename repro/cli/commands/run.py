@@ -48,7 +48,7 @@ def run(
         str, option("Evidence: measured (run on this machine) or simulated (trace of the step without data).")
     ] = "measured",
     system: Annotated[
-        str, option("Simulate on this system instead of the suite's, with records NAME@SYSTEM.", "SYSTEM")
+        str, option("Simulate on this system, not the suite's, and name the records NAME@SYSTEM.", "SYSTEM")
     ] = "",
     dry_run: Annotated[bool, flag("--dry-run", "Only print the experiments and estimated times.")] = False,
     profile: Annotated[
@@ -60,9 +60,8 @@ def run(
 ) -> int:
     """Run the experiments of suites, or of a claim, that have no record, and record their results and failures."""
     suites, only = list(suites or []), list(only or [])
-    require(
-        bool(suites) != bool(claim), "SUITE", " ".join(map(str, suites)), "one suite or more, or --claim ID"
-    )
+    right = "one or more suites without --claim, or no suite with --claim"
+    require(bool(suites) != bool(claim), "SUITE", " ".join(map(str, suites)), right)
     if claim:
         require(
             not only,
@@ -141,7 +140,8 @@ def results(
 @app.command(epilog="Example:  repro init mine.toml")
 def init(
     words: Annotated[
-        OptionalNames, argument("Kind (suite by default, claim, system, model) and new file.", "[KIND] FILE")
+        OptionalNames,
+        argument("Kind (suite by default, claim, system, model), path of the file.", "[KIND] FILE"),
     ] = None,
 ) -> int:
     """Write a commented example file: a suite that runs on this machine, a claim, a system or a model."""
@@ -150,7 +150,7 @@ def init(
     from repro.config.suites import write_template
 
     *kinds, file = words or ["mine.toml"]
-    require(len(kinds) < 2, "FILE", " ".join(words or ()), "a kind and a file")
+    require(len(kinds) < 2, "FILE", " ".join(words or ()), "FILE, or KIND and FILE")
     kind = kinds[0] if kinds else "suite"
     write_template(Path(file), kind)
     print(f"{file}: a commented {kind}")
@@ -170,7 +170,7 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Check this machine or a cluster, and show working software and hardware, with the features that they enable."""
-    right = "0 or more, and needs --profile"
+    right = "0 without --profile, or 0 or more with --profile"
     require(nodes == 0 or (nodes > 0 and profile is not None), "--nodes", nodes, right)
     if profile is not None:
         from repro.report.text.machine import print_cluster_checks

@@ -32,7 +32,7 @@ def claims(
     results: StoredResults = Path("results"),
     ledger: Ledger = None,
     system: Annotated[
-        str, option("Predict claims for this instead of the published system, without verdicts.", "SYSTEM")
+        str, option("Predict claims for this system, not the published one, without verdicts.", "SYSTEM")
     ] = "",
     all_claims: Annotated[bool, flag("--all", "Show all claims, one line each.")] = False,
     details: Annotated[bool, flag("--details", "Show values with sources, notes and expressions.")] = False,
@@ -97,7 +97,7 @@ def export(
         str,
         option(
             "Table to write: headlines, summary (for a pull request), claims, values (of all claims), experiments,"
-            " comparisons, records (their provenance), unknowns, or reference (measurements for other stores)."
+            " comparisons, records (their provenance), unknowns, or reference (measurements that other stores can use)."
         ),
     ] = "claims",
     form: Annotated[str, option("Format: csv, parquet, markdown or latex.", name="--format")] = "markdown",

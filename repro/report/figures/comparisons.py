@@ -59,7 +59,7 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
         times.append(_EngineBar(_strategy_of(subject), subject.experiment.engine, 1 / c.ratio, low, high))
 
     figure, panels = style.make_axes(6.6, rows=3)
-    _draw_grouped_bars(panels[0], times, "step time, this suite = 1")
+    _draw_grouped_bars(panels[0], times, "step time over that of this suite")
     _draw_grouped_bars(panels[1], states, "MB of model states")
     _draw_grouped_bars(panels[2], sent, "MB that rank 0 sends per step")
     here = [name for name in ENGINE_STYLES if any(r.experiment.engine == name for r in members.values())]
@@ -115,8 +115,8 @@ SPEEDUP_ROW = "ds-3p75x-lowbw/throughput over Megatron"
 """Published speedup of DeepSpeed over Megatron (`claim/label`) that sweeps over emulated bandwidths reproduce."""
 LARGER_TWIN_SUITE = "windtunnel_3p75x"
 SWEEPS = {
-    "windtunnel_between": ("between", "GB/s of the original's links between nodes"),
-    "windtunnel_within": ("within", "GB/s per GPU inside the original's nodes (not published)"),
+    "windtunnel_between": ("between", "GB/s between nodes of the original system"),
+    "windtunnel_within": ("within", "GB/s per GPU inside original nodes (not published)"),
 }
 BANDWIDTHS = Drawing(
     "windtunnel",

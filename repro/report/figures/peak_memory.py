@@ -139,7 +139,7 @@ def draw_timelines(simulated: list[Record]) -> Drawing:
                 continue
             seen |= _draw_timeline(axes, record)
             if number == 0:
-                axes.set_ylabel("GB live on the GPU")
+                axes.set_ylabel("live GPU memory (GB)")
         _set_row_height(line, row)
     for axes in grid[-1]:
         axes.set_xlabel("device's busy time")
@@ -207,6 +207,6 @@ def _set_row_height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
             if value > top:
                 box = {"facecolor": "white", "lw": 0, "pad": 1.5}
                 kw: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 8, "bbox": box}
-                words = f"up to {units.number(value)} GB ↑"
+                words = f"maximum {units.number(value)} GB ↑"
                 line[number].annotate(words, (0.5, 0.97), xycoords="axes fraction", **kw)
     line[0].set_ylim(0, top)

@@ -164,14 +164,14 @@ def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
         points = found[metric]
         if not points:
             axes.set_axis_off()
-            text = f"{what}:\nnothing predicted\nfor this machine"
+            text = f"{what}:\nno prediction\nfor this machine"
             axes.text(0.5, 0.5, text, ha="center", va="center", color=style.MUTED)
             continue
         _draw_machine_panel(axes, points, what, words)
         errors = [abs(predicted / measured - 1) for _, measured, predicted in points]
         middle, largest = units.percent(median(errors)), units.percent(max(errors))
         runs = count_nouns(len(points), "run")
-        parts.append(f"{what}: {runs}, median error {middle}, largest {largest}")
+        parts.append(f"{what}: {runs}, median error {middle}, largest error {largest}")
     shown = {name for points in found.values() for name, _, _ in points}
     newest, timed = _newest_simulations(simulated, STEP_SECONDS), found[STEP_SECONDS]
     caption = (

@@ -54,7 +54,8 @@ class SeriesEntry:
     """Expression over simulated records for each bar without a published number, by the bar's label on the axis."""
 
     def __post_init__(self) -> None:
-        require(self.rows or self.at or self.more, "rows", says="is missing: a series needs rows, at or more")
+        wrong = "is missing; a data series must have one of the keys rows, at, more"
+        require(self.rows or self.at or self.more, "rows", says=wrong)
         if self.rows and "*" not in self.rows:
             right = (
                 "claim/label with a * for the label on the axis; single rows belong in at = { LABEL = ... }"
@@ -102,14 +103,14 @@ def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
     tables = read_toml(path)
     figures = tables.pop("figure", [])
     if tables or not isinstance(figures, list):
-        raise ConfigError("figure", expected="[[figure]] tables and nothing else", file=str(path))
+        raise ConfigError("figure", expected="[[figure]] tables, the only key of the file", file=str(path))
     found = tuple(
         build_dataclass(FigureEntry, entry, file=path.name, where=str(entry.get("id", f"figure {number}")))
         for number, entry in enumerate(figures, 1)
     )
     ids = [entry.id for entry in found]
     for name in ids:
-        require(ids.count(name) <= 1, "id", name, "an id that is used once", file=path.name)
+        require(ids.count(name) <= 1, "id", name, "an id that no other figure has", file=path.name)
     return found
 
 

@@ -107,7 +107,7 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
         heights = [min(0.25, max(0.045, 2.6 / stages))] + 2 * [min(0.32, max(0.1, 4.5 / stages))]
         titles[0] += "\nThe full step, with colours mixed by the share of time of each kind of action"
         titles += [
-            f"Forward and backward passes of the {end} {span:,.6g} units of time" for end in ("first", "last")
+            f"Forward and backward passes in the {end} {span:,.6g} units of time" for end in ("first", "last")
         ]
 
     tall = [stages * height for height in heights]
@@ -275,7 +275,7 @@ def _draw_legend(figure: Figure, chunks: int) -> None:
     from matplotlib.patches import Patch
 
     shown = range(0, chunks, ceil(chunks / 8))
-    by_chunk = f", by chunk 0 to {chunks - 1}" if chunks > 1 else ""
+    by_chunk = f" (from left: chunks 0 to {chunks - 1})" if chunks > 1 else ""
     signs: list[Any] = [
         tuple(Patch(facecolor=action_colours(kind, chunk, chunks)[1]) for chunk in shown)
         for kind in (FORWARD, BACKWARD)
@@ -320,13 +320,13 @@ def draw_schedules(view: View) -> Drawing:
         twin = "twin not measured"
         if measured is not None and isinstance(measured.value, int | float):
             sizes = row.row.label.partition(": ")[0].partition(", ")[2]
-            twin = f"twin of {sizes}: measured {measured.text} %"
+            twin = f"twin with {sizes}: measured idle time {measured.text} %"
             twin += f", formula {units.number(float(measured.expected or 0))} %"
             records |= dict.fromkeys(measured.experiments)
         missing = missing or twin == "twin not measured"
         most = max(in_flight(actions) for actions in schedule)
         idle = float(bubble_ratio(schedule))
-        half = f", 1/{chunks} of a stage each" if chunks > 1 else ""
+        half = f", each for 1/{chunks} of a stage" if chunks > 1 else ""
         axes.set_title(
             f"{title}: idle for {units.percent(idle)} of the compute time (counted), stores activations of at most "
             f"{most} micro-batches{half}\n{twin}",

@@ -51,7 +51,7 @@ STAGE_NAMES = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
 
 @dataclass(frozen=True)
 class Drawing:
-    """Figure of the HTML report: title, caption, records, command for missing records, and the picture from `drawn`."""
+    """Figure of the HTML report: title, caption, records, and command for missing records; `drawn` adds the picture."""
 
     id: str
     """Name of the figure's files without suffix, and of its anchor on the page."""
@@ -67,7 +67,7 @@ class Drawing:
     """Kind of evidence of the figure's records, `measured` or `simulated`."""
 
     def drawn(self, figure: Figure, caption: str, records: Iterable[str], *, missing: bool | str) -> Drawing:
-        """Return the report figure with a picture; `missing`: whether records are missing, or commands for them."""
+        """Return this figure with a picture; `missing`: whether records are missing, or commands that create them."""
         command = self.missing if missing is True else missing or ""
         return replace(self, figure=figure, caption=caption, records=tuple(records), missing=command)
 
@@ -201,7 +201,7 @@ def scatter_by(
 
 
 def draw_fills_above(figure: Figure | Axes, fills: Mapping[str, Any], *more: Artist, **where: Any) -> None:
-    """Draw the legend of bars above all axes: fills by label, and matplotlib artists `more`. `where`: properties."""
+    """Draw the legend of bars above all axes: fills by label, and artists `more`; `where`: arguments of `legend`."""
     from matplotlib.patches import Patch
 
     properties = {

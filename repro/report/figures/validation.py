@@ -136,7 +136,7 @@ def _name_outliers(axes: Axes, points: Sequence[Point]) -> None:
 def _validation_caption(found: Sequence[Point]) -> str:
     parts = [
         f"{family.name}: {family.points} points, median error {units.percent(family.median)}, "
-        f"{family.close} within 25 %, worst {family.worst.error:+.0%}"
+        f"{family.close} within 25 %, largest error {family.worst.error:+.0%}"
         for family in published.family_statistics(found)
     ]
     return (
@@ -180,7 +180,7 @@ def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
 def select_implied(found: Sequence[ImpliedInput]) -> list[ImpliedInput]:
     """Return the unknown inputs to draw, one or more of each system, sorted by the number of contradicting values.
 
-    The device properties pace and spread are excluded, because they scale all times and so contain the model's error.
+    The ratio (`PACE`) and the spread of kernel times are excluded: they scale all times and contain the model's error.
     """
     telling = [one for one in found if one.key not in (PACE, SPREAD)]
     ordered = sorted(telling, key=lambda one: (-one.torn, -len(one.needs)))

@@ -286,7 +286,7 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
         mark("x", "does not fit, simulated", color=VERMILION, markersize=6)
     compared = [value.predicted for value in values if value.published and value.predicted]
     if any(ours.possible for ours in compared):
-        mark("o", "?: in the interval from unknown inputs", color=MUTED, mfc="white")
+        mark("o", "?: interval contains published value", color=MUTED, mfc="white")
     if any(ours.agrees is None and not ours.possible for ours in compared):
         mark("o", "cal.: calibration value, no prediction", color=GREY, mfc="white")
     elif any(ours.agrees is False for ours in compared):

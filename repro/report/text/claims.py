@@ -365,7 +365,7 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
         asked = tuple(question for question in questions.asked if question.claim == claim)
         if not asked:
             families = ", ".join(other_system.QUESTION_FAMILIES)
-            why = questions.left_out.get(claim, f"the claim's family is {family}, not one of {families}")
+            why = questions.left_out.get(claim, f"the claim's family {family} is not one of {families}")
             raise ConfigError("claim", claim, says=f"cannot be predicted for another system: {why}")
     else:
         asked = questions.asked
@@ -411,9 +411,9 @@ def print_answers(found: Sequence[Answer], system: str, console: Console, most: 
         grid.add_row(f"  {question.asks}{note}", *texts, basis)
     console.print(grid)
     console.print()
-    if len(found) > len(listed):
+    if hidden := len(found) - len(listed):
         console.print(
-            f"--details lists {len(found) - len(listed)} more predictions; `repro claims ID --system` those of a claim."
+            f"--details lists {hidden} more predictions; `repro claims ID --system NAME` lists those of a claim."
         )
     console.print(other_system.PREDICTIONS)
     if rests_on := count_bases(answer.rests_on for answer in found):

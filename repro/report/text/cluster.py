@@ -85,8 +85,8 @@ def print_cases(cases: list[CaseState], warnings: list[str], console: Console, m
     print_page(
         f"{_totals_text(cases)}.",
         _cases_table(shown),
-        f"--details lists {hidden} more cases." if hidden else "",
-        "repro collect writes records of lost and cancelled cases; repro submit runs them again."
+        f"--details lists {hidden} more experiments." if hidden else "",
+        "repro collect writes records of lost and cancelled experiments; repro submit runs them again."
         * unrecorded,
         console=console,
     )
@@ -135,7 +135,7 @@ def _watch(registry: Registry, store: Store, every: bool, details: bool) -> int:
                 cases, warnings = read_case_states(registry, store, every)
                 note = ""
             except SchedulerError as error:
-                note = note or f"; SLURM does not answer since {time.strftime('%H:%M:%S')}: {error}"
+                note = note or f"; SLURM has not answered since {time.strftime('%H:%M:%S')}: {error}"
     print_cases(cases, warnings, console, None if details else MAX_CASES)
     return status_exit_code(cases)
 
@@ -151,7 +151,7 @@ def check_lab() -> int:
 
 
 def start_lab(suite: Path | None, experiment: str, sizes: Mapping[str, Any]) -> int:
-    """Start the emulated network of `experiment` in `suite`, or one with the fields `sizes`; return 1 on failure."""
+    """Start the emulated network of `experiment` in `suite`, or a network with fields `sizes`; return 1 on failure."""
     network = _network_of(suite, experiment) if suite else build_dataclass(EmulatedNetwork, dict(sizes))
     at_most("nodes x ranks_per_node", network.world, max_ranks())
     if lacking := lab.missing_requirement():
@@ -192,10 +192,10 @@ def _print_network(there: LabNetwork) -> None:
     print(f"{there.network}; owned by process {facts.keeper}; MTU {facts.mtu} bytes")
     for what, rates in facts.rates.items():
         print(
-            f"  {what:<24} {min(rates) / 1e6:.4g} to {max(rates) / 1e6:.4g} MB/s measured, {len(rates)} links"
+            f"  {what:<24} measured {min(rates) / 1e6:.4g} to {max(rates) / 1e6:.4g} MB/s on {len(rates)} links"
         )
     for where, seconds in facts.round_trip_s.items():
-        print(f"  round trip {where:<13} {seconds * 1e6:.0f} us")
+        print(f"  round-trip time {where:<8} {seconds * 1e6:.0f} us")
 
 
 def execute_on_rank(rank: int, command: list[str]) -> int:

@@ -62,7 +62,7 @@ def print_fits(
     if len(fits) > 1:
         stages = _join_places([query.layout.zero for query, _ in fits])
         strategy = strategy.replace(f"ZeRO {layout.zero}", f"ZeRO {stages}")
-    limit = "limit of next larger size"
+    limit = "failure cause at next size"
     headings = ("ZeRO\nstage", "parameters", "layers", "hidden\nsize", "micro-\nbatch", "memory\n(GB)", limit)
     print_page(
         answer,
@@ -78,7 +78,7 @@ def print_fits(
 
 
 def _describe_limit(limit: int, communicators: int) -> str:
-    without = f" (after {units.size(communicators)} for the communicators' buffers)"
+    without = f" (without {units.size(communicators)} for the communicators' buffers)"
     return units.size(limit) + without * (communicators > 0)
 
 
@@ -147,7 +147,8 @@ def print_layouts(
         is_first = f"is {better} than the best layouts of other systems"
     without = [query.system.name for query, _ in plans if query.system.name not in best]
     counts = [f"{len(others):,} of {len(ranked):,} layouts do not fit"] * bool(others)
-    counts += [f"{len(left):,} are slower than the listed ones even at their minimum time"] * bool(left)
+    slower = f"{len(left):,} layouts are slower than the listed ones even at their minimum time"
+    counts += [slower] * bool(left)
     best_s = 0.0 if several or row.rank_s is None else row.rank_s
     hidden = [(place, one) for place, _, one in placed if place not in places and one.is_tight]
     faster = [place for place, one in hidden if (one.rank_s or best_s) < best_s]
@@ -271,7 +272,7 @@ def _describe_ties(rows: Sequence[tuple[int, PlanRow]], shown: Collection[int], 
         return ""
     if not ties:
         share = f"{100 * (1 - MIN_TIE_SHARE):.0f} %"
-        return f"Row 1 {is_first} in {share} or more of all draws." if len(rows) > 1 else ""
+        return f"Row 1 {is_first} in {share} or more of all draws of unknown inputs." if len(rows) > 1 else ""
     cause = Counter(tie.by[0] for tie in ties.values()).most_common(1)[0][0]
     hidden = sum(place not in shown for place in ties)
     more = f" {words.count_noun(hidden, 'more tied row')}: --top {max(ties)}." if hidden else ""
@@ -370,7 +371,7 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
         f"Layout: {words.describe_layout(layout, degrees=False, batches=True)}.",
         "Cells: memory of the fullest rank (GB), and the smallest device memory that fits.",
         drawn,
-        f"{units.size(request.system.context())} of each device memory are outside the allocator."
+        f"{units.size(request.system.context())} of each device's memory are outside torch's allocator."
         + " >: lower bound, not simulated." * bool(is_bound)
         + " -: no such layout." * (len(there) < drawn.row_count * len(stages)),
         *(text for limit in limits for text in _describe_limits(list(there.values()), limit)),
@@ -397,5 +398,5 @@ def _describe_limits(cells: Sequence[MapCell], limit: int) -> list[str]:
             by_term.setdefault(row.ruled_out_by, []).append(f"{cell.tp} x {cell.pp}")
     size = units.size(limit)
     texts = {term: ", ".join(places) for term, places in by_term.items()}
-    failures = [f"{size} does not fit tp x pp, {term}: {places}." for term, places in texts.items()]
+    failures = [f"Layouts tp x pp beyond {size}, due to {term}: {places}." for term, places in texts.items()]
     return failures or [f"{size}: all fit."]

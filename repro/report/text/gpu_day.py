@@ -43,7 +43,7 @@ def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> in
     planned = [step for step, plan in rows if plan == "starts"]
     planned_s = sum(step.estimate_s for step in planned)
     needed_s = sum(step.estimate_s for step, _ in rows if not step.missing)
-    answer = f"{len(planned)} of {len(rows)} steps fit: {planned_s:.0f} s of the limit of {60 * request.minutes:.0f} s."
+    answer = f"{len(planned)} of {len(rows)} steps fit the limit: {planned_s:.0f} s of {60 * request.minutes:.0f} s."
     others = Counter(plan for _, plan in rows if plan != "starts").items()
     left_out = (
         f"Left out: {', '.join(f'{count} steps ({plan})' for plan, count in others)}." if others else ""
@@ -137,7 +137,7 @@ def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
     if not details:
         hidden = max(0, len(lines) - MAX_OTHERS) + len(added) - shown.row_count
         lines = [shorten(line, PAGE_COLUMNS, placeholder=" ...") for line in lines[:MAX_OTHERS]]
-        lines += [f"--details lists {hidden} more records and results of steps."] * bool(hidden)
+        lines += [f"--details lists {hidden} more records, failures and verdicts."] * bool(hidden)
     print_page(
         f"{results} has {visit.new_records} new records from {machine}; it already had {visit.known_records} others.",
         f"{len(verdicts) or 'No'} verdict{'s' * (len(verdicts) > 1)} changed.",

@@ -111,8 +111,9 @@ def _print_checks(
         shown = [replace(c, found=re.sub("^not installed: .*", "not installed", c.found)) for c in shown]
     rows = [(check.state, check.name, check.found, check.enables) for check in shown]
     wrap = ("found", "use")
+    failure = f"Nothing can be {undone} until these checks pass: {', '.join(broken)}."
     print_page(
-        f"Nothing can be {undone} until this works: {', '.join(broken)}." if broken else f"Suites can be {undone}.",
+        failure if broken else f"Suites can be {undone}.",
         f"{len(passed)} of {len(checks)} checks passed: {', '.join(check.name for check in passed)}.",
         new_table("state", "check", *wrap, left=4, wrap=wrap, rows=rows),
         "" if broken else hint,
@@ -159,7 +160,7 @@ def _print_calibrated(found: Calibrated) -> None:
         if "overlap_cost" in link:
             lost = units.percent(link["overlap_cost"]["value"])
             rows.append(
-                ("overlap cost", f"compute slows down by {lost} of the time of a parallel {name} collective")
+                ("overlap cost", f"compute time grows by {lost} of the time of a parallel {name} collective")
             )
     headings = ("collective", "link", "smallest message", "time (us)", "largest message", "rate (GB/s)")
     collectives = new_table(*headings, left=2)
@@ -170,7 +171,7 @@ def _print_calibrated(found: Calibrated) -> None:
             collectives.add_row(op, name, *ends, units.number(large / most / 1e9))
     error = units.percent(facts["error_of_rates"])
     print_page(
-        f"{found.path}: {device['name']}, {provenance['ranks']} ranks, median error of the rates {error}.",
+        f"{found.path}: {device['name']}, {provenance['ranks']} ranks, median error of the fitted rates {error}.",
         f"{calls} were measured in {units.seconds(found.seconds)}.",
         new_table("quantity", "measured value", left=2, wrap=("measured value",), rows=rows),
         collectives,

@@ -74,9 +74,7 @@ def _print_model_groups(models: dict[str, Model]) -> None:
         text = ", ".join(f"{name} ({other})" for name, other in others.items() if other) or ", ".join(names)
         text = textwrap.shorten(text, 50, placeholder=" ...", break_on_hyphens=False)
         made.add_row(group, str(len(names)), size, text)
-    text = (
-        f"{len(models)} models in {len(groups)} groups, the first {len(REPORT_FILES)} of reproduced reports."
-    )
+    text = f"{len(models)} models in {len(groups)} groups; the first {len(REPORT_FILES)} are from reproduced reports."
     text += " --details lists every model."
     print_page(text, made, command="repro models gpt2-1.5b")
 
@@ -241,7 +239,7 @@ def _print_system(name: str, system: System, details: bool) -> None:
             for name, link in system.links.items()
         ),
         _row("host memory of a node", system.host_memory_bytes, _size),
-        *[_row("maximum power of a node per device", device.power_w, "{:,g} W".format)] * (power is not None),
+        *[_row("maximum node power, per device", device.power_w, "{:,g} W".format)] * (power is not None),
         *[_row("price of a device for one hour", device.price_per_hour, "${:g}".format)]
         * (price is not None),
         *(_time_rows(system) if details else ()),
@@ -323,4 +321,4 @@ def _describe_measured(system: System) -> Iterator[str]:
             for found in (collective, *collective.groups):
                 ends = (f"{_size(size)} in {_seconds(s)}" for size, s in (found.points[0], found.points[-1]))
                 ranks = f"{found.ranks or made.ranks} ranks" + f" {found.stride} apart" * (found.stride > 1)
-                yield f"{link} {operation}, {ranks}: {len(found.points)} sizes, {' to '.join(ends)}"
+                yield f"{link} {operation}, {ranks}: {len(found.points)} message sizes, {' to '.join(ends)}"

@@ -229,9 +229,8 @@ def print_measured_fit(
     else:
         print_fits([(trials.question, document)], _question(model or "MODEL", query), details=details)
         if not interrupt:
-            print(
-                f"Recorded in {results}. `repro claims{words.results_option(results)}` compares with published limits."
-            )
+            option = words.results_option(results)
+            print(f"Recorded in {results}. `repro claims{option}` compares the result with published limits.")
     if interrupt:
         return 128 + interrupt.signal
     failed = answer.first_failing is not None and answer.first_failing.outcome != "oom"
@@ -274,12 +273,12 @@ def print_plan(
     prices = _prices(price_per_gpu_hour, len(systems))
     trained = "more than 0 with --price-per-gpu-hour and --rank-by cost, which need the number of tokens"
     require(tokens > 0 or not (price_per_gpu_hour or rank_by == COST), "tokens", tokens, trained)
-    require(not (as_map and tokens), "tokens", tokens, says=f"{says}, which predicts no time")
+    require(not (as_map and tokens), "tokens", tokens, says=f"{says}, because a map has no step times")
     require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
-    require(top is None or not as_map, "top", top, says=f"{says}, which prints every tp and pp")
+    require(top is None or not as_map, "top", top, says=f"{says}, because a map shows every tp and pp")
     require(rank_by in RANK_QUANTILES, "rank_by", rank_by, f"one of {', '.join(RANK_QUANTILES)}")
     given = query.memory_limit.split(",")
-    require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one size, or use --map")
+    require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one memory size without --map")
     requests = []
     for on, price in zip(systems, prices, strict=True):
         limit = device_memory_limit(on, parse_memory_size(given[0]))
@@ -328,13 +327,13 @@ def _prices(text: str, count: int) -> list[float]:
     except ValueError:
         found = []
     known = len(found) == count and all(0 < price < 1e9 for price in found)
-    what = f"{words.count_noun(count, 'price')} above 0, with commas between them"
+    what = f"{words.count_noun(count, 'price')} above 0, separated by commas"
     require(known or not text, "price_per_gpu_hour", text, what)
     return found
 
 
 def _defaults_again(stated: Layout, found: Layout) -> str:
-    """Return options that reset layout keys to defaults: keys that a launch file (`stated`) changes, not `found`."""
+    """Return options for layout keys with their default in `found` but not in the launch file's layout `stated`."""
     text = ""
     for key in (field.name for field in fields(Layout) if field.name not in ("dp", "stage_layers")):
         value, default = getattr(found, key), getattr(Layout, key)

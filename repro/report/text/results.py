@@ -107,8 +107,8 @@ def _print_groups(found: Sequence[ComparableResults]) -> None:
         failures = sum(record.outcome != "ok" for record in group.records)
         counts = len(group.records), failures, len(group.comparisons)
         made.add_row(group.suite, group.evidence, *map(str, counts))
-    more = f" --details lists {len(found) - MAX_GROUP_ROWS} more groups." if found[MAX_GROUP_ROWS:] else ""
-    text = f"{sum(len(group.records) for group in found):,} experiments in {len(found)} groups.{more}"
+    more = f" --details lists {len(found) - MAX_GROUP_ROWS} more rows." if found[MAX_GROUP_ROWS:] else ""
+    text = f"{sum(len(group.records) for group in found):,} experiments, by suite and kind of evidence.{more}"
     print_page(text, made, command=f"repro results {found[0].suite}")
 
 
@@ -316,7 +316,7 @@ def print_run_summary(summary: dict[str, Any], *, with_table: bool, details: boo
     for row in wrong[:MAX_LINES]:
         logs = f"  logs: {row['logs']}" * bool(row["logs"])
         lines.append(f"{row['name']}: {row['outcome']}  {units.readable(row['reason'])}{logs}")
-    lines += [f"{len(wrong) - MAX_LINES} more, which --json lists"] * (len(wrong) > MAX_LINES)
+    lines += [f"--json lists {len(wrong) - MAX_LINES} more unexpected outcomes"] * (len(wrong) > MAX_LINES)
     lines += reason_lines([row["reason"] for row in missing])
     shown = f"repro results {summary['suite']}{words.results_option(summary['results'])}"
     lines.append(f"records: {summary['results']}/records; `{shown}` shows them")
@@ -351,7 +351,7 @@ def print_dry_run(found: Sequence[ExperimentPreview], json: bool, details: bool)
     answer = ", ".join(f"{counts[state]} {state}" for state in (TO_RUN, KNOWN, ELSEWHERE))
     known = [each.last_s for each in todo if each.last_s is not None]
     timed, new = (words.count_noun(count, "experiment") for count in (len(known), len(todo) - len(known)))
-    times = [f"{units.seconds(sum(known))} for {timed} by the times of their last runs"] * bool(known)
+    times = [f"{units.seconds(sum(known))} for {timed} by the durations of their last runs"] * bool(known)
     times += [f"no estimate for {new} without a record"] * (len(known) < len(todo))
     print_page(f"{words.count_noun(len(found), 'experiment')}: {answer}.")
     print_page(f"Estimated time: {'; '.join(times) or '0 s'}.")

@@ -66,9 +66,9 @@ def _svg(plan: TimedSchedule) -> str:
     caption = "No bubble"
     if plan.bubble:
         ideal, idle = format_number(plan.ideal), format_number(plan.total - plan.ideal)
-        caption = f"Bubble {format_share(plan.bubble)} of the ideal time {ideal}, {plan.formula}: {idle} idle"
+        caption = f"Bubble {format_share(plan.bubble)} of the ideal time {ideal}, by {plan.formula}; idle time {idle}"
     forward, backward = format_number(plan.forward), format_number(plan.backward)
-    caption += f"; a micro-batch takes {forward} forward and {backward} backward on a stage"
+    caption += f"; a micro-batch on a stage takes {forward} units of time forward, {backward} backward"
     with style.figure_style():
         figure = schedules.draw_picture(plan.slots, plan.title, caption)
         return style.to_svg(style.Drawing("schedule", plan.title, caption, (), figure=figure)) + "\n"

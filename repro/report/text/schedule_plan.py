@@ -163,7 +163,8 @@ def _activations(plan: TimedSchedule) -> str:
     parts = plan.stages * plan.chunks
     in_flight = Fraction(most, parts)
     through = words.count_noun(float(in_flight), "micro-batch")
-    volume = f"at most {most} x 1/{parts} of the layers: {through} through all layers"
+    stored = words.count_noun(most, "micro-batch")
+    volume = f"at most {stored} in 1/{parts} of the layers, equal to {through} in all layers"
     if plan.name == "gpipe":
         return volume
     other = Fraction(plan.micro_batches, plan.stages)

@@ -142,7 +142,7 @@ def describe_fit(simulation: Simulation, system: System) -> list[str]:
         parts = [f"Fits: {name}. Peak memory: {units.size(required)} of {available}."]
         further = communicator_bytes(e.layout, system)
         if limit is not None and is_tight(limit - required - further, limit + simulation.context_bytes):
-            buffers = f", of which NCCL's further communicators need {units.size(further)}" if further else ""
+            buffers = f", of which NCCL needs {units.size(further)} for more communicators" if further else ""
             parts.append(f"Little memory is left: {units.size(limit - required)}{buffers}.")
         return parts
     memory, missing = simulation.fullest.memory, units.size(required - limit)

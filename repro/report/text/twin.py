@@ -158,7 +158,8 @@ def _twin_details(twin: Twin) -> list[str | Table]:
         parts += [
             f"{member.original.name} ({member.original.system}) and its twin.",
             f"Basis of times: {member.before.rests_on}, {member.after.rests_on}. Network: {member.network}.",
-            f"k = {scale.width:g}, s'/s = {scale.tokens:g}, e'/e = {scale.element:g}, F'/F = {scale.rate:.4g}.",
+            f"Twin over original: hidden size {scale.width:g}, tokens per sample {scale.tokens:g}, "
+            f"bytes per element {scale.element:g}, FLOP/s {scale.rate:.4g}.",
             numbers,
         ]
     parts += [f"Link without a limit: {reason}" for reason in twin.unlimited]
@@ -168,7 +169,7 @@ def _twin_details(twin: Twin) -> list[str | Table]:
         }
         changes = {name: (value, 100 * (value / ratio.twin - 1)) for name, value in effects.items()}
         rows = ((name, f"{value:.3f}", f"{change:+.1f}") for name, (value, change) in changes.items())
-        parts += [new_table(f"{ratio.member}: condition on the twin", "ratio", "change (%)", rows=rows)]
+        parts += [new_table(f"{ratio.member}: hypothetical condition", "ratio", "change (%)", rows=rows)]
     return parts
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 WIDER_INTERVAL_NOTE = (
-    "Wider interval: the 90 % interval, widened by the factor that 90 % of the rows of other reports need."
+    "Wider interval: the 90 % interval, widened until 90 % of the rows of other reports lie inside."
 )
 MAX_INPUTS = 10
 """Maximum number of unknown inputs that are printed without `--details`."""
@@ -58,7 +58,7 @@ def print_validation(
 
 
 def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
-    """Print shares of published rates and ratios in widened prediction intervals; return 0 if in `between` (%)."""
+    """Print shares of published rates and ratios in widened intervals; return 0 if `between` (%) contains both."""
     seen = _read_store(results, own)
     console, least, most = stdout(), *between
     found = published.family_statistics(published.points(seen.judged, seen.records))
@@ -162,7 +162,7 @@ def print_points(found: Sequence[Point], details: bool) -> None:
     sources = published.source_statistics(found)
     by_source = [_statistics_table(["source of peak memory", *headings[1:]], sources)] if sources else []
     parts = [*by_source, *_point_tables(found)] if details else [more]
-    note = f"*: of peak memory, below {units.number(100 * published.CLOSE_MEMORY_ERROR)} %."
+    note = f"*: for rows of peak memory, below {units.number(100 * published.CLOSE_MEMORY_ERROR)} %."
     print_page(text.strip(), statistics, f"{note} {WIDER_INTERVAL_NOTE}", *parts)
 
 
@@ -253,7 +253,7 @@ def print_machine_errors(machine: MachineErrors, details: bool) -> None:
     for pair in machine.pairs:
         times = units.seconds(pair.measured), units.seconds(pair.predicted)
         made.add_row(pair.name, pair.layout, *times, f"{100 * pair.error:+.1f}", BASIS_LABELS[pair.rests_on])
-    text = f"{len(machine.pairs)} measured runs of this machine are predicted with {machine.system}"
+    text = f"{len(machine.pairs)} measured runs of this machine are predicted for the system {machine.system}"
     text += f": median error {units.percent(machine.median)}." if machine.pairs else "."
     missing = (f"{name} cannot be predicted: {reason}" for name, reason in machine.missing.items())
     print_page(text, *([made, *missing] if details else ()))
@@ -313,7 +313,7 @@ def _input_details(found: Sequence[UncertainInput], implied: Sequence[ImpliedInp
         facts.add_row("input", f"{one.key} of {one.system}")
         claims = f"{': ' * bool(one.possible)}{count_by_claim(one.possible)}"
         facts.add_row("verdicts", f"{len(one.possible)} possible{claims}")
-        command = f"{how.command}: {how.fact}" if how.command else "no command of this program"
+        command = f"{how.command}: {how.fact}" if how.command else "no `repro` command measures this input"
         facts.add_row("measured by", command)
         facts.add_row("", how.how)
         facts.add_row("source", one.source)

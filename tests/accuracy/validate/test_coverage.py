@@ -66,7 +66,7 @@ def test_store_without_predictions_fails(tmp_path: Path, capsys: pytest.CaptureF
             (words, "two percentages between 0 and 100, the smaller one first")
             for words in (["97", "80"], ["-1", "50"], ["80", "101"])
         ),
-        (["80", "97", "--unknowns"], "excludes --svg"),
+        (["80", "97", "--unknowns"], "cannot be combined with --svg"),
     ],
 )
 def test_invalid_range_or_another_option_is_refused(

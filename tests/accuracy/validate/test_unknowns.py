@@ -152,4 +152,4 @@ def test_command_and_export_list_unknowns(store: list[str], capsys: pytest.Captu
         assert main(["export", "--table", "unknowns", "--format", form, *store]) == 0
         assert "inter-node.rings" in capsys.readouterr().out
     assert main(["validate", "--unknowns", "--svg", "x.svg", *store]) == 2
-    assert "excludes --svg and --system" in capsys.readouterr().err
+    assert "cannot be combined with --svg or --system" in capsys.readouterr().err

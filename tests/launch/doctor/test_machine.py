@@ -52,7 +52,7 @@ def test_doctor_fails_without_torch(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program, "doctor", "--results", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, "until this works: torch" in done.stdout) == (1, True), done.stderr
+    assert (done.returncode, "until these checks pass: torch" in done.stdout) == (1, True), done.stderr
 
 
 def test_unwritable_results_folder_is_fatal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
