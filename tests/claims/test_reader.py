@@ -125,7 +125,7 @@ def test_claim_shows_the_median_error_of_its_blind_predictions(tmp_path: Path) -
     rows = "".join(map(blind.format, ("1.8", "2.4", "2.6"))) + "{ label"
     ledger = read(tmp_path, HEAD + CLAIM + DATE + ROW.replace("{ label", rows))
     assert ledger.claims[0].prediction == (
-        "predicted blind on 2026-11-22 at 1c75963: 3 values, median error 20.0%"
+        "3 values predicted before reading the published ones (2026-11-22 at 1c75963), median error 20.0%"
     )
     assert not read(tmp_path, VALID).claims[0].prediction
 

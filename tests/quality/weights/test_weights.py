@@ -200,7 +200,7 @@ def test_allowed_classes_become_placeholders(tmp_path: Path) -> None:
         (
             "transformer.wpe.weight",
             lambda value: value[1:],
-            r"wpe\.weight has shape \[11, 24\] and must have \[",
+            r"wpe\.weight has shape \[11, 24\] and must have shape \[",
         ),
         ("lm_head.weight", lambda value: value + 1, "lm_head.weight: output matrix differs from the token"),
     ],
