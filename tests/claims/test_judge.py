@@ -299,7 +299,7 @@ def test_evidence_that_repeats_an_input_must_be_given(
     tmp_path: Path, expression: str, unit: str, published: str
 ) -> None:
     keys = {"unit": f'"{unit}"', "measured": value(expression)}
-    with pytest.raises(ConfigError, match="the input that contains the published answer"):
+    with pytest.raises(ConfigError, match="the published number among the inputs of the test"):
         judged(tmp_path, row(published, **keys))
     assert judged(tmp_path, row(published, given='"the suite"', **keys)).verdict == v.NOT_RUN
 
@@ -318,9 +318,8 @@ def test_totals_count_values_by_kind_and_verdict(tmp_path: Path) -> None:
     rows = row(label="a", analytic=FORMULA) + row(label="b")
     rows += row(label="c", measured=PUBLISHED) + row(label="d", measured=TWIN)
     assert totals([judged(tmp_path, rows, record("full", speed=2.0))]) == (
-        "4 published values. Tested: 0 simulated, 0 emulated, 1 measured, 0 counted; "
-        "of these, 1 agree (0 weak), 0 miss, 0 undecided. "
-        "Not tested: 1 follow from formulas, 0 contradict them, 1 not run, 1 without a test."
+        "4 values: 0 simulated, 0 emulated, 1 measured, 0 counted; 1 agree (0 weak), 0 miss, 0 undecided. "
+        "Untested: 1 follow from formulas, 0 contradict them, 1 not run, 1 without a test."
     )
 
 

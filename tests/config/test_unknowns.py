@@ -53,7 +53,7 @@ HIGH_BELOW = "high = 899000000000.0: must be at least value = 900000000000.0"
     ("printed", "message"),
     [
         ('low = 901e9, source = "low: x"', LOW_ABOVE),
-        ('low = -1, source = "low: x"', "memory_bandwidth.low = -1.0: must be 0 or more"),
+        ('low = -1, source = "low: x"', "memory_bandwidth.low = -1.0: must be in the range from 0"),
         ('high = 899e9, source = "high: x"', HIGH_BELOW),
         ('low = 800e9, source = "a copy"', 'low = 800000000000.0: has no reason: source must contain "lo'),
         ('high = 1e12, source = "low: x"', "high = 1000000000000.0: has no reason: source must contain"),
