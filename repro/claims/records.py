@@ -162,9 +162,8 @@ class Records:
             chosen = best(fits, key=values.__getitem__)
             # A parallel degree of 1 is the smallest of all, so that no experiment with a smaller degree can fail.
             if chosen == end and (what, values[end]) != ("smallest", 1):
-                raise Missing(
-                    end, f"the experiment fits in memory, so the limit of {name} ({what} value) is unknown"
-                )
+                reason = f"the experiment fits in memory, so the {what} {name} is unknown: no listed experiment fails"
+                raise Missing(end, reason)
             return values[chosen]
 
         def largest(name: str, *experiments: str) -> Value:

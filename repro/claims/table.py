@@ -127,7 +127,7 @@ def why(result: ClaimResult) -> str:
         return f"{every} with {by}. This checks the printed number without a run or a simulation."
     counts = count_independent([replace(result, rows=tuple(main))])
     tests = sum(found.tested for kind, found in counts.items() if kind != ITSELF)
-    return f"{every} ({by}; number of independent tests: {tests})."
+    return f"{every} ({by}; independent tests: {tests})."
 
 
 def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
