@@ -113,7 +113,8 @@ def _evaluate_on(
         rule = accepted_range_at_scale((float(expected.low), float(expected.high)), evidence.metric)
         expectation = format_value(float(expected.value))
         allowance = describe_class_tolerance(evidence.metric)
-        reason = f"the value at this scale must be {expectation}, {allowance} (metric {evidence.metric})"
+        formula = f"the formula at the scale of the run, {expectation}"
+        reason = f"the tested value must agree {allowance} (metric {evidence.metric}) with {formula}"
     else:
         published = accepted_range_of_row(row, evidence, claim)
         assert published is not None
@@ -171,11 +172,11 @@ def _judge_miss(
     interval = uncertainty.least, uncertainty.most
     ends = " to ".join(dict.fromkeys(format_value(end, row.printed) for end in interval))
     if not published.meets(*interval):
-        why = f"the ranges of all unknown inputs give {ends}, which does not contain the published value"
+        why = f"the ranges of all unknown inputs give the interval {ends}, without the published value"
         return NOT_REPRODUCED, f"{rule}; {why}", ()
     found = uncertainty.deciding_unknowns(published.meets)
     which = f"the uncertainty of {' and '.join(found)} decides the verdict"
-    why = f"the ranges of all unknown inputs give {ends}, which contains the published value; {which}"
+    why = f"the ranges of all unknown inputs give the interval {ends}, with the published value; {which}"
     return POSSIBLE, f"{rule}; {why}", found
 
 

@@ -2,7 +2,7 @@
 
 Python's own parser reads an expression: numbers, strings, names of constants and table columns, `+ - * / **`,
 parentheses and calls of known functions.  Attributes, subscripts, comprehensions and lambdas are errors, so that a
-ledger file from an unknown author can only compute.
+ledger file from an unknown author cannot run other code.
 
 A rounded or digitised input is an `Uncertain`, and makes the result an interval.  The ends of the interval are correct
 if the expression is monotone in each input, as sums, products, quotients and powers of positive numbers are.
@@ -148,7 +148,7 @@ def evaluate_expression(
 
 
 def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
-    """Return the string values in a ledger expression, such as names of experiments; a sum of strings is one value."""
+    """Return the string values in a ledger expression, such as names of experiments; `"a" + "b"` is one value."""
     found: list[str] = []
     todo: list[ast.AST] = [expression.tree]
     while todo:

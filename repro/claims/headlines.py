@@ -71,7 +71,7 @@ def _line(number: int, headline: Headline, by_label: Mapping[str, RowResult]) ->
 
 
 def describe_miss(row: RowResult) -> str:
-    """Return a text of a value that misses the published one: value, accepted values, and the cause from the note."""
+    """Return a text of a tested value that misses the published one: value, accepted values, and the row's note."""
     missed = next(finding for finding in row.findings if finding.verdict in BAD)
     accepted, _, rule = missed.tolerance.partition(": ")
     if rule:
@@ -100,7 +100,7 @@ def describe_margin(row: RowResult) -> str:
 
 
 def describe_strength(row: RowResult) -> str:
-    """Return as text a reproduced value's margin, its test's weakness, a simulator fault changing its verdict."""
+    """Return a text: margin of a reproduced value, why its test is weak, a simulator fault that changes the verdict."""
     parts = (
         f"Margin {describe_margin(row)} %." if row.margin else "",
         f"Weak: {row.weakness}." if row.weakness else "",

@@ -6,7 +6,7 @@ Many published values test one formula, so tests are counted by the quantities t
 - The layout decides time, fit, peak memory and loss: one quantity per experiment.
 - Each count of script lines and each score of weights is one quantity. Quantities of another library are separate.
 
-A test counts if it reads a quantity that no counted test with fewer quantities has read.
+Tests are counted in order of their number of quantities. A test is skipped if counted tests read all its quantities.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _changed_inputs(
 
 
 _QUICK_FORMULAS = {**FORMULAS, "schedule_bubble": bubble_fraction}
-"""Formulas by name. A fast formula of the same inputs replaces `schedule_bubble`, which computes a schedule."""
+"""Formulas by name. `bubble_fraction`, a closed form, replaces `schedule_bubble`, which builds a pipeline schedule."""
 
 
 def _value(expression: Expression, columns: Mapping[str, Any]) -> Any:
@@ -90,7 +90,7 @@ def _reads_printed_numbers(expression: Expression, variables: Mapping[str, Any])
 
 
 def shared_input(row: Row) -> str:
-    """Return as text how a test uses the published value as an input; empty if unused or if `given` declares it."""
+    """Return as text how a test uses the published value as an input; empty for other tests or with the key `given`."""
     if row.given:
         return ""
     published = None if row.printed is None else row.printed.value * UNITS[row.unit]
@@ -98,7 +98,7 @@ def shared_input(row: Row) -> str:
         if evidence.kind == "analytic" or (row.calibrates and evidence.kind == "simulated"):
             continue
         if evidence.expect is not None and evidence.expect.text == evidence.value.text:
-            return "`expect` is the same expression as `value`"
+            return "the key `expect` has the same expression as the key `value`"
         called = arguments(evidence.value, row.variables)
         by_condition = DEVICE_FUNCTIONS | {SCORE_FUNCTION}
         read = {f for f, texts in called if f in by_condition or "/" in "".join(texts)}
@@ -149,7 +149,7 @@ class QuantityCounts:
 
 
 def count_independent(results: Sequence[ClaimResult], possible: bool = False) -> dict[str, QuantityCounts]:
-    """Return counts of independent quantities by kind of evidence. `possible`: also count tests without a result."""
+    """Return counts of independent quantities by kind of evidence. `possible`: include tests that have not run."""
     groups: dict[str, dict[frozenset[Quantity], int]] = {name: {} for name in (*KINDS, ITSELF)}
     for result in results:
         for row in result.rows:

@@ -84,7 +84,8 @@ def judge_claim(claim: Claim, records: Records) -> ClaimResult:
         basis=_basis(main),
         reason=reason,
         disagreements=tuple(
-            f"{row.row.label}: {row.verdict} ({row.basis}), but {finding.verdict} ({_name(finding)})"
+            f"{row.row.label}: verdict {row.verdict} ({row.basis}), "
+            f"but weaker evidence has the verdict {finding.verdict} ({_name(finding)})"
             for row in rows
             for finding in row.disagrees
         ),
@@ -203,7 +204,7 @@ def _read(evidence: Evidence, row: Row) -> list[str]:
 
 
 def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
-    """Return verdict and counts of ledger rows under one kind of evidence or the source's own numbers; None without."""
+    """Return verdict and counts of ledger rows for the kind of evidence `name`, or None if no row has such evidence."""
     tested = [found for row in rows if (found := row.under(name))]
     if not tested:
         return None

@@ -48,7 +48,7 @@ FAMILIES = (
 )
 PUBLISHED_SCALE, SCALED_TWIN, ONE_RANK = "published scale", "scaled twin", "one rank of "
 EMULATED_NETWORK = "scaled twin, emulated network"
-CLOSED_FORM, COUNT = "closed form", "count of what is committed"
+CLOSED_FORM, COUNT = "closed form", "count of script lines"
 ITSELF, TRACE, RUN = "the source against itself", "trace", "run"
 """Origins of a value that is compared with a published value.
 
@@ -174,7 +174,8 @@ class Claim:
         ]
         if not errors:
             return ""
-        return f"predicted blind on {self.predicted_blind}: {len(errors)} values, median error {median(errors):.1%}"
+        count = f"{len(errors)} values predicted before reading the published ones"
+        return f"{count} ({self.predicted_blind}), median error {median(errors):.1%}"
 
 
 @dataclass(kw_only=True)

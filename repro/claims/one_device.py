@@ -22,7 +22,7 @@ from repro.results.select import Selection
 from repro.util import units
 
 FIT_NAME, KERNELS_NAME = "repro fit", "kernels compared"
-"""Names, in messages about missing records, of a largest-model search and of runs with different kernels."""
+"""Names of missing records in messages: search for the largest model, and runs with different kernels."""
 LARGEST_GB_PER_GB = 1.024**3
 """Bytes of a GiB over bytes of a GB, because memory of "32 GB" may be 32e9 to 32 * 2**30 bytes."""
 _NOT_COMPARED = ("kernels", "global_batch", "overlap", "gather_overlap", "tp_overlap")
@@ -46,7 +46,7 @@ def device_functions(
         )
 
     def largest_fit(*, memory: float, hidden: int, **conditions: Any) -> Value:
-        """Return the parameter count of the largest model in `memory` bytes. `conditions`: layout, such as `zero`."""
+        """Return the parameter count of the largest model in `memory` bytes. `conditions`: see `_layout`."""
         return largest(memory, hidden, **conditions).parameters
 
     def fit_outcome(layers: int, *, memory: float, hidden: int, **conditions: Any) -> Value:
@@ -96,7 +96,7 @@ def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
 
 
 def describe_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
-    """Return a text such as `46 layers fit with 30.2 GB reserved, 47 do not`; empty without a conclusive search."""
+    """Return `46 layers fit with 30.2 GB reserved, 47 layers do not fit`; empty without a conclusive search."""
     for record in used:
         if isinstance(record, FitRecord) and record.search == "layers" and record.conclusive:
             assert record.largest is not None
@@ -104,7 +104,9 @@ def describe_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
             memory = record.largest.memory
             reserved = memory.cuda.get("reserved_peak", 0) if memory else 0
             size = f" with {units.size(reserved)} reserved" if reserved else ""
-            return f"{record.largest.layers} layers fit{size}, {record.first_failing.layers} do not"
+            return (
+                f"{record.largest.layers} layers fit{size}, {record.first_failing.layers} layers do not fit"
+            )
     return ""
 
 

@@ -43,8 +43,8 @@ PEAK = "PEAK"
 QUESTION_FAMILIES = ("throughput", "memory", "limit", "scaling", "time")
 """Topics of claims (families) in which each claim needs a question about another system, or a reason for none."""
 PREDICTIONS = (
-    "Predictions for Llama models of the same size with software of 2024; no verdicts. The 90 % intervals include the "
-    "uncertainty of the system's inputs, but not the error of the time model."
+    "Predictions for Llama models of the published sizes with software of 2024; they get no verdicts. The 90 % "
+    "intervals include the uncertainty of the system's inputs, but not the error of the time model."
 )
 
 
@@ -111,14 +111,16 @@ def load_questions(ledger: Ledger, file: Path = QUESTIONS_FILE) -> QuestionSet:
     except ConfigError as error:
         raise error.within(file=str(file)) from None
     for twice in left_out.keys() & {question.claim for question in asked}:
-        raise ConfigError("left_out", twice, "a claim without a [[question]]", file=str(file))
+        raise ConfigError(
+            "left_out", twice, "the id of a claim that no [[question]] table names", file=str(file)
+        )
     return QuestionSet(asked, left_out)
 
 
 def _question(entry: _QuestionEntry, ledger: Ledger) -> SystemQuestion:
     rows = {row.label: row for row in ledger.claim(entry.claim).rows}
     try:
-        require(entry.row in rows, "row", entry.row, f"a row of the claim: {', '.join(rows)}")
+        require(entry.row in rows, "row", entry.row, f"the label of a row of the claim: {', '.join(rows)}")
         words, steps = _words_and_thresholds(entry.words)
         row = rows[entry.row]
         functions = {**FORMULAS, **Records([]).functions(SIMULATED)}

@@ -62,7 +62,7 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
         for entry in content.claim:
             try:
                 if entry.id in claims:
-                    right = f"used once; {claims[entry.id].file} has another claim with this id"
+                    right = f"an id used once; {claims[entry.id].file} has another claim with this id"
                     raise ConfigError("id", entry.id, right)
                 claims[entry.id] = _claim(entry, sources, path.name)
             except ConfigError as error:
@@ -94,7 +94,7 @@ def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterabl
             tests = any(one.origin in (ledger.TRACE, ledger.RUN) for one in row.evidence)
             if tests and not row.calibrates and cited & documents:
                 shared = ", ".join(sorted(cited & documents))
-                says = f"a system file takes a number from {shared}; mark the published value as `given`"
+                says = f"a system file takes a number from {shared}; declare this input of the test in the key `given`"
                 raise ConfigError(
                     "source", row.source, says=says, file=claim.file, where=f"{claim.id}.{row.label}"
                 )
@@ -114,7 +114,9 @@ def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
             first, others = read.setdefault(row.sentence, (claim.id, experiments))
             if experiments != others:
                 differing = ", ".join(sorted(experiments ^ others))
-                right = f"a sentence that {first} tests with the same simulations; simulations that differ: {differing}"
+                right = (
+                    f"a sentence whose rows read equal experiments; those of {first} differ in: {differing}"
+                )
                 raise ConfigError("sentence", row.sentence, right, where=f"{claim.id}.{row.label}")
 
 
@@ -156,7 +158,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
         right = f"true in {parts} or more rows of the claim, because `published` names {parts} values"
         raise ConfigError("main", expected=right)
     predicted = any(row.blind for row in rows)
-    right = "the day and commit of the `blind` predictions, such as 2026-11-22 at 1c75963; empty without them"
+    right = "day and commit of the predictions in keys `blind`, such as 2026-11-22 at 1c75963; empty without such keys"
     is_dated = bool(_DAY.match(entry.predicted_blind)) if predicted else not entry.predicted_blind
     require(is_dated, "predicted_blind", entry.predicted_blind, right)
     _one_of("certainty", entry.certainty, ledger.CERTAINTIES)
@@ -225,7 +227,7 @@ def _row(
         certainty = _one_of("certainty", entry.certainty or claim.certainty, ledger.CERTAINTIES)
         require(entry.error >= 0, "error", entry.error, "0 or more")
         unit = _one_of("unit", claim.unit if entry.unit is None else entry.unit, UNITS)
-        says = "needs a simulated expression in the same row, which computes the predicted value today"
+        says = "needs a key `simulated` in the same row, whose expression repeats the prediction"
         require(bool(entry.simulated) or not entry.blind, "blind", entry.blind, says=says)
         number: PrintedNumber | None
         try:
@@ -247,7 +249,7 @@ def _row(
             for item in getattr(entry, kind):
                 found = _evidence(kind, item, metric, variables)
                 evidence.append(dataclasses.replace(found, origin=ledger.ITSELF) if entry.given else found)
-        says = "needs a simulated expression in the same row, whose value is calibrated and gets no verdict"
+        says = "needs a key `simulated` in the same row, whose value the calibration affects and which gets no verdict"
         require(bool(entry.simulated) or not entry.calibrates, "calibrates", entry.calibrates, says=says)
         right = "a number such as 1.88, 14.4B or 3-5, since evidence without `expect` is compared with it"
         is_compared = any(item.expect is None for item in evidence)
@@ -259,7 +261,7 @@ def _row(
             raise ConfigError("reading", says="must be given for all tests of the row, or for none")
         calls = frozenset(name for item in evidence for name in item.value.calls)
         statement = statement_of(number, published, entry.bound, metric, calls)
-        right = f"{statement}, which follows from the row's published text, bound, metric and functions"
+        right = f"{statement}, the kind of statement that the keys published, bound and metric and the functions imply"
         require(entry.statement in ("", statement), "statement", entry.statement, right)
         _one_of("bound", entry.bound, BOUNDS)
         derived = {
@@ -283,7 +285,7 @@ def _row(
             not shared,
             "given",
             "",
-            f"a text that names the input that contains the published answer: {shared}",
+            f"a text that names the published number among the inputs of the test, because {shared}",
         )
         return row
     except ConfigError as error:
@@ -298,8 +300,10 @@ def _evidence(
     ):
         raise ConfigError("scale", item.scale, "published scale, one rank of N, or scaled twin")
     if item.scale == ledger.SCALED_TWIN and metric not in ("exact", "ratio") and not item.expect:
-        raise ConfigError("expect", says="is missing: it must be the formula at the scale of the scaled twin")
-    right = "needs metric ratio and no expect: only ratios of a scaled twin compare with published values"
+        raise ConfigError(
+            "expect", says="is missing: must be the formula of the value at the scale of the scaled-down twin"
+        )
+    right = "needs metric = ratio and no key expect: of an emulated run, only ratios compare with published values"
     is_ratio = metric == "ratio" and not item.expect
     require(kind != EMULATED or is_ratio, EMULATED, item.value, says=right)
     is_word = item.expect.lstrip()[:1] in ("'", '"', "")

@@ -66,7 +66,8 @@ class Records:
     def functions(self, kind: str, case: Case | None = None) -> dict[str, Callable[..., Value | Uncertain]]:
         """Return the functions by which ledger expressions read records of one kind of evidence, by name.
 
-        `kind`: `simulated`, `emulated` or `measured`. `case`: values of unknown inputs for simulated times; None: best.
+        `kind`: `simulated`, `emulated` or `measured`. `case`: values of unknown inputs for simulated times; None:
+        best values.
         """
 
         def find(experiment: str) -> ExperimentRecord:
@@ -84,7 +85,9 @@ class Records:
             network = record.conditions.get("network")
             if kind != SIMULATED and bool(network) != (kind == EMULATED):
                 on = "an emulated network" if network else "the machine's own links"
-                raise Missing(record.label, f"the experiment ran on {on}, which is another kind of evidence")
+                raise Missing(
+                    record.label, f"the experiment ran on {on}, so its record is not {kind} evidence"
+                )
 
         def metric(experiment: str, name: str) -> Value | Uncertain:
             """Return the value of a metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.
@@ -159,7 +162,8 @@ class Records:
             chosen = best(fits, key=values.__getitem__)
             # A parallel degree of 1 is the smallest of all, so that no experiment with a smaller degree can fail.
             if chosen == end and (what, values[end]) != ("smallest", 1):
-                raise Missing(end, f"the step fits, so the {what} {name} that fits is not in the experiments")
+                reason = f"the experiment fits in memory, so the {what} {name} is unknown: no listed experiment fails"
+                raise Missing(end, reason)
             return values[chosen]
 
         def largest(name: str, *experiments: str) -> Value:
@@ -201,7 +205,7 @@ class Records:
                 return relative_loss_distance(curve, losses(reference), others)
             except ValueError as error:
                 raise Missing(
-                    experiment, f"its losses cannot be compared with {reference}: {error}"
+                    experiment, f"the losses cannot be compared with those of {reference}: {error}"
                 ) from None
 
         def apart(experiment: str, reference: str) -> Value:
@@ -210,7 +214,7 @@ class Records:
                 mine, other = final_loss(losses(experiment)), final_loss(losses(reference))
             except ValueError as error:
                 raise Missing(
-                    experiment, f"its losses cannot be compared with {reference}: {error}"
+                    experiment, f"the losses cannot be compared with those of {reference}: {error}"
                 ) from None
             return abs(mine - other) / other
 
@@ -280,7 +284,7 @@ MAX_CACHED_CONDITIONS = 4096
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:
-    """Raise `Missing` if experiments differ in more than the setting `name`, which alone may decide the fit."""
+    """Raise `Missing` if experiments, compared for their fit in memory, differ in other settings than `name`."""
     free = _FOLLOWS.get(name) or _FOLLOWS.get(name.partition(".")[0]) or (name,)
     first = _conditions(records[0].experiment, free)
     for record in records[1:]:
@@ -316,6 +320,6 @@ def _ended(record: ExperimentRecord) -> str:
 
 
 def uncertain_ratio(comparison: ComparisonRecord) -> Uncertain:
-    """Return the measured ratio of a comparison and its confidence interval (a point if it has too few rounds)."""
+    """Return the measured ratio of a comparison with its confidence interval; without interval for too few rounds."""
     ratio, low, high = comparison.ratio, comparison.low, comparison.high
     return Uncertain(ratio, ratio if low is None else low, ratio if high is None else high)

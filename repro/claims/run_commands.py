@@ -96,7 +96,8 @@ class SuiteCatalogue:
     def commands(self, experiments: Iterable[tuple[str, str]]) -> list[EvidenceCommand]:
         """Return the commands, sorted by suite, that create the records of `experiments`.
 
-        `experiments`: pairs (kind of evidence, `suite/name`); on a cluster, simulated ones also get their measurement.
+        `experiments`: pairs (kind of evidence, `suite/name`). For simulated experiments of a cluster, the
+        result includes the commands that measure them.
         """
         wanted: dict[tuple[str, str, str], set[str]] = {}
         for kind, full in experiments:

@@ -76,9 +76,9 @@ def totals(results: Sequence[ClaimResult]) -> str:
     kinds = ", ".join(f"{sum(basis.startswith(kind) for basis in tested)} {kind}" for kind in KINDS[1:])
     counted = sum(basis.startswith(KINDS[0]) for basis in tested)
     return (
-        f"{len(rows)} values: {kinds}, {counted} counted: {count[REPRODUCED]} agree "
+        f"{len(rows)} values: {kinds}, {counted} counted; {count[REPRODUCED]} agree "
         f"({sum(bool(row.weakness) for row in rows)} weak), {count[NOT_REPRODUCED]} miss, "
-        f"{count[POSSIBLE] + count[DEPENDS]} undecided. No tests: {count[FOLLOWS]} follow from formulas, "
+        f"{count[POSSIBLE] + count[DEPENDS]} undecided. Untested: {count[FOLLOWS]} follow from formulas, "
         f"{count[INCONSISTENT] + count[ERRATUM]} contradict them, {count[NOT_RUN]} not run, "
         f"{count[NO_TEST] + count[NOT_COMPARABLE]} without a test."
     )
@@ -100,31 +100,34 @@ def why(result: ClaimResult) -> str:
     """Return a sentence that explains the verdict about a claim by its evidence."""
     main = [row for row in result.rows if row.row.main]
     by = "; ".join(text for start, text in _WORDS.items() if any(row.basis.startswith(start) for row in main))
-    of = f"of {len(main)} values"
-    every = "The only value agrees" if len(main) == 1 else f"All {len(main)} values agree"
+    total = len(main)
+    every = "The only value agrees" if total == 1 else f"All {total} values agree"
     if result.verdict == NOT_COMPARABLE:
-        return f"No value can be compared: {result.reason.rstrip('.')}."
+        return f"No published value can be compared: {result.reason.rstrip('.')}."
     if result.verdict in (NOT_RUN, NO_TEST):
         count = sum(row.verdict == result.verdict for row in main)
-        return (
-            f"{count} {of} {'have a test that was not run' if result.verdict == NOT_RUN else 'have no test'}."
-        )
+        state = "have a test that was not run" if result.verdict == NOT_RUN else "have no test"
+        return f"{count} of {total} values {state}."
     if result.verdict == DEPENDS:
-        return f"{sum(row.verdict == DEPENDS for row in main)} {of} depend on a condition that is not published ({by})."
+        count = sum(row.verdict == DEPENDS for row in main)
+        return (
+            f"For {count} of {total} values, the verdict depends on a condition that is not published ({by})."
+        )
     if result.verdict == NOT_REPRODUCED:
-        if len(main) == 1:
-            return f"The value misses the published one ({by})."
-        return f"{sum(row.verdict in BAD for row in main)} {of} miss the published one ({by})."
+        if total == 1:
+            return f"The tested value misses the published one ({by})."
+        return f"{sum(row.verdict in BAD for row in main)} of {total} values miss the published one ({by})."
     if result.verdict in BAD:
-        return f"{sum(row.verdict in BAD for row in main)} {of} contradict other numbers of the same source."
+        count = sum(row.verdict in BAD for row in main)
+        return f"{count} of {total} values contradict other numbers of the same source."
     if result.verdict == POSSIBLE:
         agree, count = (sum(row.verdict in some for row in main) for some in (GOOD, (POSSIBLE,)))
-        return f"{agree} {of} agree; unknown inputs explain {count} more ({by})."
+        return f"{agree} of {total} values agree; unknown inputs explain the miss of {count} more ({by})."
     if result.verdict == FOLLOWS:
-        return f"{every} with {by}. This checks the printed number and tests no machine."
+        return f"{every} with {by}. This checks the printed number without a run or a simulation."
     counts = count_independent([replace(result, rows=tuple(main))])
     tests = sum(found.tested for kind, found in counts.items() if kind != ITSELF)
-    return f"{every} ({by}; {tests} independent test{'s' * (tests != 1)})."
+    return f"{every} ({by}; independent tests: {tests})."
 
 
 def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:

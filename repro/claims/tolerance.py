@@ -66,7 +66,7 @@ VALUE, BOUND, ORDER, EVENT, THRESHOLD = STATEMENTS = ("value", "bound", "order",
 EVENT_FUNCTIONS = frozenset({"outcome", "failure", "fit_outcome"})
 """Functions of ledger expressions that return the outcome of a run, such as "ok" or "oom"."""
 MAX_TRUNCATED_SHARE = 0.01
-"""Maximum unit of the last printed digit, as a share of the number, at which a source may truncate a closed form."""
+"""Maximum ratio of one unit in the last printed digit to the number, for a closed form that may be truncated."""
 SIZE_ROUNDING = RELATIVE_TOLERANCE["size"]
 """Maximum relative rounding of a published size limit: 5.5B is not 6B, and 0.5B is not 1B."""
 _ROUNDING = 1e-12
@@ -147,7 +147,8 @@ def accepted_range(
     if metric in TOLERANCE_POINTS and not closed_form:
         points = TOLERANCE_POINTS[metric]
         widened.append((low - points, high + points, f"{points:g} points ({metric})"))
-    # A source may truncate a number, so any value below the next printed number agrees. Range ends are only rounded.
+    # A source may truncate a number, so any value below the next printed number agrees. The ends of a printed range
+    # may only be rounded.
     truncated = closed_form and low == high and published.step <= MAX_TRUNCATED_SHARE * low
     half = 0.0 if count else published.step / 2
     digits = (low - half, high + (2 * half if truncated else half))
@@ -226,7 +227,8 @@ def describe_tolerance(row: Row, evidence: Evidence, claim: Claim) -> str:
         return f"{_range(rule, row)}: {rule.because}"
     if evidence.expect is None or row.printed is None:
         return "the same word"
-    return f"{describe_class_tolerance(evidence.metric)} ({evidence.metric}) of the formula at the scale of the run"
+    tolerance = describe_class_tolerance(evidence.metric)
+    return f"{tolerance} (metric {evidence.metric}) of the formula at the scale of the run"
 
 
 def _range(rule: AcceptedRange, row: Row) -> str:

@@ -20,7 +20,8 @@ from repro.config.training import Training
 NATIVE = "native"
 FUSED_HEAD_MULTIPLE = 8
 """Required divisor of an attention head's width for fused 16-bit attention before compute capability 8.0, where torch
-has only xFormers' kernel. Later, FlashAttention pads heads (`minimum_gemm_alignment` in PyTorch's `sdp_utils.cpp`)."""
+has only xFormers' kernel (`minimum_gemm_alignment` in PyTorch's `sdp_utils.cpp`). From 8.0 on, FlashAttention pads
+heads."""
 
 
 class Combination(NamedTuple):
@@ -41,8 +42,8 @@ class Software(NamedTuple):
     title: str
     source: str
     layout: dict[str, Any]
-    """Layout settings of the software at every ZeRO stage. `bucket_elements`: a constant, and a number per replica that
-    is multiplied by the replicas; gradient buckets have the larger number of elements."""
+    """Layout settings of the software at every ZeRO stage. `bucket_elements` is a pair (constant, number per
+    replica). A gradient bucket has max(constant, number * replicas) elements."""
     stages: dict[str, dict[str, Any]]
     """Additional layout settings by ZeRO stage, for each stage that the software supported."""
 
@@ -144,11 +145,11 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
     "deepspeed": (
         # M_D preallocates buffers. In DeepSpeed, `md` concerns activation checkpoints (P_a) alone, because gradients
         # always have a preallocated buffer.
-        Combination("md", lambda layout, _: layout.md and not layout.pa, "false unless pa = true,"),
+        Combination("md", lambda layout, _: layout.md and not layout.pa, "false (true requires pa = true)"),
         Combination(
             "offload_optimizer",
             lambda layout, _: layout.offload_optimizer and not layout.zero,
-            "false, or zero = 1, 2 or 3, which can offload optimizer states,",
+            "false (true requires zero = 1, 2 or 3)",
         ),
         Combination(
             "loss_scale",
@@ -228,22 +229,22 @@ def check_layout_fits(layout: Layout, model: Model, seq: int) -> None:
     )
     parts = layout.pp * layout.chunks
     what = f"layers = {model.layers} ({model.name})"
-    times = f"pp * chunks = {parts} must be " if layout.chunks > 1 else "must be "
+    product = f"the product pp * chunks = {parts} " if layout.chunks > 1 else ""
     if layout.stage_layers:
         total = sum(layout.stage_layers)
         require(
             total == model.layers,
             "stage_layers",
             list(layout.stage_layers),
-            f"numbers that add up to {what}, not {total}",
+            f"numbers of layers whose sum is {what}, not {total}",
         )
         return
-    require(parts <= model.layers, "pp", layout.pp, says=f"{times}at most {what}")
+    require(parts <= model.layers, "pp", layout.pp, says=f"{product}must be at most {what}")
     require(
         model.layers % parts == 0,
         "pp",
         layout.pp,
-        says=f"{times}a divisor of {what}, or stage_layers must list {parts} numbers with this sum",
+        says=f"{product}must be a divisor of {what}, or stage_layers must list {parts} numbers with this sum",
     )
 
 

@@ -77,7 +77,7 @@ def unknown_name_hint(key: str, known: Sequence[str], what: str = "key") -> str:
         if near
         else f"known are {listed(known)}"
         if known
-        else f"there is no other {what}"
+        else f"no other {what} is defined"
     )
     return f"unknown {what}; {hint}"
 

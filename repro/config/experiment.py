@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class TwinOf:
-    """Published experiment that a scaled-down experiment (its twin) reproduces; `repro twin` writes it for displays."""
+    """Published experiment that a scaled-down experiment (its twin) reproduces. Written by `repro twin`."""
 
     original: str
     """Name of the published experiment that was scaled down."""
@@ -120,7 +120,7 @@ class Experiment:
         right = "local, or a file of `repro calibrate`, since an emulated network connects local processes"
         require(self.system == "local" or self.system.endswith(".toml"), "system", self.system, right)
         if network.world != self.layout.world:
-            right = f"as many ranks as {' x '.join(self.layout.axes)} = {self.layout.world}"
+            right = f"the number of ranks of the layout, {' x '.join(self.layout.axes)} = {self.layout.world}"
             raise ConfigError("nodes x ranks_per_node", network.world, right, where="network")
 
     def _largest_tensor(self) -> int:

@@ -199,7 +199,7 @@ class Layout:
             self.zero < 3 or self.schedule != "gpipe" or self.accumulation == 1,
             "schedule",
             self.schedule,
-            "1f1b with zero = 3, which runs backward directly after the forward pass of a micro-batch",
+            "1f1b with zero = 3, because stage 3 runs each micro-batch's backward pass directly after its forward pass",
         )
         for key, reason in (
             ("cb", "stage 3 communicates one block at a time and has no fused buffer"),

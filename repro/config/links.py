@@ -66,7 +66,7 @@ class Collective:
             all(part.ranks > 1 and not part.groups for part in self.groups),
             "groups",
             [part.ranks for part in self.groups],
-            "measurements of 2 or more ranks without groups of their own",
+            "measurements with ranks of 2 or more, and without nested groups",
         )
 
 
@@ -85,7 +85,7 @@ class Link:
     efficiency: Quantity = UNSAID
     """Fraction of the peak bandwidth that collectives of large messages reach."""
     half_bytes: Quantity = UNSAID
-    """Payload per step, in bytes, that reaches half the rate of large messages, apart from the latency of a step."""
+    """Payload per step, in bytes, that is sent at half the rate of large messages (latency of the step excluded)."""
     chunk_s: Quantity = UNSAID
     """Time per chunk of a tree collective, in seconds; a node forwards a chunk after it has received all of it."""
     pair: Quantity = UNSAID

@@ -103,7 +103,12 @@ class Model:
             require(self.architecture == "gpt", key, value, right)
         heads = self.heads
         divides = 0 <= self.kv_heads <= heads and heads % self.key_heads == 0
-        require(divides, "kv_heads", self.kv_heads, f"a divisor of heads = {heads}, or 0 for one per head")
+        require(
+            divides,
+            "kv_heads",
+            self.kv_heads,
+            f"a divisor of heads = {heads}, or 0 for one key head per attention head",
+        )
         require(self.norm_eps > 0, "norm_eps", self.norm_eps, "more than 0")
         rotary = self.positions == "rotary"
         for key, most in (("rotary_base", float("inf")), ("rotary_fraction", 1.0)):
@@ -166,10 +171,10 @@ class Model:
         if seq <= self.seq:
             return ""
         rule = {
-            "rotary": f"the base {self.rotary_base:g} of the rotary wavelengths is not adapted",
-            "alibi": "the slopes of ALiBi are not adapted",
+            "rotary": f"the base {self.rotary_base:g} of the rotary wavelengths is not adapted to longer samples",
+            "alibi": "the slopes of ALiBi are not adapted to longer samples",
         }
-        return f"Samples of {seq} tokens exceed the model's {self.seq} tokens; {rule[self.positions]}."
+        return f"Samples of {seq} tokens exceed the model's sequence length of {self.seq}; {rule[self.positions]}."
 
     def departures(self) -> dict[str, Any]:
         """Return the settings of layers, positions and output matrix that differ from GPT-2's, by key."""

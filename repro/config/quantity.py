@@ -40,9 +40,10 @@ class Quantity:
         if self.value is None:
             raise ConfigError(end, bound, says="needs a known value; an unknown number has no range")
         lies = 0 <= bound <= self.value if end == "low" else bound >= self.value
-        side = "0 or more and at most" if end == "low" else "at least"
+        side = "in the range from 0 to" if end == "low" else "at least"
         require(lies, end, bound, f"{side} value = {self.value}")
-        require(f"{end}: " in self.source, end, bound, says=f'has no reason: source must say "{end}: ..."')
+        says = f'has no reason: source must contain "{end}: REASON"'
+        require(f"{end}: " in self.source, end, bound, says=says)
 
     @property
     def ranges(self) -> bool:

@@ -39,7 +39,7 @@ NAME = SizeLimit(100, "names become file names and table columns")
 
 
 def at_least(part: object, keys: Iterable[str], least: float, expected: str) -> None:
-    """Raise `ConfigError` if one of the settings `keys` is under `least`; its text `expected` gives valid values."""
+    """Raise `ConfigError` if one of the settings `keys` is under `least`. `expected`: valid values, for the message."""
     for key in keys:
         require(getattr(part, key) >= least, key, getattr(part, key), expected)
 
@@ -50,7 +50,7 @@ def at_most(key: str, value: int, limit: SizeLimit) -> None:
 
 
 def check_name(key: str, name: str) -> None:
-    """Raise `ConfigError` for a name that is no valid file name or is not printable."""
+    """Raise `ConfigError` for a name that is not a valid file name or is not printable."""
     fine = 0 < len(name) <= NAME.value and name.isprintable() and "/" not in name
     fine = fine and name == name.strip() and not name.startswith((".", "-"))
     right = f"a name of at most {NAME.value} characters without /, which begins with no dot, dash or space"

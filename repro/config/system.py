@@ -156,6 +156,6 @@ class System:
         """Return the dense peak FLOP/s of one device at `precision`; raise `ConfigError` if the device lacks it."""
         if precision not in self.device.peak_flops:
             known = ", ".join(self.device.peak_flops) or "none known"
-            right = f"a precision of {self.device.name}: {known}"
+            right = f"a precision that {self.device.name} supports: {known}"
             raise ConfigError("precision", precision, right, file=self.name)
         return self.device.peak_flops[precision].known(f"peak_flops.{precision}", system=self.name)

@@ -98,10 +98,10 @@ class Timing:
 UNALIGNED_MATMUL = "unaligned_matmul"
 """Operator name of matrix products with a size that is not a multiple of 8 elements, which tensor cores read slowly."""
 MESSAGE = "message"
-"""Operator name of a computing thread's processor work to start and end one message."""
+"""Operator name of the processor work by which the thread that computes starts and ends one message."""
 EXCHANGE = "exchange"
-"""Operator name of a computing thread's processor work per message of a collective in which each rank sends to all
-others (`repro.parallel.ledger.EXCHANGED`)."""
+"""Operator name of the processor work, in the thread that computes, per message of a collective in which each rank
+sends to all others (`repro.parallel.ledger.EXCHANGED`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

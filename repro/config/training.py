@@ -45,8 +45,8 @@ class Training:
     dropout: float = 0.0
     """Dropout probability of the embedding and of both residual branches."""
     attention_dropout: float = 0.0
-    """Dropout probability of the attention weights. Above 0, attention writes its weights to memory, as software of
-    2019 and 2020: in the data type of the step, or in fp32 if cp > 1."""
+    """Dropout probability of the attention weights. Above 0, attention writes its weights to memory, as in
+    software of 2019 and 2020: in the data type of the step, or in fp32 if cp > 1."""
     deterministic: bool = False
     """Whether GPUs run deterministic operators, so that equal runs on the same GPUs and software give equal bits.
     Deterministic attention is slower in the backward pass and needs more memory. Runs on CPUs are always deterministic.

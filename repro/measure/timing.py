@@ -15,7 +15,7 @@ from repro.config.enums import STEP_PHASES, Phase
 
 COMPUTE_PHASES = (Phase.FORWARD, Phase.BACKWARD)
 CORE_TIME = "core"
-"""Key, in the times of a step, of the thread's CPU seconds in forward and backward passes (no wait for a core)."""
+"""Key of the thread's CPU seconds in a step's forward and backward passes; waiting for a core does not count."""
 
 
 @dataclass

@@ -38,7 +38,7 @@ def test_search_of_one_rank_decides_a_limit() -> None:
     found = measured(LIMIT, "text", fit_record())
     assert (found.verdict, found.text) == (REPRODUCED, "1.498B")
     assert found.scale_label == "one rank of 64, on NVIDIA V100"
-    assert found.reason.endswith("; 46 layers fit with 30 GB reserved, 47 do not")
+    assert found.reason.endswith("; 46 layers fit with 30 GB reserved, 47 layers do not fit")
     assert measured(LIMIT, "README, memory efficiency: with 1.5B", fit_record()).value == "oom"
     result = judge_claim(committed.ledger().claim(LIMIT), Records([fit_record()]))
     fails_beyond = {row.row.published: row.verdict for row in result.rows if "fails beyond" in row.row.label}

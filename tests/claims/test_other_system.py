@@ -85,7 +85,9 @@ def test_error_in_a_question_is_one_line(tmp_path: Path, text: str, wrong: str) 
 def test_error_for_an_unknown_row_lists_the_rows(tmp_path: Path) -> None:
     path = tmp_path / "questions.toml"
     path.write_text('[[question]]\nclaim = "tnlg-throughput"\nrow = "a GPU"\nasks = ""\nvalue = "1"\n')
-    with pytest.raises(ConfigError, match=r"row = 'a GPU': must be a row of the claim: per GPU, of 125 TF"):
+    with pytest.raises(
+        ConfigError, match=r"row = 'a GPU': must be the label of a row of the claim: per GPU, of 125 TF"
+    ):
         load_questions(LEDGER, path)
 
 

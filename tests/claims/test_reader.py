@@ -85,7 +85,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         'unit = "GB"',
         f'unit = "GB"\n{DATE}',
         "predicted_blind",
-        "empty without them",
+        "empty without such keys",
     ),
     "prediction without a simulation": ("label", 'blind = "2", label', "blind = '2'", "simulated"),
     "unknown formula": ("2 * GB", "max_parms(1)", "rows[x].analytic", "did you mean max_params?"),
@@ -100,7 +100,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     ),
     "limit without steps": ("label", 'metric = "limit", label', "steps", "is missing"),
     "unknown scale": (ANALYTIC, MEASURED.replace("scaled twin", "half"), "scale = 'half'", "twin"),
-    "twin without expect": (ANALYTIC, MEASURED, "rows[x].expect", "the scale of the scaled twin"),
+    "twin without expect": (ANALYTIC, MEASURED, "rows[x].expect", "the scale of the scaled-down twin"),
     "short table line": (ROW, TABLE.replace('"x", ', ""), "table.body", "2 values"),
     "unknown column": (ROW, TABLE.replace('column = "b"', 'column = "c"'), "table.columns = 'c'"),
     "published number not in quotes": (ROW, TABLE.replace('"1"', "1"), "b = 1", "in quotes"),
@@ -125,7 +125,7 @@ def test_claim_shows_the_median_error_of_its_blind_predictions(tmp_path: Path) -
     rows = "".join(map(blind.format, ("1.8", "2.4", "2.6"))) + "{ label"
     ledger = read(tmp_path, HEAD + CLAIM + DATE + ROW.replace("{ label", rows))
     assert ledger.claims[0].prediction == (
-        "predicted blind on 2026-11-22 at 1c75963: 3 values, median error 20.0%"
+        "3 values predicted before reading the published ones (2026-11-22 at 1c75963), median error 20.0%"
     )
     assert not read(tmp_path, VALID).claims[0].prediction
 

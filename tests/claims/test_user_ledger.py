@@ -78,4 +78,4 @@ def test_claim_id_of_the_packaged_ledger_is_rejected(ledger: str, capsys: pytest
     assert cli.main(["claims", "--ledger", ledger]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: {ledger}: zero-mem-formula-stages.id = ")
-    assert "must be used once" in err
+    assert "must be an id used once" in err

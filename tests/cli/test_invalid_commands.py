@@ -62,7 +62,7 @@ COMMANDS = [
     (f"{STEP} --global-batch 3", "--global-batch = 3: must be a multiple of dp * micro_batch = 8 * 1 = 8"),
     (f"{PLAN} dgx2 --global-batch 3", "--global-batch = 3: must be a multiple of dp (one of 1, 2, 4, 8)"),
     (f"{PLAN} dgx2 --dp 3", "--dp = 3: must be gpus / (tp x pp), which is one of 1, 2, 4, 8"),
-    (f"{PLAN} dgx2 --precision bf16", "--precision = 'bf16': must be a precision of NVIDIA V100 SXM3 32"),
+    (f"{PLAN} dgx2 --precision bf16", "--precision = 'bf16': must be a precision that NVIDIA V100 SXM3 32"),
     (f"{PLAN} dgx2 --zero1-reduce x", "--zero1-reduce = 'x': must be one of reduce-scatter, all-reduce"),
     *((f"{each} --recompute-selective", NO_SELECTIVE) for each in (STEP, f"{PLAN} dgx2")),
     (f"{FIT} --model gpt2-1.5b --recompute-selective", NO_SELECTIVE),

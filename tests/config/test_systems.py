@@ -98,7 +98,7 @@ def test_packaged_systems_have_the_published_numbers() -> None:
     assert {system.link_inside() for name, system in systems.items() if name not in pcie} == {"nvlink"}
     assert systems["yuan"].device.memory_bytes.value is None
     assert "(assumed)" in systems["yuan"].links["nvlink"].bandwidth.source
-    with pytest.raises(ConfigError, match=r"precision = 'bf16': must be a precision of NVIDIA V100"):
+    with pytest.raises(ConfigError, match=r"precision = 'bf16': must be a precision that NVIDIA V100"):
         dgx2.peak("bf16")
 
 
@@ -240,7 +240,7 @@ ADDITIONS = [
     (SEND + "points = [[2, 1]]\nstride = 0", "stride = 0: must be an integer of at least 1"),
     (
         SEND + "points = [[2, 1]]\ngroups = [{ points = [[2, 1]] }]",
-        "groups = [0]: must be measurements of 2 or more",
+        "groups = [0]: must be measurements with ranks of 2 or more",
     ),
     ("[provenance]\ndate = '2026-01-01'", "provenance.torch: is missing"),
 ]

@@ -45,7 +45,7 @@ def write_system(path: Path, printed: str, more: str = "") -> Path:
     return file
 
 
-LOW_ABOVE = "low = 901000000000.0: must be 0 or more and at most value = 9000000"
+LOW_ABOVE = "low = 901000000000.0: must be in the range from 0 to value = 9000000"
 HIGH_BELOW = "high = 899000000000.0: must be at least value = 900000000000.0"
 
 
@@ -53,10 +53,10 @@ HIGH_BELOW = "high = 899000000000.0: must be at least value = 900000000000.0"
     ("printed", "message"),
     [
         ('low = 901e9, source = "low: x"', LOW_ABOVE),
-        ('low = -1, source = "low: x"', "memory_bandwidth.low = -1.0: must be 0 or more"),
+        ('low = -1, source = "low: x"', "memory_bandwidth.low = -1.0: must be in the range from 0"),
         ('high = 899e9, source = "high: x"', HIGH_BELOW),
-        ('low = 800e9, source = "a copy"', 'low = 800000000000.0: has no reason: source must say "lo'),
-        ('high = 1e12, source = "low: x"', "high = 1000000000000.0: has no reason: source must say"),
+        ('low = 800e9, source = "a copy"', 'low = 800000000000.0: has no reason: source must contain "lo'),
+        ('high = 1e12, source = "low: x"', "high = 1000000000000.0: has no reason: source must contain"),
         ('low = "much", source = "low: x"', "memory_bandwidth.low = 'much'"),
         ('low = 0, source = "low: nothing"', "memory_bandwidth = 0.0: must be more than 0"),
     ],

@@ -39,11 +39,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepspeed", {"tp": 2, "sp": True}, "layout.sp = true: must be false"),
     ("deepspeed", {"dp": 2, "cb": False}, "layout.cb = false: must be true"),
     ("deepspeed", {"cuda_graphs": True}, "layout.cuda_graphs = true: must be false"),
-    ("deepspeed", {"recompute": True, "md": True}, "layout.md = true: must be false unless pa = true,"),
+    (
+        "deepspeed",
+        {"recompute": True, "md": True},
+        "layout.md = true: must be false (true requires pa = true)",
+    ),
     (
         "deepspeed",
         {"dp": 2, "offload_optimizer": True},
-        f"{OFFLOADED}, or zero = 1, 2 or 3, which can offload optimizer states,",
+        f"{OFFLOADED} (true requires zero = 1, 2 or 3)",
     ),
     (
         "deepspeed",

@@ -88,7 +88,7 @@ def test_models_without_learned_positions_train_longer_samples(
     model = FAMILIES[family]
     layout = Layout(cp=2, micro_batch=4, global_batch=BATCH)
     assert_parity(request, layout, model, **FAST, seq=4 * model.seq)
-    assert f"exceed the model's {model.seq}" in model.longer_sequence_note(4 * model.seq)
+    assert f"exceed the model's sequence length of {model.seq}" in model.longer_sequence_note(4 * model.seq)
     assert model.longer_sequence_note(model.seq) == ""
 
 

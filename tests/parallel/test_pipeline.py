@@ -151,7 +151,7 @@ def _live_activations(experiment: Experiment) -> dict[str, Any]:
     [
         ({"pp": 3}, "pp = 3: must be a divisor of layers = 4"),
         ({"pp": 8}, "at most layers = 4"),
-        ({"pp": 2, "stage_layers": (1, 2)}, "add up to layers = 4"),
+        ({"pp": 2, "stage_layers": (1, 2)}, "whose sum is layers = 4"),
         ({"pp": 2, "stage_layers": (4,)}, "one number of layers for each of pp * chunks = 2 parts"),
         (
             {"pp": 4, "stage_layers": (2, 0, 1, 1)},

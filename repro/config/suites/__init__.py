@@ -191,8 +191,8 @@ def _differing(part: str, there: Any, here: Any) -> str:
     if isinstance(there, dict) and isinstance(here, dict):
         key = next(key for key in sorted({*there, *here}) if there.get(key) != here.get(key))
         there, here = (repr(side[key]) if key in side else "its default" for side in (there, here))
-        return f"{part}.{key} is {there} in that experiment and {here} in this one"
-    return f"{part} is {there!r} in that experiment and {here!r} in this one"
+        return f"the named experiment has {part}.{key} = {there}, and this experiment has {here}"
+    return f"the named experiment has {part} = {there!r}, and this experiment has {here!r}"
 
 
 def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
@@ -219,7 +219,7 @@ def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
     for name in names:
         training = known[name].training
         if training.steps - training.untimed_steps < row.rounds:
-            right = f"at most the timed steps of {name}: {training.steps - training.untimed_steps}"
+            right = f"at most the number of timed steps of {name}: {training.steps - training.untimed_steps}"
             raise ConfigError("rounds", row.rounds, right, file=file, where="compare")
     return row
 
@@ -251,7 +251,7 @@ def _alike(members: list[Experiment], file: str, what: str) -> None:
             if mine != theirs:
                 place = f'{file}: {what}: experiment "{other.name}"'
                 raise ConfigError(
-                    key, mine, f'{theirs!r} as in "{first.name}", with which it shares a launch', file=place
+                    key, mine, f'{theirs!r}, as in experiment "{first.name}" of the same launch', file=place
                 )
 
 

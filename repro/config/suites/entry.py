@@ -111,7 +111,7 @@ def shared(data: Mapping[str, Any], file: str) -> Shared:
             raise ConfigError(tables, named[tables], f"tables [{tables}.NAME]", file=file)
         for name, table in named[tables].items():
             if not isinstance(table, dict):
-                raise ConfigError(name, table, f"a table with keys of a {part}", file=file, where=tables)
+                raise ConfigError(name, table, f"a table with keys of one {part}", file=file, where=tables)
             for key, value in table.items():
                 _known(key, value, _PARTS[part], file=file, where=f"{tables}.{name}")
     defaults = data.get("defaults", {})
@@ -220,7 +220,7 @@ def _levels(part: str, data: Mapping[str, Any], from_file: Shared, place: str) -
         right = (
             unknown_name_hint(str(chosen), known, part)
             if known
-            else f"unknown {part}; the file has no [{tables}]"
+            else f"unknown {part}; the suite file has no table [{tables}]"
         )
         raise ConfigError(
             USE, chosen, says=right, file=place, where=part if USE in own else f"defaults.{part}"

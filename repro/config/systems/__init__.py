@@ -50,7 +50,7 @@ def load_system_file(name: str | Path) -> System:
             near = difflib.get_close_matches(name, [*known, *system_aliases()], n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                "system", name, says=f"{hint}known are {', '.join(known)}, or the path of a .toml file"
+                "system", name, says=f"{hint}known are {', '.join(known)}, and paths of .toml files"
             )
         return _load_packaged(FILES / f"{name}.toml")
     return _read(path)

@@ -83,7 +83,7 @@ class Unknown:
                 steps = round(abs(side - self.best))
                 quantiles += [BEST + (best - BEST) * step / steps for step in range(1, steps)]
         quantiles.sort()
-        # These values keep their type in the system file (int or float), since records contain a digest of the values.
+        # Numbers of the system file remain int or float as in the file, since records contain a digest of their text.
         in_file = {LOW: self.low, BEST: self.best, HIGH: self.high}
         values = self.values_at(quantiles).tolist()
         return {in_file.get(one, value): one for one, value in zip(quantiles, values, strict=True)}

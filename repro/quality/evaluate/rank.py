@@ -206,7 +206,7 @@ class Scorer:
         """Store the scores of n target tokens from logits [n, V/t] (vocabulary V, tp degree t); return losses [n]."""
         tp = self.mesh.tp
         first = tp.rank * rows.shape[1]
-        rows[:, max(0, self._vocab - first) :] = float("-inf")  # Padding of the vocabulary is no token.
+        rows[:, max(0, self._vocab - first) :] = float("-inf")  # Padding ids are never predicted.
         predicted = allowed = _argmax_token(rows, first, tp)
         if self._forbidden.numel():
             local = self._forbidden - first

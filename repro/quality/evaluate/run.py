@@ -8,7 +8,7 @@
 | `accuracy` | LAMBADA: share of samples with only correct predictions |
 | `accuracy.filtered` | LAMBADA: accuracy if predictions exclude stop words, for a tokenizer that has words |
 | `perplexity` | LAMBADA: perplexity per sample |
-| `samples`, `truncated` | windows or texts, and those whose beginning exceeds the context |
+| `samples`, `truncated` | number of samples, and of samples without their first tokens, which exceed the context |
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Family:
     positions: str = ""
     """Tensor name of the position embedding; empty without one."""
     ignored: re.Pattern[str] = re.compile(r"(?!)")
-    """Pattern of names of tensors that are no weights, such as masks in old files."""
+    """Pattern of names of tensors that are not weights, such as masks in old files."""
 
     def model(self, config: Config, name: str) -> Model:
         """Return the model of a configuration; raise `ConfigError` if this suite's GPT cannot represent the model."""

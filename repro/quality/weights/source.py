@@ -236,7 +236,7 @@ def check_tensors(
     missing = [name for name in expected if name not in found]
     unexpected = sorted(found.keys() - expected.keys() - set(ignored))
     wrong = [
-        f"{name} has shape {list(found[name].shape)} and must have {list(shape)}"
+        f"{name} has shape {list(found[name].shape)} and must have shape {list(shape)}"
         for name, shape in expected.items()
         if name in found and list(found[name].shape) != list(shape)
     ]

@@ -53,7 +53,7 @@ KEYS = [
     ),
     (
         'training = { checkpoint_every = 5, continues = "a" }',
-        "training.continues = 'a': unknown experiment; there is no other experiment",
+        "training.continues = 'a': unknown experiment; no other experiment is defined",
     ),
     ("limits.timeout_s = inf", "limits.timeout_s = inf: must be finite"),
     ("limits.memory_bytes = -1", "limits.memory_bytes = -1: must be 0 (no limit) or more"),
@@ -65,10 +65,10 @@ KEYS = [
     ),
     ('expect = "fail"', "expect = 'fail': must be one of ok, oom, diverged"),
     ('system = "dgx"', "system = 'dgx': did you mean dgx2? known are"),
-    ('layout = "C2"', "layout.use = 'C2': unknown layout; the file has no [layouts]"),
+    ('layout = "C2"', "layout.use = 'C2': unknown layout; the suite file has no table [layouts]"),
     (
         "layout = { pp = 2, stage_layers = [1, 2] }",
-        "layout.stage_layers = [1, 2]: must be numbers that add up to layers = 2 (tiny), not 3",
+        "layout.stage_layers = [1, 2]: must be numbers of layers whose sum is layers = 2 (tiny), not 3",
     ),
     (
         "layout = { pp = 2, stage_layers = [true, 3] }",
@@ -76,7 +76,7 @@ KEYS = [
     ),
     (
         f"{NETWORK}, between = 8e6 }}\nlayout.tp = 2",
-        "network.nodes x ranks_per_node = 2: must be as many ranks as tp x pp x dp = 4",
+        "network.nodes x ranks_per_node = 2: must be the number of ranks of the layout, tp x pp x dp = 4",
     ),
     (f"{NETWORK} }}", "network.between = 0.0: must be a rate in bytes/s"),
     (f"{NETWORK}, between = inf }}", "network.between = inf: must be finite"),
@@ -120,7 +120,7 @@ SUITES = [
         '[layouts.C1]\nzero = 1\n[defaults]\nlayout = "C3"\n' + EXPERIMENT,
         f"{A}defaults.layout.use = 'C3': unknown layout; known are C1",
     ),
-    ("[layouts]\nC1 = 1\n" + EXPERIMENT, "layouts.C1 = 1: must be a table with keys of a layout"),
+    ("[layouts]\nC1 = 1\n" + EXPERIMENT, "layouts.C1 = 1: must be a table with keys of one layout"),
     ("[layouts.C1]\nzerro = 1\n" + EXPERIMENT, "layouts.C1.zerro = 1: unknown key; did you mean zero?"),
     (
         "[layouts.C1]\ntp = 3\n" + EXPERIMENT + 'layout = { use = "C1", dp = 2 }',
@@ -134,16 +134,16 @@ SUITES = [
     # comparisons and launches
     (
         EXPERIMENT + OTHER + "layout.dp = 2" + COMPARE,
-        'compare with baseline "a": experiment "b": layout.world = 2: must be 1 as in "a", with which it shares',
+        'compare with baseline "a": experiment "b": layout.world = 2: must be 1, as in experiment "a"',
     ),
     (
         EXPERIMENT + 'launch = "x"\n' + OTHER + 'launch = "x"\nlayout.tp = 2',
-        'launch "x": experiment "b": layout.world = 2: must be 1 as in "a", with which it shares a launch',
+        'launch "x": experiment "b": layout.world = 2: must be 1, as in experiment "a" of the same launch',
     ),
     (
         f"{EXPERIMENT}{NETWORK}, between = 8e6 }}\n{OTHER}layout.dp = 2{COMPARE}",
         'compare with baseline "a": experiment "b": network = \'none\': '
-        "must be '2 nodes x 1 ranks, between 8e+06' as in \"a\", with which it shares a launch",
+        "must be '2 nodes x 1 ranks, between 8e+06', as in experiment \"a\" of the same launch",
     ),
     (
         EXPERIMENT + COMPARE.replace('"b"', '"aa"'),
@@ -152,7 +152,7 @@ SUITES = [
     (EXPERIMENT + COMPARE.replace('"b"', '"a"'), "compare.baseline = 'a': must name each experiment once"),
     (
         EXPERIMENT + OTHER + COMPARE + "rounds = 18",
-        "compare.rounds = 18: must be at most the timed steps of a: 17",
+        "compare.rounds = 18: must be at most the number of timed steps of a: 17",
     ),
     (EXPERIMENT + OTHER + COMPARE + "rounds = 0", "compare.rounds = 0: must be 1 or more"),
     (
@@ -176,7 +176,7 @@ SUITES = [
     (
         CONTINUE.replace("{", "{ steps = 30,") + "training.checkpoint_every = 5",
         f"{A}training.continues = 'b': must be an experiment with the same training; "
-        "training.seed is 2 in that experiment and its default in this one",
+        "the named experiment has training.seed = 2, and this experiment has its default",
     ),
     (
         CONTINUE + "training.checkpoint_every = 5",

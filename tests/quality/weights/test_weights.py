@@ -200,7 +200,7 @@ def test_allowed_classes_become_placeholders(tmp_path: Path) -> None:
         (
             "transformer.wpe.weight",
             lambda value: value[1:],
-            r"wpe\.weight has shape \[11, 24\] and must have \[",
+            r"wpe\.weight has shape \[11, 24\] and must have shape \[",
         ),
         ("lm_head.weight", lambda value: value + 1, "lm_head.weight: output matrix differs from the token"),
     ],
@@ -232,7 +232,7 @@ def test_ranks_of_different_models_are_refused(model: Any, tmp_path: Path) -> No
     tokens["weight"] = tokens["weight"][:-1]
     save_megatron(tmp_path / "uneven", ranks, 3.0)
     # The two ranks have 89 rows, an odd number.
-    with pytest.raises(ConfigError, match=r"mp_rank_00: .*must have \[44, 24\]"):
+    with pytest.raises(ConfigError, match=r"mp_rank_00: .*must have shape \[44, 24\]"):
         open_weights(tmp_path / "uneven")
     (tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt").rename(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"must be in mp_rank_00"):
