@@ -169,9 +169,8 @@ def _abandoned(path: Path) -> bool:
 
 
 def _bad(path: Path, error: Exception) -> ConfigError:
-    expected = (
-        f"is no valid file of `repro submit` ({type(error).__name__}: {error}); remove the folder if unused"
-    )
+    problem = f"{type(error).__name__}: {error}"
+    expected = f"the file is not valid for `repro submit` ({problem}); remove its folder if it is unused"
     return ConfigError("submission", path.parent.name, says=expected, file=str(path))
 
 
@@ -236,7 +235,7 @@ def outcome_without_record(job: JobState | None) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CaseSurvey:
-    """Survey of the states of all submitted experiments; every call reads files, records and SLURM once."""
+    """Reader of the states of all submitted experiments. Each call reads files, records and SLURM's jobs once."""
 
     registry: Registry
     store: Store

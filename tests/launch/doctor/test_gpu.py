@@ -101,7 +101,7 @@ def test_precisions_by_compute_capability() -> None:
             fake_torch((7, 0), ["sm_75", "sm_80"], 2),
             ["Tesla V100"],
             "GPU: this torch has no kernels for sm_70; torch builds for CUDA 12.6 support this GPU; "
-            "torch 2.9.0 is built for sm_75, sm_80",
+            "torch 2.9.0 is built for GPU architectures sm_75, sm_80",
         ),
     ],
     ids=["runs", "no GPU", "no CUDA", "unusable", "too old"],

@@ -232,7 +232,10 @@ class TaskLaunch:
 
 
 def task_environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict[str, str]:
-    """Return a rank's environment: that of its SLURM task and the profile, and torch.distributed at `address`."""
+    """Return a rank's environment variables: those of its SLURM task, the profile, threads and `torch.distributed`.
+
+    `address`: IP address of the node's network interface that reaches the controller.
+    """
     interface = launch.interface or interface_name(address)
     local_world = launch.local_world(rank, world)
     cores = len(os.sched_getaffinity(0))
