@@ -46,7 +46,7 @@ def plan_trials(
             "system", system, f"a system of this machine with --measure: {', '.join(local_launch.DEVICES)}"
         )
     if query.expandable:
-        what = "does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead"
+        what = "this option does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead"
         raise ConfigError("expandable", says=what)
     limit = parse_memory_size(query.memory_limit)
     on = _local_system(system, limit)
@@ -70,9 +70,7 @@ def _local_system(system: str, limit: int | None) -> System:
     if local_launch.DEVICES[system] != "cpu":
         return discover()
     if limit is None:
-        what = (
-            "is required on processor cores: set the memory that each process may allocate, for example 500MB"
-        )
+        what = "a limit is required on processor cores: set the memory of each process, for example 500MB"
         raise ConfigError("memory_limit", says=what)
     nothing = Quantity(value=0, source="a processor has no CUDA context")
     return replace(discover(), context_bytes=nothing)

@@ -223,7 +223,7 @@ class _Watcher:
         others = [rank for rank in self.ranks if rank not in laggards]
         text = "; ".join(f"rank {rank} {what} {positions[rank]}" for rank in laggards[:4])
         if len(laggards) > 4:
-            text += f"; {len(laggards) - 4} more ranks likewise"
+            text += f"; the same applies to {len(laggards) - 4} more ranks"
         return text + (f"; {self._where(others, 'waits')}" if others else "")
 
     def _where_all(self) -> str:

@@ -78,8 +78,11 @@ COMMANDS = [
         f"{FIT} --measure",
         "--system = 'dgx2': must be a system of this machine with --measure: local, local-gpu",
     ),
-    (MEASURE, "--memory-limit: is required on processor cores: set the memory that each process may"),
-    (f"{MEASURE} --memory-limit 1GB --expandable", "--expandable: does not work with --measure: set"),
+    (MEASURE, "--memory-limit: a limit is required on processor cores: set the memory of each process"),
+    (
+        f"{MEASURE} --memory-limit 1GB --expandable",
+        "--expandable: this option does not work with --measure: set",
+    ),
     (f"{MEASURE} --memory-limit 1GB --as-rank 4 --of 4", "--as-rank = 4: must be a rank from 0 to 3"),
     # plans
     (f"{PLAN} dgx2 --top 0", "--top = 0: must be a number of layouts of at least 1"),

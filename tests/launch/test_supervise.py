@@ -170,7 +170,7 @@ def test_hang_names_a_limited_number_of_ranks(clock: Clock) -> None:
     assert watch(EqualRanks(7, stopped=6, hang_s=2.0)).reason == (
         hang
         + "; ".join(f"rank {rank} {stopped} {AT}" for rank in range(4))
-        + f"; 2 more ranks likewise; rank 6 waits {AT}"
+        + f"; the same applies to 2 more ranks; rank 6 waits {AT}"
     )
     assert watch(EqualRanks(4, stopped=4, hang_s=2.0)).reason.endswith(f"; rank 3 {stopped} {AT}")
     for world, names in ((8, "0, 1, 2, 3, 4, 5, 6, 7"), (9, "0, 1, 2, 3, 4, 5, 6, 7, ...")):

@@ -145,7 +145,7 @@ def test_a_killed_and_a_hanging_rank_fail_only_their_cases(lab: Lab, tmp_path: P
     assert status["victim"]["detail"].startswith("rank 1 was killed by signal 9 (SIGKILL) at step 3")
     # The report has the position, the last collective and the stack of each rank.
     assert "no progress for 15 s (limits.hang_s): rank 1 is behind at step 3" in status["stuck"]["detail"]
-    assert "; rank 0 waits at step 3, forward, after all_gather #" in status["stuck"]["detail"]
+    assert "; rank 0 waits at step 3, forward, after collective all_gather #" in status["stuck"]["detail"]
     (positions,) = bench.results.glob("jobs/*/logs/*/*/positions.txt")
     nodes = state["nodes"]
     lines = positions.read_text().splitlines()
@@ -220,7 +220,7 @@ def test_nodes_with_wrong_hardware_start_no_rank(lab: Lab, tmp_path: Path) -> No
     assert {(row["state"], row["failure"]) for row in status.values()} == {("failed", "wrong-hardware")}
     assert bench.started_cases() == []
     for row in status.values():
-        message = f"wrong hardware: node {row['nodes']} has no GPU, but dgx1-v100-32gb has 2 x NVIDIA V100"
+        message = f"wrong hardware: node {row['nodes']} has no GPU, but system dgx1-v100-32gb has 2 x NVIDIA V100"
         assert row["detail"].startswith(message)
         assert row["detail"].endswith("results would not be comparable")
     collected = bench.repro("collect", check=False)

@@ -71,7 +71,7 @@ def check_kernels(torch: Any, compile_for: str = "") -> list[Check]:
         return [Check("kernels", NO, reason, "no training", fatal=True)]
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("repro::")]
     text = f"{len(names)} operators, each with a reference implementation in PyTorch"
-    checks = [Check("kernels", YES, text, "training steps on CPU, CUDA and meta devices")]
+    checks = [Check("kernels", YES, text, "the kernels run training steps on CPU, CUDA and meta devices")]
     try:
         checks += _check_compiler(torch)
         checks += _check_families(torch, compile_for)

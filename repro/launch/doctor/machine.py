@@ -105,7 +105,7 @@ def _torch(torch: Any) -> Check:
     if not torch.distributed.is_available():
         text += ", without torch.distributed"
         return Check("torch", NO, text, "ranks cannot communicate", fatal=True)
-    return Check("torch", YES, text, "training steps on real devices and on meta tensors")
+    return Check("torch", YES, text, "torch runs training steps on real devices and on meta tensors")
 
 
 def _gloo(torch: Any) -> Check:
@@ -292,7 +292,7 @@ def check_task_binding(environment: Mapping[str, str], visible: int) -> list[Che
         return []
     on_node = environment.get("SLURM_GPUS_ON_NODE", "")
     if on_node.isdigit() and int(on_node) > 1:
-        found = f"1 of the job's {on_node} GPUs on this node is visible"
+        found = f"this task sees only 1 of the job's {on_node} GPUs on this node"
         return [Check("GPU binding", LIMITED, found, _BINDING_MEANING)]
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
     if re.fullmatch(r"1(\(x\d+\))?", tasks):  # SLURM writes `1(x2)` for two nodes with one task each.

@@ -148,7 +148,7 @@ class ImportedVisit:
 def import_results(folder: Path, results: Path) -> ImportedVisit:
     """Copy new records of a `repro gpu-day` run to the folder `results`; return all results. Raises `ConfigError`."""
     outcomes = list(read_json_lines(folder / STEPS))
-    says = f"has no {STEPS}; name the --out folder of a `repro gpu-day` run"
+    says = f"the folder has no file {STEPS}; name the --out folder of a `repro gpu-day` run"
     require(outcomes, "--import", str(folder), says=says)
     visit = Store(folder)
     with Store(results) as store:

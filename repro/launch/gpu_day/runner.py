@@ -156,9 +156,9 @@ class _Visit:
         if step.missing:
             return f"needs {step.missing}"
         if step.needs_file and not (self.places.out / step.needs_file).is_file():
-            return f"needs {step.needs_file}, which no previous step wrote"
+            return f"the step needs the file {step.needs_file}, which no previous step wrote"
         if self.left_s < step.estimate_s:
-            return f"needs about {step.estimate_s:.0f} s, but {max(0.0, self.left_s):.0f} s remain"
+            return f"the step needs about {step.estimate_s:.0f} s, but {max(0.0, self.left_s):.0f} s remain"
         return ""
 
     def skip(self, step: GpuDayStep, reason: str) -> StepOutcome:

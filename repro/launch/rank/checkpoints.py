@@ -191,7 +191,7 @@ class CheckpointManager:
             failed = True
             reason = f"rank {self.mesh.rank}: {error.strerror}: {error.filename or self.root}"
             self.failures.append({"step": step, "reason": reason})
-            print(f"no checkpoint after step {step}: {reason}", file=sys.stderr, flush=True)
+            print(f"the checkpoint after step {step} was not written: {reason}", file=sys.stderr, flush=True)
         return not self._any(failed)
 
     def _any(self, mine: bool) -> bool:

@@ -312,9 +312,9 @@ def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseSta
     if base.name != current.get("case"):
         turns = current.get("compare") and base.name in current["names"]
         detail = (
-            f"alternates with {current['case']} in a comparison"
+            f"this case alternates with {current['case']} in a comparison"
             if turns
-            else "its job runs other cases first"
+            else "the job of this case runs other cases first"
         )
         return replace(base, state=RUNNING, detail=detail)
     rate = current.get("steps_per_s")

@@ -171,7 +171,7 @@ def _partition(name: str, site: Profile, partition: Partition, time_limit: str) 
         text = f"{found}; {where}.time_limit is {time_limit}"
         return Check(name, NO, text, f"shorten {where}.time_limit", fatal=True)
     most = partition.nodes * site.ranks_per_node
-    return Check(name, YES, found, f"cases of up to {most} ranks")
+    return Check(name, YES, found, f"cases of up to {most} ranks can run")
 
 
 def _case(site: Profile, entry: CaseClass, partitions: dict[str, Partition]) -> Check:
