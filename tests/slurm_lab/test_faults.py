@@ -220,7 +220,9 @@ def test_nodes_with_wrong_hardware_start_no_rank(lab: Lab, tmp_path: Path) -> No
     assert {(row["state"], row["failure"]) for row in status.values()} == {("failed", "wrong-hardware")}
     assert bench.started_cases() == []
     for row in status.values():
-        message = f"wrong hardware: node {row['nodes']} has no GPU, but system dgx1-v100-32gb has 2 x NVIDIA V100"
+        message = (
+            f"wrong hardware: node {row['nodes']} has no GPU, but system dgx1-v100-32gb has 2 x NVIDIA V100"
+        )
         assert row["detail"].startswith(message)
         assert row["detail"].endswith("results would not be comparable")
     collected = bench.repro("collect", check=False)

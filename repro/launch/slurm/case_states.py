@@ -1,7 +1,7 @@
 """States of all submitted experiments (cases), from SLURM, from the progress files of their jobs, and from the store.
 
 Each submission has a folder in `results/jobs`. `repro submit` writes `submission.json` there before the first `sbatch`
-and after each `sbatch`, so that the file names every submitted job even if `repro submit` is killed.
+and after each one. The file thus names every submitted job, even if `repro submit` is killed.
 """
 
 from __future__ import annotations
