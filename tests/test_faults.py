@@ -59,9 +59,9 @@ def hold_folder(folder: Path, *names: str) -> str:
 @pytest.mark.parametrize(
     ("fault", "outcome", "expected", "shared"),
     [
-        ("kill:b:1:3", "error", "rank 1 was killed by signal 9 (SIGKILL) at step 3, backward, after all_reduce", False),
+        ("kill:b:1:3", "error", "rank 1 was killed by signal 9 (SIGKILL) at step 3, backward, after collective", False),
         ("stop:b:0:2", "hang", "rank 0 is stopped (SIGSTOP or a debugger) at step 2, backward", True),
-        ("nan:b:1:2", "diverged", "rank 1 at step 2, backward, after all_reduce", True),
+        ("nan:b:1:2", "diverged", "rank 1 at step 2, backward, after collective all_reduce", True),
     ],
 )  # fmt: skip
 def test_a_failed_experiment_does_not_affect_other_experiments(
@@ -99,7 +99,7 @@ def test_an_expected_out_of_memory_is_no_failure(tmp_path: Path) -> None:
     assert out.startswith("faults: 2 experiments: 1 ok, 1 oom; all as expected\n")
     code, out, err = run(suite, results, "--json")
     assert (code, json.loads(out)["counts"]) == (0, {"ok": 1, "oom": 1})
-    assert "2 already in the store, 0 to run" in err
+    assert "2 experiments already have a record, 0 to run" in err
     code, _, _ = run(suite, results, "--rerun", "--only", "b")
     assert code == 1, "a training that fits is a failure if `oom` is expected"
     assert outcomes(results) == {"a": "ok", "b": "ok"}

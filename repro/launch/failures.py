@@ -1,4 +1,4 @@
-"""Classification of failed experiments by outcome and reason of the record, by SLURM's job state, and by SIGABRT.
+"""Classes of failed experiments, from a record's outcome and reason, SLURM's job state, or the cause of a SIGABRT.
 
 NCCL's watchdog, a thread of every rank, ends the process with SIGABRT if a peer is lost or the rank's own device fails.
 """

@@ -38,19 +38,21 @@ def plan_trials(
 ) -> Trials:
     """Return a search, by trial runs, for the largest model that fits the devices of `query`.  Raises `ConfigError`.
 
-    `as_rank`: one rank of a layout of `of` ranks, whose memory a single process allocates; None: all ranks run.
+    `as_rank`: rank (0 to `of` - 1) whose memory a single process allocates in each trial; None: all ranks run.
     """
     system, gpus = query.system, query.gpus
     if system not in local_launch.DEVICES:
-        raise ConfigError("system", system, f"one of {', '.join(local_launch.DEVICES)} with --measure")
+        raise ConfigError(
+            "system", system, f"a system of this machine with --measure: {', '.join(local_launch.DEVICES)}"
+        )
     if query.expandable:
-        what = "does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead"
+        what = "this option does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead"
         raise ConfigError("expandable", says=what)
     limit = parse_memory_size(query.memory_limit)
     on = _local_system(system, limit)
     world = gpus
     if as_rank is not None:
-        require(gpus == 1, "gpus", gpus, "1 with --as-rank, which runs a single process")
+        require(gpus == 1, "gpus", gpus, "1 device, because --as-rank runs a single process")
         require(of >= 1, "of", of, "the number of ranks of the layout, 1 or more")
         require(0 <= as_rank < of, "as_rank", as_rank, f"a rank from 0 to {of - 1}")
         world = of
@@ -68,9 +70,7 @@ def _local_system(system: str, limit: int | None) -> System:
     if local_launch.DEVICES[system] != "cpu":
         return discover()
     if limit is None:
-        what = (
-            "is required on processor cores: set the memory that each process may allocate, for example 500MB"
-        )
+        what = "a limit is required on processor cores: set the memory of each process, for example 500MB"
         raise ConfigError("memory_limit", says=what)
     nothing = Quantity(value=0, source="a processor has no CUDA context")
     return replace(discover(), context_bytes=nothing)
@@ -107,7 +107,8 @@ class Trials:
         return document | {
             "evidence": f"measured (one rank of {self.question.layout.world})" if one else "measured",
             "limit_bytes": self.question.allocatable,
-            "communicator_bytes": 0,  # no estimate: a measured trial may use its full memory limit
+            # A measured trial reserves no memory for communicators, because it may use its full memory limit.
+            "communicator_bytes": 0,
             "allocator_limit_bytes": self.limit_bytes,
             "seconds": round(seconds, 1),
         }

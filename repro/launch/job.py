@@ -13,7 +13,7 @@ from repro.config import EmulatedNetwork, Experiment, from_dict
 from repro.util.files import write_json
 
 STOP_FILE = "stop"
-"""Name of a file in rank 0's launch folder that requests a checkpoint after the current step, and then the end."""
+"""Name of a file in rank 0's launch folder that requests a checkpoint after the current step, and the ranks' end."""
 STOP_TIMEOUT_S = 300.0
 """Time in which ranks must end the current step and write a checkpoint after a stop request, in seconds."""
 NETWORK_FILE = "network.json"

@@ -159,7 +159,7 @@ def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[st
 
 
 def _on_node(ranks: int, rank: int) -> dict[str, str]:
-    """Return environment variables of a rank in an emulated node with `ranks` ranks; they replace the user's."""
+    """Return a rank's variables in an emulated node of `ranks` ranks, which override the user's environment."""
     place = {"LOCAL_RANK": str(rank % ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **place}
 
@@ -191,9 +191,9 @@ def missing_resource(experiment: Experiment) -> str:
         return f"{world} GPUs of system {experiment.system}"
     on_gpu, most = DEVICES[experiment.system] == "cuda", max_ranks()
     if on_gpu and world > count_cuda_devices():
-        return f"{world} GPUs of system {experiment.system}, and {count_cuda_devices()} are visible here"
+        return f"{world} GPUs of system {experiment.system}, but the number of visible GPUs is {count_cuda_devices()}"
     if not on_gpu and world > most.value:
-        return f"{world} processes, and this machine runs at most {most.value} ({most.why})"
+        return f"{world} processes (one per rank), but this machine runs at most {most.value} ({most.why})"
     if lacking := engines.missing_library(experiment.engine):
         return lacking
     return lab.missing_requirement() if experiment.network is not None else ""

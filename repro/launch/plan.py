@@ -130,7 +130,7 @@ class ExperimentLocks:
 
     def take(self, keys: list[str]) -> bool:
         """Lock all `keys` and return True, or lock none and return False if another process has locked one of them."""
-        assert not self._held, "`take` is called before `release` of the locked experiments"
+        assert not self._held, "`release` the locked experiments before the next call of `take`"
         self._folder.mkdir(parents=True, exist_ok=True)
         for key in sorted(keys):
             descriptor = os.open(self._folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -148,9 +148,8 @@ class ExperimentLocks:
         """Write the path of this process's short-lived files into the lock files, for their removal after a kill."""
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "folder": str(folder)})
         for descriptor in self._held:
-            with contextlib.suppress(
-                OSError
-            ):  # Without the path, the files of a killed process are not removed.
+            # If this write fails, another process cannot remove the short-lived files after a kill.
+            with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, note.encode(), 0)
 

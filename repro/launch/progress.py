@@ -48,7 +48,7 @@ class Progress:
         if self._bars is not None:
             self._bars.start()
         if self.known:
-            self.say(f"{self.known} already in the store, {self.total} to run")
+            self.say(f"{self.known} experiments already have a record, {self.total} to run")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,7 +114,7 @@ class Progress:
         self.done += 1
         if not expected:
             why = f": {reason}" if reason else ""
-            self.say(f"{name}: {outcome}, not as expected, after {units.seconds(seconds)}{why}")
+            self.say(f"{name}: unexpected outcome {outcome} after {units.seconds(seconds)}{why}")
         if self._bars is not None:
             self._bars.update(self._all, completed=self.done)
             for at, line in list(self._lines.items()):

@@ -130,7 +130,11 @@ class Position(NamedTuple):
         if not self.begun:
             return "at start-up"
         place = f"at step {self.step}, {self.phase}"
-        return f"{place}, after {self.op} #{self.sequence} on {self.group}" if self.op else place
+        return (
+            f"{place}, after collective {self.op} #{self.sequence} in group {self.group}"
+            if self.op
+            else place
+        )
 
 
 class HeartbeatWriter:

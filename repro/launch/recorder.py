@@ -54,7 +54,7 @@ class Recorder:
         self._place = place or {}
         self._source: Provenance = {}
         self._reported_fallbacks: set[str] = set()
-        """Reasons for replacing CUDA kernels that a warning has already named."""
+        """Reasons why torch's operators replaced CUDA kernels; the user has already been warned of these reasons."""
 
     def begin(self) -> None:
         """Collect provenance for the next records; call this before ranks start, because it disturbs their timing."""
@@ -90,7 +90,7 @@ class Recorder:
         self._warn(experiment.name, written.kernels or {})
 
     def _warn(self, name: str, ran: KernelsRan) -> None:
-        """Warn that torch's slower operators replaced CUDA kernels, once for each reason in `ran`."""
+        """Warn once per reason that torch's slower operators replaced CUDA kernels. `ran`: the experiment's kernels."""
         for why, operators in kernel_fallbacks(ran).items():
             if why not in self._reported_fallbacks:
                 self._reported_fallbacks.add(why)

@@ -42,7 +42,7 @@ def run_suites(
     all experiments again, and write a profile of each rank.  Raises `ConfigError` before the first start.
     """
     if profile and evidence == SIMULATED:
-        right = "needs measured runs; `repro simulate --timeline --snapshot` profiles a predicted step"
+        right = "this option needs measured runs; `repro simulate --timeline --snapshot` profiles a predicted step"
         raise ConfigError("--profile", evidence, says=right)
     selected = [(suite, plan.select_entries(suite, only)) for suite in load_suites(suites, evidence, system)]
     _require_writable(results)
@@ -58,10 +58,10 @@ def run_suites(
 
 
 def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite]:
-    """Load suites from `files`.  Raises `ConfigError` for two suites of one name, or a `system` for measured runs."""
+    """Load suites from `files`.  Raises `ConfigError` for equal suite names, or if measured runs have a `system`."""
     require(evidence in (MEASURED, SIMULATED), "--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     if system and evidence == MEASURED:
-        right = f"needs --evidence {SIMULATED}; measured runs use this machine"
+        right = f"this option needs --evidence {SIMULATED}; measured runs use this machine"
         raise ConfigError("--system", system, says=right)
     found: dict[str, Suite] = {}
     for suite in map(load_suite, files):
@@ -108,7 +108,7 @@ def _missing_requirements(suite: Suite, entries: list[Entry]) -> dict[str, str]:
     needs = {entry.experiment.name: missing_for_measurement(entry) for entry in entries}
     if all(needs.values()):
         first = entries[0].experiment.name
-        count = f"{len(entries)} experiments, the first of them" if len(entries) > 1 else "experiment"
+        count = f"{len(entries)} experiments, of which the first is" if len(entries) > 1 else "experiment"
         raise ConfigError("not run", says=f"needs {needs[first]}", file=f'{suite.file}: {count} "{first}"')
     return needs
 
@@ -198,7 +198,9 @@ def preview_run(
 
 def _describe_ranks(experiment: Experiment, simulates: bool) -> str:
     if simulates:
-        return f"{words.count_noun(experiment.layout.world, 'rank')} of {experiment.system}, simulated here"
+        return (
+            f"simulation of {words.count_noun(experiment.layout.world, 'rank')} on system {experiment.system}"
+        )
     what = "rank" if DEVICES[experiment.system] == "cpu" else "GPU"
     ranks = words.count_noun(experiment.layout.world, what)
     return f"{ranks} here, {experiment.network}" if experiment.network is not None else f"{ranks} here"
@@ -211,7 +213,7 @@ def _describe_memory(experiment: Experiment, traced: dict[str, ExperimentRecord]
     system = load_system(experiment.system)
     known = system.device.memory_bytes.value is not None
     limit = system.allocatable_bytes() if known else None
-    of = "of a size that is not published" if limit is None else f"of {units.size(limit)}"
+    of = "of device memory whose size is not published" if limit is None else f"of {units.size(limit)}"
     record = traced.get(experiment.key)
     if record is not None and "memory.peak_bytes" in record.metrics:
         reserved = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])

@@ -22,7 +22,10 @@ from repro.results.store import DISK_FULL
 
 
 class StopRequest(Protocol):
-    """Interface of a request to stop a run, true once requested. `stop_s`: seconds for the step and a checkpoint."""
+    """Interface of a request to stop a run; its truth value is True once a stop is requested.
+
+    `stop_s`: seconds in which ranks must end the current step and write a checkpoint.
+    """
 
     @property
     def stop_s(self) -> float: ...
@@ -43,7 +46,7 @@ class RecordedLaunch(supervise.WatchedLaunch, Protocol):
 
 @dataclass(frozen=True)
 class Launcher:
-    """Function that creates launches of jobs, with the parent folder of their logs and the locks on experiments."""
+    """Launcher of jobs: the function that creates a launch, the folder of logs, and the locks on experiments."""
 
     logs: Path
     """Folder with a subfolder of logs for the key of each failed experiment."""
@@ -66,7 +69,7 @@ def local_launcher(root: Path) -> Launcher:
 
 
 def rank_target() -> str:
-    """Return the function that each rank calls, as `module:function`. Tests replace it by an environment variable."""
+    """Return the function that each rank calls, as `module:function`; tests name another one in REPRO_RANK_TARGET."""
     return os.environ.get("REPRO_RANK_TARGET", DEFAULT_TARGET)
 
 

@@ -91,7 +91,11 @@ def _simulate_suite(
 
 def missing_for_simulation(experiment: Experiment) -> str:
     """Return the requirement without which `experiment` cannot be simulated; empty if it can be simulated."""
-    return "" if experiment.engine == "native" else "engine native: only native steps can be simulated"
+    return (
+        ""
+        if experiment.engine == "native"
+        else "engine = native: training steps of other engines cannot be simulated"
+    )
 
 
 def simulated_system(experiment: Experiment) -> System:

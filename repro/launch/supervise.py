@@ -175,7 +175,7 @@ class _Watcher:
             return _Failure("oom", rank, now, f"{reason}: the kernel ran out of memory")
         if -code == signal.SIGSEGV and self.job.memory_bytes and self.job.experiments[0].system == LOCAL:
             limit = units.size(self.job.memory_bytes)
-            why = f"{reason}: probably a library used memory that the limit of {limit} refused"
+            why = f"{reason}: probably the memory limit of {limit} denied an allocation of a library"
             return _Failure("oom", rank, now, why)
         if -code == signal.SIGABRT:
             severity, why = classify_abort(self.launch.error_text(rank))
@@ -205,7 +205,7 @@ class _Watcher:
             self.last_reports, self.last_progress = reports, now
         if limits.timeout_s and self.spent[max(0, current)] > limits.timeout_s:
             limit = f"{limits.timeout_s:g} s (limits.timeout_s)"
-            return self._end("timeout", f"not done after {limit} {self._where_all()}")
+            return self._end("timeout", f"the experiment did not end within {limit} {self._where_all()}")
         if limits.hang_s and now - self.last_progress > patience:
             self.launch.dump_stacks()
             source = " (limits.hang_s)" if patience == limits.hang_s else ""
@@ -223,7 +223,7 @@ class _Watcher:
         others = [rank for rank in self.ranks if rank not in laggards]
         text = "; ".join(f"rank {rank} {what} {positions[rank]}" for rank in laggards[:4])
         if len(laggards) > 4:
-            text += f"; {len(laggards) - 4} more ranks likewise"
+            text += f"; the same applies to {len(laggards) - 4} more ranks"
         return text + (f"; {self._where(others, 'waits')}" if others else "")
 
     def _where_all(self) -> str:

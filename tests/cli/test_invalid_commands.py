@@ -74,9 +74,15 @@ COMMANDS = [
     (f"{FIT} --search width", "--search = 'width': must be one of layers, micro-batch"),
     (f"{FIT} --search micro-batch", "--model = '': is needed in a search for the largest micro-batch"),
     (f"{FIT} --as-rank 3", "--as-rank = 3: cannot be used without --measure"),
-    (f"{FIT} --measure", "--system = 'dgx2': must be one of local, local-gpu with --measure"),
-    (MEASURE, "--memory-limit: is required on processor cores: set the memory that each process may"),
-    (f"{MEASURE} --memory-limit 1GB --expandable", "--expandable: does not work with --measure: set"),
+    (
+        f"{FIT} --measure",
+        "--system = 'dgx2': must be a system of this machine with --measure: local, local-gpu",
+    ),
+    (MEASURE, "--memory-limit: a limit is required on processor cores: set the memory of each process"),
+    (
+        f"{MEASURE} --memory-limit 1GB --expandable",
+        "--expandable: this option does not work with --measure: set",
+    ),
     (f"{MEASURE} --memory-limit 1GB --as-rank 4 --of 4", "--as-rank = 4: must be a rank from 0 to 3"),
     # plans
     (f"{PLAN} dgx2 --top 0", "--top = 0: must be a number of layouts of at least 1"),
@@ -157,8 +163,8 @@ COMMANDS = [
     ),
     ("run --claim 5 --only x", "--only = 'x': cannot be combined with --claim"),
     ("run --claim ds-same-loss --evidence simulated", "has no simulated evidence; `repro claims ds"),
-    ("run smoke --dry-run --system dgx2", "--system = 'dgx2': needs --evidence simulated"),
-    ("run smoke --profile --evidence simulated", "--profile = 'simulated': needs measured runs"),
+    ("run smoke --dry-run --system dgx2", "--system = 'dgx2': this option needs --evidence simulated"),
+    ("run smoke --profile --evidence simulated", "--profile = 'simulated': this option needs measured runs"),
     (f"run {'a' * 5000}.toml", "aaa...aaa"),
     ("submit smoke --profile dgx3 --dry-run", "--profile = 'dgx3': unknown profile; did you mean dgx2?"),
     ("submit zero_r --profile dgx2 --dry-run --exclude 'n1\nx'", "exclude = 'n1\\nx': must be text of one"),
@@ -231,12 +237,12 @@ GIVEN = [
     (
         "run s.toml",
         f'{EXPERIMENT}system = "selene"\nlayout.dp = 8\n{OTHER}system = "selene"',
-        '2 experiments, the first of them "a": not run: needs 8 GPUs of system selene',
+        '2 experiments, of which the first is "a": not run: needs 8 GPUs of system selene',
     ),
     (
         "run s.toml",
         f"{EXPERIMENT}layout.dp = {RANKS}",
-        f"and this machine runs at most {RANKS - 1} (16 a core",
+        f"but this machine runs at most {RANKS - 1} (16 a core",
     ),
     ("run s.toml s.toml --dry-run", EXPERIMENT, "s.toml: suite.name = 's': must be a name that no other"),
     ("run s --dry-run", EXPERIMENT, "suite = 's': did you mean s.toml?"),
@@ -330,7 +336,10 @@ def test_run_needs_as_many_visible_gpus_as_ranks(
     path = tmp_path / "s.toml"
     path.write_text(f'{EXPERIMENT}system = "local-gpu"\nlayout.dp = 2')
     assert cli.main(["run", str(path)]) == 2
-    assert "not run: needs 2 GPUs of system local-gpu, and 1 are visible here" in capsys.readouterr().err
+    assert (
+        "not run: needs 2 GPUs of system local-gpu, but the number of visible GPUs is 1"
+        in capsys.readouterr().err
+    )
 
 
 def test_error_of_a_full_disk_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:

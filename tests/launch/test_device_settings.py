@@ -141,7 +141,7 @@ def test_process_group_needs_three_stacks(monkeypatch: pytest.MonkeyPatch, limit
     monkeypatch.setattr(device_settings.mmap, "mmap", mmap_once)
     device_settings._check_memory_before_groups()
     assert groups._new_process_group_helper() == "group"
-    with pytest.raises(MemoryError, match=f"{3 * stack} bytes for the threads of a process group"):
+    with pytest.raises(MemoryError, match=f"the threads of a process group need {3 * stack} bytes"):
         groups._new_process_group_helper()
     assert requested == [3 * stack] * 2
 
@@ -169,4 +169,4 @@ def test_process_group_above_the_memory_limit_is_oom(tmp_path: Path, engine: str
     launched.close(keep_logs=None)
     assert ending.outcome == "oom", ending.reason
     # DeepSpeed imports so many modules that an import may reach the limit first.
-    assert "for the threads of a process group" in ending.reason or engine == "deepspeed"
+    assert "the threads of a process group need" in ending.reason or engine == "deepspeed"

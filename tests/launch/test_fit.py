@@ -97,10 +97,10 @@ def plan(asked: LayoutQuery, as_rank: int | None = None, of: int = 1) -> measure
 @pytest.mark.parametrize(
     ("invalid", "as_rank", "of", "message"),
     [
-        (query("dgx2"), None, 1, "system = 'dgx2': must be one of local, local-gpu with --measure"),
-        (query(expandable=True), None, 1, "expandable: does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF"),
-        (query(memory_limit=""), None, 1, "memory_limit: is required on processor cores"),
-        (query(gpus=2), 0, 4, "gpus = 2: must be 1 with --as-rank"),
+        (query("dgx2"), None, 1, "system = 'dgx2': must be a system of this machine with --measure: local, local-gpu"),
+        (query(expandable=True), None, 1, "expandable: this option does not work with --measure: set PYTORCH"),
+        (query(memory_limit=""), None, 1, "memory_limit: a limit is required on processor cores"),
+        (query(gpus=2), 0, 4, "gpus = 2: must be 1 device, because --as-rank"),
         (query(), 0, 0, "of = 0: must be the number of ranks"),
         (query(), 4, 4, "as_rank = 4: must be a rank from 0 to 3"),
         (query(), -1, 4, "as_rank = -1: must be a rank from 0 to 3"),

@@ -73,14 +73,14 @@ def test_failed_and_skipped_steps_do_not_end_the_gpu_day(
     ]
     found = run_day(monkeypatch, tmp_path / "out", steps)
     ends = [(outcome.outcome, outcome.reason) for outcome in found.values()]
-    seconds = ends[5][1].removeprefix("needs about 1000 s, but ").removesuffix(" s remain")
+    seconds = ends[5][1].removeprefix("the step needs about 1000 s, but ").removesuffix(" s remain")
     assert ends == [
         ("failed", "exit code 1: what went wrong"),
         ("timeout", "timeout after 0 s"),
         ("failed", "signal SIGKILL"),
         ("skipped", "needs a tool"),
-        ("skipped", "needs system.toml, which no previous step wrote"),
-        ("skipped", f"needs about 1000 s, but {int(seconds)} s remain"),
+        ("skipped", "the step needs the file system.toml, which no previous step wrote"),
+        ("skipped", f"the step needs about 1000 s, but {int(seconds)} s remain"),
         ("ok", ""),
         ("ok", ""),
     ]

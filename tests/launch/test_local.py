@@ -40,9 +40,10 @@ def test_missing_resources_of_this_machine_are_named(monkeypatch: pytest.MonkeyP
     missing = local_launch.missing_resource
     assert missing(experiment(2, "dgx2")) == "2 GPUs of system dgx2"
     assert [missing(experiment(world, "local-gpu")) for world in (2, 3)] == [
-        *("", "3 GPUs of system local-gpu, and 2 are visible here")
+        *("", "3 GPUs of system local-gpu, but the number of visible GPUs is 2")
     ]
-    too_many = f"{limit + 1} processes, and this machine runs at most {limit} ({RANKS_PER_CORE.value} a core: {basis})"
+    most = f"{limit} ({RANKS_PER_CORE.value} a core: {basis})"
+    too_many = f"{limit + 1} processes (one per rank), but this machine runs at most {most}"
     assert [missing(experiment(world)) for world in (limit, limit + 1)] == ["", too_many]
     assert missing(experiment(1, engine="torch")) == "engine torch"
     network = EmulatedNetwork(nodes=2, ranks_per_node=1, between=1e6)
@@ -239,7 +240,7 @@ def test_launcher_reads_the_last_position_of_each_rank(tmp_path: Path) -> None:
     HeartbeatWriter(path, 0).phase(0, 6, Phase.FORWARD)
     position = heartbeats.position(2)
     assert position[:-1] == (1, 7, Phase.BACKWARD, 123, "reduce_scatter", "dp")
-    assert str(position) == "at step 7, backward, after reduce_scatter #123 on dp"
+    assert str(position) == "at step 7, backward, after collective reduce_scatter #123 in group dp"
     assert heartbeats.position(0)[:4] == (0, 6, Phase.FORWARD, 0)
     assert not heartbeats.position(1).begun
     assert str(heartbeats.position(1)) == "at start-up"

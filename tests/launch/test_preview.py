@@ -51,15 +51,22 @@ def test_preview_contains_state_location_steps_and_times(tmp_path: Path) -> None
         ("torch", "to run", "2 ranks here", 6, None, 7.0),
     ]
     assert preview("measured", rerun=True)[1] == ("known", "to run", *known[2:])
-    location = "2 ranks of local, simulated here"
+    location = "simulation of 2 ranks on system local"
     assert preview("simulated") == [
         ("a", "to run", location, 1, None, 0.0),
         ("known", "to run", location, 1, 4.0, 0.0),  # the record has another system description
-        ("far", "to run", "16 ranks of dgx2, simulated here", 1, None, 0.0),
-        ("torch", "not here", "needs engine native: only native steps can be simulated", 1, None, 0.0),
+        ("far", "to run", "simulation of 16 ranks on system dgx2", 1, None, 0.0),
+        (
+            "torch",
+            "not here",
+            "needs engine = native: training steps of other engines cannot be simulated",
+            1,
+            None,
+            0.0,
+        ),
     ]
     assert preview("simulated", "selene")[0] == (
-        *("a@selene", "to run", "2 ranks of selene, simulated here", 1, None, 0.0),
+        *("a@selene", "to run", "simulation of 2 ranks on system selene", 1, None, 0.0),
     )
     assert sorted(tmp_path.rglob("*")) == before, "a preview changes no file"
 
@@ -68,7 +75,7 @@ def test_estimated_time_is_that_of_the_last_run(tmp_path: Path, capsys: pytest.C
     known = load_suite(Path("smoke")).entry("states-z0-dp2").experiment
     for evidence, row in (
         ("measured", f"states-z0-dp2 to run 2 ranks here {known.training.steps} – 300"),
-        ("simulated", "states-z0-dp2 to run 2 ranks of local, simulated here 1 – –"),
+        ("simulated", "states-z0-dp2 to run simulation of 2 ranks on system local 1 – –"),
     ):
         message = printed(capsys, *SMOKE, "--results", str(tmp_path), "--details", "--evidence", evidence)
         assert message[1] == "Estimated time: no estimate for 1 experiment without a record."

@@ -88,10 +88,10 @@ def test_lines_show_progress_without_a_terminal(clock: Clock, capsys: pytest.Cap
         clock.now = 1137.0
         display.ended("c", "ok", "", 1.0, expected=True)
     assert capsys.readouterr().err.splitlines() == [
-        "2 already in the store, 12 to run",
+        "2 experiments already have a record, 12 to run",
         "  a: step 4 of 12, forward, 4 s/step, 0:00:32 left (12 left, 0:16 elapsed)",
         "  a: step 6 of 12, forward, 4.5 s/step, 0:00:27 left (12 left, 0:26 elapsed)",
-        "a: oom, not as expected, after 75 s: too large",
+        "a: unexpected outcome oom after 75 s: too large",
         "  4 of 12 experiments (8 left, 2:17 elapsed)",
     ]
 

@@ -44,7 +44,7 @@ def test_interrupted_run_resumes_on_fewer_ranks(tmp_path: Path) -> None:
     code, out, _ = finish(process)
     assert code == 130
     assert "a: interrupted  stopped by the user: " in out
-    assert "the next run resumes there" in out
+    assert "the next run resumes from this step" in out
     (stopped,) = latest(results).values()
     assert stopped["outcome"] == "interrupted"
     stop_step = max(int(path.parent.name[5:]) for path in results.glob("checkpoints/*/step-*/index.json"))

@@ -78,7 +78,7 @@ def test_all_scales_are_simulated_exactly_once(tmp_path: Path, results: Path, si
         "limit": ("oom", True, False),
     }
     reasons = {row["name"]: row["reason"] for row in summary["experiments"]}
-    assert reasons["torch"] == "needs engine native: only native steps can be simulated"
+    assert reasons["torch"] == "needs engine = native: training steps of other engines cannot be simulated"
     assert "out of memory" in reasons["limit"]
 
     code, again = simulate(suite)
@@ -278,9 +278,9 @@ ON_SELENE = "of system selene; `--evidence simulated` simulates the experiment h
     ("arguments", "message"),
     [
         (["--evidence", "guessed"], "--evidence = 'guessed': must be measured or simulated"),
-        (["--system", "dgx2"], "--system = 'dgx2': needs --evidence simulated; measured runs use this machine"),
+        (["--system", "dgx2"], "--system = 'dgx2': this option needs --evidence simulated; measured runs use this"),
         (["--evidence", "simulated", "--system", "dgx22"], "system = 'dgx22': did you mean dgx2"),
-        (["--evidence", "simulated", "--only", "torch"], "not simulated: needs engine native"),
+        (["--evidence", "simulated", "--only", "torch"], "not simulated: needs engine = native"),
         (["--only", "full"], f"needs 64 GPUs {ON_SELENE}"),
         (["--only", "far"], "needs 2 GPUs of system selene\n"),  # the engine cannot be simulated
     ],

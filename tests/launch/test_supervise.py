@@ -23,7 +23,9 @@ from tests.launch.scripted import MODEL, Reports, Scripted, experiment
 
 TICK = 1 / 16
 STARTS = "rank 0 was at start-up"
-AT, AT_41, AT_42 = (f"at step 5, forward, after all_gather #{sequence} on tp" for sequence in (40, 41, 42))
+AT, AT_41, AT_42 = (
+    f"at step 5, forward, after collective all_gather #{sequence} in group tp" for sequence in (40, 41, 42)
+)
 ECHO = ("error", "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
 CAUSE = ("error", "ValueError")
 
@@ -58,9 +60,10 @@ class EqualRanks(Scripted):
             "forward",
             {"hang_s": 2.0, "timeout_s": 1.0},
             1.0,
-            f"not done after 1 s (limits.timeout_s) (rank 0 was {AT})",
+            f"the experiment did not end within 1 s (limits.timeout_s) (rank 0 was {AT})",
         ),
-        ("start", {"hang_s": 0.0, "timeout_s": 500.0}, 500.0, f"not done after 500 s (limits.timeout_s) ({STARTS})"),
+        ("start", {"hang_s": 0.0, "timeout_s": 500.0}, 500.0,
+         f"the experiment did not end within 500 s (limits.timeout_s) ({STARTS})"),
     ],
 )  # fmt: skip
 def test_launch_ends_one_tick_after_its_limit(
@@ -167,7 +170,7 @@ def test_hang_names_a_limited_number_of_ranks(clock: Clock) -> None:
     assert watch(EqualRanks(7, stopped=6, hang_s=2.0)).reason == (
         hang
         + "; ".join(f"rank {rank} {stopped} {AT}" for rank in range(4))
-        + f"; 2 more ranks likewise; rank 6 waits {AT}"
+        + f"; the same applies to 2 more ranks; rank 6 waits {AT}"
     )
     assert watch(EqualRanks(4, stopped=4, hang_s=2.0)).reason.endswith(f"; rank 3 {stopped} {AT}")
     for world, names in ((8, "0, 1, 2, 3, 4, 5, 6, 7"), (9, "0, 1, 2, 3, 4, 5, 6, 7, ...")):
@@ -195,7 +198,7 @@ LIMIT = {"memory_bytes": 50_000_000}
          "error, NCCL version 2.21.5"),
         # Libraries such as oneDNN access memory after a failed allocation.
         (-11, "", LIMIT, "oom",
-         f"{KILLED} 11 (SIGSEGV) {AT}: probably a library used memory that the limit of 50 MB refused"),
+         f"{KILLED} 11 (SIGSEGV) {AT}: probably the memory limit of 50 MB denied an allocation of a library"),
         (-11, "", {}, "error", f"{KILLED} 11 (SIGSEGV) {AT}"),
     ],
 )  # fmt: skip
@@ -258,7 +261,7 @@ def test_oom_kills_are_counted_per_cgroup_or_machine(tmp_path: Path, monkeypatch
         assert supervise.count_kernel_oom_kills() == count
 
 
-AT_REAL = "at step {}, backward, after all_reduce #{} on dp"
+AT_REAL = "at step {}, backward, after collective all_reduce #{} in group dp"
 FIRST_CAUSES = {
     "abort:b:0:1": ("oom", f"rank 0 {KILLED} 6 (SIGABRT) {AT_REAL.format(1, 8)}: std::bad_alloc"),
     # NCCL's watchdog aborts a rank whose peer failed, here before the peer reports the cause.

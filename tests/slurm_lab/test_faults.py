@@ -145,7 +145,7 @@ def test_a_killed_and_a_hanging_rank_fail_only_their_cases(lab: Lab, tmp_path: P
     assert status["victim"]["detail"].startswith("rank 1 was killed by signal 9 (SIGKILL) at step 3")
     # The report has the position, the last collective and the stack of each rank.
     assert "no progress for 15 s (limits.hang_s): rank 1 is behind at step 3" in status["stuck"]["detail"]
-    assert "; rank 0 waits at step 3, forward, after all_gather #" in status["stuck"]["detail"]
+    assert "; rank 0 waits at step 3, forward, after collective all_gather #" in status["stuck"]["detail"]
     (positions,) = bench.results.glob("jobs/*/logs/*/*/positions.txt")
     nodes = state["nodes"]
     lines = positions.read_text().splitlines()
@@ -177,8 +177,8 @@ def test_out_of_memory_is_a_result_and_a_timeout_a_failure(lab: Lab, tmp_path: P
     found = {name: (row["state"], row["failure"]) for name, row in status.items()}
     assert found == {"big": ("done", "out-of-memory"), "slow": ("failed", "time-out")}, bench.logs()
     assert "can't allocate memory" in bench.latest()["big"]["reason"]
-    assert "not done after 40 s (limits.timeout_s)" in status["slow"]["detail"]
-    assert f"(ranks 0, 1 at step {HELD_STEP}, input, after all_reduce" in status["slow"]["detail"]
+    assert "the experiment did not end within 40 s (limits.timeout_s)" in status["slow"]["detail"]
+    assert f"(ranks 0, 1 at step {HELD_STEP}, input, after collective all_reduce" in status["slow"]["detail"]
     bench.release("slow")
     suite = bench.suite(big, case("slow", "dp = 2", more=long))
     assert bench.submit(suite)["cases"] == 1, "only the case without a result must be submitted"
@@ -199,7 +199,7 @@ def test_a_preempted_training_resumes_from_its_checkpoint(lab: Lab, tmp_path: Pa
     assert status[name]["state"] == "done", bench.logs()
     interrupted, done = bench.records()
     assert "preempted" in interrupted["reason"]
-    assert interrupted["reason"].endswith("after step 4; the next run resumes there")
+    assert interrupted["reason"].endswith("after step 4; the next run resumes from this step")
     assert done["series"]["resumed_from"] == [HELD_STEP + 1]
     local_results = tmp_path / "here"
     lab.run(["repro", "run", quality, "--only", name, "--results", local_results])
@@ -220,9 +220,11 @@ def test_nodes_with_wrong_hardware_start_no_rank(lab: Lab, tmp_path: Path) -> No
     assert {(row["state"], row["failure"]) for row in status.values()} == {("failed", "wrong-hardware")}
     assert bench.started_cases() == []
     for row in status.values():
-        message = f"wrong hardware: node {row['nodes']} has no GPU, but dgx1-v100-32gb has 2 x NVIDIA V100"
+        message = (
+            f"wrong hardware: node {row['nodes']} has no GPU, but system dgx1-v100-32gb has 2 x NVIDIA V100"
+        )
         assert row["detail"].startswith(message)
-        assert row["detail"].endswith("not comparable")
+        assert row["detail"].endswith("results would not be comparable")
     collected = bench.repro("collect", check=False)
     assert "repro submit --exclude" in collected.stdout
 
@@ -282,7 +284,7 @@ def test_a_cut_link_fails_only_the_cases_of_its_node(tmp_path: Path) -> None:
         assert bench.wait_for_end(["other"])["other"]["state"] == "done"
         lab.wait_for("the end of all jobs", lambda: not lab.running())
         collected = bench.repro("collect", check=False)
-        assert f"1 failure on node {cut}; use `repro submit --exclude {cut}`." in collected.stdout
+        assert f"1 failure because of node {cut}; use `repro submit --exclude {cut}`." in collected.stdout
         lab.join(int(cut.removeprefix("n")))  # without --exclude, SLURM would use this node
         lab.wait_for("idle nodes", lambda: lab.nodes() == {"idle"})
         bench.release("wide")

@@ -1,7 +1,7 @@
 """Checks of the CUDA kernels: compiler, cache, compilation, and the resources and occupancy of every compiled kernel.
 
-By Little's law, a memory of bandwidth B and latency L is busy only while B x L bytes are in flight. The estimate
-assumes that each resident thread makes its smallest request, so it is a lower bound of the requested bandwidth.
+By Little's law, a memory of bandwidth B and latency L is busy only while B x L bytes are in flight. The
+estimated bytes in flight are a lower bound, because each resident thread is assumed to make its smallest request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 ALL_ARCHITECTURES = (70, 80, 90, 100)
 """GPU architectures (10 x compute capability) that `repro doctor --kernels all` selects: V100, A100, H100, B200."""
-_FALLBACK_NOTE = "GPUs run torch's operators instead, and every record names the replaced kernels"
+_FALLBACK_NOTE = (
+    "training uses torch's operators in place of CUDA kernels, and every record names the replaced kernels"
+)
 
 _RESOURCES = re.compile(
     r"Compiling entry function '(\w+)'.*?"
@@ -57,8 +59,8 @@ def parse_resources(log: str) -> dict[str, KernelResources]:
 def check_kernels(torch: Any, compile_for: str = "") -> list[Check]:
     """Check this package's torch operators, CUDA compiler, kernel cache, and every kernel family on the machine's GPUs.
 
-    `compile_for`: architectures (`sm_80`, a list with commas, or `all`) for which every family is compiled in place of
-    the GPUs of this machine, which needs no GPU; empty: none.  Raises `ConfigError` for an unknown architecture.
+    `compile_for`: GPU architectures for which every family is compiled, even on a machine without GPU: `sm_80`, a list
+    with commas, or `all`. Empty: check this machine's GPUs.  Raises `ConfigError` for an unknown architecture.
     """
     try:
         from repro.kernels.cuda.compile import COMPILER_PACKAGES
@@ -69,7 +71,7 @@ def check_kernels(torch: Any, compile_for: str = "") -> list[Check]:
         return [Check("kernels", NO, reason, "no training", fatal=True)]
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("repro::")]
     text = f"{len(names)} operators, each with a reference implementation in PyTorch"
-    checks = [Check("kernels", YES, text, "training steps on CPU, CUDA and meta devices")]
+    checks = [Check("kernels", YES, text, "the kernels run training steps on CPU, CUDA and meta devices")]
     try:
         checks += _check_compiler(torch)
         checks += _check_families(torch, compile_for)
@@ -85,9 +87,11 @@ def _check_compiler(torch: Any) -> list[Check]:
     from repro.kernels.cuda import compile as compiler
 
     version, known = ".".join(map(str, compiler.nvrtc_version())), compiler.supported_architectures()
-    found = f"{version}, compiles for sm_{known[0]} to sm_{known[-1]}"
-    here = "at their first call" if torch.cuda.is_available() else "on machines with a GPU"
-    compiles = Check("NVRTC", YES, found, f"compiles the CUDA kernels {here}, without a CUDA toolkit")
+    found = f"version {version} compiles for GPU architectures sm_{known[0]} to sm_{known[-1]}"
+    meaning = "compiles each CUDA kernel at its first call, without a CUDA toolkit"
+    if not torch.cuda.is_available():
+        meaning = "compiles the CUDA kernels on machines with a GPU, without a CUDA toolkit"
+    compiles = Check("NVRTC", YES, found, meaning)
     count, size = compiler.cache_contents()
     contents = f"{compiler.cache_folder()}: {count} programs, {units.size(size)}"
     moves = f"kernels are compiled once for all ranks; ${compiler.CACHE_VARIABLE} sets another cache folder"
@@ -118,7 +122,7 @@ def _check_families(torch: Any, compile_for: str) -> list[Check]:
 def parse_architectures(compile_for: str, known: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return the compute capabilities (major, minor) of the GPU architectures that `compile_for` names.
 
-    `all` stands for those of `ALL_ARCHITECTURES` that the compiler supports (`known`).  Raises `ConfigError` otherwise.
+    `all` selects the `ALL_ARCHITECTURES` that the compiler supports (`known`). Other text raises `ConfigError`.
     """
     if compile_for == "all":
         return [divmod(architecture, 10) for architecture in ALL_ARCHITECTURES if architecture in known]
@@ -126,14 +130,14 @@ def parse_architectures(compile_for: str, known: tuple[int, ...]) -> list[tuple[
     for word in compile_for.split(","):
         digits = word.strip().removeprefix("sm_").replace(".", "")
         if not digits.isdigit() or len(digits) < 2:
-            right = "architectures such as sm_70, sm_80,sm_90 or 9.0, or all"
+            right = "all, or GPU architectures separated by commas, for example sm_70 or sm_80,9.0"
             raise ConfigError("--kernels", compile_for, right)
         found.append(divmod(int(digits), 10))
     return found
 
 
 def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Check:
-    """Check CUDA kernels of one family (such as softmax) on a GPU; `compile` them, or else read cached programs."""
+    """Check one kernel family (such as softmax) for a GPU: compile its programs (`compile`) or use cached ones."""
     from repro.kernels.cuda import compile as compiler
     from repro.kernels.cuda.program import Unavailable
 
@@ -154,7 +158,8 @@ def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Chec
     registers = max(kernel.registers for kernel in used)
     spilled = sum(kernel.spilled_bytes for kernel in used)
     spills = f"{spilled} bytes spilled" if spilled else "no registers spilled"
-    found = f"compiled, {len(compiled)} of {len(programs)} programs of common sizes, {registers} registers, {spills}"
+    count = f"compiled {len(compiled)} of {len(programs)} CUDA programs of common sizes"
+    found = f"{count}: up to {registers} registers per thread, {spills}"
     return Check(
         title, LIMITED if spilled else YES, found, "the compiled kernels run on GPUs of this architecture"
     )
@@ -218,7 +223,7 @@ def resident_blocks(used: KernelResources, threads: int, gpu: GpuLimits) -> int:
 
 
 def requested_bytes(program: Program) -> int:
-    """Return the minimum number of bytes that a thread of a CUDA program requests from memory before it waits."""
+    """Return the minimum bytes that a thread of a CUDA program requests from memory before it waits for the data."""
     from repro.kernels.cuda.program import TYPE_BYTES
 
     known = dict(program.definitions)
@@ -305,6 +310,6 @@ def compile_kernel_rows(compile_for: str) -> list[KernelRow]:
             )
         return found
 
-    # Threads suffice, because the CUDA compiler releases Python's global interpreter lock.
+    # Compilations run in parallel in threads, because the CUDA compiler releases Python's global interpreter lock.
     with ThreadPoolExecutor(usable_cores()) as pool:
         return [row for found in pool.map(rows, todo) for row in found]

@@ -39,7 +39,7 @@ _BINDING_MEANING = (
 
 
 def examine_machine(results: Path, compile_for: str = "") -> list[Check]:
-    """Return all checks of this machine and the folder `results`. `compile_for`: GPU architectures to compile for."""
+    """Return all checks of this machine and the folder `results`. `compile_for`: GPU architectures of kernels."""
     checks = [_python(), _processor(), _memory(), _disk(results)]
     try:
         import torch
@@ -105,19 +105,19 @@ def _torch(torch: Any) -> Check:
     if not torch.distributed.is_available():
         text += ", without torch.distributed"
         return Check("torch", NO, text, "ranks cannot communicate", fatal=True)
-    return Check("torch", YES, text, "training steps on real devices and on meta tensors")
+    return Check("torch", YES, text, "torch runs training steps on real devices and on meta tensors")
 
 
 def _gloo(torch: Any) -> Check:
     if torch.distributed.is_available() and torch.distributed.is_gloo_available():
         meaning = "data, tensor and ZeRO parallelism on this machine's CPUs"
-        return Check("gloo", YES, "included in this torch", meaning)
-    return Check("gloo", NO, "not included in this torch", "several ranks cannot run on CPUs")
+        return Check("gloo", YES, "this torch includes gloo", meaning)
+    return Check("gloo", NO, "this torch does not include gloo", "several ranks cannot run on CPUs")
 
 
 def _nccl(torch: Any) -> Check:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
-        return Check("NCCL", NO, "not included in this torch", "no collectives between GPUs")
+        return Check("NCCL", NO, "this torch does not include NCCL", "no collectives between GPUs")
     if not torch.cuda.is_available():
         return Check(
             "NCCL", LIMITED, "this torch has NCCL, but there is no GPU", "no collectives between GPUs"
@@ -221,7 +221,7 @@ def unusable_reason(torch: Any) -> str:
         properties = torch.cuda.get_device_properties(index)
         if lacking := _missing_kernels_reason(torch, (properties.major, properties.minor)):
             built = ", ".join(torch.cuda.get_arch_list())
-            return f"{properties.name}: {lacking}; torch {torch.__version__} is built for {built}"
+            return f"{properties.name}: {lacking}; torch {torch.__version__} is built for GPU architectures {built}"
     return ""
 
 
@@ -292,7 +292,7 @@ def check_task_binding(environment: Mapping[str, str], visible: int) -> list[Che
         return []
     on_node = environment.get("SLURM_GPUS_ON_NODE", "")
     if on_node.isdigit() and int(on_node) > 1:
-        found = f"1 of the job's {on_node} GPUs on this node is visible"
+        found = f"this task sees only 1 of the job's {on_node} GPUs on this node"
         return [Check("GPU binding", LIMITED, found, _BINDING_MEANING)]
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
     if re.fullmatch(r"1(\(x\d+\))?", tasks):  # SLURM writes `1(x2)` for two nodes with one task each.

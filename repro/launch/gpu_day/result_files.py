@@ -1,7 +1,7 @@
 """Result files of `repro gpu-day`: names, maximum sizes, writers, and the import into a store of records.
 
-The result folder has at most `MAX_FILES` files of at most `MAX_FILE_BYTES`, in it or in one subfolder. The result
-folder is also a store of records, so that `repro claims --results FOLDER` reads the records.
+The result folder, with its subfolder `records`, has at most `MAX_FILES` files of at most `MAX_FILE_BYTES` each. It is
+also a store of records, so that `repro claims --results FOLDER` reads the records.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class ImportedVisit:
 def import_results(folder: Path, results: Path) -> ImportedVisit:
     """Copy new records of a `repro gpu-day` run to the folder `results`; return all results. Raises `ConfigError`."""
     outcomes = list(read_json_lines(folder / STEPS))
-    says = f"has no {STEPS}; name the --out folder of a `repro gpu-day` run"
+    says = f"the folder has no file {STEPS}; name the --out folder of a `repro gpu-day` run"
     require(outcomes, "--import", str(folder), says=says)
     visit = Store(folder)
     with Store(results) as store:

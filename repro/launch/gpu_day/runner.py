@@ -67,7 +67,12 @@ class GpuDayRequest:
 
     def check(self) -> None:
         """Raise `ConfigError` for invalid options of `repro gpu-day`."""
-        require(0 < self.minutes <= 24 * 60, "--minutes", self.minutes, "more than 0 and at most 1440")
+        require(
+            0 < self.minutes <= 24 * 60,
+            "--minutes",
+            self.minutes,
+            "a time limit of more than 0 and at most 1440 minutes",
+        )
         require(self.rehearse or not self.faults, "--inject", True, says="needs --rehearse")
 
 
@@ -151,9 +156,9 @@ class _Visit:
         if step.missing:
             return f"needs {step.missing}"
         if step.needs_file and not (self.places.out / step.needs_file).is_file():
-            return f"needs {step.needs_file}, which no previous step wrote"
+            return f"the step needs the file {step.needs_file}, which no previous step wrote"
         if self.left_s < step.estimate_s:
-            return f"needs about {step.estimate_s:.0f} s, but {max(0.0, self.left_s):.0f} s remain"
+            return f"the step needs about {step.estimate_s:.0f} s, but {max(0.0, self.left_s):.0f} s remain"
         return ""
 
     def skip(self, step: GpuDayStep, reason: str) -> StepOutcome:

@@ -1,4 +1,4 @@
-"""Programs of three steps of `repro gpu-day`: facts of the machine, profile and memory snapshot of a training step.
+"""Programs of three `repro gpu-day` steps: machine description, and profile and memory snapshot of a training step.
 
 python -m repro.launch.gpu_day.step_probe facts FACTS
 python -m repro.launch.gpu_day.step_probe profile SUITE PROFILES MEASUREMENTS EXPERIMENT...
@@ -33,7 +33,7 @@ from repro.util.files import read_json, replace_file, write_json
 from repro.util.processes import available_bytes, usable_cores
 
 MODULES = ("repro", "repro.kernels", "pydantic", "scipy", "submitit", "pyroute2", "torch", "transformers")
-"""Python modules whose file paths are recorded: a path tells whether the offline installation kit has the module."""
+"""Python modules whose file paths are recorded; the path shows if a module is from the offline installation kit."""
 QUERY_TIMEOUT_S = 20.0
 HOST_BOUND_RATIO = 1.1
 """Ratio of step time to GPU kernel time above which a training step counts as limited by the host."""
@@ -116,7 +116,9 @@ def profile_steps(suite: Path, profiles: Path, measurements: Path, names: Sequen
         orders = [order, *(["self_cpu_time_total"] if on_gpu and is_host_bound else [])]
         for sort_by in orders:
             table = averages.table(sort_by=sort_by, row_limit=TABLE_ROWS, max_name_column_width=90)
-            append_durably(profiles, f"{name}: {values}, by {sort_by}\n{table}\n\n".encode())
+            append_durably(
+                profiles, f"Profile of {name}, sorted by {sort_by}: {values}\n{table}\n\n".encode()
+            )
         del run, found, kernels, averages
         gc.collect()
 

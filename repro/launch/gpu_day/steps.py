@@ -25,7 +25,7 @@ TEST_WORKERS = 12
 CUDA_TOOLS = "/usr/local/cuda/bin"
 """Folder in which compute-sanitizer is searched if PATH does not contain it."""
 STORE = "results"
-"""Name of the record store in the scratch folder, in which steps run. `repro fit` writes to a store of this name."""
+"""Name of the record store in the scratch folder, the current folder of all steps; `repro fit` uses this name."""
 REHEARSAL_LIMIT_S = 120.0
 REHEARSAL_ESTIMATE_S = 5.0
 REHEARSAL_BASIS = "rehearsal on one small machine"
@@ -123,7 +123,7 @@ def _missing(table: dict[str, Any], rehearse: bool) -> str:
     if rehearse and not table.get("rehearsed", True):
         return str(needs[0])
     for need in needs if rehearse else [*needs, *table.get("gpu_needs", [])]:
-        if need == "the tests of a checkout or a kit":
+        if need == "the tests of a source checkout or an installation kit":
             has_it = (CHECKOUT / "tests" / "gpu").is_dir()
         elif need == "compute-sanitizer":
             has_it = bool(_sanitizer())
@@ -163,7 +163,7 @@ def _with_tiny_sizes(text: str) -> str:
         if equals and key in tiny:
             line = f"{key} = {json.dumps(tiny[key])}"
         elif key == "vocab":
-            # Reduced models have different vocabulary sizes where the original models have.
+            # Models with different vocabulary sizes must also have different sizes after the reduction.
             line = f"vocab = {int(value) % 1000}"
         lines.append(line)
     return "\n".join(lines) + "\n"

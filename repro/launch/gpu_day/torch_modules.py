@@ -103,7 +103,8 @@ def measure_plain_step(
     if pure:
         model.bfloat16()
     if compiled:
-        torch.compiler.reset()  # Without the reset, a second batch size would get dynamic shapes.
+        # Without `reset`, torch.compile would compile the second batch size with dynamic shapes.
+        torch.compiler.reset()
         for block in model.blocks:
             block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

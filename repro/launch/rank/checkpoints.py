@@ -51,7 +51,10 @@ class CheckpointPlace:
         if not every:
             return None
         require(
-            job.checkpoints, "checkpoint_every", every, "0, because this launch has no store for checkpoints"
+            job.checkpoints,
+            "checkpoint_every",
+            every,
+            "0 (no checkpoints), because this launch has no store for checkpoints",
         )
         return CheckpointPlace(Path(job.checkpoints), Path(job.folder) / STOP_FILE)
 
@@ -188,7 +191,7 @@ class CheckpointManager:
             failed = True
             reason = f"rank {self.mesh.rank}: {error.strerror}: {error.filename or self.root}"
             self.failures.append({"step": step, "reason": reason})
-            print(f"no checkpoint after step {step}: {reason}", file=sys.stderr, flush=True)
+            print(f"the checkpoint after step {step} was not written: {reason}", file=sys.stderr, flush=True)
         return not self._any(failed)
 
     def _any(self, mine: bool) -> bool:
@@ -227,7 +230,7 @@ def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | N
 
 def _require_same_training(wanted: Mapping[str, Any], written: Mapping[str, Any], file: str) -> None:
     """Raise `ConfigError` for the first setting of a checkpoint's training (`written`) that differs from `wanted`."""
-    right = "as in the experiment that resumes from this checkpoint"
+    right = "the value of the experiment that resumes from this checkpoint"
     for key in wanted:
         mine, theirs = wanted[key], written.get(key)
         if isinstance(mine, dict) and isinstance(theirs, dict):

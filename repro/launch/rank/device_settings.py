@@ -146,7 +146,7 @@ def _check_memory_before_groups() -> None:
         try:
             mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         except OSError as error:
-            raise MemoryError(f"{error.strerror}: {size} bytes for the threads of a process group") from None
+            raise MemoryError(f"{error.strerror}: the threads of a process group need {size} bytes") from None
         return make(*arguments, **named)
 
     groups._new_process_group_helper = checked

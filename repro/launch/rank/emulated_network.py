@@ -87,7 +87,7 @@ class EmulatedNetworkRank:
         return own + (_interface_counters(self._node, "uplink") if self._node else [])
 
     def report(self, grown: list[int], steps: int) -> RankOnNetwork:
-        """Return this rank's compute rate and bytes sent and received per step. `grown`: bytes in `steps` steps."""
+        """Return this rank's compute rate and bytes per step. `grown`: increase of byte counters in `steps` steps."""
         sent, received, *node = (count / max(1, steps) for count in grown)
         return RankOnNetwork(
             compute_flops_per_s=self._rate,

@@ -87,7 +87,7 @@ class ExperimentRun:
             self.engine = build_engine(experiment, mesh, device)
         self.checkpoints: CheckpointManager | None = None
         self.resumed: list[dict[str, Any]] = []
-        """Step and origin of each checkpoint from which this training was resumed."""
+        """For each checkpoint from which this training was resumed: its step, and the experiment that wrote it."""
         if checkpoints is not None:
             assert isinstance(self.engine, NativeEngine)
             self.checkpoints = CheckpointManager(
@@ -197,7 +197,9 @@ class ExperimentRun:
         }
         is_written = checkpoints.write(self.index, history)
         if stop:
-            resumes = "the next run resumes there" if is_written else "no checkpoint could be written"
+            resumes = (
+                "the next run resumes from this step" if is_written else "no checkpoint could be written"
+            )
             raise Stopped(f"stopped on request after step {self.index}; {resumes}")
         return True
 

@@ -30,7 +30,7 @@ DEFAULT_TARGET = "repro.launch.rank.session:run_rank"
 EXIT_CODES = {"ok": 0, "error": 1, "oom": 3, "diverged": 4, "interrupted": 5}
 _NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc"
-    r"|could not (create|execute) a primitive$",  # oneDNN's errors if memory is missing for an operator it supports
+    r"|could not (create|execute) a primitive$",  # oneDNN's errors if it cannot allocate memory
     re.IGNORECASE,
 )
 

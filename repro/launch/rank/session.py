@@ -156,7 +156,7 @@ class RankSession:
     def run_compared_apart(self) -> dict[str, dict[str, Any]]:
         """Run compared experiments in turns that each initialise and free one experiment; return the results by key.
 
-        Experiments need not fit the device together. Losses and memory are those of the last turn, times those of all.
+        The device holds one experiment at a time. Losses and memory are from the last turn, times from all turns.
         """
         job = self.job
         meshes = [self._mesh(i) for i in range(len(job.experiments))]

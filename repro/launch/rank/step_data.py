@@ -1,7 +1,7 @@
 """Data of a rank's training steps: the input batches, and the series of losses, gradient norms and loss scales.
 
-On CUDA, a separate stream copies the next batch from pinned host memory to one of two buffers on the device, while the
-current step reads the other buffer.
+On CUDA, a separate stream copies the next batch from pinned host memory to one of two buffers on the device. The
+current step reads the other buffer at the same time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """States of all submitted experiments (cases), from SLURM, from the progress files of their jobs, and from the store.
 
 Each submission has a folder in `results/jobs`. `repro submit` writes `submission.json` there before the first `sbatch`
-and after each `sbatch`, so that the file names every submitted job even if `repro submit` is killed.
+and after each one. The file thus names every submitted job, even if `repro submit` is killed.
 """
 
 from __future__ import annotations
@@ -169,9 +169,8 @@ def _abandoned(path: Path) -> bool:
 
 
 def _bad(path: Path, error: Exception) -> ConfigError:
-    expected = (
-        f"is no valid file of `repro submit` ({type(error).__name__}: {error}); remove the folder if unused"
-    )
+    problem = f"{type(error).__name__}: {error}"
+    expected = f"the file is not valid for `repro submit` ({problem}); remove its folder if it is unused"
     return ConfigError("submission", path.parent.name, says=expected, file=str(path))
 
 
@@ -236,7 +235,7 @@ def outcome_without_record(job: JobState | None) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CaseSurvey:
-    """Survey of the states of all submitted experiments; every call reads files, records and SLURM once."""
+    """Reader of the states of all submitted experiments. Each call reads files, records and SLURM's jobs once."""
 
     registry: Registry
     store: Store
@@ -313,9 +312,9 @@ def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseSta
     if base.name != current.get("case"):
         turns = current.get("compare") and base.name in current["names"]
         detail = (
-            f"alternates with {current['case']} in a comparison"
+            f"this case alternates with {current['case']} in a comparison"
             if turns
-            else "its job runs other cases first"
+            else "the job of this case runs other cases first"
         )
         return replace(base, state=RUNNING, detail=detail)
     rate = current.get("steps_per_s")

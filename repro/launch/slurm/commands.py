@@ -56,7 +56,7 @@ def print_logs(results: Path, name: str, rank: int | None) -> int:
         return 0
     require(0 <= rank < bundle.world, "--rank", rank, f"0 to {bundle.world - 1}")
     files = [path for path in (ranks / f"rank-{rank}.out", ranks / f"rank-{rank}.err") if path.exists()]
-    _print_tails(files, f"rank {rank} of {name} (a rank has logs while it runs, and after a failure)")
+    _print_tails(files, f"rank {rank} of {name}; the logs of a rank exist while it runs, and after a failure")
     return 0
 
 
@@ -69,8 +69,8 @@ def find_case(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
                 if experiment.name == name:
                     return submission, bundle, experiment.key
                 known.append(experiment.name)
-    hint = list_names(name, known) if known else "none: the results folder has no submission"
-    raise ConfigError("case", name, f"a submitted case: {hint}")
+    hint = f": {list_names(name, known)}" if known else ", but the results folder has no submission"
+    raise ConfigError("case", name, f"a submitted case{hint}")
 
 
 def list_names(name: str, known: list[str]) -> str:
@@ -95,8 +95,8 @@ def _print_tails(files: list[Path], what: str) -> None:
 def cancel_jobs(results: Path, what: str) -> int:
     """Cancel the waiting and running jobs that `what` selects; return the exit code 0.
 
-    `what` is a suite's name or file, a submission's id, or a glob of experiment names; empty selects all jobs. SLURM
-    cancels complete jobs, so the function prints other experiments of a cancelled job.
+    `what` is a suite's name or file, a submission's id, or a glob of experiment names; empty selects all jobs. Other
+    experiments in a cancelled job are cancelled too, and the function prints their names.
     """
     registry, scheduler = Registry(results), Scheduler()
     require(registry.all(), "--results", str(results), "a folder that `repro submit` has used")
@@ -200,7 +200,7 @@ def _print_collected(
     if into is not None:
         print(f"{document['copied']} of the records are new in {into}/records.")
     for node, count in document["bad_nodes"].items():
-        print(f"{count_noun(count, 'failure')} on node {node}; use `repro submit --exclude {node}`.")
+        print(f"{count_noun(count, 'failure')} because of node {node}; use `repro submit --exclude {node}`.")
     failed = [case for case in cases if case.state != DONE and case.outcome]
     for case in failed[:MAX_LISTED_NAMES]:
         print(f"{case.name}: {case.failure or case.outcome}: {case.detail}.")

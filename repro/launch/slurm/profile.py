@@ -1,6 +1,6 @@
-"""Profile of a SLURM site: a TOML file with the requests of jobs for nodes.  The folder `slurm/` has ready profiles.
+"""Profile of a SLURM site: a TOML file with the resources that jobs request, their environment and their storage.
 
-A missing key makes no request: without a partition or an account, for example, the site's default applies.
+The folder `slurm/` has profiles. For a missing key, such as the partition or the account, the site's default applies.
 """
 
 from __future__ import annotations

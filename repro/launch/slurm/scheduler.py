@@ -1,7 +1,7 @@
 """Queries of SLURM: states of jobs, partitions and time limits, in a few commands for any number of jobs.
 
 `squeue` reports waiting and running jobs, and `sacct` ended jobs. On a site without accounting, `scontrol` reports jobs
-for a few minutes after their end (MinJobAge), and a warning says that older ends are unknown.
+for a few minutes after their end (MinJobAge), and `Scheduler.warnings` reports this limitation.
 """
 
 from __future__ import annotations
@@ -211,9 +211,13 @@ def check_partition(partitions: dict[str, Partition], name: str, *, file: str, w
     name = name or next((found.name for found in partitions.values() if found.default), "")
     if name in partitions:
         return partitions[name]
-    says = "no partition of this cluster" if name else "is empty, and the cluster has no default partition"
+    says = (
+        "the cluster has no such partition"
+        if name
+        else "the key is empty, and the cluster has no default partition"
+    )
     given = [name] if name else []
-    raise ConfigError("partition", *given, says=f"{says}; known are {known}", file=file, where=where)
+    raise ConfigError("partition", *given, says=f"{says}; its partitions are {known}", file=file, where=where)
 
 
 def _gpus(gres: str) -> dict[str, int]:

@@ -101,7 +101,7 @@ def test_dry_run_shows_model_states_and_device_memory(tmp_path: Path) -> None:
     gigabytes = {name: float(message.split()[1]) for name, message in found.items()}
     assert gigabytes == pytest.approx({name: size / 1e9 for name, size in expected.items()}, rel=0.01)
     assert found["quality-8.3b"].endswith("of 32.3 GB")  # 32 GB of a V100 minus its context
-    assert found[YUAN].endswith("of a size that is not published")
+    assert found[YUAN].endswith("of device memory whose size is not published")
 
 
 def test_dry_run_shows_the_memory_of_a_simulation(tmp_path: Path) -> None:

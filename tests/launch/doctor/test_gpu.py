@@ -101,7 +101,7 @@ def test_precisions_by_compute_capability() -> None:
             fake_torch((7, 0), ["sm_75", "sm_80"], 2),
             ["Tesla V100"],
             "GPU: this torch has no kernels for sm_70; torch builds for CUDA 12.6 support this GPU; "
-            "torch 2.9.0 is built for sm_75, sm_80",
+            "torch 2.9.0 is built for GPU architectures sm_75, sm_80",
         ),
     ],
     ids=["runs", "no GPU", "no CUDA", "unusable", "too old"],
@@ -134,7 +134,7 @@ def test_machine_check_without_gpus_prints_one_line() -> None:
         ({"SLURM_NTASKS_PER_GPU": "1"}, "ntasks-per-gpu = 1"),
         ({"SLURM_GPUS_PER_TASK": "1", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, "gpus-per-task = 1"),
         ({"SLURM_GPUS_PER_TASK": "1", "SLURM_TASKS_PER_NODE": "1,2"}, "gpus-per-task = 1"),
-        ({"SLURM_GPUS_ON_NODE": "8"}, "1 of the job's 8 GPUs on this node is visible"),
+        ({"SLURM_GPUS_ON_NODE": "8"}, "this task sees only 1 of the job's 8 GPUs on this node"),
     ],
 )
 def test_task_with_one_visible_gpu_of_several_is_limited(environment: dict[str, str], found: str) -> None:

@@ -59,7 +59,7 @@ def checks(capability: tuple[int, int] | None, compile_for: str = "") -> dict[st
 def test_check_without_a_gpu_names_the_compile_command() -> None:
     found = checks(None)
     assert found["kernels"].state == "yes"
-    assert found["NVRTC"].found == "12.9, compiles for sm_70 to sm_90"
+    assert found["NVRTC"].found == "version 12.9 compiles for GPU architectures sm_70 to sm_90"
     assert found["kernel cache"].found.endswith("cache: 0 programs, 0 B")
     assert "repro doctor --kernels sm_80" in found["CUDA kernels"].enables
 
@@ -70,7 +70,9 @@ def test_each_kernel_family_has_a_compilation_state() -> None:
     assert found["adamw (sm_80)"].found == "not compiled yet"
     compiler.compile_cached(families.FAMILIES["adamw"].examples()[0], CompileTarget("sm_80"))
     found = checks((8, 0))
-    compiled = "compiled, 1 of 2 programs of common sizes, 40 registers, no registers spilled"
+    compiled = (
+        "compiled 1 of 2 CUDA programs of common sizes: up to 40 registers per thread, no registers spilled"
+    )
     assert found["adamw (sm_80)"].found == compiled
     assert "1 programs" in found["kernel cache"].found
 
@@ -85,7 +87,7 @@ def test_kernels_are_compiled_for_requested_architectures() -> None:
     assert found["bias and GELU (sm_90)"].state == "yes"
     every = {name for name in checks(None, "all") if name.startswith("adamw")}
     assert every == {f"adamw (sm_{architecture})" for architecture in (70, 80, 90)}
-    with pytest.raises(ConfigError, match="--kernels = 'volta': must be architectures such as sm_70"):
+    with pytest.raises(ConfigError, match="--kernels = 'volta': must be all, or GPU architectures"):
         checks((8, 0), "volta")
 
 
@@ -101,7 +103,7 @@ def test_missing_or_too_old_compiler_is_reported(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compiler, "nvrtc_version", version)
     found = checks((8, 0))["CUDA kernels"]
     assert found.found.endswith(f": {install_command(*compiler.COMPILER_PACKAGES)}")
-    assert "GPUs run torch's operators instead" in found.enables
+    assert "training uses torch's operators in place of CUDA kernels" in found.enables
     assert checks(None)["CUDA kernels"].state == "limited"
 
 

@@ -141,7 +141,7 @@ def test_killed_hanging_and_too_large_ranks_fail_only_their_cases(tmp_path: Path
     keys = {record["name"]: record["key"] for record in submission.records()}
     logs = submission.folder / "logs" / "0"
     assert {path.name for path in logs.iterdir()} == {keys[name] for name in ("a", "large", "stuck")}
-    position = "rank 1 on n2: at step 2, backward, after all_reduce #3 on dp"
+    position = "rank 1 on n2: at step 2, backward, after collective all_reduce #3 in group dp"
     assert position in (logs / keys["stuck"] / "positions.txt").read_text()
     stacks = (logs / keys["stuck"] / "rank-0.err").read_text()
     assert "most recent call first" in stacks, "the waiting rank has no stacks"
@@ -193,7 +193,7 @@ def test_step_that_does_not_start_is_reported(submission: Submission) -> None:
     with running(submission) as job:
         assert job.wait() == 0, job.log()
     assert failure_classes(submission) == {"a": "lost-node", "b": "lost-node"}
-    assert "0 of 2 tasks started: srun: error: Node n2 is not available" in submission.reasons()["a"]
+    assert "0 of 2 SLURM tasks started: srun: error: Node n2 is not available" in submission.reasons()["a"]
     survey_only = working.replace(
         "    tasks, per_node", "    assert arguments[2] == NODES, 'no step'\n    tasks, per_node"
     )

@@ -87,16 +87,16 @@ FAILED = JobState(state="FAILED", reason="NonZeroExitCode")
     [
         (FAILED, "FAILED NonZeroExitCode"),
         (JobState(state="COMPLETED"), "COMPLETED"),
-        (None, "an unknown state"),
+        (None, "unknown"),
     ],
 )
 def test_missing_answer_reports_job_state_and_last_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: JobState | None, state: str
 ) -> None:
-    assert wait(monkeypatch, tmp_path, Answers(end)) == failed(f"job 7 ended in {state}")
+    assert wait(monkeypatch, tmp_path, Answers(end)) == failed(f"job 7 ended in state {state}")
     (tmp_path / "submitit").mkdir()
     (tmp_path / "submitit" / "7_0_log.err").write_text("Traceback\nKeyError: 'x'\n")
-    assert wait(monkeypatch, tmp_path, Answers(end)) == failed(f"job 7 ended in {state}: KeyError: 'x'")
+    assert wait(monkeypatch, tmp_path, Answers(end)) == failed(f"job 7 ended in state {state}: KeyError: 'x'")
 
 
 def test_wait_ends_when_slurm_stops_answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

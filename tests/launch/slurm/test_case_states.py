@@ -40,8 +40,8 @@ def test_cases_of_one_launch_share_state_and_logs(submitted: ThreeCases) -> None
     """The ranks are at a step of one case. The logs of the launch belong to both cases."""
     state = {"names": ["a", "b"], "case": "b", "step": 3, "steps": 6, "phase": "backward"}
     for compare, detail in (
-        (False, "its job runs other cases first"),
-        (True, "alternates with b in a comparison"),
+        (False, "the job of this case runs other cases first"),
+        (True, "this case alternates with b in a comparison"),
     ):
         submitted.report(0, phase="running", current=state | {"compare": compare})
         found = submitted.status()["a"]

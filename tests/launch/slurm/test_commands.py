@@ -22,7 +22,7 @@ def test_logs_print_the_ends_of_files_with_headings(submitted: ThreeCases) -> No
 
     assert printed("b") == ["no log: job 12_1 of b"]
     assert printed("b", "--rank", "0") == [
-        "no log: rank 0 of b (a rank has logs while it runs, and after a failure)"
+        "no log: rank 0 of b; the logs of a rank exist while it runs, and after a failure"
     ]
     job = submitted.folder / "submitit" / "12_1_0_log"
     job.parent.mkdir()
@@ -121,7 +121,7 @@ def test_collect_prints_totals_failures_and_bad_nodes(submitted: ThreeCases, tmp
         "0 of 3 cases done, 1 waiting or running, 1 lost or cancelled and recorded.",
         f"2 records in {submitted.results}/records.",
         f"2 of the records are new in {target}/records.",
-        "1 failure on node n1; use `repro submit --exclude n1`.",
+        "1 failure because of node n1; use `repro submit --exclude n1`.",
         "a: hang: rank 1 is behind.",
         "b: node-failure: node failure, on n1, NodeDown.",
     ]

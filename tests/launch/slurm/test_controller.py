@@ -113,11 +113,11 @@ def test_survey_waits_for_reports_and_names_lost_nodes(
     assert (full.ends, folder.exists()) == (1, False)
     assert clock.now == pytest.approx(100 + 3 * controller.POLL_INTERVAL_S)
     half: Any = SurveyStep(REPORTS[:1], polls=0)
-    lost = "lost node n1: 1 of 2 tasks started: srun: error: n1 is down"
+    lost = "lost node n1: 1 of 2 SLURM tasks started: srun: error: n1 is down"
     assert controller.survey_nodes(half, folder, AllocationStop("7")) == (REPORTS[:1], lost)
     clock.now = 100.0
     never: Any = SurveyStep([], polls=10**6)
-    lost = "lost node n0, n1: 0 of 2 tasks started: no report within 300 s"
+    lost = "lost node n0, n1: 0 of 2 SLURM tasks started: no report within 300 s"
     assert controller.survey_nodes(never, folder, AllocationStop("7")) == ([], lost)
     assert 0 <= clock.now - 100 - controller.BOOT_TIMEOUT_S < 2 * controller.POLL_INTERVAL_S
     stopped, clock.now = AllocationStop("7"), 100.0
@@ -125,7 +125,10 @@ def test_survey_waits_for_reports_and_names_lost_nodes(
     assert controller.survey_nodes(SurveyStep(REPORTS, polls=10**6), folder, stopped)[1] == ""  # type: ignore[arg-type]
     assert clock.now == 100.0
     monkeypatch.setattr("submitit.slurm.slurm.SlurmJobEnvironment.hostnames", ["n0"])
-    assert controller._missing(REPORTS[:1], 2, "x") == "lost node of the allocation: 1 of 2 tasks started: x"
+    assert (
+        controller._missing(REPORTS[:1], 2, "x")
+        == "lost node of the allocation: 1 of 2 SLURM tasks started: x"
+    )
 
 
 @pytest.fixture
@@ -248,6 +251,7 @@ def test_node_address_belongs_to_this_node(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         address("ib7")
     with pytest.raises(
-        ConfigError, match=r"the network interface that reaches other nodes; .* has lo, eth01, eth0"
+        ConfigError,
+        match=r"the network interface that reaches other nodes; .* has only lo, eth01, eth0",
     ):
         address(_LAUNCH_NODE_IPADDR="10.0.0.7")

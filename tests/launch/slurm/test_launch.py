@@ -120,7 +120,7 @@ def test_position_time_changes_only_with_new_heartbeats(started: Started, clock:
     assert [started.stopped(rank) for rank in range(3)] == [False, True, False]
     started.deliver(1, **position_message(7030.0, 6, age=0.25))
     assert (started.position(1).seconds, started.position(1).step, started.stopped(1)) == (129.75, 6, False)
-    assert str(started.position(1)) == "at step 6, forward, after all_gather #40 on tp"
+    assert str(started.position(1)) == "at step 6, forward, after collective all_gather #40 in group tp"
     assert not started.position(0).begun
 
 
@@ -249,6 +249,6 @@ def test_stack_dump_waits_for_running_ranks(started: Started, clock: Clock) -> N
     assert clock.now == 200.0
     assert (started.logs / "positions.txt").read_text().splitlines() == [
         "rank 0 on n1: at start-up",
-        "rank 1 on n1: at step 5, forward, after all_gather #40 on tp",
+        "rank 1 on n1: at step 5, forward, after collective all_gather #40 in group tp",
         "rank 2 on n2: at start-up",
     ]

@@ -91,7 +91,13 @@ def check_rows(*nodes: dict[str, Any], **tables: Any) -> list[tuple[Any, ...]]:
 
 
 NODES = ("nodes", "yes", "n1, n2", "python 3.12.1 and repro can be started on the nodes", False)
-GPUS = ("GPUs there", "yes", "n1: 16 x Tesla V100-SXM3-32GB", "GPUs of the profile's system", False)
+GPUS = (
+    "GPUs there",
+    "yes",
+    "n1: 16 x Tesla V100-SXM3-32GB",
+    "these are the GPUs of the profile's system",
+    False,
+)
 
 
 def test_complete_nodes_pass_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:

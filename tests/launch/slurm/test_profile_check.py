@@ -31,9 +31,9 @@ def examine(commands: SiteCommands, profile: str, *options: str) -> tuple[int, d
     [
         (
             'partition = "nowhere"',
-            "slurm.partition = 'nowhere': no partition of this cluster; known are debug, old",
+            "slurm.partition = 'nowhere': the cluster has no such partition; its partitions are debug, old",
             "partition",
-            "known are debug, old, short",
+            "its partitions are debug, old, short",
         ),
         (
             'partition = "old"',
@@ -132,6 +132,6 @@ def test_case_classes_and_bound_gpus_are_limited(slurm: FakeSlurm, commands: Sit
     code, checks = examine(commands, f'{gpus}options = {{ gpu-bind = "single:1" }}\n{tables}')
     assert code == 0, "other cases can be submitted"
     assert checks["GPU binding"].startswith("limited: gpu-bind = single:1")
-    assert "known are debug, old, short" in checks["case a*"]
+    assert "its partitions are debug, old, short" in checks["case a*"]
     assert checks["case b*"] == "limited: debug: 4 nodes, time limit 02:00:00; case b*.time_limit is 3:00:00"
     assert checks["case c*"].startswith("yes: short")

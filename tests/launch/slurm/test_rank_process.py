@@ -119,7 +119,7 @@ def test_all_results_are_sent_at_the_end(rank: Rank) -> None:
 def test_oom_kill_is_detected_by_the_kernel_counter(rank: Rank, code: int, kills: int, is_oom: bool) -> None:
     rank.oom_kills += kills
     rank.exit(code)
-    reason = "killed by the kernel, which ran out of memory"
+    reason = "the kernel ran out of memory and killed the rank"
     report = {"rank": 1, "outcome": "oom", "reason": reason} if is_oom else None
     assert rank.messages(50.0)[-1] == {"say": "ended", "code": code, "report": report, "errors": ""}
     assert rank.code == code

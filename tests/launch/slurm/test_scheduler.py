@@ -133,7 +133,7 @@ def test_partitions_are_merged_from_sinfo_lines(monkeypatch: pytest.MonkeyPatch)
     assert check_partition(found, "", file="f", where="slurm") == found["a"]
     assert check_partition(found, "b", file="f", where="slurm") == found["b"]
     del found["a"]
-    error = r"slurm.partition: is empty, and the cluster has no default partition; known are b, c"
+    error = r"slurm.partition: the key is empty, and the cluster has no default partition; its partitions are b, c"
     with pytest.raises(ConfigError, match=error):
         check_partition(found, "", file="f", where="slurm")
 

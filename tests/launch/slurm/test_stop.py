@@ -46,8 +46,8 @@ STARTED = f"StartTime={iso(-600)}"
         (f"JobState=RUNNING {STARTED} PreemptTime={iso(-601)} EndTime={iso(0)}", "time limit"),
         (f"JobState=RUNNING {STARTED} PreemptTime={iso(-600)} EndTime={iso(0)}", "preempted"),
         (f"JobState=RUNNING PreemptTime={iso(0)}", "preempted"),
-        ("JobState=RUNNING EndTime=Unknown", "preempted or at its time limit"),
-        ("", "preempted or at its time limit"),
+        ("JobState=RUNNING EndTime=Unknown", "preempted, or the job reached its time limit"),
+        ("", "preempted, or the job reached its time limit"),
         (f"JobState=CANCELLED PreemptTime=None EndTime={iso(0)}", "cancelled"),
         ("JobState=NODE_FAIL", "node failure"),
         ("JobState=BOOT_FAIL", "node failure"),
@@ -80,9 +80,17 @@ FIRST_RUN = "PREEMPTED\nPENDING\nRUNNING\n"
         ("n3 down*\nn1 failing\nn2 mixed\nn3 down*", FIRST_RUN, "node failure of n1, n3"),
         ("n1 mixed\nn2 down*", "PREEMPTED\nNODE_FAIL\n", "node failure of n2"),
         ("n1 mixed\nn2 idle", "PREEMPTED\nNODE_FAIL\n", "node failure"),
-        ("n1 mixed\nn2 idle", "PREEMPTED\nREQUEUED\n", "preempted, or requeued by hand"),
+        (
+            "n1 mixed\nn2 idle",
+            "PREEMPTED\nREQUEUED\n",
+            "preempted, or the job was requeued by `scontrol requeue`",
+        ),
         ("n1 mixed\nn2 idle", "CANCELLED\nPREEMPTED\n", "preempted"),
-        ("n1 mixed\nn2 idle", "", "node failure, or requeued by hand"),  # a site without accounting
+        (
+            "n1 mixed\nn2 idle",
+            "",
+            "node failure, or the job was requeued by `scontrol requeue`",
+        ),  # a site without accounting
     ],
 )
 def test_requeue_reason_follows_from_nodes_and_accounting(
@@ -101,11 +109,11 @@ def test_requeue_reason_follows_from_nodes_and_accounting(
 def test_requeued_job_waits_for_the_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     slurm = Slurm(monkeypatch, scontrol=RESTARTED, sacct=[FIRST_RUN, FIRST_RUN, "PREEMPTED\nREQUEUED\n"])
-    assert stop.stop_reason("7", 60.0, 1) == "preempted, or requeued by hand"
+    assert stop.stop_reason("7", 60.0, 1) == "preempted, or the job was requeued by `scontrol requeue`"
     assert slurm.clock.slept == [ACCOUNTING_DELAY_S / 10] * 2
     assert "sinfo" not in [command[0] for command in slurm.calls], "the nodes of the job are unknown"
     never = Slurm(monkeypatch, scontrol=RESTARTED, sacct=FIRST_RUN)
-    assert stop.stop_reason("7", 60.0, 1) == "node failure, or requeued by hand"
+    assert stop.stop_reason("7", 60.0, 1) == "node failure, or the job was requeued by `scontrol requeue`"
     assert len(never.clock.slept) in (10, 11)
 
 

@@ -48,46 +48,46 @@ def test_dry_run_prints_all_sections(site: Path, tmp_path: Path, capsys: pytest.
     answer = [
         "Dry run: 3 cases in 2 job arrays. Nothing is submitted.",
         # 0.5 h of 4 ranks on 2 nodes, and 2 x 0.5 h of 2 ranks on 1 node.
-        "Upper bound from time limits: 4 core-hours.",
+        "Maximum cost, if all jobs reach their time limits: 4 core-hours.",
         "1 case in a live job: runs (job 12_3)",
-        "1 case with a record, which --rerun repeats",
-        "2 cases not for nodes of local: far needs 16 devices of system dgx2, ...",
+        "1 case with a record; --rerun submits cases with a record again",
+        "2 cases that nodes of local cannot run: far needs 16 devices of system dgx2, ...",
     ]
     assert [line.rstrip() for line in printed(planned, capsys)] == [
         *answer,
         "",
         "array  jobs",
-        "0      1 case in 1 job of 2 nodes x 2 ranks, 00:30:00 each, partition debug",
-        "1      2 cases in 2 jobs of 1 node x 2 ranks, 00:30:00 each, partition debug",
+        "0      1 case in 1 job of 2 nodes x 2 ranks, time limit 00:30:00, partition debug",
+        "1      2 cases in 2 jobs of 1 node x 2 ranks, time limit 00:30:00, partition debug",
         "",
         "0 more arrays; --details prints the cases and scripts of all arrays",
     ]
     assert printed(planned, capsys, details=True) == [
         *answer,
-        "# array 0: 1 case in 1 job of 2 nodes x 2 ranks, 00:30:00 each, partition debug",
+        "# array 0: 1 case in 1 job of 2 nodes x 2 ranks, time limit 00:30:00, partition debug",
         "#   c4",
         "SCRIPT 0",
-        "# array 1: 2 cases in 2 jobs of 1 node x 2 ranks, 00:30:00 each, partition debug",
+        "# array 1: 2 cases in 2 jobs of 1 node x 2 ranks, time limit 00:30:00, partition debug",
         "#   a",
         "#   b",
         "SCRIPT 1",
     ]
     assert printed(make_plan(tmp_path, site, "known", "far"), capsys) == [
         "Dry run: 0 cases in 0 job arrays. Nothing is submitted.",
-        "Upper bound from time limits: 0 core-hours.",
-        "1 case with a record, which --rerun repeats",
-        "1 case not for nodes of local: far needs 16 devices of system dgx2",
+        "Maximum cost, if all jobs reach their time limits: 0 core-hours.",
+        "1 case with a record; --rerun submits cases with a record again",
+        "1 case that nodes of local cannot run: far needs 16 devices of system dgx2",
         "0 more arrays; --details prints the cases and scripts of all arrays",
     ]
     site.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\ntime_limit = "90"\n')
     planned = make_plan(tmp_path, site, "further")
     assert [line.rstrip() for line in printed(planned, capsys)] == [
         "Dry run: 1 case in 1 job array. Nothing is submitted.",
-        "Upper bound from time limits: 24 GPU-hours.",
+        "Maximum cost, if all jobs reach their time limits: 24 GPU-hours.",
         "No step time is predicted: run `repro run SUITE --evidence simulated` first.",
         "",
         "array  jobs",
-        "0      1 case in 1 job of 1 node x 16 ranks, 01:30:00 each",
+        "0      1 case in 1 job of 1 node x 16 ranks, time limit 01:30:00",
         "",
         "0 more arrays; --details prints the cases and scripts of all arrays",
     ]

@@ -188,10 +188,12 @@ def test_dry_run_estimates_hours_and_out_of_memory_cases(commands: SiteCommands,
     suite = write_suite(tmp_path, experiments("a", "large", extra='system = "dgx2"\n'))
     code, out, _ = commands.submit(suite, "--dry-run", "--details")
     assert code == 0
-    assert "# array 0: 2 cases in 2 jobs of 1 node x 2 ranks, 01:00:00 each\n#   a\n#   large\n" in out
+    assert "# array 0: 2 cases in 2 jobs of 1 node x 2 ranks, time limit 01:00:00\n#   a\n#   large\n" in out
     # Full nodes: 1 h of 16 GPUs for each of 2 cases.
     assert "2 cases in 1 job array. Nothing is submitted.\n" in out
-    assert "Upper bound from time limits: 32 GPU-hours, 64.00 at 2 per GPU-hour.\n" in out
+    assert (
+        "Maximum cost, if all jobs reach their time limits: 32 GPU-hours, 64.00 at 2 per GPU-hour.\n" in out
+    )
     assert "No step time is predicted" in out
     with Store(commands.results) as store:
         for entry in suites.load_suite(suite).entries:
@@ -202,7 +204,7 @@ def test_dry_run_estimates_hours_and_out_of_memory_cases(commands: SiteCommands,
     assert code == 0
     # 6 steps of 30 s on 2 GPUs.
     assert "#   a (0.1 GPU-hours)\n#   large\n" in out
-    assert "Predicted steps of 1 case: 0.1 GPU-hours, 0.20 at 2 per GPU-hour.\n" in out
+    assert "Predicted cost of the training steps of 1 case: 0.1 GPU-hours, 0.20 at 2 per GPU-hour.\n" in out
     assert "1 case predicted to run out of memory: large\n" in out
 
 

@@ -1,4 +1,4 @@
-"""TCP connections from each rank's task to the controller of a SLURM job, for the rank's state and lost nodes.
+"""TCP connections between ranks' tasks and the controller of a SLURM job: state messages, detection of lost nodes.
 
 Tasks send JSON lines. When the controller closes the connection or dies, the task kills its rank and ends. TCP
 keepalive detects unreachable hosts, and a token from a file that only the user can read authenticates a task.

@@ -99,7 +99,7 @@ def read_allocation(folder: Path, environment: dict[str, str]) -> Allocation:
     site = profile.load_profile(folder / "profile.toml")
     os.umask(site.umask)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MIN_OPEN_FILES:  # The controller has an open connection to each rank's task.
+    if soft < MIN_OPEN_FILES:  # The controller needs an open file per connection to a rank's task.
         wanted = min(MIN_OPEN_FILES, hard) if hard > 0 else MIN_OPEN_FILES
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return Allocation(
@@ -137,7 +137,7 @@ def _missing(reports: list[NodeReport], tasks: int, srun_error: str) -> str:
     silent = [name for name in expected if name not in {report.node for report in reports}]
     who = ", ".join(silent) or "of the allocation"
     reason = srun_error or f"no report within {BOOT_TIMEOUT_S:g} s"
-    return f"{LOST_NODE}{who}: {len(reports)} of {tasks} tasks started: {reason}"
+    return f"{LOST_NODE}{who}: {len(reports)} of {tasks} SLURM tasks started: {reason}"
 
 
 def node_address(interface: str, environment: dict[str, str], file: str) -> str:
@@ -172,12 +172,14 @@ def node_address(interface: str, environment: dict[str, str], file: str) -> str:
     launch = environment.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if launch in known:
         return launch
-    expected = f"the network interface that reaches other nodes; {socket.gethostname()} has {', '.join(ours)}"
+    expected = (
+        f"the network interface that reaches other nodes; {socket.gethostname()} has only {', '.join(ours)}"
+    )
     raise ConfigError("interface", "", expected, file=file, where="environment")
 
 
 def describe_wrong_hardware(reports: list[NodeReport], site: Profile) -> str:
-    """Describe differences of the nodes' hardware from the site profile's system; empty if none or a local system."""
+    """Describe how the nodes' hardware differs from the profile's system; empty if equal, or for a local system."""
     if site.system in systems.LOCAL_SYSTEMS:
         return ""
     return nodes.hardware_mismatch(reports, systems.load_system_file(site.system), site.slurm.gpus_per_node)
@@ -260,7 +262,7 @@ class RunAwaitedJob:
 def _run_awaited_job(
     folder: Path, target: str, stop: AllocationStop, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Run one launch; return its outcome, reason, nodes, rank results and this node's preceding load average."""
+    """Run one launch; return its outcome, reason, nodes and rank results, and this node's load before the launch."""
     answer: dict[str, Any] = {"outcome": "error", "load": round(os.getloadavg()[0], 2), "results": []}
     allocation = read_allocation(folder, environment)
     reports, missing = survey_nodes(allocation, folder / "nodes", stop)

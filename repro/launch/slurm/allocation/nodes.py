@@ -109,14 +109,16 @@ def hardware_mismatch(reports: Iterable[NodeReport], system: System, gpus_per_no
         wrong = any(is_other_gpu(gpu, system) for gpu in gpus.values())
         if wrong or len(gpus) < len(tasks):
             need = wanted if wrong or len(tasks) > 1 else f"1 x {device.name}"
-            return f"{WRONG_HARDWARE}node {node} has {has}, but {system.name} has {need}: not comparable"
+            other = f"node {node} has {has}, but system {system.name} has {need}"
+            return f"{WRONG_HARDWARE}{other}; results would not be comparable"
         for task in tasks:
             if len(task.gpus) > 1 and task.local >= len(task.gpus):
                 sees = f"task {task.local} of node {node} can use only {len(task.gpus)} GPUs"
-                return f"{WRONG_HARDWARE}{sees}: not comparable; give each task one GPU or all GPUs"
+                return f"{WRONG_HARDWARE}{sees}; results would not be comparable; give each task one GPU or all GPUs"
         alone = [task.gpus[0]["uuid"] for task in tasks if len(task.gpus) == 1]
         if len(set(alone)) < len(alone):
-            return f"{WRONG_HARDWARE}several of the {len(tasks)} tasks on node {node} share a GPU: not comparable"
+            several = f"several of the {len(tasks)} tasks on node {node} share a GPU"
+            return f"{WRONG_HARDWARE}{several}; results would not be comparable"
     return ""
 
 
@@ -135,7 +137,7 @@ def is_other_gpu(gpu: dict[str, Any], system: System) -> bool:
         return True
     try:
         expected = device.memory_bytes.known("device.memory_bytes", system=system.name)
-    except ConfigError:  # The system file has no GPU memory size.
+    except ConfigError:  # Without an expected memory size, no difference can be found.
         return False
     memory = gpu.get("memory_bytes")
     return memory is not None and abs(memory - expected) > _MEMORY_SLACK * expected

@@ -1,7 +1,7 @@
 """Job steps: tasks that `srun --overlap` starts, signals and reaps on the nodes of this SLURM job.
 
-The controller runs in a job step too. With `--overlap`, the controller takes no core or GPU from the ranks' job steps,
-and a job step that hangs on an unreachable node does not block the next step.
+The controller runs in a job step too. With `--overlap`, the controller takes no core or GPU from the ranks' job steps.
+A job step that hangs on an unreachable node does not block the next step.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def stop_reason(job: str, delay_s: float, restarts: int = 0) -> str:
         return _REASONS.get(fields.get("Reason", ""), CANCELLED)
     ends = _time(fields.get("EndTime", ""))
     if ends is None:
-        return f"{PREEMPTED} or at its {TIME_LIMIT}"
+        return f"{PREEMPTED}, or the job reached its {TIME_LIMIT}"
     return TIME_LIMIT if ends - time.time() < delay_s + TIME_LIMIT_WARNING_S else PREEMPTED
 
 
@@ -122,15 +122,16 @@ def _why_requeued(job: str, restarts: int) -> str:
         accounted = len(ended) > restarts  # `sacct` already lists the end of the requeued run.
         if down or accounted or not runs or time.monotonic() > until:
             break
-        time.sleep(ACCOUNTING_DELAY_S / 10)  # SLURM does not announce new accounting data.
+        # SLURM does not announce new accounting data, so `sacct` is polled.
+        time.sleep(ACCOUNTING_DELAY_S / 10)
     if down:
         return f"{NODE_FAILURE} of {', '.join(down)}"
     if accounted and ended[-1] == "PREEMPTED":
         return PREEMPTED
     if accounted and ended[-1] != "NODE_FAIL":
-        return f"{PREEMPTED}, or requeued by hand"
-    # The failed node is up again. It was no preemption, because the caller has found no PreemptTime.
-    return NODE_FAILURE if accounted else f"{NODE_FAILURE}, or requeued by hand"
+        return f"{PREEMPTED}, or the job was requeued by `scontrol requeue`"
+    # The failed node is up again. The job was not preempted, because the caller has found no PreemptTime.
+    return NODE_FAILURE if accounted else f"{NODE_FAILURE}, or the job was requeued by `scontrol requeue`"
 
 
 def _down(nodes: str) -> list[str]:
@@ -143,7 +144,7 @@ def _down(nodes: str) -> list[str]:
 def _query_slurm(command: list[str]) -> str:
     """Return the standard output of a SLURM command; empty if the command is missing or does not answer in time."""
     try:
-        # SLURM signals all processes of the job, and would end the SLURM command as well.
+        # SLURM signals all processes of the job. An unblocked signal would end `command`.
         with signals_blocked():
             done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -146,7 +146,7 @@ class RankProcess:
         assert self._folder is not None
         report = read_json(rank_program.rank_report_path(self._folder, self.number)) or None
         if report is None and code == -signal.SIGKILL and count_kernel_oom_kills() > self._oom_kills:
-            reason = "killed by the kernel, which ran out of memory"
+            reason = "the kernel ran out of memory and killed the rank"
             report = {"rank": self.number, "outcome": "oom", "reason": reason}
         errors = rank_process.read_error_log(self._logs, self.number)
         return {"say": "ended", "code": code, "report": report, "errors": errors}
@@ -232,7 +232,10 @@ class TaskLaunch:
 
 
 def task_environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict[str, str]:
-    """Return a rank's environment: that of its SLURM task and the profile, and torch.distributed at `address`."""
+    """Return a rank's environment variables: those of its SLURM task, the profile, threads and `torch.distributed`.
+
+    `address`: IP address of the node's network interface that reaches the controller.
+    """
     interface = launch.interface or interface_name(address)
     local_world = launch.local_world(rank, world)
     cores = len(os.sched_getaffinity(0))

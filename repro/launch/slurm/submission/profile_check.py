@@ -39,7 +39,9 @@ def require_shared_folder(
         return
     shared = Path(site.storage.shared).expanduser()
     if not path.resolve().is_relative_to(shared.resolve()):
-        raise ConfigError(option, str(path), f"a {noun} in {shared}, the shared folder of {site.file}")
+        raise ConfigError(
+            option, str(path), f"a {noun} in {shared}, the folder storage.shared of {site.file}"
+        )
 
 
 def require_writable_folder(site: Profile, results: Path) -> None:
@@ -156,7 +158,7 @@ def _results_folder(site: Profile, results: Path) -> Check:
         require_writable_folder(site, results)
     except ConfigError as error:
         return Check("folder", NO, str(error), "every node must be able to write results", fatal=True)
-    shared = site.storage.shared or "assumed to be shared, as storage.shared is empty"
+    shared = site.storage.shared or "the folder is assumed to be shared, because storage.shared is empty"
     return Check("folder", YES if site.storage.shared else LIMITED, f"{results} ({shared})", "stores results")
 
 
@@ -169,7 +171,7 @@ def _partition(name: str, site: Profile, partition: Partition, time_limit: str) 
         text = f"{found}; {where}.time_limit is {time_limit}"
         return Check(name, NO, text, f"shorten {where}.time_limit", fatal=True)
     most = partition.nodes * site.ranks_per_node
-    return Check(name, YES, found, f"cases of up to {most} ranks")
+    return Check(name, YES, found, f"cases of up to {most} ranks can run")
 
 
 def _case(site: Profile, entry: CaseClass, partitions: dict[str, Partition]) -> Check:
@@ -188,7 +190,10 @@ def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
         return
     if site.slurm.gpu_request == "none":
         yield Check(
-            "GPUs", LIMITED, "not requested (gpu_request = none)", "the site must allocate full nodes"
+            "GPUs",
+            LIMITED,
+            "jobs request no GPUs, because gpu_request = none",
+            "the site must allocate full nodes",
         )
         return
     types = ", ".join(partition.gpu_types) or "no type"

@@ -109,7 +109,7 @@ def plan_submission(
     here = [entry for entry in entries if entry.experiment.name not in elsewhere]
     if not here:
         first = suite.entry(next(iter(elsewhere))).experiment
-        expected = f"runs no selected case of {suite.file}: {first.name} needs {elsewhere[first.name]}"
+        expected = f"the system runs no selected case of {suite.file}: case {first.name} needs {elsewhere[first.name]}"
         if first.network is None and first.system in LOCAL_SYSTEMS:
             expected += f". --move leaves cases of system {first.system} as they are. " * move or ". "
             expected += f"Use a profile of system {first.system}, or `repro run {suite.file}` on one machine"
@@ -188,10 +188,13 @@ def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool,
     what = "GPU-hours" if planned.profile.slurm.gpus_per_node else "core-hours"
     cases, arrays = count_noun(len(planned.cases), "case"), count_noun(len(planned.arrays), "job array")
     print(f"Dry run: {cases} in {arrays}. Nothing is submitted.")
-    print(f"Upper bound from time limits: {units.number(most)} {what}{_price(planned, most)}.")
+    print(
+        f"Maximum cost, if all jobs reach their time limits: {units.number(most)} {what}{_price(planned, most)}."
+    )
     if count:
         price = _price(planned, predicted)
-        print(f"Predicted steps of {count_noun(count, 'case')}: {units.number(predicted)} {what}{price}.")
+        steps = f"the training steps of {count_noun(count, 'case')}"
+        print(f"Predicted cost of {steps}: {units.number(predicted)} {what}{price}.")
     elif planned.cases and planned.profile.slurm.gpus_per_node:
         print("No step time is predicted: run `repro run SUITE --evidence simulated` first.")
     print_left_out(planned)
@@ -239,7 +242,7 @@ def describe_array(array: JobArray) -> str:
     size = f"{count_noun(shape.nodes, 'node')} x {count_noun(shape.tasks_per_node, 'rank')}"
     where = f", partition {shape.partition}" if shape.partition else ""
     limit = format_time_limit(shape.time_min)
-    return f"{count_noun(cases, 'case')} in {count_noun(count, 'job')} of {size}, {limit} each{where}"
+    return f"{count_noun(cases, 'case')} in {count_noun(count, 'job')} of {size}, time limit {limit}{where}"
 
 
 def print_left_out(planned: SubmissionPlan) -> None:
@@ -248,8 +251,8 @@ def print_left_out(planned: SubmissionPlan) -> None:
     other = [f"{name} needs {needs}" for name, needs in planned.elsewhere.items()]
     for cases, what, shown in (
         (live, "in a live job", MAX_LISTED_CASES),
-        (planned.known, "with a record, which --rerun repeats", 0),
-        (other, f"not for nodes of {planned.profile.system}", 1),
+        (planned.known, "with a record; --rerun submits cases with a record again", 0),
+        (other, f"that nodes of {planned.profile.system} cannot run", 1),
         (_too_large(planned), "predicted to run out of memory", MAX_LISTED_CASES),
     ):
         if cases:

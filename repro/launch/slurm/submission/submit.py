@@ -240,9 +240,9 @@ def _failed_answer(reason: str) -> dict[str, Any]:
 
 def _describe_end(job_id: str, state: JobState | None, folder: Path) -> str:
     """Describe the end of a SLURM job by its state and the last line of its controller's standard error."""
-    word = f"{state.state} {state.reason}".strip() if state is not None else "an unknown state"
+    word = f"{state.state} {state.reason}".strip() if state is not None else "unknown"
     lines = []
     for path in sorted((folder / "submitit").glob("*_0_log.err")):
         lines += path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     error = f": {lines[-1][:300]}" if lines else ""
-    return f"job {job_id} ended in {word}{error}"
+    return f"job {job_id} ended in state {word}{error}"

@@ -249,7 +249,7 @@ def run_until_stopped(experiment: Experiment, root: Path) -> str:
 def test_all_ranks_stop_and_resume_at_the_same_step(tmp_path: Path, two: RankPool) -> None:
     wanted = experiment(LAYOUTS["dp2-z2"], every=STEPS)
     message = two.run(run_until_stopped, wanted, tmp_path)
-    assert message == ["stopped on request after step 3; the next run resumes there"] * 2
+    assert message == ["stopped on request after step 3; the next run resumes from this step"] * 2
     (tmp_path / "stop").unlink()
     result = two.run(train, wanted, tmp_path)[0]
     assert [start["step"] for start in result["checkpoints"]["resumed"]] == [3]

@@ -205,7 +205,7 @@ def truncate(folder: Path) -> None:
 
 HINT = "remove the folder to resume from the preceding checkpoint"
 NO_INDEX = f"index.json: not an index: must be a checkpoint index that `repro run` has written; {HINT}"
-RESUMES = "as in the experiment that resumes from this checkpoint"
+RESUMES = "the value of the experiment that resumes from this checkpoint"
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (truncate, f"rank-0.safetensors: size = SIZE - 4: must be SIZE bytes; {HINT}"),
     (
