@@ -111,7 +111,7 @@ def test_a_plan_with_context_parallelism_counts_its_bytes() -> None:
         ({"zero": 5}, 8, "zero = 5: must be a ZeRO stage"),
         ({"precision": "fp8"}, 8, "precision = 'fp8'"),
         ({"zero": 3, "pp": 2}, 8, "zero = 3: must be 0, 1 or 2 with pp = 2"),
-        ({"recompute": "selective"}, 16, "recompute = 'selective'"),
+        ({"recompute": "selective"}, 16, "layout.recompute = 'selective': must be none or block"),
     ],
 )
 def test_a_request_without_candidates_is_an_error(given: dict[str, Any], gpus: int, message: str) -> None:
