@@ -111,7 +111,7 @@ def test_details_of_a_calibrated_system_show_its_measurements(
     message = " ".join(capsys.readouterr().out.split())
     assert "measured on 2026-01-01 with torch 2.6.0, 4 ranks, 5 repeats; cores 4; processor X" in message
     assert "aten.mm: 2 us + 0 s per byte + 0.01 ps per FLOP" in message
-    assert "nvlink all_reduce, 4 ranks: 2 sizes, 1.024 kB in 100 us to 1.049 MB in 1 ms" in message
+    assert "nvlink all_reduce, 4 ranks: 2 message sizes, 1.024 kB in 100 us to 1.049 MB in 1 ms" in message
     assert cli.main(["systems", str(path), "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
     assert one["provenance"]["facts"]["cores"] == 4
