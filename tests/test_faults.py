@@ -259,7 +259,7 @@ def test_killed_or_stopped_real_rank_is_named(
     found = reason(results, "long")
     assert message in found
     assert ", after " in found
-    assert " on " in found
+    assert " in group " in found
 
 
 def current_step(heartbeat: Path) -> int:

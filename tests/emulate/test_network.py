@@ -71,11 +71,21 @@ def send_times(network: RunningNetwork, source: int, target: int, limits: dict[i
     return [float(line) for line in done.stdout.split()]
 
 
+def start_network(network: EmulatedNetwork) -> RunningNetwork:
+    """Start a network; other tests on this machine may disturb the measurement of its rates, so try up to ten times."""
+    for _ in range(9):
+        try:
+            return RunningNetwork(network)
+        except NoNetwork as error:
+            assert "measurements differ" in str(error)
+    return RunningNetwork(network)
+
+
 @pytest.mark.parametrize(("target", "rate"), [(1, SLOW.within), (2, SLOW.between)])
 def test_message_time_is_size_over_the_slowest_rate(target: int, rate: float) -> None:
     """A full token bucket lets a frame, and the bytes of one wake-up of the kernel, pass at once."""
     sizes = [30_000, 100_000, 1_000_000]
-    with closing(RunningNetwork(SLOW)) as network:
+    with closing(start_network(SLOW)) as network:
         ideal = {size: size / network.facts.payload_share / rate for size in sizes}
         limits = {size: 1.05 * seconds + 1e-3 for size, seconds in ideal.items()}
         found = send_times(network, 0, target, limits)
@@ -85,7 +95,7 @@ def test_message_time_is_size_over_the_slowest_rate(target: int, rate: float) ->
 
 
 def test_every_link_is_measured_in_both_directions() -> None:
-    with closing(RunningNetwork(SLOW)) as network:
+    with closing(start_network(SLOW)) as network:
         rates = network.facts.rates
     for kind, count, rate in (("rank", 4, SLOW.within), ("node", 2, SLOW.between)):
         for side in ("sends", "receives"):
@@ -93,7 +103,7 @@ def test_every_link_is_measured_in_both_directions() -> None:
 
 
 def test_links_inside_a_node_are_unlimited_without_a_rate() -> None:
-    with closing(RunningNetwork(EmulatedNetwork(nodes=2, ranks_per_node=2, between=4e6))) as network:
+    with closing(start_network(EmulatedNetwork(nodes=2, ranks_per_node=2, between=4e6))) as network:
         limits = {1: 0.04, 2: 1.0}
         inside, outside = (send_times(network, 0, to, {1_000_000: limit})[0] for to, limit in limits.items())
     assert outside > 0.2
@@ -147,11 +157,11 @@ def end_soon(processes: list[int]) -> bool:
 
 
 def test_no_process_remains_after_close_or_kill_of_keeper() -> None:
-    with closing(RunningNetwork(SLOW)) as network:
+    with closing(start_network(SLOW)) as network:
         first = network_processes(network)
         assert not have_ended(first[:1])
     assert end_soon(first)
-    with closing(RunningNetwork(SLOW)) as network:
+    with closing(start_network(SLOW)) as network:
         second = network_processes(network)
         os.kill(network.facts.keeper, signal.SIGKILL)
         assert end_soon(second)
