@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from repro.engines.native.checkpoint import state
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.model_part import learning_rate
 from repro.parallel import mesh as meshes
-from repro.parallel.zero.optimizer import LossScaler, divisor_for
+from repro.parallel.zero.optimizer import LossScaler, ShardedAdamW, divisor_for
 from repro.simulate.memory.live_bytes import LiveBytes
 from repro.simulate.trace.events import Operator, PhaseStart
 from repro.simulate.trace.roles import roles, trace
@@ -265,3 +266,11 @@ def test_restored_loss_scaler_has_the_remaining_hysteresis() -> None:
     for expected in (2.0**10, 2.0**9):  # the second further overflow halves the scale
         restored.scaler.update(SKIPPED)
         assert float(restored.scaler.scale) == expected
+
+
+def test_adjacent_parameters_of_a_group_are_one_part_of_a_shard() -> None:
+    """One part is one operator of the update. Gaps and the end of the shard are padding, of group None."""
+    groups = [(0, 0, 4), (0, 4, 6), (1, 6, 7), (1, 9, 12)]
+    ranges = [(SimpleNamespace(group=group), start, stop) for group, start, stop in groups]
+    bucket: Any = SimpleNamespace(ranges=ranges, master=torch.zeros(16))
+    assert ShardedAdamW._parts_of(bucket) == [(0, 6), (1, 1), (None, 2), (1, 3), (None, 4)]
