@@ -104,9 +104,8 @@ def describe_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
             memory = record.largest.memory
             reserved = memory.cuda.get("reserved_peak", 0) if memory else 0
             size = f" with {units.size(reserved)} reserved" if reserved else ""
-            return (
-                f"{record.largest.layers} layers fit{size}, {record.first_failing.layers} layers do not fit"
-            )
+            failing = f"{record.first_failing.layers} layers do not fit"
+            return f"{record.largest.layers} layers fit{size}, {failing}"
     return ""
 
 

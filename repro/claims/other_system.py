@@ -111,9 +111,8 @@ def load_questions(ledger: Ledger, file: Path = QUESTIONS_FILE) -> QuestionSet:
     except ConfigError as error:
         raise error.within(file=str(file)) from None
     for twice in left_out.keys() & {question.claim for question in asked}:
-        raise ConfigError(
-            "left_out", twice, "the id of a claim that no [[question]] table names", file=str(file)
-        )
+        right = "the id of a claim that no [[question]] table names"
+        raise ConfigError("left_out", twice, right, file=str(file))
     return QuestionSet(asked, left_out)
 
 

@@ -114,9 +114,8 @@ def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
             first, others = read.setdefault(row.sentence, (claim.id, experiments))
             if experiments != others:
                 differing = ", ".join(sorted(experiments ^ others))
-                right = (
-                    f"a sentence whose rows read equal experiments; those of {first} differ in: {differing}"
-                )
+                contrast = f"those of {first} differ in: {differing}"
+                right = f"a sentence whose rows read equal experiments; {contrast}"
                 raise ConfigError("sentence", row.sentence, right, where=f"{claim.id}.{row.label}")
 
 
@@ -281,12 +280,8 @@ def _row(
             variables=variables,
         )
         shared = shared_input(row)
-        require(
-            not shared,
-            "given",
-            "",
-            f"a text that names the published number among the inputs of the test, because {shared}",
-        )
+        right = f"a text that names the published number among the inputs of the test, because {shared}"
+        require(not shared, "given", "", right)
         return row
     except ConfigError as error:
         raise error.within(where=where) from None
@@ -300,9 +295,8 @@ def _evidence(
     ):
         raise ConfigError("scale", item.scale, "published scale, one rank of N, or scaled twin")
     if item.scale == ledger.SCALED_TWIN and metric not in ("exact", "ratio") and not item.expect:
-        raise ConfigError(
-            "expect", says="is missing: must be the formula of the value at the scale of the scaled-down twin"
-        )
+        says = "is missing: must be the formula of the value at the scale of the scaled-down twin"
+        raise ConfigError("expect", says=says)
     right = "needs metric = ratio and no key expect: of an emulated run, only ratios compare with published values"
     is_ratio = metric == "ratio" and not item.expect
     require(kind != EMULATED or is_ratio, EMULATED, item.value, says=right)

@@ -66,8 +66,7 @@ class Records:
     def functions(self, kind: str, case: Case | None = None) -> dict[str, Callable[..., Value | Uncertain]]:
         """Return the functions by which ledger expressions read records of one kind of evidence, by name.
 
-        `kind`: `simulated`, `emulated` or `measured`. `case`: values of unknown inputs for simulated times; None:
-        best values.
+        `kind`: `simulated`, `emulated` or `measured`. `case`: values of unknown inputs; None: their best values.
         """
 
         def find(experiment: str) -> ExperimentRecord:
@@ -85,9 +84,8 @@ class Records:
             network = record.conditions.get("network")
             if kind != SIMULATED and bool(network) != (kind == EMULATED):
                 on = "an emulated network" if network else "the machine's own links"
-                raise Missing(
-                    record.label, f"the experiment ran on {on}, so its record is not {kind} evidence"
-                )
+                reason = f"the experiment ran on {on}, so its record is not {kind} evidence"
+                raise Missing(record.label, reason)
 
         def metric(experiment: str, name: str) -> Value | Uncertain:
             """Return the value of a metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.

@@ -96,8 +96,7 @@ class SuiteCatalogue:
     def commands(self, experiments: Iterable[tuple[str, str]]) -> list[EvidenceCommand]:
         """Return the commands, sorted by suite, that create the records of `experiments`.
 
-        `experiments`: pairs (kind of evidence, `suite/name`). For simulated experiments of a cluster, the
-        result includes the commands that measure them.
+        `experiments`: pairs (kind of evidence, `suite/name`). Simulated ones of a cluster also get measuring commands.
         """
         wanted: dict[tuple[str, str, str], set[str]] = {}
         for kind, full in experiments:

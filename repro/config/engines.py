@@ -20,8 +20,7 @@ from repro.config.training import Training
 NATIVE = "native"
 FUSED_HEAD_MULTIPLE = 8
 """Required divisor of an attention head's width for fused 16-bit attention before compute capability 8.0, where torch
-has only xFormers' kernel (`minimum_gemm_alignment` in PyTorch's `sdp_utils.cpp`). From 8.0 on, FlashAttention pads
-heads."""
+has only xFormers' kernel (`minimum_gemm_alignment` in `sdp_utils.cpp`). From 8.0 on, FlashAttention pads heads."""
 
 
 class Combination(NamedTuple):
@@ -221,31 +220,19 @@ def check_layout_fits(layout: Layout, model: Model, seq: int) -> None:
     what = f"one of {later}, since operators of 2019 do not support {other} = {getattr(model, other, '')}"
     require(not other or layout.kernels is not OperatorSet.UNFUSED, "kernels", layout.kernels, what)
     ranks, names = (layout.cp * layout.tp, "cp x tp") if layout.cp > 1 else (layout.tp, "tp")
-    require(
-        not layout.sp or seq % ranks == 0,
-        "sp",
-        layout.sp,
-        says=f"needs {names} = {ranks} to divide seq = {seq}",
-    )
+    says = f"needs {names} = {ranks} to divide seq = {seq}"
+    require(not layout.sp or seq % ranks == 0, "sp", layout.sp, says=says)
     parts = layout.pp * layout.chunks
     what = f"layers = {model.layers} ({model.name})"
     product = f"the product pp * chunks = {parts} " if layout.chunks > 1 else ""
     if layout.stage_layers:
         total = sum(layout.stage_layers)
-        require(
-            total == model.layers,
-            "stage_layers",
-            list(layout.stage_layers),
-            f"numbers of layers whose sum is {what}, not {total}",
-        )
+        right = f"numbers of layers whose sum is {what}, not {total}"
+        require(total == model.layers, "stage_layers", list(layout.stage_layers), right)
         return
     require(parts <= model.layers, "pp", layout.pp, says=f"{product}must be at most {what}")
-    require(
-        model.layers % parts == 0,
-        "pp",
-        layout.pp,
-        says=f"{product}must be a divisor of {what}, or stage_layers must list {parts} numbers with this sum",
-    )
+    says = f"{product}must be a divisor of {what}, or stage_layers must list {parts} numbers with this sum"
+    require(model.layers % parts == 0, "pp", layout.pp, says=says)
 
 
 def unfused_attention_note(model: Model, layout: Layout, capability: str) -> str:

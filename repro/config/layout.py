@@ -149,12 +149,8 @@ class Layout:
         self._check_zero()
         self._check_pipeline()
         self._check_checkpoints()
-        require(
-            self.cp == 1 or not self.kernels.writes_scores,
-            "cp",
-            self.cp,
-            f"1 with kernels = {self.kernels}, which do not support context parallelism",
-        )
+        right = f"1 with kernels = {self.kernels}, which do not support context parallelism"
+        require(self.cp == 1 or not self.kernels.writes_scores, "cp", self.cp, right)
         self._check_sizes()
 
     def _check_batches(self) -> None:
@@ -162,12 +158,8 @@ class Layout:
         per_pass = self.dp * self.micro_batch
         if self.global_batch == 0:
             object.__setattr__(self, "global_batch", per_pass)
-        require(
-            self.global_batch % per_pass == 0,
-            "global_batch",
-            self.global_batch,
-            f"a multiple of dp * micro_batch = {self.dp} * {self.micro_batch} = {per_pass}",
-        )
+        right = f"a multiple of dp * micro_batch = {self.dp} * {self.micro_batch} = {per_pass}"
+        require(self.global_batch % per_pass == 0, "global_batch", self.global_batch, right)
 
     def _check_zero(self) -> None:
         require(self.zero in (0, 1, 2, 3), "zero", self.zero, "a ZeRO stage: 0, 1, 2 or 3")
@@ -177,12 +169,8 @@ class Layout:
             self.zero1_reduce,
             says=f"needs zero = 1, the only stage with a choice of this collective (here zero = {self.zero})",
         )
-        require(
-            self.zero3_gather == "block" or self.zero == 3,
-            "zero3_gather",
-            self.zero3_gather,
-            says=f"needs zero = 3, the only stage that partitions parameters (here zero = {self.zero})",
-        )
+        says = f"needs zero = 3, the only stage that partitions parameters (here zero = {self.zero})"
+        require(self.zero3_gather == "block" or self.zero == 3, "zero3_gather", self.zero3_gather, says=says)
         require(
             self.gradient_as_bucket_view or (self.zero == 0 and self.copies > 1),
             "gradient_as_bucket_view",
@@ -218,12 +206,8 @@ class Layout:
             self.chunks,
             "at least 2 with schedule = interleaved" if interleaved else "1 unless schedule = interleaved",
         )
-        require(
-            not interleaved or self.pp > 1,
-            "schedule",
-            self.schedule,
-            says="needs pp > 1: one stage has no pipeline to interleave",
-        )
+        says = "needs pp > 1: one stage has no pipeline to interleave"
+        require(not interleaved or self.pp > 1, "schedule", self.schedule, says=says)
         require(
             not interleaved or self.accumulation % self.pp == 0,
             "global_batch",
@@ -231,12 +215,8 @@ class Layout:
             says=f"needs micro-batches in multiples of pp = {self.pp} with schedule = interleaved "
             f"(here global_batch / dp / micro_batch = {self.accumulation})",
         )
-        require(
-            len(self.stage_layers) in (0, parts),
-            "stage_layers",
-            list(self.stage_layers),
-            f"one number of layers for each of pp * chunks = {parts} parts",
-        )
+        right = f"one number of layers for each of pp * chunks = {parts} parts"
+        require(len(self.stage_layers) in (0, parts), "stage_layers", list(self.stage_layers), right)
         require(
             all(count >= 1 for count in self.stage_layers[1:-1]) and min(self.stage_layers, default=0) >= 0,
             "stage_layers",
@@ -252,25 +232,13 @@ class Layout:
 
     def _check_checkpoints(self) -> None:
         for key in ("pa", "pa_cpu"):
-            require(
-                self.has_checkpoints or not getattr(self, key),
-                key,
-                getattr(self, key),
-                says="needs recompute = true: without it, there are no activation checkpoints",
-            )
+            says = "needs recompute = true: without it, there are no activation checkpoints"
+            require(self.has_checkpoints or not getattr(self, key), key, getattr(self, key), says=says)
         require(self.cp == 1 or self.recompute != SELECTIVE, "cp", self.cp, f"1 with recompute = {SELECTIVE}")
-        require(
-            not self.pa or (self.tp > 1 and not self.sp),
-            "pa",
-            self.pa,
-            says="needs tp > 1 and sp = false; sequence parallelism already splits checkpoints",
-        )
-        require(
-            not self.pa_cpu or self.pa or self.tp == 1 or self.sp,
-            "pa_cpu",
-            self.pa_cpu,
-            says="needs pa = true: otherwise all tp ranks copy the same checkpoint to host memory",
-        )
+        says = "needs tp > 1 and sp = false; sequence parallelism already splits checkpoints"
+        require(not self.pa or (self.tp > 1 and not self.sp), "pa", self.pa, says=says)
+        says = "needs pa = true: otherwise all tp ranks copy the same checkpoint to host memory"
+        require(not self.pa_cpu or self.pa or self.tp == 1 or self.sp, "pa_cpu", self.pa_cpu, says=says)
 
     def _check_sizes(self) -> None:
         for key in ("dp", "tp", "pp", "cp"):

@@ -88,12 +88,8 @@ class Model:
         sizes.at_least(self, ("ffn", "head_dim", "decoder_layers", "published_params"), 0, "0 or more")
         for key, known in (("architecture", ARCHITECTURES), *VARIANTS.items()):
             require(getattr(self, key) in known, key, getattr(self, key), f"one of {', '.join(known)}")
-        require(
-            bool(self.head_dim) or self.hidden % self.heads == 0,
-            "heads",
-            self.heads,
-            f"a divisor of hidden = {self.hidden} (or give head_dim)",
-        )
+        right = f"a divisor of hidden = {self.hidden} (or give head_dim)"
+        require(bool(self.head_dim) or self.hidden % self.heads == 0, "heads", self.heads, right)
         self._check_variants()
         self._check_sizes()
 
@@ -103,12 +99,8 @@ class Model:
             require(self.architecture == "gpt", key, value, right)
         heads = self.heads
         divides = 0 <= self.kv_heads <= heads and heads % self.key_heads == 0
-        require(
-            divides,
-            "kv_heads",
-            self.kv_heads,
-            f"a divisor of heads = {heads}, or 0 for one key head per attention head",
-        )
+        right = f"a divisor of heads = {heads}, or 0 for one key head per attention head"
+        require(divides, "kv_heads", self.kv_heads, right)
         require(self.norm_eps > 0, "norm_eps", self.norm_eps, "more than 0")
         rotary = self.positions == "rotary"
         for key, most in (("rotary_base", float("inf")), ("rotary_fraction", 1.0)):

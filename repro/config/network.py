@@ -53,12 +53,8 @@ class EmulatedNetwork:
             if self.nodes > 1
             else "omitted with one node, which has no link to other nodes",
         )
-        require(
-            self.delay_s == 0 or self.nodes > 1,
-            "delay_s",
-            self.delay_s,
-            "0 with one node, since only messages between nodes are delayed",
-        )
+        right = "0 with one node, since only messages between nodes are delayed"
+        require(self.delay_s == 0 or self.nodes > 1, "delay_s", self.delay_s, right)
 
     @property
     def world(self) -> int:

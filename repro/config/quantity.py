@@ -24,12 +24,8 @@ class Quantity:
 
     def __post_init__(self) -> None:
         require(self.value is None or self.value >= 0, "value", self.value, '0 or more, or "unknown"')
-        require(
-            bool(self.source.strip()),
-            "source",
-            self.source,
-            "the publication of the number, or the reason why it is unknown",
-        )
+        right = "the publication of the number, or the reason why it is unknown"
+        require(bool(self.source.strip()), "source", self.source, right)
         self._check_end("low", self.low)
         self._check_end("high", self.high)
 

@@ -85,12 +85,8 @@ class System:
             check_whole(key, getattr(self, key))
         check_positive("host_memory_bytes", self.host_memory_bytes)
         context, memory = self.context_bytes.value, self.device.memory_bytes.value
-        require(
-            context is None or memory is None or context < memory,
-            "context_bytes",
-            context,
-            f"less than device.memory_bytes = {memory}",
-        )
+        right = f"less than device.memory_bytes = {memory}"
+        require(context is None or memory is None or context < memory, "context_bytes", context, right)
         measured = any(link.collectives for link in self.links.values()) or bool(self.device.operators)
         if measured and self.provenance is None:
             expected = (

@@ -52,11 +52,8 @@ def count_windows(corpus: Corpus, seq: int) -> int:
     """
     windows = (len(corpus.tokens) - 1) // seq
     if windows < 1:
-        raise ConfigError(
-            "data",
-            corpus.name,
-            f"data of at least seq + 1 = {seq + 1} tokens; the file has {len(corpus.tokens)}",
-        )
+        right = f"data of at least seq + 1 = {seq + 1} tokens; the file has {len(corpus.tokens)}"
+        raise ConfigError("data", corpus.name, right)
     return windows
 
 
@@ -81,11 +78,8 @@ def _binary(name: str, path: Path) -> Corpus:
             )
         # In small 4-byte ids that are read as 2-byte ids, every second id is 0; tokenised text is not.
         if len(start) >= 64 and not start[1::2].any() and start[::2].any():
-            raise ConfigError(
-                "data",
-                name,
-                "2-byte ids; these are probably 4-byte ids, whose file name must end in .u32.bin",
-            )
+            right = "2-byte ids; these are probably 4-byte ids, whose file name must end in .u32.bin"
+            raise ConfigError("data", name, right)
     return Corpus(name, tokens, int(np.iinfo(tokens.dtype).max))
 
 

@@ -77,16 +77,8 @@ class Training:
         require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"at most lr = {self.lr:g}")
         require(0 <= self.seed < 2**63, "seed", self.seed, "0 or more and below 2**63")
         at_most("steps", self.steps, STEPS)
-        require(
-            self.untimed_steps < self.steps,
-            "untimed_steps",
-            self.untimed_steps,
-            f"fewer than steps = {self.steps}, so that at least one step is timed",
-        )
-        require(
-            not self.continues or self.checkpoint_every > 0,
-            "continues",
-            self.continues,
-            says="needs checkpoint_every of 1 or more",
-        )
+        right = f"fewer than steps = {self.steps}, so that at least one step is timed"
+        require(self.untimed_steps < self.steps, "untimed_steps", self.untimed_steps, right)
+        says = "needs checkpoint_every of 1 or more"
+        require(not self.continues or self.checkpoint_every > 0, "continues", self.continues, says=says)
         require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")

@@ -74,9 +74,8 @@ def find_network() -> LabNetwork | None:
 def start_network(network: EmulatedNetwork) -> LabNetwork:
     """Start an emulated network, which runs until `stop_network`. Raises `ConfigError` if one runs, or `NoNetwork`."""
     if (running := find_network()) is not None:
-        raise ConfigError(
-            "lab", str(running.network), says="this network is already running; `repro lab down` stops it"
-        )
+        says = "this network is already running; `repro lab down` stops it"
+        raise ConfigError("lab", str(running.network), says=says)
     keeper = start_keeper("--stay")
     try:
         facts = request_network(keeper, network)

@@ -46,8 +46,7 @@ _ADAPTERS = {
 _LIBRARIES = {"torch": "torch._dynamo", "deepspeed": "deepspeed", "megatron": "megatron.core"}
 """Python module of the library that an engine needs, by engine."""
 _MIN_TORCH = (2, 10)
-"""Minimum version of torch for engine `torch`, which needs `replicate` based on FSDP2, and `return_outputs` in
-pipeline steps."""
+"""Minimum version for engine `torch`, which needs FSDP2's `replicate` and `return_outputs` of pipeline steps."""
 
 _ABSENT = object()
 Attribute = tuple[Any, str]
@@ -130,10 +129,7 @@ class Exchange:
 
 
 def missing_library(engine: str) -> str:
-    """Return the missing library of an engine and the command that installs it (`deepspeed: pip install ...`).
-
-    The result is empty if the library is installed.
-    """
+    """Return an engine's missing library and its installation command, `deepspeed: pip install ...`; or nothing."""
     version = versions(["torch"]).get("torch", "") if engine == "torch" else ""
     if () < major_minor(version) < _MIN_TORCH:
         return f"torch {'.'.join(map(str, _MIN_TORCH))} or later: torch {version} is installed. Upgrade torch"

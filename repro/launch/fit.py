@@ -42,9 +42,8 @@ def plan_trials(
     """
     system, gpus = query.system, query.gpus
     if system not in local_launch.DEVICES:
-        raise ConfigError(
-            "system", system, f"a system of this machine with --measure: {', '.join(local_launch.DEVICES)}"
-        )
+        right = f"a system of this machine with --measure: {', '.join(local_launch.DEVICES)}"
+        raise ConfigError("system", system, right)
     if query.expandable:
         what = "this option does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead"
         raise ConfigError("expandable", says=what)

@@ -130,11 +130,8 @@ class Position(NamedTuple):
         if not self.begun:
             return "at start-up"
         place = f"at step {self.step}, {self.phase}"
-        return (
-            f"{place}, after collective {self.op} #{self.sequence} in group {self.group}"
-            if self.op
-            else place
-        )
+        collective = f", after collective {self.op} #{self.sequence} in group {self.group}"
+        return place + collective * bool(self.op)
 
 
 class HeartbeatWriter:

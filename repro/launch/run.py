@@ -198,9 +198,8 @@ def preview_run(
 
 def _describe_ranks(experiment: Experiment, simulates: bool) -> str:
     if simulates:
-        return (
-            f"simulation of {words.count_noun(experiment.layout.world, 'rank')} on system {experiment.system}"
-        )
+        ranks = words.count_noun(experiment.layout.world, "rank")
+        return f"simulation of {ranks} on system {experiment.system}"
     what = "rank" if DEVICES[experiment.system] == "cpu" else "GPU"
     ranks = words.count_noun(experiment.layout.world, what)
     return f"{ranks} here, {experiment.network}" if experiment.network is not None else f"{ranks} here"

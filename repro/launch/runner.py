@@ -22,10 +22,7 @@ from repro.results.store import DISK_FULL
 
 
 class StopRequest(Protocol):
-    """Interface of a request to stop a run; its truth value is True once a stop is requested.
-
-    `stop_s`: seconds in which ranks must end the current step and write a checkpoint.
-    """
+    """Request to stop a run, true once made. Ranks have `stop_s` seconds for their step and a checkpoint."""
 
     @property
     def stop_s(self) -> float: ...

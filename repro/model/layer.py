@@ -45,8 +45,7 @@ class BatchPosition:
 
 
 DROPOUT_SITES = 3
-"""Number of dropouts in a transformer layer: attention weights, attention output and MLP output. The embedding counts
-as layer 0 and has one dropout."""
+"""Dropouts of a layer: attention weights, attention output, MLP output. The embedding is layer 0, with one."""
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,7 @@ class StockLoop:
         self._had_grad_only_backward = False
         """Whether `torch.autograd.grad` has computed input gradients since the last full backward pass."""
         self._uses: dict[int, tuple[int, bool]] = {}
-        """By block `id`: number of forward calls since the last backward pass, and whether one ran under `no_grad`, as
-        in reentrant checkpointing."""
+        """By `id` of a block: forward calls since the last backward pass, and whether one ran under `no_grad`."""
         self._in_no_sync = False
         """Whether `module.no_sync()` is active, in which no backward pass is the step's last."""
         self._shards = self._make_shards(optimizer)

@@ -66,9 +66,8 @@ def predict_measured_runs(records: Iterable[Record], system: System) -> MachineE
             continue
         ranks = experiment.layout.world
         if system.provenance is not None and system.provenance.ranks != ranks:
-            missing[name] = (
-                f"the run has {ranks} ranks, but {system.name} was calibrated with {system.provenance.ranks} ranks"
-            )
+            calibrated = f"{system.name} was calibrated with {system.provenance.ranks} ranks"
+            missing[name] = f"the run has {ranks} ranks, but {calibrated}"
             continue
         try:
             on = system

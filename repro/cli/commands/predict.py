@@ -70,12 +70,8 @@ def simulate(
     if versus:
         others = {"--timeline": timeline, "--snapshot": snapshot, "--from": source, "--launch": launch}
         for name, value in others.items():
-            require(
-                not value,
-                "--versus",
-                versus,
-                says=f"cannot be combined with {name}, since --versus compares two layouts",
-            )
+            says = f"cannot be combined with {name}, since --versus compares two layouts"
+            require(not value, "--versus", versus, says=says)
         return print_versus((model, query), read_alternative(context, "--versus", versus), json)
 
     files = LaunchFiles(source, launch, output)

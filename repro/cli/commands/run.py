@@ -63,12 +63,8 @@ def run(
     right = "one or more suites without --claim, or no suite with --claim"
     require(bool(suites) != bool(claim), "SUITE", " ".join(map(str, suites)), right)
     if claim:
-        require(
-            not only,
-            "--only",
-            " ".join(only),
-            says="cannot be combined with --claim, which selects the experiments",
-        )
+        says = "cannot be combined with --claim, which selects the experiments"
+        require(not only, "--only", " ".join(only), says=says)
         from repro.claims.reader import load_ledger
         from repro.claims.run_commands import named_experiments
 
@@ -140,8 +136,7 @@ def results(
 @app.command(epilog="Example:  repro init mine.toml")
 def init(
     words: Annotated[
-        OptionalNames,
-        argument("Kind (suite by default, claim, system, model), path of the file.", "[KIND] FILE"),
+        OptionalNames, argument("Kind (suite by default, claim, system, model) and path.", "[KIND] FILE")
     ] = None,
 ) -> int:
     """Write a commented example file: a suite that runs on this machine, a claim, a system or a model."""

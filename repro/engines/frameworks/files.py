@@ -78,12 +78,8 @@ def parse_options(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         says = f"the file cannot be read as {path.suffix[1:].upper()}: {error}"
         raise ConfigError("--from", str(path), says=says) from None
-    require(
-        isinstance(tables, dict),
-        "--from",
-        str(path),
-        "a file whose top level maps names of options to values",
-    )
+    right = "a file whose top level maps names of options to values"
+    require(isinstance(tables, dict), "--from", str(path), right)
     return flattened(tables)
 
 

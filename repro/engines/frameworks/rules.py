@@ -131,10 +131,7 @@ MEGATRON = {
 
 
 def _bucket(settings: Settings) -> int:
-    """Return DeepSpeed's bucket size, an even number of elements.
-
-    The bucket is not larger than the model, because DeepSpeed allocates the full bucket.
-    """
+    """Return DeepSpeed's bucket size: even, and at most the model's size, because DeepSpeed allocates full buckets."""
     from repro.model import counts
 
     elements = settings["layout.bucket_bytes"] // ELEMENT_BYTES[settings["layout.precision"]]

@@ -102,8 +102,7 @@ class Rule(NamedTuple):
     write: Callable[[Settings], Any]
     """Function that returns the option's value for an experiment's settings; a result of None omits the option."""
     read: Callable[[Any, Reading], None] | None = None
-    """Function (value of the option, or None if the file omits the option; reading) that sets keys of this suite. The
-    attribute is None for an option that sets no key."""
+    """Function (value of the option or None, reading) that sets keys of this suite; None if the option sets none."""
 
 
 def converted(name: str, key: str, value: Any) -> Any:

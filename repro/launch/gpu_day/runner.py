@@ -67,12 +67,8 @@ class GpuDayRequest:
 
     def check(self) -> None:
         """Raise `ConfigError` for invalid options of `repro gpu-day`."""
-        require(
-            0 < self.minutes <= 24 * 60,
-            "--minutes",
-            self.minutes,
-            "a time limit of more than 0 and at most 1440 minutes",
-        )
+        right = "a time limit of more than 0 and at most 1440 minutes"
+        require(0 < self.minutes <= 24 * 60, "--minutes", self.minutes, right)
         require(self.rehearse or not self.faults, "--inject", True, says="needs --rehearse")
 
 

@@ -116,9 +116,8 @@ def profile_steps(suite: Path, profiles: Path, measurements: Path, names: Sequen
         orders = [order, *(["self_cpu_time_total"] if on_gpu and is_host_bound else [])]
         for sort_by in orders:
             table = averages.table(sort_by=sort_by, row_limit=TABLE_ROWS, max_name_column_width=90)
-            append_durably(
-                profiles, f"Profile of {name}, sorted by {sort_by}: {values}\n{table}\n\n".encode()
-            )
+            text = f"Profile of {name}, sorted by {sort_by}: {values}\n{table}\n\n"
+            append_durably(profiles, text.encode())
         del run, found, kernels, averages
         gc.collect()
 

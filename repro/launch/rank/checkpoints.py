@@ -50,12 +50,8 @@ class CheckpointPlace:
         every = experiment.training.checkpoint_every
         if not every:
             return None
-        require(
-            job.checkpoints,
-            "checkpoint_every",
-            every,
-            "0 (no checkpoints), because this launch has no store for checkpoints",
-        )
+        right = "0 (no checkpoints), because this launch has no store for checkpoints"
+        require(job.checkpoints, "checkpoint_every", every, right)
         return CheckpointPlace(Path(job.checkpoints), Path(job.folder) / STOP_FILE)
 
 

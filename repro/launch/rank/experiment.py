@@ -197,9 +197,8 @@ class ExperimentRun:
         }
         is_written = checkpoints.write(self.index, history)
         if stop:
-            resumes = (
-                "the next run resumes from this step" if is_written else "no checkpoint could be written"
-            )
+            from_here = "the next run resumes from this step"
+            resumes = from_here if is_written else "no checkpoint could be written"
             raise Stopped(f"stopped on request after step {self.index}; {resumes}")
         return True
 

@@ -211,11 +211,8 @@ def check_partition(partitions: dict[str, Partition], name: str, *, file: str, w
     name = name or next((found.name for found in partitions.values() if found.default), "")
     if name in partitions:
         return partitions[name]
-    says = (
-        "the cluster has no such partition"
-        if name
-        else "the key is empty, and the cluster has no default partition"
-    )
+    no_default = "the key is empty, and the cluster has no default partition"
+    says = "the cluster has no such partition" if name else no_default
     given = [name] if name else []
     raise ConfigError("partition", *given, says=f"{says}; its partitions are {known}", file=file, where=where)
 

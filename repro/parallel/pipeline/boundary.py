@@ -150,8 +150,7 @@ class Boundary:
         under_way = self._sent.setdefault((to, channel), deque())
         while len(under_way) >= self.UNDER_WAY:
             under_way.popleft().wait()
-        # The computation that precedes the send is launched already, so posted receives cannot delay the send.
-        self.post()
+        self.post()  # The computation before the send is launched already, so receives cannot delay it.
         under_way.append(message())
 
     def finish(self) -> None:

@@ -224,7 +224,6 @@ def _starts(
                 ready.append(waiting.pop((stage, action)))
     for (other, missing), stage in waiting.items():
         action = schedule[stage][len(starts[stage])]
-        raise ValueError(
-            f"deadlock: {action} of stage {stage} waits for {missing} of stage {other}, which never runs"
-        )
+        never = f"{missing} of stage {other}, which never runs"
+        raise ValueError(f"deadlock: {action} of stage {stage} waits for {never}")
     return unit, starts, durations

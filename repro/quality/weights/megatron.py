@@ -115,9 +115,8 @@ class MegatronCheckpoint(WeightSource):
         paths = _rank_files(folder)
         self._tp, self._pp = 1 + max(t for t, _ in paths), 1 + max(p for _, p in paths)
         if len(paths) != self._tp * self._pp:
-            right = (
-                f"{self._tp} x {self._pp} folders (tensor-parallel ranks x pipeline stages), not {len(paths)}"
-            )
+            kinds = "tensor-parallel ranks x pipeline stages"
+            right = f"{self._tp} x {self._pp} folders ({kinds}), not {len(paths)}"
             raise ConfigError("mp_rank_*", says=f"must be {right}", file=str(folder))
         ranks = {at: _read_checkpoint(path) for at, path in paths.items()}
         self._version = _checkpoint_version(ranks[0, 0], folder)

@@ -41,8 +41,7 @@ class Tie:
     by: tuple[str, ...]
     """Unknown numbers that cause the tie, sorted by their effect on the ratio of the two step times.
 
-    Each one alone reverses the order of the two layouts at an end of its range. If no number does, `by` has the one
-    with the largest effect.
+    Each alone reverses the order of the two layouts at an end of its range; else `by` has the most effective one.
     """
 
 

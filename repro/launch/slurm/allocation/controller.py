@@ -172,9 +172,8 @@ def node_address(interface: str, environment: dict[str, str], file: str) -> str:
     launch = environment.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if launch in known:
         return launch
-    expected = (
-        f"the network interface that reaches other nodes; {socket.gethostname()} has only {', '.join(ours)}"
-    )
+    only = f"{socket.gethostname()} has only {', '.join(ours)}"
+    expected = f"the network interface that reaches other nodes; {only}"
     raise ConfigError("interface", "", expected, file=file, where="environment")
 
 

@@ -232,10 +232,7 @@ class TaskLaunch:
 
 
 def task_environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict[str, str]:
-    """Return a rank's environment variables: those of its SLURM task, the profile, threads and `torch.distributed`.
-
-    `address`: IP address of the node's network interface that reaches the controller.
-    """
+    """Return a rank's environment variables; `address`: IP address of the interface that reaches the controller."""
     interface = launch.interface or interface_name(address)
     local_world = launch.local_world(rank, world)
     cores = len(os.sched_getaffinity(0))

@@ -133,9 +133,8 @@ def _devices(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
             )
             yield Check("GPUs there", NO, text, meaning, fatal=True)
         else:
-            yield Check(
-                "GPUs there", YES, text, "these are the GPUs of the profile's system" if system else "usable"
-            )
+            meaning = "these are the GPUs of the profile's system" if system else "usable"
+            yield Check("GPUs there", YES, text, meaning)
     nccl = {v for node in seen for k, v in node["versions"].items() if "nccl" in k}
     found = ", ".join(sorted(nccl)) or "no NCCL package; torch may contain NCCL"
     yield Check("NCCL", YES if nccl else LIMITED, found, "collectives between GPUs")

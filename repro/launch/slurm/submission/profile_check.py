@@ -39,9 +39,8 @@ def require_shared_folder(
         return
     shared = Path(site.storage.shared).expanduser()
     if not path.resolve().is_relative_to(shared.resolve()):
-        raise ConfigError(
-            option, str(path), f"a {noun} in {shared}, the folder storage.shared of {site.file}"
-        )
+        right = f"a {noun} in {shared}, the folder storage.shared of {site.file}"
+        raise ConfigError(option, str(path), right)
 
 
 def require_writable_folder(site: Profile, results: Path) -> None:

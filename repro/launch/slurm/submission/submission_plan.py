@@ -188,9 +188,8 @@ def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool,
     what = "GPU-hours" if planned.profile.slurm.gpus_per_node else "core-hours"
     cases, arrays = count_noun(len(planned.cases), "case"), count_noun(len(planned.arrays), "job array")
     print(f"Dry run: {cases} in {arrays}. Nothing is submitted.")
-    print(
-        f"Maximum cost, if all jobs reach their time limits: {units.number(most)} {what}{_price(planned, most)}."
-    )
+    limit = f"{units.number(most)} {what}{_price(planned, most)}"
+    print(f"Maximum cost, if all jobs reach their time limits: {limit}.")
     if count:
         price = _price(planned, predicted)
         steps = f"the training steps of {count_noun(count, 'case')}"
