@@ -13,13 +13,15 @@ from repro.results.reference_records import ReferenceFile
 from repro.results.schema import ComparisonRecord, ExperimentRecord, Record, Side
 from tests.records import made_up
 
-HEAD = """
+SOURCE = """
 title = "Test"
 [[source]]
 key = "PAPER"
 title = "A paper"
 where = "a shelf"
-[[claim]]
+"""
+"""Start of a ledger with one source."""
+HEAD = f"""{SOURCE}[[claim]]
 id = "a-claim"
 title = "Twice as fast"
 family = "throughput"

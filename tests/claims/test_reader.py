@@ -11,14 +11,8 @@ from repro.claims.ledger import TRACE, Ledger
 from repro.claims.reader import check_shared_documents, load_ledger
 from repro.config import ConfigError
 from tests import committed
+from tests.claims.constructed_records import SOURCE as HEAD
 
-HEAD = """
-title = "Test"
-[[source]]
-key = "PAPER"
-title = "A paper"
-where = "a shelf"
-"""
 CLAIM = """
 [[claim]]
 id = "a-claim"

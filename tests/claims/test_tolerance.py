@@ -38,7 +38,7 @@ def agrees(
     ],
 )
 def test_printed_number_has_a_range_and_a_last_digit(text: str, low: float, high: float, step: float) -> None:
-    """As an input of an expression, the number is uncertain by half a digit."""
+    """A printed number in an expression is uncertain by half of its last digit."""
     number, found = parse_printed_number(text), printed(text)
     assert (number.low, number.high, number.step) == pytest.approx((low, high, step))
     ends = (low - step / 2, (low + high) / 2, high + step / 2)
@@ -279,7 +279,7 @@ def test_share_has_a_tolerance_of_three_percentage_points() -> None:
 
 
 def test_tolerance_at_scale_is_relative_to_the_larger_end() -> None:
-    """With 12 %, the interval from -10 to 1 accepts values up to 1.2 beyond either end."""
+    """A tolerance of 12 % of 10, the larger absolute bound, extends the range from -10 to 1 by 1.2 at each end."""
     for sign, ends in ((1, (-10, 1)), (-1, (-1, 10))):
         assert agrees_at_scale(sign * 2.19, ends, "ratio")
         assert not agrees_at_scale(sign * 2.21, ends, "ratio")

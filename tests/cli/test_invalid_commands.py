@@ -172,6 +172,16 @@ COMMANDS = [
 ]
 
 
+def error_line(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a wrong command, and return its only output, one short line on stderr."""
+    assert cli.main(shlex.split(command)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: ")
+    assert len(err) < 600
+    return err
+
+
 @pytest.mark.parametrize(("command", "message"), COMMANDS, ids=lambda text: text[:99])
 def test_error_of_a_wrong_command_is_one_line(
     command: str,
@@ -181,12 +191,7 @@ def test_error_of_a_wrong_command_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(shlex.split(command)) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("error: ")
-    assert message in err
-    assert len(err) < 600
+    assert message in error_line(command, capsys)
 
 
 def test_error_of_a_wrong_command_precedes_the_import_of_torch(tmp_path: Path) -> None:
@@ -320,12 +325,7 @@ def test_error_in_a_file_is_one_line_and_nothing_starts(
     for file, content in given.items():
         (tmp_path / file).write_text(content)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(shlex.split(command)) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("error: ")
-    assert message in err
-    assert len(err) < 600
+    assert message in error_line(command, capsys)
     assert {path.name for path in tmp_path.iterdir()} == given.keys()
 
 

@@ -128,7 +128,7 @@ def _inject_fault(kind: str) -> None:
         raise Diverged("loss is nan")
     elif kind in ("raise", "raise-late"):
         time.sleep(0.5 if kind == "raise-late" else 0.0)
-        raise KeyError("no such thing")
+        raise KeyError("injected failure")
     else:
         raise AssertionError(kind)
 

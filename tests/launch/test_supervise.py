@@ -265,7 +265,10 @@ AT_REAL = "at step {}, backward, after collective all_reduce #{} in group dp"
 FIRST_CAUSES = {
     "abort:b:0:1": ("oom", f"rank 0 {KILLED} 6 (SIGABRT) {AT_REAL.format(1, 8)}: std::bad_alloc"),
     # NCCL's watchdog aborts a rank whose peer failed, here before the peer reports the cause.
-    "watchdog:b:1:2,raise-late:b:0:2": ("error", f"rank 0 {AT_REAL.format(2, 9)}: KeyError: 'no such thing'"),
+    "watchdog:b:1:2,raise-late:b:0:2": (
+        "error",
+        f"rank 0 {AT_REAL.format(2, 9)}: KeyError: 'injected failure'",
+    ),
 }
 
 

@@ -31,7 +31,7 @@ def test_the_system_decides_the_basis_of_a_record() -> None:
         ("dgx-h100", "yuan"): PUBLISHED_POINT,
         ("dgx-h200",): KERNEL_TIMES,
         ("dgx2", "dgx-b200", "gb200-nvl72", "mi300x"): UNCALIBRATED,
-        ("gone.toml",): "",
+        ("missing.toml",): "",
     }.items():
         assert {basis_of_record(record(system)) for system in systems} == {basis}
 
