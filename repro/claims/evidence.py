@@ -172,11 +172,11 @@ def _judge_miss(
     interval = uncertainty.least, uncertainty.most
     ends = " to ".join(dict.fromkeys(format_value(end, row.printed) for end in interval))
     if not published.meets(*interval):
-        why = f"the ranges of all unknown inputs give the interval {ends}, without the published value"
+        why = f"the ranges of all unknown inputs give the interval {ends}, which excludes the published value"
         return NOT_REPRODUCED, f"{rule}; {why}", ()
     found = uncertainty.deciding_unknowns(published.meets)
     which = f"the uncertainty of {' and '.join(found)} decides the verdict"
-    why = f"the ranges of all unknown inputs give the interval {ends}, with the published value; {which}"
+    why = f"the ranges of all unknown inputs give the interval {ends}, which includes the published value; {which}"
     return POSSIBLE, f"{rule}; {why}", found
 
 

@@ -79,7 +79,7 @@ def test_published_value_in_the_range_of_unknowns_is_possible(
         assert f"{RINGS} decides" in finding.reason
     if verdict == v.NOT_REPRODUCED:
         assert (
-            "the ranges of all unknown inputs give the interval 8.333 to 20, without the published value"
+            "the ranges of all unknown inputs give the interval 8.333 to 20, which excludes the published value"
             in finding.reason
         )
 
