@@ -130,8 +130,8 @@ class Position(NamedTuple):
         if not self.begun:
             return "at start-up"
         place = f"at step {self.step}, {self.phase}"
-        collective = f", after collective {self.op} #{self.sequence} in group {self.group}"
-        return place + collective * bool(self.op)
+        collective = f"after collective {self.op} #{self.sequence} in group {self.group}"
+        return f"{place}, {collective}" if self.op else place
 
 
 class HeartbeatWriter:

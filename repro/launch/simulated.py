@@ -92,7 +92,7 @@ def _simulate_suite(
 def missing_for_simulation(experiment: Experiment) -> str:
     """Return the requirement without which `experiment` cannot be simulated; empty if it can be simulated."""
     needed = "engine = native: training steps of other engines cannot be simulated"
-    return needed * (experiment.engine != "native")
+    return "" if experiment.engine == "native" else needed
 
 
 def simulated_system(experiment: Experiment) -> System:

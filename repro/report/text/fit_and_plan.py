@@ -78,7 +78,7 @@ def print_fits(
 
 
 def _describe_limit(limit: int, communicators: int) -> str:
-    without = f" (without {units.size(communicators)} for the communicators' buffers)"
+    without = f" (after subtraction of {units.size(communicators)} for the communicators' buffers)"
     return units.size(limit) + without * (communicators > 0)
 
 
