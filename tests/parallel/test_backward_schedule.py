@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from repro.parallel.comm import Group
 from repro.parallel.ledger import CommLedger
-from repro.parallel.transports import NoTransport
+from repro.parallel.transports import NoTransport, Work
 from repro.parallel.zero.backward_schedule import BackwardSchedule, ForwardPass
 from repro.parallel.zero.partition import ModuleUse
 from repro.parallel.zero.stage3_checks import UnitAgreement
@@ -121,3 +122,17 @@ def test_ranks_exchange_the_last_60_flags() -> None:
         flags = [i in indices for i in range(60)]
         assert agreement.union(flags) == flags
         assert agreement.union([False, *flags]) == [True, *flags]
+
+
+@pytest.mark.parametrize("number", [5, -1], ids=["index of a unit", "digest of a pass"])
+def test_flags_of_a_rank_that_runs_other_modules_are_refused(number: int) -> None:
+    """Flags are positive and have an additional bit; digests are negative and may have this bit."""
+
+    class OtherModules(NoTransport):
+        def all_gather(self, output: Tensor, input: Tensor) -> Work:
+            output[1] = number
+            return Work()
+
+    agreement = UnitAgreement(Group("dp", (0, 1), 0, OtherModules(), CommLedger()))
+    with pytest.raises(RuntimeError, match="module"):
+        agreement.union([True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -332,3 +333,16 @@ def sum_after_a_reducer_is_freed() -> float:
 
 def test_reducer_freed_during_a_reduction_breaks_no_connection(two: RankPool) -> None:
     assert two.run(sum_after_a_reducer_is_freed, timeout_s=60) == [2.0, 2.0]
+
+
+def test_a_reducer_exists_as_long_as_a_parameter() -> None:
+    """Autograd's hooks do not count as references, so gradients would otherwise not be reduced."""
+    group, _ = make_group(size=2)
+    reducer = GradientReducer([make_bucket(group, 1, (8,))], sharding(group, 1))
+    parameter, reference = reducer.buckets[0].parameters[0], weakref.ref(reducer)
+    del reducer
+    gc.collect()
+    assert reference() is vars(parameter)["reducer"]
+    del parameter
+    gc.collect()
+    assert reference() is None
