@@ -139,8 +139,12 @@ def missing_library(engine: str) -> str:
 
 def import_libraries(engine: str, device_type: str) -> None:
     """Import the libraries of `engine`, so that a memory limit set afterwards does not count their memory."""
+    # torch imports this module, and with it sympy, in the first backward pass that gets gradients of outputs.
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    adapter = importlib.import_module(_ADAPTERS[engine].split(":")[0])
     if engine == "deepspeed":
-        importlib.import_module("repro.engines.deepspeed.engine").import_deepspeed(device_type)
+        adapter.import_deepspeed(device_type)
+        importlib.import_module("torch._dynamo")
     elif engine in _LIBRARIES:
         importlib.import_module(_LIBRARIES[engine])
 

@@ -165,4 +165,10 @@ TRIED = "you tried to allocate 4 bytes"
     ],
 )
 def test_only_allocator_errors_count_as_out_of_memory(outcome: str, errors: list[Exception]) -> None:
-    assert [program.classify_error(error) for error in errors] == [outcome] * len(errors)
+    assert [program.classify_error(error, limited=False) for error in errors] == [outcome] * len(errors)
+
+
+def test_an_import_without_memory_is_out_of_memory_only_under_a_limit() -> None:
+    """CPython raises this error if an import cannot allocate an object."""
+    error = SystemError("error return without exception set")
+    assert (program.classify_error(error, True), program.classify_error(error, False)) == ("oom", "error")

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         _write_report(folder, options.rank, outcome, reason)
     except Exception as error:
         lift_memory_limit()
-        outcome = classify_error(error)
+        outcome = classify_error(error, bool(job.memory_bytes))
         reason = str(error) if outcome == "interrupted" else describe_error(error)
         # The report precedes the stack trace, because NCCL's watchdog may end a process while it frees tensors.
         _write_report(folder, options.rank, outcome, reason)
@@ -86,14 +86,20 @@ def _write_report(folder: Path, rank: int, outcome: str, reason: str) -> None:
     write_json(rank_report_path(folder, rank), {"rank": rank, "outcome": outcome, "reason": reason})
 
 
-def classify_error(error: BaseException) -> str:
-    """Return the outcome of an experiment that ended with `error`: `oom`, `diverged`, `interrupted` or `error`."""
+def classify_error(error: BaseException, limited: bool) -> str:
+    """Return the outcome of an experiment that ended with `error`: `oom`, `diverged`, `interrupted` or `error`.
+
+    `limited`: whether the memory of the rank was limited.
+    """
     if isinstance(error, Stopped):
         return "interrupted"
     if isinstance(error, FloatingPointError):
         return "diverged"
     # torch's CPU allocator raises a plain RuntimeError, which only its message distinguishes from other errors.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "oom"
+    # Where CPython cannot allocate an object in an import, it may raise this error instead of a `MemoryError`.
+    if limited and isinstance(error, SystemError) and "error return without exception set" in str(error):
         return "oom"
     if isinstance(error, (RuntimeError, OSError)) and _NO_MEMORY.search(str(error)):
         return "oom"
