@@ -51,7 +51,8 @@ def test_all_steps_run_with_only_the_kit(kit: Path, target: Path, tmp_path: Path
     assert kinds.pop(SKIPPED) == "skipped"
     assert "deepspeed" in found[SKIPPED]["reason"]
     log = (out / "log.txt").read_text(encoding="utf-8", errors="replace")
-    assert set(kinds.values()) == {"ok"}, f"{kinds}\n{log[-8000:]}"
+    failed = {name for name, kind in kinds.items() if kind != "ok"}
+    assert not failed, [part[-4000:] for part in log.split("\n===== ") if part.partition(":")[0] in failed]
     files = [path for path in out.rglob("*") if path.is_file()]
     assert {str(path.relative_to(out)) for path in files} == set(FILES)
     assert len(files) <= MAX_FILES
