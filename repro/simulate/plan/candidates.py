@@ -212,7 +212,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
                 engines.check_layout_fits(layout, request.model, request.seq)
                 engines.check_engine(engines.NATIVE, layout, training, request.model)
                 found.append(layout)
-            except ConfigError as error:  # Layout keys that the user fixed may exclude these degrees.
+            except ConfigError as error:  # The user's fixed layout keys may exclude this tp, cp or pp.
                 refused.append(error)
     if not found and refused:
         raise refused[0]
