@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         lift_memory_limit()
         outcome = classify_error(error, bool(job.memory_bytes))
         reason = str(error) if outcome == "interrupted" else describe_error(error)
-        # The report precedes the stack trace, because NCCL's watchdog may end a process while it frees tensors.
+        # Write the report before the stack trace, because NCCL's watchdog may end this process while tensors are freed.
         _write_report(folder, options.rank, outcome, reason)
         if outcome != "interrupted":
             traceback.print_exc()

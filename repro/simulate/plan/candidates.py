@@ -294,7 +294,7 @@ def _layout_keys(
         if "sp" in software.layout:
             recompute = [False, True]
     replica = request.global_batch // dp
-    # The search excludes sizes with which a replica has fewer micro-batches than pipeline stages.
+    # Exclude micro-batch sizes with which a replica has fewer micro-batches than pipeline stages.
     sizes = [2**power for power in range(replica.bit_length())]
     choices: dict[str, list[Any]] = {
         "zero": zero,

@@ -191,7 +191,7 @@ class DeviceCost:
         name, factor = operator.name, self.kernels.others
         if name in MATMULS:
             if self._on_ordinary_cores(operator):
-                # These products avoid tensor cores, and arithmetic limits them: one rate is valid for all software.
+                # These products avoid tensor cores, and arithmetic limits them: one measured rate suits all software.
                 return self._product(operator, self.unaligned) + self.kernel_s
             if operator.itemsize == 4 and in_any_lane(self.slow_peak):
                 found = self._product(operator, self.slow_peak)
