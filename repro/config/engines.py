@@ -120,7 +120,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
             lambda layout, _: layout.zero == 1 and layout.dp > 1 and _has_model_parallelism(layout),
             "ZeRO stage 0, 2 or 3 with tp or pp",
         ),
-        # In 16-bit training, or with tp or pp, FSDP2 replaces DDP. It has no buckets that duplicate gradients.
+        # In 16-bit training, or with tp or pp, FSDP2 reduces gradients. Unlike DDP, FSDP2 has no gradient buckets.
         Combination(
             "gradient_as_bucket_view",
             lambda layout, _: (
