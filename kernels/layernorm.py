@@ -209,7 +209,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
             f"not {list(weight.shape)} and {list(bias.shape)}"
         )
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
-    # `Differentiable` has x, mean, rstd and weight at these indices of inputs and results.
+    # Indices of x, mean, rstd and weight in (*inputs, *results) of the forward pass.
     saved = (0, 4, 5, 1)
     return Differentiable.apply(
         lambda x, weight, bias: forward(x, weight, bias, eps),

@@ -113,7 +113,7 @@ def normal_at(index: Tensor, key: int) -> Tensor:
     """
     word = index.clone(memory_format=torch.contiguous_format)
     _hash_(word, key)
-    # The arithmetic shift gives a signed 24-bit number n, so that 2 n + 1 lies between -2**24 and 2**24.
+    # The shift gives a signed 24-bit number n, so (2 n + 1) / 2**24 lies between -1 and 1, the domain of erfinv.
     middle = (word >> 40).mul_(2).add_(1)
     return middle.float().mul_(2.0**-24).erfinv_().mul_(math.sqrt(2.0))
 

@@ -80,7 +80,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, plain: bool = Fals
             f"rms_norm of {list(x.shape)} needs a weight of {list(x.shape[-1:])}, not {list(weight.shape)}"
         )
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
-    saved = (0, 3, 1)  # `Differentiable` has x, rstd and weight at these indices of inputs and results.
+    saved = (0, 3, 1)  # indices of x, rstd and weight in (*inputs, *results) of the forward pass
     return Differentiable.apply(
         lambda x, weight: forward(x, weight, eps),
         lambda grad, *saved: backward(grad, *saved),

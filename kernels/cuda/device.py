@@ -104,7 +104,7 @@ class Module:
                 api.cuCtxPopCurrent()
 
     def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
-        # The GPU may wait for a launch, so the constructor makes all calls that are independent of the arguments.
+        # The GPU may wait for a launch, so `__init__` makes all driver calls that do not depend on launch arguments.
         if _current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self.launch(kernel, blocks, arguments)

@@ -256,7 +256,7 @@ def _walk(
     positional = [walk(argument) for argument in node.args]
     keyword = {str(argument.arg): walk(argument.value) for argument in node.keywords}
     try:
-        # The source position identifies a call, because two equal calls of digitised() are independent inputs.
+        # The call's position in the text is the key: equal values read from figures, digitised(), err independently.
         key = f"{node.func.id}@{node.lineno}:{node.col_offset}"
         return settle(key, functions[node.func.id](*positional, **keyword))
     except (ArithmeticError, TypeError) as error:

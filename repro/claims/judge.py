@@ -128,10 +128,10 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
         if equals[0].itself:
             equals = [f for f in equals if f.decided] or equals
             if not all(f.itself for f in speaking):
-                # A simulation or measurement is missing, so the source's numbers can only contradict the claim.
+                # While runs are missing, checks of the source's numbers against each other can only refute the claim.
                 equals = [f for f in equals if f.verdict in BAD]
-        # One expression that misses the published value suffices for the verdict `not reproduced`. An agreement needs
-        # all expressions of the kind of evidence (measured, emulated, simulated or analytic).
+        # Several expressions may compute a published value from one kind of evidence, such as simulations. The verdict
+        # is `not reproduced` if one of them misses the value. An agreement needs all of them.
         failed = next((f for f in equals if f.verdict in BAD), None)
         if failed or (equals and all(f.decided for f in equals)):
             best = failed or next((f for f in equals if f.verdict == POSSIBLE), equals[0])

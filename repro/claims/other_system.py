@@ -239,7 +239,7 @@ def _answer(
         timed = _timed_records(question, named)
         value = evaluate_expression(question.value, functions, {**CONSTANTS, **row.variables}).value
     except Missing as missing:
-        reason = str(missing).replace(f"{SUITE}/", "")  # All questions read one suite.
+        reason = str(missing).replace(f"{SUITE}/", "")  # every experiment has this prefix, so omit it
         return Answer(question=question, lacks=reason, unrecorded=not set(read) <= named.keys())
     except (ConfigError, ExpressionError, KeyError) as error:
         return Answer(question=question, lacks=f"the value cannot be computed: {error}")

@@ -158,7 +158,7 @@ class Records:
             if not fits:
                 return 0 if what == "largest" else math.inf
             chosen = best(fits, key=values.__getitem__)
-            # A parallel degree of 1 is the smallest of all, so that no experiment with a smaller degree can fail.
+            # If the smallest fitting degree is 1, no failing experiment is needed, because no smaller degree exists.
             if chosen == end and (what, values[end]) != ("smallest", 1):
                 reason = f"the experiment fits in memory, so the {what} {name} is unknown: no listed experiment fails"
                 raise Missing(end, reason)

@@ -183,6 +183,6 @@ def covering_globs(names: set[str], every: Iterable[str]) -> list[str]:
 
 def _common_prefix(names: set[str]) -> str:
     """Return the longest common prefix of all names."""
-    low, high = min(names), max(names)  # The first and last name in sorted order determine the common prefix.
+    low, high = min(names), max(names)  # The prefix of the first and last sorted name is common to all names.
     same = [a == b for a, b in zip(low, high, strict=False)]
     return low[: same.index(False) if False in same else len(same)]

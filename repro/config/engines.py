@@ -120,7 +120,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
             lambda layout, _: layout.zero == 1 and layout.dp > 1 and _has_model_parallelism(layout),
             "ZeRO stage 0, 2 or 3 with tp or pp",
         ),
-        # In 16-bit training, or with tensor or pipeline parallelism, FSDP2 reduces gradients, without gradient buckets.
+        # In 16-bit training, or with tp or pp, FSDP2 reduces gradients. Unlike DDP, FSDP2 has no gradient buckets.
         Combination(
             "gradient_as_bucket_view",
             lambda layout, _: (
@@ -142,8 +142,8 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         ),
     ),
     "deepspeed": (
-        # M_D preallocates buffers. In DeepSpeed, `md` concerns activation checkpoints (P_a) alone, because gradients
-        # always have a preallocated buffer.
+        # M_D of the ZeRO paper (key `md`) preallocates buffers. In DeepSpeed, `md` concerns activation checkpoints
+        # (P_a) alone, because gradients always have a preallocated buffer.
         Combination("md", lambda layout, _: layout.md and not layout.pa, "false (true requires pa = true)"),
         Combination(
             "offload_optimizer",

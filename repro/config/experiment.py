@@ -65,7 +65,7 @@ class TwinOf:
 
     def __post_init__(self) -> None:
         pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in self.numbers.items()}
-        object.__setattr__(self, "numbers", pairs)  # JSON stores the pairs as lists
+        object.__setattr__(self, "numbers", pairs)  # JSON stores the pairs as lists, not as tuples
         require(self.part > 0, "part", self.part, "more than 0")
         at_least(self, ("between", "within"), 0, "0 (none) or more")
 

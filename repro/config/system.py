@@ -105,7 +105,7 @@ class System:
     @property
     def best_precision(self) -> str:
         """Return the fastest precision: bf16; fp16 before compute capability 8.0 (no bf16); fp32 on processors."""
-        if "memory" in self.links:  # only processor cores communicate through shared memory
+        if "memory" in self.links:  # CPU ranks, which alone communicate through shared memory
             return "fp32"
         capability = self.device.compute_capability
         return "fp16" if capability and float(capability) < 8 else "bf16"

@@ -148,7 +148,7 @@ def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[st
     cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // world)),
-        # Without this variable, gloo resolves the host's name, which fails on machines without a network.
+        # Without GLOO_SOCKET_IFNAME, gloo resolves the host's name, which fails on machines without a network.
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if limited:

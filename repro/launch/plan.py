@@ -148,7 +148,7 @@ class ExperimentLocks:
         """Write the path of this process's short-lived files into the lock files, for their removal after a kill."""
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "folder": str(folder)})
         for descriptor in self._held:
-            # If this write fails, another process cannot remove the short-lived files after a kill.
+            # If this write fails and this process is killed, no other process can remove its short-lived files.
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, note.encode(), 0)

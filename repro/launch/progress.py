@@ -99,7 +99,7 @@ class Progress:
             place=place,
             rate=_rate(steps.rate),
         )
-        for at, line in self._lines.items():  # A step changes the remaining time of all compared experiments.
+        for at, line in self._lines.items():  # In a comparison, each line shows the total time left.
             self._bars.update(line, left=_time_left(self.running.left_s(counters[at])))
 
     def _clear(self) -> None:
@@ -192,7 +192,7 @@ class StepCounter:
         if self._at is None:
             self.done = step  # a resumed training begins at the step of its checkpoint
         elif step != self._at:
-            # A smaller step number means that a new turn of the experiment has begun, at step 0.
+            # Compared experiments run in turns. A smaller step number means that the next turn began, at step 0.
             self.done += step - self._at if step > self._at else step
             self._from = self.done if self._from is None else self._from
         self._at = step

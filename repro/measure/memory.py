@@ -95,7 +95,7 @@ def write_memory_snapshot(path: Path, devices: Sequence[AllocationHistory]) -> N
     """Write the allocation histories of several devices as one snapshot file for PyTorch's memory viewer."""
     segments = [segment for number, one in enumerate(devices) for segment in one.final_segments(number)]
     document = {"segments": segments, "device_traces": [history.events for history in devices]}
-    path.write_bytes(pickle.dumps(document, protocol=4))  # PyTorch's viewer reads no newer pickle protocol.
+    path.write_bytes(pickle.dumps(document, protocol=4))  # PyTorch's viewer cannot read pickle protocol 5.
 
 
 class _TrackedStorage:

@@ -92,7 +92,7 @@ class StageWaits:
                 self._mark(self._phase)
 
         dist.Work.wait = wait  # type: ignore[method-assign, assignment]
-        self(Phase.FORWARD)  # The time before the first pass or wait of a step counts as forward time.
+        self(Phase.FORWARD)  # A step's time before its first forward pass or wait counts as forward time.
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -307,7 +307,7 @@ class GlooRing(GlooTransport):
                 with torch.no_grad():
                     steps()
                 ended.set_result(None)
-            except BaseException as error:  # `Work.wait` raises the exception.
+            except BaseException as error:  # The caller's `Work.wait` raises this exception.
                 ended.set_exception(error)
 
         self._jobs.put(job)

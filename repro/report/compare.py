@@ -86,7 +86,7 @@ def compare_results(
 
 
 def _compare_experiments(before: list[Record], after: list[Record], tolerance: float) -> list[Change]:
-    # The outcome of an interrupted run does not depend on the compared code.
+    # Omit interrupted runs: the interruption, not the compared versions of the code, determined their outcome.
     old, new = (by_key(records, without=("interrupted",)) for records in (before, after))
     launches = [launches_by_key(records) for records in (before, after)]
     changes = []
@@ -193,7 +193,7 @@ def _run_suite(commit: str, tree: Path, suite: Path, store: Path) -> None:
     command = [sys.executable, "-c", program, "run", str(suite), "--rerun", "--results", str(store)]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1):  # `repro run` exits with 1 if an experiment failed, which is a result.
+    if done.returncode not in (0, 1):  # Code 1 means that an experiment failed, which is a valid result.
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise ConfigError("compare", commit, says=f"`repro run {suite}` of this commit failed: {lines[-1]}")
 

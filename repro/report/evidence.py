@@ -125,7 +125,7 @@ class JudgedStore:
             for row in result.rows:
                 view = row_view(row, result.claim)
                 seen = dict.fromkeys(KINDS, NO_VALUE)
-                # Findings are sorted by strength, so the strongest of each kind is assigned last.
+                # Findings are sorted, strongest first. Reversed, the strongest of each kind overwrites the others.
                 for finding in reversed(view["findings"]):
                     seen[finding["kind"]] = f"{finding['value']} {VERDICT_SIGNS[finding['verdict']]}"
                 shown = {"claim": result.claim.id, "value": view["label"], "published": view["published"]}
@@ -244,7 +244,7 @@ def _counts(about: str, results: list[ClaimResult]) -> dict[str, Any]:
 
 def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for finding in row["evidence"]:  # Evidence is sorted by strength: retain the strongest of each kind.
+    for finding in row["evidence"]:  # strongest first, so retain the first of each kind
         found.setdefault(finding["kind"], finding)
     parts = {"value": "", **{key: f"_{key}" for key in ("low", "high", "tolerance", "origin", "verdict")}}
     evidence = {f"{k}{suffix}": found.get(k, {}).get(key) for k in KINDS for key, suffix in parts.items()}

@@ -239,7 +239,7 @@ def gpu_hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> tuple[float 
     """
     known = catalogue.suites[found.suite]
     chosen = [entry for entry in known.entries if entry.experiment.name in found.names]
-    # An experiment that must run out of memory completes no step, so its minimum is 0.
+    # An experiment whose expected outcome is out of memory completes no step, so its minimum is 0.
     least = [_arithmetic_hours(entry.experiment) if entry.expect != "oom" else 0.0 for entry in chosen]
     most = sum(e.experiment.limits.timeout_s * e.experiment.layout.world / HOUR_S for e in chosen)
     return None if None in least else sum(hours or 0.0 for hours in least), most

@@ -85,7 +85,7 @@ def _cell(result: ClaimResult, name: str) -> dict[str, str]:
     elif kind.decided < kind.rows:
         words += f" ({kind.rows - kind.decided} not run)"
     shown = kind.verdict
-    # Some values of the claim have no run, so only its values with a run decide.
+    # The kind's verdict is NOT_RUN if any published value has no run. Show the verdict on the other values instead.
     if shown == verdicts.NOT_RUN:
         shown = verdicts.REPRODUCED if kind.reproduced == kind.decided else verdicts.POSSIBLE
     return {"text": words, "scale": kind.scale, "verdict": shown}

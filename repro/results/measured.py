@@ -132,7 +132,7 @@ def _metrics(results: list[RankResult], experiment: Experiment) -> Metrics:
     found |= _speed(results, experiment)
     found |= _memory(results, marked=experiment.engine == NATIVE)
     resumed = _resumed(first)
-    # A run that continued from its last checkpoint with one remaining step has not measured communication.
+    # A run that resumed from a checkpoint with one remaining step times no step and measures no communication.
     if not (resumed and not any(first.rounds)):
         found |= metrics.communication(first.comm, first.comm_per_layer)
         found |= metrics.purposes((1, result.comm) for result in results)

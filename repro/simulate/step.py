@@ -236,7 +236,7 @@ def simulate(
     if time:
         try:
             prediction = predict(experiment, system, traces, record=record, interval=interval)
-        except ConfigError as error:  # A missing rate prevents only the prediction of time.
+        except ConfigError as error:  # A missing hardware rate prevents the prediction of time only.
             no_time = str(error)
     seconds = perf_counter() - began
     return Simulation(experiment, system.name, limit, context, results, seconds, traces, prediction, no_time)

@@ -184,7 +184,7 @@ class StockLoop:
             if self.sharded.gatherer is not None:
                 self.sharded.gatherer.begin_forward()
             return
-        if not torch.compiler.is_compiling():  # torch.compile would trace the check of the parameters.
+        if not torch.compiler.is_compiling():  # torch.compile would trace this check of the parameters.
             self._module_check.check()
         self._is_backward_due = True
         self._hide_gradients()

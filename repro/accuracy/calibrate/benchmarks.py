@@ -231,7 +231,7 @@ class LaunchBench:
 
     def sample(self) -> None:
         """Time a step of the tiny model; called throughout the calibration, so that a disturbance affects few calls."""
-        self._step()  # an untimed step loads the code into the caches again
+        self._step()  # untimed: it reloads code that other benchmarks removed from the processor's caches
         self.clock.synchronize()
         self.clock.group.barrier()
         self._seconds.append(self.clock.in_a_crowd(lambda i: self._step(), self._step))

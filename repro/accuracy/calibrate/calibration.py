@@ -177,7 +177,7 @@ class ClusterNodes:
         self.system, self.nodes, self.per_node = system, nodes, per_node or most
         self.ranks = nodes * self.per_node
         on_cpu = local_launch.DEVICES.get(system) == "cpu"
-        # The profile's system "local-gpu" does not say which GPU the nodes have, and every GPU supports fp16.
+        # The system "local-gpu" names no GPU model, so use fp16, which every GPU supports.
         best = "fp16" if system in LOCAL_SYSTEMS else load_system(system).best_precision
         self.precision = "fp32" if on_cpu else best
         file = self.site.file

@@ -118,7 +118,7 @@ def derive(originals: Sequence[Experiment], machine: System, options: TwinOption
     members, scales = [], []
     on = [with_links(load_system(original.system), options) for original in originals]
     shapes = [shape_of(o.layout, s, options.ranks, tp=options.tp) for o, s in zip(originals, on, strict=True)]
-    widest = max(4, *(shape.tp for shape in shapes))  # every tp degree must divide the shared model's heads
+    widest = max(4, *(shape.tp for shape in shapes))  # every tp degree must divide the number of heads
     for original, system, shape in zip(originals, on, shapes, strict=True):
         if shape.nodes * shape.per_node != options.ranks:
             right = f"{shape.nodes * shape.per_node}, which is the number of ranks of the scaled-down {original.name}"
@@ -189,7 +189,7 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
         "pp": scale.pp_link(before, after, layers),
     }
     within = between = 0.0
-    # If several groups share a link, tp (the last group) sets its rate, because tp communication cannot overlap.
+    # If several groups use a link, the rate for tp overwrites the others, because tp communication cannot overlap.
     for group in ("dp", "pp", "tp"):
         if not factors[group]:
             continue

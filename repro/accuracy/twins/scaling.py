@@ -63,7 +63,7 @@ def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> Twin
     if layout.world <= ranks and tp in (0, layout.tp):
         return TwinShape(nodes, layout.world // nodes, layout.tp, layout.pp, layout.dp)
     if tp and layout.tp == devices:
-        # The original's tp groups fill a node each. The twin's tp groups also do.
+        # Each tp group fills one node in the original experiment, and also in the scaled-down experiment.
         nodes = ranks // tp
     require(ranks % nodes == 0, "--ranks", ranks, f"a multiple of the {nodes} nodes of {system.name}")
     per_node = ranks // nodes

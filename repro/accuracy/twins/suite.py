@@ -99,7 +99,7 @@ def suite_text(
     lines = [HEAD.format(title=title, arguments=arguments, file=file, machine=machine)]
     head = {"name": name, "description": title.rstrip("."), "claims": list(claims)}
     lines += _table("[suite]", {key: value for key, value in head.items() if value})
-    # `expect` is empty, because a run fails on a machine that is too busy to reach the link rates.
+    # The suite expects no outcome (`expect`), because runs fail if a busy machine cannot reach the emulated link rates.
     lines += _table("[defaults]", {"expect": ""})
     lines += _table("[defaults.limits]", {"timeout_s": 1800, "hang_s": 300})
     models: dict[str, Model] = {}

@@ -108,6 +108,6 @@ def parse_system(data: dict[str, Any], *, name: str, file: str) -> System:
         raise ConfigError("name", data["name"], says="must be omitted; the file names its system", file=file)
     tables = {**_complete(data, file), "name": name}
     tables.pop("aliases", None)
-    if isinstance(tables.get("links"), dict):  # report unknown classes of links before their keys
+    if isinstance(tables.get("links"), dict):  # report an unknown table [links.NAME] before its keys
         check_classes(tables["links"], file)
     return build_dataclass(System, tables, file=file)

@@ -74,7 +74,7 @@ def import_deepspeed(device_type: str) -> ModuleType:
 
 def join_process_group(device: torch.device) -> None:
     """Initialise the process group of torch and of DeepSpeed, which DeepSpeed needs even with one rank."""
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed reads the GPU's index from it.
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed reads the GPU's index from LOCAL_RANK.
     meshes.ensure_process_group(device)
     from deepspeed import comm
 

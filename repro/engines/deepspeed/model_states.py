@@ -138,7 +138,7 @@ class States:
                 for p in parameters:
                     size = p.partition_numel()
                     start = self.rank * size
-                    mine = max(0, min(size, p.ds_numel - start))  # The last ranks have padding.
+                    mine = max(0, min(size, p.ds_numel - start))  # shards of the last ranks end in padding
                     yield p, start, flat[place : place + mine]
                     place += size
         else:

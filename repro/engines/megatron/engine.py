@@ -122,8 +122,8 @@ class MegatronEngine:
         if self.mesh.world.size > 1:
             dist.all_reduce(mean)
         success, norm, _ = self.optimizer.step()
-        # Report the optimizer phase again, so that the observer also categorises the fp32 copies of fp16 gradients,
-        # which `optimizer.step` allocates.
+        # Report the optimizer phase a second time, so that `observe` also assigns a memory category to the fp32 copies
+        # of fp16 gradients, which `optimizer.step` allocated.
         observe(Phase.OPTIMIZER)
         self.taken += float(success)
         return Norms(
@@ -259,7 +259,7 @@ class PassTimers:
         if name in _PHASES:
             self._observe(_PHASES[name])
         elif self._stages > 1 and ("recv" in name or "send" in name or name == "embedding-grads-all-reduce"):
-            # The start of a communication timer begins a wait, which in interleaved schedules ends at the next pass.
+            # The start of a communication timer begins idle time. In interleaved schedules, the next pass ends it.
             self._observe(Phase.IDLE)
         if name.endswith("-compute"):
             self.order.append(name[0].upper())

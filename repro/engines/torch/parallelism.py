@@ -151,7 +151,7 @@ class DuplicatedParallel(ParallelStyle):
         return output.redistribute(placements=[self.output]).to_local()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Ignore the type: torch annotates the two functions without a return value, although it uses their results.
+        # Ignore the type: torch declares both function arguments as returning None, although it uses their results.
         return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
 
 

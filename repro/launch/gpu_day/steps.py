@@ -163,7 +163,7 @@ def _with_tiny_sizes(text: str) -> str:
         if equals and key in tiny:
             line = f"{key} = {json.dumps(tiny[key])}"
         elif key == "vocab":
-            # Models with different vocabulary sizes must also have different sizes after the reduction.
+            # Models of different vocabulary sizes must still differ after the reduction to tiny models.
             line = f"vocab = {int(value) % 1000}"
         lines.append(line)
     return "\n".join(lines) + "\n"

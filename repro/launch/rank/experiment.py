@@ -220,7 +220,7 @@ class ExperimentRun:
         live, most = tracker.live(), tracker.most
         states = {category: live[category] for category in MODEL_STATES}
         if self.experiment.engine != NATIVE:
-            # Libraries free gradients between steps, so the maximum counts, not the bytes after the step.
+            # Libraries free gradients within the step, so report their maximum bytes, not their bytes after the step.
             states[Category.GRADIENTS] = most[Category.GRADIENTS]
         self.memory = RankMemory(
             states=states,

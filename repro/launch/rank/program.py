@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         lift_memory_limit()
         outcome = classify_error(error, bool(job.memory_bytes))
         reason = str(error) if outcome == "interrupted" else describe_error(error)
-        # The report precedes the stack trace, because NCCL's watchdog may end a process while it frees tensors.
+        # Write the report before the stack trace, because NCCL's watchdog may end this process while tensors are freed.
         _write_report(folder, options.rank, outcome, reason)
         if outcome != "interrupted":
             traceback.print_exc()
@@ -98,7 +98,7 @@ def classify_error(error: BaseException, limited: bool) -> str:
     # torch's CPU allocator raises a plain RuntimeError, which only its message distinguishes from other errors.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "oom"
-    # Where CPython cannot allocate an object in an import, it may raise this error instead of a `MemoryError`.
+    # If CPython cannot allocate an object in an import, it may raise this SystemError instead of a MemoryError.
     if limited and isinstance(error, SystemError) and "error return without exception set" in str(error):
         return "oom"
     if isinstance(error, (RuntimeError, OSError)) and _NO_MEMORY.search(str(error)):

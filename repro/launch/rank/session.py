@@ -169,7 +169,7 @@ class RankSession:
         for turn in range(job.rounds):
             for i, experiment in enumerate(job.experiments):
                 if experiment.key in results:
-                    continue  # The loss of the experiment diverged in an earlier turn, so it does not run again.
+                    continue  # The experiment's loss diverged in an earlier turn, so it is not run again.
                 run = self._start(i, meshes[i], watched=turn == job.rounds - 1)
                 diverged = _advance(run, None) or _advance(run, self._timed_steps(i, turn))
                 run.rounds, run.phase_rows = rounds[i] + run.rounds, rows[i] + run.phase_rows
@@ -212,7 +212,7 @@ def _run_trial(
 ) -> dict[str, Any]:
     inputs = 2, experiment.layout.replica_batch, experiment.seq
     if as_rank >= 0:
-        # A trial of one rank runs only a few micro-batches, because their peak memory is that of all micro-batches.
+        # A trial of one rank runs only a few micro-batches, because further ones would not raise its peak memory.
         stage = experiment.layout.index_of("pp", as_rank)
         experiment = replace(experiment, layout=shortened(experiment.layout, stage))
         mesh = meshes.shape_only_mesh(experiment.layout, as_rank)

@@ -41,7 +41,7 @@ def print_logs(results: Path, name: str, rank: int | None) -> int:
     submission, bundle, key = find_case(registry, name)
     folder = registry.path(submission)
     job = submission.jobs().get(bundle.index, "")
-    # While a launch runs, the logs of its cases are in the folder of its first case.
+    # While experiments run in one launch, the logs of all are in the folder of its first experiment.
     running = (registry.state(submission, bundle.index).get("current") or {}).get("names", [])
     if name in running:
         key = next(experiment.key for experiment in bundle.experiments if experiment.name == running[0])

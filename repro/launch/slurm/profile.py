@@ -79,7 +79,7 @@ class Slurm:
             f"longer than signal_delay_s = {self.signal_delay_s} s, "
             "the time from the stop signal of a job to its time limit"
         )
-        full_min = min(parse_time_limit(time_limit), 1e9) // 1  # sbatch receives the limit in full minutes.
+        full_min = min(parse_time_limit(time_limit), 1e9) // 1  # sbatch gets the time limit in full minutes
         require(60 * full_min > self.signal_delay_s, key, time_limit, expected)
 
     def _texts(self) -> Iterator[tuple[str, str]]:

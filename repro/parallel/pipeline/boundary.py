@@ -134,7 +134,7 @@ class Boundary:
             gathered = self._buffer(1)
             self.tp.all_gather(gathered, buffer, purpose="boundary").wait()
             buffer = gathered
-        # After its receipt, the buffer counts as memory of activations instead of communication.
+        # The received buffer counts as memory of activations from now on, and no longer as a communication buffer.
         return storage.mark(buffer, Category.ACTIVATIONS).view(self.shape)
 
     def send(self, tensor: Tensor, to: int, kind: str) -> None:

@@ -205,7 +205,7 @@ def _starts(
     starts: list[list[int]] = [[] for _ in range(stages)]
     clock = [0] * stages
     done: dict[tuple[int, Action], int] = {}
-    # For each unfinished (stage, action) with a result that another stage needs, the waiting stage.
+    # Keys: unfinished pairs (stage, action), where an action is one pass. Values: the stage that waits for its result.
     waiting: dict[tuple[int, Action], int] = {}
     ready = list(range(stages))
     while ready:

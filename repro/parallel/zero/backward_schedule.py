@@ -174,7 +174,7 @@ class GradOnlyBackward:
 def _will_execute(node: Any) -> bool:
     try:
         found: bool = torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
-    except RuntimeError:  # `torch.autograd.grad` returns this parameter's gradient without accumulating it.
+    except RuntimeError:  # `torch.autograd.grad` returns this gradient without adding it to `p.grad`.
         return False
     return found
 

@@ -102,7 +102,7 @@ class GradientShards:
         ]
         if counted:
             squares = kernels.norm_squared(counted, plain=self.operators.plain)
-        else:  # The gradient shards of this rank are only padding, or other ranks count them in the norm.
+        else:  # This rank's gradient shards are padding, or gradients that other ranks add to the norm.
             squares = torch.zeros((), dtype=torch.float32, device=loss.device)
         replicas = self.mesh.world.size // self.mesh.pp.size
         shared = torch.stack((squares * self._weight, loss.float() / replicas))

@@ -129,8 +129,8 @@ class UnitAgreement:
 
     def end_forward(self, units: Sequence[int], has_gradients: bool) -> None:
         """Send a digest of the gather units that a forward pass used. `wait` compares the digests of all ranks."""
-        # The digest of unit indices is negative, unlike other compared values (unit indices, flags). Python's hash of
-        # integers is equal in every process.
+        # A negative number cannot equal a unit's index or a set of flags, which ranks also exchange and which are not
+        # negative. Python's hash of integers is equal in every process, so ranks can compare it.
         self._last_pass = self.compare(-1 - abs(hash((has_gradients, *units))))
 
     def wait(self) -> None:

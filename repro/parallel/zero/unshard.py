@@ -167,7 +167,7 @@ class ParameterUnsharder:
             self._agreement.wait()
         if self._forward.visits:
             self._expected = self._forward.visits
-        if self._schedule is not None:  # An earlier backward pass failed and left its schedule.
+        if self._schedule is not None:  # An earlier backward pass failed and did not reset its schedule.
             self._recorded, self._schedule = [], None
         self._forward = ForwardPass(torch.is_grad_enabled())
         if self._forward.has_gradients:

@@ -97,7 +97,7 @@ class ActivationCheckpoints:
             stream.wait_stream(torch.cuda.current_stream(x.device))
             with torch.cuda.stream(stream):
                 target.copy_(part, non_blocking=True)
-            part.record_stream(stream)  # The allocator may reuse the memory of x after the copy.
+            part.record_stream(stream)  # The allocator may reuse the memory of x only after the copy.
         return saved
 
     def load(self, saved: ActivationCheckpoint) -> Tensor:

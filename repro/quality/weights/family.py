@@ -128,10 +128,10 @@ def fused_qkv_rows(block: str, model: Model) -> Iterator[RowRange]:
     width, keys = model.head_width, model.key_heads
     queries = model.heads // keys * width
     for group in range(keys):
-        if keys == model.heads:  # this suite stores query, key and value in one parameter [3, heads, width]
+        if keys == model.heads:  # this program's parameter `qkv` is [3, heads, width]
             for k in range(3):
                 yield RowRange(f"{block}.qkv", (k * keys + group) * width, width)
-        else:  # this suite stores queries apart from keys and values [key heads, 2, width]
+        else:  # this program's parameter `kv` is [key heads, 2, width], separate from the queries `q`
             yield RowRange(f"{block}.q", group * queries, queries)
             yield RowRange(f"{block}.kv", group * 2 * width, 2 * width)
 

@@ -93,7 +93,7 @@ def _read_tensors(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
             if not isinstance(where, Mapping):
                 raise ConfigError("weight_map", says="is missing from the index file", file=str(index))
             files = [folder / file for file in dict.fromkeys(map(str, where.values()))]
-            # An index from an untrusted source must not make this program open files of other folders.
+            # A weight index from an untrusted source must not make this program open files of other folders.
             if outside := [path for path in files if path.parent != folder]:
                 right = "a file in the folder of the index file"
                 raise ConfigError("weight_map", str(outside[0]), right, file=str(index))

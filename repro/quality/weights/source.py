@@ -214,7 +214,7 @@ class RunCheckpoint(WeightSource):
         width = full.columns * (rows or shape[0]) // shape[0] // (1 if split is None else ranks)
         found = torch.zeros(stop - start)
         for rectangle, before in rectangles(start, stop, 0 if split is None else rank * width, width):
-            there = rectangle.overlap(full)  # None for rows that pad the vocabulary, which remain zero
+            there = rectangle.overlap(full)  # None for padding rows of the vocabulary; their weights stay 0
             if there is not None:
                 self._read(name, "weight", there, found[before : before + there.size])
         return found

@@ -129,7 +129,7 @@ def _class_names(path: Path, is_zip: bool) -> Iterator[str]:
                     yield from _global_names(file)
         return
     with open(path, "rb") as file:
-        for _ in range(4):  # old files contain four pickles: magic number, version, machine, saved object
+        for _ in range(4):  # old torch files have four pickles: magic number, version, machine, saved object
             yield from _global_names(file)
 
 

@@ -242,7 +242,7 @@ def draw_cells(
 
     left, low, right, high = np.array(cells).reshape(-1, 4).T
     corners = np.array([[left, low], [right, low], [right, high], [left, high]]).transpose(2, 0, 1)
-    # Without edges, disable snapping to pixels, which would widen or hide short intervals.
+    # Rectangles without edge lines are not snapped to pixels, because snapping would widen or hide short intervals.
     path, snap = Path.make_compound_path_from_polys(corners), None if lw else False
     patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=lw, snap=snap)
     patch.set_in_layout(False)

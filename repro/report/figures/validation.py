@@ -55,7 +55,7 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
         return VALIDATION
     import pandas as pd
 
-    # Both panels share one legend, because some families of published values (rows by source) have only ratios.
+    # Both panels share one legend, because some groups of sources publish only ratios, which are in the right panel.
     seen = {point.family for point in [*rates, *ratios]}
     styles = {family: FAMILY_STYLES[family] for family in published.FAMILIES if family in seen}
     figure, (left, right) = style.make_axes(5.0, 1, 2)

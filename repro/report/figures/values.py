@@ -162,7 +162,7 @@ class View:
         if finding.origin == ITSELF:
             return None
         is_simulated, runs = finding.kind == SIMULATED, finding.experiments
-        # A search for the largest or smallest layout that fits reads runs that do not fit, but its result fits.
+        # `largest` and `smallest` also read experiments that do not fit in memory, but the value that they return fits.
         is_search = bool(parse(finding.expression).calls & _CHOOSE)
         return Ours(
             kind=finding.kind,

@@ -190,7 +190,7 @@ def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:
     known = {finding.kind for finding in result.findings if finding.experiments}
     found = [("search", result.claim.repeat)] * bool(result.claim.repeat)
     read = {name.partition("/")[0] for finding in result.findings for name in finding.experiments}
-    own = sorted(read - {*SUITES.names()})  # `repro run --claim` does not find suites outside of the package.
+    own = sorted(read - {*SUITES.names()})  # `repro run --claim` finds packaged suites only: list other files
     run = f"repro run {' '.join(f'{name}.toml' for name in own) or f'--claim {result.claim.id}'}"
     if SIMULATED in known:
         found.append(("simulation", f"{run} --evidence {SIMULATED}"))

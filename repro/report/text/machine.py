@@ -107,7 +107,7 @@ def _print_checks(
         return 1 if broken else 0
     passed = [check for check in checks if check.state == YES]
     shown = [check for check in checks if details or check.state != YES]
-    if not details:  # Omit installation commands, which would take four lines.
+    if not details:  # Omit installation commands, which would add four lines to the table.
         shown = [replace(c, found=re.sub("^not installed: .*", "not installed", c.found)) for c in shown]
     rows = [(check.state, check.name, check.found, check.enables) for check in shown]
     wrap = ("found", "use")

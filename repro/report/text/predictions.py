@@ -289,7 +289,7 @@ def print_plan(
     if as_map:
         limits = sorted({device_memory_limit(systems[0], parse_memory_size(text)) for text in given})
         return _print_map(requests[0], limits, json)
-    shown = top or DEFAULT_PLAN_ROWS - 2 * bool(tokens)  # The text about a training run takes two lines.
+    shown = top or DEFAULT_PLAN_ROWS - 2 * bool(tokens)  # `tokens` adds two lines on the training run
     count = sum(len(candidates(request)) for request in requests)
     from repro.util.processes import Workers
 

@@ -109,7 +109,7 @@ def draw_schedule(plan: TimedSchedule, console: Console, most: int | None = None
         gap = per_action > _widest(plan, colour)
         rows = [_actions(plan, stage, columns, columns_per_time, colour, gap) for stage in range(plan.stages)]
     else:
-        # A column spans one forward and one backward pass or more, because shorter columns would alternate.
+        # Each text column spans one forward and one backward pass or more; narrower columns would alternate.
         pair = (plan.forward + plan.backward) / plan.chunks
         columns = min(width, floor(plan.total / pair))
         columns_per_time = columns / plan.total

@@ -212,7 +212,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
                 engines.check_layout_fits(layout, request.model, request.seq)
                 engines.check_engine(engines.NATIVE, layout, training, request.model)
                 found.append(layout)
-            except ConfigError as error:  # Layout keys that the user fixed may exclude these degrees.
+            except ConfigError as error:  # The user's fixed layout keys may exclude this tp, cp or pp.
                 refused.append(error)
     if not found and refused:
         raise refused[0]
@@ -294,7 +294,7 @@ def _layout_keys(
         if "sp" in software.layout:
             recompute = [False, True]
     replica = request.global_batch // dp
-    # The search excludes sizes with which a replica has fewer micro-batches than pipeline stages.
+    # Exclude micro-batch sizes with which a replica has fewer micro-batches than pipeline stages.
     sizes = [2**power for power in range(replica.bit_length())]
     choices: dict[str, list[Any]] = {
         "zero": zero,

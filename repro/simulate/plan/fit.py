@@ -140,7 +140,7 @@ def search_largest(
             low = index
         else:
             high = index
-        # If a trial excludes fewer than half of the remaining values, a trial in their middle may exclude more.
+        # If this trial excluded fewer than half of the remaining values, try the middle value next.
         halve = bracketed and not halve and high - low > width // 2
     largest = found[values[low]] if low >= 0 else None
     failing = found[values[high]] if high < len(values) else None
@@ -158,7 +158,7 @@ def _next_index(values: Sequence[int], found: dict[int, FitTrial], limit: int, l
         if at_b > at_a:
             index = bisect_right(values, a + (limit - at_a) * (b - a) / (at_b - at_a)) - 1
             return min(max(index, low + 1), high - 1)
-    if high == len(values):  # Without a failed trial, the index doubles.
+    if high == len(values):  # If no trial has failed yet, double the index of the largest size that fits.
         return min(2 * low + 1 if low >= 0 else 0, high - 1)
     return (low + high) // 2
 

@@ -121,7 +121,7 @@ class Planner:
 
     def _cost_of(self, layout: Layout) -> DeviceCost:
         """Return the model of operator times on the system's device, which is equal for all layouts of a request."""
-        if self._cost is None:  # Every worker process needs the kernel efficiencies.
+        if self._cost is None:  # Each worker caches the kernel efficiencies for its predictions.
             system = self.request.system
             task = (calibration_point_of(layout.kernels, system),)
             kernels = self.workers.map(_kernels_in_worker, [task] * self.workers.count)[0]
@@ -159,7 +159,7 @@ def _simulated_row(
             found.time = predict(experiment, system, found.traces)
             if found.time.step_s <= interval_below_s:
                 found.time.interval = predict(experiment, system, found.traces, interval=True).interval
-    except ConfigError as error:  # A missing rate prevents only the prediction of time.
+    except ConfigError as error:  # A missing hardware rate prevents the prediction of time only.
         no_time = str(error)
     document = found.as_dict()
     row = PlanRow(layout, found.outcome, FULL, document["memory"], document["comm"], reason=found.reason)

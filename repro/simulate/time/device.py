@@ -191,7 +191,7 @@ class DeviceCost:
         name, factor = operator.name, self.kernels.others
         if name in MATMULS:
             if self._on_ordinary_cores(operator):
-                # Only arithmetic limits products of unaligned sizes, so one measured rate is used for all software.
+                # These products avoid tensor cores, and arithmetic limits them: one measured rate suits all software.
                 return self._product(operator, self.unaligned) + self.kernel_s
             if operator.itemsize == 4 and in_any_lane(self.slow_peak):
                 found = self._product(operator, self.slow_peak)
@@ -212,7 +212,7 @@ class DeviceCost:
         if kind == "matmul" and UNALIGNED_MATMUL in self.rates and is_unaligned(operator):
             rate = self.rates[UNALIGNED_MATMUL]
         calls, work = operator.calls, float(operator.flops)
-        if operator.name.startswith(ATTENTION):  # Measured rates count all scores, half of which were masked.
+        if operator.name.startswith(ATTENTION):  # The measured FLOP/s include masked scores, half of all.
             work = 2 * work * causal_share(operator)
         return calls * rate.seconds(work / calls, (operator.read + operator.written) / calls)
 

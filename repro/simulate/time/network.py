@@ -100,7 +100,7 @@ class Network:
     @cached_property
     def overlap_cost(self) -> float:
         """Seconds that concurrent compute loses per second of a hidden collective, 0 to 1."""
-        hidden = self.link("dp")  # Nearly all hidden collectives are those of data parallelism.
+        hidden = self.link("dp")  # Nearly all collectives that overlap with compute are those of dp.
         links = [hidden] if hidden else self.system.links
         return reduce(maximum, (self.number(link, "overlap_cost") for link in links), 0.0)
 

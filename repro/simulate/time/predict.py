@@ -100,7 +100,7 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
 
     rate = generation.rate
     beyond = work / rate.values_at(quantiles.get(rate.key, BEST)) - modelled
-    # If the published step is faster than modelled, matrix products and other kernels get the same factor.
+    # If `beyond` < 0, the published step is faster than modelled. Then one common factor speeds up all kernels.
     share = np.where(beyond > 0, value("products"), 1.0)
     beyond /= share * (slower - slower_others) + slower_others - modelled
     return kernels(1 + share * beyond, 1 + beyond)

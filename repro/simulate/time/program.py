@@ -259,8 +259,8 @@ class ProgramCompiler:
                 seconds = times * self.cost.seconds(operator)
                 device += seconds
                 parts[kind] = parts.get(kind, 0.0) + first_lane(seconds)
-                # An event of several calls (views, copies) occurs only outside of layers. The host then needs one
-                # launch time per call.
+                # An operator that stands for several calls (views, copies) occurs only outside of transformer layers.
+                # It needs one launch time of the host for each of these calls.
                 calls = operator.calls
                 host += times * (self.host_s[phase] if calls == 1 else self.cost.launch_s * calls)
             found = _SequenceTime(device, host, tuple(parts.items()))

@@ -78,7 +78,7 @@ class PeriodSamples:
         """`lanes`: number of entries of each time (cases of the unknown numbers)."""
         first = order.is_backward.argmax(axis=1) - 1
         self.micro_batches, self.length = _period(layout)
-        # The last micro-batch's forward passes can differ in time from others, so the last period is not compared.
+        # Forward passes of the last micro-batch may differ in duration, so the search for cycles omits the last period.
         turns = order.actions.shape[1] - 2 * int(first.max()) - self.length
         self.reach = _reach(layout)
         self.cycles = max(0, min((turns - self.reach) // self.length, layout.pp))
@@ -103,7 +103,7 @@ class PeriodSamples:
         for periods in range(1, self.cycles + 1):
             apart = periods * self.stride
             seconds = self.times[0, 0, 0] - self.times[0, apart, 0]
-            # The times of the first pipeline stage are compared first, because they disprove most assumed cycles.
+            # Check the first pipeline stage before all stages, because its times alone rule out most cycle lengths.
             if all(self._grow(times, apart, seconds) for times in (self.times[:1], self.times)) and all(
                 self._further_grow(stage, apart, seconds) for stage in {stage for stage, _ in self.further}
             ):

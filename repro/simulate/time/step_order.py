@@ -104,8 +104,8 @@ def _order(name: str, stages: int, micro_batches: int, chunks: int, *, exchange:
         together = np.arange(stages * count + 1)[:, None]
         last = last.reshape(stages, -1)
     else:
-        # A batch is one action, or two alternating actions whose messages are exchanged together. `is_inner` marks the
-        # first action of a batch of two.
+        # Messages are exchanged after each batch: one action (pass), or a forward and a backward pass of interleaved
+        # chunks. `is_inner` marks the first action of such a pair, after which no exchange follows.
         is_inner = np.ones((stages, count), dtype=bool)
         for stage, of_stage in enumerate(schedule):
             is_inner[stage, np.cumsum([len(batch) for batch in batches(of_stage, chunks)]) - 1] = False

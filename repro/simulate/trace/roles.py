@@ -89,7 +89,7 @@ class Trace:
             if type(event) is Operator or type(event) is Message or type(event) is Wait:
                 append(event)
             elif type(event) is PhaseStart and event.position != at:
-                # Events before the first pass belong to the first pass.
+                # Events of the step before its first forward or backward pass are assigned to this pass.
                 at = event.position if event.position >= 0 else len(self.actions) if at else 0
                 append = found[at].append
         return found
@@ -106,7 +106,7 @@ class Trace:
                     label = (event.op, event.group, event.purpose)
                     keys[event.work] = (*place, *label, seen[label])
                     seen[label] += 1
-        # The initialisation gathers parameters with the collectives that a preceding step would use.
+        # Parameter collectives of the initialisation get the keys of those at the end of a step, which they stand for.
         published = [e for e in self.pieces[-1] if isinstance(e, Message) and e.purpose == "parameters"]
         before = [
             e for e in self.events[: self.step_start] if isinstance(e, Message) and e.purpose == "parameters"
@@ -194,7 +194,7 @@ def trace(
         shape = 2, experiment.layout.replica_batch, experiment.seq
         inputs = [torch.empty(shape, dtype=torch.int64, device=device) for _ in range(1 if gloo else 2)]
         tokens, targets = inputs[0][:, : layout.micro_batch]
-        # A preceding step would leave its all-gather of parameters unfinished when this step begins.
+        # In training, this step begins while the preceding step's all-gather of parameters is unfinished.
         for part in engine.parts:
             part.sharded.all_gather_params()
         start = len(recorder.events)

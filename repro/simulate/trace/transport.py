@@ -62,7 +62,7 @@ class RecordedTransport:
         return self._collective(lambda: self.inner.broadcast(tensor, source))
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
-        # The communication ledger recorded the message when the step created it, perhaps long before this call.
+        # The trace already contains the message, recorded at its creation, perhaps long before this start of the send.
         return self._issued(self.inner.send(tensor, to, channel), self._number())
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:

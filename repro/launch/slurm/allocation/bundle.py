@@ -201,7 +201,7 @@ def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
     if comparison is None:
         return [Task(experiments=left)]
     baseline = task.experiments[0]
-    # Without a successful baseline, the other experiments of the comparison run without one.
+    # The baseline failed, so the other experiments of the comparison run without a baseline.
     if ended.get(baseline.name, "ok") != "ok":
         return [Task(experiments=left)]
     members = left if baseline in left else (baseline, *left)

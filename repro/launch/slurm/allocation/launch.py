@@ -177,9 +177,7 @@ class ClusterLaunch:
     def ask_to_stop(self) -> None:
         """Request that the ranks write a checkpoint after the current step and end."""
         self._asked_to_stop = True
-        with contextlib.suppress(
-            OSError
-        ):  # Without the stop file, the ranks are killed and lose a few steps.
+        with contextlib.suppress(OSError):  # If this fails, ranks are killed without a last checkpoint.
             (self.logs / STOP_FILE).touch()
 
     def kill(self) -> None:

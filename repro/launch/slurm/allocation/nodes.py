@@ -137,7 +137,7 @@ def is_other_gpu(gpu: dict[str, Any], system: System) -> bool:
         return True
     try:
         expected = device.memory_bytes.known("device.memory_bytes", system=system.name)
-    except ConfigError:  # Without an expected memory size, no difference can be found.
+    except ConfigError:  # The system's memory size is unknown, so the GPU's size cannot contradict it.
         return False
     memory = gpu.get("memory_bytes")
     return memory is not None and abs(memory - expected) > _MEMORY_SLACK * expected

@@ -111,9 +111,7 @@ class RankProcess:
     def _pass_on_stop(self) -> None:
         """Forward the controller's stop request to the rank. Rank 0 forwards the request to the other ranks."""
         if self._folder is not None and (self._logs / STOP_FILE).exists():
-            with contextlib.suppress(
-                OSError
-            ):  # Without the stop file, the rank is killed and loses a few steps.
+            with contextlib.suppress(OSError):  # If this fails, the rank is killed without a checkpoint.
                 (self._folder / STOP_FILE).touch()
 
     def _read_position(self) -> tuple[Position, int]:
@@ -178,7 +176,7 @@ class RankProcess:
 def claim_rank_folder() -> tuple[Path, int]:
     """Create a rank's locked folder in shared memory, and remove those of killed tasks; return path and lock."""
     for path in scratch_parent().glob(f"{RANK_FOLDER_PREFIX}*/{LOCK_FILE}"):
-        with contextlib.suppress(OSError):  # A running task uses the folder, or another user owns it.
+        with contextlib.suppress(OSError):  # Skip folders that a running task locks or another user owns.
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

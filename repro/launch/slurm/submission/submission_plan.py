@@ -172,7 +172,7 @@ def _predictions(store: Store, tasks: list[Task]) -> dict[str, JobEstimate]:
         if (record := known.get(key)) is None or not record.conclusive:
             continue
         seconds, hours = record.metrics.get(STEP_SECONDS), None
-        # An experiment that is predicted to run out of memory has no cost.
+        # An experiment that is predicted to run out of memory gets no estimate of GPU hours.
         if seconds is not None and record.outcome == "ok":
             hours = seconds * experiment.training.steps * experiment.layout.world / HOUR_S
         found[experiment.name] = JobEstimate(gpu_hours=hours, outcome=record.outcome)

@@ -124,7 +124,7 @@ def submit_array(
 ) -> str:
     """Submit one job array and return its job id.  `wanted`: submitit's parameters.  Raises `SchedulerError`."""
     executor = _executor(folder, wanted, site, requeues)
-    with _submission_errors(), executor.batch():  # submitit submits a single bundle as a job, not as an array
+    with _submission_errors(), executor.batch():  # submitit submits a single bundle of runs as a plain job
         jobs = [executor.submit(RunBundle(submission=str(folder), bundle=bundle)) for bundle in bundles]
     return str(jobs[0].job_id).split("_")[0]
 
