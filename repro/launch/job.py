@@ -31,7 +31,7 @@ class Job:
     compare: bool = False
     """Whether experiments run in turns for a comparison. If False, the experiments run one after another."""
     apart: bool = False
-    """Whether each turn of a comparison initialises an experiment and frees its memory at the end of the turn."""
+    """Whether a comparison has one experiment in memory at a time: each turn initialises one and then frees it."""
     checkpoints: str = ""
     """Parent folder of the checkpoints of all experiments; empty if no checkpoints are written."""
     profiles: str = ""

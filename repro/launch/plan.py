@@ -83,8 +83,8 @@ def plan_tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool)
 def missing_tasks(task: Task, store: Store) -> list[Task]:
     """Return tasks (at most one) for the experiments of `task` that have no `ok`, `oom` or `diverged` record.
 
-    A comparison repeats its baseline with the remaining subjects, even if the baseline has a record. If the baseline
-    ran out of memory or diverged, its subjects run without a comparison.
+    A comparison measures its other experiments (subjects) relative to a baseline, which it repeats even if there is
+    a record. If the baseline ran out of memory or diverged, the subjects run without a comparison.
     """
     latest = by_key(store.records())
     outcomes = {key: latest[key].outcome for key in task.keys if key in latest}

@@ -176,7 +176,7 @@ class StepCounter:
     """Counter of one experiment's steps, with their rate. The first observed step is not timed."""
 
     total: int
-    """Number of training steps. Untimed steps count in each turn of a comparison that initialises the experiment."""
+    """Number of steps to run. A comparison that initialises experiments in each turn repeats their untimed steps."""
     done: int = 0
     _at: int | None = None
     """Training step at the last update; None before the first update."""

@@ -146,7 +146,7 @@ class Recorder:
                 self._append(record)
 
     def adopt(self, entries: list[Entry]) -> None:
-        """Copy records of other suites to this suite, with new names, for experiments with settings as in `entries`."""
+        """Copy other suites' records of experiments with the settings of `entries`, under the names in this suite."""
         records = [record for record in self.store.records() if isinstance(record, ExperimentRecord)]
         latest = by_key(records, self.evidence)
         known = {(record.suite, record.name, record.original) for record in records}

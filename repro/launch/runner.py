@@ -202,7 +202,7 @@ def _watch_launch(
 
 
 def _blamed_experiments(job: Job, ending: supervise.Ending, finished: Container[int]) -> list[int]:
-    """Return the indices of the unfinished experiments of `job` that get the outcome of the launch."""
+    """Return indices of unfinished experiments whose outcome is that of the launch; the others are launched again."""
     open_ones = [index for index in range(len(job.experiments)) if index not in finished]
     if not open_ones:
         return []

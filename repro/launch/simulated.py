@@ -157,7 +157,7 @@ def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
 
 
 def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
-    """Return the suite's experiments without a valid simulation on their system in `on` (`rerun`: all experiments)."""
+    """Return experiments without a simulated record, or simulated with other data of the system (`rerun`: all)."""
     latest = by_key(store.records(), SIMULATED)
     facts: dict[tuple[int, OperatorSet], SimulatedOn] = {}
 

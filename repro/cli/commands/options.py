@@ -252,7 +252,7 @@ def _layout_query(given: dict[str, Any]) -> LayoutQuery:
 
 
 def read_alternative(context: typer.Context, option: str, text: str) -> tuple[str, LayoutQuery]:
-    """Return model and query (system, layout) of the running command after the options in `text` replace its own.
+    """Return model name and layout query of the running command after options in `text` replace its own options.
 
     `option`: name of the option whose value is `text`. Raises `ConfigError` if `text` contains other options.
     """

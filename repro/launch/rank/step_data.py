@@ -112,7 +112,7 @@ class StepHistory:
     skipped: list[int] = field(default_factory=list)
 
     def read(self, fp16: bool) -> None:
-        """Copy values of new steps to the host.  Raises `Diverged`. `fp16`: a step may overflow and is then skipped."""
+        """Copy losses and norms of new steps to the host.  Raises `Diverged`. `fp16`: skip steps that overflow."""
         if self.norms:
             shape = [torch.stack((n.loss, n.gradient, n.overflow)) for n in self.norms]
             for loss, gradient, overflow in torch.stack(shape).tolist():

@@ -74,7 +74,7 @@ class Submission:
     arrays: list[SubmittedArray] = field(default_factory=list)
 
     def jobs(self) -> dict[int, str]:
-        """Return SLURM's job id of each bundle, by index; empty for a bundle that was not submitted."""
+        """Return SLURM's job id of each bundle (experiments of one job), by index; empty if it was not submitted."""
         return {bundle: a.element(place) for a in self.arrays for place, bundle in enumerate(a.bundles)}
 
     def with_job(self, place: int, job_id: str) -> Submission:
@@ -116,7 +116,7 @@ class Registry:
             raise _bad(folder / "work.json", error) from None
 
     def state(self, submission: Submission, bundle: int) -> dict[str, Any]:
-        """Return the content of a bundle's progress file; empty before the bundle's SLURM job starts."""
+        """Return the progress file of a bundle (the experiments of one SLURM job); empty before the job starts."""
         return read_json(self.path(submission) / f"bundle-{bundle}.json")
 
     @contextmanager

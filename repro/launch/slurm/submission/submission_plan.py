@@ -53,7 +53,7 @@ class SubmissionPlan:
     elsewhere: dict[str, str]
     """Requirement that the nodes of the profile do not meet, by name of the experiment that has the requirement."""
     known: tuple[str, ...]
-    """Names of experiments that are left out because the store has a conclusive record."""
+    """Names of experiments that are left out because the store has their outcome `ok`, `oom` or `diverged`."""
     running: dict[str, str]
     """Ids of waiting or running jobs of an earlier submission, by the name of the experiment that they run."""
     predictions: dict[str, JobEstimate]
