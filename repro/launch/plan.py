@@ -108,7 +108,7 @@ def missing_tasks(task: Task, store: Store) -> list[Task]:
 def retry_until_done(
     attempt: Callable[[], bool], cancelled: Callable[[], bool], announce: Callable[[], None]
 ) -> None:
-    """Repeat `attempt` (to lock experiments) until it or `cancelled` is True; call `announce` before the first wait."""
+    """Repeat `attempt` (lock experiments) until it or `cancelled` is True; before the first wait, `announce` it."""
     announced = False
     while not attempt() and not cancelled():
         if not announced:

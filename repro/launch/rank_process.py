@@ -169,7 +169,7 @@ class HeartbeatReader:
         self._map = _map_file(path)
 
     def position(self, rank: int) -> Position:
-        """Return the last position that `rank` has reported."""
+        """Return the last position (experiment, step, phase, collective) that `rank` has reported."""
         experiment, number, step, began = _PHASE.unpack_from(self._map, rank * _SLOT_BYTES)
         sequence, issued, op, group = _COLLECTIVE.unpack_from(self._map, rank * _SLOT_BYTES + _PHASE.size)
         op, group = (name.rstrip(b"\0").decode() for name in (op, group))

@@ -54,7 +54,7 @@ class Recorder:
         self._place = place or {}
         self._source: Provenance = {}
         self._reported_fallbacks: set[str] = set()
-        """Reasons why torch's operators replaced CUDA kernels; the user has already been warned of these reasons."""
+        """Reasons for torch operators in place of CUDA kernels of which the user has already been warned."""
 
     def begin(self) -> None:
         """Collect provenance for the next records; call this before ranks start, because it disturbs their timing."""
@@ -90,7 +90,7 @@ class Recorder:
         self._warn(experiment.name, written.kernels or {})
 
     def _warn(self, name: str, ran: KernelsRan) -> None:
-        """Warn once per reason that torch's slower operators replaced CUDA kernels. `ran`: the experiment's kernels."""
+        """Warn once per reason that torch's slower operators replaced CUDA kernels. `ran`: kernels and replacements."""
         for why, operators in kernel_fallbacks(ran).items():
             if why not in self._reported_fallbacks:
                 self._reported_fallbacks.add(why)
@@ -113,7 +113,7 @@ class Recorder:
         )
 
     def _write(self, written: ExperimentRecord, failed: Callable[[str], ExperimentRecord]) -> None:
-        """Append a record and display its outcome; on a full disk, append the smaller record that `failed` returns."""
+        """Append a record and display its outcome; on a full disk, append the smaller record `failed(reason)`."""
         full = ""
         try:
             self._append(written, f"disk full while writing the result to {self.store.folder}")

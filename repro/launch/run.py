@@ -136,7 +136,7 @@ class ExperimentPreview:
     state: str
     """State: `to run`, `in the store` (the experiment has a record) or `not here` (it needs another machine)."""
     where: str
-    """Number and device of the experiment's ranks, or the requirement that this machine does not meet."""
+    """Number and type of the devices that run the experiment, or the requirement that this machine does not meet."""
     steps: int
     """Number of training steps of the experiment."""
     last_s: float | None
@@ -144,7 +144,7 @@ class ExperimentPreview:
     limit_s: float
     """Timeout of the experiment, in seconds; 0 disables the timeout."""
     memory: str = ""
-    """Memory that each device of a remote system needs, and whether it fits; empty for the local machine."""
+    """Memory that each device needs and whether it fits, for a system other than this machine; else empty."""
 
 
 def preview_run(
@@ -206,7 +206,7 @@ def _describe_ranks(experiment: Experiment, simulates: bool) -> str:
 
 
 def _describe_memory(experiment: Experiment, traced: dict[str, ExperimentRecord]) -> str:
-    """Describe a device's simulated peak memory; without a record, the bytes of model states (a lower bound)."""
+    """Describe the simulated peak memory of a device; if none is recorded, the model-state bytes (a lower bound)."""
     if experiment.system in LOCAL_SYSTEMS:
         return ""
     system = load_system(experiment.system)

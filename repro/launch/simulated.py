@@ -125,7 +125,7 @@ def simulate_experiment(experiment: Experiment, system: System, suite: str) -> E
 
 
 def _unlimited_machine() -> System:
-    """Return a system of unknown memory size and rates, to simulate experiments of the local machine."""
+    """Return a hardware description without memory size and rates, for simulations that are equal on all machines."""
     unknown = Quantity(value=None, source="left out, so that the record does not depend on the machine")
     return System(
         name="local",
@@ -141,7 +141,7 @@ def _unlimited_machine() -> System:
 def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
     """Return copies of a suite's entries (experiments) that run on `system`, with names such as `experiment@system`.
 
-    The copies have an emulated network only on a system of processor cores that `repro calibrate` measured.
+    A copy keeps its emulated network only if `system` describes processor cores that `repro calibrate` measured.
     """
     from repro.simulate.time.emulated import PROCESS_LINK
 

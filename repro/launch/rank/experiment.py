@@ -38,7 +38,7 @@ Report = Callable[[int, Phase], None]
 
 
 class ExperimentRun:
-    """Experiment that runs on one rank. Call `prelude` once, then `steps` once or more, then `result`."""
+    """One experiment on this rank. Call `prelude` (warm-up) once, `steps` once or more, and then `result`."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class ExperimentRun:
         """Number of completed steps, which is the index of the next step."""
         self.series = StepHistory()
         self.rounds: list[list[float]] = []
-        """Seconds of each timed step, as one list per round."""
+        """Seconds of each timed step, as one list per round (turn of the experiment in a comparison)."""
         self.phase_rows: list[dict[str, float]] = []
-        """Seconds of each phase, for every timed step."""
+        """Seconds of each phase of a step, such as forward, by phase; one dictionary per timed step."""
         self.clock = StepClock(device)
         stream = open_stream(experiment.training, experiment.model)
         self.batches = BatchLoader(stream, experiment.layout, mesh.rank, device)
