@@ -65,7 +65,7 @@ def plan_trials(
 
 
 def _local_system(system: str, limit: int | None) -> System:
-    """Return a description of this machine's hardware. On a CPU, raise `ConfigError` without a memory `limit`."""
+    """Return a description of this machine's hardware. Raises `ConfigError` on a CPU without memory `limit`."""
     if local_launch.DEVICES[system] != "cpu":
         return discover()
     if limit is None:

@@ -78,7 +78,7 @@ def signal_rank(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def move_logs(logs: Path, target: Path | None) -> None:
-    """Move the logs of an ended launch to `target`; if `target` is None, remove the logs."""
+    """Move the logs of an ended launch to the folder `target`; if `target` is None, remove the logs."""
     if target != logs and logs.exists():
         shutil.rmtree(target or logs, ignore_errors=True)
         if target is not None:

@@ -20,7 +20,7 @@ from repro.results.select import by_key, by_keys
 from repro.results.store import DISK_FULL, Store
 
 Results: TypeAlias = Sequence[Mapping[str, Any]]
-"""Results of one experiment: for each rank, a `RankResult` as a JSON object."""
+"""Results of one experiment: a list with a `RankResult` for each rank, as JSON objects."""
 
 
 class DiskFull(Exception):
@@ -146,7 +146,7 @@ class Recorder:
                 self._append(record)
 
     def adopt(self, entries: list[Entry]) -> None:
-        """Copy other suites' records of experiments with the settings of `entries`, under the names in this suite."""
+        """Copy records of other suites into this suite, under its names, for `entries` with equal settings."""
         records = [record for record in self.store.records() if isinstance(record, ExperimentRecord)]
         latest = by_key(records, self.evidence)
         known = {(record.suite, record.name, record.original) for record in records}
@@ -172,7 +172,7 @@ def summarise_run(
 ) -> dict[str, Any]:
     """Return the summary of a run as JSON data, with the newest record of every selected experiment.
 
-    `ran`: names of the experiments that this run started. `needs`: missing requirement of each experiment by name.
+    `ran`: names of the experiments that this run started. `needs`: requirements that this machine lacks, by experiment.
     """
     records = store.records()
     latest = by_key(records, evidence)
@@ -219,7 +219,7 @@ class RunEnd:
     """Summary and exit code of `repro run` for one suite."""
 
     summary: dict[str, Any]
-    """Summary of the run as JSON data; its key `stopped` has the reason of an early end, or an empty text."""
+    """Summary of the run as JSON data; its key `stopped` says why the run ended early, or is empty."""
     code: int
     """Exit code of `repro run`: 128 plus the number of a signal, 1 after an unexpected outcome, else 0."""
 

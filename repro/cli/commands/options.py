@@ -23,7 +23,7 @@ from repro.simulate.plan.candidates import LayoutQuery
 
 PANEL = "Layout"
 NO_OPTIONS = ("dp", "offload_optimizer")
-"""Keys of the parallel layout without an option: `--gpus` determines `dp`, and no offload is simulated."""
+"""Keys of the parallel layout without an option: `--gpus` determines `dp`; no optimizer offload is simulated."""
 WITHOUT = {
     "global_batch": "Default: micro-batch x dp x pp samples; for repro plan, 2 samples per GPU.",
     "precision": "Default: fp16 on GPUs before A100, bf16 on A100 and later, fp32 on CPUs.",

@@ -166,7 +166,7 @@ def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Chec
 
 
 MICRO_BATCH_ROWS = 8192
-"""Number of rows (tokens) of the micro-batch for which kernel occupancy is computed: 8 samples of 1024 tokens."""
+"""Number of tokens (tensor rows) of the micro-batch that `repro doctor` assumes for kernel occupancy: 8 x 1024."""
 
 
 class GpuLimits(NamedTuple):

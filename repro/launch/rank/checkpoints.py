@@ -76,7 +76,7 @@ class CheckpointManager:
         self.seconds: list[float] = []
         """Seconds for which training waited for each written checkpoint."""
         self.failures: list[dict[str, Any]] = []
-        """Training step and reason of each checkpoint that this rank failed to write."""
+        """Training step and error message (`reason`) of each checkpoint that this rank failed to write."""
 
     def resume(self) -> Index | None:
         """Load the newest checkpoint into the engine; return its index file's content, or None without a checkpoint.

@@ -43,7 +43,7 @@ class EmulatedNetworkRank:
     """State of one rank on an emulated network: compute rate, limiter of its core share, and byte counters."""
 
     def __init__(self, network: EmulatedNetwork, facts: Path, rank: int):
-        """Limit this rank's core share and compare all ranks' compute rates.  Raises `RuntimeError` if they differ."""
+        """Limit this rank's core share and measure compute rates.  Raises `RuntimeError` if ranks differ much."""
         self._world = network.world
         found = json.loads(facts.read_text(encoding="utf-8"))
         self._facts = found if rank == 0 else None

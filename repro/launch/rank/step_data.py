@@ -100,7 +100,7 @@ class Diverged(FloatingPointError):
 
 @dataclass
 class StepHistory:
-    """Losses, gradient norms and loss scales of all steps. `read` copies new values from the device to the host."""
+    """Losses, gradient norms and loss scales of all steps, which `read` copies from the device to the host."""
 
     norms: list[Norms] = field(default_factory=list)
     """Loss, gradient norm and overflow flag of each step since the last `read`, as device tensors."""
@@ -112,7 +112,7 @@ class StepHistory:
     skipped: list[int] = field(default_factory=list)
 
     def read(self, fp16: bool) -> None:
-        """Copy losses and norms of new steps to the host.  Raises `Diverged`. `fp16`: skip steps that overflow."""
+        """Copy new steps' losses and norms to the host.  Raises `Diverged`. `fp16`: overflowing steps are skipped."""
         if self.norms:
             shape = [torch.stack((n.loss, n.gradient, n.overflow)) for n in self.norms]
             for loss, gradient, overflow in torch.stack(shape).tolist():

@@ -191,8 +191,7 @@ class Profile:
         return {slurm.gpu_request.replace("-", "_"): f"{'gpu:' * by_gres}{kind}{count}"}
 
     def class_of(self, name: str) -> CaseClass:
-        """Return the profile's first `[[case]]` table (job limits) that matches the experiment `name`, or an empty
-        table."""
+        """Return the first `[[case]]` table (job limits) that matches the experiment `name`, or an empty table."""
         found = (entry for entry in self.case if fnmatchcase(name, entry.match))
         return next(found, CaseClass(match="*"))
 

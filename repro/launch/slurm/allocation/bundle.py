@@ -52,7 +52,7 @@ class SubmissionWork:
     """Content of `work.json`: the experiments of one `repro submit`, and the part of the suite that the jobs need."""
 
     suite: Suite
-    """Suite of the submission, with only the selected entries (experiment and expected outcome)."""
+    """Suite of the submission with only the entries (experiments and expected outcomes) that `--only` selected."""
     bundles: tuple[Bundle, ...]
     rerun: bool
     """Whether experiments that already have a record run again."""

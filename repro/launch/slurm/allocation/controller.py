@@ -248,7 +248,7 @@ class RunAwaitedJob:
     """Function that each rank calls, as `module:function`."""
 
     def __call__(self) -> str:
-        """Run the launch, write its results to `answer.json`, and return the outcome. No signal requeues the job."""
+        """Run the launch, write results to `answer.json`, and return the outcome. Signals do not requeue the job."""
         environment, folder = dict(os.environ), Path(self.folder)
         stop = AllocationStop(slurm_job_id(environment))
         for number in (REQUEUE, signal.SIGTERM):

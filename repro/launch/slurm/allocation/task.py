@@ -202,7 +202,7 @@ class TaskLaunch:
     port: int
     """TCP port on which the controller accepts connections of the ranks' tasks."""
     token: str
-    """Secret that authenticates a rank's task at the controller."""
+    """Secret with which the SLURM task of a rank authenticates itself to the job's controller process."""
     rendezvous: int
     """TCP port on which rank 0 accepts the other ranks."""
     per_node: int
