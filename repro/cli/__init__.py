@@ -26,7 +26,7 @@ PANEL_COLUMNS = 110
 
 
 class _Group(TyperGroup):
-    """A group of commands whose plain help lists the commands by topic and does not shorten their summaries."""
+    """A group of commands; its help without typer's panels lists commands by topic, with their full summaries."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write one section of the help text for each topic, with the commands of the topic and their summaries."""
@@ -80,7 +80,7 @@ def _options(
 
 
 _UNNAMED = {errno.ENOSPC: "standard output", errno.ENOENT: "the current folder"}
-"""Subject of an error message for an `OSError` without a file name, by its error number."""
+"""File or stream that the message of an `OSError` without file name refers to, by error number."""
 
 
 def _check_filled(given: list[str]) -> None:

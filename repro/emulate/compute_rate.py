@@ -19,7 +19,7 @@ from repro.emulate.network import NoNetwork
 from repro.util.processes import count_compute_cores, usable_cores
 
 COMPUTE_RATE_FACT = "products_flops_per_s"
-"""Provenance key under which `repro calibrate` records a core's FLOP/s of matrix products in a system file."""
+"""Key in a hardware description (system file) under which `repro calibrate` records a core's matrix-product FLOP/s."""
 MEASUREMENT_S = 0.5
 WIDTH = 192
 """Rows and columns of the fp32 matrices whose products measure a core's FLOP/s, as small as in scaled-down models."""

@@ -29,16 +29,16 @@ from repro.simulate.plan.closed_form import FRAGMENTATION
 ALLOCATION_FAILURE, HOST_MEMORY_FAILURE = "allocation", "host memory"
 TRIAL_TARGET = "repro.launch.rank.session:run_memory_trial"
 RECORD_SUITE = "fit"
-"""Name of the suite in the record of a search for the largest model."""
+"""Suite name in the records of searches for the largest model (`repro fit --measure`), which have no suite file."""
 TRIAL_LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 
 
 def plan_trials(
     query: LayoutQuery, model: Model | None, sizes: dict[str, int], search: str, as_rank: int | None, of: int
 ) -> Trials:
-    """Return a search, by trial runs, for the largest model that fits the devices of `query`.  Raises `ConfigError`.
+    """Return a search, by trial runs, for the largest model that fits `query` (devices, layout).  Raises `ConfigError`.
 
-    `as_rank`: rank (0 to `of` - 1) whose memory a single process allocates in each trial; None: all ranks run.
+    `as_rank`: rank of a layout of `of` ranks whose memory one process allocates in each trial; None: all ranks run.
     """
     system, gpus = query.system, query.gpus
     if system not in local_launch.DEVICES:
@@ -65,7 +65,7 @@ def plan_trials(
 
 
 def _local_system(system: str, limit: int | None) -> System:
-    """Return a description of this machine's hardware. Raises `ConfigError` on a CPU without a memory `limit`."""
+    """Return a description of this machine's hardware. Raises `ConfigError` on a CPU without memory `limit`."""
     if local_launch.DEVICES[system] != "cpu":
         return discover()
     if limit is None:
@@ -84,7 +84,7 @@ class Trials:
     limit: int | None
     """Memory limit of a device in bytes, including the CUDA context; None for all of the device's memory."""
     as_rank: int | None
-    """Rank whose memory a single process allocates in each trial run; None if a trial runs all ranks."""
+    """Rank of a larger layout whose memory a single process allocates in each trial run; None: trials run all ranks."""
 
     @property
     def limit_bytes(self) -> int:
@@ -113,7 +113,7 @@ class Trials:
         }
 
     def record(self, answer: fit.FitAnswer, seconds: float) -> FitRecord:
-        """Return the record of the search with its result, `answer`. `seconds`: duration of the search."""
+        """Return a record of the search whose result is `answer`. `seconds`: duration of the search."""
         question, one = self.question, self.as_rank is not None
         end = answer.largest or answer.first_failing
         value = question.values()[0] if end is None else end.value

@@ -31,7 +31,7 @@ class Job:
     compare: bool = False
     """Whether experiments run in turns for a comparison. If False, the experiments run one after another."""
     apart: bool = False
-    """Whether each turn of a comparison initialises an experiment and frees its memory at the end of the turn."""
+    """Whether a comparison has one experiment in memory at a time: each turn initialises one and then frees it."""
     checkpoints: str = ""
     """Parent folder of the checkpoints of all experiments; empty if no checkpoints are written."""
     profiles: str = ""
@@ -41,7 +41,7 @@ class Job:
     task: dict[str, Any] = field(default_factory=dict)
     """Parameters of the function that each rank calls, if the function is not `run_rank`."""
     as_rank: int = -1
-    """Rank that a single process represents, with collectives that carry no data; -1 if all ranks run."""
+    """Rank of a larger layout that the only process runs, with collectives that carry no data; -1: all ranks run."""
 
     def __post_init__(self) -> None:
         assert self.experiments, "a job without experiments"

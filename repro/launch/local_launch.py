@@ -159,7 +159,7 @@ def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[st
 
 
 def _on_node(ranks: int, rank: int) -> dict[str, str]:
-    """Return a rank's variables in an emulated node of `ranks` ranks, which override the user's environment."""
+    """Return environment variables of a rank on an emulated node of `ranks` ranks; they override those of the user."""
     place = {"LOCAL_RANK": str(rank % ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **place}
 

@@ -83,8 +83,8 @@ def plan_tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool)
 def missing_tasks(task: Task, store: Store) -> list[Task]:
     """Return tasks (at most one) for the experiments of `task` that have no `ok`, `oom` or `diverged` record.
 
-    A comparison repeats its baseline with the remaining subjects, even if the baseline has a record. If the baseline
-    ran out of memory or diverged, its subjects run without a comparison.
+    A comparison relates subjects to a baseline. The remaining subjects run with the baseline, even if it has a record.
+    If the baseline ran out of memory or diverged, the subjects run without a comparison.
     """
     latest = by_key(store.records())
     outcomes = {key: latest[key].outcome for key in task.keys if key in latest}
@@ -108,7 +108,7 @@ def missing_tasks(task: Task, store: Store) -> list[Task]:
 def retry_until_done(
     attempt: Callable[[], bool], cancelled: Callable[[], bool], announce: Callable[[], None]
 ) -> None:
-    """Repeat `attempt` (to lock experiments) until it or `cancelled` is True; call `announce` before the first wait."""
+    """Repeat `attempt` (lock experiments) until it or `cancelled` is True; `announce` (a message) precedes waiting."""
     announced = False
     while not attempt() and not cancelled():
         if not announced:

@@ -35,7 +35,7 @@ class Progress:
     def __init__(self, total: int, known: int):
         self.total, self.known, self.done = total, known, 0
         self.running: JobStepCounters | None = None
-        """Step counters of the running launch; None before the first launch."""
+        """Counters of the running launch's training steps, one per experiment; None before the first launch."""
         self._began = time.monotonic()
         self._printed_s = self._began
         self._lines: dict[int, TaskID] = {}
@@ -56,7 +56,7 @@ class Progress:
             self._bars.stop()
 
     def launch(self, job: Job) -> None:
-        """Display progress of a new launch: a line for each compared experiment, or for the first of a sequence."""
+        """Display the progress of a new launch: a line per experiment of a comparison, else only for the first one."""
         self.running = JobStepCounters(job)
         self._printed_s = time.monotonic()
         if self._bars is not None:
@@ -125,7 +125,7 @@ class Progress:
             self.say(f"  {self.done} of {self.total} experiments ({self._left()})")
 
     def elsewhere(self, count: int) -> None:
-        """Count `count` experiments that another `repro run` on the store has finished."""
+        """Count `count` more experiments as done, because another `repro run` on the store has finished them."""
         self.done += count
         if self._bars is not None:
             self._bars.update(self._all, completed=self.done)
@@ -176,7 +176,7 @@ class StepCounter:
     """Counter of one experiment's steps, with their rate. The first observed step is not timed."""
 
     total: int
-    """Number of training steps. Untimed steps count in each turn of a comparison that initialises the experiment."""
+    """Number of steps to run. A comparison that initialises experiments in each turn repeats their untimed steps."""
     done: int = 0
     _at: int | None = None
     """Training step at the last update; None before the first update."""
@@ -210,7 +210,7 @@ class StepCounter:
 
 
 class JobStepCounters:
-    """Step counters of the experiments of one launch."""
+    """Counters of the training steps of one launch: a counter per experiment, with done and total steps and rate."""
 
     def __init__(self, job: Job, clock: Callable[[], float] = time.monotonic):
         turns = job.rounds if job.apart else 1
@@ -219,7 +219,7 @@ class JobStepCounters:
         self.job, self._clock, self._last = job, clock, clock()
 
     def update(self, position: Position) -> StepCounter:
-        """Update and return the counter of the experiment that rank 0 runs."""
+        """Update the step counter of the experiment that rank 0 runs to `position`, and return the counter."""
         now = self._clock()
         current = self.steps[position.experiment]
         current.update(position.step, now - self._last)
@@ -227,7 +227,7 @@ class JobStepCounters:
         return current
 
     def left_s(self, steps: StepCounter) -> float | None:
-        """Return the remaining seconds of the experiment that `steps` counts; in a comparison, of all experiments."""
+        """Return the remaining seconds of the experiment with counter `steps`; in a comparison, of all experiments."""
         together: Sequence[StepCounter] = self.steps if self.job.compare else [steps]
         each = [one.left_s for one in together]
         return sum(one for one in each if one is not None) if None not in each else None

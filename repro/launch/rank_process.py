@@ -78,7 +78,7 @@ def signal_rank(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def move_logs(logs: Path, target: Path | None) -> None:
-    """Move the logs of an ended launch to `target`; if `target` is None, remove the logs."""
+    """Move the logs of an ended launch to the folder `target`; if `target` is None, remove the logs."""
     if target != logs and logs.exists():
         shutil.rmtree(target or logs, ignore_errors=True)
         if target is not None:
@@ -169,7 +169,7 @@ class HeartbeatReader:
         self._map = _map_file(path)
 
     def position(self, rank: int) -> Position:
-        """Return the last position that `rank` has reported."""
+        """Return the last position (experiment, step, phase, collective) that `rank` has reported."""
         experiment, number, step, began = _PHASE.unpack_from(self._map, rank * _SLOT_BYTES)
         sequence, issued, op, group = _COLLECTIVE.unpack_from(self._map, rank * _SLOT_BYTES + _PHASE.size)
         op, group = (name.rstrip(b"\0").decode() for name in (op, group))

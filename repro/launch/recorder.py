@@ -20,7 +20,7 @@ from repro.results.select import by_key, by_keys
 from repro.results.store import DISK_FULL, Store
 
 Results: TypeAlias = Sequence[Mapping[str, Any]]
-"""Results of one experiment: for each rank, a `RankResult` as a JSON object."""
+"""Results of one experiment: a list with a `RankResult` for each rank, as JSON objects."""
 
 
 class DiskFull(Exception):
@@ -54,7 +54,7 @@ class Recorder:
         self._place = place or {}
         self._source: Provenance = {}
         self._reported_fallbacks: set[str] = set()
-        """Reasons why torch's operators replaced CUDA kernels; the user has already been warned of these reasons."""
+        """Reasons for torch operators in place of CUDA kernels of which the user has already been warned."""
 
     def begin(self) -> None:
         """Collect provenance for the next records; call this before ranks start, because it disturbs their timing."""
@@ -90,7 +90,7 @@ class Recorder:
         self._warn(experiment.name, written.kernels or {})
 
     def _warn(self, name: str, ran: KernelsRan) -> None:
-        """Warn once per reason that torch's slower operators replaced CUDA kernels. `ran`: the experiment's kernels."""
+        """Warn once per reason that torch's slower operators replaced CUDA kernels. `ran`: kernels and replacements."""
         for why, operators in kernel_fallbacks(ran).items():
             if why not in self._reported_fallbacks:
                 self._reported_fallbacks.add(why)
@@ -113,7 +113,7 @@ class Recorder:
         )
 
     def _write(self, written: ExperimentRecord, failed: Callable[[str], ExperimentRecord]) -> None:
-        """Append a record and display its outcome; on a full disk, append the smaller record that `failed` returns."""
+        """Append a record and display its outcome; on a full disk, append the smaller record `failed(reason)`."""
         full = ""
         try:
             self._append(written, f"disk full while writing the result to {self.store.folder}")
@@ -146,7 +146,7 @@ class Recorder:
                 self._append(record)
 
     def adopt(self, entries: list[Entry]) -> None:
-        """Copy records of other suites to this suite, with new names, for experiments with settings as in `entries`."""
+        """Copy records of other suites into this suite, under its names, for `entries` with equal settings."""
         records = [record for record in self.store.records() if isinstance(record, ExperimentRecord)]
         latest = by_key(records, self.evidence)
         known = {(record.suite, record.name, record.original) for record in records}
@@ -172,7 +172,7 @@ def summarise_run(
 ) -> dict[str, Any]:
     """Return the summary of a run as JSON data, with the newest record of every selected experiment.
 
-    `ran`: names of the experiments that this run started. `needs`: missing requirement of each experiment by name.
+    `ran`: names of the experiments that this run started. `needs`: requirements that this machine lacks, by experiment.
     """
     records = store.records()
     latest = by_key(records, evidence)
@@ -219,7 +219,7 @@ class RunEnd:
     """Summary and exit code of `repro run` for one suite."""
 
     summary: dict[str, Any]
-    """Summary of the run as JSON data; its key `stopped` has the reason of an early end, or an empty text."""
+    """Summary of the run as JSON data; its key `stopped` says why the run ended early, or is empty."""
     code: int
     """Exit code of `repro run`: 128 plus the number of a signal, 1 after an unexpected outcome, else 0."""
 

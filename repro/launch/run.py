@@ -1,4 +1,4 @@
-"""Implementation of `repro run`: runs the experiments of suites that have no conclusive record, or previews the run."""
+"""Implementation of `repro run`: runs or previews experiments of suites without an `ok`, `oom` or `diverged` record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from repro.simulate.plan.closed_form import stage_parameters, state_bytes
 from repro.util import units
 
 TO_RUN, KNOWN, ELSEWHERE = "to run", "in the store", "not here"
-"""States of an experiment in the preview of a run; an experiment in the state `ELSEWHERE` needs another machine."""
+"""States of an experiment in a run's preview: it will run, it has a record, or it needs another machine."""
 
 
 def run_suites(
@@ -36,9 +36,9 @@ def run_suites(
     system: str = "",
     profile: bool = False,
 ) -> Iterator[RunEnd]:
-    """Run the experiments without a record, and yield summary and exit code of each suite, until an interruption.
+    """Run the experiments without a record, and yield each suite's summary and exit code, until a signal ends the run.
 
-    Experiments that need another machine are listed and not started, unless `evidence` is `simulated`. `profile`: run
+    `evidence`: `measured` (experiments that need another machine are only listed) or `simulated`. `profile`: run
     all experiments again, and write a profile of each rank.  Raises `ConfigError` before the first start.
     """
     if profile and evidence == SIMULATED:
@@ -58,7 +58,7 @@ def run_suites(
 
 
 def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite]:
-    """Load suites from `files`.  Raises `ConfigError` for equal suite names, or if measured runs have a `system`."""
+    """Load suites.  Raises `ConfigError` if two have one name, or if measured runs have a `system` to simulate."""
     require(evidence in (MEASURED, SIMULATED), "--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     if system and evidence == MEASURED:
         right = f"this option needs --evidence {SIMULATED}; measured runs use this machine"
@@ -114,7 +114,7 @@ def _missing_requirements(suite: Suite, entries: list[Entry]) -> dict[str, str]:
 
 
 def missing_for_measurement(entry: Entry) -> str:
-    """Return the missing requirement of a measurement here, with a hint to simulate; empty if nothing is missing.
+    """Return the requirement that this machine lacks to run an experiment, with a hint to simulate; empty if none.
 
     Too little memory does not count for an experiment that is expected to run out of memory.
     """
@@ -134,9 +134,9 @@ class ExperimentPreview:
     suite: str
     name: str
     state: str
-    """State of the experiment: `TO_RUN`, `KNOWN` or `ELSEWHERE`."""
+    """State: `to run`, `in the store` (the experiment has a record) or `not here` (it needs another machine)."""
     where: str
-    """Number and device of the experiment's ranks, or the requirement that this machine does not meet."""
+    """Number and type of the devices that run the experiment, or the requirement that this machine does not meet."""
     steps: int
     """Number of training steps of the experiment."""
     last_s: float | None
@@ -144,7 +144,7 @@ class ExperimentPreview:
     limit_s: float
     """Timeout of the experiment, in seconds; 0 disables the timeout."""
     memory: str = ""
-    """Memory that each device of a remote system needs, and whether it fits; empty for the local machine."""
+    """Memory that each device needs and whether it fits, for a system other than this machine; else empty."""
 
 
 def preview_run(
@@ -206,7 +206,7 @@ def _describe_ranks(experiment: Experiment, simulates: bool) -> str:
 
 
 def _describe_memory(experiment: Experiment, traced: dict[str, ExperimentRecord]) -> str:
-    """Describe a device's simulated peak memory; without a record, the bytes of model states (a lower bound)."""
+    """Describe the simulated peak memory of a device; if none is recorded, the model-state bytes (a lower bound)."""
     if experiment.system in LOCAL_SYSTEMS:
         return ""
     system = load_system(experiment.system)

@@ -48,7 +48,7 @@ class Launcher:
     logs: Path
     """Folder with a subfolder of logs for the key of each failed experiment."""
     launch: Callable[[Job, Path], RecordedLaunch]
-    """Function that takes a job and a log folder, and returns a launch that is not started."""
+    """Function that creates a launch, without starting it, from a job and a log folder."""
     locks: ExperimentLocks | None = None
     """Locks on the keys of experiments; None if no other process can run the same experiments."""
 
@@ -146,7 +146,7 @@ class Runner:
         has_announced_stop = False
 
         def harvest(spent_s: list[float]) -> None:
-            """Record new results in the job's order; compared experiments have results only at the launch's end."""
+            """Record new results in the job's order; a comparison has results only at the end of the launch."""
             while len(finished) < len(job.experiments):
                 index = len(finished)
                 results = launch.results(index)
@@ -202,7 +202,7 @@ def _watch_launch(
 
 
 def _blamed_experiments(job: Job, ending: supervise.Ending, finished: Container[int]) -> list[int]:
-    """Return the indices of the unfinished experiments of `job` that get the outcome of the launch."""
+    """Return indices of unfinished experiments whose outcome is that of the launch; the others are launched again."""
     open_ones = [index for index in range(len(job.experiments)) if index not in finished]
     if not open_ones:
         return []

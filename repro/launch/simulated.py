@@ -125,7 +125,7 @@ def simulate_experiment(experiment: Experiment, system: System, suite: str) -> E
 
 
 def _unlimited_machine() -> System:
-    """Return a system of unknown memory size and rates, to simulate experiments of the local machine."""
+    """Return a hardware description without memory size and rates, for simulations that are equal on all machines."""
     unknown = Quantity(value=None, source="left out, so that the record does not depend on the machine")
     return System(
         name="local",
@@ -141,7 +141,7 @@ def _unlimited_machine() -> System:
 def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
     """Return copies of a suite's entries (experiments) that run on `system`, with names such as `experiment@system`.
 
-    The copies have an emulated network only on a system of processor cores that `repro calibrate` measured.
+    A copy keeps its emulated network only if `system` describes processor cores that `repro calibrate` measured.
     """
     from repro.simulate.time.emulated import PROCESS_LINK
 
@@ -157,7 +157,7 @@ def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
 
 
 def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
-    """Return the suite's experiments without a valid simulation on their system in `on` (`rerun`: all experiments)."""
+    """Return experiments without a simulated record, or simulated with other data of the system (`rerun`: all)."""
     latest = by_key(store.records(), SIMULATED)
     facts: dict[tuple[int, OperatorSet], SimulatedOn] = {}
 

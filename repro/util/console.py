@@ -127,7 +127,7 @@ def _whole_words(**settings: Any) -> Table:
             super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **named)
 
         def _widths(self, console: Any, options: Any) -> tuple[list[int], list[int]]:
-            """Return two lists of column widths of a table: without breaks inside words, and without line breaks."""
+            """Return for each table column the width that breaks no word, and the width that needs no line break."""
             ranges = [self._measure_column(console, options.update_width(10**6), c) for c in self.columns]
             least = [r.maximum if c.no_wrap else r.minimum for r, c in zip(ranges, self.columns, strict=True)]
             return least, [r.maximum for r in ranges]

@@ -76,7 +76,7 @@ class CoreAssignment:
         cores = sorted(os.sched_getaffinity(0))
         compute = cores[: count_compute_cores(len(cores))]
         self.compute = {compute[index % len(compute)]}
-        """Set with the id of the single core on which the process computes."""
+        """Id of the single core on which the process computes, as a set with one element."""
         self.messages = set(cores[len(compute) :]) or set(cores)
         """Ids of the cores for the threads that send and receive network messages."""
 
@@ -173,7 +173,7 @@ class Workers:
         return list((getattr(self._pool, "_processes", None) or {}).values())
 
     def start(self) -> None:
-        """Start the worker pool and its fork server; `begin` and `map` then use the pool even for a single task."""
+        """Start the worker pool now; otherwise, `begin` and `map` run a few tasks in this process, without a pool."""
         if self.count > 1 and self._pool is None:
             from concurrent.futures import ProcessPoolExecutor
             from multiprocessing import forkserver, get_context

@@ -92,7 +92,7 @@ def collect(
     into: Annotated[OptionalPath, folder_option("Second store, to which missing records are copied.")] = None,
     json: Json = False,
 ) -> int:
-    """Write a record for each submitted experiment that was lost or cancelled, and check every record."""
+    """Record each submitted experiment that was lost or cancelled, and print a summary of all submitted experiments."""
     from repro.launch.slurm.commands import collect_records
 
     return collect_records(results, into, json)

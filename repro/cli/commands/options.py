@@ -23,12 +23,12 @@ from repro.simulate.plan.candidates import LayoutQuery
 
 PANEL = "Layout"
 NO_OPTIONS = ("dp", "offload_optimizer")
-"""Layout keys without a command-line option: `--gpus` determines `dp`, and the simulation has no optimizer offload."""
+"""Keys of the parallel layout without an option: `--gpus` determines `dp`; no optimizer offload is simulated."""
 WITHOUT = {
     "global_batch": "Default: micro-batch x dp x pp samples; for repro plan, 2 samples per GPU.",
     "precision": "Default: fp16 on GPUs before A100, bf16 on A100 and later, fp32 on CPUs.",
 }
-"""Help text on the default of a command-line option, by layout key, if the default depends on other settings."""
+"""Help text on defaults that depend on other settings, by key of the parallel layout (`repro.Layout`)."""
 
 
 def check_folder(option: typer.CallbackParam, value: Path | None) -> Path | None:
@@ -160,7 +160,7 @@ def first_sentences(kind: type[Any]) -> dict[str, str]:
 
 
 def _layout_options() -> dict[str, tuple[Any, Any]]:
-    """Return the type and the command-line option of each `int`, `str` or `bool` field of `Layout`, by field name."""
+    """Return type and command-line option of each `int`, `str` or `bool` field of the parallel layout, by field."""
     hints, sentences = get_type_hints(Layout), first_sentences(Layout)
     found = {}
     for field in dataclasses.fields(Layout):
@@ -215,13 +215,13 @@ QUESTION = [
     ),
     _parameter("expandable", bool, flag("--expandable", "Use torch's expandable memory segments."), False),
 ]
-"""Command-line parameters of commands that simulate layouts: system, devices, and one option for each layout key."""
+"""Command-line parameters that describe a simulated parallel layout: system, devices, each key of `repro.Layout`."""
 
 
 def question_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Return a `repro` command with options for system, devices and each layout key in place of its parameter `query`.
+    """Replace the parameter `query` of a command by options for system, devices and each key of the parallel layout.
 
-    Errors about a key name the command-line option that sets the key.
+    An error about a key names the command-line option that sets this key.
     """
     taken = list(inspect.signature(command, eval_str=True).parameters.values())
     at = next(i for i, parameter in enumerate(taken) if parameter.name == "query")
@@ -252,7 +252,7 @@ def _layout_query(given: dict[str, Any]) -> LayoutQuery:
 
 
 def read_alternative(context: typer.Context, option: str, text: str) -> tuple[str, LayoutQuery]:
-    """Return model and query (system, layout) of the running command after the options in `text` replace its own.
+    """Return model name and layout query of the running command after options in `text` replace its own options.
 
     `option`: name of the option whose value is `text`. Raises `ConfigError` if `text` contains other options.
     """
@@ -269,7 +269,7 @@ def read_alternative(context: typer.Context, option: str, text: str) -> tuple[st
 
 
 def as_option(error: ConfigError, options: Container[str]) -> ConfigError:
-    """Return a `ConfigError` that names the option which sets its layout key; errors about a file are unchanged."""
+    """Return `error` with the command-line option in place of the key that it sets; file errors are unchanged."""
     if error.file or error.key not in options:
         return error
     return error.for_key(f"--{error.key.replace('_', '-')}")

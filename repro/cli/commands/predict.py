@@ -176,7 +176,7 @@ def twin(
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Derive small-scale twins of compared experiments, and an emulated network on which their speed ratio is equal."""
+    """Derive scaled-down experiments (twins) and an emulated network that preserve the originals' speed ratio."""
     from repro.accuracy.twins.derive import TwinOptions
     from repro.report.text.twin import print_twin
 
@@ -204,7 +204,7 @@ def calibrate(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Measure operators, copies, kernel launches and collectives of this machine, and write a system file.
+    """Measure operators, copies, kernel launches and collectives here, and write a system file (hardware rates).
 
     The measurement takes some minutes, in which no other program should use the machine.  The file is valid for the
     number of ranks of the measurement.

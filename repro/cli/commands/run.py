@@ -58,7 +58,7 @@ def run(
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Run the experiments of suites, or of a claim, that have no record, and record their results and failures."""
+    """Run experiments without a record, of suites or of a published claim, and record their results and failures."""
     suites, only = list(suites or []), list(only or [])
     right = "one or more suites without --claim, or no suite with --claim"
     require(bool(suites) != bool(claim), "SUITE", " ".join(map(str, suites)), right)
@@ -127,7 +127,7 @@ def results(
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show stored results in one table: loss, speed, memory, sent bytes, and ratios of interleaved runs."""
+    """Show stored results in one table: loss, speed, memory, sent bytes, and speed ratios of compared experiments."""
     from repro.report.text.results import print_results
 
     return print_results(what, results, json, plot, details)
@@ -139,7 +139,7 @@ def init(
         OptionalNames, argument("Kind (suite by default, claim, system, model) and path.", "[KIND] FILE")
     ] = None,
 ) -> int:
-    """Write a commented example file: a suite that runs on this machine, a claim, a system or a model."""
+    """Write a commented example file: a suite that runs here, a published claim, a system (hardware) or a model."""
     import shlex
 
     from repro.config.suites import write_template

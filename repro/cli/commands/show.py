@@ -38,7 +38,7 @@ def claims(
     details: Annotated[bool, flag("--details", "Show values with sources, notes and expressions.")] = False,
     json: Json = False,
 ) -> int:
-    """Show the headline claims, or one claim: published value, measured and simulated evidence, verdict."""
+    """Show the papers' headline claims, or one claim: published, measured and simulated value, and their agreement."""
     if system:
         from repro.report.text.claims import print_claims_on_system
 
@@ -83,7 +83,7 @@ def report(
     notebooks: Annotated[bool, flag("--notebooks", "Also run the notebooks and write them as HTML.")] = False,
     json: Json = False,
 ) -> int:
-    """Write a site of static pages: headline claims, all claims with their evidence, figures, and records."""
+    """Write a site of static pages: the papers' claims with measured and simulated values, figures, and records."""
     from repro.report.page.build import print_report
 
     return print_report(results, out, json, notebooks, tuple(ledger or ()))
@@ -110,7 +110,7 @@ def export(
     ] = "",
     output: Annotated[OptionalPath, file_option("Write the table to this file.", "FILE")] = None,
 ) -> int:
-    """Write claims or records as a table for other programs, papers and pull requests."""
+    """Write the papers' claims or result records as a table for other programs, papers and pull requests."""
     from repro.report.export import write_table
 
     return write_table(results, table, form, output, tuple(ledger or ()), claims or (), columns)
@@ -143,7 +143,7 @@ def compare(
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Compare speed, memory, outcomes and verdicts of two sets of results.  Exit code 1: a result is worse."""
+    """Compare speed, memory, outcomes and reproduced claims of two sets of results.  Exit code 1: a result is worse."""
     from repro.report.compare import print_comparison
 
     return print_comparison(

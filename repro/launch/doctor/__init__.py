@@ -20,6 +20,6 @@ class Check:
     found: str
     """Detected version or device; for a failed check, the missing requirement and how to install it."""
     enables: str
-    """Features that work because of the checked item; after a failed check, features that do not work, or a remedy."""
+    """Features that the checked item enables; after a failed check, the missing features or a remedy."""
     fatal: bool = False
     """Whether the failure of this check prevents every run of experiments."""

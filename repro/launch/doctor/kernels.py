@@ -57,7 +57,7 @@ def parse_resources(log: str) -> dict[str, KernelResources]:
 
 
 def check_kernels(torch: Any, compile_for: str = "") -> list[Check]:
-    """Check this package's torch operators, CUDA compiler, kernel cache, and every kernel family on the machine's GPUs.
+    """Check torch operators, CUDA compiler, kernel cache, and each kernel family (such as softmax) on this machine.
 
     `compile_for`: GPU architectures for which every family is compiled, even on a machine without GPU: `sm_80`, a list
     with commas, or `all`. Empty: check this machine's GPUs.  Raises `ConfigError` for an unknown architecture.
@@ -137,7 +137,7 @@ def parse_architectures(compile_for: str, known: tuple[int, ...]) -> list[tuple[
 
 
 def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Check:
-    """Check one kernel family (such as softmax) for a GPU: compile its programs (`compile`) or use cached ones."""
+    """Check one kernel family, such as softmax, on a GPU type: compile its programs, or use cached ones."""
     from repro.kernels.cuda import compile as compiler
     from repro.kernels.cuda.program import Unavailable
 
@@ -166,7 +166,7 @@ def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Chec
 
 
 MICRO_BATCH_ROWS = 8192
-"""Number of rows (tokens) of the micro-batch for which kernel occupancy is computed: 8 samples of 1024 tokens."""
+"""Number of tokens (tensor rows) of the micro-batch that `repro doctor` assumes for kernel occupancy: 8 x 1024."""
 
 
 class GpuLimits(NamedTuple):
@@ -257,7 +257,7 @@ class KernelRow:
     program: str
     """Text that identifies the compiled program: name of the CUDA source, and macro definitions."""
     sizes: tuple[int, ...]
-    """Row lengths (elements) for which the CUDA program is compiled; empty for a program for any length."""
+    """Lengths of tensor rows (elements) for which the CUDA program is compiled; empty for a program for any length."""
     architecture: str
     threads: int
     registers: int
@@ -270,7 +270,7 @@ class KernelRow:
 
 
 def compile_kernel_rows(compile_for: str) -> list[KernelRow]:
-    """Compile the CUDA kernels for all row lengths of the packaged suites and models; return one row per kernel.
+    """Compile the CUDA kernels for the tensor sizes of packaged suites and models; return one table row per kernel.
 
     Programs that do not compile are omitted.  Raises `ConfigError` for an unknown architecture.
     """

@@ -27,7 +27,7 @@ STEPS = "steps.jsonl"
 RECORDS = "records/gpu-day.jsonl"
 """Experiment records of all steps of `repro gpu-day`, as JSON lines."""
 MEASUREMENTS = "measurements.jsonl"
-"""JSON lines with measurements that are not experiment records, for example profiles and plain torch modules."""
+"""JSON lines of measurements that are no experiment records, such as kernel profiles and plain torch modules."""
 SYSTEM = "system.toml"
 """TOML file that describes the hardware of the GPU machine, with the rates that `repro calibrate` measures."""
 PROFILES = "profiles.txt"
@@ -136,7 +136,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ImportedVisit:
-    """Results of one run of `repro gpu-day` after their import into a folder of experiment records."""
+    """Results of one run of `repro gpu-day`, and numbers of its records that the importing store lacked or had."""
 
     facts: dict[str, Any]
     outcomes: list[dict[str, Any]]

@@ -152,7 +152,7 @@ def snapshot_step(suite: Path, path: Path, measurements: Path, name: str) -> Non
 
 
 def _event(event: dict[str, Any]) -> list[Any]:
-    """Return action, address and bytes of an allocator event, and its innermost stack frames in `repro`."""
+    """Return action, address and bytes of an allocator event, and its innermost stack frames in this package."""
     frames = [
         f"{Path(frame['filename']).name}:{frame['line']}"
         for frame in event.get("frames", ())

@@ -25,7 +25,7 @@ TEST_WORKERS = 12
 CUDA_TOOLS = "/usr/local/cuda/bin"
 """Folder in which compute-sanitizer is searched if PATH does not contain it."""
 STORE = "results"
-"""Name of the record store in the scratch folder, the current folder of all steps; `repro fit` uses this name."""
+"""Name of the record store's folder in the scratch folder, where all steps run; it is the default of `repro fit`."""
 REHEARSAL_LIMIT_S = 120.0
 REHEARSAL_ESTIMATE_S = 5.0
 REHEARSAL_BASIS = "rehearsal on one small machine"
@@ -66,7 +66,7 @@ class GpuDayPlaces:
 
     @property
     def store(self) -> Path:
-        """Return the folder of the record store to which steps write, from which records go to the result files."""
+        """Return the folder of the record store to which steps write; its records are copied to the result files."""
         return self.scratch / STORE
 
     @property

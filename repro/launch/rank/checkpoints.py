@@ -76,12 +76,12 @@ class CheckpointManager:
         self.seconds: list[float] = []
         """Seconds for which training waited for each written checkpoint."""
         self.failures: list[dict[str, Any]] = []
-        """Training step and reason of each checkpoint that this rank failed to write."""
+        """Training step and error message (`reason`) of each checkpoint that this rank failed to write."""
 
     def resume(self) -> Index | None:
         """Load the newest checkpoint into the engine; return its index file's content, or None without a checkpoint.
 
-        Raises `ConfigError` for a damaged checkpoint, and if the experiment that `continues` names has no checkpoint.
+        Raises `ConfigError` for a damaged checkpoint, and if the experiment in the key `continues` has none.
         """
         found = self._choose()
         if found is None:
@@ -200,7 +200,7 @@ class CheckpointManager:
 def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | None:
     """Return the newest complete checkpoint from which `experiment` may resume; None without one.
 
-    Of two checkpoints at an equal step, the experiment's own one is preferred. Checkpoints at or after its last step do
+    Of two checkpoints at an equal step, the experiment's own one is preferred. Checkpoints at or after the last step do
     not count. Raises `ConfigError` if `continues` names an experiment without a checkpoint.
     """
     names = {experiment.name, experiment.training.continues} - {""}
@@ -225,7 +225,7 @@ def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | N
 
 
 def _require_same_training(wanted: Mapping[str, Any], written: Mapping[str, Any], file: str) -> None:
-    """Raise `ConfigError` for the first setting of a checkpoint's training (`written`) that differs from `wanted`."""
+    """Raise `ConfigError` if training settings of a checkpoint (`written`) differ from the experiment's (`wanted`)."""
     right = "the value of the experiment that resumes from this checkpoint"
     for key in wanted:
         mine, theirs = wanted[key], written.get(key)

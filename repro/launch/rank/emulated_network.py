@@ -40,10 +40,10 @@ TIMER_INTERVAL_S = 4e-3
 
 
 class EmulatedNetworkRank:
-    """State of one rank on an emulated network: its compute rate, the throttle of its core, and its byte counters."""
+    """State of one rank on an emulated network: compute rate, limiter of its core share, and byte counters."""
 
     def __init__(self, network: EmulatedNetwork, facts: Path, rank: int):
-        """Throttle this rank and measure all ranks' compute rates.  Raises `RuntimeError` if the rates differ much."""
+        """Limit this rank's core share and measure compute rates.  Raises `RuntimeError` if ranks differ much."""
         self._world = network.world
         found = json.loads(facts.read_text(encoding="utf-8"))
         self._facts = found if rank == 0 else None
@@ -65,7 +65,7 @@ class EmulatedNetworkRank:
     @staticmethod
     @contextmanager
     def throttled(job: Job, rank: int) -> Iterator[EmulatedNetworkRank | None]:
-        """Throttle this rank inside the context and yield its state; yield None if the job has no emulated network."""
+        """Limit this rank's core share inside the context and yield its state; yield None if no network is emulated."""
         if job.network is None:
             yield None
             return
@@ -87,7 +87,7 @@ class EmulatedNetworkRank:
         return own + (_interface_counters(self._node, "uplink") if self._node else [])
 
     def report(self, grown: list[int], steps: int) -> RankOnNetwork:
-        """Return this rank's compute rate and bytes per step. `grown`: increase of byte counters in `steps` steps."""
+        """Return this rank's compute rate and bytes per step. `grown`: growth of the byte counters in `steps` steps."""
         sent, received, *node = (count / max(1, steps) for count in grown)
         return RankOnNetwork(
             compute_flops_per_s=self._rate,
@@ -156,7 +156,7 @@ class CoreThrottle:
         self._read_clocks()
 
     def stop(self) -> None:
-        """Stop the throttle's timer and restore the `wait` methods of collectives."""
+        """End the limit on the thread's core share: stop the timer, and restore the `wait` methods of collectives."""
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
         for kind, wait in self._waits:

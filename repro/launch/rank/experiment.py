@@ -38,7 +38,7 @@ Report = Callable[[int, Phase], None]
 
 
 class ExperimentRun:
-    """Experiment that runs on one rank. Call `prelude` once, then `steps` once or more, then `result`."""
+    """One experiment on this rank. Call `prelude` (warm-up) once, `steps` once or more, and then `result`."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class ExperimentRun:
         """Number of completed steps, which is the index of the next step."""
         self.series = StepHistory()
         self.rounds: list[list[float]] = []
-        """Seconds of each timed step, as one list per round."""
+        """Seconds of each timed step, as one list per round (turn of the experiment in a comparison)."""
         self.phase_rows: list[dict[str, float]] = []
-        """Seconds of each phase, for every timed step."""
+        """Seconds of each phase of a step, such as forward, by phase; one dictionary per timed step."""
         self.clock = StepClock(device)
         stream = open_stream(experiment.training, experiment.model)
         self.batches = BatchLoader(stream, experiment.layout, mesh.rank, device)
@@ -114,7 +114,7 @@ class ExperimentRun:
         self.resumed = [*history["resumed"], {"step": found.step, **found.written_by}]
 
     def prelude(self) -> None:
-        """Run the warm-up steps. The first measures memory; the last counts collectives of an engine like DeepSpeed."""
+        """Run warm-up steps. The first measures memory; the last counts collectives of engines other than our own."""
         if self.tracker is None:
             self._step(lambda phase: None)
         else:
@@ -132,7 +132,7 @@ class ExperimentRun:
             self.network.begin_timed_steps((self.memory.peak or {}).get("total", 0))
 
     def steps(self, count: int) -> None:
-        """Run `count` timed steps as one round. With this package's own engine, count collectives in the last step."""
+        """Run and time `count` steps. With this package's own engine, count the collectives of the last timed step."""
         rows: list[dict[str, float]] = []
         before = self._count_link_bytes()
         for i in range(count):
@@ -158,7 +158,7 @@ class ExperimentRun:
         self.phase_rows += ordinary
 
     def _clocked(self) -> AbstractContextManager[Callable[[Phase], None]]:
-        """Return a context that yields the function to call at every phase of a timed step."""
+        """Return a context whose value is a function to call when a phase of a timed step, such as forward, begins."""
         if self._has_known_waits and self.experiment.engine != NATIVE:
             return StageWaits(self.clock.mark)
         return nullcontext(self.clock.mark)
@@ -253,7 +253,7 @@ class ExperimentRun:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count collectives inside the context if the engine is another library, for example DeepSpeed."""
+        """Inside the context, count collectives of another engine such as DeepSpeed; our engine counts its own."""
         if self.experiment.engine == NATIVE or not self.watched:
             yield
             return
@@ -287,7 +287,7 @@ class ExperimentRun:
         self.series.read(self.experiment.layout.precision == "fp16")
 
     def result(self, diverged: str = "") -> RankResult:
-        """Return all measurements; profile another step if requested. `diverged`: reason of a divergence, or empty."""
+        """Return this rank's results, and profile a step if requested. `diverged`: why training diverged, or empty."""
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
@@ -343,7 +343,7 @@ class ExperimentRun:
 
 
 def process_memory(categories: RankMemory, device: torch.device, mesh: Mesh) -> RankMemory:
-    """Return the memory report `categories` with the peak resident set; on CUDA, add peaks of allocator and driver."""
+    """Return `categories` (bytes by tensor category), peak resident set and, on CUDA, allocator and driver bytes."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resident = replace(categories, rss_peak_bytes=peak_bytes)
     if device.type != "cuda":

@@ -148,7 +148,7 @@ class RankSession:
         }
 
     def _timed_steps(self, index: int, turn: int) -> int:
-        """Return the number of timed steps of an experiment in round `turn`; the last round gets the remainder."""
+        """Return an experiment's number of timed steps in round `turn` of a comparison; the last gets the remainder."""
         training, rounds = self.job.experiments[index].training, self.job.rounds
         timed = training.steps - training.untimed_steps
         return timed // rounds + (timed % rounds if turn == rounds - 1 else 0)

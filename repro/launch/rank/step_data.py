@@ -68,7 +68,7 @@ class BatchLoader:
         self._prefetched = _Prefetched(step, batch, self._copies.record_event())
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a training step. Their memory is valid until the call `prefetch(step + 2)`."""
+        """Return the micro-batches of a training step, whose memory `prefetch(step + 2)` overwrites."""
         self.prefetch(step)
         if self._prefetched is None:
             batch = self._host_batch(step).to(self._device)
@@ -100,19 +100,19 @@ class Diverged(FloatingPointError):
 
 @dataclass
 class StepHistory:
-    """Losses, gradient norms and loss scales of all steps. `read` copies new values from the device to the host."""
+    """Losses, gradient norms and loss scales of all steps, which `read` copies from the device to the host."""
 
     norms: list[Norms] = field(default_factory=list)
-    """Device tensors with loss, gradient norm and overflow flag of each step since the last `read`."""
+    """Loss, gradient norm and overflow flag of each step since the last `read`, as device tensors."""
     scales: list[Tensor] = field(default_factory=list)
-    """Device tensors with the loss scale of each step since the last `read`."""
+    """Loss scale of each step since the last `read`, as device tensors that `read` copies to the host."""
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)
     loss_scale: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
 
     def read(self, fp16: bool) -> None:
-        """Copy values of new steps to the host.  Raises `Diverged`. `fp16`: a step may overflow and is then skipped."""
+        """Copy new steps' losses and norms to the host.  Raises `Diverged`. `fp16`: overflowing steps are skipped."""
         if self.norms:
             shape = [torch.stack((n.loss, n.gradient, n.overflow)) for n in self.norms]
             for loss, gradient, overflow in torch.stack(shape).tolist():

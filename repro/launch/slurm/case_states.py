@@ -70,11 +70,11 @@ class Submission:
     """Path of the site profile; the submission's folder contains a copy of this file, `profile.toml`."""
     system: str
     newest_record: int | None = None
-    """Sort key (by time of writing) of the newest result record when `repro submit` ran; None in old files."""
+    """Sort key, in order of writing, of the store's newest record when `repro submit` ran; None in old files."""
     arrays: list[SubmittedArray] = field(default_factory=list)
 
     def jobs(self) -> dict[int, str]:
-        """Return SLURM's job id of each bundle, by index; empty for a bundle that was not submitted."""
+        """Return SLURM's job id of each bundle (experiments of one job), by index; empty if it was not submitted."""
         return {bundle: a.element(place) for a in self.arrays for place, bundle in enumerate(a.bundles)}
 
     def with_job(self, place: int, job_id: str) -> Submission:
@@ -116,7 +116,7 @@ class Registry:
             raise _bad(folder / "work.json", error) from None
 
     def state(self, submission: Submission, bundle: int) -> dict[str, Any]:
-        """Return the content of a bundle's progress file; empty before the bundle's SLURM job starts."""
+        """Return the progress file of a bundle (the experiments of one SLURM job); empty before the job starts."""
         return read_json(self.path(submission) / f"bundle-{bundle}.json")
 
     @contextmanager
@@ -196,7 +196,7 @@ class CaseState:
     detail: str = ""
     """Detail on an experiment's state: training step and steps/s, cause of the job's wait, or cause of the outcome."""
     outcome: str = ""
-    """Outcome in the store's record; without a record, the outcome that `repro collect` records for an ended job."""
+    """Recorded outcome; for an ended job without a record, the outcome that `repro collect` will record."""
     job_state: str = ""
     """State of the experiment's job in SLURM; empty if SLURM does not list the job."""
     nodes: str = ""
@@ -323,14 +323,14 @@ def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseSta
 
 
 def _is_later(record: ExperimentRecord, submission: Submission) -> bool:
-    """Return whether a record is newer than a submission, by its order in the store, as clocks of nodes may differ."""
+    """Return whether a record was written after a submission, by the store's order, as clocks of nodes may differ."""
     if submission.newest_record is None:
         return datetime.fromisoformat(record.written) >= datetime.fromisoformat(submission.created)
     return record.order > submission.newest_record
 
 
 def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[list[CaseState], list[str]]:
-    """Return the states of each experiment's last (or `every`) submission, and warnings. Raises `SchedulerError`."""
+    """Return experiments' states in their last submission (`every`: in each) and warnings.  Raises `SchedulerError`."""
     scheduler = Scheduler()
     cases = CaseSurvey(registry, store, scheduler).cases()
     if not every:

@@ -123,7 +123,7 @@ def cancel_jobs(results: Path, what: str) -> int:
 
 
 def collect_records(results: Path, into: Path | None, json: bool) -> int:
-    """Record lost and cancelled experiments, and copy to the record store `into` the records that are missing there.
+    """Write records of lost and cancelled experiments, and copy new records to a second store, `into`, if it is set.
 
     Returns the exit code: 1 if an experiment failed, was lost or was cancelled in its last submission, else 0.
     """

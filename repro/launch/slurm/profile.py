@@ -126,18 +126,18 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseClass:
-    """Settings for some experiments, a `[[case]]` table. The first table that matches an experiment counts."""
+    """Settings for some experiments: a `[[case]]` table of a SLURM profile. The first table that matches counts."""
 
     match: str
-    """Glob of the names of the experiments to which the `[[case]]` table applies."""
+    """Glob of the names of the experiments to which this `[[case]]` table of the profile applies."""
     nodes: int = 0
     """Minimum number of nodes over which the ranks are spread; 0: as few nodes as possible."""
     time_limit: str = ""
-    """Time limit of the jobs of matching experiments; empty: `slurm.time_limit`."""
+    """Time limit of the jobs of experiments that `match` selects; empty: `slurm.time_limit`."""
     partition: str = ""
-    """SLURM partition of the jobs of matching experiments; empty: `slurm.partition`."""
+    """SLURM partition of the jobs of experiments that `match` selects; empty: `slurm.partition`."""
     requeues: int | None = None
-    """Maximum number of requeues, in place of `slurm.requeues`.  A requeued training resumes from its checkpoint."""
+    """Maximum requeues of jobs of matching experiments; unset: `slurm.requeues`. Training resumes at a checkpoint."""
 
     def __post_init__(self) -> None:
         require(bool(self.match), "match", self.match, "a glob of experiment names")
@@ -191,8 +191,7 @@ class Profile:
         return {slurm.gpu_request.replace("-", "_"): f"{'gpu:' * by_gres}{kind}{count}"}
 
     def class_of(self, name: str) -> CaseClass:
-        """Return the profile's first `[[case]]` table (job limits) that matches the experiment `name`, or an empty
-        table."""
+        """Return the first `[[case]]` table (job limits) that matches the experiment `name`, or an empty table."""
         found = (entry for entry in self.case if fnmatchcase(name, entry.match))
         return next(found, CaseClass(match="*"))
 

@@ -68,10 +68,10 @@ class Partition:
     """Maximum time limit of a job in the partition, in minutes."""
     nodes: int
     gpus: int
-    """Maximum number of GPUs in a node of the partition."""
+    """Number of GPUs of the partition's largest node."""
     gpu_types: tuple[str, ...]
     cores: int
-    """Minimum number of processor cores in a node of the partition."""
+    """Number of processor cores of the partition's smallest node."""
 
 
 class SchedulerError(RuntimeError):

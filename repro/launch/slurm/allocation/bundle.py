@@ -52,7 +52,7 @@ class SubmissionWork:
     """Content of `work.json`: the experiments of one `repro submit`, and the part of the suite that the jobs need."""
 
     suite: Suite
-    """Suite of the submission, with only the selected entries (experiment and expected outcome)."""
+    """Suite of the submission with only the entries (experiments and expected outcomes) that `--only` selected."""
     bundles: tuple[Bundle, ...]
     rerun: bool
     """Whether experiments that already have a record run again."""
@@ -95,7 +95,7 @@ def _task_from(row: dict[str, Any], known: dict[str, Experiment]) -> Task:
 
 
 class BundleProgress(Progress):
-    """Progress file of one bundle of experiments, which survives each requeue of the bundle's SLURM job."""
+    """Progress file of one bundle (the experiments of one SLURM job), which survives requeues of the job."""
 
     def __init__(self, folder: Path, bundle: Bundle, job: str, restarts: int):
         self.path = folder / f"bundle-{bundle.index}.json"
@@ -193,7 +193,7 @@ class BundleProgress(Progress):
 
 
 def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
-    """Return tasks that run the experiments of `task` missing in `ended`, with the baseline of their comparison."""
+    """Return tasks for the experiments of `task` without outcome in `ended`, plus the baseline if they are compared."""
     left = tuple(experiment for experiment in task.experiments if experiment.name not in ended)
     if not left or len(left) == len(task.experiments):
         return [task] if left else []

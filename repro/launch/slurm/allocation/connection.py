@@ -38,7 +38,7 @@ class Connection:
     """TCP connection from the task of a rank to the controller of the SLURM job."""
 
     def __init__(self, address: str, port: int, *, token: str, rank: int):
-        """Connect to the controller and send the token.  Raises `OSError` if no controller listens."""
+        """Connect to the controller and send the authentication token.  Raises `OSError` if no controller listens."""
         self._socket = socket.create_connection((address, port), timeout=KEEPALIVE_TIMEOUT_S)
         self._socket.settimeout(None)
         _notice_silence(self._socket)

@@ -56,9 +56,9 @@ def slurm_job_id(environment: dict[str, str]) -> str:
 
 
 def run_bundle(folder: Path, index: int, stop: AllocationStop, environment: dict[str, str]) -> BundleProgress:
-    """Run bundle `index` of the submission in `folder` until it ends or `stop` is set, and return its progress.
+    """Run bundle `index` (the experiments of one SLURM job) of the submission in `folder` until the end or `stop`.
 
-    Raises `DiskFull` and `ConfigError`.
+    Returns the content of the bundle's progress file.  Raises `DiskFull` and `ConfigError`.
     """
     allocation = read_allocation(folder, environment)
     site = allocation.site
@@ -197,7 +197,7 @@ class RunBundle:
     submission: str
     """Path of the submission's folder in the store."""
     bundle: int
-    """Index of the bundle of experiments in the submission's `work.json`."""
+    """Index of this job's bundle of experiments in the list of bundles in the submission's `work.json`."""
 
     def __call__(self) -> dict[str, Any]:
         """Run the bundle and return the number of experiments by outcome.
@@ -243,12 +243,12 @@ class RunAwaitedJob:
     """Callable that submitit pickles and calls in a SLURM job, to run one launch and write its results to a file."""
 
     folder: str
-    """Shared folder with the launch's `job.json`, the profile, and the written `answer.json`."""
+    """Shared folder with the input `job.json`, the SLURM profile, and `answer.json`, to which the job writes."""
     target: str
     """Function that each rank calls, as `module:function`."""
 
     def __call__(self) -> str:
-        """Run the launch, write `answer.json`, and return the outcome. A signal of SLURM does not requeue the job."""
+        """Run the launch, write results to `answer.json`, and return the outcome. Signals do not requeue the job."""
         environment, folder = dict(os.environ), Path(self.folder)
         stop = AllocationStop(slurm_job_id(environment))
         for number in (REQUEUE, signal.SIGTERM):

@@ -20,7 +20,7 @@ from repro.util.files import write_json
 _FAMILY = re.compile(r"\b(?:Tesla |NVIDIA |GeForce |Quadro )*((?:RTX |GTX )?[A-Z]{1,2}\d{1,4}[A-Z]?)\b")
 _FORM = re.compile(r"\b(SXM\d?|PCIe?|NVL|HGX)\b", re.IGNORECASE)
 GPU_FACTS = ("name", "memory_bytes", "driver", "max_sm_mhz", "memory_mhz", "power_limit_w")
-"""Names of the properties of each GPU that the provenance of a record contains."""
+"""Keys of the properties of a GPU, such as its model name, that the provenance of a record contains."""
 _MEMORY_SLACK = 0.08
 """Maximum relative deviation of a GPU's memory size from its nominal size, since driver and ECC reserve a part."""
 

@@ -26,7 +26,7 @@ MIN_KILL_WAIT_S = 10.0
 TIME_LIMIT_WARNING_S = 120.0
 """Tolerance in seconds for the time of SLURM's warning signal before a time limit; SLURM may send it a minute early."""
 _REASONS = {"TimeLimit": TIME_LIMIT, "NodeDown": NODE_FAILURE, "Preempted": PREEMPTED}
-"""Stop cause that a record names, by SLURM's field `Reason` of a completing job; `scancel` sets no reason."""
+"""Cause of a SLURM job's end, by the field `Reason` in `scontrol show job`; `scancel` sets no reason, so no entry."""
 
 
 class AllocationStop:

@@ -45,7 +45,7 @@ class RankProcess:
         self._error_log = rank_process.error_log_path(logs, rank)
         self._device, self._rendezvous, self._target = device, rendezvous, target
         self.code: int | None = None
-        """Exit code of the rank, set by `news`; None while the rank runs."""
+        """Exit code of the rank, which the method `news` sets at the rank's end; None while the rank runs."""
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._lock = -1
@@ -85,7 +85,7 @@ class RankProcess:
             self._process = rank_process.start_rank(command, self._logs, self.number, environment)
 
     def news(self, now: float) -> Iterator[Message]:
-        """Yield the rank's new messages to the controller at time `now`; the last message reports the rank's end."""
+        """Yield new messages on the rank (`now`: clock in seconds) for the controller; the last one reports its end."""
         if self._process is None:
             self.code = 1
             yield {"say": "ended", "errors": "", **(self._failure or {"code": 1, "report": None})}
@@ -154,7 +154,7 @@ class RankProcess:
             rank_process.signal_rank(self._process, number)
 
     def dump_stacks(self) -> None:
-        """Request that the rank write its Python stacks to its log; `news` reports when the log contains the stacks."""
+        """Request that the rank write its Python stacks to its log; a message of `news` reports that they are there."""
         self._stacks_before = rank_process.count_stacks(self._error_log)
         self._signal(rank_process.STACKS_SIGNAL)
 
@@ -200,7 +200,7 @@ class TaskLaunch:
     port: int
     """TCP port on which the controller accepts connections of the ranks' tasks."""
     token: str
-    """Secret that authenticates a rank's task at the controller."""
+    """Secret with which the SLURM task of a rank authenticates itself to the job's controller process."""
     rendezvous: int
     """TCP port on which rank 0 accepts the other ranks."""
     per_node: int

@@ -34,7 +34,7 @@ MAX_ARRAYS, MAX_LISTED_CASES = 12, 3
 
 @dataclass(frozen=True, kw_only=True)
 class JobEstimate:
-    """Estimate of an experiment's cost from its simulated record."""
+    """Predicted GPU-hours and outcome of an experiment, from its simulated record."""
 
     gpu_hours: float | None
     """GPU-hours of all training steps; None if the record has no step time or the training runs out of memory."""
@@ -53,7 +53,7 @@ class SubmissionPlan:
     elsewhere: dict[str, str]
     """Requirement that the nodes of the profile do not meet, by name of the experiment that has the requirement."""
     known: tuple[str, ...]
-    """Names of experiments that are left out because the store has a conclusive record."""
+    """Names of experiments that are left out because the store has their outcome `ok`, `oom` or `diverged`."""
     running: dict[str, str]
     """Ids of waiting or running jobs of an earlier submission, by the name of the experiment that they run."""
     predictions: dict[str, JobEstimate]
@@ -71,7 +71,7 @@ class SubmissionPlan:
         return SubmissionWork(suite=suite, bundles=bundles, rerun=self.rerun)
 
     def gpu_hours(self) -> tuple[float, float, int]:
-        """Return maximum GPU-hours (by time limits), predicted GPU-hours, and the number of predicted experiments.
+        """Return GPU-hours if all jobs reach their time limits, predicted GPU-hours, and number of predictions.
 
         Without GPUs, the unit is core-hours with one core per rank.
         """

@@ -198,7 +198,7 @@ def submit_job(folder: Path, job: Job, site: Profile, array: JobArray, name: str
 
 
 def wait_for_answer(job_id: str, folder: Path, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-    """Wait for a SLURM job and return its `answer.json`, or outcome `error`; an interrupt cancels the job."""
+    """Wait for a SLURM job and return its results (`answer.json`) or outcome `error`; an interrupt cancels the job."""
     scheduler, last_status, heard = Scheduler(), "", time.monotonic()
     while not interrupt:
         try:
