@@ -121,7 +121,7 @@ class AdapterShare(NamedTuple):
     adapters: int
     """Number of network adapters that the process group uses."""
     part: float
-    """Sum over the used adapters of 1 / (number of process groups that use the adapter)."""
+    """Bandwidth of the group, in adapters: sum over its adapters of 1 / (number of groups that use the adapter)."""
 
 
 class PlacedRing(NamedTuple):
@@ -145,7 +145,7 @@ class PlacedMessage(NamedTuple):
     senders: int
     """Number of ranks of the sending stage on the sender's node."""
     share: AdapterShare | None
-    """Network adapters that the sender uses; None if no message between the two stages leaves its node."""
+    """Network adapters that the sending rank uses; None if no message between the two stages leaves a node."""
     uplink_users: int
     """Largest number of messages that share an uplink with the message; 0 for a message inside a pod."""
 
@@ -182,7 +182,7 @@ class PlacedGroups:
         return GroupsOnNodes(pairs, pairs // self.devices)
 
     def _rings(self, group: str, counts: NodeCounts) -> frozenset[PlacedRing]:
-        """Return the distinct placements of an axis's process groups. `counts`: adapters, switches, pods of nodes."""
+        """Return the distinct placements of the process groups of the kind `group`, such as all tp groups."""
         on = self.on_nodes(group)
         if on is None:
             return frozenset()
@@ -224,7 +224,7 @@ class PlacedGroups:
         )
 
     def _adapter_shares(self, on: GroupsOnNodes, across: Numbers, counts: NodeCounts) -> Numbers:
-        """Return number and share of adapters per pair of group and node, [2, pairs]; 0 for groups inside a node."""
+        """Return number and bandwidth share of adapters for each group on each node, [2, pairs]; 0 inside a node."""
         reached: Numbers = self._reached(on, counts) & across[:, None]
         users = np.stack([on.by_node(column) for column in reached.T], axis=1)
         return np.stack([reached.sum(axis=1), (reached / np.maximum(users[on.node], 1)).sum(axis=1)])

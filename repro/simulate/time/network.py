@@ -86,7 +86,7 @@ PCIE = "pcie"
 
 
 class Network:
-    """Communication times of `layout` on the links of `system`; arrays if numbers of the system are arrays."""
+    """Communication times of `layout` on the links of `system`; arrays over sampled cases if its inputs are arrays."""
 
     def __init__(self, system: System, layout: Layout):
         self.system, self.layout = system, layout
@@ -233,7 +233,7 @@ class Network:
 
     @cached_property
     def _node_counts(self) -> dict[NodeCounts, Lanes]:
-        """Distinct counts of adapters, switches and pods, each with a mask of the uncertainty cases that have them."""
+        """Distinct counts of adapters, switches and pods, each with a mask of the sampled cases with these counts."""
         if BETWEEN_NODES not in self.system.links:
             # The call raises a ConfigError that names the known links.
             self.system.link_per_device(BETWEEN_NODES)
@@ -246,7 +246,7 @@ class Network:
         return {NodeCounts(*map(int, one)): (cases == one).all(axis=-1) for one in distinct}
 
     def _in_node_counts(self, link: str, find: Callable[[NodeCounts], float]) -> float:
-        """Return `find(counts)` in each case of the unknown numbers; counts matter only for the link between nodes."""
+        """Return `find(counts of adapters, switches and pods)` for each sampled case; for links inside a node, once."""
         if link != BETWEEN_NODES:
             return find(NodeCounts())
         found = [find(counts) for counts in self._node_counts]
@@ -289,7 +289,7 @@ class Network:
         return self.peak(link) * minimum(1.0, self.number(link, "pair") * others)
 
     def _rate_between(self, shares: Iterable[AdapterShare], uplink_users: int, counts: NodeCounts) -> float:
-        """Return the bytes/s of a flow with `shares` of each node's adapters and `uplink_users` flows on its uplink."""
+        """Return the bytes/s of a ring or message, limited by its nodes' adapter `shares` and by its uplink."""
         per_device = self.system.links[BETWEEN_NODES].per == "device"
         adapter = self.peak(BETWEEN_NODES) / (1 if per_device else counts.adapters)
         rings = self.number(BETWEEN_NODES, "rings")
