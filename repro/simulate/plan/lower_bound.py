@@ -159,7 +159,7 @@ class LayerWork:
         ]
 
     def _attention(self, flash: float, batched: int) -> list[Operator]:
-        """Return attention as one fused operator (`flash` times the forward FLOP) or as `batched` batched products."""
+        """Return attention as one fused operator of `flash` times the forward FLOP, or as `batched` matrix products."""
         model, layout = self.model, self.layout
         heads, width = model.heads // layout.tp, model.head_width
         if layout.kernels.writes_scores:

@@ -109,7 +109,7 @@ class PlanRow:
     reason: str = ""
     trace_seconds: float = 0.0
     least_s: float = 0.0
-    """Lower bound in seconds of an unsimulated layout's step time, or of its time at peak rates without predictions."""
+    """Lower bound of an unsimulated layout's step time in seconds; of the time at peak rates if none is predicted."""
 
     @property
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""Sharing of network adapters and pod uplinks among all process groups of a parallel axis, which communicate together.
+"""Sharing of network adapters and pod uplinks among all groups of one kind (such as tp), which communicate together.
 
 A pod is a set of nodes with full bandwidth between them. Its uplink has the nodes' bandwidth divided by the
 oversubscription, which flows out of the pod share equally (Llama 3: 3,072 devices and 1:7, 2407.21783v3 sec. 3.3.1).
@@ -88,7 +88,7 @@ class GroupsOnNodes:
         self._first = np.searchsorted(self.group, np.arange(len(members)))
 
     def members_of(self, entry: int) -> list[int]:
-        """Return the ranks of one entry, which are the ranks of a process group on one node."""
+        """Return the ranks of one entry: those ranks of one process group that are on one node."""
         found: list[int] = self.members.ravel()[self.of_member == entry].tolist()
         return found
 
@@ -125,18 +125,18 @@ class AdapterShare(NamedTuple):
 
 
 class PlacedRing(NamedTuple):
-    """Placement of one or several groups on nodes, adapters and uplinks, while their whole axis communicates."""
+    """Placement of one or several process groups, while all groups of their kind (such as tp) communicate."""
 
     ranks: int
     """Number of ranks of the process group."""
     nodes: int
     """Number of nodes on which the process group has ranks."""
     inside: frozenset[tuple[int, int]]
-    """For each node with several ranks of the group: number of such groups there, and sum of their ranks."""
+    """For each node with several of the group's ranks: number of such groups on the node, sum of their ranks."""
     between: frozenset[AdapterShare]
     """Network adapters that the group uses in each of its nodes; empty for a group inside a node."""
     uplink_users: int
-    """Largest number of groups that share an uplink with the group; 0 for a group inside a pod."""
+    """Largest number of process groups that share a pod's uplink with this group; 0 for a group inside a pod."""
 
 
 class PlacedMessage(NamedTuple):
@@ -172,7 +172,7 @@ class PlacedGroups:
         return on.members_of(int((on.ranks > 1).argmax()))
 
     def _on_nodes(self, group: str) -> GroupsOnNodes | None:
-        """Return all process groups of an axis with the nodes of their ranks; None if the groups have one member."""
+        """Return all process groups of a kind (such as tp) with their ranks' nodes; None if groups have one member."""
         members = group_members(self.layout, group)
         return GroupsOnNodes(members, members // self.devices) if members.size else None
 

@@ -105,7 +105,7 @@ class Network:
         return reduce(maximum, (self.number(link, "overlap_cost") for link in links), 0.0)
 
     def seconds(self, op: str, group: str, payload: int) -> float:
-        """Return the seconds of a collective from the arrival of its last rank, for the slowest group of an axis.
+        """Return the seconds of a collective from the arrival of its last rank, for the slowest group.
 
         `op`: all_reduce, reduce_scatter, all_gather, broadcast. `group`: world, tp, cp, dp, pp, embedding; all groups
         of this name communicate at the same time. `payload`: bytes of the full message (see `repro.parallel.ledger`). A
@@ -172,7 +172,7 @@ class Network:
         return self.number(link, "latency_s") + payload / self._edge_rate(sender, receiver)
 
     def bus_bandwidth(self, group: str) -> float:
-        """Return the bus bandwidth in bytes/s of an axis's slowest process group for large messages (nccl-tests)."""
+        """Return the slowest bus bandwidth (nccl-tests) of all groups of a kind, for large messages, in bytes/s."""
 
         def slowest(counts: NodeCounts) -> float:
             return reduce(minimum, (ring.rate for ring in self._rings(group, counts)), float("inf"))
@@ -212,7 +212,7 @@ class Network:
         return known.collectives.get(op) if known is not None else None
 
     def _spans(self, group: str) -> frozenset[GroupSpan]:
-        """Return the distinct sizes and distributions (`GroupSpan`) of the process groups of an axis."""
+        """Return the distinct sizes and distributions (`GroupSpan`) of all process groups of a kind, such as tp."""
         if (on := self._placed.on_nodes(group)) is None:
             return frozenset()
         stride = on.members[:, 1] - on.members[:, 0]
@@ -225,7 +225,7 @@ class Network:
         return placed_groups(self.layout, self.placement.devices_per_node)
 
     def _link_of(self, group: str) -> str:
-        """Return the slowest class of links in any process group of an axis; empty if the groups have one rank."""
+        """Return the slowest class of links in any group of a kind (such as tp); empty if groups have one rank."""
         on = self._placed.on_nodes(group)
         if on is None or (on.nodes > 1).any():
             return BETWEEN_NODES if on is not None else ""
@@ -254,7 +254,7 @@ class Network:
         return found[0] if len(found) == 1 else cast(float, np.select(cases, found))
 
     def _rings_of(self, group: str, counts: NodeCounts) -> list[Ring]:
-        """Return the parameters of the distinct rings of all process groups of an axis."""
+        """Return the parameters of the distinct rings of all process groups of a kind, such as tp."""
         return [self._ring(group, placed, counts) for placed in self._placed.rings(group, counts)]
 
     def _ring(self, group: str, placed: PlacedRing, counts: NodeCounts) -> Ring:
@@ -272,7 +272,7 @@ class Network:
         return Ring(placed.ranks, placed.nodes, rate, start, within, between, half, chunk)
 
     def _leaves_pod(self, group: str, link: str) -> bool:
-        """Return whether any ring of an axis has devices at several PCIe host bridges of a node."""
+        """Return whether any ring of this kind of group (such as tp) has devices at several PCIe host bridges."""
         on, pod = self._placed.on_nodes(group), self.system.links[link].pod.value or 1
         assert on is not None
         bridges = on.members % self.placement.devices_per_node // int(pod)

@@ -43,7 +43,7 @@ class EventOutlines:
         self._pieces: dict[int, list[Stretch]] = {}
 
     def of_piece(self, traced: Trace, place: int) -> list[Stretch]:
-        """Split pass number `place` of `traced` at asynchronous messages and waits; `traced` must outlive this object."""
+        """Split pass number `place` at asynchronous messages and waits. The trace `traced` must outlive this object."""
         if place not in self._pieces:
             self._pieces[place] = self.stretches(traced.pieces[place], traced.keys)
         return self._pieces[place]

@@ -197,7 +197,7 @@ class ProgramCompiler:
     def _block(
         self, entries: tuple[int | Message, ...], last: Message | Wait | None, phase: str
     ) -> OperatorBlock | None:
-        """Time operators and collectives `entries` and the start of the message `last` as one block; None if empty."""
+        """Return a timed block of operators and collectives (`entries`) and the start of message `last`, or None."""
         if self._own or self._jitter:
             return self._new_block(entries, last if isinstance(last, Message) else None, phase)
         key = entries, phase

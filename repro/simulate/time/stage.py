@@ -110,7 +110,7 @@ class StageStreams:
         return self.all.prepared_items[id(items)]
 
     def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
-        """Time operators and collectives as one run, on the assumption that no earlier collective is unfinished."""
+        """Time operators and collectives as one block, on the assumption that no earlier collective is unfinished."""
         before = self.now, self.latest, self.streams, self.under_way, self.time, self.recording
         self.now, self.latest, self.time, self.recording = 0.0, 0.0, StageTime(), False
         self.streams, self.under_way = defaultdict(float), defaultdict(deque)

@@ -233,7 +233,7 @@ class _PartRecorder(_BlockRecorder):
     """Recorder of the forward and backward pass of one model part while the part runs."""
 
     def enter(self, gradient: Tensor) -> None:
-        """Begin to record a model part's backward pass, until autograd's backward pass ends if there is no input."""
+        """Begin to record a model part's backward pass. Without an input, it ends with autograd's backward pass."""
         self.gradient, self.running = self.recorder.number(gradient), RecordedPass(len(self.recorder.events))
         if not self.has_input:
             torch.autograd.Variable._execution_engine.queue_callback(self.leave)
