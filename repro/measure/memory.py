@@ -76,7 +76,7 @@ class AllocationHistory:
             self._end += size
 
     def final_segments(self, device: int) -> Iterator[dict[str, Any]]:
-        """Yield the allocator segments at the end of the run: `segments` or, by default, one per live allocation."""
+        """Yield the allocator segments at the end of the run; if none are stored, one segment per live allocation."""
         single = [[(event["addr"], event["size"], number)] for number, event in self._live.items()]
         for stretch in self.segments or single:
             blocks = []

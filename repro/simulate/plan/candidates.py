@@ -136,7 +136,7 @@ SAMPLES_PER_GPU = 2
 TOKENS_PER_RANK = 8192
 """Minimum number of tokens per rank in a plan that splits samples over context-parallel ranks (cp).
 
-Llama 3 405B: cp = 1 for 8,192 tokens, cp = 16 for 131,072 (2407.21783 Table 4). Shorter samples need a given cp.
+Llama 3 405B: cp = 1 for 8,192 tokens, cp = 16 for 131,072 (2407.21783 Table 4). The user can set a larger cp.
 """
 
 
@@ -168,7 +168,7 @@ class PlanRequest:
 
     @property
     def ranked_price(self) -> float:
-        """Factor of step times in the order of plan rows: price of a GPU hour if `rank_by` is `cost`, otherwise 1."""
+        """Factor of a step time in the plan's sort order: price of a GPU hour if `rank_by` is `cost`, otherwise 1."""
         return (self.price or 1.0) if self.rank_by == COST else 1.0
 
     @property

@@ -240,7 +240,7 @@ def question_of(
 
 
 def _heads(hidden: int, tp: int) -> int:
-    """Return the first number of heads that tp divides: that of width 128, that of width 64, or tp itself."""
+    """Return a number of attention heads that tp divides: heads of width 128, else of width 64, else tp heads."""
     sizes = (hidden // width for width in (128, 64) if hidden % width == 0)
     return next((heads for heads in sizes if heads % tp == 0), tp)
 

@@ -159,7 +159,7 @@ class LayerWork:
         ]
 
     def _attention(self, flash: float, batched: int) -> list[Operator]:
-        """Return attention as one fused operator (`flash` times the forward FLOP) or as `batched` batched products."""
+        """Return attention as one fused operator of `flash` times the forward FLOP, or as `batched` matrix products."""
         model, layout = self.model, self.layout
         heads, width = model.heads // layout.tp, model.head_width
         if layout.kernels.writes_scores:
@@ -214,7 +214,7 @@ def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict
 def step_time_lower_bound(
     model: Model, layout: Layout, seq: int, cost: DeviceCost, network: Network
 ) -> float:
-    """Return a lower bound of a step's seconds on `layout`; 0 for a calibrated system, which may be faster."""
+    """Return a lower bound of a step's seconds; 0 for a system with measured times (`repro calibrate`)."""
     if cost.rates or cost.system.provenance is not None:
         return 0.0
     work, m, others = LayerWork(model, layout, seq), layout.accumulation, layout.pp - 1

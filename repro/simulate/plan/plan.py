@@ -1,4 +1,4 @@
-"""Layout search: which layouts of a model fit a system, in the order of their step times, and the map over tp and pp.
+"""Layout search: which layouts of a model fit a system, in the order of their step times, and a table over tp and pp.
 
 Lower bounds exclude layouts that cannot fit. The others are simulated, the least lower bound of the step time first. A
 plan that shows few rows leaves a layout open if enough simulated layouts are faster than its lower bound. Its first
@@ -26,7 +26,7 @@ from repro.simulate.plan.rows import OK, OOM, OPEN, STATES, PlanRow, plan_entry,
 from repro.util.processes import Workers, pause_garbage_collection
 
 COMPARED_ROWS = 12
-"""Minimum number of first layouts that a plan compares in all joint random draws of the unknown numbers."""
+"""Minimum number of first layouts whose order a plan checks in random draws of all uncertain inputs."""
 BEGUN_PER_WORKER = 2
 """Number of simulations that are queued per worker process, so that no worker is idle."""
 
@@ -119,20 +119,20 @@ def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow])
 
 @dataclass
 class MapCell:
-    """Cell of a layout map, which has one cell for each pair of tp and pp."""
+    """Cell of the table of `repro plan --map`, which shows for each pair of tp and pp whether the model fits."""
 
     tp: int
     pp: int
     dp: int = 0
     """Data-parallel degree; 0 if tp x pp does not divide the GPUs."""
     rows: dict[int, PlanRow] = field(default_factory=dict)
-    """Plan row of the cell's layout by memory limit (bytes of a device); empty if no layout exists."""
+    """Outcome and memory of this layout for each memory limit in bytes per device; empty if no layout exists."""
     reason: str = ""
-    """Reason why no layout exists with the tp and pp of this cell; empty if a layout exists."""
+    """Reason why no layout with this tp and pp is possible; empty if one is possible."""
 
 
 def map_axes(request: PlanRequest) -> tuple[list[int], list[int]]:
-    """Return the values of tp and of pp that a plan of `request` would try, as the two axes of a layout map."""
+    """Return the values of tp and of pp that a plan of `request` tries, as the two axes of `repro plan --map`."""
     tensor = tensor_degrees(request)
     ranks = [tp * cp for tp in tensor for cp in context_degrees(request, tp)]
     return tensor, sorted({pp for one in ranks for pp in pipeline_degrees(request, one)})
@@ -145,10 +145,10 @@ def search_map(
     limits: Sequence[int],
     workers: Workers,
 ) -> list[MapCell]:
-    """Return a map cell for every pair of tp and pp. The other layout keys are those of `request`.
+    """Return whether the model fits, for every pair of tp and pp. The other layout keys are those of `request`.
 
-    Keys without a value are those of the first candidate: no ZeRO, one sample per micro-batch, no recomputation. Rows
-    have no times. Raises `ConfigError` if no (tp, pp) has a layout.
+    Defaults of these keys are no ZeRO, one sample per micro-batch, and no recomputation. Step times are not predicted.
+    Raises `ConfigError` if no (tp, pp) has a layout.
     """
     cells, layouts = [MapCell(tp, pp) for tp in tensor for pp in stages], []
     refused: list[ConfigError] = []

@@ -1,8 +1,8 @@
-"""Rows of a plan, their order, and ties between rows whose order depends on the unknown numbers.
+"""Rows of a plan, their order, and ties: pairs of rows whose order depends on uncertain inputs of the prediction.
 
-Two layouts are timed in the same cases (`repro.config.systems.unknowns`): each unknown at an end of its range, and
-joint draws of all. The ratio of their times in each case decides, because an unknown that slows both alike has no
-effect on the order.
+Two layouts are timed in the same sampled cases (`repro.config.systems.unknowns`): one input at an end of its range, or
+random draws of all inputs. The ratio of both step times in each case decides, because an input that slows both layouts
+alike has no effect on the order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import RANK_QUANTILES, PlanRequest, communicator_bytes
 
 TimedStep = tuple[float, StepInterval]
-"""Step time in seconds at the best values of all unknown numbers, and the uncertainty interval of the step time."""
+"""Step time in seconds at the best values of all uncertain inputs, and the uncertainty interval of the step time."""
 MIN_TIE_SHARE = 0.05
 """Minimum share of joint draws in which a later layout of a plan must be faster to be tied with an earlier layout. With
 a smaller share, the 90 % interval of the ratio of their step times is on one side of 1."""
@@ -32,21 +32,21 @@ a smaller share, the 90 % interval of the ratio of their step times is on one si
 
 @dataclass(frozen=True)
 class Tie:
-    """Tie of a layout with an earlier layout of the plan, which may be the slower one."""
+    """Uncertain order of two layouts of a plan: the earlier layout may be slower than the later one."""
 
     than: int
     """Position of the earlier layout in the plan, from 1."""
     part: float
-    """Share of the joint draws of unknown numbers in which the later layout is faster."""
+    """Share of the random draws of all uncertain inputs in which the later layout is faster."""
     by: tuple[str, ...]
-    """Unknown numbers that cause the tie, sorted by their effect on the ratio of the two step times.
+    """Uncertain inputs because of which the later layout may be faster, sorted by effect on the ratio of step times.
 
-    Each alone reverses the order of the two layouts at an end of its range; else `by` has the most effective one.
+    Each input alone can reverse the order of the two layouts. If no input can, only the most effective one is given.
     """
 
 
 def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
-    """Return the ties of each of `steps` with earlier steps that may be slower. `steps`: timed layouts, best first."""
+    """Return, for each step, the ties with preceding steps that may be slower. `steps`: timed layouts, best first."""
     found = []
     for place, mine in enumerate(steps):
         possible = [
@@ -58,7 +58,7 @@ def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
 
 
 def _share_faster(mine: TimedStep, its: TimedStep) -> float:
-    """Return the share of the joint draws of unknown numbers in which the step `mine` is faster than the step `its`."""
+    """Return the share of random draws of uncertain inputs in which the step `mine` is faster than the step `its`."""
     return sum(map(lt, mine[1].draws, its[1].draws)) / len(mine[1].draws)
 
 
@@ -101,15 +101,15 @@ class PlanRow:
     is_tight: bool = False
     """Whether the layout fits and leaves less than `MIN_HEADROOM` of the device's memory."""
     rank_s: float | None = None
-    """Quantile of the step time that orders a plan's first rows; the step time if there are no unknown numbers."""
+    """Quantile of the step time that orders a plan's first rows; the step time if no input is uncertain."""
     undecided: list[Tie] | None = None
-    """Ties with earlier rows of the plan, which may be slower than this row; None if the row was not compared."""
+    """Earlier rows of the plan that may be slower than this row (ties); None if the row was not compared."""
     ruled_out_by: str = ""
     """Memory category because of which the layout does not fit, or fragmentation; empty if the layout fits."""
     reason: str = ""
     trace_seconds: float = 0.0
     least_s: float = 0.0
-    """Lower bound in seconds of an unsimulated layout's step time, or of its time at peak rates without predictions."""
+    """Lower bound of an unsimulated layout's step time in seconds; of the time at peak rates if none is predicted."""
 
     @property
     def seconds(self) -> float:
@@ -142,8 +142,8 @@ def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
 def rank_systems(found: Sequence[tuple[PlanRequest, Sequence[PlanRow]]]) -> list[tuple[PlanRequest, PlanRow]]:
     """Return the rows of the plans of several systems in one order, each with its request, and set their ties.
 
-    `found`: the requests, which have equal work for a step, with their rows. The rows of `rank_rows` come first, in the
-    order of the same quantile of their step times, or of their costs if `rank_by` is `cost`.
+    `found`: each system's rows, for the same model and global batch. Rows that `rank_rows` compared come first. They
+    are sorted by the same quantile of the step time, or of the cost if `rank_by` is `cost`.
     """
     pairs = [(request, row) for request, rows in found for row in rows]
     if len(found) == 1:
@@ -165,7 +165,7 @@ def rank_systems(found: Sequence[tuple[PlanRequest, Sequence[PlanRow]]]) -> list
 def _timed_cost(request: PlanRequest, row: PlanRow) -> TimedStep:
     """Return the step time and interval of a row, multiplied by the price of the system if `rank_by` is `cost`.
 
-    The keys of unknown numbers and the order of draws differ between systems, because their unknowns are independent.
+    Uncertain inputs of two systems are independent. Keys therefore get the system's name, and draws are shuffled.
     """
     unit, name = request.ranked_price, request.system.name
     interval = row.interval or StepInterval(draws=[row.seconds] * DRAWS, moves=[])
@@ -207,7 +207,7 @@ IDEAL_ORDER_RULE = (
 
 
 def unknown_rates(request: PlanRequest, precision: str) -> list[str]:
-    """Return the names of the peak rates and bandwidths that `IDEAL_ORDER_RULE` needs and the system's file lacks."""
+    """Return the peak rates and bandwidths that the step time at peak rates needs and the system's file lacks."""
     system = request.system
     found = []
     if system.device.peak_flops.get(precision) is None or system.device.peak_flops[precision].value is None:
@@ -251,7 +251,7 @@ def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, Any] | None:
 
 
 def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
-    """Return one entry of `repro plan --json`: the keys of `repro simulate --json`, the layout's ties and evidence."""
+    """Return one entry of `repro plan --json`: the keys of `repro simulate --json`, and the keys of the plan row."""
     layout, model = row.layout, request.model
     memory: dict[str, Any] = {"peak_bytes": None, "reserved_bytes": None, "by_category": {}, "by_role": {}}
     communicators = communicator_bytes(layout, request.system)

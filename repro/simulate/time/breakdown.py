@@ -19,7 +19,7 @@ STAGE_SEND = "send between stages (pp)"
 
 @dataclass
 class StageTime:
-    """Breakdown of one pipeline stage's step time in seconds, with the best values of all unknown numbers."""
+    """Breakdown of one pipeline stage's step time in seconds, at the best values of all uncertain inputs."""
 
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Busy seconds of the compute stream, by kind of operator."""
@@ -131,7 +131,7 @@ PROFILER_NAMES = {
     "reduce-scatter": "nccl:_reduce_scatter_base",
     "send": "nccl:recv",
 }
-"""Names in `torch.profiler` that `profiler_name` does not derive by a rule, by name of the operator or message."""
+"""Names that `torch.profiler` gives operators and messages, if they differ from the general rule (`profiler_name`)."""
 
 
 def profiler_name(name: str) -> str:

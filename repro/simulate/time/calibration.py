@@ -1,7 +1,7 @@
-"""Calibration of software generations' kernels, its uncertainty, and the basis (evidence) of a predicted step time.
+"""Calibration of kernel times for each generation of training software, such as Megatron-LM with fused softmax.
 
-`calibration_points.toml` has one published step per generation, which gives the ratio of published to modelled kernel
-time. For some generations, the file has the kernel times of a profile instead. This module does not import torch.
+`calibration_points.toml` has one published step time per generation. It gives the ratio of actual to modelled kernel
+time. Some generations have kernel times from a profiler instead. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class CalibrationPoint:
     flops_per_device: float
     """Published FLOP/s per device, with the FLOP count of `repro.model.counts` including recomputation."""
     claim: str
-    """Name of the claim about the published run, which gets no verdict because the run calibrates the prediction."""
+    """Name of the published claim about this run. The claim is not tested, as the run calibrates the prediction."""
     source: str
     low: float | None = None
-    """Lower bound of the published FLOP/s per device; `source` gives the reason."""
+    """Lower bound of the published FLOP/s per device; the text in `source` explains it."""
     high: float | None = None
-    """Upper bound of the published FLOP/s per device; `source` gives the reason."""
+    """Upper bound of the published FLOP/s per device; the text in `source` explains it."""
     dropout: float = 0.0
     """Dropout probability of hidden states and of attention weights."""
     products: Quantity = EQUAL_PRODUCTS_SHARE
@@ -73,19 +73,19 @@ class CalibrationPoint:
     attention_start: float = 0.0
     """Number of keys with which fused attention reaches half of the rate `attention`."""
     card: str = ""
-    """Prefix of the device's name, if several calibration points share a compute capability; otherwise empty."""
+    """Prefix of the device names to which this calibration is limited; empty if the compute capability suffices."""
     note: str = ""
     """Properties of the software that the trace does not represent; the calibration includes their effect on time."""
 
     @property
     def rate(self) -> Unknown:
-        """Published FLOP/s per device with its bounds, as an unknown number."""
+        """Published FLOP/s per device with its lower and upper bound, as an uncertain input of predictions."""
         number = Quantity(value=self.flops_per_device, low=self.low, high=self.high, source=self.source)
         return make_unknown(f"{self.name}: FLOP/s", number)
 
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
-        """All numbers of the calibration point that have a range."""
+        """Uncertain inputs: all numbers of this calibration that have a lower and an upper bound."""
         numbers = (unknown_of(self, key) for key in ("products", "passes", "operator_s", "attention"))
         return tuple(one for one in (self.rate, *numbers) if one is not None and one.low < one.high)
 
@@ -119,14 +119,14 @@ class MeasuredKernels:
     attention_start: float = 0.0
     """Number of keys with which fused attention reaches half of the rate `attention`."""
     only_software_of: str = ""
-    """Prefix of the names of devices on which this software also represents `kernels = "fused"`, because no published
-    run calibrates an older generation there."""
+    """Prefix of the names of devices on which layouts with the older kernels `"fused"` also use this calibration,
+    because no published run with `"fused"` exists for these devices."""
     note: str = ""
-    """Conditions of the profiled step that may differ from those of predicted steps."""
+    """Conditions of the profiled step, such as eager code. A step under other conditions may take another time."""
 
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
-        """All numbers of the kernels' calibration that have a range."""
+        """Uncertain inputs: all kernel times of this calibration that have a lower and an upper bound."""
         keys = ("products", "others", "passes", "operator_s", "attention")
         return tuple(one for key in keys if (one := unknown_of(self, key)) is not None and one.low < one.high)
 
@@ -142,14 +142,14 @@ Generation: TypeAlias = CalibrationPoint | MeasuredKernels
 
 
 def unknown_of(generation: Generation, key: str) -> Unknown | None:
-    """Return a software generation's calibration number `key` (`products`, ...) with its range; None if missing."""
+    """Return one number of a calibration with its lower and upper bound; `key`: its field name. None if missing."""
     number: Quantity | None = getattr(generation, key)
     return make_unknown(f"{generation.name}: {key}", number) if number is not None else None
 
 
 @cache
 def measured_kernels() -> tuple[MeasuredKernels, ...]:
-    """Return all software generations whose kernels a profile calibrates, in the order of `CALIBRATION_FILE`."""
+    """Return the calibrations from profiled kernel times, in the order of `CALIBRATION_FILE`."""
     found = read_toml(CALIBRATION_FILE)["measured"]
     return tuple(build_dataclass(MeasuredKernels, entry, file=CALIBRATION_FILE.name) for entry in found)
 
@@ -167,9 +167,9 @@ def calibration_points() -> tuple[CalibrationPoint, ...]:
 def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | None:
     """Return the calibration of a layout's kernels on a system's device; None for a device with measured operators.
 
-    Profiles have priority over published points, and a point for the device's card over other points. The Megatron-LM
-    generations `unfused` and `softmax` represent each other, because the trace contains the operators that differ.
-    Other devices have `uncalibrated_kernels`.
+    Profiled kernel times have priority over published step times; a step on the same card has priority over others. The
+    Megatron-LM kernels `unfused` and `softmax` can replace each other, because the trace has the operators that differ.
+    Devices without any calibration use `uncalibrated_kernels`.
     """
     if system.device.operators:
         return None

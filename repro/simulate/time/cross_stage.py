@@ -39,12 +39,12 @@ class CrossStageCollective:
 
 @dataclass(frozen=True, eq=False)
 class UndelayedRun:
-    """Operators and collectives of a stage with a constant total time, which only unfinished collectives can delay."""
+    """Block of operators and collectives that takes a fixed time unless earlier, unfinished collectives delay it."""
 
     items: Sequence[Item]
     seconds: float
     keys: frozenset[tuple[object, ...]]
-    """Keys of the collectives in this run of consecutive operators and collectives."""
+    """Keys (`Trace.keys`) of the collectives in this block of operators and collectives."""
     groups: frozenset[str]
     """Process groups of the collectives in this run of consecutive operators and collectives."""
     time: StageTime

@@ -1,8 +1,8 @@
 """Seconds of an operator from its shapes: a roofline with tiles and waves for matrix products, else memory traffic.
 
 A synchronous step runs at the pace of the slowest of N devices, whose kernel times are normally distributed (H. A.
-David, H. N. Nagaraja, Order Statistics, 3rd ed., sec. 4.5). Seconds may be arrays of "lanes", one entry per case of the
-unknown numbers, so that one schedule times a step in all cases.
+David, H. N. Nagaraja, Order Statistics, 3rd ed., sec. 4.5). Seconds may be arrays of "lanes": one entry per sampled
+case of the uncertain inputs, so that one schedule times a step in all cases.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def in_any_lane(condition: Any) -> bool:
 
 
 def first_lane(number: float) -> float:
-    """Return `number`; for an array over cases of unknown numbers, its first element, which has the best values."""
+    """Return `number`, or the first element of an array over sampled cases: the case with the best input values."""
     return float(number.flat[0] if isinstance(number, np.ndarray) else number)
 
 
@@ -97,7 +97,7 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 TILE_READS = 16.0
 """Cost of reading operands from shared memory: m x n tiles reach 1 / (1 + 16 (1/m + 1/n)) of the peak rate."""
 PROLOGUE = 64
-"""Overhead per matrix-product tile (load pipeline, result): time of this many elements of the inner dimension."""
+"""Overhead of a matrix-product tile (first loads, result store), as additional elements of the inner dimension."""
 SPLITS = (1, 2, 4, 8)
 """Numbers of parts into which a matrix product may split its inner dimension, so that more thread blocks compute."""
 ATTENTION_EFFICIENCY = 0.7
@@ -114,8 +114,8 @@ STREAMED = frozenset(
         "repro.adamw_",
     )
 )
-"""Names of operators that read and write parameters or gradients once. `Kernels.passes` scales their time. Operators of
-a layer with such a name count as well, for example an in-place addition of a bias."""
+"""Names of operators that read and write parameters or gradients once. `Kernels.passes` scales the time of all calls,
+including calls on activations such as the in-place addition of a bias."""
 ALIGNMENT = 8
 """Alignment for tensor cores: number of half-precision elements (16 bytes) that divides all matrix product sizes."""
 
@@ -132,8 +132,8 @@ class Kernels(NamedTuple):
     operator_s: float = 0.0
     """Host time per operator of a layer in seconds; 0 selects the system's host time per operator."""
     attention: float = 0.0
-    """Rate of fused attention for infinitely many keys, in FLOP/s without masked scores; 0 selects the modelled rate,
-    with the factor `others`."""
+    """Rate of fused attention for infinitely many keys, in FLOP/s without masked scores. 0: the modelled time
+    multiplied by `others` applies."""
     attention_start: float = 0.0
     """Number of keys with which fused attention reaches half of the rate `attention`."""
 
@@ -145,7 +145,7 @@ MODELLED_KERNELS = Kernels(1.0, 1.0)
 class DeviceCost:
     """Time of operators on the slowest of all devices in a synchronous step, at one precision.
 
-    Times are arrays over the cases of unknown numbers if numbers of the system or of the kernels are arrays.
+    Times are arrays over sampled cases of the uncertain inputs if numbers of the system or of the kernels are arrays.
     """
 
     def __init__(self, system: System, precision: str, kernels: Kernels = MODELLED_KERNELS, devices: int = 1):

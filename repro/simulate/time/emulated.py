@@ -25,7 +25,7 @@ RING_COLLECTIVE = "all_reduce"
 RING_SEGMENTS = 2
 """Minimum number of segments in which gloo sends a rank's part of a ring step."""
 MESSAGE_CORES_FACT = "cores_for_messages"
-"""Key of a fact in a calibrated system's file: number of cores that processed messages while others computed."""
+"""Key in a calibrated machine's file: number of cores that processed messages while other cores computed."""
 PROCESS_LINK = "memory"
 """Class of links between processes of one machine; in an emulated network, the class of links inside a node."""
 
@@ -33,8 +33,8 @@ PROCESS_LINK = "memory"
 def emulated_system(machine: System, network: EmulatedNetwork) -> System:
     """Return a system with the operators of `machine` (`repro calibrate --system local`) and the links of `network`.
 
-    Each rank has a fixed share of a core: `CORES_SHARE` of its share in the measurement. Raises `ConfigError` if the
-    file was measured with another number of ranks, or on other cores than those on which ranks of a network compute.
+    Operators are slower than measured, because emulated ranks use only the fraction `CORES_SHARE` of each core. Raises
+    `ConfigError` if `machine` was measured with another number of ranks, or on other cores than emulated ranks use.
     """
     network = scale_network(network, machine)
     measured = machine.provenance
@@ -119,6 +119,6 @@ def product_rate(machine: System) -> float:
 
 
 def ring_step_times(ring: Collective, ranks: int) -> Collective:
-    """Return the seconds of one ring step by the bytes that a rank forwards, from measured all-reduces of `ranks`."""
+    """Return points (bytes that a rank forwards, seconds) of one ring step, from all-reduces of `ranks` ranks."""
     steps = (ranks - 1) * RING_PASSES[RING_COLLECTIVE]
     return Collective(points=tuple((payload / ranks, seconds / steps) for payload, seconds in ring.points))

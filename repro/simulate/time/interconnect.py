@@ -1,4 +1,4 @@
-"""Sharing of network adapters and pod uplinks among all process groups of a parallel axis, which communicate together.
+"""Sharing of network adapters and pod uplinks among all groups of one kind (such as tp), which communicate together.
 
 A pod is a set of nodes with full bandwidth between them. Its uplink has the nodes' bandwidth divided by the
 oversubscription, which flows out of the pod share equally (Llama 3: 3,072 devices and 1:7, 2407.21783v3 sec. 3.3.1).
@@ -88,7 +88,7 @@ class GroupsOnNodes:
         self._first = np.searchsorted(self.group, np.arange(len(members)))
 
     def members_of(self, entry: int) -> list[int]:
-        """Return the ranks of one entry, which are the ranks of a process group on one node."""
+        """Return the ranks of one entry: those ranks of one process group that are on one node."""
         found: list[int] = self.members.ravel()[self.of_member == entry].tolist()
         return found
 
@@ -121,22 +121,22 @@ class AdapterShare(NamedTuple):
     adapters: int
     """Number of network adapters that the process group uses."""
     part: float
-    """Sum over the used adapters of 1 / (number of process groups that use the adapter)."""
+    """Bandwidth of the group, in adapters: sum over its adapters of 1 / (number of groups that use the adapter)."""
 
 
 class PlacedRing(NamedTuple):
-    """Placement of one or several groups on nodes, adapters and uplinks, while their whole axis communicates."""
+    """Placement of one or several process groups, while all groups of their kind (such as tp) communicate."""
 
     ranks: int
     """Number of ranks of the process group."""
     nodes: int
     """Number of nodes on which the process group has ranks."""
     inside: frozenset[tuple[int, int]]
-    """For each node with several ranks of the group: number of such groups there, and sum of their ranks."""
+    """For each node with several of the group's ranks: number of such groups on the node, sum of their ranks."""
     between: frozenset[AdapterShare]
     """Network adapters that the group uses in each of its nodes; empty for a group inside a node."""
     uplink_users: int
-    """Largest number of groups that share an uplink with the group; 0 for a group inside a pod."""
+    """Largest number of process groups that share a pod's uplink with this group; 0 for a group inside a pod."""
 
 
 class PlacedMessage(NamedTuple):
@@ -145,7 +145,7 @@ class PlacedMessage(NamedTuple):
     senders: int
     """Number of ranks of the sending stage on the sender's node."""
     share: AdapterShare | None
-    """Network adapters that the sender uses; None if no message between the two stages leaves its node."""
+    """Network adapters that the sending rank uses; None if no message between the two stages leaves a node."""
     uplink_users: int
     """Largest number of messages that share an uplink with the message; 0 for a message inside a pod."""
 
@@ -172,7 +172,7 @@ class PlacedGroups:
         return on.members_of(int((on.ranks > 1).argmax()))
 
     def _on_nodes(self, group: str) -> GroupsOnNodes | None:
-        """Return all process groups of an axis with the nodes of their ranks; None if the groups have one member."""
+        """Return all process groups of a kind (such as tp) with their ranks' nodes; None if groups have one member."""
         members = group_members(self.layout, group)
         return GroupsOnNodes(members, members // self.devices) if members.size else None
 
@@ -182,7 +182,7 @@ class PlacedGroups:
         return GroupsOnNodes(pairs, pairs // self.devices)
 
     def _rings(self, group: str, counts: NodeCounts) -> frozenset[PlacedRing]:
-        """Return the distinct placements of an axis's process groups. `counts`: adapters, switches, pods of nodes."""
+        """Return the distinct placements of the process groups of the kind `group`, such as all tp groups."""
         on = self.on_nodes(group)
         if on is None:
             return frozenset()
@@ -224,7 +224,7 @@ class PlacedGroups:
         )
 
     def _adapter_shares(self, on: GroupsOnNodes, across: Numbers, counts: NodeCounts) -> Numbers:
-        """Return number and share of adapters per pair of group and node, [2, pairs]; 0 for groups inside a node."""
+        """Return number and bandwidth share of adapters for each group on each node, [2, pairs]; 0 inside a node."""
         reached: Numbers = self._reached(on, counts) & across[:, None]
         users = np.stack([on.by_node(column) for column in reached.T], axis=1)
         return np.stack([reached.sum(axis=1), (reached / np.maximum(users[on.node], 1)).sum(axis=1)])

@@ -86,7 +86,7 @@ PCIE = "pcie"
 
 
 class Network:
-    """Communication times of `layout` on the links of `system`; arrays if numbers of the system are arrays."""
+    """Communication times of `layout` on the links of `system`; arrays over sampled cases if its inputs are arrays."""
 
     def __init__(self, system: System, layout: Layout):
         self.system, self.layout = system, layout
@@ -105,7 +105,7 @@ class Network:
         return reduce(maximum, (self.number(link, "overlap_cost") for link in links), 0.0)
 
     def seconds(self, op: str, group: str, payload: int) -> float:
-        """Return the seconds of a collective from the arrival of its last rank, for the slowest group of an axis.
+        """Return the seconds of a collective from the arrival of its last rank, for the slowest group.
 
         `op`: all_reduce, reduce_scatter, all_gather, broadcast. `group`: world, tp, cp, dp, pp, embedding; all groups
         of this name communicate at the same time. `payload`: bytes of the full message (see `repro.parallel.ledger`). A
@@ -172,7 +172,7 @@ class Network:
         return self.number(link, "latency_s") + payload / self._edge_rate(sender, receiver)
 
     def bus_bandwidth(self, group: str) -> float:
-        """Return the bus bandwidth in bytes/s of an axis's slowest process group for large messages (nccl-tests)."""
+        """Return the slowest bus bandwidth (nccl-tests) of all groups of a kind, for large messages, in bytes/s."""
 
         def slowest(counts: NodeCounts) -> float:
             return reduce(minimum, (ring.rate for ring in self._rings(group, counts)), float("inf"))
@@ -212,7 +212,7 @@ class Network:
         return known.collectives.get(op) if known is not None else None
 
     def _spans(self, group: str) -> frozenset[GroupSpan]:
-        """Return the distinct sizes and distributions (`GroupSpan`) of the process groups of an axis."""
+        """Return the distinct sizes and distributions (`GroupSpan`) of all process groups of a kind, such as tp."""
         if (on := self._placed.on_nodes(group)) is None:
             return frozenset()
         stride = on.members[:, 1] - on.members[:, 0]
@@ -225,7 +225,7 @@ class Network:
         return placed_groups(self.layout, self.placement.devices_per_node)
 
     def _link_of(self, group: str) -> str:
-        """Return the slowest class of links in any process group of an axis; empty if the groups have one rank."""
+        """Return the slowest class of links in any group of a kind (such as tp); empty if groups have one rank."""
         on = self._placed.on_nodes(group)
         if on is None or (on.nodes > 1).any():
             return BETWEEN_NODES if on is not None else ""
@@ -233,7 +233,7 @@ class Network:
 
     @cached_property
     def _node_counts(self) -> dict[NodeCounts, Lanes]:
-        """Distinct counts of adapters, switches and pods, each with a mask of the uncertainty cases that have them."""
+        """Distinct counts of adapters, switches and pods, each with a mask of the sampled cases with these counts."""
         if BETWEEN_NODES not in self.system.links:
             # The call raises a ConfigError that names the known links.
             self.system.link_per_device(BETWEEN_NODES)
@@ -246,7 +246,7 @@ class Network:
         return {NodeCounts(*map(int, one)): (cases == one).all(axis=-1) for one in distinct}
 
     def _in_node_counts(self, link: str, find: Callable[[NodeCounts], float]) -> float:
-        """Return `find(counts)` in each case of the unknown numbers; counts matter only for the link between nodes."""
+        """Return `find(counts of adapters, switches and pods)` for each sampled case; for links inside a node, once."""
         if link != BETWEEN_NODES:
             return find(NodeCounts())
         found = [find(counts) for counts in self._node_counts]
@@ -254,7 +254,7 @@ class Network:
         return found[0] if len(found) == 1 else cast(float, np.select(cases, found))
 
     def _rings_of(self, group: str, counts: NodeCounts) -> list[Ring]:
-        """Return the parameters of the distinct rings of all process groups of an axis."""
+        """Return the parameters of the distinct rings of all process groups of a kind, such as tp."""
         return [self._ring(group, placed, counts) for placed in self._placed.rings(group, counts)]
 
     def _ring(self, group: str, placed: PlacedRing, counts: NodeCounts) -> Ring:
@@ -272,7 +272,7 @@ class Network:
         return Ring(placed.ranks, placed.nodes, rate, start, within, between, half, chunk)
 
     def _leaves_pod(self, group: str, link: str) -> bool:
-        """Return whether any ring of an axis has devices at several PCIe host bridges of a node."""
+        """Return whether any ring of this kind of group (such as tp) has devices at several PCIe host bridges."""
         on, pod = self._placed.on_nodes(group), self.system.links[link].pod.value or 1
         assert on is not None
         bridges = on.members % self.placement.devices_per_node // int(pod)
@@ -289,7 +289,7 @@ class Network:
         return self.peak(link) * minimum(1.0, self.number(link, "pair") * others)
 
     def _rate_between(self, shares: Iterable[AdapterShare], uplink_users: int, counts: NodeCounts) -> float:
-        """Return the bytes/s of a flow with `shares` of each node's adapters and `uplink_users` flows on its uplink."""
+        """Return the bytes/s of a ring or message, limited by its nodes' adapter `shares` and by its uplink."""
         per_device = self.system.links[BETWEEN_NODES].per == "device"
         adapter = self.peak(BETWEEN_NODES) / (1 if per_device else counts.adapters)
         rings = self.number(BETWEEN_NODES, "rings")

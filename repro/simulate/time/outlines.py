@@ -1,4 +1,4 @@
-"""Untimed outlines of a trace, in which each distinct sequence of operators has one number.
+"""Short form of a trace without times, in which a number stands for each distinct sequence of operators.
 
 Layers and micro-batches repeat the same sequences, so a time prediction computes the seconds of each sequence once.
 """
@@ -14,7 +14,7 @@ from repro.simulate.trace.events import HOST_WAIT, Message, Operator, Timed, Wai
 from repro.simulate.trace.roles import Trace
 
 PURPOSE_STOP = 1 + Message._fields.index("purpose")
-"""Number of leading fields of a `Message` event, up to `purpose`; equal collectives have equal leading fields."""
+"""Number of `Message` fields up to `purpose`, which describe the kind of a collective; later fields identify it."""
 INNER_GROUP = "tp"
 """Name of the process group whose collectives begin and end within a layer."""
 
@@ -23,27 +23,27 @@ class Stretch(NamedTuple):
     """Part of a trace: operators and immediately awaited collectives, up to the next asynchronous message or wait."""
 
     entries: tuple[int | Message, ...]
-    """Operator sequences, as indices of `EventOutlines.sequences`, and immediately awaited collectives, in order."""
+    """Numbers of operator sequences (see `EventOutlines`) and immediately awaited collectives, in order."""
     last: Message | Wait | None
     """Event that ends this part: a message to another stage, the start of a collective, a wait, or no event (None)."""
 
 
 class EventOutlines:
-    """Events of each action (forward or backward pass) of a trace; each distinct operator sequence has a number."""
+    """Events of each forward or backward pass of a trace, with a number for each distinct sequence of operators."""
 
     def __init__(self) -> None:
         self.sequences: list[dict[Operator, int]] = []
         """Number of occurrences of each operator, for each distinct sequence of operators."""
         self._numbers: dict[tuple[int | None, ...], int] = {}
         self._operators: dict[int, int] = {}
-        """Index of each known operator by its `id`, because hashing the operator itself takes longer."""
+        """Index of each distinct operator, by the `id()` of its event, because hashing the event takes longer."""
         self._known: dict[Operator, int] = {}
         self._awaited: dict[tuple[object, ...], Message] = {}
-        """Immediately awaited collectives by kind (fields up to `purpose`), with -1 as the number of the collective."""
+        """One `Message` without number for each kind of collective that the compute stream awaits immediately."""
         self._pieces: dict[int, list[Stretch]] = {}
 
     def of_piece(self, traced: Trace, place: int) -> list[Stretch]:
-        """Split the pass `traced.pieces[place]` at async messages and waits; `traced` must outlive this object."""
+        """Split pass number `place` at asynchronous messages and waits. The trace `traced` must outlive this object."""
         if place not in self._pieces:
             self._pieces[place] = self.stretches(traced.pieces[place], traced.keys)
         return self._pieces[place]
@@ -54,7 +54,7 @@ class EventOutlines:
         return [known[at] for at in sequences[number] if at is not None]
 
     def stretches(self, events: Sequence[Timed], keys: Container[int]) -> list[Stretch]:
-        """Split `events` into parts that end at asynchronous messages or waits for the collectives numbered `keys`."""
+        """Split `events` after each asynchronous message and each wait for a collective whose number is in `keys`."""
         found: list[Stretch] = []
         entries: list[int | Message] = []
 
@@ -95,7 +95,7 @@ class EventOutlines:
         return found
 
     def _sequence(self, operators: Sequence[Timed]) -> int:
-        """Return the index in `sequences` of a sequence of operators. An unknown sequence is appended."""
+        """Return the number of a sequence of operators. A new sequence gets the next number."""
         numbers = tuple(map(self._operators.get, map(id, operators)))
         if None in numbers:
             for operator in operators:
@@ -115,7 +115,7 @@ _OUTLINES: WeakKeyDictionary[Trace, EventOutlines] = WeakKeyDictionary()
 
 
 def outlines_of(traced: Trace) -> EventOutlines:
-    """Return the outlines of a trace, which all time predictions from this trace share."""
+    """Return the cached short form (`EventOutlines`) of a trace, which all time predictions from this trace share."""
     if traced not in _OUTLINES:
         _OUTLINES[traced] = EventOutlines()
     return _OUTLINES[traced]

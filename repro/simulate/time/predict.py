@@ -1,7 +1,7 @@
-"""Predicted step time: calibrated kernels, the schedule of the traces, and the interval from unknown numbers.
+"""Predicted step time: calibrated kernels, the schedule of the traces, and the interval from uncertain inputs.
 
-One schedule times the step in all cases of the unknown numbers: each at values in and around its range, and joint draws
-of all. The kernels are calibrated in the same cases. No number is fitted to a value that is predicted.
+One schedule times the step in many sampled cases. A case varies one uncertain input in and around its range, or draws
+all at random. The kernels are calibrated in the same cases. No number is fitted to a predicted value.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from repro.simulate.time.stage import UPDATE
 from repro.simulate.trace.roles import Trace, trace_roles
 
 SHALLOW_LAYERS, DEEP_LAYERS = 2, 4
-"""Numbers of layers of the two traces that calibrate kernels. Step time is linear in the number of layers."""
+"""Layers of two small traces, from which a published model's step time is extrapolated linearly for calibration."""
 MAX_GENERATIONS = 32
 """Maximum number of software generations whose kernels and traces a process caches."""
 
@@ -65,10 +65,10 @@ def calibrated_kernels(generation: Generation | None) -> Kernels:
 
 
 def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]) -> Kernels:
-    """Return the kernel efficiencies of a software generation in each case of the unknown numbers, as arrays [cases].
+    """Return a software generation's kernel efficiencies in sampled cases of the uncertain inputs, as arrays [cases].
 
-    `quantiles`: quantile of each unknown number in each case, by key. Other unknowns have their best values. A quantile
-    of a device's number applies to the calibrating step and to the predicted step, because both run on the same device.
+    `quantiles`: position of each uncertain input in its range, per case, by the input's key. Other inputs have best
+    values. An input of the device is equal in the calibrating and the predicted step, which run on the same device.
     """
 
     def value(key: str, cases: Mapping[str, Lanes] = quantiles) -> Any:
@@ -108,7 +108,7 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
 
 @lru_cache(maxsize=MAX_CASES)
 def kernels_in_cases(generation: Generation, found: tuple[Unknown, ...]) -> Kernels:
-    """Return a software generation's kernel efficiencies in each case of the unknown numbers `found`."""
+    """Return a software generation's kernel efficiencies in all sampled cases of the uncertain inputs `found`."""
     return calibrated_kernels_at(generation, quantiles_in_cases(found))
 
 
@@ -121,7 +121,7 @@ def _traces_of_layers(generation: CalibrationPoint, layers: int) -> tuple[Experi
 SIGNIFICANT_DIGITS = 7
 """Number of significant digits to which seconds are rounded in a record."""
 MIN_CURVE_SPAN = 0.01
-"""Minimum relative effect of an unknown number on the step time for which a record stores a curve of step times."""
+"""Minimum relative effect of an uncertain input for which a record stores step times at several of its values."""
 
 
 def round_seconds(seconds: float) -> float:
@@ -130,7 +130,7 @@ def round_seconds(seconds: float) -> float:
 
 
 def interval_of_seconds(found: tuple[Unknown, ...], seconds: float) -> StepInterval:
-    """Return the uncertainty interval of the step time, from its `seconds` in each case of the unknowns `found`."""
+    """Return the step time's uncertainty interval, from its `seconds` in all cases of the uncertain inputs `found`."""
     cases = quantiles_in_cases(found)[found[0].key]
     rounded = iter([round_seconds(one) for one in np.broadcast_to(seconds, cases.shape).tolist()[1:]])
     moves = []
@@ -164,7 +164,7 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        """Predicted step time in seconds at the best values of all unknown numbers."""
+        """Predicted step time in seconds at the best values of all uncertain inputs."""
         return self.timeline.step_s
 
     @property

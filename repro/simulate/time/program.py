@@ -39,7 +39,7 @@ class OperatorBlock(NamedTuple):
 
     seconds: float
     parts: tuple[tuple[str, float], ...]
-    """Seconds of each kind of operator (`KINDS`) and each label of a collective, at the best unknown numbers."""
+    """Seconds of each kind of operator (`KINDS`) and of each kind of collective, at the best values of the inputs."""
     kernels: tuple[tuple[str, str, float], ...] = ()
     """Stream, name and seconds of each operator and collective in order; empty unless a drawing needs them."""
 
@@ -56,7 +56,7 @@ class Issue(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Wait of the compute stream for the oldest unfinished collective with a key, equal in all micro-batches."""
+    """Wait of the compute stream for the oldest unfinished collective with this key (see `Trace.keys`)."""
 
     key: tuple[object, ...]
 
@@ -141,7 +141,7 @@ class _SequenceTime(NamedTuple):
     device: float
     host: float
     parts: tuple[tuple[str, float], ...]
-    """Device seconds for each kind of operator (`KINDS`), at the best values of unknown numbers."""
+    """Device seconds for each kind of operator (`KINDS`), at the best values of uncertain inputs."""
 
 
 class ProgramCompiler:
@@ -172,7 +172,7 @@ class ProgramCompiler:
         self._sequences: dict[tuple[int, str], _SequenceTime] = {}
         self._blocks: dict[tuple[tuple[int | Message, ...], str], OperatorBlock | None] = {}
         self._apart = 0.0
-        """Seconds of compute after the ranks last waited for a collective."""
+        """Seconds of compute since the ranks last waited for a collective, in which their times drift apart."""
 
     def timed(self, stretches: Sequence[Stretch], phase: str = FORWARD) -> list[Item]:
         """Return the timed operators and messages of parts of a trace in one phase: FORWARD, BACKWARD or OPTIMIZER."""
@@ -197,7 +197,7 @@ class ProgramCompiler:
     def _block(
         self, entries: tuple[int | Message, ...], last: Message | Wait | None, phase: str
     ) -> OperatorBlock | None:
-        """Time operators and collectives `entries` and the start of the message `last` as one block; None if empty."""
+        """Return a timed block of operators and collectives (`entries`) and the start of message `last`, or None."""
         if self._own or self._jitter:
             return self._new_block(entries, last if isinstance(last, Message) else None, phase)
         key = entries, phase

@@ -1,6 +1,6 @@
 """Times of all actions (forward or backward passes) of a step, as a recurrence on arrays.
 
-The dimensions of an array are pipeline stages and lanes (cases of the unknown numbers). An action takes the same time
+Arrays have the dimensions stages and lanes (sampled cases of the uncertain inputs). An action takes the same time
 everywhere in the schedule unless a collective of an earlier action delays it. The step time is therefore a longest
 path. Delayed actions are timed item by item by `repro.simulate.time.stage.StageStreams`.
 """
@@ -58,13 +58,13 @@ class _Body(NamedTuple):
 
     @property
     def run(self) -> UndelayedRun | None:
-        """Only element of `items` if it is an `UndelayedRun` (operators timed together); None for other `items`."""
+        """The block of operators timed as one duration, if the pass consists of one such block; otherwise None."""
         (only,) = self.items if len(self.items) == 1 else (None,)
         return only if isinstance(only, UndelayedRun) else None
 
 
 def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[list[_Body], Lanes] | None:
-    """Return distinct bodies (timed operators) of passes, and each pass's index; None if a collective spans stages."""
+    """Return distinct operator lists of passes, and the index of each pass's list; None if collectives span stages."""
     found: list[_Body] = []
     known: dict[int, Lanes] = {}
     across = GROUPS_ACROSS_STAGES if len(stages) > 1 else ()
@@ -104,9 +104,9 @@ class ActionTimes:
         self.has_rest = np.array([bool(body.rest) for body in bodies])
         runs = [body.run for body in bodies if body.run is not None]
         self.keys = {key for run in runs for key in run.keys}
-        """Keys of all collectives in passes that consist of one undelayed run (operators timed together)."""
+        """Keys (`Trace.keys`) of all collectives in passes that are timed as one duration."""
         self.groups = {group for run in runs for group in run.groups}
-        """Process groups of all collectives in passes that consist of one undelayed run (operators timed together)."""
+        """Process groups of all collectives in passes that are timed as one duration."""
         durations = [body.run.seconds if body.run is not None else 0.0 for body in bodies]
         seconds, self.second_of = self._message_seconds()
         starts = [stage.now for stage in stages]
@@ -118,24 +118,24 @@ class ActionTimes:
         lanes = max(map(np.size, numbers))
         self.durations, self.now, self.seconds = (_rows(of, lanes) for of in (durations, starts, seconds))
         self.ends = np.zeros((2 * SLOTS * len(stages) + 1, lanes))
-        """Ends of messages' transfers, in slots that later messages reuse; first post's time until the second post."""
+        """End times of message transfers; between the posts of send and receive, the time of the first post."""
         self.stamps = np.zeros(len(order.slots), dtype=int)
         """Number of posts of each message: 0 to 2, which are its send and its receive."""
         self.stamps[-1] = 2
         self.samples: PeriodSamples | None = None
         shape = body_of.shape
-        # The arrays below are for the time breakdown, which needs the best values of unknown numbers only.
+        # The arrays below are for the time breakdown, which needs the best values of uncertain inputs only.
         self.first_start, self.finished = self.now[:, 0].copy(), np.zeros(shape)
         self.first_end = np.zeros(len(order.slots))
         """Time in seconds at which each message's transfer ends."""
         self.waited_at = [np.zeros(awaited.shape) for awaited in (*order.awaited, order.last)]
-        """Time at which a stage begins to wait for each message, in arrays like `order.awaited` and `order.last`."""
+        """Times at which stages begin to wait for messages; shapes are those of `order.awaited` and `order.last`."""
         self.is_alone = ~self.is_plain[body_of]
         """Whether the operators of each action (a pass) were timed one by one, [stages, actions]."""
         self.uneven: set[int] = set()
         """Pipeline stages with actions that are timed item by item in every period of the schedule."""
         self.accounts: dict[tuple[int, int], StageTime] = {}
-        """Time breakdown of actions timed operator by operator, by stage in `uneven` and position in the schedule."""
+        """Accumulated time breakdown of the passes timed operator by operator, by stage and schedule position."""
         self.busy, self.open = set(range(len(stages))), set(range(len(stages)))
         """Pipeline stages whose next action a collective may delay, and stages that may have unfinished collectives."""
 
@@ -261,7 +261,7 @@ class ActionTimes:
             self._sample(self.samples, stages, positions)
 
     def _sample(self, samples: PeriodSamples, stages: Lanes, positions: Lanes) -> None:
-        """Store the times after those actions of `stages` that the search for a cycle compares."""
+        """Store the end times of the passes that the search for a repeating cycle of the schedule compares."""
         rows = samples.rows(stages, positions)
         sampled = rows >= 0
         stages, positions, rows = stages[sampled], positions[sampled], rows[sampled]
@@ -312,13 +312,12 @@ class ActionTimes:
         return found
 
     def _value(self, row: Lanes) -> float:
-        """Return a copy of times in seconds, an array with one entry per draw of the unknown inputs; one draw: a
-        number."""
+        """Return times in seconds as an array with one entry per sampled case; a number if no input is uncertain."""
         return float(row[0]) if self.is_scalar else row.copy()
 
 
 def _rows(numbers: Sequence[float], lanes: int) -> Lanes:
-    """Return numbers, or arrays over `lanes` cases of unknown numbers, as one array [numbers, lanes]."""
+    """Return numbers, or arrays over `lanes` sampled cases of the uncertain inputs, as one array [numbers, lanes]."""
     return np.array([np.broadcast_to(number, lanes) for number in numbers])
 
 

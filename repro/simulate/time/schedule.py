@@ -29,7 +29,7 @@ class Timeline:
     """Predicted times of a step, from the schedule of all its pipeline stages."""
 
     seconds: float
-    """Predicted seconds of the step; an array over the cases of unknown numbers if numbers of the system are arrays."""
+    """Predicted seconds of the step; an array over sampled cases if the system's uncertain inputs are such arrays."""
     stages: list[StageTime]
     """Breakdown of the step time of each pipeline stage."""
     spans: list[Span]
@@ -39,12 +39,12 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of the step at the best values of all unknown numbers."""
+        """Predicted seconds of the step at the best values of all uncertain inputs."""
         return first_lane(self.seconds)
 
 
 def _run_stages(runs: Sequence[Generator[object, None, None]], state: CrossStageState) -> None:
-    """Run the generators of all stages for a part of the step; each continues when its awaited time is known."""
+    """Simulate all stages concurrently. A stage pauses until the end of its message or collective is known."""
     waiting: dict[object, list[Generator[object, None, None]]] = defaultdict(list)
     ready = list(runs)
     cores = SharedCores(state.ranks_per_core, len(runs))

@@ -100,7 +100,7 @@ class StageStreams:
         return [maximum(end, self.now) for end in (*self.streams.values(), *known)]
 
     def prepared(self, items: Sequence[Item]) -> StageItems:
-        """Return operators and messages with an `UndelayedRun` in place of each run that no other item delays."""
+        """Merge operators and collectives that no other item delays into one `UndelayedRun` with a fixed duration."""
         if id(items) not in self.all.prepared_items:
             found: StageItems = []
             for is_run, part in split_into_runs(items):
@@ -110,7 +110,7 @@ class StageStreams:
         return self.all.prepared_items[id(items)]
 
     def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
-        """Time operators and collectives as one run, on the assumption that no earlier collective is unfinished."""
+        """Time operators and collectives as one block, on the assumption that no earlier collective is unfinished."""
         before = self.now, self.latest, self.streams, self.under_way, self.time, self.recording
         self.now, self.latest, self.time, self.recording = 0.0, 0.0, StageTime(), False
         self.streams, self.under_way = defaultdict(float), defaultdict(deque)
@@ -123,7 +123,7 @@ class StageStreams:
         return found
 
     def _alone(self, run: UndelayedRun) -> bool:
-        """Return whether a run has one known duration: no collective delays it, and no busy intervals are stored."""
+        """Return whether the fixed duration of `run` applies: no collective delays it, and no intervals are stored."""
         if self.recording:
             return False
         return self.is_idle(run.groups) and not any(self.under_way[key] for key in run.keys)

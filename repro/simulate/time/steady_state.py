@@ -18,15 +18,15 @@ from repro.parallel.pipeline.schedule import peak_in_flight
 from repro.simulate.time.step_order import StepOrder
 
 REACH = 6
-"""Number of repeated consecutive actions of a stage that prove a cycle. No message connects actions further apart."""
+"""Number of consecutive passes of a stage that must repeat to prove a cycle. No message links passes further apart."""
 CHUNK_REACH = 2
-"""Number of actions by which `REACH` grows per pipeline stage, if stages have interleaved chunks."""
+"""Additional passes per pipeline stage that must repeat to prove a cycle of the interleaved schedule (see `REACH`)."""
 FIRST_TRANSIENT = 4
 """Number of periods that the shortest schedule runs before the periods that a search for a cycle compares."""
 TOLERANCE = 1e-11
 """Maximum relative difference between durations that count as equal; it allows for rounding errors."""
 MIN_SAVING = 1.5
-"""Minimum number of a step's micro-batches per micro-batch of a shorter schedule from which the step time follows."""
+"""Minimum ratio of the step's micro-batches to those of a shorter schedule that is timed instead of the full one."""
 
 
 class Cycle(NamedTuple):
@@ -72,34 +72,34 @@ def _reach(layout: Layout) -> int:
 
 
 class PeriodSamples:
-    """Times after the last actions of each of the last steady-state periods, which alternate forward and backward."""
+    """End times of passes late in the steady state (1F1B), which a search for a repeating cycle compares."""
 
     def __init__(self, layout: Layout, order: StepOrder, lanes: int):
-        """`lanes`: number of entries of each time (cases of the unknown numbers)."""
+        """`lanes`: number of sampled cases of the uncertain inputs; each time is an array of this length."""
         first = order.is_backward.argmax(axis=1) - 1
         self.micro_batches, self.length = _period(layout)
         # Forward passes of the last micro-batch may differ in duration, so the search for cycles omits the last period.
         turns = order.actions.shape[1] - 2 * int(first.max()) - self.length
         self.reach = _reach(layout)
         self.cycles = max(0, min((turns - self.reach) // self.length, layout.pp))
-        """Maximum number of periods in a cycle that the compared times can prove."""
+        """Maximum number of periods in a cycle that the stored end times (`times`) suffice to prove."""
         self.stop = first + turns
-        """Schedule position after the last compared action of each pipeline stage."""
+        """Schedule position after the last pass of each pipeline stage whose end time is stored in `times`."""
         self.stride = min(self.length, self.reach)
         rows, columns = self.cycles * self.stride + self.reach, sum(a.shape[-1] for a in order.awaited)
         self.times = np.zeros((len(first), rows, 1 + columns, lanes))
-        """Ends of each compared action and of its awaited messages, [stages, compared actions, 1 + messages, cases]."""
+        """Ends of late passes, latest first, and of messages they await, [stages, passes, 1 + messages, cases]."""
         self.further: dict[tuple[int, int], list[float]] = {}
-        """Ends of unfinished collectives after a compared action, by stage and index of the action in `times`."""
+        """End times of collectives that are unfinished when a pass ends, by stage and index of the pass in `times`."""
 
     def rows(self, stages: Lanes, positions: Lanes) -> Lanes:
-        """Return the index in `times` of the action at each position of a stage; -1 without comparison."""
+        """Return the index in `times` of the pass at each schedule position of a stage; -1 for passes not stored."""
         periods, before = np.divmod(self.stop[stages] - 1 - positions, self.length)
         rows = periods * self.stride + before
         return np.where((periods >= 0) & (before < self.reach) & (rows < self.times.shape[1]), rows, -1)
 
     def cycle(self) -> Cycle | None:
-        """Return the shortest cycle that the compared periods prove; None if they prove none."""
+        """Return the shortest cycle that the end times stored in `times` prove; None if they prove no cycle."""
         for periods in range(1, self.cycles + 1):
             apart = periods * self.stride
             seconds = self.times[0, 0, 0] - self.times[0, apart, 0]
@@ -113,12 +113,12 @@ class PeriodSamples:
         return None
 
     def _grow(self, times: Lanes, apart: int, seconds: Lanes) -> bool:
-        """Return whether all times exceed the times `apart` compared actions earlier by `seconds`."""
+        """Return whether the latest passes and their messages end `seconds` after those `apart` rows on in `times`."""
         growth = times[:, : self.reach] - times[:, apart : apart + self.reach]
         return bool(np.all(abs(growth - seconds) <= TOLERANCE * seconds))
 
     def _further_grow(self, stage: int, apart: int, seconds: Lanes) -> bool:
-        """Return whether a stage's unfinished collectives end `seconds` after those `apart` actions earlier."""
+        """Return whether a stage's unfinished collectives end `seconds` after those of the passes `apart` rows on."""
         for row in range(self.reach):
             new, old = (self.further.get((stage, at), []) for at in (row, row + apart))
             if len(new) != len(old):

@@ -29,7 +29,7 @@ START, DEPART, FINISH = range(3)
 SLOTS = 2 * Boundary.UNDER_WAY
 """Maximum number of messages from one stage in one direction whose end times are still needed."""
 MAX_ORDERS = 16
-"""Maximum number of `StepOrder` objects in a process's cache."""
+"""Maximum number of pipeline schedules whose arrays (`StepOrder`) a process caches."""
 
 
 class StepOrder(NamedTuple):
@@ -129,7 +129,7 @@ def _order(name: str, stages: int, micro_batches: int, chunks: int, *, exchange:
 
 
 def _following(messages: Lanes) -> Lanes:
-    """Return an array of messages [stages, actions] in which each action has the message of the next action."""
+    """Shift an array of messages [stages, actions] by one: each action gets the message of the next action."""
     found = np.roll(messages, -1, axis=1)
     found[:, -1] = NO_MESSAGE
     return found

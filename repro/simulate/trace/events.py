@@ -65,7 +65,7 @@ class Message(NamedTuple):
     size: int
     """Number of ranks in the process group."""
     payload: int
-    """Bytes of the full message (see `repro.parallel.ledger`)."""
+    """Bytes of the full, unsharded tensor that the message transfers (see `repro.parallel.ledger`)."""
     sent: int
     """Bytes that the traced rank sends. For a collective, these are the bytes of a ring algorithm."""
     purpose: str

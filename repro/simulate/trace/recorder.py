@@ -111,7 +111,7 @@ class TraceRecorder(UncompiledMode):
         sums of 16-bit products copy the operands to fp32."""
         self._quiet = False
         self._calls: dict[Hashable, tuple[list[Event], int, int]] = {}
-        """Calls recorded for repetition, by key: events, number of storages before the call, storages in the call."""
+        """Recorded function calls (`call_once`), by key: events, number of storages before the call, storages in it."""
         self._released: set[int] = set()
         """Numbers of storages whose memory is freed while their tensors remain, as ZeRO stage 3 does between uses."""
 
@@ -201,7 +201,7 @@ class TraceRecorder(UncompiledMode):
             self.events.append(Alloc(number, size, category, "restore", line_of_step()))
 
     def call_once(self, key: Hashable, call: Callable[[], None]) -> None:
-        """Run `call` and record its events, or repeat the events of an earlier call with an equal `key`."""
+        """Run the function `call` and record its events; for a known `key`, repeat the recorded events instead."""
         if key not in self._calls:
             start, count, live = len(self.events), self._count, len(self._live)
             call()

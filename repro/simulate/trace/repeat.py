@@ -55,7 +55,7 @@ class BlockRepeater:
         recordings: dict[BlockKind, Recording],
         checkpoints: ActivationCheckpoints | None,
     ):
-        """`recordings`: recordings of earlier traces with equal blocks, to which this trace adds its own."""
+        """`recordings`: recorded transformer blocks of earlier traces with equal layers; this trace adds its own."""
         self.recorder, self.recordings, self.recomputed = recorder, recordings, checkpoints is not None
         self.retains_inputs = checkpoints is None or checkpoints.is_plain
         """Whether a model part retains its input tensor until the backward pass, instead of a copy or a slice of it."""
@@ -143,7 +143,7 @@ class _RepeatableBlock:
         reducer: GradientReducer,
         soonest: bool,
     ):
-        """`soonest`: whether the block's backward pass precedes those of other blocks of its kind in the model part."""
+        """`soonest`: whether no other block of this kind in the model part runs its backward pass earlier."""
         self.repeats, self.run, self.soonest = repeats, block.forward, soonest
         self.parameters = list(block.parameters())
         self.after, self.before, self.reducer = after, before, reducer
@@ -205,7 +205,7 @@ class _BlockRecorder:
     def __init__(self, repeats: BlockRepeater, recording: Recording, inputs: Sequence[Tensor]):
         self.repeats, self.recorder, self.recording = repeats, repeats.recorder, recording
         self.places = {self.recorder.number(tensor): -1 - i for i, tensor in enumerate(inputs)}
-        """Index within the block of each storage, by the number of the storage in the trace."""
+        """Index of each storage among the storages of the recorded block, by its number in the trace."""
         self.running = RecordedPass(len(self.recorder.events))
         self.gradient = -1
         self.has_input = bool(inputs)
@@ -233,7 +233,7 @@ class _PartRecorder(_BlockRecorder):
     """Recorder of the forward and backward pass of one model part while the part runs."""
 
     def enter(self, gradient: Tensor) -> None:
-        """Begin to record a model part's backward pass, until autograd's backward pass ends if there is no input."""
+        """Begin to record a model part's backward pass. Without an input, it ends with autograd's backward pass."""
         self.gradient, self.running = self.recorder.number(gradient), RecordedPass(len(self.recorder.events))
         if not self.has_input:
             torch.autograd.Variable._execution_engine.queue_callback(self.leave)
@@ -296,7 +296,7 @@ MAX_RECORDING_SETS = 64
 
 
 def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recording]:
-    """Return the recorded blocks that traces of `experiment` share with traces of experiments of equal blocks."""
+    """Return the cached records of transformer blocks, shared by all experiments whose blocks have equal events."""
     layout, training, model = experiment.layout, experiment.training, experiment.model
     return recordings(
         (model.hidden, model.heads, model.head_width, model.ffn_width, experiment.seq),
@@ -317,5 +317,5 @@ def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recordi
 
 @lru_cache(MAX_RECORDING_SETS)
 def recordings(*key: tuple[object, ...]) -> dict[BlockKind, Recording]:
-    """Return the cached recordings for blocks with the properties `key`. The dictionary is empty at the first call."""
+    """Return the cached recordings of transformer blocks whose shapes and options are `key`; initially empty."""
     return {}

@@ -96,7 +96,7 @@ class Trace:
 
     @cached_property
     def keys(self) -> dict[int, tuple[object, ...]]:
-        """Key of each collective, by message number. A collective has the same key in all micro-batches and steps."""
+        """Key of each collective, by its number: pass, operation, group, purpose, order; equal in all micro-batches."""
         keys: dict[int, tuple[object, ...]] = {}
         places: list[tuple[object, ...]] = [(action.kind, action.chunk) for action in self.actions]
         for place, piece in zip([*places, ("tail",)], self.pieces, strict=True):

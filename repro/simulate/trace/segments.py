@@ -41,9 +41,9 @@ class GradientCall(NamedTuple):
     """Call of a parameter's gradient hook or sink (which computes the gradient) in a recorded block's backward pass."""
 
     first: int
-    """Index in the trace of the first event of the hook's or sink's call."""
+    """Index in the trace of the first event that the call of the gradient hook or sink causes."""
     end: int
-    """Index in the trace of the first event after the hook's or sink's call."""
+    """Index in the trace of the first event after the call of the gradient hook or sink."""
     parameter: int
     """Index of the parameter in the transformer block's list of parameters."""
     gradient: int
@@ -85,9 +85,9 @@ class EventRun:
     events: list[Event] = field(default_factory=list)
     allocations: list[int] = field(default_factory=list)
     frees: list[tuple[int, int]] = field(default_factory=list)
-    """Position of each `Free` event, and block-local index of the freed storage (see `Segment`)."""
+    """Position in `events` of each release, and index of the freed storage within the block (see `Segment`)."""
     marks: list[tuple[int, int]] = field(default_factory=list)
-    """Position of each `Mark` event, and block-local index of its storage (see `Segment`)."""
+    """Position in `events` of each change of memory category, and the storage's index within the block."""
     messages: list[int] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
 
@@ -102,7 +102,7 @@ class Segment:
 
     steps: list[Step]
     result: int | None
-    """Block-local index of the returned tensor; None if the pass returns its incoming gradient, or nothing."""
+    """Index within the block of the returned tensor; None if the pass returns its incoming gradient, or nothing."""
     returns_gradient: bool = False
     """Whether the backward pass returns its incoming gradient unchanged."""
 
@@ -116,7 +116,7 @@ class Recording:
     adding: Segment | None = None
     """A backward pass that only adds gradients to those of earlier micro-batches (`GradientReducer.only_adds`)."""
     outliving: int | None = None
-    """Block-local index of the storage that is freed only with autograd's graph; None if there is no such storage."""
+    """Index within the block of the storage that lives until autograd frees its graph; None without such a storage."""
 
     def find_outliving(self) -> None:
         """Find the storage that is freed only with autograd's graph, and assign its index to `outliving`.
@@ -173,7 +173,7 @@ class _SegmentWriter:
     ):
         self.recorder, self.places, self.made, self.gradient = recorder, places, made, gradient
         self.following = max(-1, *places.values(), -1) + 1
-        """Block-local index of the storage that the pass allocates next."""
+        """Index within the block of the next storage that the pass allocates."""
         self.found: list[Step] = []
         self.run = EventRun()
 
@@ -269,7 +269,7 @@ class RepeatedBlock:
         self.recorder, self.recording, self.parameters = recorder, recording, parameters
         self.reducer = reducer
         self.numbers: list[int] = []
-        """Storage numbers in the trace, by block-local index."""
+        """Number in the trace of each storage of this block, in the order of allocation."""
         with unobserved():
             self.tensors: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
             """Tensors that code outside the block may also reference, by index of their storage in the block."""
@@ -333,7 +333,7 @@ class RepeatedBlock:
                 recorder.release(gradient)
 
     def _repeat(self, run: EventRun, works: dict[int, int]) -> None:
-        """Append the events of `run` with new storage and message numbers. `works`: new message numbers by old ones."""
+        """Append the recorded events `run` with new storage and message numbers. `works`: recorded to new number."""
         recorder, numbers, events = self.recorder, self.numbers, list[Any](run.events)
         new: Any = tuple.__new__  # `tuple.__new__` takes half the time of a named tuple's constructor.
         first = recorder.reserve(len(run.allocations))

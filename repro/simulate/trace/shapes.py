@@ -18,7 +18,7 @@ CallKey = tuple[object, ...]
 
 
 def cached_by_operator(describe: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Return `describe` with a cache by operator identity, because hashing an operator calls a Python function."""
+    """Decorate `describe(operator)` with a cache by the operator's `id()`, because hashing an operator is slower."""
     known: dict[int, T] = {}
 
     def found(func: Any) -> T:
