@@ -19,7 +19,7 @@ from repro.config.systems import LOCAL_SYSTEMS
 
 
 def claim_comparisons(claim: Claim, suites: dict[str, Suite]) -> list[list[Experiment]]:
-    """Return the comparisons whose simulated runs are evidence of a claim, as experiments with the baseline first."""
+    """Return the comparisons whose simulated runs test a claim; each is a list of experiments, the baseline first."""
     named: dict[str, None] = {}
     for row in claim.rows:
         for evidence in row.evidence:

@@ -25,7 +25,7 @@ from repro.results.interval import Other, Sensitivity, interpolate_log, log_frac
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 
 MIN_SHARE = 0.1
-"""Minimum share in a prediction's uncertainty of an input whose value the published value implies."""
+"""Minimum share of an input in a prediction's uncertainty for which the input's implied value is computed."""
 Curve = Sequence[tuple[float, float]]
 """Pairs (value of an uncertain input, prediction), ordered by value."""
 
@@ -54,7 +54,7 @@ class ImpliedInput:
     high: float
     searched: tuple[float, float]
     needs: tuple[RequiredInput, ...]
-    """Values of the input that published values require, in ascending order. Published values that no input value
+    """Input value that each published value requires, in ascending order. Published values that no input value
     reproduces are last."""
 
     @property
@@ -69,7 +69,7 @@ class ImpliedInput:
 
     @property
     def torn(self) -> int:
-        """Return the number of published values that the best input value misses, of those that any value reaches."""
+        """Return how many published values the best input value misses, without those that every input value misses."""
         ends = ((need.low, need.high) for need in self.needs)
         served = [(low, high) for low, high in ends if low is not None and high is not None]
         most = max((sum(low <= at <= high for low, high in served) for at, _ in served), default=0)
