@@ -58,7 +58,7 @@ def evaluate_evidence(
 def _evaluate_on(
     records: Records, evidence: Evidence, row: Row, claim: Claim, read: Sequence[str]
 ) -> Finding:
-    """Evaluate one test of a published value on the records of one store or of one reference file."""
+    """Evaluate one test of a published value on one set of records: the user's own, or those of another machine."""
     common: dict[str, Any] = {
         "kind": evidence.kind,
         "scale": evidence.scale,
@@ -154,7 +154,7 @@ def _joined(reason: str, detail: str) -> str:
 def _measured_where(
     evidence: Evidence, records: Records, used: Sequence[ExperimentRecord | FitRecord]
 ) -> dict[str, Any]:
-    """Return the scale of a test and the device that measured its value, as fields of a test result (`Finding`)."""
+    """Return as fields of a test result (`Finding`): its scale (such as one rank of 64), and the measuring device."""
     device = device_of(used[0]) if used else ""
     return {
         "scale": scale_of_fits(used) or evidence.scale,

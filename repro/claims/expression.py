@@ -1,10 +1,10 @@
-"""Expressions by which the ledger of claims computes values to test: arithmetic and calls of named functions.
+"""Expressions by which the ledger (files of published claims) computes values to test: arithmetic and function calls.
 
 Python's own parser reads an expression: numbers, strings, names of constants and table columns, `+ - * / **`,
-parentheses and calls of known functions.  Attributes, subscripts, comprehensions and lambdas are errors, so that a
+parentheses and calls of known functions. Attributes, subscripts, comprehensions and lambdas are errors, so that a
 ledger file from an unknown author cannot run other code.
 
-A rounded or digitised input is an `Uncertain`, and makes the result an interval.  The ends of the interval are correct
+A rounded or digitised input is an `Uncertain`, and makes the result an interval. The ends of the interval are correct
 if the expression is monotone in each input, as sums, products, quotients and powers of positive numbers are.
 """
 

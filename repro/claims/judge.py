@@ -59,7 +59,7 @@ from repro.results.schema import MEASURED, SIMULATED, Record
 def judge(
     ledger: Ledger, records: Iterable[Record], references: Iterable[ReferenceFile] = ()
 ) -> list[ClaimResult]:
-    """Return the verdicts about all claims of `ledger`. `references`: other machines' records for missing values."""
+    """Return the verdicts about all claims of `ledger`. `references`: other machines' records where own are missing."""
     seen = Records(records, references)
     return [judge_claim(claim, seen) for claim in ledger.claims]
 
@@ -148,7 +148,7 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
 
 
 def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -> RowResult:
-    """Return a row's result; if `reproduced`, with its margin and the simulator faults that change its verdict."""
+    """Return the result of a published value; if `reproduced`, with margin and simulator faults that change it."""
     if result.verdict != REPRODUCED:
         return result
     margins = [one.margin for one in deciding if one.margin is not None]
@@ -161,7 +161,7 @@ def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -
 
 @cache
 def load_mutations() -> dict[str, dict[str, list[str]]]:
-    """Return injected simulator faults that change verdicts, by claim and row label (from `make mutation-table`)."""
+    """Return the simulator faults that change a verdict, by claim and label of the value (`make mutation-table`)."""
     document = json.loads((Path(__file__).parent / "data/mutations.json").read_text(encoding="utf-8"))
     found: dict[str, dict[str, list[str]]] = document["claims"]
     return found
@@ -204,7 +204,7 @@ def _read(evidence: Evidence, row: Row) -> list[str]:
 
 
 def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
-    """Return verdict and counts of ledger rows for the kind of evidence `name`, or None if no row has such evidence."""
+    """Return verdict and counts of published values for evidence kind `name`; None if no value has such evidence."""
     tested = [found for row in rows if (found := row.under(name))]
     if not tested:
         return None

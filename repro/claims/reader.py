@@ -33,7 +33,7 @@ _CLOSED = {**FORMULAS, **SCRIPT_COUNTS, "printed": printed, "digitised": digitis
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured"), **device_functions(select([]), [])}
 SYSTEMS = LEDGER_DIRECTORY.parent / "config" / "systems"
 _DOCUMENT = re.compile(r"[\w.-]+\.(?:png|jpg)\b|[\w.-]+/[\w.-]+#\d+")
-"""Pattern of a citation of one document: the file name of a picture, or an issue `OWNER/REPOSITORY#NUMBER`."""
+"""Pattern of documents that a citation can name: a picture file, or an issue `OWNER/REPOSITORY#NUMBER`."""
 BEYOND_REPORTS = "9999"
 """Sort key of ledger files without a date, which come after all dated files."""
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
@@ -166,7 +166,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
 
 
 def _common(entry: object, of: type[Any]) -> dict[str, Any]:
-    """Return the values of a ledger table whose keys are fields of the dataclass `of`, except `steps` and `rows`."""
+    """Return the values of a ledger table that are also fields of the dataclass `of`, except `steps` and `rows`."""
     names = {field.name for field in dataclasses.fields(of)} - {"steps", "rows"}
     return {name: value for name, value in vars(entry).items() if name in names}
 

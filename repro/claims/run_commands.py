@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceCommand:
-    """Command that creates one kind of evidence, with the experiments that it runs."""
+    """Command that creates the records of one kind of evidence, and the experiments that the command runs."""
 
     kind: str
     """Kind of the evidence: `simulated`, `emulated` or `measured`."""
@@ -47,7 +47,7 @@ HEADLINES = "headlines"
 
 
 def experiments_of(rows: Iterable[Row]) -> list[tuple[str, str]]:
-    """Return (kind of evidence, `suite/name`) of every experiment that the ledger rows read, without duplicates."""
+    """Return (kind of evidence, `suite/name`) of each experiment that tests published values, without duplicates."""
     read = [
         (evidence.kind, name)
         for row in rows
@@ -96,7 +96,7 @@ class SuiteCatalogue:
     def commands(self, experiments: Iterable[tuple[str, str]]) -> list[EvidenceCommand]:
         """Return the commands, sorted by suite, that create the records of `experiments`.
 
-        `experiments`: pairs (kind of evidence, `suite/name`). Simulated ones of a cluster also get measuring commands.
+        `experiments`: pairs (kind of evidence, `suite/name`). Those simulated on a cluster also get measuring commands.
         """
         wanted: dict[tuple[str, str, str], set[str]] = {}
         for kind, full in experiments:

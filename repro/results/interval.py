@@ -25,7 +25,7 @@ class Other(NamedTuple):
 Case: TypeAlias = int | tuple[str, bool] | Other
 """Choice of values for the unknown inputs of a system: the number of a joint random draw, a pair, or `Other`.
 
-In a pair (key, high end), the input `key` is at the high or the low end of its range, all others at their best values.
+In a pair (key, high end), input `key` is at the high or low end of its range, in `Other` at any value, others at best.
 """
 
 
@@ -83,7 +83,7 @@ class StepInterval(RecordPart):
         return {"low_s": low, "high_s": high, "least_s": least, "most_s": most, "moves": moves}
 
     def seconds_in(self, case: Case, best: float) -> float:
-        """Return the step time in seconds for one choice of unknown inputs, or `best` for an input without effect."""
+        """Return the step time in seconds for a choice of unknown inputs; `best` if the chosen input has no effect."""
         if isinstance(case, int):
             return self.draws[case]
         key, end = case

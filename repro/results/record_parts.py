@@ -251,7 +251,7 @@ class NetworkReport(RecordPart):
     """Bytes that each node receives from the other nodes in one step."""
 
     def made(self, network: EmulatedNetwork) -> EmulatedNetwork:
-        """Return `network` with measured (median) link rates in place of requested rates, without scaling of rates."""
+        """Return `network` with measured (median) link rates in place of requested rates, which are then not scaled."""
         within = median(self.rates["rank sends"]) if network.within else 0.0
         between = median(self.rates["node sends"]) if network.between else 0.0
         return replace(network, within=within, between=between, flops_per_s=0.0)

@@ -83,7 +83,7 @@ class Comparison:
     rounds: int = 5
     """Number of rounds; in each round, every experiment of the comparison runs once."""
     apart: bool = False
-    """Whether every round builds and frees each experiment, for experiments that do not fit on a device together."""
+    """Whether each experiment is built and freed in every round, because all together exceed the device's memory."""
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
