@@ -166,7 +166,7 @@ def _measured_where(
 def _judge_miss(
     uncertainty: InputUncertainty, row: Row, claim: Claim, rule: str
 ) -> tuple[str, str, tuple[str, ...]]:
-    """Return the verdict on a simulated value that misses the published one, its reason, and inputs that explain it."""
+    """Return verdict and reason for a simulated value that misses the published one, and inputs that explain it."""
     published = published_range(row, claim)
     assert published is not None
     interval = uncertainty.least, uncertainty.most

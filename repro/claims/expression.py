@@ -172,7 +172,7 @@ def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tupl
 
 
 def quotient(expression: Expression, variables: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return experiments and metric `(a, b, name)` of an expression `metric(a, name) / metric(b, name)`, or None."""
+    """Return `a`, `b`, `name` if an expression is `metric(a, name) / metric(b, name)` of two experiments, or None."""
     tree = expression.tree
     if not (isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Div)):
         return None

@@ -27,7 +27,7 @@ MAX_LISTED_VALUES = 3
 
 @dataclass(frozen=True)
 class HeadlineLine:
-    """Line of the table of headline claims."""
+    """Line of the table of headline claims (best-known statements of the reproduced reports)."""
 
     number: int
     """Number of the statement in the table of best-known claims, from 1; `repro claims NUMBER` shows the claim."""
@@ -122,7 +122,7 @@ def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
 
 
 def value_text(rows: Sequence[RowResult], kind: str) -> str:
-    """Return as text the tested values of rows under one kind of evidence; a single simulated value has an interval."""
+    """Return as text the tested values of rows under one kind of evidence, with interval if one simulated value."""
     found = [row.under(kind) for row in rows]
     if not any(found):
         return units.NO_VALUE

@@ -98,7 +98,7 @@ def weakest_verdict(rows: Sequence[RowResult]) -> str:
 
 
 DISAGREEING_FIRST = (*BAD, NOT_RUN, NO_TEST, DEPENDS, POSSIBLE, NOT_COMPARABLE, FOLLOWS, REPRODUCED)
-"""All verdicts, disagreement first. The verdict about a claim is the first of these that one of its main rows has."""
+"""All verdicts, disagreement first. A claim has the first verdict in this order that one of its counting values has."""
 _ORDER = (
     *(f"measured, {scale}" for scale in (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)),
     *KINDS[2::-1],
@@ -226,7 +226,7 @@ def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
 
 
 def _basis(rows: list[RowResult]) -> str:
-    """Return counts of agreeing/tested rows as text, by kind of evidence: `measured, scaled twin 9/9; 2 not run`."""
+    """Return agreeing/tested published values as text, by kind of evidence: `measured, scaled twin 9/9; 2 not run`."""
     rest = Counter(row.basis for row in rows if row.basis)
     good = Counter(row.basis for row in rows if row.basis and row.verdict in GOOD)
     open_ = Counter(row.verdict for row in rows if rest and not row.basis)

@@ -82,7 +82,7 @@ class Evidence:
     origin: str
     """Origin of the value, such as `CLOSED_FORM` (formula), `TRACE` (simulated step) or `RUN` (run of processes)."""
     value: Expression
-    """Expression that computes the tested value, in bytes, seconds or FLOP, or without a unit."""
+    """Expression that computes the tested value, in bytes, seconds, FLOP or, for counts and ratios, without a unit."""
     expect: Expression | None
     """Expression of the value that a scaled-down run must have, mostly a formula; None: the published value."""
     metric: str
@@ -116,7 +116,7 @@ class Row:
     """Parameter of the time model that is calibrated on this published value, a `name` of
     simulate/time/calibration_points.toml; empty: none. Simulations of such a value get no verdict."""
     blind: PrintedNumber | None
-    """Prediction by this suite, in the row's unit, committed before the published value was read; None: none."""
+    """Prediction by this suite, in the published unit, committed before the published value was read; None: none."""
     needs: str
     """Hardware and training run that a measurement of the published value needs."""
     not_comparable: str
@@ -131,7 +131,7 @@ class Row:
     main: bool = True
     """Whether the verdict of this published value counts for the verdict of its claim."""
     given: str = ""
-    """Part of the published result that the test uses as an input; empty: none. The best verdict is then `follows`."""
+    """Part of the published result that the test uses as an input, which limits the verdict to `follows`; or empty."""
     variables: Mapping[str, Value | Uncertain] = field(default_factory=dict, compare=False)
     """Variables of the expressions, by column name: cells of the ledger table's line that has the published value."""
 
@@ -180,7 +180,7 @@ class Claim:
 
 @dataclass(kw_only=True)
 class Headline:
-    """One of the best-known statements of the reproduced reports, in one line; `[[headline]]` in headlines.toml."""
+    """One line of the table of best-known statements of the reproduced reports; `[[headline]]` in headlines.toml."""
 
     name: str
     """Short name, of at most 30 characters, of the best-known statement that a line of the headline table shows."""
@@ -208,7 +208,7 @@ class Ledger:
     """Publication month of the claims in each ledger file, such as `2019-09`, by file name; may be empty."""
 
     def claim(self, claim_id: str) -> Claim:
-        """Return the claim with the given id or headline number (from 1). Raises `ConfigError` with similar ids."""
+        """Return the claim with the given id or number in the headline table; `ConfigError` proposes similar ids."""
         if claim_id.isdigit() and 0 < int(claim_id) <= len(self.headlines):
             claim_id = self.headlines[int(claim_id) - 1].claim
         for claim in self.claims:

@@ -22,7 +22,7 @@ from repro.results.select import Selection
 from repro.util import units
 
 FIT_NAME, KERNELS_NAME = "repro fit", "kernels compared"
-"""Names of missing records in messages: search for the largest model, and runs with different kernels."""
+"""Names in messages about missing records: of a search for the largest model, and of runs with different kernels."""
 LARGEST_GB_PER_GB = 1.024**3
 """Bytes of a GiB over bytes of a GB, because memory of "32 GB" may be 32e9 to 32 * 2**30 bytes."""
 _NOT_COMPARED = ("kernels", "global_batch", "overlap", "gather_overlap", "tp_overlap")

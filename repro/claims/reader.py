@@ -120,7 +120,7 @@ def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
 
 
 def _check_headline(headline: ledger.Headline, claims: Mapping[str, ledger.Claim], file: str) -> None:
-    """Raise `ConfigError` if a headline names a claim or a row label that the ledger does not contain."""
+    """Raise `ConfigError` if a headline names a claim or a published value (by its label) that the ledger lacks."""
     try:
         _one_of("claim", headline.claim, claims)
         labels = [row.label for row in claims[headline.claim].rows]

@@ -43,7 +43,7 @@ class EvidenceCommand:
 
 
 HEADLINES = "headlines"
-"""Value of the option `--claim` that selects all headline claims."""
+"""Value of the option `--claim` that selects the claims of the headline table (best-known statements)."""
 
 
 def experiments_of(rows: Iterable[Row]) -> list[tuple[str, str]]:
@@ -63,10 +63,10 @@ def experiments_of(rows: Iterable[Row]) -> list[tuple[str, str]]:
 def named_experiments(ledger: Ledger, name: str, evidence: str) -> list[str]:
     """Return the experiments, as `suite/name`, that the measured or simulated evidence for a claim reads.
 
-    `name`: id of a claim, number of a headline claim, or `HEADLINES`. Measured evidence includes emulated evidence.
+    `name`: id of a claim, its number in the headline table, or `HEADLINES`. Measured evidence includes emulated
+    evidence.
 
-    Raises:
-        ConfigError: No claim has this name, or no experiment is evidence of this kind.
+    Raises: ConfigError: No claim has this name, or no experiment is evidence of this kind.
     """
     rows: Iterable[Row]
     if name == HEADLINES:

@@ -75,7 +75,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class AcceptedRange:
-    """Range of values that agree with a published value: `low` to `high`, open or closed, by the rule `because`."""
+    """Range of values that agree with a published value: `low` to `high`, open or closed; `because`: its rule."""
 
     low: float
     high: float
@@ -193,7 +193,7 @@ def describe_class_tolerance(metric: str) -> str:
 
 
 def accepted_range_of_row(row: Row, evidence: Evidence, claim: Claim) -> AcceptedRange | None:
-    """Return the range of values that agree with a row's published value under one test, in the row's unit.
+    """Return the range of values that agree with a published value under one test, in the published unit.
 
     Return None for a scaled-down run and for published words, which are not compared with a published number.
     """
@@ -211,7 +211,7 @@ def accepted_range_of_row(row: Row, evidence: Evidence, claim: Claim) -> Accepte
 
 
 def published_range(row: Row, claim: Claim) -> AcceptedRange | None:
-    """Return the range of a published value, in the row's unit, from its printed digits and error; None for words."""
+    """Return the range of a published value, in its own unit, from its printed digits and error; None for words."""
     if row.printed is None:
         return None
     steps = tuple(step / UNITS[row.unit] for step in claim.steps)

@@ -162,7 +162,7 @@ class RowResult:
     """Kind and scale of the evidence that decides the verdict, such as `one rank of 64`; empty if none decides."""
     reason: str
     margin: tuple[float, float] | None = None
-    """Relative decrease and increase of a `reproduced` number that would just change its verdict; otherwise None."""
+    """Smallest relative decrease and increase of a `reproduced` number that change its verdict; otherwise None."""
     mutations: tuple[str, ...] | None = None
     """Simulator faults, injected as a test, that would change the verdict; None if data/mutations.json has no entry."""
 
@@ -203,7 +203,7 @@ class KindResult:
     """Scales of the evidence, such as `published scale` or `one rank of 64`, joined by `, `."""
     verdict: str
     reproduced: int
-    """Number of published values with which the evidence agrees."""
+    """Number of published values with which this kind of evidence agrees."""
     decided: int
     rows: int
     """Number of published values that this kind of evidence can test."""

@@ -16,7 +16,7 @@ INTERVAL_QUANTILES = (0.05, 0.95)
 
 
 class Other(NamedTuple):
-    """Case in which one unknown input of a system has a given value, and all others have their best values."""
+    """Choice in which one unknown input of a system has a given value, and all others have their best values."""
 
     key: str
     value: float
@@ -106,6 +106,6 @@ def likely_range(draws: Sequence[float], best: float) -> tuple[float, float]:
 
 
 def possible_range(cases: Iterable[float], best: float) -> tuple[float, float]:
-    """Return the minimum and the maximum of the predictions in all cases, including the best estimate `best`."""
+    """Return minimum and maximum of the predictions for all choices of inputs, including the best estimate `best`."""
     found = [*cases, best]
     return min(found), max(found)

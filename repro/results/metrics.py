@@ -74,7 +74,7 @@ def metric_at_step_seconds(name: str, found: Mapping[str, float], seconds: float
 
 
 def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:
-    """Return the maximum of each memory metric over ranks. `marked`: whether each buffer has a memory category."""
+    """Return the maximum of each memory metric over ranks. `marked`: whether buffers have memory categories."""
     if not ranks:
         return {}
     found: Metrics = {

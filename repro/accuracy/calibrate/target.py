@@ -40,7 +40,7 @@ from repro.util import processes
 from repro.util.processes import CoreAssignment, count_compute_cores, usable_cores
 
 CALLS_PER_OPERATOR, QUICK_CALLS_PER_OPERATOR = 6, 3
-"""Number of measured calls of each operator, by default and if quick; doubled for matrix products and attention."""
+"""Number of measured calls of each operator, by default and with `--quick`; twice for matrix products and attention."""
 
 
 def _measure(

@@ -98,7 +98,7 @@ class Twin:
 
 
 def compute_s(prediction: Prediction) -> float:
-    """Return the forward and backward compute seconds of the slowest stage, without slowdown by communication."""
+    """Return the slowest stage's seconds of forward and backward compute, as if no collective ran at the same time."""
     return sum(s for kind, s in prediction.slowest.busy.items() if kind in KINDS and kind != OPTIMIZER)
 
 

@@ -39,7 +39,7 @@ class RequiredInput:
     value: float | None
     """Value of the uncertain input at which the prediction equals the published value; None if there is none."""
     low: float | None
-    """Smallest value of the uncertain input with a prediction within the tolerance; None if there is no such value."""
+    """Smallest value of the input with which the prediction is within its tolerance; None if there is none."""
     high: float | None
 
 
@@ -59,7 +59,7 @@ class ImpliedInput:
 
     @property
     def contradiction(self) -> tuple[RequiredInput, RequiredInput] | None:
-        """Return two published values that need disjoint ranges of the input; None if one input value fits all."""
+        """Return two published values that require disjoint ranges of the input; None if one input value suits all."""
         served = [need for need in self.needs if need.low is not None]
         if not served:
             return None
@@ -138,7 +138,7 @@ def find_implied_inputs(judged: Sequence[ClaimResult], records: Sequence[Record]
 
 
 def _moving(key: str, runs: Iterable[ExperimentRecord]) -> Mapping[str, Sensitivity]:
-    """Return the sensitivity of simulated runs to the uncertain input `key`, by system."""
+    """Return, by system, how the step time of simulated runs depends on the uncertain input `key`."""
     return {
         run.experiment.system: move
         for run in runs

@@ -296,7 +296,7 @@ class Residual:
     reports: frozenset[str]
     """Keys of the sources that the claim cites."""
     runs: frozenset[str]
-    """Experiments that the prediction reads; two sources may report the same experiment."""
+    """Experiments that the prediction reads, because two sources may report the same experiment."""
     score: float
 
     def apart(self, other: Residual) -> bool:
@@ -305,7 +305,7 @@ class Residual:
 
 
 def conformity_score(low: float, high: float, published: float) -> float:
-    """Return the distance of log(published) from the interval [log(low), log(high)]; negative inside it."""
+    """Return the distance of log(published) outside the interval [log(low), log(high)]; inside, it is negative."""
     return max(log(low) - log(published), log(published) - log(high))
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Lanes: TypeAlias = "npt.NDArray[Any]"
-"""Array [cases] with the value of one uncertain number in every sampled case."""
+"""Values of one uncertain number as an array, with one entry for each set of values that a simulation samples."""
 PACE = "device.time.pace"
 """Key of the ratio of kernel times in a run to kernel times on the device for which the time model is calibrated."""
 SPREAD = "device.time.spread"
@@ -29,7 +29,7 @@ SPREAD = "device.time.spread"
 PER_RANGE = 4
 """Number of steps across the range of an uncertain number, in simulations that vary this number alone."""
 DRAWS = 64
-"""Number of sampled cases in which all uncertain numbers vary jointly at random."""
+"""Number of sampled sets of values in which all uncertain numbers vary jointly at random."""
 MAX_CASES = 32
 """Maximum number of sets of uncertain numbers (such as those of one system) whose sampled values are cached."""
 COUNTED_KEYS = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
