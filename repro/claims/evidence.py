@@ -143,7 +143,7 @@ def _evaluate_on(
 
 
 def _numbers(value: Result, row: Row) -> dict[str, Any]:
-    """Return a tested value, its interval and their displayed text, as fields of a test result (`Finding`)."""
+    """Return a tested value, its interval and their text for display, as fields of a test result (`Finding`)."""
     return {"value": value.value, "low": value.low, "high": value.high, "text": _text(value, row)}
 
 
@@ -189,8 +189,8 @@ def propagate_unknowns(
 ) -> InputUncertainty | None:
     """Return the uncertainty of a simulated value from unknown inputs; None without unknown inputs.
 
-    The expression is evaluated for every case (choice of values of the unknown inputs) that the simulated records of
-    `experiments` contain. Both sides of a ratio use the same case, so that their common unknown inputs cancel.
+    The expression is evaluated for every case (choice of values of the unknown inputs) in the simulated records of
+    `experiments`. Both sides of a ratio use the same case, so that the effects of their common unknown inputs cancel.
     """
     found = records.intervals(experiments)
     draws = min((len(interval.draws) for interval in found), default=0)

@@ -162,7 +162,7 @@ def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
 
 
 def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the function name and the string arguments of every call in a ledger expression."""
+    """Return the function name and the string arguments (such as experiments) of every call in an expression."""
     found = []
     for node in ast.walk(expression.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

@@ -14,7 +14,7 @@ from repro.results.schema import MEASURED, SIMULATED
 from repro.util import units
 
 SHOWN_KINDS = (SIMULATED, EMULATED, MEASURED)
-"""Kinds of evidence that have a column in the table of headline claims."""
+"""Kinds of evidence with a column in the table of headline claims (best-known statements of the reports)."""
 OUTCOMES = {"ok": "fits", "oom": "does not fit"}
 """Displayed text for each outcome of an experiment."""
 BOUND_SIGNS = {"over": ">", "at least": "≥", "under": "<", "at most": "≤"}

@@ -175,7 +175,7 @@ def _independent(groups: dict[frozenset[Quantity], int]) -> QuantityCounts:
 
 
 def quantities_read(finding: Finding, row: RowResult, result: ClaimResult) -> Iterable[Quantity]:
-    """Return the independent quantities that a test reads, for example the step time of one experiment."""
+    """Return the independent quantities that a test reads, such as the step time of one experiment."""
     if finding.itself:
         return [(result.claim.id, finding.expression)]
     expression = parse(finding.expression)

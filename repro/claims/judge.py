@@ -199,7 +199,7 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
 
 
 def _read(evidence: Evidence, row: Row) -> list[str]:
-    """Return the experiments that a test of a published value reads, as `suite/name`; empty for analytic evidence."""
+    """Return the experiments, as `suite/name`, whose records a test of a published value reads; empty for formulas."""
     return [] if evidence.kind == "analytic" else experiments_read(evidence.value, row.variables)
 
 

@@ -120,7 +120,7 @@ class Row:
     needs: str
     """Hardware and training run that a measurement of the published value needs."""
     not_comparable: str
-    """Reason why no simulation or measurement is comparable with the published value; empty if one is."""
+    """Reason why no simulation or measurement can be compared with the published value; empty if one can."""
     note: str
     source: str = ""
     """Document that prints the value, if the claim cites several documents; empty: all sources of the claim."""
@@ -129,7 +129,7 @@ class Row:
     sentence: str = ""
     """Key of a published sentence that several claims quote. The same simulations must test all values of this key."""
     main: bool = True
-    """Whether the verdict of this published value counts for the verdict of its claim."""
+    """Whether the verdict of this published value counts in the verdict of its claim."""
     given: str = ""
     """Part of the published result that the test uses as an input, which limits the verdict to `follows`; or empty."""
     variables: Mapping[str, Value | Uncertain] = field(default_factory=dict, compare=False)

@@ -84,7 +84,7 @@ def device_functions(
 
 
 DEVICE_FUNCTIONS = frozenset({"largest_fit", "fit_outcome", "fit_states", "kernel_speedup"})
-"""Functions of ledger expressions that find records by conditions of the run instead of the experiment's name."""
+"""Functions of ledger expressions that select records by memory, layout and size of a run, not by experiment name."""
 
 
 def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:

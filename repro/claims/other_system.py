@@ -58,7 +58,7 @@ class SystemQuestion:
     """Displayed description of the compared experiments, such as `1.5B on 16 GPUs: ZeRO 1 over MP 4`."""
     value: Expression
     words: tuple[str, ...]
-    """Words for ranges of the predicted value, such as `slower`, separated by thresholds `steps`; empty: no words."""
+    """Words for ranges of the predicted value, such as `slower`, between the thresholds `steps`; empty: no words."""
     steps: tuple[float, ...]
     """Rising thresholds between `words`, in the published unit; a value at a threshold has the word above it."""
     note: str = ""
@@ -143,7 +143,7 @@ def _words_and_thresholds(parts: list[str | float]) -> tuple[tuple[str, ...], tu
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer to whether a published value holds on another system: simulated value, or the reason why it is missing."""
+    """Whether a published value holds on another system: the simulated value there, or the reason why it is missing."""
 
     question: SystemQuestion
     value: float | str | None = None

@@ -101,7 +101,7 @@ def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterabl
 
 
 def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
-    """Raise `ConfigError` if rows that quote the same published sentence read different simulated experiments."""
+    """Raise `ConfigError` if values that quote the same published sentence are tested with different simulations."""
     read: dict[str, tuple[str, set[str]]] = {}
     for claim in claims:
         for row in (row for row in claim.rows if row.sentence):

@@ -66,7 +66,7 @@ class Records:
     def functions(self, kind: str, case: Case | None = None) -> dict[str, Callable[..., Value | Uncertain]]:
         """Return the functions by which ledger expressions read records of one kind of evidence, by name.
 
-        `kind`: `simulated`, `emulated` or `measured`. `case`: values of unknown inputs; None: their best values.
+        `kind`: `simulated`, `emulated` or `measured`. `case`: choice of unknown inputs' values; None: best values.
         """
 
         def find(experiment: str) -> ExperimentRecord:

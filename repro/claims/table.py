@@ -33,7 +33,7 @@ from repro.results.schema import EMULATED, MEASURED
 
 
 def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
-    """Return counts of claims and published values by verdict and kind of evidence, and of independent quantities."""
+    """Return counts of claims and published values by verdict and kind of evidence, and of tested quantities."""
     rows = [row for result in results for row in result.rows]
     quantities = count_independent(results)
     return {

@@ -64,7 +64,7 @@ BOUNDS = ("", "over", "at least", "under", "at most", UP_TO)
 VALUE, BOUND, ORDER, EVENT, THRESHOLD = STATEMENTS = ("value", "bound", "order", "event", "threshold")
 """Kinds of published statements: a number, a bound, an order of values, an outcome, or a largest model that fits."""
 EVENT_FUNCTIONS = frozenset({"outcome", "failure", "fit_outcome"})
-"""Functions of ledger expressions that return the outcome of a run, such as "ok" or "oom"."""
+"""Functions of ledger expressions (tests of published values) that return the outcome of a run, such as "oom"."""
 MAX_TRUNCATED_SHARE = 0.01
 """Maximum ratio of one unit in the last printed digit to the number, for a closed form that may be truncated."""
 SIZE_ROUNDING = RELATIVE_TOLERANCE["size"]

@@ -177,7 +177,7 @@ class RowResult:
 
     @property
     def disagrees(self) -> tuple[Finding, ...]:
-        """Return the weaker evidence whose verdict contradicts the verdict about the published value."""
+        """Return the results of weaker evidence that contradict the verdict, which stronger evidence has decided."""
         against = BAD if self.verdict in GOOD else GOOD if self.verdict in BAD else ()
         return tuple(f for f in self.findings if f.verdict in against and self.basis)
 
@@ -198,7 +198,7 @@ class KindResult:
     """Verdict about a claim under one kind of evidence, with counts of the published values that decide about it."""
 
     kind: str
-    """Kind of evidence, one of `ledger.KINDS`, or `ledger.ITSELF` for comparisons of a source with itself."""
+    """Kind of evidence, one of `ledger.KINDS`, or `ledger.ITSELF`: comparisons of a source with its own numbers."""
     scale: str
     """Scales of the evidence, such as `published scale` or `one rank of 64`, joined by `, `."""
     verdict: str

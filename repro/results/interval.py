@@ -93,7 +93,7 @@ class StepInterval(RecordPart):
         return best if move is None else move.high_s if end else move.low_s
 
     def cases(self) -> Iterator[float]:
-        """Yield the step times of all joint random draws, and those at both ends of each unknown input's range."""
+        """Yield the step times of all joint draws of unknown inputs, and those at both ends of each input's range."""
         yield from self.draws
         for move in self.moves:
             yield from (move.low_s, move.high_s)

@@ -162,7 +162,7 @@ class StepSeries(RecordPart):
     memory: dict[str, Any] | None = None
     """Live bytes during a simulated step, on a rank of the pipeline role that needs most memory."""
     seconds: dict[str, dict[str, float]] | None = None
-    """Seconds of the slowest simulated pipeline stage: `busy` by operator kind, `exposed` by communication kind."""
+    """Seconds of the slowest pipeline stage: `busy` by operator kind, `exposed` (no overlap) by communication kind."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ class SimilarityNumber:
 
     @property
     def kept(self) -> bool:
-        """Return whether scaled-down twin and original differ in this number by at most `MAX_KEPT_CHANGE`."""
+        """Return whether twin and original differ in this dimensionless number by at most `MAX_KEPT_CHANGE`."""
         return abs(self.twin - self.original) <= MAX_KEPT_CHANGE * abs(self.original)
 
     @property

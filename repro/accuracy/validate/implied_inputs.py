@@ -81,14 +81,14 @@ class ImpliedInput:
         return tuple(need for need in self.needs if need.low is None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON data with the implied values of the input and the published values that contradict each other."""
+        """Return JSON data with the implied input values and the published values that need different input values."""
         against = self.contradiction
         rows = None if against is None else [need.row for need in against]
         return {**vars(self), "needs": [vars(need) for need in self.needs], "contradiction": rows}
 
     @property
     def words(self) -> str:
-        """Return one paragraph that summarises the implied values of the input and their contradictions."""
+        """Return one paragraph on the input values that the published values imply, and on their contradictions."""
         exact = [need.value for need in self.needs if need.value is not None]
         text = count_noun(len(self.needs), "row")
         if exact:

@@ -133,7 +133,7 @@ class FamilyStatistics:
     held: int
     """Number of published values that overlap the prediction's 90 % interval from uncertain inputs."""
     wider: int
-    """Number of published values whose predictions have a margin for the time model's error."""
+    """Number of published values whose predictions have a conformal margin for the time model's own error."""
     held_wider: int
     """Number of published values that overlap the 90 % interval widened by the margin for the time model's error."""
 

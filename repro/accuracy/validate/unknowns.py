@@ -186,7 +186,7 @@ def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult,
 
 
 def row_name(result: ClaimResult, row: RowResult) -> str:
-    """Return the name of a published value (a row of the ledger of claims), `claim/label`."""
+    """Return the name of a published value, `claim/label`."""
     return f"{result.claim.id}/{row.row.label}"
 
 
