@@ -58,7 +58,7 @@ def evaluate_evidence(
 def _evaluate_on(
     records: Records, evidence: Evidence, row: Row, claim: Claim, read: Sequence[str]
 ) -> Finding:
-    """Evaluate one test of a published value on the records of one store or of one reference file."""
+    """Evaluate one test of a published value on one set of records: the user's own, or those of another machine."""
     common: dict[str, Any] = {
         "kind": evidence.kind,
         "scale": evidence.scale,
@@ -143,7 +143,7 @@ def _evaluate_on(
 
 
 def _numbers(value: Result, row: Row) -> dict[str, Any]:
-    """Return a tested value, its interval and their displayed text, as fields of a test result (`Finding`)."""
+    """Return a tested value, its interval and their text for display, as fields of a test result (`Finding`)."""
     return {"value": value.value, "low": value.low, "high": value.high, "text": _text(value, row)}
 
 
@@ -154,7 +154,7 @@ def _joined(reason: str, detail: str) -> str:
 def _measured_where(
     evidence: Evidence, records: Records, used: Sequence[ExperimentRecord | FitRecord]
 ) -> dict[str, Any]:
-    """Return the scale of a test and the device that measured its value, as fields of a test result (`Finding`)."""
+    """Return as fields of a test result (`Finding`): its scale (such as one rank of 64), and the measuring device."""
     device = device_of(used[0]) if used else ""
     return {
         "scale": scale_of_fits(used) or evidence.scale,
@@ -166,7 +166,7 @@ def _measured_where(
 def _judge_miss(
     uncertainty: InputUncertainty, row: Row, claim: Claim, rule: str
 ) -> tuple[str, str, tuple[str, ...]]:
-    """Return the verdict on a simulated value that misses the published one, its reason, and inputs that explain it."""
+    """Return verdict and reason for a simulated value that misses the published one, and inputs that explain it."""
     published = published_range(row, claim)
     assert published is not None
     interval = uncertainty.least, uncertainty.most
@@ -189,8 +189,8 @@ def propagate_unknowns(
 ) -> InputUncertainty | None:
     """Return the uncertainty of a simulated value from unknown inputs; None without unknown inputs.
 
-    The expression is evaluated for every case (choice of values of the unknown inputs) that the simulated records of
-    `experiments` contain. Both sides of a ratio use the same case, so that their common unknown inputs cancel.
+    The expression is evaluated for every case (choice of values of the unknown inputs) in the simulated records of
+    `experiments`. Both sides of a ratio use the same case, so that the effects of their common unknown inputs cancel.
     """
     found = records.intervals(experiments)
     draws = min((len(interval.draws) for interval in found), default=0)

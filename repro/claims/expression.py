@@ -1,10 +1,10 @@
-"""Expressions by which the ledger of claims computes values to test: arithmetic and calls of named functions.
+"""Expressions by which the ledger (files of published claims) computes values to test: arithmetic and function calls.
 
 Python's own parser reads an expression: numbers, strings, names of constants and table columns, `+ - * / **`,
-parentheses and calls of known functions.  Attributes, subscripts, comprehensions and lambdas are errors, so that a
+parentheses and calls of known functions. Attributes, subscripts, comprehensions and lambdas are errors, so that a
 ledger file from an unknown author cannot run other code.
 
-A rounded or digitised input is an `Uncertain`, and makes the result an interval.  The ends of the interval are correct
+A rounded or digitised input is an `Uncertain`, and makes the result an interval. The ends of the interval are correct
 if the expression is monotone in each input, as sums, products, quotients and powers of positive numbers are.
 """
 
@@ -162,7 +162,7 @@ def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
 
 
 def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the function name and the string arguments of every call in a ledger expression."""
+    """Return the function name and the string arguments (such as experiments) of every call in an expression."""
     found = []
     for node in ast.walk(expression.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -172,7 +172,7 @@ def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tupl
 
 
 def quotient(expression: Expression, variables: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return experiments and metric `(a, b, name)` of an expression `metric(a, name) / metric(b, name)`, or None."""
+    """Return `a`, `b`, `name` if an expression is `metric(a, name) / metric(b, name)` of two experiments, or None."""
     tree = expression.tree
     if not (isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Div)):
         return None

@@ -14,7 +14,7 @@ from repro.results.schema import MEASURED, SIMULATED
 from repro.util import units
 
 SHOWN_KINDS = (SIMULATED, EMULATED, MEASURED)
-"""Kinds of evidence that have a column in the table of headline claims."""
+"""Kinds of evidence with a column in the table of headline claims (best-known statements of the reports)."""
 OUTCOMES = {"ok": "fits", "oom": "does not fit"}
 """Displayed text for each outcome of an experiment."""
 BOUND_SIGNS = {"over": ">", "at least": "≥", "under": "<", "at most": "≤"}
@@ -27,25 +27,25 @@ MAX_LISTED_VALUES = 3
 
 @dataclass(frozen=True)
 class HeadlineLine:
-    """Line of the table of headline claims."""
+    """Line of the table of headline claims (best-known statements of the reproduced reports)."""
 
     number: int
-    """Number of the headline claim, from 1; the command `repro claims NUMBER` shows the claim."""
+    """Number of the statement in the table of best-known claims, from 1; `repro claims NUMBER` shows the claim."""
     name: str
     claim: str
     published: str
     values: Mapping[str, str]
-    """Displayed value by kind of evidence; `not run`, or a dash if the headline claim has no such evidence."""
+    """Displayed value by kind of evidence; `not run`, or a dash if the claim has no evidence of this kind."""
     verdict: str
-    """Verdict about the published values that the headline claim selects; the full claim may have more values."""
+    """Verdict about the published values that this table line selects from its claim, which may have more values."""
     machines: tuple[str, ...]
-    """Devices that measured the values of a headline claim (`measuring_machines`)."""
+    """Devices that measured the values of this table line (`measuring_machines`)."""
     miss: str
-    """Text of the first value that misses the published one, with accepted values and cause; empty without a miss."""
+    """Text of the first tested value that misses the published one: value, accepted range and cause; or empty."""
 
 
 def headline_lines(ledger: Ledger, results: Sequence[ClaimResult]) -> list[HeadlineLine]:
-    """Return one table line per headline claim, in the order of `ledger`, from the `results` of all claims."""
+    """Return a table line per headline (best-known) claim, in the order of `ledger`, from the results of all claims."""
     by_claim = {result.claim.id: {row.row.label: row for row in result.rows} for result in results}
     return [
         _line(number, headline, by_claim[headline.claim])
@@ -71,7 +71,7 @@ def _line(number: int, headline: Headline, by_label: Mapping[str, RowResult]) ->
 
 
 def describe_miss(row: RowResult) -> str:
-    """Return a text of a tested value that misses the published one: value, accepted values, and the row's note."""
+    """Return a text about a tested value that misses the published one: tested value, accepted values, and cause."""
     missed = next(finding for finding in row.findings if finding.verdict in BAD)
     accepted, _, rule = missed.tolerance.partition(": ")
     if rule:
@@ -100,7 +100,7 @@ def describe_margin(row: RowResult) -> str:
 
 
 def describe_strength(row: RowResult) -> str:
-    """Return a text: margin of a reproduced value, why its test is weak, a simulator fault that changes the verdict."""
+    """Return a text on a reproduced value: margin, weakness of the test, a simulator fault that the test detects."""
     parts = (
         f"Margin {describe_margin(row)} %." if row.margin else "",
         f"Weak: {row.weakness}." if row.weakness else "",
@@ -110,7 +110,7 @@ def describe_strength(row: RowResult) -> str:
 
 
 def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
-    """Return the devices that measured values with a verdict, each once, with the scale of the measurement."""
+    """Return each device that measured a tested value, with the scale of its run, such as `one rank of 64`."""
     measured = [one for row in rows for one in row.findings if one.decided and one.measured_on]
     return tuple(
         dict.fromkeys(
@@ -122,7 +122,7 @@ def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
 
 
 def value_text(rows: Sequence[RowResult], kind: str) -> str:
-    """Return as text the tested values of rows under one kind of evidence; a single simulated value has an interval."""
+    """Return as text the tested values of rows under one kind of evidence, with interval if one simulated value."""
     found = [row.under(kind) for row in rows]
     if not any(found):
         return units.NO_VALUE

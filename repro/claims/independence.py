@@ -39,11 +39,11 @@ SCORE_FUNCTION = "evaluated"
 """Function of ledger expressions that reads evaluation scores of model weights."""
 PAPER_FUNCTIONS = FORMULAS.keys() - ARITHMETIC_FUNCTIONS
 UBIQUITOUS_NUMBERS = frozenset({0.0, 1.0, 2.0})
-"""Numbers that occur in many formulas, for example two bytes per element, so that they do not show a shared input."""
+"""Numbers in many formulas, such as two bytes per element; equality with them is no sign of a shared input."""
 
 
 def analytic_origin(expression: Expression, variables: Mapping[str, Any]) -> str:
-    """Return an analytic value's origin: `COUNT` (script lines), `CLOSED_FORM` (formula), `ITSELF` (source itself)."""
+    """Return the origin of an analytic value: `COUNT` (script lines), `CLOSED_FORM` (formula) or `ITSELF` (source)."""
     if isinstance(expression.tree, ast.Call) and expression.calls <= SCRIPT_COUNTS.keys():
         return COUNT
     is_formula = expression.calls & PAPER_FUNCTIONS and not _reads_printed_numbers(expression, variables)
@@ -62,7 +62,7 @@ def is_constant(expression: Expression, variables: Mapping[str, Any]) -> bool:
 def _changed_inputs(
     expression: Expression, columns: Mapping[str, Any]
 ) -> Iterator[tuple[Expression, Mapping[str, Any]]]:
-    """Yield variants of an expression and its table columns, each with one literal or one column changed."""
+    """Yield variants of an expression with one literal or table column changed, to find those that affect its value."""
     for name, number in columns.items():
         if not isinstance(number, str):
             for other in (2 * number, number + 1, number - 1):
@@ -73,7 +73,7 @@ def _changed_inputs(
 
 
 _QUICK_FORMULAS = {**FORMULAS, "schedule_bubble": bubble_fraction}
-"""Formulas by name. `bubble_fraction`, a closed form, replaces `schedule_bubble`, which builds a pipeline schedule."""
+"""Formulas by name. The slow `schedule_bubble`, which builds a pipeline schedule, is replaced by its closed form."""
 
 
 def _value(expression: Expression, columns: Mapping[str, Any]) -> Any:
@@ -90,7 +90,7 @@ def _reads_printed_numbers(expression: Expression, variables: Mapping[str, Any])
 
 
 def shared_input(row: Row) -> str:
-    """Return as text how a test uses the published value as an input; empty for other tests or with the key `given`."""
+    """Return as text how a test uses the published value as an input; empty if it does not, or if `given` says so."""
     if row.given:
         return ""
     published = None if row.printed is None else row.printed.value * UNITS[row.unit]
@@ -112,7 +112,7 @@ def shared_input(row: Row) -> str:
 
 
 def _typed(expression: Expression, variables: Mapping[str, Any], published: float | None, unit: str) -> bool:
-    """Return whether an expression contains the published value as a number or as a table column.
+    """Return whether an expression contains the published value that it tests, as a number or as a table column.
 
     Table columns and arguments of formulas are sizes, so they are compared only with published counts and sizes. For
     example, an argument of 7.5e9 parameters is not a published value of 7.5 GB.
@@ -130,26 +130,26 @@ LAYOUT_METRICS = ("peak", "reserved", "used", "activations", "allocated", "cache
 """Names X of the memory metrics `memory.X_bytes` that depend on the parallel layout and have no closed form."""
 FIT_FUNCTIONS = ("outcome", "failure", "largest", "smallest")
 LOSS_CURVE_FUNCTIONS = ("strayed", "apart")
-"""Functions of ledger expressions that compare loss curves of the tested experiment, the first argument, and others."""
+"""Functions of ledger expressions that compare loss curves; their first argument is the tested experiment."""
 
 
 FAILS, OPEN, HOLDS = range(3)
-"""Outcomes for a quantity with several tests, in this order: a test misses, a test is undecided, all tests agree."""
+"""States of a quantity that several published values test, worst first: one test misses, is undecided, or all agree."""
 
 
 @dataclass(frozen=True)
 class QuantityCounts:
-    """Counts of independent quantities that one kind of evidence tests."""
+    """Counts of independent quantities, such as an experiment's step time, that one kind of evidence tests."""
 
     tested: int
     hold: int
-    """Number of tested quantities whose tests all agree with the published values."""
+    """Number of tested quantities (such as an experiment's step time) of which all tests agree with the sources."""
     possible: int = 0
-    """Number of tested quantities with a test of verdict `possible` and no test that misses."""
+    """Number of tested quantities (such as an experiment's step time) with a `possible` test and no contradiction."""
 
 
 def count_independent(results: Sequence[ClaimResult], possible: bool = False) -> dict[str, QuantityCounts]:
-    """Return counts of independent quantities by kind of evidence. `possible`: include tests that have not run."""
+    """Return how many independent quantities each kind of evidence tests. `possible`: include tests without a run."""
     groups: dict[str, dict[frozenset[Quantity], int]] = {name: {} for name in (*KINDS, ITSELF)}
     for result in results:
         for row in result.rows:
@@ -175,7 +175,7 @@ def _independent(groups: dict[frozenset[Quantity], int]) -> QuantityCounts:
 
 
 def quantities_read(finding: Finding, row: RowResult, result: ClaimResult) -> Iterable[Quantity]:
-    """Return the independent quantities that a test reads, for example the step time of one experiment."""
+    """Return the independent quantities that a test reads, such as the step time of one experiment."""
     if finding.itself:
         return [(result.claim.id, finding.expression)]
     expression = parse(finding.expression)
@@ -199,14 +199,14 @@ def quantities_read(finding: Finding, row: RowResult, result: ClaimResult) -> It
 
 
 def _device_results(expression: Expression) -> list[Quantity]:
-    """Return one independent quantity per call of a function for one-device measurements, such as `largest_fit`."""
+    """Return the independent quantities that one-device measurements give an expression: one per call of a function."""
     calls = [node for node in ast.walk(expression.tree) if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in DEVICE_FUNCTIONS]
     return [("one device", *sorted(map(ast.unparse, call.keywords))) for call in named]
 
 
 def _quantity(experiment: str, metric: str) -> Quantity:
-    """Return the independent quantity to which a metric belongs, such as an experiment's step time for throughput."""
+    """Return the quantity that determines a metric: for a throughput, it is the experiment's step time."""
     area, _, rest = metric.partition(".")
     if area == "memory":
         part = rest.removesuffix("_bytes")

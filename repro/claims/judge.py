@@ -59,7 +59,7 @@ from repro.results.schema import MEASURED, SIMULATED, Record
 def judge(
     ledger: Ledger, records: Iterable[Record], references: Iterable[ReferenceFile] = ()
 ) -> list[ClaimResult]:
-    """Return the verdicts about all claims of `ledger`. `references`: other machines' records for missing values."""
+    """Return the verdicts about all claims of `ledger`. `references`: other machines' records where own are missing."""
     seen = Records(records, references)
     return [judge_claim(claim, seen) for claim in ledger.claims]
 
@@ -98,7 +98,7 @@ def weakest_verdict(rows: Sequence[RowResult]) -> str:
 
 
 DISAGREEING_FIRST = (*BAD, NOT_RUN, NO_TEST, DEPENDS, POSSIBLE, NOT_COMPARABLE, FOLLOWS, REPRODUCED)
-"""All verdicts, disagreement first. The verdict about a claim is the first of these that one of its main rows has."""
+"""All verdicts, disagreement first. A claim has the first verdict in this order that one of its counting values has."""
 _ORDER = (
     *(f"measured, {scale}" for scale in (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)),
     *KINDS[2::-1],
@@ -148,7 +148,7 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
 
 
 def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -> RowResult:
-    """Return a row's result; if `reproduced`, with its margin and the simulator faults that change its verdict."""
+    """Return the result of a published value; if `reproduced`, with margin and simulator faults that change it."""
     if result.verdict != REPRODUCED:
         return result
     margins = [one.margin for one in deciding if one.margin is not None]
@@ -161,7 +161,7 @@ def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -
 
 @cache
 def load_mutations() -> dict[str, dict[str, list[str]]]:
-    """Return injected simulator faults that change verdicts, by claim and row label (from `make mutation-table`)."""
+    """Return the simulator faults that change a verdict, by claim and label of the value (`make mutation-table`)."""
     document = json.loads((Path(__file__).parent / "data/mutations.json").read_text(encoding="utf-8"))
     found: dict[str, dict[str, list[str]]] = document["claims"]
     return found
@@ -199,12 +199,12 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
 
 
 def _read(evidence: Evidence, row: Row) -> list[str]:
-    """Return the experiments that a test of a published value reads, as `suite/name`; empty for analytic evidence."""
+    """Return the experiments, as `suite/name`, whose records a test of a published value reads; empty for formulas."""
     return [] if evidence.kind == "analytic" else experiments_read(evidence.value, row.variables)
 
 
 def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
-    """Return verdict and counts of ledger rows for the kind of evidence `name`, or None if no row has such evidence."""
+    """Return verdict and counts of published values for evidence kind `name`; None if no value has such evidence."""
     tested = [found for row in rows if (found := row.under(name))]
     if not tested:
         return None
@@ -226,7 +226,7 @@ def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
 
 
 def _basis(rows: list[RowResult]) -> str:
-    """Return counts of agreeing/tested rows as text, by kind of evidence: `measured, scaled twin 9/9; 2 not run`."""
+    """Return agreeing/tested published values as text, by kind of evidence: `measured, scaled twin 9/9; 2 not run`."""
     rest = Counter(row.basis for row in rows if row.basis)
     good = Counter(row.basis for row in rows if row.basis and row.verdict in GOOD)
     open_ = Counter(row.verdict for row in rows if rest and not row.basis)

@@ -82,7 +82,7 @@ class Evidence:
     origin: str
     """Origin of the value, such as `CLOSED_FORM` (formula), `TRACE` (simulated step) or `RUN` (run of processes)."""
     value: Expression
-    """Expression that computes the tested value, in bytes, seconds or FLOP, or without a unit."""
+    """Expression that computes the tested value, in bytes, seconds, FLOP or, for counts and ratios, without a unit."""
     expect: Expression | None
     """Expression of the value that a scaled-down run must have, mostly a formula; None: the published value."""
     metric: str
@@ -116,24 +116,24 @@ class Row:
     """Parameter of the time model that is calibrated on this published value, a `name` of
     simulate/time/calibration_points.toml; empty: none. Simulations of such a value get no verdict."""
     blind: PrintedNumber | None
-    """Prediction by this suite, in the row's unit, committed before the published value was read; None: none."""
+    """Prediction by this suite, in the published unit, committed before the published value was read; None: none."""
     needs: str
     """Hardware and training run that a measurement of the published value needs."""
     not_comparable: str
-    """Reason why no simulation or measurement is comparable with the published value; empty if one is."""
+    """Reason why no simulation or measurement can be compared with the published value; empty if one can."""
     note: str
     source: str = ""
     """Document that prints the value, if the claim cites several documents; empty: all sources of the claim."""
     erratum: str = ""
     """Arithmetic on the source's own numbers that contradicts the printed number; empty: none."""
     sentence: str = ""
-    """Key of a published sentence that several claims quote. All rows with this key must read the same simulations."""
+    """Key of a published sentence that several claims quote. The same simulations must test all values of this key."""
     main: bool = True
-    """Whether the verdict of this published value counts for the verdict of its claim."""
+    """Whether the verdict of this published value counts in the verdict of its claim."""
     given: str = ""
-    """Part of the published result that the test uses as an input; empty: none. The best verdict is then `follows`."""
+    """Part of the published result that the test uses as an input, which limits the verdict to `follows`; or empty."""
     variables: Mapping[str, Value | Uncertain] = field(default_factory=dict, compare=False)
-    """Variables of the row's expressions: the cells of its line in a ledger table, by column name."""
+    """Variables of the expressions, by column name: cells of the ledger table's line that has the published value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class Claim:
     note: str
     needs: str
     steps: tuple[float, ...]
-    """Model sizes that the source tried, from which rows with the metric `limit` (largest model) take a tolerance."""
+    """Model sizes that the source tried; the next larger size ends the tolerance of a largest model (`limit`)."""
     rows: tuple[Row, ...]
     file: str
     """Name of the ledger file."""
@@ -180,17 +180,17 @@ class Claim:
 
 @dataclass(kw_only=True)
 class Headline:
-    """One of the best-known statements of the reproduced reports, in one line; `[[headline]]` in headlines.toml."""
+    """One line of the table of best-known statements of the reproduced reports; `[[headline]]` in headlines.toml."""
 
     name: str
-    """Headline statement in at most 30 characters."""
+    """Short name, of at most 30 characters, of the best-known statement that a line of the headline table shows."""
     claim: str
     rows: list[str]
-    """Labels of the claim's rows that test the statement."""
+    """Labels of the claim's published values that test this headline statement."""
     otherwise: list[str] = field(default_factory=list)
-    """Labels of substitute rows, whose values a table shows if `rows` have no value. They do not affect the verdict."""
+    """Labels of substitute values, which a table shows if `rows` have no result. They do not affect the verdict."""
     published: str = ""
-    """Displayed text of the published value; empty: the published values of `rows` are displayed."""
+    """Text that the table displays as published value; empty: the published values of `rows`."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Ledger:
     """Publication month of the claims in each ledger file, such as `2019-09`, by file name; may be empty."""
 
     def claim(self, claim_id: str) -> Claim:
-        """Return the claim with the given id or headline number (from 1). Raises `ConfigError` with similar ids."""
+        """Return the claim with the given id or number in the headline table; `ConfigError` proposes similar ids."""
         if claim_id.isdigit() and 0 < int(claim_id) <= len(self.headlines):
             claim_id = self.headlines[int(claim_id) - 1].claim
         for claim in self.claims:
@@ -225,7 +225,7 @@ class Ledger:
         raise ConfigError("claim", claim_id, says=hint)
 
     def rows_of(self, headline: Headline) -> list[Row]:
-        """Return the rows of a headline's claim whose labels the headline lists in `rows` or `otherwise`."""
+        """Return the published values of a headline's claim that the headline lists, in `rows` or in `otherwise`."""
         labels = (*headline.rows, *headline.otherwise)
         return [row for row in self.claim(headline.claim).rows if row.label in labels]
 
@@ -243,7 +243,7 @@ class EvidenceEntry:
 
 @dataclass(kw_only=True)
 class TestableEntry:
-    """Keys that rows and table columns of a ledger file have in common. Some empty keys take the value of the claim."""
+    """Keys of a published value in a ledger file, in `rows` or as a column. Some empty keys take the claim's value."""
 
     label: str = ""
     unit: str | None = None
@@ -271,14 +271,14 @@ class TestableEntry:
 
 @dataclass(kw_only=True)
 class RowEntry(TestableEntry):
-    """Published value that a ledger file lists in `rows`."""
+    """Published value with its tests, as an entry of the list `rows` in a ledger file."""
 
     published: str
 
 
 @dataclass(kw_only=True)
 class CellEntry(TestableEntry):
-    """Column of a ledger table that contains published values; each of its cells becomes a row."""
+    """Column of published values in a ledger table; each of its cells is a separately tested value."""
 
     column: str
 
@@ -289,14 +289,14 @@ class TableEntry:
 
     columns: list[str]
     keys: list[str]
-    """Columns whose cells form the name of a table line, with which the labels of its rows begin."""
+    """Columns that identify a table line; their joined cells begin the label of each published value of the line."""
     cells: list[CellEntry]
     body: list[list[int | float | str]]
 
 
 @dataclass(kw_only=True)
 class ClaimEntry:
-    """Table `[[claim]]` of a ledger file: a published claim as written; `Claim` explains the keys of the table."""
+    """Table `[[claim]]` of a ledger file, from which a `Claim` is built; `Claim` explains the keys of the table."""
 
     id: str
     title: str
@@ -325,7 +325,7 @@ class FileEntry:
     title: str
     """Title of the ledger file."""
     about: str = ""
-    """Author of the claims, in one or two words; empty: the title. Several files may name one author."""
+    """Author of the claims, in one or two words; if empty, the title is shown. Several files may name one author."""
     date: str = ""
     """Month of the publication, such as `2019-09`, by which ledger files are ordered; empty: the file comes last."""
     headline: list[Headline] = field(default_factory=list)

@@ -22,7 +22,7 @@ from repro.results.select import Selection
 from repro.util import units
 
 FIT_NAME, KERNELS_NAME = "repro fit", "kernels compared"
-"""Names of missing records in messages: search for the largest model, and runs with different kernels."""
+"""Names in messages about missing records: of a search for the largest model, and of runs with different kernels."""
 LARGEST_GB_PER_GB = 1.024**3
 """Bytes of a GiB over bytes of a GB, because memory of "32 GB" may be 32e9 to 32 * 2**30 bytes."""
 _NOT_COMPARED = ("kernels", "global_batch", "overlap", "gather_overlap", "tp_overlap")
@@ -32,7 +32,7 @@ _NOT_COMPARED = ("kernels", "global_batch", "overlap", "gather_overlap", "tp_ove
 def device_functions(
     chosen: Selection, used: list[ExperimentRecord | FitRecord]
 ) -> dict[str, Callable[..., Value | Uncertain]]:
-    """Return the ledger functions that read results of one device; each call appends its records to `used`."""
+    """Return the functions by which ledger expressions read one-device results; they append records to `used`."""
 
     def largest(memory: float, hidden: int, **conditions: Any) -> MeasuredTrial:
         layout = _layout(**conditions)
@@ -46,7 +46,7 @@ def device_functions(
         )
 
     def largest_fit(*, memory: float, hidden: int, **conditions: Any) -> Value:
-        """Return the parameter count of the largest model in `memory` bytes. `conditions`: see `_layout`."""
+        """Return the parameter count of the largest model in `memory` bytes. `conditions`: layout, such as `zero`."""
         return largest(memory, hidden, **conditions).parameters
 
     def fit_outcome(layers: int, *, memory: float, hidden: int, **conditions: Any) -> Value:
@@ -54,7 +54,7 @@ def device_functions(
         return "ok" if layers <= largest(memory, hidden, **conditions).layers else "oom"
 
     def fit_states(model: str, *, ranks: int, zero: int, tp: int = 1) -> Value:
-        """Return measured model-state bytes per rank in 16-bit training, from any fit search that trained this size."""
+        """Return measured model-state bytes per rank in 16-bit training, from a `repro fit` search with this model."""
         parameters = total_parameters(models.load_model(model))
         for record in reversed(chosen.fits):
             size = _states(record, parameters, Layout(dp=ranks // tp, tp=tp, zero=zero))
@@ -84,11 +84,11 @@ def device_functions(
 
 
 DEVICE_FUNCTIONS = frozenset({"largest_fit", "fit_outcome", "fit_states", "kernel_speedup"})
-"""Functions of ledger expressions that find records by conditions of the run instead of the experiment's name."""
+"""Functions of ledger expressions that select records by memory, layout and size of a run, not by experiment name."""
 
 
 def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
-    """Return the scale of largest-model searches in the records `used`, such as `one rank of 64`; empty for none."""
+    """Return the scale of the searches for the largest model in `used`, such as `one rank of 64`; empty without one."""
     fits = [record for record in used if isinstance(record, FitRecord)]
     if not fits:
         return ""
@@ -133,7 +133,7 @@ def _layout(
 
 
 def _answers(record: FitRecord, layout: Layout, memory: float, hidden: int) -> bool:
-    """Return whether a record is a conclusive search over layers with the given memory, layout and width on a GPU."""
+    """Return whether a search on a GPU found the maximum number of layers with the given memory, layout and width."""
     experiment = _experiment(record)
     return (
         record.conclusive
@@ -159,7 +159,7 @@ def _experiment(record: ExperimentRecord | FitRecord) -> Experiment | None:
 
 
 def _states(record: FitRecord, parameters: int, layout: Layout) -> int:
-    """Return the model-state bytes per rank of a search's largest model if its size and layout match, else 0."""
+    """Return the model-state bytes per rank of a search's largest model; 0 unless it has the given size and layout."""
     experiment, trial = _experiment(record), record.largest
     if experiment is None or trial is None or trial.memory is None or not trial.memory.states:
         return 0

@@ -41,7 +41,7 @@ SUITE = "again"
 QUESTIONS_FILE = Path(__file__).parent / "data" / "questions.toml"
 PEAK = "PEAK"
 QUESTION_FAMILIES = ("throughput", "memory", "limit", "scaling", "time")
-"""Topics of claims (families) in which each claim needs a question about another system, or a reason for none."""
+"""Topics whose claims all need a prediction for another system (`[[question]]`), or a reason why there is none."""
 PREDICTIONS = (
     "Predictions for Llama models of the published sizes with software of 2024; they get no verdicts. The 90 % "
     "intervals include the uncertainty of the system's inputs, but not the error of the time model."
@@ -55,27 +55,27 @@ class SystemQuestion:
     claim: str
     row: Row
     asks: str
-    """Displayed description of the experiments that the question compares."""
+    """Displayed description of the compared experiments, such as `1.5B on 16 GPUs: ZeRO 1 over MP 4`."""
     value: Expression
     words: tuple[str, ...]
-    """Words for ranges of the predicted value, such as `slower`, separated by thresholds `steps`; empty: no words."""
+    """Words for ranges of the predicted value, such as `slower`, between the thresholds `steps`; empty: no words."""
     steps: tuple[float, ...]
-    """Rising thresholds between `words`, in the row's unit. From the first threshold on, the second word applies."""
+    """Rising thresholds between `words`, in the published unit; a value at a threshold has the word above it."""
     note: str = ""
     """Caveat that is displayed with the predicted value; empty: none."""
 
     def word(self, value: float) -> str:
-        """Return the question's word, such as `slower`, for a predicted value in the row's unit; empty if none."""
+        """Return the word for the range with the predicted value, such as `slower`; empty if there are no words."""
         return self.words[sum(value >= step for step in self.steps)] if self.words else ""
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions whether claims hold on another system, in file order, and the claims without a question."""
+    """Questions whether published claims hold on another system, in file order, and reasons for claims without one."""
 
     asked: tuple[SystemQuestion, ...]
     left_out: Mapping[str, str]
-    """Reason why a claim has no question about another system, by claim id."""
+    """Reason why the file has no question about a claim on another system, by claim id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class _QuestionFile:
 
 
 def load_questions(ledger: Ledger, file: Path = QUESTIONS_FILE) -> QuestionSet:
-    """Read and check the questions about another system in `file`. Raises `ConfigError` for invalid questions."""
+    """Read and check the questions whether claims hold on another system. Raises `ConfigError` for invalid ones."""
     content = build_dataclass(_QuestionFile, read_toml(file), file=str(file))
     left_out = {claim: part.because for part in content.left_out for claim in part.claims}
     try:
@@ -143,16 +143,16 @@ def _words_and_thresholds(parts: list[str | float]) -> tuple[tuple[str, ...], tu
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer to whether a published value holds on another system: simulated value, or the reason why it is missing."""
+    """Whether a published value holds on another system: the simulated value there, or the reason why it is missing."""
 
     question: SystemQuestion
     value: float | str | None = None
     """Predicted value in the unit of the published value; None: the value is missing."""
     low: float | None = None
-    """Lower end of the 90 % interval of a value from unknown inputs of the system; None without unknown inputs."""
+    """Lower end of the value's 90 % interval, due to unknown inputs of the system; None if all inputs are known."""
     high: float | None = None
     word: str = ""
-    """Word for the predicted value, such as `slower`, followed in brackets by words for values in its interval."""
+    """Word for the predicted value, such as `slower`; then in brackets, words for other values in its 90 % interval."""
     rests_on: str = ""
     """Least reliable calibration of the simulated step times, a key of `repro.simulate.time.calibration.BASES`."""
     lacks: str = ""
@@ -179,7 +179,7 @@ class Answer:
         return append_unit(text, row.unit)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the question about another system, and its answer, as JSON data."""
+        """Return the question whether a claim holds on another system, and its answer, as JSON data."""
         row = self.question.row
         keys = ("value", "low", "high", "word", "rests_on", "lacks")
         return {
@@ -207,7 +207,7 @@ def simulated_systems(records: Iterable[Record]) -> list[str]:
 def answer_questions(
     questions: Iterable[SystemQuestion], records: Iterable[Record], system: System
 ) -> list[Answer]:
-    """Return an answer per question whether a published value holds on `system`, from its simulated records."""
+    """Return for each question whether the published value holds on `system`, predicted from its simulated records."""
     ending = f"@{system.name}"
     system_records = [
         replace(record, name=record.name.removesuffix(ending))
@@ -262,7 +262,7 @@ def _answer(
 
 
 def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecord]) -> list[ExperimentRecord]:
-    """Return the simulated records whose speed a question reads. Raises `Missing` if a step does not fit in memory."""
+    """Return the simulated records whose speed a question reads. Raises `Missing` if a step exceeds the memory."""
     found = []
     for function, texts in arguments(question.value, question.row.variables):
         if function == "metric":
@@ -281,7 +281,7 @@ def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecor
 def _word_with_alternatives(
     question: SystemQuestion, value: float, uncertainty: InputUncertainty | None
 ) -> str:
-    """Return the word for a predicted value (`slower`), then in brackets other words for values in its interval."""
+    """Return the word for a predicted value, such as `slower`; in brackets, words for other values in its interval."""
     best = question.word(value)
     if uncertainty is None:
         return best

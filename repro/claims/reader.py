@@ -33,7 +33,7 @@ _CLOSED = {**FORMULAS, **SCRIPT_COUNTS, "printed": printed, "digitised": digitis
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured"), **device_functions(select([]), [])}
 SYSTEMS = LEDGER_DIRECTORY.parent / "config" / "systems"
 _DOCUMENT = re.compile(r"[\w.-]+\.(?:png|jpg)\b|[\w.-]+/[\w.-]+#\d+")
-"""Pattern of a citation of one document: the file name of a picture, or an issue `OWNER/REPOSITORY#NUMBER`."""
+"""Pattern of documents that a citation can name: a picture file, or an issue `OWNER/REPOSITORY#NUMBER`."""
 BEYOND_REPORTS = "9999"
 """Sort key of ledger files without a date, which come after all dated files."""
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
@@ -101,7 +101,7 @@ def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterabl
 
 
 def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
-    """Raise `ConfigError` if rows that quote the same published sentence read different simulated experiments."""
+    """Raise `ConfigError` if values that quote the same published sentence are tested with different simulations."""
     read: dict[str, tuple[str, set[str]]] = {}
     for claim in claims:
         for row in (row for row in claim.rows if row.sentence):
@@ -120,7 +120,7 @@ def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
 
 
 def _check_headline(headline: ledger.Headline, claims: Mapping[str, ledger.Claim], file: str) -> None:
-    """Raise `ConfigError` if a headline names a claim or a row label that the ledger does not contain."""
+    """Raise `ConfigError` if a headline names a claim or a published value (by its label) that the ledger lacks."""
     try:
         _one_of("claim", headline.claim, claims)
         labels = [row.label for row in claims[headline.claim].rows]
@@ -166,7 +166,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
 
 
 def _common(entry: object, of: type[Any]) -> dict[str, Any]:
-    """Return the values of a ledger table whose keys are fields of the dataclass `of`, except `steps` and `rows`."""
+    """Return the values of a ledger table that are also fields of the dataclass `of`, except `steps` and `rows`."""
     names = {field.name for field in dataclasses.fields(of)} - {"steps", "rows"}
     return {name: value for name, value in vars(entry).items() if name in names}
 

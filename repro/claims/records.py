@@ -33,14 +33,14 @@ class Missing(Exception):
 
 
 class Records:
-    """Records of experiments that ledger expressions read, and reference records of other machines."""
+    """Stored records for the expressions that test published values, and packaged records of other machines."""
 
     def __init__(self, records: Iterable[Record], references: Iterable[ReferenceFile] = (), label: str = ""):
         self.selection = select(records)
         self.references = tuple(Records(file.records, label=file.label) for file in references)
-        """Reference records of other machines, newest first, for experiments of which the user has no record."""
+        """Packaged records of other machines, newest first, for experiments of which the user has no own record."""
         self.label = label
-        """Device and day of these records if they are reference records; empty for the user's own records."""
+        """Device and day of the measurements if the records come with the package; empty for the user's own records."""
 
     def measured(self, experiment: str) -> bool:
         """Return whether an experiment has a measured record, with any outcome."""
@@ -66,7 +66,7 @@ class Records:
     def functions(self, kind: str, case: Case | None = None) -> dict[str, Callable[..., Value | Uncertain]]:
         """Return the functions by which ledger expressions read records of one kind of evidence, by name.
 
-        `kind`: `simulated`, `emulated` or `measured`. `case`: values of unknown inputs; None: their best values.
+        `kind`: `simulated`, `emulated` or `measured`. `case`: choice of unknown inputs' values; None: best values.
         """
 
         def find(experiment: str) -> ExperimentRecord:
@@ -80,7 +80,7 @@ class Records:
             return record
 
         def _of_kind(record: ExperimentRecord) -> None:
-            """Raise `Missing` if a run's network, emulated or not, does not match the kind of evidence."""
+            """Raise `Missing` (no evidence) if a run is `emulated` without an emulated network or `measured` on one."""
             network = record.conditions.get("network")
             if kind != SIMULATED and bool(network) != (kind == EMULATED):
                 on = "an emulated network" if network else "the machine's own links"
@@ -147,7 +147,7 @@ class Records:
         def extreme(name: str, experiments: tuple[str, ...], best: Callable[..., str], what: str) -> Value:
             """Return the largest or smallest value of the setting `name` among the experiments that end ok.
 
-            An experiment with a larger (smaller) value must fail, and the experiments may differ in no other setting.
+            An experiment with a larger (or smaller) value must have failed, and all other settings must be equal.
             """
             if not experiments:
                 raise TypeError("the list of experiments is empty")
@@ -165,7 +165,7 @@ class Records:
             return values[chosen]
 
         def largest(name: str, *experiments: str) -> Value:
-            """Return the largest value of a setting with which an experiment fits in memory; one of them must not fit.
+            """Return the largest value of a setting with which an experiment fits in memory; a listed one must not fit.
 
             `largest("model.published_params", ...)` is the largest model, by its size in the source; 0 if none fits.
             """
@@ -197,7 +197,7 @@ class Records:
             return record.series.loss
 
         def strayed(experiment: str, reference: str, *controls: str) -> Value:
-            """Return a loss curve's distance from a reference curve, over the distance of control runs from it."""
+            """Return the loss curve's distance from `reference`, divided by the control runs' distance from it."""
             curve, *others = map(losses, (experiment, *controls))
             try:
                 return relative_loss_distance(curve, losses(reference), others)
@@ -282,7 +282,7 @@ MAX_CACHED_CONDITIONS = 4096
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:
-    """Raise `Missing` if experiments, compared for their fit in memory, differ in other settings than `name`."""
+    """Raise `Missing` (no evidence) if experiments that are compared for fit in memory differ in more than `name`."""
     free = _FOLLOWS.get(name) or _FOLLOWS.get(name.partition(".")[0]) or (name,)
     first = _conditions(records[0].experiment, free)
     for record in records[1:]:

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceCommand:
-    """Command that creates one kind of evidence, with the experiments that it runs."""
+    """Command that creates the records of one kind of evidence, and the experiments that the command runs."""
 
     kind: str
     """Kind of the evidence: `simulated`, `emulated` or `measured`."""
@@ -43,11 +43,11 @@ class EvidenceCommand:
 
 
 HEADLINES = "headlines"
-"""Value of the option `--claim` that selects all headline claims."""
+"""Value of the option `--claim` that selects the claims of the headline table (best-known statements)."""
 
 
 def experiments_of(rows: Iterable[Row]) -> list[tuple[str, str]]:
-    """Return (kind of evidence, `suite/name`) of every experiment that the ledger rows read, without duplicates."""
+    """Return (kind of evidence, `suite/name`) of each experiment that tests published values, without duplicates."""
     read = [
         (evidence.kind, name)
         for row in rows
@@ -63,10 +63,10 @@ def experiments_of(rows: Iterable[Row]) -> list[tuple[str, str]]:
 def named_experiments(ledger: Ledger, name: str, evidence: str) -> list[str]:
     """Return the experiments, as `suite/name`, that the measured or simulated evidence for a claim reads.
 
-    `name`: id of a claim, number of a headline claim, or `HEADLINES`. Measured evidence includes emulated evidence.
+    `name`: id of a claim, its number in the headline table, or `HEADLINES`. Measured evidence includes emulated
+    evidence.
 
-    Raises:
-        ConfigError: No claim has this name, or no experiment is evidence of this kind.
+    Raises: ConfigError: No claim has this name, or no experiment is evidence of this kind.
     """
     rows: Iterable[Row]
     if name == HEADLINES:
@@ -96,7 +96,7 @@ class SuiteCatalogue:
     def commands(self, experiments: Iterable[tuple[str, str]]) -> list[EvidenceCommand]:
         """Return the commands, sorted by suite, that create the records of `experiments`.
 
-        `experiments`: pairs (kind of evidence, `suite/name`). Simulated ones of a cluster also get measuring commands.
+        `experiments`: pairs (kind of evidence, `suite/name`). Those simulated on a cluster also get measuring commands.
         """
         wanted: dict[tuple[str, str, str], set[str]] = {}
         for kind, full in experiments:

@@ -33,7 +33,7 @@ from repro.results.schema import EMULATED, MEASURED
 
 
 def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
-    """Return counts of claims and published values by verdict and kind of evidence, and of independent quantities."""
+    """Return counts of claims and published values by verdict and kind of evidence, and of tested quantities."""
     rows = [row for result in results for row in result.rows]
     quantities = count_independent(results)
     return {
@@ -163,10 +163,10 @@ def _fields(of: object, *names: str) -> dict[str, Any]:
 
 
 def count_text(result: ClaimResult, name: str) -> str:
-    """Return the text of a claim's agreeing and testable values under one kind of evidence, such as `54/54`.
+    """Return a claim's agreeing / testable values under one kind of evidence as text, such as `54/54`.
 
     Return `not run` for missing records, and a dash without such evidence. Measured evidence is also `not run` if the
-    ledger names needed hardware but has no expression for a measurement.
+    ledger names the hardware for a measurement, but no expression that reads the measurement.
     """
     kind, claim = result.kind(name), result.claim
     if kind and kind.decided:

@@ -64,7 +64,7 @@ BOUNDS = ("", "over", "at least", "under", "at most", UP_TO)
 VALUE, BOUND, ORDER, EVENT, THRESHOLD = STATEMENTS = ("value", "bound", "order", "event", "threshold")
 """Kinds of published statements: a number, a bound, an order of values, an outcome, or a largest model that fits."""
 EVENT_FUNCTIONS = frozenset({"outcome", "failure", "fit_outcome"})
-"""Functions of ledger expressions that return the outcome of a run, such as "ok" or "oom"."""
+"""Functions of ledger expressions (tests of published values) that return the outcome of a run, such as "oom"."""
 MAX_TRUNCATED_SHARE = 0.01
 """Maximum ratio of one unit in the last printed digit to the number, for a closed form that may be truncated."""
 SIZE_ROUNDING = RELATIVE_TOLERANCE["size"]
@@ -75,7 +75,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class AcceptedRange:
-    """Range of values that agree with a published value: `low` to `high`, open or closed, by the rule `because`."""
+    """Range of values that agree with a published value: `low` to `high`, open or closed; `because`: its rule."""
 
     low: float
     high: float
@@ -193,7 +193,7 @@ def describe_class_tolerance(metric: str) -> str:
 
 
 def accepted_range_of_row(row: Row, evidence: Evidence, claim: Claim) -> AcceptedRange | None:
-    """Return the range of values that agree with a row's published value under one test, in the row's unit.
+    """Return the range of values that agree with a published value under one test, in the published unit.
 
     Return None for a scaled-down run and for published words, which are not compared with a published number.
     """
@@ -211,7 +211,7 @@ def accepted_range_of_row(row: Row, evidence: Evidence, claim: Claim) -> Accepte
 
 
 def published_range(row: Row, claim: Claim) -> AcceptedRange | None:
-    """Return the range of a published value, in the row's unit, from its printed digits and error; None for words."""
+    """Return the range of a published value, in its own unit, from its printed digits and error; None for words."""
     if row.printed is None:
         return None
     steps = tuple(step / UNITS[row.unit] for step in claim.steps)

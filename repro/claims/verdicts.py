@@ -10,8 +10,8 @@ from repro.claims.ledger import CLOSED_FORM, ITSELF, Claim, Row
 from repro.results.interval import possible_range
 
 MAX_MARGIN = 0.25
-"""Margin above which a test counts as weak, as a share of the published number. The margin is the largest change of the
-tested value that leaves its verdict unchanged."""
+"""Relative margin above which a test is weak. The margin is the largest change of the tested value, as a share of the
+published number, that leaves the verdict unchanged."""
 MIN_SHOWN_SHARE = 0.02
 """Minimum share of the total uncertainty that an unknown input must cause to be listed."""
 
@@ -21,10 +21,10 @@ class InputUncertainty:
     """Uncertainty of a simulated value: its values over the ranges of the simulation's unknown inputs."""
 
     low: float
-    """Lower end of a value's 90 % interval over joint draws of unknown inputs, which includes the best estimate."""
+    """Lower end of a simulated value's 90 % interval over joint draws of unknown inputs; contains the best estimate."""
     high: float
     least: float
-    """Smallest value over all random draws and all ends of input ranges; `most` is the largest such value."""
+    """Smallest simulated value over all draws and range ends of unknown inputs; `most` is the largest such value."""
     most: float
     best: float
     alone: Mapping[str, tuple[float, float]]
@@ -44,7 +44,7 @@ class InputUncertainty:
         return {key: span / total for key, span in spans.items()}
 
     def largest_unknowns(self, count: int) -> list[tuple[str, float, float, float]]:
-        """Return the `count` unknown inputs of largest effect: input, values at both ends, share of all effects."""
+        """Return the `count` unknown inputs of largest effect: key, value at both range ends, share of all effects."""
         shares = self.shares
         return [
             (key, *ends, shares[key]) for key, ends in self.alone.items() if shares[key] >= MIN_SHOWN_SHARE
@@ -112,13 +112,13 @@ class Finding:
     libraries: tuple[str, ...] = ()
     """Training libraries that ran instead of this suite's own engine, such as `DeepSpeed 0.19.8`."""
     measured_on: str = ""
-    """Device of a one-GPU measurement, or device and day of packaged reference records; otherwise empty."""
+    """GPU of a one-GPU measurement, or device and day of packaged records of another machine; otherwise empty."""
     is_reference: bool = False
     """Whether the value comes from packaged reference records and not from the user's own records."""
     uncertainty: InputUncertainty | None = None
     """Uncertainty of a simulated value from unknown inputs, in the unit of the published value."""
     margin: tuple[float, float] | None = None
-    """Distances of an agreeing number to both ends of the accepted values, over the expected number; None for words."""
+    """Relative decrease and increase that take an agreeing number to the ends of the accepted range; None for words."""
     deciding: tuple[str, ...] = ()
     """Unknown inputs that explain the miss of a published value; empty unless the verdict is `possible`."""
 
@@ -131,17 +131,17 @@ class Finding:
 
     @property
     def scale_parts(self) -> tuple[str, ...]:
-        """Return the scale of a test, the training libraries that ran, and the measured machine, as separate texts."""
+        """Return scale (such as published scale), training libraries and machine of a test, as separate texts."""
         return tuple(part for part in (self.scale, *self.libraries, self.machine) if part)
 
     @property
     def scale_label(self) -> str:
-        """Return the scale of a test, its training libraries and its machine as one text."""
+        """Return scale (such as published scale), training libraries and machine of a test, as one text."""
         return ", ".join(self.scale_parts)
 
     @property
     def decided(self) -> bool:
-        """Return whether a test has a result: it agrees with or contradicts the published value, or is `possible`."""
+        """Return whether a test has a verdict: agrees with or contradicts the published value, or is `possible`."""
         return self.verdict in (*GOOD, POSSIBLE, *BAD)
 
     @property
@@ -159,16 +159,16 @@ class RowResult:
     """Results of all tests of a published value, strongest evidence first."""
     verdict: str
     basis: str
-    """Kind and scale of the evidence that decides the verdict; empty if no evidence decides."""
+    """Kind and scale of the evidence that decides the verdict, such as `one rank of 64`; empty if none decides."""
     reason: str
     margin: tuple[float, float] | None = None
-    """Relative decrease and increase of a `reproduced` number that would just change its verdict; otherwise None."""
+    """Smallest relative decrease and increase of a `reproduced` number that change its verdict; otherwise None."""
     mutations: tuple[str, ...] | None = None
-    """Injected simulator faults that would change the verdict; None if data/mutations.json does not contain the row."""
+    """Simulator faults, injected as a test, that would change the verdict; None if data/mutations.json has no entry."""
 
     @property
     def weakness(self) -> str:
-        """Return the reason why the test of a reproduced value is weak; empty if the test is not weak."""
+        """Return why the test of a reproduced value is weak (tolerates large changes or faults); empty if it is not."""
         finite = [one for one in self.margin or () if one < float("inf") or not self.row.bound]
         is_wide = max(finite, default=0) > MAX_MARGIN
         wide = f"the verdict tolerates a change of the value by more than {MAX_MARGIN:.0%}" if is_wide else ""
@@ -177,12 +177,12 @@ class RowResult:
 
     @property
     def disagrees(self) -> tuple[Finding, ...]:
-        """Return the weaker evidence whose verdict contradicts the verdict about the published value."""
+        """Return the results of weaker evidence that contradict the verdict, which stronger evidence has decided."""
         against = BAD if self.verdict in GOOD else GOOD if self.verdict in BAD else ()
         return tuple(f for f in self.findings if f.verdict in against and self.basis)
 
     def under(self, kind: str) -> tuple[Finding, ...]:
-        """Return the comparable results of one kind of evidence; `ITSELF`: comparisons of the source with itself."""
+        """Return comparable results of one kind of evidence; `ITSELF`: comparisons of a source with its own numbers."""
         itself = kind == ITSELF
         found = [
             f
@@ -195,15 +195,15 @@ class RowResult:
 
 @dataclass(frozen=True)
 class KindResult:
-    """Verdict about a claim under one kind of evidence, with counts of its main published values."""
+    """Verdict about a claim under one kind of evidence, with counts of the published values that decide about it."""
 
     kind: str
-    """Kind of evidence, one of `ledger.KINDS`, or `ledger.ITSELF` for comparisons of a source with itself."""
+    """Kind of evidence, one of `ledger.KINDS`, or `ledger.ITSELF`: comparisons of a source with its own numbers."""
     scale: str
-    """Scales of the evidence, such as `published scale`, joined by `, `."""
+    """Scales of the evidence, such as `published scale` or `one rank of 64`, joined by `, `."""
     verdict: str
     reproduced: int
-    """Number of published values with which the evidence agrees."""
+    """Number of published values with which this kind of evidence agrees."""
     decided: int
     rows: int
     """Number of published values that this kind of evidence can test."""
@@ -216,10 +216,10 @@ class ClaimResult:
     claim: Claim
     rows: tuple[RowResult, ...]
     kinds: tuple[KindResult, ...]
-    """Results by kind of evidence that can test a main value of the claim (a value that counts for its verdict)."""
+    """Result for each kind of evidence that can test a published value which counts for the claim's verdict."""
     verdict: str
     basis: str
-    """Text of the deciding kinds of evidence, strongest first, each with its numbers of agreeing and decided rows."""
+    """Text of the kinds of evidence that decide, strongest first, with their counts of agreeing and tested values."""
     reason: str
     disagreements: tuple[str, ...]
 
@@ -229,5 +229,5 @@ class ClaimResult:
         return [finding for row in self.rows for finding in row.findings]
 
     def kind(self, name: str) -> KindResult | None:
-        """Return the claim's result under a kind of evidence; None if it tests no value that counts for the verdict."""
+        """Return the claim's result under a kind of evidence; None if this kind tests no value that counts."""
         return next((k for k in self.kinds if k.kind == name), None)

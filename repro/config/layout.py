@@ -303,7 +303,7 @@ class Layout:
         return ("dp", "cp") if group == "dp" else (group,)
 
     def offsets(self, group: str) -> Sequence[int]:
-        """Return the rank distance from the first member of a group to each member, in the order of `group_of`."""
+        """Return the rank distance from a group's first member to each member, in the order of `group_of`'s result."""
         steps = [
             range(0, self.strides[axis] * getattr(self, axis), self.strides[axis])
             for axis in self.within(group)

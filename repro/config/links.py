@@ -85,7 +85,7 @@ class Link:
     efficiency: Quantity = UNSAID
     """Fraction of the peak bandwidth that collectives of large messages reach."""
     half_bytes: Quantity = UNSAID
-    """Payload per step, in bytes, that is sent at half the rate of large messages (latency of the step excluded)."""
+    """Payload of a ring step, in bytes, with which the step reaches half of the bandwidth, its latency excluded."""
     chunk_s: Quantity = UNSAID
     """Time per chunk of a tree collective, in seconds; a node forwards a chunk after it has received all of it."""
     pair: Quantity = UNSAID

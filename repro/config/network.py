@@ -36,8 +36,8 @@ class EmulatedNetwork:
     delay_s: float = 0.0
     """One-way delay of messages between nodes, in seconds; more than 0 needs a kernel with netem."""
     flops_per_s: float = 0.0
-    """Compute rate of a rank in FLOP/s (`repro.emulate.compute_rate`) for which the link rates are given. Link rates
-    are scaled to the compute rate of the machine; 0: link rates are used unchanged."""
+    """Compute rate of a rank in FLOP/s (`repro.emulate.compute_rate`) for which the link rates are given. On a machine
+    with another compute rate, link rates are scaled in proportion; 0: link rates are used unchanged."""
 
     def __post_init__(self) -> None:
         at_least(self, ("nodes", "ranks_per_node"), 1, POSITIVE_COUNT)

@@ -52,8 +52,8 @@ class DeviceTime:
     spread: Quantity = UNSAID
     """Standard deviation over mean of a step's kernel time between the devices of a run, which wait for the slowest."""
     jitter_s: Quantity = UNSAID
-    """Variance over mean, in seconds, of the duration of consecutive kernels over time. Each collective waits for the
-    last rank of its group (`repro.simulate.time.device`)."""
+    """Variance of the duration of a sequence of kernels, divided by the mean duration, in seconds. Each collective
+    waits for the last rank of its group (`repro.simulate.time.device`)."""
     unaligned_flops: Quantity = UNSAID
     """FLOP/s of matrix products with sizes that are not multiples of 8, for which tensor cores may be unavailable."""
 
@@ -98,10 +98,10 @@ class Timing:
 UNALIGNED_MATMUL = "unaligned_matmul"
 """Operator name of matrix products with a size that is not a multiple of 8 elements, which tensor cores read slowly."""
 MESSAGE = "message"
-"""Operator name of the processor work by which the thread that computes starts and ends one message."""
+"""Name, as an operator, of the computing thread's processor work to start and complete one message."""
 EXCHANGE = "exchange"
-"""Operator name of the processor work, in the thread that computes, per message of a collective in which each rank
-sends to all others (`repro.parallel.ledger.EXCHANGED`)."""
+"""Name, as an operator, of the computing thread's processor work per message of a collective in which each rank sends
+to all others (`repro.parallel.ledger.EXCHANGED`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

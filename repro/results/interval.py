@@ -16,7 +16,7 @@ INTERVAL_QUANTILES = (0.05, 0.95)
 
 
 class Other(NamedTuple):
-    """Case in which one unknown input of a system has a given value, and all others have their best values."""
+    """Choice in which one unknown input of a system has a given value, and all others have their best values."""
 
     key: str
     value: float
@@ -25,7 +25,7 @@ class Other(NamedTuple):
 Case: TypeAlias = int | tuple[str, bool] | Other
 """Choice of values for the unknown inputs of a system: the number of a joint random draw, a pair, or `Other`.
 
-In a pair (key, high end), the input `key` is at the high or the low end of its range, all others at their best values.
+In a pair (key, high end), input `key` is at the high or low end of its range, in `Other` at any value, others at best.
 """
 
 
@@ -83,7 +83,7 @@ class StepInterval(RecordPart):
         return {"low_s": low, "high_s": high, "least_s": least, "most_s": most, "moves": moves}
 
     def seconds_in(self, case: Case, best: float) -> float:
-        """Return the step time in seconds for one choice of unknown inputs, or `best` for an input without effect."""
+        """Return the step time in seconds for a choice of unknown inputs; `best` if the chosen input has no effect."""
         if isinstance(case, int):
             return self.draws[case]
         key, end = case
@@ -93,7 +93,7 @@ class StepInterval(RecordPart):
         return best if move is None else move.high_s if end else move.low_s
 
     def cases(self) -> Iterator[float]:
-        """Yield the step times of all joint random draws, and those at both ends of each unknown input's range."""
+        """Yield the step times of all joint draws of unknown inputs, and those at both ends of each input's range."""
         yield from self.draws
         for move in self.moves:
             yield from (move.low_s, move.high_s)
@@ -106,6 +106,6 @@ def likely_range(draws: Sequence[float], best: float) -> tuple[float, float]:
 
 
 def possible_range(cases: Iterable[float], best: float) -> tuple[float, float]:
-    """Return the minimum and the maximum of the predictions in all cases, including the best estimate `best`."""
+    """Return minimum and maximum of the predictions for all choices of inputs, including the best estimate `best`."""
     found = [*cases, best]
     return min(found), max(found)

@@ -84,7 +84,7 @@ class _Field(typing.NamedTuple):
     required: bool
     """Whether the dataclass field has no default value, so that its key must be in the JSON object."""
     types: tuple[type, ...]
-    """Valid Python types of the field's JSON value; empty for a field that may be None, which is not checked."""
+    """Valid Python types of the field's JSON value; empty for a field that may be None, whose type is not checked."""
     part: type[RecordPart] | None
 
 

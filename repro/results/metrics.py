@@ -40,7 +40,7 @@ Metrics: TypeAlias = dict[str, float]
 STEP_SECONDS = "step_seconds.median"
 DEVICE_FLOPS_PER_S = "hardware_flops_per_s.device"
 UNDISTURBED = 0.95
-"""Minimum share of each rank's compute time with a core, in a step that counts as undisturbed by other processes."""
+"""Minimum share of its compute time in which each rank has its core, for a step to count as undisturbed."""
 STATES = ("parameters", "gradients", "optimizer")
 RATES = ("tokens_per_s", "samples_per_s", "model_flops_per_s", "causal_flops_per_s", "hardware_flops_per_s")
 """Prefixes of the names of rate metrics, which divide an amount per step by the step time."""
@@ -74,7 +74,7 @@ def metric_at_step_seconds(name: str, found: Mapping[str, float], seconds: float
 
 
 def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:
-    """Return the maximum of each memory metric over ranks. `marked`: whether each buffer has a memory category."""
+    """Return the maximum of each memory metric over ranks. `marked`: whether buffers have memory categories."""
     if not ranks:
         return {}
     found: Metrics = {
@@ -122,7 +122,7 @@ def allocated(
 
 
 def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic]) -> Metrics:
-    """Return rank 0's communication metrics of a step by collective and group, over group sizes and purposes."""
+    """Return rank 0's communication metrics of a step by collective and group, summed over group sizes and purposes."""
     metrics: Metrics = {"comm.sent_bytes": sum(row.sent_bytes for row in rows)}
     for row in rows:
         amounts = {name: getattr(row, name) for name in ("calls", "payload_bytes", "sent_bytes")}
@@ -136,7 +136,7 @@ def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic])
 
 
 def purposes(found: Iterable[tuple[int, Sequence[TrafficRow]]]) -> Metrics:
-    """Return calls and sent bytes by purpose, summed over ranks. `found`: pairs (ranks, their equal traffic)."""
+    """Return calls and sent bytes by purpose, summed over ranks. `found`: pairs (number of ranks, traffic of each)."""
     metrics: Metrics = {}
     for ranks, rows in found:
         for row in rows:
@@ -204,7 +204,7 @@ def work(experiment: Experiment, operator_flops: int) -> Metrics:
 
 
 def bubble(stages: Sequence[StageReport], *, cores: bool) -> Metrics:
-    """Return the pipeline metrics from stage reports. `cores`: omit steps in which other processes used the cores."""
+    """Return pipeline metrics from stage reports. `cores`: omit steps disturbed by other processes on the cores."""
     if not stages:
         return {}
     by_rank = [zip(stage.busy_s, stage.idle_s, stage.core_s, strict=True) for stage in stages]

@@ -162,7 +162,7 @@ class StepSeries(RecordPart):
     memory: dict[str, Any] | None = None
     """Live bytes during a simulated step, on a rank of the pipeline role that needs most memory."""
     seconds: dict[str, dict[str, float]] | None = None
-    """Seconds of the slowest simulated pipeline stage: `busy` by operator kind, `exposed` by communication kind."""
+    """Seconds of the slowest pipeline stage: `busy` by operator kind, `exposed` (no overlap) by communication kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +251,7 @@ class NetworkReport(RecordPart):
     """Bytes that each node receives from the other nodes in one step."""
 
     def made(self, network: EmulatedNetwork) -> EmulatedNetwork:
-        """Return `network` with measured (median) link rates in place of requested rates, without scaling of rates."""
+        """Return `network` with measured (median) link rates in place of requested rates, which are then not scaled."""
         within = median(self.rates["rank sends"]) if network.within else 0.0
         between = median(self.rates["node sends"]) if network.between else 0.0
         return replace(network, within=within, between=between, flops_per_s=0.0)

@@ -21,7 +21,7 @@ from repro.util.files import write_file
 ReferenceRecord: TypeAlias = ExperimentRecord | ComparisonRecord | FitRecord
 REFERENCE_DIRECTORY = Path(__file__).parent / "reference"
 KEPT_PROVENANCE = ("git", "torch", "gpus")
-"""Keys of a measured record's provenance that its shortened reference record contains unchanged."""
+"""Keys of a measured record's provenance that the packaged, shortened copy of the record contains unchanged."""
 KEPT_PACKAGES = ("repro", "torch", "deepspeed", "megatron-core")
 """Python packages whose versions a reference record contains."""
 
@@ -34,7 +34,7 @@ class ReferenceFile:
     device: str
     """Name of the machine's GPU or processor, such as `NVIDIA H200`."""
     date: str
-    """Day on which the oldest record of the file was measured, as YYYY-MM-DD."""
+    """Day on which the oldest record of this reference file was measured, as YYYY-MM-DD."""
     records: tuple[Record, ...]
 
     @property

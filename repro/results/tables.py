@@ -86,7 +86,7 @@ def comparable_results(selection: Selection, pattern: str = "") -> list[Comparab
 
 
 def _grouped(selection: Selection, chosen: Iterable[ExperimentRecord]) -> list[ComparableResults]:
-    """Return the `chosen` records and their comparisons, grouped by suite and kind of evidence."""
+    """Return the records `chosen` for display, and their comparisons, grouped by suite and kind of evidence."""
     found: dict[tuple[str, str], list[ExperimentRecord]] = {}
     for record in chosen:
         found.setdefault((record.suite, record.shown_as), []).append(record)

@@ -36,7 +36,7 @@ from repro.util import processes
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 OVERLAPPED = ("all_reduce", "reduce_scatter", "all_gather")
 SMALL, MANY = 2**20, 3
-"""Maximum payload in bytes of small messages, whose time is mainly latency, and factor by which they repeat more."""
+"""Payload, in bytes, up to which messages take mainly latency, and factor by which these are measured more often."""
 PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}
 LONGER = 1.5
 """Ratio of the duration of the compute that runs during a collective to the duration of the collective."""
@@ -198,7 +198,7 @@ class LinkBench:
 
 
 WIDTH, LAYERS = 8, 4
-"""Width and number of layers of a tiny model, whose step time consists of host overhead."""
+"""Width and number of layers of a model so small that host overhead per operator determines its step time."""
 TIMED_STEPS = 3
 """Number of training steps that a rank times, after one warm-up step."""
 
@@ -276,7 +276,7 @@ def time_silent_step(
     """Time training steps of the first pipeline stage of `experiment` without communication, on all ranks at once.
 
     Returns `operators` (name, bytes, FLOP, calls), the mean `seconds` of a step, and `between`: the compute seconds
-    between two omitted messages. Seconds are processor time times the ranks per core. `beat` reports progress.
+    between two omitted messages. Processor seconds are multiplied by the ranks per core. `beat` reports progress.
     """
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     short = replace(experiment, layout=traced.layout)

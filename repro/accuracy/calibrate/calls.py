@@ -150,7 +150,7 @@ def bind(call: Call, device: torch.device, generator: torch.Generator) -> Callab
 
 
 def _attention(call: Call, device: torch.device, generator: torch.Generator) -> Callable[[], object]:
-    """Return a function that repeats an attention call on this device, whose kernel may differ from the trace's."""
+    """Return a function that repeats a recorded attention call; this device may run another kernel than recorded."""
     backward = call.name.endswith("_backward")
     shapes = call.args[1:4] if backward else call.args[:3]
     q, k, v = (_tensor(shape, device, generator).requires_grad_(backward) for shape in shapes)

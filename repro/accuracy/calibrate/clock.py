@@ -27,7 +27,7 @@ ASSUMED_CACHE = 64 * 2**20
 REPEAT_S = 2e-3
 """Minimum duration of a repeated measurement, in seconds: far above the resolution of the clock."""
 CROWDED_S = 40e-3
-"""Minimum duration of a repeated measurement if ranks share cores, in seconds; long enough that most ranks overlap."""
+"""Minimum duration of a measurement if ranks share cores, in seconds; long enough that most ranks measure at once."""
 MOST_CALLS = 64
 LOAD_SIZE = 4096
 """Number of rows and columns of the matrices whose products load a GPU before measurements."""
@@ -181,7 +181,7 @@ class OperatorClock:
     def __init__(
         self, device: torch.device, group: Group, repeats: int, neighbours: int = 1, cores: int | None = None
     ):
-        """Divide a node's last-level cache and `cores` (default: all usable) among the node's `neighbours` ranks."""
+        """Divide a node's last-level cache and `cores` (default: all usable) among the `neighbours` ranks on it."""
         self.device, self.group, self.repeats = device, group, repeats
         neighbours = neighbours if device.type == "cpu" else 1
         self.ranks_per_core = max(1.0, neighbours / (cores or usable_cores()))

@@ -90,7 +90,7 @@ def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, Opera
 
 
 def scale_rate(common: OperatorRate, points: Sequence[TimedCall]) -> OperatorRate:
-    """Return the common rate with its larger part (slopes or fixed time) fitted to one operator's measured calls."""
+    """Return `common` with the larger of its fixed time and its time for bytes and FLOP refitted to one operator."""
     work = [common.seconds(flops=point.flops, nbytes=point.nbytes) - common.fixed_s for point in points]
     if median(work) < common.fixed_s:
         calls = [point.seconds - seconds for point, seconds in zip(points, work, strict=True)]
@@ -163,7 +163,7 @@ def _link(
 
 
 def _collectives(ranks: Sequence[dict[str, Any]], place: str) -> dict[str, Any]:
-    """Return each collective's durations by payload in its largest group at `place`; key `groups`: in other groups."""
+    """Return durations by payload of each collective at `place` (inside or between nodes); `groups`: smaller groups."""
     found: dict[str, Any] = {}
     for same in zip(*(rank.get("links", ()) for rank in ranks), strict=True):
         row = same[0]

@@ -40,7 +40,7 @@ from repro.util import processes
 from repro.util.processes import CoreAssignment, count_compute_cores, usable_cores
 
 CALLS_PER_OPERATOR, QUICK_CALLS_PER_OPERATOR = 6, 3
-"""Number of measured calls of each operator, by default and if quick; doubled for matrix products and attention."""
+"""Number of measured calls of each operator, by default and with `--quick`; twice for matrix products and attention."""
 
 
 def _measure(
@@ -150,9 +150,9 @@ def operators(
 ) -> list[dict[str, Any]]:
     """Return a row for each measured operator call: name, bytes, flops, shapes and timing.
 
-    Dropout and a vocabulary that is not a multiple of 8 make some operators slower without a difference in the trace.
-    Experiments with dropout or such a vocabulary add only operators that other experiments do not have. On a GPU,
-    unaligned products are separate operators. `beat` reports progress; `between` is called after each operator.
+    Dropout and a vocabulary that is not a multiple of 8 make some operators slower, although their recorded calls are
+    equal. Experiments with dropout or such a vocabulary add only operators that other experiments do not have. On a
+    GPU, unaligned products are separate operators. `beat` reports progress; `between` is called after each operator.
     """
     on_gpu = clock.device.type == "cuda"
     by_name: dict[tuple[str, bool], list[Call]] = {}
@@ -184,7 +184,7 @@ def operators(
 
 
 def products_of_a_core(place: int, cores: int, group: Group) -> float | None:
-    """Return the FLOP/s of matrix products while each of `cores` cores runs one rank; None on ranks without a core.
+    """Return this rank's FLOP/s of matrix products while `cores` ranks compute on one core each; None on other ranks.
 
     `place` is the index of this rank on its node; the first `cores` ranks measure. A run on an emulated network
     measures the same number to scale its link rates (`repro.emulate.compute_rate.rank_flops_per_s`).

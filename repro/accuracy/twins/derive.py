@@ -47,9 +47,9 @@ class TwinOptions:
     tp: int = 0
     """Tensor-parallel degree of all scaled-down experiments; 0 selects the largest possible degree."""
     within: float = 0.0
-    """Bandwidth per device inside a node of the original system, in bytes/s; 0: value of that system's file."""
+    """Bandwidth per device inside a node of the published system, in bytes/s; 0: as in the file of that system."""
     between: float = 0.0
-    """Bandwidth of a node of the original system to other nodes, in bytes/s; 0: value of that system's file."""
+    """Bandwidth of a node of the published system to other nodes, in bytes/s; 0: as in the file of that system."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Twin:
 
 
 def compute_s(prediction: Prediction) -> float:
-    """Return the forward and backward compute seconds of the slowest stage, without slowdown by communication."""
+    """Return the slowest stage's seconds of forward and backward compute, as if no collective ran at the same time."""
     return sum(s for kind, s in prediction.slowest.busy.items() if kind in KINDS and kind != OPTIMIZER)
 
 
@@ -144,7 +144,7 @@ def derive(originals: Sequence[Experiment], machine: System, options: TwinOption
 
 
 def with_links(system: System, options: TwinOptions) -> System:
-    """Return `system` with the link bandwidths that `options` give, which collectives then reach to 100 %."""
+    """Return `system` with the link bandwidths of the command's `options`, of which collectives then reach 100 %."""
     links = dict(system.links)
     for name, rate in ((system.link_inside(), options.within), (BETWEEN_NODES, options.between)):
         if rate and name in links:
@@ -173,7 +173,7 @@ def scaled_experiment(original: Experiment, shape: TwinShape, tp: int, options: 
 
 
 def scale_of(original: Experiment, twin: Experiment) -> Scale:
-    """Return the ratios of the twin's sizes to those of the original experiment; the ratio of compute rates is 1."""
+    """Return the size ratios of a scaled-down twin to its original; compute rates are taken as equal (ratio 1)."""
     element = ELEMENT_BYTES[twin.layout.precision] / ELEMENT_BYTES[original.layout.precision]
     return Scale(twin.model.hidden / original.model.hidden, twin.seq / original.seq, element)
 

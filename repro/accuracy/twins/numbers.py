@@ -35,11 +35,11 @@ class SimilarityNumber:
     original: float
     twin: float
     by: str = ""
-    """Rule that preserves the number, or the reason why the scaled-down twin changes it."""
+    """Rule by which the scaled-down twin preserves this dimensionless number, or the reason why the twin changes it."""
 
     @property
     def kept(self) -> bool:
-        """Return whether the twin preserves the dimensionless number up to `MAX_KEPT_CHANGE`."""
+        """Return whether twin and original differ in this dimensionless number by at most `MAX_KEPT_CHANGE`."""
         return abs(self.twin - self.original) <= MAX_KEPT_CHANGE * abs(self.original)
 
     @property
@@ -51,7 +51,7 @@ class SimilarityNumber:
 
 
 def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumber]:
-    """Return the dimensionless numbers of a published experiment and its twin; rates are relative to the `baseline`."""
+    """Return the dimensionless numbers of an experiment and its scaled-down twin; rates are divided by `baseline`'s."""
     before, after = member.before, member.after
     found = [SimilarityNumber(name, read(before), read(after), by) for name, read, by in _NUMBERS]
     relative = SimilarityNumber(
@@ -99,7 +99,7 @@ def dp_number(prediction: Prediction) -> float:
 
 
 def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> float:
-    """Return compute / communication time, work W / (hops e F), for a ring of W bytes/s (symbols: `scaling`)."""
+    """Return compute time over communication time of a ring. `work`: FLOP per element; `hops`: sends per element."""
     if not hops:
         return 0.0
     layout = prediction.experiment.layout
@@ -216,37 +216,37 @@ _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
     ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "compensated by the link rate W'"),
     ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "compensated by the link rate W'"),
 )
-"""Dimensionless numbers: name, function of a prediction, and why a twin preserves or changes the number."""
+"""Dimensionless numbers: name, function of a predicted step, and why a scaled-down twin preserves or changes it."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Difference between a published experiment and its twin, and the predicted effect of this difference."""
+    """Difference between published experiments and their scaled-down twins, and the throughput ratio without it."""
 
     difference: str
     ratio: float
-    """Throughput ratio predicted for the scaled-down twins without this difference from the published experiments."""
+    """Throughput of the scaled-down experiment over its baseline's, predicted as if this difference did not exist."""
 
 
 @dataclass(frozen=True)
 class ScaledRatio:
-    """Ratio of an experiment's FLOP/s per device to the baseline's, predicted for the originals and for their twins."""
+    """FLOP/s per device over the baseline's, predicted for published experiments and for their scaled-down twins."""
 
     member: str
     original: float
     twin: float
     effects: tuple[Effect, ...]
-    """Throughput ratios of the scaled-down twins, each without one of the differences from the originals."""
+    """Throughput ratios of the scaled-down twins, each predicted without one of the differences from the originals."""
     rest: float
-    """Throughput ratio of the scaled-down twins without all listed differences at once."""
+    """Throughput ratio of the scaled-down twins without any of the differences in `effects`."""
 
 
 Parts = dict[str, float]
-"""Ratios for a predicted step: `optimizer` and `waiting`, per compute time; `rate`, compute FLOP/s per baseline's."""
+"""Predicted step: `optimizer` and `waiting` time over compute time; `rate`: compute FLOP/s over the baseline's."""
 
 
 def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
-    """Return the throughput ratio of an experiment to its baseline, for originals and twins, and effects on it."""
+    """Return throughput over baseline for originals and scaled-down twins, and the effects of their differences."""
     rates = [useful_rate(m.after) / useful_rate(m.before) / scale.rate for m in (member, baseline)]
     twin = _efficiencies(member, baseline, lambda m: m.after)
     original = _efficiencies(member, baseline, lambda m: m.before)
@@ -266,7 +266,7 @@ def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
 
 
 Pair = tuple[Parts, Parts]
-"""Parts of the predicted training steps of an experiment and of its baseline."""
+"""Ratios (`Parts`) that describe the predicted step of an experiment, and those of its baseline."""
 
 
 def _efficiencies(member: Member, baseline: Member, read: Callable[[Member], Prediction]) -> Pair:
@@ -292,9 +292,9 @@ def _swapped(pair: Pair, other: Pair, key: str) -> Pair:
 
 
 def _at_rates(twin: Pair, rates: Sequence[float]) -> Pair:
-    """Return the ratios `twin` with compute rates whose relation is that of the original experiments' compute rates.
+    """Return the predicted `twin` with compute rates in the same ratio to each other as in the original experiments.
 
-    Waiting times are unchanged. `rates`: F'/F (compute rate of twin over original) of both twins, over the mean F'/F.
+    Waiting seconds do not change. `rates`: twin over original compute rate (F'/F) of both, over the mean F'/F.
     """
     mine, base = ({**parts, "waiting": parts["waiting"] / r} for parts, r in zip(twin, rates, strict=True))
     return {**mine, "rate": mine["rate"] * rates[1] / rates[0]}, base
@@ -307,7 +307,7 @@ def _on(member: Member, machine: System) -> Prediction:
 def _deep(member: Member, *, ideal: bool = False) -> Prediction:
     """Return the predicted step of a scaled-down twin with the original's number of layers and proportional vocabulary.
 
-    Twins with pipeline stages are unchanged, since their layers set the link rate. `ideal` removes latency and jitter.
+    A twin with pipeline stages retains its layers, for which its link rate is derived. `ideal`: no latency, no jitter.
     """
     twin = member.twin
     system = without_jitter(without_latency(member.machine)) if ideal else member.machine

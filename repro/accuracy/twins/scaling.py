@@ -103,7 +103,7 @@ class Scale:
         return self.rate * gradients / self.tokens * hops
 
     def pp_link(self, before: Layout, after: Layout, layers: tuple[int, int]) -> float:
-        """Return W'/W of links between pipeline stages for the `layers` of original and twin; 0 without pipelining."""
+        """Return link rate between pipeline stages, twin over original, for their `layers`; 0 without stages."""
         if after.pp == 1:
             return 0.0
         stage = (layers[0] / before.pp) / (layers[1] / after.pp)

@@ -1,4 +1,4 @@
-"""Selection of the experiments that `repro twin` scales down, and the text of the suite file with the results."""
+"""Choice of the experiments that `repro twin` scales down, and text of the suite file with their scaled-down twins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from repro.config.systems import LOCAL_SYSTEMS
 
 
 def claim_comparisons(claim: Claim, suites: dict[str, Suite]) -> list[list[Experiment]]:
-    """Return the comparisons whose simulated runs are evidence of a claim, as experiments with the baseline first."""
+    """Return the comparisons whose simulated runs test a claim; each is a list of experiments, the baseline first."""
     named: dict[str, None] = {}
     for row in claim.rows:
         for evidence in row.evidence:
@@ -61,7 +61,7 @@ def named_comparisons(names: Sequence[str], suites: dict[str, Suite]) -> list[li
 
 
 def _check_published(members: list[Experiment]) -> list[Experiment]:
-    """Return `members` if none of them runs on the local machine; raise `ConfigError` otherwise."""
+    """Return the experiments `members`; raise `ConfigError` if one of them runs on the local machine."""
     for experiment in members:
         if experiment.system in LOCAL_SYSTEMS:
             right = "an experiment on a system with a file, since the twin needs a prediction of its time"

@@ -25,7 +25,7 @@ from repro.results.interval import Other, Sensitivity, interpolate_log, log_frac
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 
 MIN_SHARE = 0.1
-"""Minimum share in a prediction's uncertainty of an input whose value the published value implies."""
+"""Minimum share of an input in a prediction's uncertainty for which the input's implied value is computed."""
 Curve = Sequence[tuple[float, float]]
 """Pairs (value of an uncertain input, prediction), ordered by value."""
 
@@ -39,7 +39,7 @@ class RequiredInput:
     value: float | None
     """Value of the uncertain input at which the prediction equals the published value; None if there is none."""
     low: float | None
-    """Smallest value of the uncertain input with a prediction within the tolerance; None if there is no such value."""
+    """Smallest value of the input with which the prediction is within its tolerance; None if there is none."""
     high: float | None
 
 
@@ -54,12 +54,12 @@ class ImpliedInput:
     high: float
     searched: tuple[float, float]
     needs: tuple[RequiredInput, ...]
-    """Values of the input that published values require, in ascending order. Published values that no input value
+    """Input value that each published value requires, in ascending order. Published values that no input value
     reproduces are last."""
 
     @property
     def contradiction(self) -> tuple[RequiredInput, RequiredInput] | None:
-        """Return two published values that need disjoint ranges of the input; None if one input value fits all."""
+        """Return two published values that require disjoint ranges of the input; None if one input value suits all."""
         served = [need for need in self.needs if need.low is not None]
         if not served:
             return None
@@ -69,7 +69,7 @@ class ImpliedInput:
 
     @property
     def torn(self) -> int:
-        """Return the number of published values that the best input value misses, of those that any value reaches."""
+        """Return how many published values the best input value misses, without those that every input value misses."""
         ends = ((need.low, need.high) for need in self.needs)
         served = [(low, high) for low, high in ends if low is not None and high is not None]
         most = max((sum(low <= at <= high for low, high in served) for at, _ in served), default=0)
@@ -81,14 +81,14 @@ class ImpliedInput:
         return tuple(need for need in self.needs if need.low is None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON data with the implied values of the input and the published values that contradict each other."""
+        """Return JSON data with the implied input values and the published values that need different input values."""
         against = self.contradiction
         rows = None if against is None else [need.row for need in against]
         return {**vars(self), "needs": [vars(need) for need in self.needs], "contradiction": rows}
 
     @property
     def words(self) -> str:
-        """Return one paragraph that summarises the implied values of the input and their contradictions."""
+        """Return one paragraph on the input values that the published values imply, and on their contradictions."""
         exact = [need.value for need in self.needs if need.value is not None]
         text = count_noun(len(self.needs), "row")
         if exact:
@@ -138,7 +138,7 @@ def find_implied_inputs(judged: Sequence[ClaimResult], records: Sequence[Record]
 
 
 def _moving(key: str, runs: Iterable[ExperimentRecord]) -> Mapping[str, Sensitivity]:
-    """Return the sensitivity of simulated runs to the uncertain input `key`, by system."""
+    """Return, by system, how the step time of simulated runs depends on the uncertain input `key`."""
     return {
         run.experiment.system: move
         for run in runs

@@ -28,7 +28,7 @@ class Pair:
     measured: float
     predicted: float
     rests_on: str
-    """Basis of the predicted step time, such as calibrated on the machine, or on a published run."""
+    """Calibration of the predicted step time, such as by measurements of this machine or by a published run."""
 
     @property
     def error(self) -> float:

@@ -26,7 +26,7 @@ from repro.simulate.time.calibration import basis_of_record, weakest_basis
 
 RATE, RATIO, MEMORY = "rate", "ratio", "memory"
 TIMED = ("step_seconds", "samples_per_s", "tokens_per_s", "flops_per_s")
-"""Metrics of step time and throughput. A published value whose expression reads one of them becomes a point."""
+"""Metrics of step time and throughput. The error statistics include published values whose tests read one of them."""
 TIMES = ("s", "ms", "min", "h", "days")
 DIRECT = ("TFLOP/s", "samples/s", "tokens/s", *TIMES, "PFLOP/s")
 """Units of published rates and times, in order of preference for a run with several published values."""
@@ -50,7 +50,7 @@ A100_MEGATRON, YUAN, OTHER = "A100 Megatron-LM", "Yuan 1.0", "other"
 NODE, CLUSTER = "nodes of 2023 and later", "clusters of 2023 and later"
 FAMILIES = (V100_MEGATRON, V100_ZERO, A100_MEGATRON, YUAN, NODE, CLUSTER, OTHER)
 ALL_RATES, RATIOS, PEAK_MEMORY = "all rates", "ratios", "peak memory"
-"""Names of the families that contain all points of one kind: rates, ratios, or peak memory."""
+"""Names of the statistics over all rates, over all ratios, and over all peak memory values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Point:
     kind: str
     """`rate`, `ratio` or `memory`."""
     family: str
-    """Group in the statistics: family of systems of a rate or ratio, or key of the cited source of a peak memory."""
+    """Group of this error: family of systems (for a rate or ratio), or key of the cited source (for peak memory)."""
     unit: str
     published: float
     predicted: float
@@ -79,7 +79,7 @@ class Point:
     device_flops: float
     """Predicted FLOP/s per device of the run, for rates; 0 for ratios and memory."""
     rests_on: str = ""
-    """Basis of the predicted time (such as calibrated on a published run); for a ratio, the less reliable one."""
+    """Calibration of the predicted time, such as by a published run; for a ratio, the less reliable of both."""
     left_out: str = ""
     """Reason why the published value does not count in the error statistics; empty if it counts."""
     note: str = ""
@@ -92,14 +92,14 @@ class Point:
 
     @property
     def wider(self) -> tuple[float, float] | None:
-        """Return the prediction's 90 % interval, widened by the time model's error; None without such a margin."""
+        """Return the prediction's 90 % interval, widened by the margin for the time model's error; None without one."""
         if self.margin is None:
             return None
         return self.low * exp(-self.margin), self.high * exp(self.margin)
 
     @property
     def holds_wider(self) -> bool:
-        """Return whether the published value, with its error, overlaps the interval with the time model's error."""
+        """Return whether the published value, with its error, overlaps the prediction's widened 90 % interval."""
         return self.wider is not None and self.stated is not None and self.stated.meets(*self.wider)
 
     @property
@@ -121,7 +121,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyStatistics:
-    """Statistics of prediction errors over one family of published values, such as ratios, without those left out."""
+    """Statistics of prediction errors over one group of published values, such as all ratios, without exclusions."""
 
     name: str
     points: int
@@ -133,7 +133,7 @@ class FamilyStatistics:
     held: int
     """Number of published values that overlap the prediction's 90 % interval from uncertain inputs."""
     wider: int
-    """Number of published values whose predictions have a margin for the time model's error."""
+    """Number of published values whose predictions have a conformal margin for the time model's own error."""
     held_wider: int
     """Number of published values that overlap the 90 % interval widened by the margin for the time model's error."""
 
@@ -151,7 +151,7 @@ def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Poi
 
 
 def _with_margins(found: list[Point]) -> list[Point]:
-    """Return the pairs of published and predicted value, with a conformal margin if they count in the statistics."""
+    """Return `found` with a conformal margin for each prediction that counts in the error statistics."""
     counted = [point for point in found if not point.left_out]
     scores = (conformity_score(one.low, one.high, one.published) for one in counted)
     keys = ((one.kind, one.reports, frozenset(one.runs)) for one in counted)
@@ -175,7 +175,7 @@ def source_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
 
 
 def family_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
-    """Return error statistics of rates by family, of all rates, of ratios and of peak memory, if not empty."""
+    """Return error statistics of rates by family of systems, of all rates, ratios and peak memory; no empty groups."""
     counted = [point for point in found if not point.left_out]
     rates = [point for point in counted if point.kind == RATE]
     groups = [(name, [point for point in rates if point.family == name]) for name in FAMILIES]
@@ -246,7 +246,7 @@ def _point(
 
 
 def _family_of(record: ExperimentRecord) -> str:
-    """Return the family of systems of a simulated run, from its device, software and number of nodes."""
+    """Return the family of a simulated run, such as `A100 Megatron-LM`, from device, software and number of nodes."""
     from repro.measure.local_system import load_system
 
     experiment = record.experiment
@@ -262,13 +262,13 @@ def _family_of(record: ExperimentRecord) -> str:
 
 
 def _family_of_all(records: Sequence[ExperimentRecord]) -> str:
-    """Return the family of a point's runs: ZeRO on V100 if any run is in it, otherwise that of the first run."""
+    """Return the family of a prediction's runs: ZeRO on V100 if any run belongs to it, else that of the first run."""
     found = [_family_of(record) for record in records]
     return V100_ZERO if V100_ZERO in found else found[0] if found else OTHER
 
 
 def _once(found: list[Point]) -> list[Point]:
-    """Return the points. Of several points of the same runs, all but the most direct one are marked as left out."""
+    """Return all published values; of several about the same runs, all but the most direct are marked as left out."""
 
     def directness(point: Point) -> tuple[bool, int]:
         unit = DIRECT.index(point.unit) if point.unit in DIRECT else 0
@@ -289,14 +289,14 @@ def _once(found: list[Point]) -> list[Point]:
 
 @dataclass(frozen=True)
 class Residual:
-    """Conformity score of one prediction, and the sources and runs that decide on its independence from others."""
+    """Conformity score of one prediction, with the sources and runs by which `apart` tests its independence."""
 
     kind: str
     """Kind of the predicted value, `rate`, `ratio` or `memory`; only scores of one kind are compared."""
     reports: frozenset[str]
     """Keys of the sources that the claim cites."""
     runs: frozenset[str]
-    """Experiments that the prediction reads; two sources may report the same experiment."""
+    """Experiments that the prediction reads, because two sources may report the same experiment."""
     score: float
 
     def apart(self, other: Residual) -> bool:
@@ -305,7 +305,7 @@ class Residual:
 
 
 def conformity_score(low: float, high: float, published: float) -> float:
-    """Return the distance of log(published) from the interval [log(low), log(high)]; negative inside it."""
+    """Return the distance of log(published) outside the interval [log(low), log(high)]; inside, it is negative."""
     return max(log(low) - log(published), log(published) - log(high))
 
 

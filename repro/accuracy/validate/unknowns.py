@@ -87,9 +87,9 @@ class UncertainInput:
     """Uncertain input of predictions, and the published values whose predictions depend on it."""
 
     key: str
-    """Key of the system file, such as `links.inter-node.rings`, or `NAME: FLOP/s` of the calibrating run NAME."""
+    """Key in the system file, such as `links.inter-node.rings`, or `RUN: FLOP/s` of a run that calibrates kernels."""
     system: str
-    """System to which the uncertain input belongs; for an input of a calibrating run, the system of this run."""
+    """System of the uncertain input; if the input is the FLOP/s of a run that calibrates kernels, that run's system."""
     low: float
     best: float
     high: float
@@ -127,7 +127,7 @@ class RankedInputs:
 
     @property
     def settled_by_the_first(self) -> int:
-        """Return the number of published values that the first `LISTED_INPUTS` uncertain inputs settle."""
+        """Return the number of predictions whose uncertainty is mainly due to one of the first listed inputs."""
         return len({row for one in self.inputs[:LISTED_INPUTS] for row in one.settles})
 
     @property
@@ -177,7 +177,7 @@ def rank_inputs(judged: Iterable[ClaimResult], records: Iterable[Record]) -> Ran
 
 
 def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult, RowResult, Finding]]:
-    """Yield every published value with an uncertain prediction, as its claim, its ledger row and the prediction."""
+    """Yield every published value with an uncertain prediction: its claim, its own result and the prediction."""
     for result in judged:
         for row in result.rows:
             finding = next((one for one in row.findings if one.uncertainty is not None), None)
@@ -186,7 +186,7 @@ def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult,
 
 
 def row_name(result: ClaimResult, row: RowResult) -> str:
-    """Return the name of a published value (a row of the ledger of claims), `claim/label`."""
+    """Return the name of a published value, `claim/label`."""
     return f"{result.claim.id}/{row.row.label}"
 
 

@@ -40,7 +40,7 @@ class PackagedFiles:
     """Packaged TOML files of one kind (suites or SLURM profiles), which commands find by name."""
 
     key: str
-    """Command-line argument or option that takes the name of a packaged suite or profile, for error messages."""
+    """Argument or option of a command that takes the name of a packaged suite or SLURM profile, for error messages."""
     what: str
     folder: Path
 
@@ -83,7 +83,7 @@ class Comparison:
     rounds: int = 5
     """Number of rounds; in each round, every experiment of the comparison runs once."""
     apart: bool = False
-    """Whether every round builds and frees each experiment, for experiments that do not fit on a device together."""
+    """Whether each experiment is built and freed in every round, because all together exceed the device's memory."""
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
@@ -187,7 +187,7 @@ def _continued(entries: list[Entry], file: str) -> None:
 
 
 def _differing(part: str, there: Any, here: Any) -> str:
-    """Return a text with the first different setting of two experiments in `part` (model, training, ...)."""
+    """Return a text that names the first setting of `part` (model, training, ...) in which two experiments differ."""
     if isinstance(there, dict) and isinstance(here, dict):
         key = next(key for key in sorted({*there, *here}) if there.get(key) != here.get(key))
         there, here = (repr(side[key]) if key in side else "its default" for side in (there, here))

@@ -50,7 +50,7 @@ _PARTS: dict[str, type[Any]] = {
 _OPTIONAL = ("network", "twin")
 """Parts of an experiment's configuration that are None unless the suite file defines them."""
 _NAMED = {"layout": "layouts", "network": "networks"}
-"""Parts of an experiment that several experiments of a suite file can share by name, and the tables of the parts."""
+"""Settings that experiments of a suite file can share by name, such as `layout`, and the tables that define them."""
 _DATA = ("synthetic", "shakespeare", "shakespeare-gpt2")
 
 
@@ -62,7 +62,7 @@ class Entry:
     launch: str = ""
     """Name of a launch; experiments with equal names run in the same processes, one after another. Empty: separate."""
     expect: str = "ok"
-    """Outcome that counts as success, such as `oom` for a claim of out-of-memory; empty: any outcome."""
+    """Outcome that counts as success, such as `oom` if a claim says so; empty: every outcome is a success."""
 
 
 class Shared(NamedTuple):

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Lanes: TypeAlias = "npt.NDArray[Any]"
-"""Array [cases] with the value of one uncertain number in every sampled case."""
+"""Values of one uncertain number as an array, with one entry for each set of values that a simulation samples."""
 PACE = "device.time.pace"
 """Key of the ratio of kernel times in a run to kernel times on the device for which the time model is calibrated."""
 SPREAD = "device.time.spread"
 """Key of the relative standard deviation of kernel times between the devices of a run."""
 PER_RANGE = 4
-"""Number of steps from end to end of an uncertain number's range in cases that vary this number alone."""
+"""Number of steps across the range of an uncertain number, in simulations that vary this number alone."""
 DRAWS = 64
-"""Number of sampled cases in which all uncertain numbers vary jointly at random."""
+"""Number of sampled sets of values in which all uncertain numbers vary jointly at random."""
 MAX_CASES = 32
-"""Maximum number of sets of uncertain numbers whose sampled cases are cached."""
+"""Maximum number of sets of uncertain numbers (such as those of one system) whose sampled values are cached."""
 COUNTED_KEYS = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
 """Last part of the dotted system-file keys (`links.inter-node.rings`) whose uncertain numbers are integers."""
 FRACTION_KEYS = (
@@ -42,7 +42,7 @@ FRACTION_KEYS = (
 LOW, BEST, HIGH = 0.0, 0.5, 1.0
 """Quantiles that represent the low end of an uncertain number's range, its best value and the high end."""
 REACH = 4.0
-"""Factor between a range's end and the value at quantile -1 (low / REACH) or 2 (high * REACH), outside the range."""
+"""Factor by which values may leave an uncertain range: quantile -1 is low / REACH, and quantile 2 is high * REACH."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Unknown:
 
     @property
     def moves(self) -> list[float]:
-        """Return the number's quantiles in the cases in which all other uncertain numbers have their best values."""
+        """Return the number's quantiles in simulations in which other uncertain numbers have their best values."""
         return sorted({LOW, HIGH, *self.around.values()})
 
     @property

@@ -218,7 +218,7 @@ class Scorer:
 
 
 def _argmax_token(rows: Tensor, first: int, tp: Group) -> Tensor:
-    """Return the most likely tokens [n] of all tp ranks. `rows`: logits [n, V/t] of the tokens from `first` on."""
+    """Return the most likely tokens [n] of all tp ranks. `rows`: own logits [n, V/t] for token ids from `first` on."""
     largest, index = rows.float().max(1)
     best = largest.clone()
     tp.all_reduce(best, MAX, "evaluation").wait()

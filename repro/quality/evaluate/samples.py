@@ -79,7 +79,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def word_tokens(self, words: frozenset[str]) -> list[int]:
-        """Return no token ids for the given words, because no token of one byte is a word."""
+        """Return no token ids: the token of a word contains a space and the word, but tokens here are single bytes."""
         return []
 
     def describe(self) -> Mapping[str, str]:

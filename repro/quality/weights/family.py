@@ -44,7 +44,7 @@ class Family:
     layer: Callable[[Model, int], Iterator[Counterpart]]
     """Function that yields the tensors of a layer for a model and the layer's index."""
     configuration: Callable[[Model], dict[str, Any]]
-    """Function that returns further keys of the configuration file for a model."""
+    """Function that returns a model's keys of `config.json` in addition to the keys that all families have."""
     gelu: tuple[str, str] | None = None
     """Configuration key of the GELU variant, and the default of this key; None if the family has one activation."""
     tied: bool = True
@@ -164,7 +164,7 @@ def first_value(config: Config, *keys: str) -> Any:
 
 
 def rotary_sizes(config: Config) -> dict[str, Any]:
-    """Return the fields of `Model` for a configuration's rotary position embedding, also in an inner table."""
+    """Return the fields of `Model` for the rotary embedding of a configuration, which may be in a nested dictionary."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":

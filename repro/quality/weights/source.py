@@ -62,7 +62,7 @@ class WeightSource(ABC):
         return
 
     def values(self, names: Sequence[str], rank: int, ranks: int, vocab: int) -> InitialValues:
-        """Return a function that reads elements of a tp rank's part of the parameters `names`, padded to `vocab`."""
+        """Return a function that reads elements of a tp rank's part of parameters `names`. `vocab`: padded size."""
         replicated = KEYS_AND_VALUES if ranks > self.model.key_heads else ()
 
         def read_elements(i: int, start: int, stop: int) -> Tensor:
