@@ -62,7 +62,7 @@ class _Entrance(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Replace a stage's output by a 0-dim tensor, whose backward starts from the output's gradient in `slot`."""
+    """Replace a stage's output by a 0-dim tensor, whose backward starts from the received output gradient in `slot`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slot: _Slot) -> Tensor:

@@ -94,21 +94,21 @@ class BackwardSchedule:
         for v, visit in enumerate(self.visits):
             self._of_use.setdefault(visit, []).append(v)
         self.next_entry: list[int | None] = [None] * len(self.steps)
-        """For each step, the index of the module call that autograd enters next; None if it enters no further call."""
+        """For each step of backward, the index of the module call that autograd enters next; None if it enters none."""
         for i in reversed(range(len(self.steps) - 1)):
             leaves, v = self.steps[i + 1]
             self.next_entry[i] = self.next_entry[i + 1] if leaves else v
         self.frees_unit = self._frees_unit()
-        """For each step, whether its gather unit can be freed: the unit has no open call, and another unit is next."""
+        """For each step of backward, whether its gather unit can be freed: no call of the unit is open or next."""
 
     def steps_until_entry(self, visit: int) -> int:
-        """Return the number of steps of the backward pass up to the entry of the module call `visit`."""
+        """Return how many entries and exits of module calls autograd passes up to the entry of module call `visit`."""
         return self._entry[visit] + 1
 
     def steps_until_exit(self, visit: int) -> int:
-        """Return the number of steps of the backward pass up to the exit of the module call `visit`.
+        """Return how many entries and exits of module calls autograd passes up to the exit of the module call `visit`.
 
-        The steps include the entries of module calls that ended when `visit` began.
+        The number includes the entries of module calls that ended when `visit` began.
         """
         stop = self._exit[visit] + 1
         while stop < len(self.steps) and not self.steps[stop][0] and self._ends[self.steps[stop][1]] == visit:

@@ -100,7 +100,7 @@ class UnitAgreement:
         self._last_pass = Work()
 
     def compare(self, number: int) -> Work:
-        """Compare a unit's index or a digest over ranks; the result's `wait` raises `RuntimeError` if ranks differ."""
+        """Compare a number (unit index or digest) over ranks; the result's `wait` raises `RuntimeError` if unequal."""
         if self.group.size == 1:
             return Work()
         own = torch.tensor([number])
@@ -115,7 +115,7 @@ class UnitAgreement:
         return Work(finish=check)
 
     def union(self, flags: Sequence[bool]) -> list[bool]:
-        """Return the logical OR over all ranks of each of the last 60 flags, and for earlier flags True."""
+        """Return the element-wise OR of all ranks' `flags`, exact for the last 60 flags; earlier elements are True."""
         if self.group.size == 1:
             return list(flags)
         sent = flags[-60:]
@@ -134,7 +134,7 @@ class UnitAgreement:
         self._last_pass = self.compare(-1 - abs(hash((has_gradients, *units))))
 
     def wait(self) -> None:
-        """Raise `RuntimeError` unless all ranks used equal gather units in their last forward passes."""
+        """Raise `RuntimeError` unless all ranks used the same modules (gather units) in their last forward passes."""
         self._last_pass.wait()
 
 

@@ -1,4 +1,4 @@
-"""Figures of predicted against published values, and of the values of unknown inputs that published values imply."""
+"""Figures of predicted against published values, and of uncertain system properties that published values imply."""
 
 from __future__ import annotations
 
@@ -178,9 +178,9 @@ def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
 
 
 def select_implied(found: Sequence[ImpliedInput]) -> list[ImpliedInput]:
-    """Return the unknown inputs to draw, one or more of each system, sorted by the number of contradicting values.
+    """Return the uncertain inputs to draw, one or more per system; first those that most published values contradict.
 
-    The ratio (`PACE`) and the spread of kernel times are excluded: they scale all times and contain the model's error.
+    Excluded are the ratio of kernel times to calibrated times (`PACE`) and its spread, which absorb the model's error.
     """
     telling = [one for one in found if one.key not in (PACE, SPREAD)]
     ordered = sorted(telling, key=lambda one: (-one.torn, -len(one.needs)))

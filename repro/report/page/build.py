@@ -164,7 +164,7 @@ class Report:
 def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Path] = ()) -> Report:
     """Write the HTML report on the records in `results` to the folder `out`, with `notebooks` also the notebooks.
 
-    `own`: additional ledger files of claims, which the notebooks do not use. Raises `ConfigError` if `out` is not a
+    `own`: additional files of claims, which the notebooks do not use. Raises `ConfigError` if `out` is not a
     writable folder, `ModuleNotFoundError` if a package is missing, and `CellFailed` if a cell of a notebook failed.
     """
     extras.require_extras("report", *(["notebooks"] if notebooks else []))

@@ -77,7 +77,7 @@ def print_claims(
 ) -> int:
     """Print the headline claims, the claim `claim_id`, or with `all_claims` every claim; return 0.
 
-    `own`: additional ledger files. Raises `ConfigError` if the id is unknown or a ledger file is invalid.
+    `own`: additional files of claims. Raises `ConfigError` if the id is unknown or such a file is invalid.
     """
     ledger = load_ledger(own=tuple(own))
     first: tuple[str, ...] = ()
@@ -201,7 +201,7 @@ def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:
 
 
 def _strength_lines(rows: Sequence[RowResult]) -> list[str]:
-    """Return lines on the margins of reproduced values, and on deliberate simulator faults that change the verdict."""
+    """Return lines on how much reproduced values may change, and on injected simulator faults that alter verdicts."""
     rows = sorted((row for row in rows if row.margin or row.mutations), key=lambda row: not row.weakness)
     margins = [
         f"{row.row.label} {headlines.describe_margin(row)}{', weak' * bool(row.weakness)}" for row in rows
@@ -212,7 +212,7 @@ def _strength_lines(rows: Sequence[RowResult]) -> list[str]:
 
 
 def _cause(result: ClaimResult) -> str:
-    """Return the cause of a claim's verdict: for `not reproduced` a note of the ledger, else the verdict's reason."""
+    """Return the cause of a claim's verdict: for `not reproduced` a note in its file, else the verdict's reason."""
     if result.verdict != NOT_REPRODUCED:
         return result.reason
     notes = (row.row.note for row in result.rows if row.row.main and row.verdict == NOT_REPRODUCED)
@@ -226,7 +226,7 @@ def _shortened(text: str, most: int = MAX_CLAIM_TEXT) -> str:
 
 
 def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
-    """Print one line per claim under the title of its ledger file, and the number of claims by verdict."""
+    """Print one line per claim under the title of the file that contains it, and the number of claims by verdict."""
     headings = ("claim", "published", "evidence: rows that agree", "verdict")
     widths = max(len(result.claim.id) for result in results), *ALL_CLAIMS_COLUMNS
     file = ""
