@@ -71,7 +71,7 @@ def derive_key(*parts: int) -> int:
 
 
 def device_key(key: int, first_sample: int) -> tuple[int, int]:
-    """Return the two int64 numbers that a dropout kernel reads from device memory: mix(key) and `first_sample`."""
+    """Return the two int64 numbers that a dropout kernel reads from device memory: scrambled key and `first_sample`."""
     return _signed(mixed(key)), first_sample
 
 

@@ -191,7 +191,7 @@ class JudgedStore:
 
     @cached_property
     def implied(self) -> list[ImpliedInput]:
-        """Return the values that published results imply for each unknown property of the systems."""
+        """Return the values that published results imply for each uncertain property of the systems."""
         return find_implied_inputs(self.judged, self.records)
 
     @cached_property
@@ -202,7 +202,7 @@ class JudgedStore:
         return {name: answer_questions(questions, self.records, load_system(name)) for name in simulated}
 
     def unknowns(self) -> pd.DataFrame:
-        """Return a data frame of a system's unknown properties: range, affected predictions, and how to measure it."""
+        """Return a data frame of uncertain system properties: range, affected predictions, and how to measure them."""
         counted = ("rows", "settles", "possible")
         inputs = [one.as_dict() for one in self.shopping_list.inputs]
         counts = [{key: len(one[key]) for key in counted} for one in inputs]

@@ -126,11 +126,11 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
 
 
 MAX_TORNADO_BARS = 5
-"""Maximum number of unknown inputs in a tornado diagram; inputs with the largest effects are shown."""
+"""Maximum number of uncertain inputs in a tornado diagram; inputs with the largest effects are shown."""
 
 
 def tornado(value: InputUncertainty) -> list[dict[str, Any]]:
-    """Return the bars of a tornado diagram: for each unknown input, the predicted values if only this input varies.
+    """Return a tornado diagram's bars: for each uncertain input, the predicted values if only this input varies.
 
     `left`, `width` and `best` are percentages of the common axis of all bars. `best` is the position of the value with
     the best estimates of all inputs.

@@ -48,7 +48,7 @@ class _Slot:
 
 
 class _Entrance(torch.autograd.Function):
-    """Insert a received activation into the autograd graph without retaining it; backward sets `slot.gradient`."""
+    """Insert a received activation into the autograd graph, not retaining it; backward puts its gradient in `slot`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, slot: _Slot) -> Tensor:

@@ -68,7 +68,7 @@ class BackwardSchedule:
     """Order in which one backward pass enters and leaves the visits (module calls) of several forward passes."""
 
     def __init__(self, passes: Sequence[ForwardPass]) -> None:
-        """Order the entries and exits of all visits as autograd reaches them.
+        """Order the entries and exits of all visits (module calls) as autograd reaches them.
 
         Autograd runs the operators that were recorded last first. When autograd enters a visit, all visits that began
         after its end are finished. When autograd leaves a visit, all visits that began after its start are finished.

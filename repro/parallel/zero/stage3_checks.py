@@ -75,19 +75,19 @@ def _freed_class(kind: type[Parameter]) -> type[Parameter]:
 
 
 class FreedParameterGuard:
-    """Switch the class of a gather unit's parameters, so that reads of freed parameters raise an error."""
+    """Switch the Python class of jointly gathered parameters, so that reads of freed parameters raise an error."""
 
     def __init__(self, parameters: Iterable[Parameter]):
         self._kinds = [(p, type(p), _freed_class(type(p))) for p in parameters]
         self.refuse_reads()
 
     def allow_reads(self) -> None:
-        """Restore the original classes of parameters whose values have been gathered."""
+        """Restore the original Python class of parameters whose values have been gathered."""
         for parameter, kind, _ in self._kinds:
             parameter.__class__ = kind  # type: ignore[assignment]
 
     def refuse_reads(self) -> None:
-        """Set the classes of parameters whose values are freed to classes that refuse operators."""
+        """Change the Python class of parameters with freed values to a class that refuses operators."""
         for parameter, _, freed in self._kinds:
             parameter.__class__ = freed  # type: ignore[assignment]
 

@@ -47,11 +47,11 @@ class ParameterUnsharder:
         """Flat buffers of each gather unit (block) that are freed after recomputation and gathered for its backward."""
         self._works: dict[int, list[Work]] = {}
         self._forward = ForwardPass(False)
-        """Record of the forward pass that runs at present, or that ran last."""
+        """Recorded module calls of the forward pass that runs at present, or that ran last."""
         self._recorded: list[ForwardPass] = []
-        """Records of the forward passes through whose graphs a backward pass runs or can still run."""
+        """Recorded forward passes through whose autograd graphs a backward pass runs or can still run."""
         self._schedule: BackwardSchedule | None = None
-        """Schedule of the running backward pass; None outside backward passes."""
+        """Order of module calls in the running backward pass; None outside backward passes."""
         self.retains_units = False
         """Whether parameters remain gathered for a later backward pass after one that computed only input gradients."""
         self._agreement: UnitAgreement | None = None
@@ -304,7 +304,7 @@ class ParameterUnsharder:
                 tensor.register_hook(advance)
 
     def _current_schedule(self) -> BackwardSchedule:
-        """Return the schedule of the running backward pass, which the first call in a backward pass builds."""
+        """Return the order of module calls in the running backward pass, which its first call here builds."""
         if self._schedule is None:
             if self._agreement is not None:
                 self._agreement.wait()

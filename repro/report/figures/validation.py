@@ -160,7 +160,7 @@ MAX_LABELLED_ROWS = 24
 
 
 def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
-    """Draw one panel per unknown input of a system, with a line for the range that each published value implies."""
+    """Draw one panel per uncertain property of a system, with a line for the range implied by each published value."""
     shown = select_implied(found)
     if not shown:
         return IMPLIED
@@ -180,7 +180,7 @@ def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
 def select_implied(found: Sequence[ImpliedInput]) -> list[ImpliedInput]:
     """Return the uncertain inputs to draw, one or more per system; first those that most published values contradict.
 
-    Excluded are the ratio of kernel times to calibrated times (`PACE`) and its spread, which absorb the model's error.
+    Excluded: ratio of kernel times to calibrated ones (`PACE`) and spread of kernel times, which absorb model errors.
     """
     telling = [one for one in found if one.key not in (PACE, SPREAD)]
     ordered = sorted(telling, key=lambda one: (-one.torn, -len(one.needs)))

@@ -153,7 +153,7 @@ class Report:
     """Command that creates the missing records of a figure, by the figure's id."""
     notebooks: list[Path] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """Remarks about the store, such as unreadable lines and records of another protocol version."""
+    """Remarks about the results folder, such as unreadable lines and records of another measurement protocol."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the paths of the report's files, and the counts of its claims and records, as JSON data."""

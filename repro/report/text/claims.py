@@ -46,7 +46,7 @@ DEFINITIONS: tuple[str, ...] = (
 MAX_CLAIM_ROWS = 6
 """Maximum number of values of one claim that are printed without `--details`; disagreeing values come first."""
 MAX_STRENGTH_TEXT = 195
-"""Maximum length in characters of the printed line with the margins of a claim's values to their tolerances."""
+"""Maximum length in characters of the printed line that states how much a claim's values may change."""
 MAX_CLAIM_TEXT = 290
 """Maximum length in characters of the printed cause of a claim's verdict, and of a claim's conditions."""
 ALL_CLAIMS_COLUMNS = 25, 25, 14
@@ -54,7 +54,7 @@ ALL_CLAIMS_COLUMNS = 25, 25, 14
 MAX_ANSWERS, ANSWER_COLUMNS = 15, (16, 21, 18)
 """Maximum number of claims, and widths of three columns in characters, in the table of `repro claims --system`."""
 MAX_SHOWN_UNKNOWNS = 3
-"""Maximum number of unknown inputs that are printed for each predicted value of a claim."""
+"""Maximum number of uncertain system properties that are printed for each predicted value of a claim."""
 VERDICT_STYLES = {
     verdicts.REPRODUCED: "green",
     **dict.fromkeys((verdicts.POSSIBLE, verdicts.DEPENDS), "blue"),
@@ -322,7 +322,7 @@ def _evidence_table(result: ClaimResult) -> Table:
 
 
 def _unknowns_table(result: ClaimResult) -> Table:
-    """Return a table of each predicted value's unknown inputs with the largest effects, each varied alone."""
+    """Return a table of the uncertain inputs with the largest effects on each predicted value, each varied alone."""
     headings = ("value", "unknown input", "value at low input", "value at high input", "uncertainty")
     grid = render.new_table(*headings, left=2, wrap=headings[:2])
     for row in result.rows:

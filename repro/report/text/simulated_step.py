@@ -201,7 +201,7 @@ def _traffic_table(comm: dict[str, Any]) -> Table | str:
 
 
 def _step_details(simulation: Simulation, document: dict[str, Any]) -> list[str | Table]:
-    """Return tables of the memory of every stage, all messages, the parts of the time and the uncertain inputs."""
+    """Return tables of the memory of every stage, all messages, the parts of step time, and its uncertain inputs."""
     memory, time, flops = document["memory"], document["time"], document["flops"]
     roles = (
         (role.role.name.partition(" (")[0], str(role.role.stages), gb(role.memory.peak_bytes),

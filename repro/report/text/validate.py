@@ -1,4 +1,4 @@
-"""Output of `repro validate`: predicted against published and measured values, and the unknown inputs to measure."""
+"""Output of `repro validate`: predicted against published and measured values, and the uncertain inputs to measure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDER_INTERVAL_NOTE = (
     "Wider interval: the 90 % interval, widened until 90 % of the rows of other reports lie inside."
 )
 MAX_INPUTS = 10
-"""Maximum number of unknown inputs that are printed without `--details`."""
+"""Maximum number of uncertain system properties that are printed without `--details`."""
 SIMULATE_COMMAND = "repro run suites/NAME.toml --evidence simulated"
 
 
@@ -260,7 +260,7 @@ def print_machine_errors(machine: MachineErrors, details: bool) -> None:
 
 
 def _write_scatter(found: Sequence[Point], path: Path) -> None:
-    """Draw predicted over published throughput to `path`. Raises `ConfigError` if the store has no predictions."""
+    """Draw predicted over published throughput to `path`. Raises `ConfigError` without predictions in the results."""
     from repro.report.figures import style, validation
 
     with style.figure_style():

@@ -125,7 +125,7 @@ class Reader:
         self._open.clear()
 
     def read(self, path: Path, at: int, holder: Rectangle, part: Rectangle, into: Tensor) -> None:
-        """Read sub-block `part` of matrix block `holder`, stored from byte `at` on; `ConfigError` if it is missing."""
+        """Read `part` of matrix block `holder`, stored from byte `at` on; `ConfigError` if the file is missing."""
         for block in _blocks(holder, part):
             first = (block.row - holder.row) * holder.columns + block.column - holder.column
             span = (block.rows - 1) * holder.columns + block.columns
