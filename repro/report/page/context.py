@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_RECORDS = 200
-"""Maximum number of listed comparisons, and of listed records of each kind that no claim and no figure reads."""
+"""Maximum number of comparisons in the report, and of records of each kind that neither a claim nor a figure reads."""
 MAX_MACHINES = 100
 """Maximum number of origins of records (machine, commit and versions) that the report's page of machines lists."""
 BEST_FIGURES = {

@@ -29,7 +29,7 @@ ITEM = 4
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a checkpoint file: a rectangle of the weights or of a moment (`state`) of parameter `name`."""
+    """One tensor of a checkpoint file: a matrix block of the weights or of a moment (`state`) of parameter `name`."""
 
     name: str
     state: str

@@ -57,7 +57,7 @@ class Index:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of every full parameter (not split by tp or ZeRO), by name."""
     pieces: Mapping[str, tuple[FilePiece, ...]] = field(default_factory=dict)
-    """Rectangles in files that together cover every parameter without overlap, by parameter name."""
+    """Matrix blocks (rectangles) in files that together cover every parameter without overlap, by parameter name."""
 
 
 def folder_of(root: Path, step: int) -> Path:

@@ -29,7 +29,7 @@ class Rectangle(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of elements in the rectangle."""
+        """Return the number of elements in the matrix block."""
         return self.rows * self.columns
 
     def overlap(self, other: Rectangle) -> Rectangle | None:
@@ -93,7 +93,7 @@ class Fragment:
 
 
 def fragments(engine: NativeEngine, *, owned: bool) -> Iterator[Fragment]:
-    """Yield the parameter rectangles that this rank's optimizer updates; with `owned`, only those that the rank saves.
+    """Yield the parameter blocks (rectangles) that this rank's optimizer updates; with `owned`, only those it saves.
 
     If several ranks have equal states, only one saves them: the first tp rank for parameters that tp duplicates, and
     the first stage for the tied embedding. Under ZeRO stage 0 each replica saves an equal part.
