@@ -152,7 +152,7 @@ class JudgedStore:
         return _frame(rows)
 
     def to_run(self, pattern: str = "*") -> list[str]:
-        """Return the commands that run the missing experiments of the claims that match `pattern`."""
+        """Return the `repro` commands that run the missing experiments of the claims whose ids match `pattern`."""
         from repro.claims.run_commands import SuiteCatalogue, experiments_of
 
         known = {(record.evidence, record.label) for record in self.latest() if record.conclusive}

@@ -41,7 +41,7 @@ class ForwardPass:
         self.open_visits: list[int] = []
         """Indices in `visits` of the module calls that have not ended, the innermost call last."""
         self.offset = 0
-        """Index of this forward pass's first module call among the calls in `BackwardSchedule.visits`."""
+        """Index of this forward pass's first module call among the calls of all passes in `BackwardSchedule.visits`."""
         self.graph: _Graph | None = _Graph()
         self._reference = weakref.ref(self.graph)
 

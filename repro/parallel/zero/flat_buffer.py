@@ -163,7 +163,7 @@ class Bucket(FlatParameters):
         return Work(finish=finish)
 
     def unreduce(self) -> None:
-        """Prepare reduced gradients for more additions and a second reduction: divide by n ranks, or clear other shards."""
+        """Prepare reduced gradients for further additions and reductions: divide by n ranks, or clear other shards."""
         gradients = self.gradients
         assert gradients is not None
         if self.stage == 0 or self.all_reduce_first:

@@ -28,7 +28,7 @@ class Arena:
     """Preallocated memory against fragmentation: pieces of given sizes (elements) in one flat allocation."""
 
     def __init__(self, memory: Tensor, sizes: Sequence[int]):
-        """Divide `memory`, a flat tensor of sum(`sizes`) elements, into free pieces of `sizes` elements."""
+        """Divide `memory`, a flat tensor of sum(`sizes`) elements, into unused pieces of these sizes in elements."""
         assert memory.numel() == sum(sizes)
         self.memory = memory
         self._pieces = list(memory.split(list(sizes)))

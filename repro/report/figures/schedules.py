@@ -92,7 +92,7 @@ def busy_shares(row: Sequence[TimedAction], total: float, columns: int) -> list[
 
 
 def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
-    """Draw a pipeline schedule of all stages, with its `title` and the line of properties `facts`."""
+    """Draw a pipeline schedule of all stages, with its `title` and one line of text with its properties (`facts`)."""
     stages, total = len(rows), float(max(row[-1].stop for row in rows))
     times = {slot.action.kind: float(slot.stop - slot.start) for slot in rows[0]}
     width = 72 * (PICTURE_WIDTH_INCHES - 1)

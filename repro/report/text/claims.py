@@ -140,7 +140,7 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
 def print_claim(
     result: ClaimResult, console: Console, first: Collection[str] = (), options: str = ""
 ) -> None:
-    """Print a claim on one screen: verdict, cause, values (first those labelled `first`), and commands to repeat it.
+    """Print a claim on one screen: verdict, cause, values (labels in `first` come first), and commands to repeat it.
 
     `options`: options of the suggested `repro claims`.
     """

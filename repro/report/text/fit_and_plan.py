@@ -42,7 +42,7 @@ def print_fits(
     *,
     details: bool = False,
 ) -> None:
-    """Print the largest model (or micro-batch) that fits into memory, for each pair (search, result) in `fits`.
+    """Print the largest model (or micro-batch) that fits into memory; `fits`: a search and its result per ZeRO stage.
 
     `options`: model, system and devices of the suggested command. `remarks`: reasons for ZeRO stages without a
     result. `details`: also print memory by category and all trials.
@@ -295,7 +295,7 @@ def _join_places(places: Sequence[int]) -> str:
 def _plan_details(
     plans: Sequence[tuple[PlanRequest, Plan]], placed: Sequence[tuple[int, PlanRequest, PlanRow]]
 ) -> list[str | Table]:
-    """Return details of ranked layouts: rates, waiting times, ties, the ranking rule, and layouts that do not fit."""
+    """Return details of ranked layouts: rates, waiting times, statistical ties, ranking rule, and layouts that fail."""
     from repro.simulate.plan.rows import IDEAL_ORDER_RULE
 
     losses = {"communication\nwait (%)": "exposed_s", "pipeline\nbubble (%)": "bubble_s"}

@@ -74,7 +74,7 @@ def print_simulation(
 
 
 def print_versus(first: tuple[str, LayoutQuery], second: tuple[str, LayoutQuery], json: bool) -> int:
-    """Simulate two queries, each a model and a layout, and print their differences; return 1 if one does not fit.
+    """Simulate two queries (a model and a layout each), and print their differences; return 1 if one does not fit.
 
     If the second query has no global batch, the global batch of the first applies.
     """

@@ -51,7 +51,7 @@ WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("glob
 """Experiment conditions with a table column only if their values differ: left-aligned words, right-aligned numbers."""
 MAX_ROWS, MAX_SHORT_GROUPS, MAX_GROUP_ROWS, MAX_LINES = 14, 3, 18, 3
 """Maximum numbers in the output without `--details`: rows of experiments, suites with a table each, suites with a row
-each, and lines of failures, of comparisons and of reasons."""
+each, and lines of failures, of comparisons and of reasons why experiments cannot run."""
 
 
 class Column(NamedTuple):
