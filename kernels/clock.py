@@ -16,7 +16,7 @@ from torch import Tensor
 FLUSH_BYTES = 2**29
 """Bytes of the buffer that evicts operands from the last-level cache (50 MiB on H100)."""
 MAX_TRIES = 4
-"""Maximum number of measurements, repeated until the host queues all calls before the GPU begins the first."""
+"""Maximum tries of a measurement; a try fails if the GPU begins before the host has queued all calls."""
 HOLD_MARGIN = 2.0
 """Ratio of the GPU's sleep before timed calls to the host's time for queueing these calls."""
 MAX_HOLD_S = 50e-3

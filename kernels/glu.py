@@ -110,7 +110,7 @@ backward_operator = operator(
 
 
 def swiglu(x: Tensor, *, plain: bool = False) -> Tensor:
-    """Return y [..., f] in the dtype of x [..., 2 f], whose first half is the gate. Only x is saved for backward.
+    """Return SwiGLU, y = silu(gate) * up, [..., f] in the dtype of x [..., 2 f] = (gate, up). Backward saves only x.
 
     `plain`: use torch's operators on every device. Raises ValueError if the last dimension is odd.
     """

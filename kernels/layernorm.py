@@ -198,7 +198,7 @@ backward_operator = operator(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, plain: bool = False) -> Tensor:
-    """Return y [..., h] in the dtype of x [..., h]; weight and bias are [h], of one dtype (any floating one).
+    """Return layer norm y [..., h] in the dtype of x [..., h]; weight and bias are [h], of one floating dtype.
 
     Backward saves x, weight, and mean and rstd of every row ([..., 1], fp32; fp64 for fp64 x). `plain`: use torch's
     operators on every device. Raises ValueError if the sizes do not agree.

@@ -48,12 +48,12 @@ def operator(
 
 
 def no_result(*_: object) -> None:
-    """Return None, as the shape function of an operator that only modifies its arguments."""
+    """Return None: shape function, for `meta` tensors, of an operator that only modifies its arguments."""
     return
 
 
 def like_first(x: Tensor, *_: object) -> Tensor:
-    """Return an empty tensor with shape and dtype of an operator's first argument, as the operator's shape function."""
+    """Return an empty tensor like `x`: shape function, for `meta` tensors, of operators whose result is like `x`."""
     return x.new_empty(x.shape)
 
 

@@ -48,7 +48,7 @@ def mixed(key: int) -> int:
 
 
 def _hash_(index: Tensor, key: int) -> tuple[Tensor, Tensor]:
-    """Replace each element i of a contiguous int64 tensor by hash(i); return int32 views of all low and high words.
+    """Replace each element of contiguous int64 `index` by its 64-bit hash; return int32 views of low and high words.
 
     In little-endian memory, z ^= z >>> 32 is the XOR of the high word into the low one.
     """
@@ -71,7 +71,7 @@ def derive_key(*parts: int) -> int:
 
 
 def device_key(key: int, first_sample: int) -> tuple[int, int]:
-    """Return the two int64 numbers that a dropout kernel reads from device memory: mix(key) and `first_sample`."""
+    """Return the two int64 numbers that a dropout kernel reads from device memory: scrambled key and `first_sample`."""
     return _signed(mixed(key)), first_sample
 
 
@@ -108,8 +108,8 @@ def keep_mask(rows: Tensor, columns: int, p: float, key: int) -> Tensor:
 def normal_at(index: Tensor, key: int) -> Tensor:
     """Return the elements `index` (int64, any shape) of an infinite sequence of standard normal fp32 numbers.
 
-    The highest 24 bits of hash(i) select one of 2**24 equally likely quantiles, so |value| < 5.5. Devices may differ in
-    the last bit of `erfinv`.
+    The highest 24 bits of an index's hash select one of 2**24 equally likely quantiles, so |value| < 5.5. Devices may
+    differ in the last bit of `erfinv`.
     """
     word = index.clone(memory_format=torch.contiguous_format)
     _hash_(word, key)

@@ -70,7 +70,7 @@ backward_operator = operator(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, plain: bool = False) -> Tensor:
-    """Return y [..., h] in the dtype of x [..., h]; weight is [h] of any floating dtype.
+    """Return RMS norm y [..., h] in the dtype of x [..., h]; weight is [h] of any floating dtype.
 
     Backward saves x, weight, and rstd of every row ([..., 1], fp32; fp64 for fp64 x). `plain`: use torch's operators on
     every device. Raises ValueError if the sizes do not agree.

@@ -68,7 +68,7 @@ def launch_rotary(
 
 
 def _angles(s: int, width: int, base: float, place: Sequence[int], device: torch.device) -> Tensor:
-    """Return rotary angles, fp64 [s, width/2]. `place`: arguments (first_position, split, jump) of `rotary`."""
+    """Return rotary angles, fp64 [s, width/2], of tokens at positions first + j, plus `jump` for j >= `split`."""
     first, split, jump = place
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
     positions = torch.arange(first, first + s, dtype=torch.float64, device=device)
@@ -80,7 +80,7 @@ def _angles(s: int, width: int, base: float, place: Sequence[int], device: torch
 def reference(
     x: Tensor, heads: int, head_width: int, width: int, base: float, place: Sequence[int] = (0, 0, 0)
 ) -> Tensor:
-    """Rotate pairs of x's elements as complex numbers. `place`: arguments (first_position, split, jump) of `rotary`."""
+    """Rotate pairs of x's elements as complex numbers; token j has position first + j, plus `jump` for j >= `split`."""
     b, s, columns = x.shape
     n = columns // head_width
     turning, others = x.view(b, s, n, head_width).split([heads, n - heads], 2)

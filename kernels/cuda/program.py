@@ -114,7 +114,7 @@ BLOCKS_PER_PROCESSOR = 8
 
 
 PackedLaunch = tuple[Loaded, list[tuple[int, ...]], list[int], int]
-"""Kernel launch over several tensors: program, pointers and sizes, cumulative chunk counts, number of thread blocks."""
+"""Kernel launch for several tensors: program, pointers and size of each, prefix sums of their chunks, thread blocks."""
 
 
 def pack_launches(

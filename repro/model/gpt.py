@@ -190,7 +190,7 @@ class GPT(nn.Module):
         return y
 
     def matrix_shapes(self) -> set[tuple[int, int]]:
-        """Return sizes (rows, columns) of this rank's weight matrices; matrices with equal input form one matrix."""
+        """Return sizes (rows, columns) of this rank's weight matrices; those that multiply one input count as one."""
         found: list[list[Tensor]] = []
         if self.part.last:
             found.append([self.head.tokens if self.setting.model.tied else self.head.output])
@@ -201,7 +201,7 @@ class GPT(nn.Module):
         return {(sum(w.numel() // w.shape[-1] for w in one), one[0].shape[-1]) for one in found}
 
     def zero_units(self) -> list[GatherUnit]:
-        """Return the units that ZeRO gathers: one per block, and one (tied) or two (untied) for embedding and head."""
+        """Return ZeRO-3's gather units: one per block, and one (tied) or two (untied) for embedding and head."""
         # The embedding's backward pass reads parameters only if the embedding has a norm.
         ends = (
             [ModuleUse("embed", is_read_in_backward=self.setting.model.embedding_norm)]

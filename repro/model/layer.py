@@ -34,7 +34,7 @@ of a sample on this rank: two under context parallelism), or none."""
 
 @dataclass(frozen=True)
 class BatchPosition:
-    """Position of a micro-batch in the training run, which determines the random numbers of dropout."""
+    """Training step and first sample of a micro-batch, from which dropout derives its random numbers."""
 
     step: int
     first_sample: int

@@ -91,7 +91,7 @@ class Group:
         return self.message(tensor, to, channel, purpose)()
 
     def message(self, tensor: Tensor, to: int, channel: int, purpose: str = "") -> Callable[[], Work]:
-        """Count a point-to-point message in the ledger, and return a function that sends the message."""
+        """Add a message to the counters of communication, and return a function that sends the message."""
         self._count("send", tensor, purpose, (to, channel))
         return lambda: self.transport.send(tensor, to, channel).hold(tensor)
 

@@ -20,7 +20,7 @@ META = torch.device("meta")
 
 
 def unobserved(device: torch.device = META) -> AbstractContextManager[None]:
-    """Return a context for views and empty tensors on `meta`, in which a simulation records no operators."""
+    """Return a context in which a simulation does not record operators on `meta` tensors, such as views."""
     return torch._C._DisableTorchDispatch() if device.type == META.type else nullcontext()  # type: ignore[no-any-return]
 
 
@@ -35,7 +35,7 @@ def is_on_processors(tensor: Tensor) -> bool:
 
 
 def call_once(like: Tensor, key: Hashable, call: Callable[[], None]) -> None:
-    """Run the function `call`, or in a simulation repeat the events recorded from an earlier call with an equal `key`.
+    """Run `call`; a simulation instead repeats the recorded operators of an earlier call with an equal `key`.
 
     `call` may run operators, and must free all storages that it allocates. `like`: tensor on the device of the call.
     """

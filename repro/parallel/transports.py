@@ -295,7 +295,7 @@ class GlooRing(GlooTransport):
         return Work(dist.all_gather(parts, input, group=self.group, async_op=True))
 
     def _run_in_thread(self, steps: RingOperation) -> Work:
-        """Queue the function `steps` for the transport's thread; `Work.wait` waits for it and raises its exception."""
+        """Queue the function `steps` for the thread of ring collectives; `Work.wait` awaits it and raises its error."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_run, args=(self._jobs,), name="gloo ring", daemon=True).start()

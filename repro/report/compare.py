@@ -52,13 +52,13 @@ class Change:
     judged: str
     """Judgement of a changed result: `worse`, `same`, `better`, or `not decided` (few launches, wide interval)."""
     ratio: float | None = None
-    """Ratio B over A of speed or peak memory, or None. `low`, `high`: ends of a speed ratio's 95 % interval."""
+    """Speed or peak memory, after over before, or None. `low`, `high`: ends of a speed ratio's 95 % interval."""
     low: float | None = None
     high: float | None = None
 
 
 def read_side(text: str, results: Path) -> list[Record]:
-    """Return the experiment records to compare: those in folder `text`, or in `results` by git commit `text`."""
+    """Return the experiment records of one compared side: in folder `text`, or of git commit `text` in `results`."""
     folder = Path(text)
     if folder.is_dir():
         records = read_records(folder)
@@ -80,7 +80,7 @@ def read_side(text: str, results: Path) -> list[Record]:
 def compare_results(
     before: list[Record], after: list[Record], *, tolerance: float, own: Sequence[Path] = ()
 ) -> list[Change]:
-    """Return the changes of all experiments with records in both results, then of claims whose verdicts differ."""
+    """Return changes of experiments with records both `before` and `after`, then of claims whose verdicts differ."""
     changes = _compare_experiments(before, after, tolerance)
     return changes + _verdicts(before, after, own) if changes else []
 
@@ -187,7 +187,7 @@ def run_commits(
 
 
 def _run_suite(commit: str, tree: Path, suite: Path, store: Path) -> None:
-    """Run a suite once with the code in the git worktree `tree`. Raises `ConfigError` if the code rejects the suite."""
+    """Run a suite once with the code in git worktree `tree`. Raises `ConfigError` if `repro run` of this code fails."""
     # Older commits do not support `python -m repro`.
     program = "import sys; from repro.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "run", str(suite), "--rerun", "--results", str(store)]
@@ -245,7 +245,7 @@ def print_comparison(
 ) -> int:
     """Print how results change from `first` to `second` (folders or commits); return 1 if any is worse, else 0.
 
-    `own`: additional ledger files of published claims.
+    `own`: additional files of published claims.
     `suite`: run this suite at most `launches` times in the commits `first` and `second` before the comparison.
     Raises `ConfigError` for invalid input, or if no experiment has records on both sides.
     """

@@ -60,7 +60,7 @@ class JudgedStore:
 
     @cached_property
     def judged(self) -> list[ClaimResult]:
-        """Return the verdict and the evidence of every published claim, in the order of the ledger files."""
+        """Return the verdict and the evidence of every published claim, in the order of the files of claims."""
         return judge(self.ledger, self.records, self.references)
 
     def documents(self, pattern: str = "*") -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ class JudgedStore:
     def summary(self) -> pd.DataFrame:
         """Return a data frame with counts of verdicts and of reproduced values, by subject (such as ZeRO) and in total.
 
-        The column `quantities` counts independent quantities (`repro.claims.independence`).
+        Several values may test one quantity, such as a formula; the column `quantities` counts distinct quantities.
         """
         groups: dict[str, list[ClaimResult]] = {}
         for result in self.judged:
@@ -152,7 +152,7 @@ class JudgedStore:
         return _frame(rows)
 
     def to_run(self, pattern: str = "*") -> list[str]:
-        """Return the commands that run the missing experiments of the claims that match `pattern`."""
+        """Return the `repro` commands that run the missing experiments of the claims whose ids match `pattern`."""
         from repro.claims.run_commands import SuiteCatalogue, experiments_of
 
         known = {(record.evidence, record.label) for record in self.latest() if record.conclusive}
@@ -170,7 +170,7 @@ class JudgedStore:
         return _frame([experiment_row(record) for record in found if evidence in ("", record.evidence)])
 
     def latest(self, pattern: str = "*", evidence: str = "") -> list[ExperimentRecord]:
-        """Return one record per experiment, by which claims are judged: the newest conclusive one, else the newest."""
+        """Return the record of each experiment that decides verdicts: the newest repeatable one, else the newest."""
         chosen = select(self.records)
         found = [r for r in [*chosen.measured, *chosen.simulated] if fnmatchcase(r.label, pattern)]
         return [record for record in found if evidence in ("", record.evidence)]
@@ -191,7 +191,7 @@ class JudgedStore:
 
     @cached_property
     def implied(self) -> list[ImpliedInput]:
-        """Return the values that published results imply for each unknown property of the systems."""
+        """Return the values that published results imply for each uncertain property of the systems."""
         return find_implied_inputs(self.judged, self.records)
 
     @cached_property
@@ -202,7 +202,7 @@ class JudgedStore:
         return {name: answer_questions(questions, self.records, load_system(name)) for name in simulated}
 
     def unknowns(self) -> pd.DataFrame:
-        """Return a data frame of a system's unknown properties: range, affected predictions, and how to measure it."""
+        """Return a data frame of uncertain system properties: range, affected predictions, and how to measure them."""
         counted = ("rows", "settles", "possible")
         inputs = [one.as_dict() for one in self.shopping_list.inputs]
         counts = [{key: len(one[key]) for key in counted} for one in inputs]
@@ -213,7 +213,7 @@ class JudgedStore:
 
 
 def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
-    """Return the records in `results` (default: `default_store()`) with the claims. `own`: more ledger files."""
+    """Return records in `results` (default: `default_store()`) and judged claims. `own`: additional files of claims."""
     store = Store(Path(results) if results is not None else default_store())
     records, torn = store.readable()
     return JudgedStore(store.root, records, torn, load_ledger(own=tuple(own)), load_reference())

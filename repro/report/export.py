@@ -1,7 +1,7 @@
 """`repro export` writes tables of results for programs and papers, and `repro artifact` the artifact appendix.
 
-The appendix lists the command, expected value, tolerance and GPU-hours of every claim. It depends on the ledger of
-claims and on the suites, not on records, so that a checkout always gives the same text.
+The appendix lists the command, expected value, tolerance and GPU-hours of every claim. It depends on the files of
+published claims and on the suites, not on records, so that a checkout always gives the same text.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def write_table(
 ) -> int:
     """Write one table of the records in `results` to the file `output`, or to standard output if it is None; return 0.
 
-    The format parquet and the table `reference` need a file. `own`: additional ledger files of published claims.
-    `claims`: globs of claim ids, for `CLAIM_TABLES`. `columns`: names, separated by commas; empty selects
-    all columns, but for Markdown and LaTeX the `PAGE_COLUMNS` with values. Raises `ConfigError` for invalid input.
+    The format parquet and the table `reference` need a file. `own`: additional files of published claims.
+    `claims`: globs of claim ids, for tables with a row per claim. `columns`: names, separated by commas; empty: all
+    columns, but for Markdown and LaTeX default columns with values. Raises `ConfigError` for invalid input.
     """
     require(table in (*TABLES, REFERENCE), "--table", table, f"one of {', '.join((*TABLES, REFERENCE))}")
     if table == REFERENCE:
@@ -210,7 +210,7 @@ suites (`suites/*.toml`), and a test compares the file with them.
 
 
 def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
-    """Write the artifact appendix to `output`, or print it if `output` is None; return 0. `own`: more ledger files."""
+    """Write the artifact appendix to `output`, or print it if `output` is None. `own`: additional files of claims."""
     if output is None:
         sys.stdout.write(appendix(own))
     else:
@@ -219,7 +219,7 @@ def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
 
 
 def appendix(own: Sequence[Path] = ()) -> str:
-    """Return the artifact appendix as Markdown: all claims with commands and costs. `own`: additional ledger files."""
+    """Return the artifact appendix as Markdown: all claims with commands and costs. `own`: further files of claims."""
     ledger, catalogue = load_ledger(own=tuple(own)), SuiteCatalogue()
     results = judge(ledger, [])
     parts = [INTRODUCTION, _independent(results), _overview(results, catalogue)]
@@ -267,7 +267,7 @@ def _overview(results: list[ClaimResult], catalogue: SuiteCatalogue) -> str:
 
 
 def _independent(results: list[ClaimResult]) -> str:
-    """Return a paragraph with the numbers of claims, values and independent quantities, by kind of evidence."""
+    """Return a paragraph with the numbers of claims, of their values, and of the distinct quantities tested."""
     found = count_independent(results, possible=True)
     kinds = ", ".join(f"{found[kind].tested} {kind}" for kind in KINDS)
     rows = [row.findings for result in results for row in result.rows]

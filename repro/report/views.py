@@ -74,7 +74,7 @@ def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
 
 
 def _cell(result: ClaimResult, name: str) -> dict[str, str]:
-    """Return a claim's table cell for one kind of evidence: value (or number of reproduced values), scale, verdict."""
+    """Return a claim's cell for one kind of evidence: value (or count of reproduced ones), scale of runs, verdict."""
     words = count_text(result, name)
     kind = result.kind(name)
     if kind is None or kind.decided == 0:
@@ -126,11 +126,11 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
 
 
 MAX_TORNADO_BARS = 5
-"""Maximum number of unknown inputs in a tornado diagram; inputs with the largest effects are shown."""
+"""Maximum number of uncertain inputs in a tornado diagram; inputs with the largest effects are shown."""
 
 
 def tornado(value: InputUncertainty) -> list[dict[str, Any]]:
-    """Return the bars of a tornado diagram: for each unknown input, the predicted values if only this input varies.
+    """Return a tornado diagram's bars: for each uncertain input, the predicted values if only this input varies.
 
     `left`, `width` and `best` are percentages of the common axis of all bars. `best` is the position of the value with
     the best estimates of all inputs.
@@ -158,7 +158,7 @@ def tornado(value: InputUncertainty) -> list[dict[str, Any]]:
 
 
 def _beside_the_rule(finding: Finding) -> str:
-    """Return the reason of a verdict on a piece of evidence, without the tolerance rule that is shown separately."""
+    """Return the reason of a verdict on a piece of evidence without the tolerance, which the page shows separately."""
     rule = finding.tolerance.partition(": ")[2]
     return finding.reason.removeprefix(rule).removeprefix("; ") if rule else finding.reason
 
@@ -237,7 +237,7 @@ SIZES = {"states_gb": "memory.states_bytes", "peak_gb": "memory.peak_bytes", "se
 
 
 def record_row(record: ExperimentRecord) -> dict[str, Any]:
-    """Return one row of the report's table of experiments; `facts` has further values as text, by their label."""
+    """Return one row of the report's table of experiments; its entry `facts` has further values as text, by label."""
     metrics, layout, basis = record.metrics, record.experiment.layout, basis_of_record(record)
     is_simulated = record.evidence == SIMULATED
     facts = _simulated_facts(record, basis) if is_simulated else _measured_facts(record)

@@ -31,7 +31,7 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def create(shape: torch.Size, piece: Tensor, number: int, norms: GradientNorms) -> ShardedGradient:
-        """Return a sharded gradient of full `shape`. `piece`: this rank's elements [k]. `number`: index in `norms`."""
+        """Return a sharded gradient of full `shape`. `piece`: this rank's elements [k]. `number`: parameter index."""
         gradient: ShardedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedGradient, shape, dtype=piece.dtype, device=piece.device
         )
@@ -138,7 +138,7 @@ class GradientNorms:
         self.reset()
 
     def compute(self, order: Any) -> Tensor:
-        """Return the `order`-norm of each parameter's full gradient, 1-D. After a change, all ranks must call this."""
+        """Return the `order`-norm of each parameter's full gradient, 1-D; a collective after gradients have changed."""
         order = 2.0 if order in (None, "fro") else float(order)
         if order not in self._found:
             if order <= 0:

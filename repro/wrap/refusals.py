@@ -107,7 +107,7 @@ def _treats_elements_alone(optimizer: optim.Optimizer, group: dict[str, Any]) ->
 
 
 def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, here: slice) -> Tensor:
-    """Return the parameter `start`, flattened, after three steps of a copy of `optimizer`.
+    """Update a trial parameter with initial values `start` by three steps of a copy of `optimizer`; return it flat.
 
     `start` contains the elements `here` of a matrix of 24 elements, each with a gradient that depends on its index.
     """

@@ -77,7 +77,7 @@ class OptimizerStates:
         return states
 
     def _from_stock(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's shards of `states`, the state dict of an optimizer that is not wrapped."""
+        """Return this rank's shards of `states`, the full state dict of a stock torch optimizer."""
         if [len(g["params"]) for g in states["param_groups"]] != [len(group) for group in self._groups]:
             raise ValueError("optimizer.load_state_dict(): parameter group sizes differ. Use equal groups.")
         place: dict[int, int] = {}
@@ -97,7 +97,7 @@ class OptimizerStates:
         return found
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Gather the optimizer states of all ranks, which must call this, as a stock optimizer's `state_dict()`."""
+        """Gather all ranks' optimizer states as a stock optimizer's `state_dict()`. All ranks must call this method."""
         sharded, group = self._sharded, self._sharded.sharding.group
         pieces = {shard.index: shard for shard in self._shards}
         states = {i: self._optimizer.state.get(shard.parameter, {}) for i, shard in pieces.items()}

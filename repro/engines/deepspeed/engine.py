@@ -252,5 +252,5 @@ class DeepSpeedEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return {}, because this engine has no pipeline parallelism."""
+        """Return {}, instead of in-flight micro-batches of a stage, because this engine has no pipeline parallelism."""
         return {}

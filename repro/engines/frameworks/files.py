@@ -135,7 +135,7 @@ class LaunchFiles:
     """Folder in which the framework's files are written; None: no files are written."""
 
     def check(self, model: str) -> None:
-        """Raise `ConfigError` for an unknown framework, a missing model, or a launch without an output folder."""
+        """Raise `ConfigError` for an unknown framework, a missing model, or only one of `--launch` and `--output`."""
         require(model or self.source, "model", says="no model is given; add --model NAME or --from FILE")
         is_complete = bool(self.framework) == (self.output is not None)
         require(is_complete, "launch", self.framework, says="--launch and --output must be used together")

@@ -49,7 +49,7 @@ def _read_groups(value: Any, reading: Reading) -> None:
 
 
 def _read_vocabulary(value: Any, reading: Reading) -> None:
-    """Set the vocabulary size, padded as Megatron-LM pads it by default, unless the file specifies the padded size."""
+    """Set the vocabulary size, padded as Megatron-LM pads it, unless the framework's file specifies the padded size."""
     if value is not None and "model.vocab" not in reading.settings:
         multiple = 128 * reading.layout("tp")
         reading.put("model.vocab", -(-int(value) // multiple) * multiple)
@@ -140,7 +140,7 @@ def _bucket(settings: Settings) -> int:
 
 
 def _block(settings: Settings) -> int | None:
-    """Return a transformer block's matrix elements on a tp rank, for options of ZeRO stage 3; None in other stages."""
+    """Return the number of elements of a transformer block's matrices on a tp rank; None without ZeRO stage 3."""
     model = settings["model"]
     inner = 2 * (model.heads + model.key_heads) * model.head_width
     block = model.hidden * (inner + model.mlp_matrices * model.ffn_width)

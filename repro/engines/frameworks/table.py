@@ -35,7 +35,7 @@ _TYPES = {
 
 
 def settings_of(experiment: Experiment) -> Settings:
-    """Return an experiment's values that a framework's options must express, by key; `model`: the `Model` object."""
+    """Return the experiment's values that a framework's options must express, by key, and the `Model` as `model`."""
     layout, model, training = experiment.layout, experiment.model, experiment.training
     found: Settings = {f"layout.{key.name}": getattr(layout, key.name) for key in fields(Layout)}
     for key in MODEL_KEYS:
@@ -57,7 +57,7 @@ class Reading:
     """Values of keys that the user specified, which take precedence over the framework's file."""
     settings: Settings = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
-    """Notes on options of the file that a prediction does not represent exactly."""
+    """Notes on options of the framework's file that a prediction does not represent exactly."""
     unread: list[str] = field(default_factory=list)
     """Names of options that correspond to no key of this suite."""
 
@@ -66,7 +66,7 @@ class Reading:
         self.settings[key] = self.given.get(key, value)
 
     def layout(self, key: str) -> Any:
-        """Return the value of a layout key that the options read so far determine, or the key's default."""
+        """Return the value of layout key `key` from the framework's options read up to now, or the key's default."""
         return self.settings.get(f"layout.{key}", getattr(Layout, key))
 
     @property
@@ -102,7 +102,7 @@ class Rule(NamedTuple):
     write: Callable[[Settings], Any]
     """Function that returns the option's value for an experiment's settings; a result of None omits the option."""
     read: Callable[[Any, Reading], None] | None = None
-    """Function (value of the option or None, reading) that sets keys of this suite; None if the option sets none."""
+    """Function (option's value or None, result) that sets keys of this suite in the result; None if there are none."""
 
 
 def converted(name: str, key: str, value: Any) -> Any:
@@ -120,7 +120,7 @@ def converted(name: str, key: str, value: Any) -> Any:
 
 
 def rule_of(row: Mapping[str, Any]) -> Rule:
-    """Return the conversion rule for a table row that maps a framework's option to one key or to a fixed value."""
+    """Return the conversion of one framework option, given as a TOML row with a key of this suite or a fixed value."""
     name, key, default, when = row["name"], row.get("key", ""), row.get("default"), row.get("when")
     pairs = [(ours, *theirs, None)[:2] for ours, *theirs in row.get("words", ())]
     near, other = row.get("near", ()), row.get("other")
@@ -185,7 +185,7 @@ class Framework:
     """Shell commands that the launch script runs before torchrun."""
 
     def options_of(self, settings: Settings) -> dict[str, Any]:
-        """Return the framework's options for an experiment with these settings, by name."""
+        """Return the framework's options, by name, that express an experiment with the configuration `settings`."""
         found = {name: rule.write(settings) for name, rule in self.rules.items()}
         return {name: value for name, value in found.items() if value is not None}
 

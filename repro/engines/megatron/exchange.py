@@ -48,7 +48,7 @@ def _create_group(
 
 
 def initialize_groups(layout: Layout, device: torch.device) -> None:
-    """Create megatron-core's process groups. The engine's `Exchange` must be active."""
+    """Create megatron-core's process groups, while this experiment's module variables (`Exchange`) are active."""
     ensure_process_group(device)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,

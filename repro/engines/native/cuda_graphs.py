@@ -35,7 +35,7 @@ class CapturedMicroBatches:
     """Micro-batches of a rank without pipeline stages, whose passes are captured and replayed as CUDA graphs."""
 
     def __init__(self, part: ModelPart, micro_batches: int, scale: Tensor | None):
-        """Prepare graphs of `micro_batches` micro-batches per step. `scale`: 0-dim loss scale, variable over steps."""
+        """Prepare CUDA graphs of `micro_batches` micro-batches per step. `scale`: 0-dim loss scale."""
         self._part, self._count, self._scale = part, micro_batches, scale
         self._passes: dict[tuple[bool, bool], _CapturedPasses] = {}
         """CUDA graphs by (whether the micro-batch is the first of a step, whether it is the last)."""

@@ -135,7 +135,7 @@ class NativeEngine:
         """Do nothing, because buckets set the memory categories of their buffers at creation."""
 
     def report(self) -> EngineReport:
-        """Return the report of the executed software (this suite's own), and whether CUDA graphs were captured."""
+        """Return the description of the step's software (this suite), and whether CUDA graphs were captured."""
         graphs = {"cuda_graphs": self._capture_obstacle or "captured"} if self.layout.cuda_graphs else {}
         return EngineReport(
             "repro",

@@ -38,7 +38,7 @@ class Dropout:
     first_head: int = 0
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Return the random number key of dropout number `site` in a layer, for the training step in `place`."""
+        """Return the random number key of dropout number `site` in a layer, at training step `place.step`."""
         return kernels.derive_key(self.training.seed, place.step, layer, site)
 
     def residual(self, x: Tensor, place: BatchPosition, layer: int, site: int) -> Tensor:

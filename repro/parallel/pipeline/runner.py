@@ -48,7 +48,7 @@ class _Slot:
 
 
 class _Entrance(torch.autograd.Function):
-    """Insert a received activation into the autograd graph without retaining it; backward sets `slot.gradient`."""
+    """Insert a received activation into the autograd graph, not retaining it; backward puts its gradient in `slot`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, slot: _Slot) -> Tensor:
@@ -62,7 +62,7 @@ class _Entrance(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Replace a stage's output by a 0-dim tensor, whose backward starts from the output's gradient in `slot`."""
+    """Replace a stage's output by a 0-dim tensor, whose backward starts from the received output gradient in `slot`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slot: _Slot) -> Tensor:

@@ -194,7 +194,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 def _starts(
     schedule: Schedule, forward: Rational | int, backward: Rational | int
 ) -> tuple[int, list[list[int]], dict[str, int]]:
-    """Return ticks per time unit, and in ticks the start of every action and the duration of each kind of action."""
+    """Return integer ticks per unit of time, and in ticks the start of every action and the duration of each kind."""
     stages, chunks = len(schedule), chunks_of(schedule)
     exact = {FORWARD: Fraction(forward) / chunks, BACKWARD: Fraction(backward) / chunks}
     for key, time in (("forward", exact[FORWARD]), ("backward", exact[BACKWARD])):

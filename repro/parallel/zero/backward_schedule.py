@@ -41,7 +41,7 @@ class ForwardPass:
         self.open_visits: list[int] = []
         """Indices in `visits` of the module calls that have not ended, the innermost call last."""
         self.offset = 0
-        """Index of this forward pass's first module call among the calls in `BackwardSchedule.visits`."""
+        """Index of this forward pass's first module call among the calls of all passes in `BackwardSchedule.visits`."""
         self.graph: _Graph | None = _Graph()
         self._reference = weakref.ref(self.graph)
 
@@ -68,7 +68,7 @@ class BackwardSchedule:
     """Order in which one backward pass enters and leaves the visits (module calls) of several forward passes."""
 
     def __init__(self, passes: Sequence[ForwardPass]) -> None:
-        """Order the entries and exits of all visits as autograd reaches them.
+        """Order the entries and exits of all visits (module calls) as autograd reaches them.
 
         Autograd runs the operators that were recorded last first. When autograd enters a visit, all visits that began
         after its end are finished. When autograd leaves a visit, all visits that began after its start are finished.
@@ -94,21 +94,21 @@ class BackwardSchedule:
         for v, visit in enumerate(self.visits):
             self._of_use.setdefault(visit, []).append(v)
         self.next_entry: list[int | None] = [None] * len(self.steps)
-        """For each step, the index of the module call that autograd enters next; None if it enters no further call."""
+        """For each step of backward, the index of the module call that autograd enters next; None if it enters none."""
         for i in reversed(range(len(self.steps) - 1)):
             leaves, v = self.steps[i + 1]
             self.next_entry[i] = self.next_entry[i + 1] if leaves else v
         self.frees_unit = self._frees_unit()
-        """For each step, whether its gather unit can be freed: the unit has no open call, and another unit is next."""
+        """For each step of backward, whether its gather unit can be freed: no call of the unit is open or next."""
 
     def steps_until_entry(self, visit: int) -> int:
-        """Return the number of steps of the backward pass up to the entry of the module call `visit`."""
+        """Return how many entries and exits of module calls autograd passes up to the entry of module call `visit`."""
         return self._entry[visit] + 1
 
     def steps_until_exit(self, visit: int) -> int:
-        """Return the number of steps of the backward pass up to the exit of the module call `visit`.
+        """Return how many entries and exits of module calls autograd passes up to the exit of the module call `visit`.
 
-        The steps include the entries of module calls that ended when `visit` began.
+        The number includes the entries of module calls that ended when `visit` began.
         """
         stop = self._exit[visit] + 1
         while stop < len(self.steps) and not self.steps[stop][0] and self._ends[self.steps[stop][1]] == visit:

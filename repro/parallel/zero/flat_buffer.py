@@ -163,7 +163,7 @@ class Bucket(FlatParameters):
         return Work(finish=finish)
 
     def unreduce(self) -> None:
-        """Scale or clear reduced gradients, so that further gradients can be added before they are reduced again."""
+        """Prepare reduced gradients for further additions and reductions: divide by n ranks, or clear other shards."""
         gradients = self.gradients
         assert gradients is not None
         if self.stage == 0 or self.all_reduce_first:

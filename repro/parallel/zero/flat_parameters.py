@@ -227,7 +227,7 @@ class RankParts:
     created, and the simulation that observes the tensor is notified of the number of views."""
 
     def __init__(self, flat: Tensor, count: int, *, flattened: bool = False):
-        """Create the views. `flattened`: flatten `flat` once for each part, by another view, as libraries do."""
+        """Create one view of `flat` per rank. `flattened`: create each from a view `flat.view(-1)`, as libraries do."""
         self._flat, self._count = flat, count
         self._views: list[Tensor] = []
         if flat.is_meta:

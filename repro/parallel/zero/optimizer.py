@@ -45,7 +45,7 @@ class GradientShards:
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, operators: OperatorSet = OperatorSet.FUSED):
         self.buckets, self.mesh, self.operators = list(buckets), mesh, operators
         self.shards = [bucket.gradient_shard for bucket in self.buckets]
-        """Gradient shard of each bucket; with `in_passes`, unscaled fp32 copies from norm computation to step end."""
+        """Gradient shard of each bucket; under `in_passes` (separate memory passes), temporarily an fp32 copy."""
         self._counted = self._runs(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
         )

@@ -186,7 +186,7 @@ def _children_of(module: nn.Module, kind: type[nn.Module]) -> list[str]:
 
 
 def parameters_by_unit(module: nn.Module, units: Sequence[GatherUnit]) -> list[list[nn.Parameter]]:
-    """Return the parameters of every gather unit.
+    """Return the parameters of every gather unit (parameters that ZeRO stage 3 gathers together).
 
     A parameter that several blocks share belongs to the unit of the full module.
 

@@ -75,19 +75,19 @@ def _freed_class(kind: type[Parameter]) -> type[Parameter]:
 
 
 class FreedParameterGuard:
-    """Switch the class of a gather unit's parameters, so that reads of freed parameters raise an error."""
+    """Switch the Python class of jointly gathered parameters, so that reads of freed parameters raise an error."""
 
     def __init__(self, parameters: Iterable[Parameter]):
         self._kinds = [(p, type(p), _freed_class(type(p))) for p in parameters]
         self.refuse_reads()
 
     def allow_reads(self) -> None:
-        """Restore the original classes of parameters whose values have been gathered."""
+        """Restore the original Python class of parameters whose values have been gathered."""
         for parameter, kind, _ in self._kinds:
             parameter.__class__ = kind  # type: ignore[assignment]
 
     def refuse_reads(self) -> None:
-        """Set the classes of parameters whose values are freed to classes that refuse operators."""
+        """Change the Python class of parameters with freed values to a class that refuses operators."""
         for parameter, _, freed in self._kinds:
             parameter.__class__ = freed  # type: ignore[assignment]
 
@@ -100,7 +100,7 @@ class UnitAgreement:
         self._last_pass = Work()
 
     def compare(self, number: int) -> Work:
-        """Compare a unit's index or a digest over ranks; the result's `wait` raises `RuntimeError` if ranks differ."""
+        """Compare a number (unit index or digest) over ranks; the result's `wait` raises `RuntimeError` if unequal."""
         if self.group.size == 1:
             return Work()
         own = torch.tensor([number])
@@ -115,7 +115,7 @@ class UnitAgreement:
         return Work(finish=check)
 
     def union(self, flags: Sequence[bool]) -> list[bool]:
-        """Return the logical OR over all ranks of each of the last 60 flags, and for earlier flags True."""
+        """Return the element-wise OR of all ranks' `flags`, exact for the last 60 flags; earlier elements are True."""
         if self.group.size == 1:
             return list(flags)
         sent = flags[-60:]
@@ -134,7 +134,7 @@ class UnitAgreement:
         self._last_pass = self.compare(-1 - abs(hash((has_gradients, *units))))
 
     def wait(self) -> None:
-        """Raise `RuntimeError` unless all ranks used equal gather units in their last forward passes."""
+        """Raise `RuntimeError` unless all ranks used the same modules (gather units) in their last forward passes."""
         self._last_pass.wait()
 
 

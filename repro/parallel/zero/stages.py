@@ -232,7 +232,7 @@ class ShardedModule:
         return list(kinds.values())
 
     def _gathered_at_once(self, indices: Sequence[int], tags: Sequence[Tag]) -> list[list[int]]:
-        """Divide the parameter indices of a gather unit into groups that stage 3 gathers by one all-gather each."""
+        """Divide the parameters that a block uses (a gather unit) into groups of one all-gather each under stage 3."""
         apart = self._apart(indices, tags)
         if not self.sharding.by_parameter:
             return apart

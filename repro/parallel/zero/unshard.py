@@ -38,22 +38,22 @@ class ParameterUnsharder:
         *,
         ahead: bool = True,
     ):
-        """Install the hooks. `ahead`: prefetch the next unit while a unit computes, else await each gather in turn."""
+        """Install the hooks. `ahead`: prefetch the next block (gather unit) during computation, not only at its use."""
         self._ahead = ahead
         self._module, self._grad_only_backward = module, grad_only_backward
         self.units, self.buckets = list(units), [list(group) for group in buckets]
         self._complete = complete
         self._gathered_twice = [_gathered_twice(group) for group in self.buckets]
-        """Flat buffers of each unit that are freed after a block's recomputation and gathered for its backward pass."""
+        """Flat buffers of each gather unit (block) that are freed after recomputation and gathered for its backward."""
         self._works: dict[int, list[Work]] = {}
         self._forward = ForwardPass(False)
-        """Record of the forward pass that runs at present, or that ran last."""
+        """Recorded module calls of the forward pass that runs at present, or that ran last."""
         self._recorded: list[ForwardPass] = []
-        """Records of the forward passes through whose graphs a backward pass runs or can still run."""
+        """Recorded forward passes through whose autograd graphs a backward pass runs or can still run."""
         self._schedule: BackwardSchedule | None = None
-        """Schedule of the running backward pass; None outside backward passes."""
+        """Order of module calls in the running backward pass; None outside backward passes."""
         self.retains_units = False
-        """Whether units remain gathered for a later backward pass, after one that computed only gradients of inputs."""
+        """Whether parameters remain gathered for a later backward pass after one that computed only input gradients."""
         self._agreement: UnitAgreement | None = None
         self._guards: list[FreedParameterGuard] = []
         self._handles: list[Any] = []
@@ -99,11 +99,11 @@ class ParameterUnsharder:
             handle.remove()
 
     def is_gathered(self, u: int) -> bool:
-        """Return whether the parameters of unit `u` are gathered, or their gather has started."""
+        """Return whether the parameters of unit `u` (such as a block) are gathered, or their gather has started."""
         return not any(storage.is_released(bucket.full) for bucket in self.buckets[u])
 
     def start_gather(self, u: int) -> None:
-        """Start the all-gather of the parameters of unit `u`, unless it has started."""
+        """Start the all-gather of the parameters of gather unit `u` (such as a block), unless it has started."""
         if self.buckets[u] and not self.is_gathered(u):
             self._works[u] = []
             if self._agreement is not None and self._schedule is None:
@@ -116,7 +116,7 @@ class ParameterUnsharder:
                             work.wait()
 
     def gather(self, u: int) -> None:
-        """Gather the parameters of unit `u`: start the all-gather unless it has started, and wait for its end."""
+        """Gather the parameters of unit `u` (such as a block): start the all-gather if necessary, and await its end."""
         self.start_gather(u)
         if u not in self._works:
             return
@@ -126,7 +126,7 @@ class ParameterUnsharder:
             self._guards[u].allow_reads()
 
     def free(self, u: int) -> None:
-        """Free the full parameters of unit `u`, after waiting for a running gather of the unit."""
+        """Free the full parameters of gather unit `u` (such as a block), after waiting for their running gather."""
         self._free(u, self.buckets[u])
 
     def _free(self, u: int, buckets: Sequence[FlatParameters]) -> None:
@@ -138,13 +138,13 @@ class ParameterUnsharder:
             storage.release(bucket.full)
 
     def free_all(self) -> None:
-        """Free the full parameters of all gather units."""
+        """Free the full parameters of all blocks and other gather units."""
         self.retains_units = False
         for u in range(len(self.units)):
             self.free(u)
 
     def retain_units(self) -> None:
-        """Gather all units whose parameters autograd graphs reference, and do not free them until `free_all`."""
+        """Gather all blocks (units) whose parameters autograd graphs reference, and retain them until `free_all`."""
         if not self.retains_units:
             self.retains_units = True
             for u in sorted({u for run in self._recorded for u, _ in run.visits}):
@@ -162,7 +162,7 @@ class ParameterUnsharder:
             self._free(u, [flat for flat in self.buckets[u] if not (flat.is_persistent and training)])
 
     def begin_forward(self) -> None:
-        """Begin the record of a forward pass, which changes the next backward schedule unless it is under `no_grad`."""
+        """Begin a forward pass, whose module calls are recorded for the gathers of backward, unless under `no_grad`."""
         if self._agreement is not None:
             self._agreement.wait()
         if self._forward.visits:
@@ -177,7 +177,7 @@ class ParameterUnsharder:
             self._recorded.append(self._forward)
 
     def _with_live_graphs(self) -> list[ForwardPass]:
-        """Return the forward passes whose autograd graph exists on any rank, since all ranks join their gathers."""
+        """Return the forward passes whose autograd graph exists on any rank, as backward gathers on all ranks."""
         if not self._recorded:
             return []
         alive = [run.has_live_graph() for run in self._recorded]
@@ -186,7 +186,7 @@ class ParameterUnsharder:
         return [run for run, is_alive in zip(self._recorded, alive, strict=True) if is_alive]
 
     def end_forward(self) -> None:
-        """End a forward pass. The next forward pass raises `RuntimeError` if the ranks have used different units."""
+        """End a forward pass. The next forward pass raises `RuntimeError` if the ranks have used different modules."""
         if self._agreement is not None and self._schedule is None:
             self._agreement.end_forward([u for u, _ in self._forward.visits], self._forward.has_gradients)
 
@@ -233,7 +233,7 @@ class ParameterUnsharder:
         return run, visit - run.offset
 
     def _inside_visit(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook the output of a module in a unit, because backward may reach it before it reaches the unit's output."""
+        """Hook the output of a submodule of a gathered block, as backward may reach it before the block's output."""
         if not torch.is_grad_enabled() or (self.retains_units and torch._C._current_graph_task_id() != -1):
             return
         if self._schedule is not None:
@@ -263,7 +263,7 @@ class ParameterUnsharder:
         return gather, free
 
     def _is_used_next(self, u: int, use: ModuleUse) -> bool:
-        """Return whether unit `u` is used again next: by an open module call, the next call, or the backward pass."""
+        """Return whether gather unit `u` remains in use: in an unfinished or the next module call, or in backward."""
         if any(self._forward.visits[v][0] == u for v in self._forward.open_visits):
             return True
         position = len(self._forward.visits)
@@ -284,7 +284,7 @@ class ParameterUnsharder:
     def _on_gradients(
         self, values: Any, run: ForwardPass, visit: int, steps: Callable[[BackwardSchedule, int], int]
     ) -> None:
-        """Register hooks that run steps of the backward schedule once the gradient of a tensor in `values` is complete.
+        """Register hooks that gather and free parameters during backward when a tensor in `values` gets its gradient.
 
         Leaf tensors get no hook, because their gradients do not arrive in the reverse order of the forward pass.
         """
@@ -304,7 +304,7 @@ class ParameterUnsharder:
                 tensor.register_hook(advance)
 
     def _current_schedule(self) -> BackwardSchedule:
-        """Return the schedule of the running backward pass, which the first call in a backward pass builds."""
+        """Return the order of module calls in the running backward pass, which its first call here builds."""
         if self._schedule is None:
             if self._agreement is not None:
                 self._agreement.wait()
@@ -315,7 +315,7 @@ class ParameterUnsharder:
         return self._schedule
 
     def _take(self, schedule: BackwardSchedule, stop: int) -> None:
-        """Execute the steps of the backward schedule up to step `stop`: gather, free and complete parameter units."""
+        """Gather and free parameters at the next entries and exits of module calls in backward, up to number `stop`."""
         while schedule.steps_taken < stop:
             step = schedule.steps_taken
             leaves, visit = schedule.steps[step]
@@ -334,7 +334,7 @@ class ParameterUnsharder:
                 self.start_gather(schedule.visits[following][0])
 
     def _leave(self, u: int) -> None:
-        """Free gather unit `u` after its last use in a backward pass, and report that its gradients are complete."""
+        """Free gather unit `u` (such as a block) after its last use in backward, and report complete gradients."""
         self._free_after_use(u)
         for bucket in self.buckets[u]:
             self._complete(bucket)

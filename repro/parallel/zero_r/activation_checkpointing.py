@@ -49,7 +49,7 @@ class ActivationCheckpoint:
         """CUDA event at the end of the copy of an offloaded checkpoint to the device; None without such a copy."""
 
     def drop(self) -> None:
-        """Free the saved tensor of this checkpoint, and return its memory to the arena."""
+        """Free the saved tensor of this checkpoint, and return its preallocated memory, if any, for reuse."""
         if self.arena is not None and self.piece is not None:
             self.arena.give(self.piece)
         self.kept = self.piece = None

@@ -16,7 +16,7 @@ from repro.parallel.comm import Group, Work
 
 
 def bucket_numel(total: int, bucket_bytes: int, dtype: torch.dtype, *, constant: bool) -> int:
-    """Return the maximum elements of a gradient bucket: `bucket_bytes` with C_B (`constant`), else `total` elements."""
+    """Return the maximum elements of a gradient bucket: all `total`, or those of `bucket_bytes` if `constant` (C_B)."""
     return bucket_bytes // dtype.itemsize if constant else total
 
 

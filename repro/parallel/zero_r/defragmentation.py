@@ -20,7 +20,7 @@ class Piece:
     """Piece of an arena (preallocated memory), which one tensor uses at a time."""
 
     tensor: Tensor
-    """Flat tensor in the piece's memory, with the requested number of elements."""
+    """Flat tensor in this piece of preallocated memory, with the requested number of elements."""
     number: int
 
 
@@ -28,7 +28,7 @@ class Arena:
     """Preallocated memory against fragmentation: pieces of given sizes (elements) in one flat allocation."""
 
     def __init__(self, memory: Tensor, sizes: Sequence[int]):
-        """Divide `memory`, a flat tensor of sum(`sizes`) elements, into free pieces of `sizes` elements."""
+        """Divide `memory`, a flat tensor of sum(`sizes`) elements, into unused pieces of these sizes in elements."""
         assert memory.numel() == sum(sizes)
         self.memory = memory
         self._pieces = list(memory.split(list(sizes)))
@@ -36,20 +36,20 @@ class Arena:
 
     @property
     def capacity(self) -> int:
-        """Return the number of memory pieces in the arena."""
+        """Return the number of pieces into which the preallocated memory is divided."""
         return len(self._pieces)
 
     @property
     def used(self) -> int:
-        """Return the number of the arena's memory pieces that are in use."""
+        """Return the number of pieces of the preallocated memory that are in use."""
         return len(self._pieces) - len(self._free)
 
     def fits(self, numel: int) -> bool:
-        """Return whether a free memory piece has `numel` elements or more."""
+        """Return whether a free piece of the preallocated memory has `numel` elements or more."""
         return any(self._pieces[i].numel() >= numel for i in self._free)
 
     def take(self, numel: int) -> Piece:
-        """Return `numel` elements of the smallest free piece with as many. Raises `RuntimeError` if none fits."""
+        """Return `numel` elements of the smallest sufficient free piece. Raises `RuntimeError` if no piece fits."""
         found = min(
             (i for i in self._free if self._pieces[i].numel() >= numel),
             key=lambda i: (self._pieces[i].numel(), i),
@@ -64,12 +64,12 @@ class Arena:
         return Piece(self._pieces[found][:numel], found)
 
     def give(self, piece: Piece) -> None:
-        """Return a memory piece to the arena. Writes by the piece's next user must be ordered after the last reads."""
+        """Return a piece to the preallocated memory. The piece's next writes must be ordered after its last reads."""
         assert piece.number not in self._free, "a memory piece was returned to its arena twice"
         self._free.add(piece.number)
 
     def grow(self, numel: int) -> None:
-        """Add a memory piece of `numel` elements to the arena, in a separate allocation that is not freed."""
+        """Add a piece of `numel` elements, in a separate allocation that is not freed, to the preallocated memory."""
         category = storage.category_of(self.memory.untyped_storage()) or Category.OTHER
         self._free.add(len(self._pieces))
         self._pieces.append(storage.empty(numel, self.memory, category))

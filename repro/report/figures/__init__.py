@@ -38,7 +38,7 @@ def draw_all(
 
     `experiments`: measured records. `compared`: comparisons of alternately run experiments. `simulated`: simulated
     records. `points`: published values with their predictions. `judged`: results of all claims; if empty, the figures
-    that redraw published ones are omitted. `needs`: values of unknown inputs that published values imply.
+    that redraw published ones are omitted. `needs`: uncertain inputs with the values that published results imply.
     """
     found = list(simulated)
     view = View(judged, found) if judged else None

@@ -1,4 +1,4 @@
-"""Figures of alternately run experiments: training engines by strategy, and small twins over emulated bandwidths."""
+"""Figures of alternately run experiments: training engines by strategy, and scaled-down runs on emulated networks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _strategy_of(record: Record) -> str:
 
 
 SPEEDUP_ROW = "ds-3p75x-lowbw/throughput over Megatron"
-"""Published speedup of DeepSpeed over Megatron (`claim/label`) that sweeps over emulated bandwidths reproduce."""
+"""Published speedup of DeepSpeed over Megatron (`claim/label`), reproduced by runs over several emulated bandwidths."""
 LARGER_TWIN_SUITE = "windtunnel_3p75x"
 SWEEPS = {
     "windtunnel_between": ("between", "GB/s between nodes of the original system"),
@@ -127,23 +127,23 @@ BANDWIDTHS = Drawing(
 
 
 class _TwinComparison(NamedTuple):
-    """Measured comparison of the scaled-down twins of two published experiments, a subject and its baseline."""
+    """Measured comparison of scaled-down copies (twins) of two published experiments, a subject and its baseline."""
 
     suite: str
     twin: TwinOf
-    """Original experiment, scale and predicted speed ratios of the scaled-down twin of the subject experiment."""
+    """Original experiment, scale and predicted speed ratios of the scaled-down copy of the subject experiment."""
     record: ComparisonRecord
 
     @property
     def predicted(self) -> tuple[float, float]:
-        """Predicted speed ratios, subject over baseline: of the original experiments and of scaled-down twins."""
+        """Predicted speed ratios, subject over baseline experiment: of originals, and of their scaled-down copies."""
         return self.twin.numbers[TWIN_RATIO]
 
 
 def draw_bandwidth_sweeps(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord], published: float | None
 ) -> Drawing:
-    """Draw measured and predicted speed ratios of scaled-down twins by emulated bandwidth, and the `published` one."""
+    """Draw measured and predicted speed ratios of scaled-down runs by emulated bandwidth, and the `published` ratio."""
     found = _twin_comparisons(records, comparisons)
     shown = {sweep: [p for p in found if p.suite == sweep] for sweep in SWEEPS}
     shown = {sweep: points for sweep, points in shown.items() if len(points) > 1}
@@ -169,7 +169,7 @@ def draw_bandwidth_sweeps(
 def _twin_comparisons(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord]
 ) -> list[_TwinComparison]:
-    """Return the newest comparison of each pair of scaled-down twin experiments, once for every suite with the pair."""
+    """Return the newest comparison of each pair of scaled-down experiments, for every suite that contains the pair."""
     twins: dict[str, dict[str, TwinOf]] = {}
     for record in records:
         if record.experiment.twin is not None and record.outcome == "ok":

@@ -116,7 +116,7 @@ TIMELINES = Drawing(
     evidence=SIMULATED,
 )
 MAX_HEIGHT_IN_LIMITS = 1.5
-"""Maximum of a panel's vertical axis, as a multiple of the memory limit, if a curve exceeds twice the limit."""
+"""Maximum of a panel's vertical axis, as a multiple of the GPU's memory, if a curve exceeds twice this memory."""
 MARKED_PHASES = ("forward", "backward", "optimizer")
 
 
@@ -196,7 +196,7 @@ def _draw_timeline(axes: Axes, record: Record) -> set[str]:
 
 
 def _set_row_height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
-    """Set the vertical axis of a row of panels to the maximum of their memory curves, or to `MAX_HEIGHT_IN_LIMITS`."""
+    """Fit the vertical axis of a row of panels to the memory curves; cut curves that exceed twice the GPU's memory."""
     curves = {number: gigabytes_by_category(r).values() for number, r in enumerate(row) if r}
     most = {number: max(map(sum, zip(*curve, strict=True))) for number, curve in curves.items()}
     limit = max(r.metrics.get("memory.limit_bytes", 0) / units.GB for r in row if r)

@@ -85,7 +85,7 @@ def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
 
 
 def seconds_by_part(record: Record) -> dict[str, float]:
-    """Return the seconds of each part of a simulated step, which sum to the step time; by operator if recorded."""
+    """Return the seconds of each part of a simulated step; compute is divided by operator if operators are recorded."""
     metrics, series = record.metrics, record.series.seconds
     found = dict.fromkeys(PART_COLOURS, 0.0)
     if series:
@@ -148,7 +148,7 @@ MACHINE_TIMES_COMMAND = (
     "repro run suites/machine.toml --only '*-on-2' --evidence simulated --system here.toml"
 )
 MeasuredPairs = list[tuple[str, float, float]]
-"""Triples (`suite/name` of an experiment, measured value, predicted value) for one metric."""
+"""Values of one metric as triples: `suite/name` of an experiment, measured value, predicted value."""
 
 
 def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
@@ -195,7 +195,7 @@ def measured_pairs(experiments: list[Record], simulated: list[Record], metric: s
 def _newest_simulations(simulated: list[Record], metric: str) -> dict[str, Record]:
     """Return the newest simulated record of each experiment that has the value `metric`, by `suite/name`.
 
-    Simulations of a packaged system (`NAME@SYSTEM`) do not predict the measuring machine and are omitted.
+    Simulations named `NAME@SYSTEM` predict a packaged system, not the measuring machine, and are omitted.
     """
     from repro.config import systems
 

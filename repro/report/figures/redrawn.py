@@ -10,7 +10,7 @@
     label = "TFLOP/s per GPU"               # of the vertical axis
     series = [{ name = "ZeRO-100B", rows = "zero-fig2-throughput/*: ZeRO per GPU" }]
 
-The labels of a data series on the horizontal axis come from the ledger rows that `rows` matches, or from `at`:
+The labels of a data series on the horizontal axis come from the published values that `rows` matches, or `at`:
 `at = { "8.3B" = "meg1-mp8-77pct/weak scaling" }`. Labels in `more = { "2.5B" = 'metric(...)' }` have no printed number.
 """
 
@@ -51,7 +51,7 @@ class SeriesEntry:
     at: dict[str, str] = field(default_factory=dict)
     """Published value of each bar, as `claim/label`, by the bar's label on the horizontal axis."""
     more: dict[str, str] = field(default_factory=dict)
-    """Expression over simulated records for each bar without a published number, by the bar's label on the axis."""
+    """Formula over simulated records for each bar without a published number, by the bar's label on the axis."""
 
     def __post_init__(self) -> None:
         wrong = "is missing; a data series must have one of the keys rows, at, more"
@@ -73,7 +73,7 @@ class PanelEntry:
     across: str = ""
     """Label of the panel's horizontal axis."""
     order: list[str] = field(default_factory=list)
-    """Labels that come first on the horizontal axis, in this order; other labels follow in the order of the ledger."""
+    """Labels that come first on the horizontal axis, in this order; others follow in the order of the claim's file."""
     unit: str = ""
     """Unit of a panel's values, needed for bars without published numbers; empty: that of the first value."""
     under: str = ""
@@ -140,7 +140,7 @@ class Panel:
         return max(4, 2 * len(self.places) * self.crowd)
 
     def slot(self, value: Value, series: str) -> BarPair:
-        """Return the position of a value's bars, next to the bars of other data series with the same axis label."""
+        """Return the axis position of a value's bars, next to bars of other data series with the same axis label."""
         there = [name for name, values in self.series if any(other.at == value.at for other in values)]
         first = (self.crowd - len(there)) / 2
         return bar_pair(self.places.index(value.at), first + there.index(series), self.crowd)
@@ -267,7 +267,7 @@ def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
 
 
 def _set_places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None:
-    """Set the labels on the horizontal axis of a panel, with the published texts of ledger rows below them."""
+    """Set the labels on a panel's horizontal axis; below them, original texts of published values if requested."""
     under: dict[str, str] = {}
     if panel.entry.under:
         pattern = panel.entry.under

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 PICTURE_WIDTH_INCHES = 13.0
 """Width in inches of the picture of a pipeline schedule that `repro schedule` writes."""
 MIN_ACTION_POINTS = 2.5
-"""Minimum width in points of a drawn forward or backward pass; a schedule with shorter passes is drawn as shares."""
+"""Minimum width in points of a drawn pass; with shorter passes, colours show time shares of forward and backward."""
 MIN_MERGED_POINTS = 1.2
 """Minimum width in points of the equal intervals of a step in which shares of forward and backward are drawn."""
 MIN_NUMBER_POINTS, MAX_NUMBER_POINTS = 4.5, 8.5
@@ -92,7 +92,7 @@ def busy_shares(row: Sequence[TimedAction], total: float, columns: int) -> list[
 
 
 def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
-    """Draw a pipeline schedule of all stages, with its `title` and the line of properties `facts`."""
+    """Draw a pipeline schedule of all stages, with its `title` and one line of text with its properties (`facts`)."""
     stages, total = len(rows), float(max(row[-1].stop for row in rows))
     times = {slot.action.kind: float(slot.stop - slot.start) for slot in rows[0]}
     width = 72 * (PICTURE_WIDTH_INCHES - 1)
@@ -305,7 +305,7 @@ PAPER_SCHEDULES = Drawing(
 
 
 def draw_schedules(view: View) -> Drawing:
-    """Draw GPipe, 1F1B and interleaved 1F1B with their counted bubbles, and the bubbles measured on small twins."""
+    """Draw GPipe, 1F1B and interleaved 1F1B with their computed bubbles, and bubbles measured on scaled-down models."""
     figure, grid = make_axes(5.6, len(SCHEDULES), 1, sharex=True)
     records: dict[str, None] = {}
     missing, longest = False, 0.0

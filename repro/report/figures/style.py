@@ -62,18 +62,18 @@ class Drawing:
     missing: str = ""
     """Command that creates the missing records of the figure; empty for a complete figure."""
     figure: Figure | None = None
-    """Matplotlib figure; None if the store has no data for it."""
+    """Matplotlib figure; None if the results folder has no data for it."""
     evidence: str = "measured"
     """Kind of evidence of the figure's records, `measured` or `simulated`."""
 
     def drawn(self, figure: Figure, caption: str, records: Iterable[str], *, missing: bool | str) -> Drawing:
-        """Return this figure with a picture; `missing`: whether records are missing, or commands that create them."""
+        """Return this figure with a picture. `missing`: commands for missing records; True: the figure's command."""
         command = self.missing if missing is True else missing or ""
         return replace(self, figure=figure, caption=caption, records=tuple(records), missing=command)
 
 
 def fix_layout(figure: Figure) -> None:
-    """Compute the layout of a figure once and store it, because each computation takes as long as drawing."""
+    """Compute the positions of a figure's axes once and store them, as each computation takes as long as drawing."""
     engine = figure.get_layout_engine()
     if engine is not None:
         # Axes with a fixed aspect ratio leave space unused, which a second pass of the layout engine distributes.
@@ -243,6 +243,6 @@ def has_memory_categories(record: Record) -> bool:
 
 
 def required_bytes(record: Record) -> float:
-    """Return the device bytes that a layout needs: context plus reserved (or, if it does not fit, live) memory."""
+    """Return a layout's device bytes: CUDA context and torch's reserved memory, or live memory if it does not fit."""
     reserved = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
     return reserved + record.metrics["memory.context_bytes"]

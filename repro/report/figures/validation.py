@@ -1,4 +1,4 @@
-"""Figures of predicted against published values, and of the values of unknown inputs that published values imply."""
+"""Figures of predicted against published values, and of uncertain system properties that published values imply."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ MAX_LABELLED_ROWS = 24
 
 
 def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
-    """Draw one panel per unknown input of a system, with a line for the range that each published value implies."""
+    """Draw one panel per uncertain property of a system, with a line for the range implied by each published value."""
     shown = select_implied(found)
     if not shown:
         return IMPLIED
@@ -178,9 +178,9 @@ def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
 
 
 def select_implied(found: Sequence[ImpliedInput]) -> list[ImpliedInput]:
-    """Return the unknown inputs to draw, one or more of each system, sorted by the number of contradicting values.
+    """Return the uncertain inputs to draw, one or more per system; first those that most published values contradict.
 
-    The ratio (`PACE`) and the spread of kernel times are excluded: they scale all times and contain the model's error.
+    Excluded: ratio of kernel times to calibrated ones (`PACE`) and spread of kernel times, which absorb model errors.
     """
     telling = [one for one in found if one.key not in (PACE, SPREAD)]
     ordered = sorted(telling, key=lambda one: (-one.torn, -len(one.needs)))

@@ -1,6 +1,6 @@
-"""Published values of the ledger and values of each kind of evidence for figures, and their bars and marks.
+"""Published values and our values (simulated, measured, analytic) for figures, and their bars and marks.
 
-A figure names rows of the ledger as `claim/label`, in which a `*` matches the label on the axis. Published bars are
+A figure names published values as `claim/label`, in which a `*` matches the label on the axis. Published bars are
 solid, simulated hatched, measured dotted, and missing dashed; analytic values are diamonds.
 """
 
@@ -42,7 +42,7 @@ class Ours:
     low: float
     high: float
     agrees: bool | None = None
-    """Whether our value agrees with the published one; None for calibration, `possible` or unjudged values."""
+    """Whether our value agrees with the published one; None if the verdict says neither, such as `possible`."""
     runs: tuple[str, ...]
     """Names `suite/name` of the experiment records from which our value is computed."""
     fits: bool
@@ -50,7 +50,7 @@ class Ours:
     possible: bool = False
     """Whether the prediction misses and the published value lies inside the interval from unknown inputs."""
     rests_on: str = ""
-    """Basis of a predicted time or rate: the kind of calibration (a key of `BASES`); empty for other values."""
+    """Least reliable calibration behind a predicted time or rate, a key of `BASES`; empty for other values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class View:
         return self._value(at, self.row(reference))
 
     def unpublished(self, at: str, expression: str, unit: str) -> Value:
-        """Return the value of an expression over simulated records, for an axis label without a published number."""
+        """Return the result of `expression` over simulated records, for an axis label without a published number."""
         parsed = parse(expression)
         ours: tuple[Ours, ...] = ()
         remedy: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ class View:
         )
 
     def _ours(self, finding: Finding, result: RowResult) -> Ours | None:
-        """Return our value to draw; None for measurements at another scale and for checks of a report's formulas."""
+        """Return our value to draw; None if measured at another scale, or if computed from the report's own numbers."""
         value = finding.value
         if not isinstance(value, int | float) or finding.expected is not None:
             return None
@@ -190,7 +190,7 @@ PLACE_WIDTH = 0.84
 
 
 class BarPair(NamedTuple):
-    """Position of two adjacent bars, a published value and our value: their common centre and total width."""
+    """Horizontal position of adjacent bars, a published value and our value: their common centre and total width."""
 
     middle: float
     width: float

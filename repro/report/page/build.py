@@ -153,7 +153,7 @@ class Report:
     """Command that creates the missing records of a figure, by the figure's id."""
     notebooks: list[Path] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """Remarks about the store, such as unreadable lines and records of another protocol version."""
+    """Remarks about the results folder, such as unreadable lines and records of another measurement protocol."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the paths of the report's files, and the counts of its claims and records, as JSON data."""
@@ -164,7 +164,7 @@ class Report:
 def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Path] = ()) -> Report:
     """Write the HTML report on the records in `results` to the folder `out`, with `notebooks` also the notebooks.
 
-    `own`: additional ledger files of claims, which the notebooks do not use. Raises `ConfigError` if `out` is not a
+    `own`: additional files of claims, which the notebooks do not use. Raises `ConfigError` if `out` is not a
     writable folder, `ModuleNotFoundError` if a package is missing, and `CellFailed` if a cell of a notebook failed.
     """
     extras.require_extras("report", *(["notebooks"] if notebooks else []))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_RECORDS = 200
-"""Maximum number of listed comparisons, and of listed records of each kind that no claim and no figure reads."""
+"""Maximum number of comparisons in the report, and of records of each kind that neither a claim nor a figure reads."""
 MAX_MACHINES = 100
 """Maximum number of origins of records (machine, commit and versions) that the report's page of machines lists."""
 BEST_FIGURES = {
@@ -47,7 +47,7 @@ BEST_FIGURES = {
 }
 """Captions of the figures on the first page of the report, by figure id."""
 BEYOND = "beyond"
-"""Name of the page for claims that no reproduced report published; their ledger files have no date."""
+"""Name of the page for claims that no reproduced report published; the files of such claims have no date."""
 SOURCE_FIGURES = {
     "megatron-2019": "megatron-2019 megatron-2020",
     "zero": "zero-fig1 states memory-timeline peak zero-fig2 zero-fig3 zero-fig4 zero-fig6 zero-fig7 zero-fig8"
@@ -129,7 +129,7 @@ def _sources(
 ) -> list[dict[str, Any]]:
     """Return the data of one page per source of claims, in order of publication; set each claim's and figure's page.
 
-    A source is a ledger file, or consecutive files about the same subject. All files without a date are one source.
+    A source is a file of claims, or consecutive files about one subject. All files without a date are one source.
     """
     files = [file for file in ledger.titles if any(claim["file"] == file for claim in claims)]
     found = []
@@ -234,7 +234,7 @@ def _anchor(record: ExperimentRecord) -> str:
 
 
 def _listed(records: list[ExperimentRecord], cited: Iterable[str]) -> list[ExperimentRecord]:
-    """Return the records whose HTML anchors are in `cited`, then the newest `MAX_RECORDS` other records."""
+    """Return the records that the report cites (by HTML anchor), then the newest `MAX_RECORDS` other records."""
     others = [record for record in records if _anchor(record) not in cited]
     newest = sorted(others, key=lambda record: record.order, reverse=True)[:MAX_RECORDS]
     return [*(record for record in records if _anchor(record) in cited), *newest]

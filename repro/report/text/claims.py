@@ -46,7 +46,7 @@ DEFINITIONS: tuple[str, ...] = (
 MAX_CLAIM_ROWS = 6
 """Maximum number of values of one claim that are printed without `--details`; disagreeing values come first."""
 MAX_STRENGTH_TEXT = 195
-"""Maximum length in characters of the printed line with the margins of a claim's values to their tolerances."""
+"""Maximum length in characters of the printed line that states how much a claim's values may change."""
 MAX_CLAIM_TEXT = 290
 """Maximum length in characters of the printed cause of a claim's verdict, and of a claim's conditions."""
 ALL_CLAIMS_COLUMNS = 25, 25, 14
@@ -54,7 +54,7 @@ ALL_CLAIMS_COLUMNS = 25, 25, 14
 MAX_ANSWERS, ANSWER_COLUMNS = 15, (16, 21, 18)
 """Maximum number of claims, and widths of three columns in characters, in the table of `repro claims --system`."""
 MAX_SHOWN_UNKNOWNS = 3
-"""Maximum number of unknown inputs that are printed for each predicted value of a claim."""
+"""Maximum number of uncertain system properties that are printed for each predicted value of a claim."""
 VERDICT_STYLES = {
     verdicts.REPRODUCED: "green",
     **dict.fromkeys((verdicts.POSSIBLE, verdicts.DEPENDS), "blue"),
@@ -77,7 +77,7 @@ def print_claims(
 ) -> int:
     """Print the headline claims, the claim `claim_id`, or with `all_claims` every claim; return 0.
 
-    `own`: additional ledger files. Raises `ConfigError` if the id is unknown or a ledger file is invalid.
+    `own`: additional files of claims. Raises `ConfigError` if the id is unknown or such a file is invalid.
     """
     ledger = load_ledger(own=tuple(own))
     first: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
 def print_claim(
     result: ClaimResult, console: Console, first: Collection[str] = (), options: str = ""
 ) -> None:
-    """Print a claim on one screen: verdict, cause, values (first those labelled `first`), and commands to repeat it.
+    """Print a claim on one screen: verdict, cause, values (labels in `first` come first), and commands to repeat it.
 
     `options`: options of the suggested `repro claims`.
     """
@@ -201,7 +201,7 @@ def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:
 
 
 def _strength_lines(rows: Sequence[RowResult]) -> list[str]:
-    """Return lines on the margins of reproduced values, and on deliberate simulator faults that change the verdict."""
+    """Return lines on how much reproduced values may change, and on injected simulator faults that alter verdicts."""
     rows = sorted((row for row in rows if row.margin or row.mutations), key=lambda row: not row.weakness)
     margins = [
         f"{row.row.label} {headlines.describe_margin(row)}{', weak' * bool(row.weakness)}" for row in rows
@@ -212,7 +212,7 @@ def _strength_lines(rows: Sequence[RowResult]) -> list[str]:
 
 
 def _cause(result: ClaimResult) -> str:
-    """Return the cause of a claim's verdict: for `not reproduced` a note of the ledger, else the verdict's reason."""
+    """Return the cause of a claim's verdict: for `not reproduced` a note in its file, else the verdict's reason."""
     if result.verdict != NOT_REPRODUCED:
         return result.reason
     notes = (row.row.note for row in result.rows if row.row.main and row.verdict == NOT_REPRODUCED)
@@ -226,7 +226,7 @@ def _shortened(text: str, most: int = MAX_CLAIM_TEXT) -> str:
 
 
 def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
-    """Print one line per claim under the title of its ledger file, and the number of claims by verdict."""
+    """Print one line per claim under the title of the file that contains it, and the number of claims by verdict."""
     headings = ("claim", "published", "evidence: rows that agree", "verdict")
     widths = max(len(result.claim.id) for result in results), *ALL_CLAIMS_COLUMNS
     file = ""
@@ -322,7 +322,7 @@ def _evidence_table(result: ClaimResult) -> Table:
 
 
 def _unknowns_table(result: ClaimResult) -> Table:
-    """Return a table of each predicted value's unknown inputs with the largest effects, each varied alone."""
+    """Return a table of the uncertain inputs with the largest effects on each predicted value, each varied alone."""
     headings = ("value", "unknown input", "value at low input", "value at high input", "uncertainty")
     grid = render.new_table(*headings, left=2, wrap=headings[:2])
     for row in result.rows:

@@ -151,7 +151,7 @@ def check_lab() -> int:
 
 
 def start_lab(suite: Path | None, experiment: str, sizes: Mapping[str, Any]) -> int:
-    """Start the emulated network of `experiment` in `suite`, or a network with fields `sizes`; return 1 on failure."""
+    """Start the emulated network of `experiment` in `suite`, or one with the fields `sizes`; return 1 on failure."""
     network = _network_of(suite, experiment) if suite else build_dataclass(EmulatedNetwork, dict(sizes))
     at_most("nodes x ranks_per_node", network.world, max_ranks())
     if lacking := lab.missing_requirement():

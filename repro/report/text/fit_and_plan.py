@@ -42,7 +42,7 @@ def print_fits(
     *,
     details: bool = False,
 ) -> None:
-    """Print the largest model (or micro-batch) that fits into memory, for each pair (search, result) in `fits`.
+    """Print the largest model (or micro-batch) that fits into memory; `fits`: a search and its result per ZeRO stage.
 
     `options`: model, system and devices of the suggested command. `remarks`: reasons for ZeRO stages without a
     result. `details`: also print memory by category and all trials.
@@ -96,7 +96,7 @@ def _fit_cells(question: FitQuestion, document: dict[str, Any]) -> list[str]:
 
 
 def _fit_details(question: FitQuestion, document: dict[str, Any]) -> list[str | Table]:
-    """Return the peak memory by category of the largest model that fits and of the next larger one, and all trials."""
+    """Return the peak memory by category of the largest model that fits and of the next larger one, and all tries."""
     largest, failing = ((document[key] or {}) for key in ("largest", "first_failing"))
     peaks = [each.get("memory", {"by_category": {}})["by_category"] for each in (largest, failing)]
     sizes = {term: [peak.get(key, 0) for peak in peaks] for key, term in TERMS.items()}
@@ -123,7 +123,7 @@ def print_layouts(
 ) -> None:
     """Print the best layout and a table of the first `top` layouts in `ranked`, with the best one of each system.
 
-    `plans`: request and plan of each system. `question`: model, system and devices as options of the suggested
+    `plans`: request and search result of each system. `question`: model, system and devices as options of the suggested
     command. `details`: also print rates, ties and layouts that do not fit.
     """
     fits, others, left = ([pair for pair in ranked if pair[1].outcome == kind] for kind in (OK, OOM, OPEN))
@@ -262,8 +262,8 @@ def _layout_table(
 def _describe_ties(rows: Sequence[tuple[int, PlanRow]], shown: Collection[int], is_first: str) -> str:
     """Return sentences about the layouts that may be as fast as the first one, and the main uncertain input.
 
-    `rows`: layouts with their ranks. `shown`: ranks of printed layouts. `is_first`: predicate for a first layout that
-    is not tied with others.
+    `rows`: layouts with their row numbers. `shown`: printed row numbers. `is_first`: text after "Row 1" if no layout
+    is tied with the first one.
     """
     from repro.simulate.plan.rows import MIN_TIE_SHARE
 
@@ -295,7 +295,7 @@ def _join_places(places: Sequence[int]) -> str:
 def _plan_details(
     plans: Sequence[tuple[PlanRequest, Plan]], placed: Sequence[tuple[int, PlanRequest, PlanRow]]
 ) -> list[str | Table]:
-    """Return details of ranked layouts: rates, waiting times, ties, the ranking rule, and layouts that do not fit."""
+    """Return details of ranked layouts: rates, waiting times, statistical ties, ranking rule, and layouts that fail."""
     from repro.simulate.plan.rows import IDEAL_ORDER_RULE
 
     losses = {"communication\nwait (%)": "exposed_s", "pipeline\nbubble (%)": "bubble_s"}
@@ -328,7 +328,7 @@ def _plan_details(
 
 
 def _describe_failures(request: PlanRequest, rows: Sequence[PlanRow]) -> list[str]:
-    """Return sentences for a plan in which no layout fits: least memory, and the number of `rows` by failure cause."""
+    """Return sentences if no layout fits: the least required memory, and the number of layouts by failure cause."""
     best = min(rows, key=lambda row: row.memory["peak_bytes"])
     causes = Counter(row.ruled_out_by for row in rows).most_common()
     return [
@@ -379,7 +379,7 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
 
 
 def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> str:
-    """Return the two lines of a (tp, pp) cell of the map: required memory in GB, and the smallest sufficient memory."""
+    """Return a map cell's two lines for a (tp, pp) pair: required memory in GB, and smallest sufficient GPU memory."""
     if cell is None:
         return "-\n"
     rows = [cell.rows[limit] for limit in sorted(cell.rows)]

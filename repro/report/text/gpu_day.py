@@ -1,4 +1,4 @@
-"""Output of `repro gpu-day`: the planned GPU measurements, their progress, and the effects of importing them."""
+"""Output of `repro gpu-day` (all GPU measurements in one run): plan, progress, and changes of verdicts by an import."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_ROWS, MAX_OTHERS = 12, 6
 
 
 def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> int:
-    """Print the measurement steps that fit in the time limit, or with `details` all, and their estimates; return 0."""
+    """Print which measurements of `repro gpu-day` fit in its time limit, and with `details` all estimates; return 0."""
     request.check()
     with tempfile.TemporaryDirectory() as scratch:
         steps = planned_steps(request, Path(scratch))
@@ -64,7 +64,7 @@ def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> in
 
 
 def print_gpu_day(request: GpuDayRequest, json: bool) -> int:
-    """Run the measurement steps, with progress on standard error; return 1 if one failed, 130 after an interrupt."""
+    """Run `repro gpu-day` with progress on standard error; return 1 if a measurement failed, 130 after an interrupt."""
     progress = stderr()
 
     def announce(step: GpuDayStep, outcome: StepOutcome | None) -> None:
@@ -99,7 +99,7 @@ FAILURES = ("failed", "timeout", "interrupted")
 
 
 def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
-    """Import the results of `repro gpu-day` from `folder` into a store, and print the changes of verdicts; return 0."""
+    """Import measurements that `repro gpu-day` wrote to `folder`, and print the changes of verdicts; return 0."""
     before = read_records(results)
     visit = import_results(folder, results)
     after = read_records(results)
@@ -163,7 +163,7 @@ def _verdict(result: Any) -> str:
 
 
 def _record_row(record: Record, before: Iterable[Record]) -> dict[str, Any]:
-    """Return name, outcome and step time of a record, and the last earlier step time of its experiment in `before`."""
+    """Return name, outcome and step time of a record, and its experiment's newest step time in records `before`."""
     row: dict[str, Any] = {"name": record.label, "kind": record.kind, "outcome": NO_VALUE}
     if isinstance(record, ExperimentRecord):
         earlier = [r for r in before if isinstance(r, ExperimentRecord) and r.label == record.label]

@@ -77,7 +77,7 @@ def _specialised(program: str) -> str:
 
 
 def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool, details: bool) -> int:
-    """Print the checks of a profile's SLURM cluster, with a job on `nodes` nodes if not 0; return 1 if unusable."""
+    """Print checks of the SLURM cluster in file `profile`, with a job on `nodes` nodes if not 0; return 1 if unfit."""
     from repro.launch.slurm.profile import load_profile
     from repro.launch.slurm.submission.profile_check import examine_profile
 

@@ -64,7 +64,7 @@ def describe_model(model: Model) -> dict[str, Any]:
 
 
 def _print_model_groups(models: dict[str, Model]) -> None:
-    """Print one row for each group of models, groups of the reproduced reports first, with examples of names."""
+    """Print one row per group of models with example names, first the groups of the reproduced reports."""
     aliases, groups, examples = model_aliases(), model_groups(), "examples (other names)"
     made = new_table("group", "models", "parameters", examples, left={"group", examples}, wrap=(examples,))
     for group, names in groups.items():
@@ -194,7 +194,7 @@ def _bandwidth(system: System, link: str) -> str:
 
 
 def _print_all_systems(systems: list[System], details: bool) -> None:
-    """Print one row per system; without `details`, only this machine, the reports' systems, and those with aliases."""
+    """Print a row per system; without `details`, only this machine, systems of reproduced reports and aliased ones."""
     # The width of the table is limited to 80 columns.
     headings = ("devices\nper node", "memory\n(GB)", "fp16\n(TFLOP/s)", "nvlink\n(GB/s)", "network\n(GB/s)")
     names = ("system", "other names", "device")

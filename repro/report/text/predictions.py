@@ -74,7 +74,7 @@ def print_simulation(
 
 
 def print_versus(first: tuple[str, LayoutQuery], second: tuple[str, LayoutQuery], json: bool) -> int:
-    """Simulate two queries, each a model and a layout, and print their differences; return 1 if one does not fit.
+    """Simulate two queries (a model and a layout each), and print their differences; return 1 if one does not fit.
 
     If the second query has no global batch, the global batch of the first applies.
     """
@@ -112,7 +112,7 @@ def _simulate(
 
 
 def _stated(files: LaunchFiles, model: str, query: LayoutQuery) -> Experiment | None:
-    """Return the experiment in the launch file of `--from`, and print its ignored settings; None without a file."""
+    """Return the experiment in the framework's file of `--from`, and print ignored settings; None without a file."""
     software = query.layout.get("software")
     is_valid = files.source is None or software is None
     require(is_valid, "software", software, says="cannot be combined with --from, whose file sets it")
@@ -129,7 +129,7 @@ def _write(files: LaunchFiles, experiment: Experiment, system: System) -> None:
 
 
 def _question(model: str, query: LayoutQuery, source: Path | None = None) -> str:
-    """Return the options of a command line that repeat the model, system and devices of a query."""
+    """Return command-line options that repeat a prediction's model, system and devices, for a suggested command."""
     options = {
         "--model": model,
         "--from": str(source or ""),
@@ -144,7 +144,7 @@ def _question(model: str, query: LayoutQuery, source: Path | None = None) -> str
 
 
 def _system(query: LayoutQuery) -> System:
-    """Return the system of a query, and print a note to standard error if it has fewer devices than the query."""
+    """Return the system that `query` names, and print a note to standard error if `query` needs more devices."""
     at_most("gpus", query.gpus, RANKS)
     on = load_system(query.system)
     nodes, devices = on.nodes.value or 0, on.devices_per_node.value or 0
@@ -163,7 +163,7 @@ def print_fit(
 ) -> int:
     """Print the largest model that fits in device memory and the limit of the next larger one; return 1 if none fits.
 
-    Without a ZeRO stage in the query, all stages are searched, or only stage 0 for `json`.
+    If `query.layout` has no ZeRO stage, all stages are searched, but only stage 0 for JSON output.
     """
     from repro.report.text.fit_and_plan import print_fits
     from repro.simulate.plan import fit
@@ -333,7 +333,7 @@ def _prices(text: str, count: int) -> list[float]:
 
 
 def _defaults_again(stated: Layout, found: Layout) -> str:
-    """Return options for layout keys with their default in `found` but not in the launch file's layout `stated`."""
+    """Return the options that set keys of the launch file's layout `stated` back to their defaults, as in `found`."""
     text = ""
     for key in (field.name for field in fields(Layout) if field.name not in ("dp", "stage_layers")):
         value, default = getattr(found, key), getattr(Layout, key)

@@ -1,4 +1,4 @@
-"""Output of `repro results` and `repro run`: tables of stored experiments, summaries of runs, and the dry run."""
+"""Output of `repro results` and `repro run`: tables of stored experiments, summaries of runs, and planned runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("glob
 """Experiment conditions with a table column only if their values differ: left-aligned words, right-aligned numbers."""
 MAX_ROWS, MAX_SHORT_GROUPS, MAX_GROUP_ROWS, MAX_LINES = 14, 3, 18, 3
 """Maximum numbers in the output without `--details`: rows of experiments, suites with a table each, suites with a row
-each, and lines of failures, of comparisons and of reasons."""
+each, and lines of failures, of comparisons and of reasons why experiments cannot run."""
 
 
 class Column(NamedTuple):
@@ -101,7 +101,7 @@ def print_results(what: str, results: Path, json: bool, plot: Path | None, detai
 
 
 def _print_groups(found: Sequence[ComparableResults]) -> None:
-    """Print the number of experiments, failures and comparisons of each suite and kind of evidence."""
+    """Print how many experiments, failures and pairwise comparisons each suite has, by kind of evidence."""
     made = new_table("suite", "evidence", "experiments", "failures", "comparisons", left=2)
     for group in found[:MAX_GROUP_ROWS]:
         failures = sum(record.outcome != "ok" for record in group.records)
@@ -115,7 +115,7 @@ def _print_groups(found: Sequence[ComparableResults]) -> None:
 def print_result_tables(
     found: Sequence[ComparableResults], *, details: bool = False, rows: int = MAX_ROWS
 ) -> None:
-    """Print experiments, failures and comparisons by suite and evidence, in `rows` lines unless `details` is set."""
+    """Print experiments, failures and pairwise comparisons by suite and evidence, in `rows` lines without `details`."""
     console = stdout(PAGE_COLUMNS)
     for group in found:
         failures = [record for record in group.records if record.outcome != "ok"]
@@ -341,7 +341,7 @@ def reason_lines(reasons: Sequence[str]) -> list[str]:
 
 
 def print_dry_run(found: Sequence[ExperimentPreview], json: bool, details: bool) -> int:
-    """Print numbers of experiments by state and the estimated time, with `details` one row per experiment; return 0."""
+    """Print which experiments `repro run` would execute: counts by state, time, with `details` a row each; return 0."""
     from repro.launch.run import ELSEWHERE, KNOWN, TO_RUN
 
     if json:

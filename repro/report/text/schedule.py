@@ -172,7 +172,7 @@ def _columns_per_action(plan: TimedSchedule, width: int, colour: bool, most: int
 def _actions(
     plan: TimedSchedule, stage: int, columns: int, scale: Fraction, colour: bool, gap: bool
 ) -> list[Cell]:
-    """Return a stage's row of characters, `scale` for each unit of time; `gap`: whether a blank follows each pass."""
+    """Return a stage's characters, `scale` of them per unit of time; with `gap`, the last one of each pass is blank."""
     row: list[Cell] = [(IDLE_CELL, "dim")] * columns
     for action, start, stop in plan.slots[stage]:
         first, last = (floor(time * scale + Fraction(1, 2)) for time in (start, stop))

@@ -51,7 +51,7 @@ def print_simulated_step(
 ) -> None:
     """Print whether a simulated step fits in memory, its time, and tables of its memory and traffic.
 
-    `question`: options of the suggested command. `details`: also print all stages, messages and uncertain inputs.
+    `question`: options of the command to print. `details`: also print all stages, messages and uncertain inputs.
     """
     document, e = simulation.as_dict(), simulation.experiment
     capability, is_dropped = system.device.compute_capability, e.training.attention_dropout
@@ -108,7 +108,7 @@ def _compared_values(document: dict[str, Any], has_times: bool) -> dict[str, flo
 
 
 def _describe_differences(a: Simulation, b: Simulation, documents: list[dict[str, Any]]) -> list[str]:
-    """Return the speed ratio of two simulated steps with its main cause as sentences, or why the ratio is missing."""
+    """Return as sentences the speed ratio of two simulated steps and its main cause, or why there is no ratio."""
     for name, simulation, document in zip("AB", (a, b), documents, strict=True):
         if not simulation.fits:
             return [f"{name} does not fit: {units.readable(simulation.reason)}."]
@@ -201,7 +201,7 @@ def _traffic_table(comm: dict[str, Any]) -> Table | str:
 
 
 def _step_details(simulation: Simulation, document: dict[str, Any]) -> list[str | Table]:
-    """Return tables of the memory of every stage, all messages, the parts of the time and the uncertain inputs."""
+    """Return tables of the memory of every stage, all messages, the parts of step time, and its uncertain inputs."""
     memory, time, flops = document["memory"], document["time"], document["flops"]
     roles = (
         (role.role.name.partition(" (")[0], str(role.role.stages), gb(role.memory.peak_bytes),

@@ -1,4 +1,4 @@
-"""Output of `repro twin`: compared experiments, their scaled-down twins, and the ratios of both."""
+"""Output of `repro twin`: compared experiments, their scaled-down copies (twins), and the speed ratios of both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CALIBRATE_COMMAND = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
 
 MAX_RATIOS = 8
-"""Maximum number of speed ratios of scaled-down twins that `repro twin` prints."""
+"""Maximum number of speed ratios of scaled-down experiments that `repro twin` prints."""
 
 
 def print_twin(
@@ -41,7 +41,7 @@ def print_twin(
     json: bool,
     details: bool,
 ) -> int:
-    """Derive scaled-down twins of claims or experiments (`names`), print them, and write them to the suite `write`.
+    """Print scaled-down copies of experiments, or of claims' experiments (`names`); write them to suite `write`.
 
     `within`, `between`: bytes/s of the originals' links inside and between nodes, as lists; empty: those of the system.
     """
@@ -112,7 +112,7 @@ def _parse_rates(option: str, given: str) -> list[float]:
 
 
 def _variant_suffix(within: float, between: float) -> str:
-    """Return the name suffix of a scaled-down twin by its link rates in bytes/s, such as `-between2.5` for 2.5 GB/s."""
+    """Return the name suffix of a scaled-down experiment by link rates in bytes/s, such as `-between2.5` (2.5 GB/s)."""
     parts = (("within", within), ("between", between))
     return "".join(f"-{name}{rate / units.GB:g}" for name, rate in parts if rate)
 
@@ -122,7 +122,7 @@ def _ratios(twin: Twin) -> list[ScaledRatio]:
 
 
 def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
-    """Return tables of the speed ratios of original experiments and their scaled-down twins, and of twin sizes."""
+    """Return tables of the speed ratios, and of the sizes, of original experiments and their scaled-down copies."""
     ratios = [(each.ending, each.twin, ratio) for each in found for ratio in _ratios(each.twin)]
     apart = [ratio.twin / ratio.original - 1 for _, _, ratio in ratios]
     compared = new_table("compared", "original\nratio", "twin\nratio", "difference\n(%)", "corrected\nratio")
@@ -146,7 +146,7 @@ def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
 
 
 def _twin_details(twin: Twin) -> list[str | Table]:
-    """Return tables of each scaled-down twin's dimensionless numbers, and of each difference's effect on ratios."""
+    """Return tables of scaled-down experiments' dimensionless numbers, and of how their changes affect speed ratios."""
     parts: list[str | Table] = []
     for member, scale in zip(twin.members, twin.scales, strict=True):
         headings = ("number", "original", "twin", "change", "reason")
@@ -174,7 +174,7 @@ def _twin_details(twin: Twin) -> list[str | Table]:
 
 
 def _document(twin: Twin, ending: str) -> dict[str, Any]:
-    """Return the JSON document of `repro twin` for one group of compared scaled-down twins."""
+    """Return the JSON document of `repro twin` for one group of compared experiments and their scaled-down copies."""
     return {
         "variant": ending.lstrip("-"),
         "take_turns": [member.original.name for member in twin.together],

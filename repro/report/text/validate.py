@@ -1,4 +1,4 @@
-"""Output of `repro validate`: predicted against published and measured values, and the unknown inputs to measure."""
+"""Output of `repro validate`: predicted against published and measured values, and the uncertain inputs to measure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDER_INTERVAL_NOTE = (
     "Wider interval: the 90 % interval, widened until 90 % of the rows of other reports lie inside."
 )
 MAX_INPUTS = 10
-"""Maximum number of unknown inputs that are printed without `--details`."""
+"""Maximum number of uncertain system properties that are printed without `--details`."""
 SIMULATE_COMMAND = "repro run suites/NAME.toml --evidence simulated"
 
 
@@ -36,7 +36,7 @@ def print_validation(
 ) -> int:
     """Print the errors of predicted values against published values, from the records in `results`; return 0.
 
-    `system`: file of this machine, whose measured runs are also compared. `own`: additional ledger files.
+    `system`: file of this machine, whose measured runs are also compared. `own`: additional files of claims.
     """
     seen = _read_store(results, own)
     found = published.points(seen.judged, seen.records)
@@ -58,7 +58,7 @@ def print_validation(
 
 
 def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
-    """Print shares of published rates and ratios in widened intervals; return 0 if `between` (%) contains both."""
+    """Print the percentages of published rates and ratios in predicted intervals; return 0 if both are in `between`."""
     seen = _read_store(results, own)
     console, least, most = stdout(), *between
     found = published.family_statistics(published.points(seen.judged, seen.records))
@@ -80,7 +80,7 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
 
 
 def _read_store(results: Path, own: Sequence[Path]) -> JudgedStore:
-    """Return the records and judged claims of a store, and print notes on its unreadable lines to standard error."""
+    """Return records and judged claims of a results folder, and print notes on unreadable lines to standard error."""
     from repro.report.evidence import read_store
     from repro.results.store import print_remarks
 
@@ -260,7 +260,7 @@ def print_machine_errors(machine: MachineErrors, details: bool) -> None:
 
 
 def _write_scatter(found: Sequence[Point], path: Path) -> None:
-    """Draw predicted over published throughput to `path`. Raises `ConfigError` if the store has no predictions."""
+    """Draw predicted over published throughput to `path`. Raises `ConfigError` without predictions in the results."""
     from repro.report.figures import style, validation
 
     with style.figure_style():
@@ -272,7 +272,7 @@ def _write_scatter(found: Sequence[Point], path: Path) -> None:
 
 
 def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path] = ()) -> int:
-    """Print the unknown inputs that make predictions in the store uncertain; return 0. `own`: more ledger files."""
+    """Print the uncertain inputs of predictions in the results folder; return 0. `own`: additional files of claims."""
     seen = _read_store(results, own)
     if json:
         print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})
@@ -306,7 +306,7 @@ def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path]
 
 
 def _input_details(found: Sequence[UncertainInput], implied: Sequence[ImpliedInput]) -> list[str | Table]:
-    """Return tables of important unknown inputs: source, measurement, and values that published results imply."""
+    """Return tables of uncertain inputs: source, how to measure them, and values that published results imply."""
     parts: list[str | Table] = []
     for one in found[:LISTED_INPUTS]:
         how, facts = one.measured_by, new_facts_table()

@@ -1,4 +1,4 @@
-"""Checkpoint file of a rank: rectangles of parameters as fp32 matrices in the safetensors format.
+"""Checkpoint file of a rank in the safetensors format: fp32 blocks (rectangles) of parameters stored as matrices.
 
 Tensors are written and read in slices, to limit the memory of copies, and a reader reads only the requested bytes.
 """
@@ -29,7 +29,7 @@ ITEM = 4
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a checkpoint file: a rectangle of the weights or of a moment (`state`) of parameter `name`."""
+    """One tensor of a checkpoint file: a matrix block of the weights or of a moment (`state`) of parameter `name`."""
 
     name: str
     state: str
@@ -125,7 +125,7 @@ class Reader:
         self._open.clear()
 
     def read(self, path: Path, at: int, holder: Rectangle, part: Rectangle, into: Tensor) -> None:
-        """Read `part` of rectangle `holder`, stored from byte `at` on; `ConfigError` if the file is missing."""
+        """Read `part` of matrix block `holder`, stored from byte `at` on; `ConfigError` if the file is missing."""
         for block in _blocks(holder, part):
             first = (block.row - holder.row) * holder.columns + block.column - holder.column
             span = (block.rows - 1) * holder.columns + block.columns
@@ -154,7 +154,7 @@ class Reader:
 
 
 def _blocks(holder: Rectangle, part: Rectangle) -> Iterator[Rectangle]:
-    """Divide rectangle `part` into rectangles of one read each: several full rows, or at most one row."""
+    """Divide the matrix block `part` into blocks that one file read covers: several full rows, or at most one row."""
     columns = min(part.columns, SLICE)
     together = 1
     if columns == part.columns and holder.columns - columns <= GAP:

@@ -57,7 +57,7 @@ class Index:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of every full parameter (not split by tp or ZeRO), by name."""
     pieces: Mapping[str, tuple[FilePiece, ...]] = field(default_factory=dict)
-    """Rectangles in files that together cover every parameter without overlap, by parameter name."""
+    """Matrix blocks (rectangles) in files that together cover every parameter without overlap, by parameter name."""
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -93,7 +93,7 @@ def prune(root: Path, kept: int = RETAINED_CHECKPOINTS) -> None:
 def gather(
     folder: Path, ranks: int
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]], dict[str, tuple[FilePiece, ...]]]:
-    """Read the headers of all ranks' checkpoint files; return file sizes, parameter shapes and stored rectangles."""
+    """Read the headers of all ranks' checkpoint files; return file sizes, parameter shapes and stored matrix blocks."""
     sizes: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, list[FilePiece]] = {}
@@ -200,7 +200,7 @@ def reading(
 ) -> Callable[[str, str, Rectangle, Tensor], None]:
     """Return a function `read(parameter, state, rectangle, tensor)` that fills a flat fp32 tensor from a checkpoint.
 
-    `read` raises `ConfigError` if the checkpoint does not contain all elements of the rectangle.
+    `state`: weight or Adam moment. `rectangle`: block of the parameter's matrix. `ConfigError` if elements are missing.
     """
 
     def read(name: str, state: str, wanted: Rectangle, into: Tensor) -> None:

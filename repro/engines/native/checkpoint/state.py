@@ -29,7 +29,7 @@ class Rectangle(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of elements in the rectangle."""
+        """Return the number of elements in the matrix block."""
         return self.rows * self.columns
 
     def overlap(self, other: Rectangle) -> Rectangle | None:
@@ -40,7 +40,7 @@ class Rectangle(NamedTuple):
         return Rectangle(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
     def view(self, flat: Tensor, part: Rectangle) -> Tensor:
-        """Return a view [rows, columns] of sub-rectangle `part` in `flat`, the flat elements of the rectangle."""
+        """Return a view [rows, columns] of the sub-block `part` of this matrix block, whose elements are in `flat`."""
         row, column = part.row - self.row, part.column - self.column
         matrix = flat.view(self.rows, self.columns)
         return matrix[row : row + part.rows, column : column + part.columns]
@@ -79,7 +79,7 @@ _SCALER = ("scale", "good_steps", "tolerance")
 
 @dataclass(frozen=True)
 class Fragment:
-    """Rectangle of a parameter, with the weights and moments that this rank's optimizer holds for it."""
+    """Block (rectangle) of a parameter's matrix, with the block's weights and moments in this rank's optimizer."""
 
     name: str
     """Name of the parameter in the full model."""
@@ -93,7 +93,7 @@ class Fragment:
 
 
 def fragments(engine: NativeEngine, *, owned: bool) -> Iterator[Fragment]:
-    """Yield the parameter rectangles that this rank's optimizer updates; with `owned`, only those that the rank saves.
+    """Yield the parameter blocks (rectangles) that this rank's optimizer updates; with `owned`, only those it saves.
 
     If several ranks have equal states, only one saves them: the first tp rank for parameters that tp duplicates, and
     the first stage for the tied embedding. Under ZeRO stage 0 each replica saves an equal part.
@@ -143,8 +143,8 @@ def restore_states(
 ) -> None:
     """Restore the training state of a new engine from a checkpoint, and gather its parameters.
 
-    `numbers`: scalar state that `scalars` returned. `read(parameter, state, rectangle, tensor)`: function that fills a
-    flat fp32 tensor.
+    `numbers`: scalar state that `scalars` returned. `read(parameter, state, rectangle, tensor)` fills a flat tensor
+    with a block of the parameter's fp32 weights or of an Adam moment.
     """
     with torch.no_grad():
         for fragment in fragments(engine, owned=False):
