@@ -1,4 +1,4 @@
-"""Evaluation of one test of a published value: the tested value, its uncertainty from unknown inputs, its verdict."""
+"""Evaluation of one test of a published value: the tested value, its uncertainty from uncertain inputs, its verdict."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def evaluate_evidence(
 
     Measured and emulated values come from the user's own records, or else from reference records (packaged records of
     another machine). Missing records give the verdict `not run`. A simulated value that misses the published value
-    gives `possible` if the ranges of the system's unknown inputs contain the published value.
+    gives `possible` if the ranges of the system's uncertain inputs contain the published value.
     """
     found = _evaluate_on(records, evidence, row, claim, read)
     if evidence.kind not in (MEASURED, EMULATED) or found.decided:
@@ -172,11 +172,11 @@ def _judge_miss(
     interval = uncertainty.least, uncertainty.most
     ends = " to ".join(dict.fromkeys(format_value(end, row.printed) for end in interval))
     if not published.meets(*interval):
-        why = f"the ranges of all unknown inputs give the interval {ends}, which excludes the published value"
+        why = f"the ranges of all uncertain inputs give the interval {ends} without the published value"
         return NOT_REPRODUCED, f"{rule}; {why}", ()
     found = uncertainty.deciding_unknowns(published.meets)
     which = f"the uncertainty of {' and '.join(found)} decides the verdict"
-    why = f"the ranges of all unknown inputs give the interval {ends}, which includes the published value; {which}"
+    why = f"the ranges of all uncertain inputs give the interval {ends}, which includes the published value; {which}"
     return POSSIBLE, f"{rule}; {why}", found
 
 
@@ -187,10 +187,10 @@ def propagate_unknowns(
     records: Records,
     functions: Mapping[str, Callable[..., Any]],
 ) -> InputUncertainty | None:
-    """Return the uncertainty of a simulated value from unknown inputs; None without unknown inputs.
+    """Return the uncertainty of a simulated value from uncertain inputs; None without uncertain inputs.
 
-    The expression is evaluated for every case (choice of values of the unknown inputs) in the simulated records of
-    `experiments`. Both sides of a ratio use the same case, so that the effects of their common unknown inputs cancel.
+    The expression is evaluated for every case (choice of values of the uncertain inputs) in the simulated records of
+    `experiments`. Both sides of a ratio use the same case, so that the effects of their common uncertain inputs cancel.
     """
     found = records.intervals(experiments)
     draws = min((len(interval.draws) for interval in found), default=0)
@@ -208,7 +208,7 @@ def propagate_unknowns(
             return None
         keys = dict.fromkeys(move.key for interval in found for move in interval.moves)
         alone = {key: (value((key, False)), value((key, True))) for key in keys}
-    except ExpressionError:  # The expression divides by zero for some values of the unknown inputs.
+    except ExpressionError:  # The expression divides by zero for some values of the uncertain inputs.
         return None
     alone = {key: ends for key, ends in alone.items() if set(ends) != {best}}
     if not alone:

@@ -149,7 +149,7 @@ class Answer:
     value: float | str | None = None
     """Predicted value in the unit of the published value; None: the value is missing."""
     low: float | None = None
-    """Lower end of the value's 90 % interval, due to unknown inputs of the system; None if all inputs are known."""
+    """Lower end of the value's 90 % interval, due to uncertain inputs of the system; None if all inputs are known."""
     high: float | None = None
     word: str = ""
     """Word for the predicted value, such as `slower`; then in brackets, words for other values in its 90 % interval."""

@@ -59,14 +59,14 @@ class Records:
         return record is not None and record.metric == metric
 
     def intervals(self, experiments: Iterable[str]) -> list[StepInterval]:
-        """Return the step-time intervals from unknown inputs that the simulated records of `experiments` contain."""
+        """Return the step-time intervals from uncertain inputs that the simulated records of `experiments` contain."""
         records = (self.selection.by_name.get((SIMULATED, experiment)) for experiment in experiments)
         return [record.interval for record in records if record is not None and record.interval is not None]
 
     def functions(self, kind: str, case: Case | None = None) -> dict[str, Callable[..., Value | Uncertain]]:
         """Return the functions by which ledger expressions read records of one kind of evidence, by name.
 
-        `kind`: `simulated`, `emulated` or `measured`. `case`: choice of unknown inputs' values; None: best values.
+        `kind`: `simulated`, `emulated` or `measured`. `case`: choice of uncertain inputs' values; None: best values.
         """
 
         def find(experiment: str) -> ExperimentRecord:
@@ -278,7 +278,7 @@ parallelism. A micro-batch also sets the global batch. A number of GPUs sets all
 
 
 MAX_CACHED_CONDITIONS = 4096
-"""Maximum number of experiments whose conditions are cached, because each draw of unknown inputs reads them."""
+"""Maximum number of experiments whose conditions are cached, because each draw of uncertain inputs reads them."""
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:

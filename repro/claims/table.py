@@ -122,7 +122,7 @@ def why(result: ClaimResult) -> str:
         return f"{count} of {total} values contradict other numbers of the same source."
     if result.verdict == POSSIBLE:
         agree, count = (sum(row.verdict in some for row in main) for some in (GOOD, (POSSIBLE,)))
-        return f"{agree} of {total} values agree; unknown inputs explain the miss of {count} more ({by})."
+        return f"{agree} of {total} values agree; uncertain inputs explain the miss of {count} more ({by})."
     if result.verdict == FOLLOWS:
         return f"{every} with {by}. This checks the printed number without a run or a simulation."
     counts = count_independent([replace(result, rows=tuple(main))])
@@ -202,11 +202,11 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 MOVES = 5
-"""Maximum number of unknown inputs listed for a simulated value, largest effect first."""
+"""Maximum number of uncertain inputs listed for a simulated value, largest effect first."""
 
 
 def _moved(uncertainty: InputUncertainty | None) -> list[dict[str, Any]]:
-    """Return a simulated value at both ends of each unknown input's range, other inputs at their best values."""
+    """Return a simulated value at both ends of each uncertain input's range, other inputs at their best values."""
     alone = {} if uncertainty is None else uncertainty.alone
     return [{"key": key, "low": low, "high": high} for key, (low, high) in list(alone.items())[:MOVES]]
 

@@ -13,22 +13,22 @@ MAX_MARGIN = 0.25
 """Relative margin above which a test is weak. The margin is the largest change of the tested value, as a share of the
 published number, that leaves the verdict unchanged."""
 MIN_SHOWN_SHARE = 0.02
-"""Minimum share of the total uncertainty that an unknown input must cause to be listed."""
+"""Minimum share of the total uncertainty that an uncertain input must cause to be listed."""
 
 
 @dataclass(frozen=True)
 class InputUncertainty:
-    """Uncertainty of a simulated value: its values over the ranges of the simulation's unknown inputs."""
+    """Uncertainty of a simulated value: its values over the ranges of the simulation's uncertain inputs."""
 
     low: float
-    """Lower end of a simulated value's 90 % interval over joint draws of unknown inputs; contains the best estimate."""
+    """Lower end of a simulated value's 90 % interval over draws of uncertain inputs; contains the best estimate."""
     high: float
     least: float
-    """Smallest simulated value over all draws and range ends of unknown inputs; `most` is the largest such value."""
+    """Smallest simulated value over all draws and range ends of uncertain inputs; `most` is the largest such value."""
     most: float
     best: float
     alone: Mapping[str, tuple[float, float]]
-    """Values at both ends of each unknown input's range, with best values of the others, by effect (largest first)."""
+    """Values at both ends of each uncertain input's range, with best values of the others, by decreasing effect."""
 
     def in_units_of(self, size: float) -> InputUncertainty:
         """Return the uncertainty with all its values divided by `size`, the size of a unit."""
@@ -38,20 +38,20 @@ class InputUncertainty:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return the effect of each unknown input on the value, as a share of the sum of all effects."""
+        """Return the effect of each uncertain input on the value, as a share of the sum of all effects."""
         spans = {key: abs(high - low) for key, (low, high) in self.alone.items()}
         total = sum(spans.values()) or 1.0
         return {key: span / total for key, span in spans.items()}
 
     def largest_unknowns(self, count: int) -> list[tuple[str, float, float, float]]:
-        """Return the `count` unknown inputs of largest effect: key, value at both range ends, share of all effects."""
+        """Return the `count` uncertain inputs of largest effect: key, value at both range ends, share of effects."""
         shares = self.shares
         return [
             (key, *ends, shares[key]) for key, ends in self.alone.items() if shares[key] >= MIN_SHOWN_SHARE
         ][:count]
 
     def deciding_unknowns(self, meets: Callable[[float, float], bool]) -> tuple[str, ...]:
-        """Return the unknown input whose range alone explains the published value, else the two of largest effect."""
+        """Return the uncertain input whose range alone explains the published value, else the two of largest effect."""
         for key, ends in self.alone.items():
             if meets(*possible_range(ends, self.best)):
                 return (key,)
@@ -62,7 +62,7 @@ REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 FOLLOWS, INCONSISTENT = "follows", "inconsistent"
 """Verdicts of arithmetic: a formula or other numbers of the source give the published value, or contradict it."""
 POSSIBLE = "possible"
-"""Verdict of a prediction that misses the published value, although the ranges of unknown inputs contain this value."""
+"""Verdict of a prediction that misses the published value, although the ranges of uncertain inputs contain it."""
 ERRATUM, DEPENDS = "erratum", "depends"
 """Verdicts of numbers that their own source contradicts, and of agreements that depend on an unpublished condition."""
 NOT_COMPARABLE, NOT_RUN, NO_TEST = "not comparable", "not run", "no test"
@@ -98,7 +98,7 @@ class Finding:
     value: Value | None = None
     """Tested value in the unit of the published value; None if the test was not run."""
     low: Value | None = None
-    """Lower end of the interval of a value: 95 % confidence if measured, 90 % from unknown inputs if simulated."""
+    """Lower end of the interval of a value: 95 % confidence if measured, 90 % from uncertain inputs if simulated."""
     high: Value | None = None
     expected: Value | None = None
     """Value that a scaled-down run must have, in the unit of the published value; None: the published value."""
@@ -116,11 +116,11 @@ class Finding:
     is_reference: bool = False
     """Whether the value comes from packaged reference records and not from the user's own records."""
     uncertainty: InputUncertainty | None = None
-    """Uncertainty of a simulated value from unknown inputs, in the unit of the published value."""
+    """Uncertainty of a simulated value from uncertain inputs, in the unit of the published value."""
     margin: tuple[float, float] | None = None
     """Relative decrease and increase that take an agreeing number to the ends of the accepted range; None for words."""
     deciding: tuple[str, ...] = ()
-    """Unknown inputs that explain the miss of a published value; empty unless the verdict is `possible`."""
+    """Uncertain inputs that explain the miss of a published value; empty unless the verdict is `possible`."""
 
     @property
     def machine(self) -> str:

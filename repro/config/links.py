@@ -22,9 +22,9 @@ PER = ("device", "node")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
 
 ASSUMED_LINKS = {link: assumed_quantities("links", link) for link in LINKS}
-"""Assumed values of a link's unknown numbers, with their sources, by class of links and key."""
+"""Assumed values of a link's uncertain inputs, with their sources, by class of links and key."""
 ASSUMED_ANY = assumed_quantities("any_link")
-"""Assumed values of a link's unknown numbers that are equal for every class of links, with their sources, by key."""
+"""Assumed values of a link's uncertain inputs that are equal for every class of links, with their sources, by key."""
 KEYS = (
     *("latency_s", "start_s", "efficiency", "half_bytes", "chunk_s"),
     *("pair", "adapters", "switch", "rings", "overlap_cost", "pod", "oversubscription"),

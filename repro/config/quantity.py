@@ -18,9 +18,9 @@ class Quantity:
     source: str
     """Publication of the number, with "second-hand", "derived" or "unconfirmed", or why the number is unknown."""
     low: float | None = None
-    """Minimum possible value of an uncertain number; `source` must contain `low: REASON`."""
+    """Minimum possible value of an uncertain input; `source` must contain `low: REASON`."""
     high: float | None = None
-    """Maximum possible value of an uncertain number; `source` must contain `high: REASON`."""
+    """Maximum possible value of an uncertain input; `source` must contain `high: REASON`."""
 
     def __post_init__(self) -> None:
         require(self.value is None or self.value >= 0, "value", self.value, '0 or more, or "unknown"')
@@ -34,7 +34,7 @@ class Quantity:
         if bound is None:
             return
         if self.value is None:
-            raise ConfigError(end, bound, says="needs a known value; an unknown number has no range")
+            raise ConfigError(end, bound, says="needs a known value; an uncertain input has no range")
         lies = 0 <= bound <= self.value if end == "low" else bound >= self.value
         side = "in the range from 0 to" if end == "low" else "at least"
         require(lies, end, bound, f"{side} value = {self.value}")
@@ -73,7 +73,7 @@ class Quantity:
 
 
 UNSAID = Quantity(value=None, source="the file does not say")
-"""Unknown number, the default of optional keys of a system file."""
+"""Uncertain input, the default of optional keys of a system file."""
 _ASSUMED = read_toml(Path(__file__).with_name("assumed.toml"))
 
 

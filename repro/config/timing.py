@@ -72,14 +72,14 @@ class DeviceTime:
         return known.or_assumed(ASSUMED.get(key))
 
     def numbers(self) -> Timing:
-        """Return all efficiencies and fixed costs of the device, with assumed values for unknown numbers."""
+        """Return all efficiencies and fixed costs of the device, with assumed values for uncertain inputs."""
         values = {field.name: self.used(field.name).value for field in fields(self)}
         return Timing(**values)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Efficiencies and fixed costs of a device, without sources and with assumed values for unknown numbers."""
+    """Efficiencies and fixed costs of a device, without sources and with assumed values for uncertain inputs."""
 
     matmul_efficiency: float
     unthrottled_efficiency: float | None

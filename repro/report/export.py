@@ -277,7 +277,7 @@ def _independent(results: list[ClaimResult]) -> str:
 {len(results)} claims have {len(rows)} values. Several values may repeat one formula or one run: {tested} independent
 quantities can be tested ({kinds}; `repro/claims/independence.py` counts them). {itself} values can only be compared
 with formulas and numbers of their source: their verdict is `follows` or `inconsistent`, never `reproduced`.
-A predicted time that misses is `possible` if the interval from unknown inputs contains the published value.
+A predicted time that misses is `possible` if the interval from uncertain inputs contains the published value.
 """
 
 

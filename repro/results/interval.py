@@ -16,14 +16,14 @@ INTERVAL_QUANTILES = (0.05, 0.95)
 
 
 class Other(NamedTuple):
-    """Choice in which one unknown input of a system has a given value, and all others have their best values."""
+    """Choice in which one uncertain input of a system has a given value, and all others have their best values."""
 
     key: str
     value: float
 
 
 Case: TypeAlias = int | tuple[str, bool] | Other
-"""Choice of values for the unknown inputs of a system: the number of a joint random draw, a pair, or `Other`.
+"""Choice of values for the uncertain inputs of a system: the number of a joint random draw, a pair, or `Other`.
 
 In a pair (key, high end), input `key` is at the high or low end of its range, in `Other` at any value, others at best.
 """
@@ -41,20 +41,20 @@ def interpolate_log(left: float, right: float, part: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity(RecordPart):
-    """Simulated step times over the range of one unknown input, with all other inputs at their best values."""
+    """Simulated step times over the range of one uncertain input, with all other inputs at their best values."""
 
     key: str
-    """Key of the unknown input in the system file, such as `links.inter-node.rings`."""
+    """Key of the uncertain input in the system file, such as `links.inter-node.rings`."""
     low: float
     best: float
     high: float
     low_s: float
     high_s: float
     curve: list[list[float]] | None = None
-    """Points [value of the unknown input, step seconds] in and around its range; None if its effect is below 1 %."""
+    """Points [value of the uncertain input, step seconds] in and around its range; None if its effect is below 1 %."""
 
     def seconds_at(self, value: float) -> float:
-        """Return the step time, in seconds, at a value of the unknown input, by log-log interpolation of the curve."""
+        """Return the step time in seconds at a value of the uncertain input, by log-log interpolation of the curve."""
         points = self.curve or []
         after = min(max(bisect_left(points, [value]), 1), len(points) - 1)
         (left, low), (right, high) = points[after - 1], points[after]
@@ -62,18 +62,18 @@ class Sensitivity(RecordPart):
 
     @property
     def span(self) -> float:
-        """Return the absolute difference of the step times at both ends of the unknown input's range, in seconds."""
+        """Return the absolute difference of the step times at both ends of the uncertain input's range, in seconds."""
         return abs(self.high_s - self.low_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepInterval(RecordPart):
-    """Simulated step times for many values of the unknown inputs of a system, in seconds."""
+    """Simulated step times for many values of the uncertain inputs of a system, in seconds."""
 
     draws: list[float]
-    """Step time of each joint random draw of all unknown inputs. Draw i has the same quantiles in all records."""
+    """Step time of each joint random draw of all uncertain inputs. Draw i has the same quantiles in all records."""
     moves: list[Sensitivity]
-    """Step times under variation of each single unknown input, sorted by descending effect on the step time."""
+    """Step times under variation of each single uncertain input, sorted by descending effect on the step time."""
 
     def summary(self, best: float) -> dict[str, Any]:
         """Return the interval of the step time, whose best value is `best`, and each input's effect as JSON data."""
@@ -83,7 +83,7 @@ class StepInterval(RecordPart):
         return {"low_s": low, "high_s": high, "least_s": least, "most_s": most, "moves": moves}
 
     def seconds_in(self, case: Case, best: float) -> float:
-        """Return the step time in seconds for a choice of unknown inputs; `best` if the chosen input has no effect."""
+        """Return the step time in seconds for a choice of uncertain inputs; `best` if the choice has no effect."""
         if isinstance(case, int):
             return self.draws[case]
         key, end = case
@@ -93,7 +93,7 @@ class StepInterval(RecordPart):
         return best if move is None else move.high_s if end else move.low_s
 
     def cases(self) -> Iterator[float]:
-        """Yield the step times of all joint draws of unknown inputs, and those at both ends of each input's range."""
+        """Yield the step times of all joint draws of uncertain inputs, and those at both ends of each input's range."""
         yield from self.draws
         for move in self.moves:
             yield from (move.low_s, move.high_s)

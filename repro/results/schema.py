@@ -133,7 +133,7 @@ class ExperimentRecord(RecordHead, ExperimentConditions):
     """Results of a simulation by pipeline role, a set of ranks with identical work; None in a measurement."""
     simulated_on: SimulatedOn | None = None
     interval: StepInterval | None = None
-    """Possible step times of a simulation on a system with unknown inputs; None without unknown inputs."""
+    """Possible step times of a simulation on a system with uncertain inputs; None without uncertain inputs."""
     provenance: Provenance = field(default_factory=dict)
     wall_s: float = 0.0
     copy_of: str | None = None

@@ -92,7 +92,7 @@ def test_error_for_an_unknown_row_lists_the_rows(tmp_path: Path) -> None:
 
 
 def simulated(name: str, step_s: float = 1.0, outcome: str = "ok", factor: float = 1.0) -> ExperimentRecord:
-    """Return a step of 100 samples; the high end of an unknown input and all draws multiply its time by `factor`."""
+    """Return a step of 100 samples; the high end of an uncertain input and all draws multiply its time by `factor`."""
     moves = [Sensitivity(key="links.nvlink.x", low=1, best=1, high=2, low_s=step_s, high_s=factor * step_s)]
     metrics = {"step_seconds.median": step_s, "samples_per_s": 100 / step_s, "memory.states_bytes": 8e9}
     simulation = record(f"again/{name}", outcome=outcome, **metrics)

@@ -1,4 +1,4 @@
-"""Tests of the verdict `possible`: ranges of unknown inputs, the deciding input, counts and displays."""
+"""Tests of the verdict `possible`: ranges of uncertain inputs, the deciding input, counts and displays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def simulated(name: str, step_s: float, interval: StepInterval | None = None) ->
 
 
 def step_range(rings: tuple[float, float], launch: tuple[float, float], draws: list[float]) -> StepInterval:
-    """Return the interval of a step, with its times at both ends of two unknown inputs."""
+    """Return the interval of a step, with its times at both ends of two uncertain inputs."""
     moves = [
         Sensitivity(key=key, low=1, best=2, high=3, low_s=low, high_s=high)
         for key, (low, high) in ((RINGS, rings), (LAUNCH, launch))
@@ -59,7 +59,7 @@ WIDE = simulated("s/a", 10.0, WIDE_INTERVAL)
         ("11.4", "", v.REPRODUCED),  # within 15 % of the published value
         ("15.0", "", v.POSSIBLE),
         ("20.0", "", v.POSSIBLE),
-        ("20.1", "", v.NOT_REPRODUCED),  # the tolerance does not widen the range of the unknown inputs
+        ("20.1", "", v.NOT_REPRODUCED),  # the tolerance does not widen the range of the uncertain inputs
         ("8.8", "", v.REPRODUCED),
         ("8.0", "", v.NOT_REPRODUCED),
         ("19", "over", v.POSSIBLE),
@@ -79,7 +79,7 @@ def test_published_value_in_the_range_of_unknowns_is_possible(
         assert f"{RINGS} decides" in finding.reason
     if verdict == v.NOT_REPRODUCED:
         assert (
-            "the ranges of all unknown inputs give the interval 8.333 to 20, which excludes the published value"
+            "the ranges of all uncertain inputs give the interval 8.333 to 20 without the published value"
             in finding.reason
         )
 
@@ -89,7 +89,7 @@ def test_page_shows_the_tolerance_of_a_miss_once(tmp_path: Path, published: str,
     result = judge_rate(tmp_path, published, WIDE, bound=bound)
     tolerance, _, rest = result.rows[0].reason.partition("; ")
     assert tolerance == ("printed bound" if bound else "15% (throughput)")
-    assert rest.startswith("the ranges of all unknown inputs give ")
+    assert rest.startswith("the ranges of all uncertain inputs give ")
     (shown,) = row_view(result.rows[0], result.claim)["findings"]
     assert shown["tolerance"].endswith(f": {tolerance}")
     assert shown["reason"] == rest
@@ -137,7 +137,7 @@ def test_possible_values_have_a_separate_count(tmp_path: Path) -> None:
     assert counts["quantities"] == {"tested": 2, "hold": 1, "possible": 1}
     assert counts["evidence"]["simulated"]["rows_possible"] == 1
     assert "1 agree (0 weak), 0 miss, 1 undecided." in totals([result])
-    assert why(result).startswith("1 of 2 values agree; unknown inputs explain the miss of 1 more")
+    assert why(result).startswith("1 of 2 values agree; uncertain inputs explain the miss of 1 more")
 
 
 def test_possible_ranks_between_reproduced_and_not_reproduced() -> None:

@@ -1,4 +1,4 @@
-"""Provide the arrays of a system whose uncertain numbers vary over cases, and the system of one case."""
+"""Provide the arrays of a system whose uncertain inputs vary over cases, and the system of one case."""
 
 from __future__ import annotations
 

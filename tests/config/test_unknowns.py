@@ -1,4 +1,4 @@
-"""Tests of uncertain numbers of a system: ranges in system files, the list of unknowns, and cases of a system."""
+"""Tests of uncertain inputs of a system: ranges in system files, the list of unknowns, and cases of a system."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_range_may_have_one_end_or_ends_at_its_value(tmp_path: Path) -> None:
 
 
 def test_unknowns_have_a_best_value_between_two_ends() -> None:
-    with pytest.raises(ConfigError, match="an unknown number has no range"):
+    with pytest.raises(ConfigError, match="an uncertain input has no range"):
         Quantity(value=None, low=1.0, source="low: x")
     for name in system_names():
         for one in unknowns(load_system(name)):

@@ -22,7 +22,7 @@ def exported(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-# The table of unknown inputs needs predictions: see tests/accuracy/validate/test_unknowns.py.
+# The table of uncertain inputs needs predictions: see tests/accuracy/validate/test_unknowns.py.
 @pytest.mark.usefixtures("judged_once")
 @pytest.mark.parametrize("table", [table for table in TABLES if table != "unknowns"])
 def test_every_table_is_exported(

@@ -186,7 +186,7 @@ def test_bar_shows_the_measurement_and_dot_the_simulation() -> None:
     assert legend_texts(drawing) == ["published", "measured", "simulated (also measured)"]
 
 
-def test_predictions_with_unknown_inputs_are_drawn_with_their_intervals() -> None:
+def test_predictions_with_uncertain_inputs_are_drawn_with_their_intervals() -> None:
     """The error of +20 % is possible; the interval from -40 % to +100 % is cut at the axis limits of 30 %."""
     interval: Any = {"value": 12.0, "low": 6.0, "high": 20.0, "agrees": None, "possible": True}
     ours = Ours(kind=SIMULATED, runs=("s/a",), fits=True, **interval)

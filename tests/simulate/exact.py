@@ -1,4 +1,4 @@
-"""Calibration points without unknown numbers."""
+"""Calibration points without uncertain inputs."""
 
 from __future__ import annotations
 

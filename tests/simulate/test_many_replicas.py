@@ -57,6 +57,6 @@ def test_events_spans_and_calls_do_not_grow_with_replicas() -> None:
 
 @pytest.mark.slow
 def test_calls_for_an_interval_do_not_grow_with_replicas() -> None:
-    """The placement of groups is computed once for all values of the unknown numbers."""
+    """The placement of groups is computed once for all values of the uncertain inputs."""
     simulate_and_count.__wrapped__(8, True)
     assert simulate_and_count(MANY, True)[1] == pytest.approx(simulate_and_count(FEW, True)[1], rel=0.05)

@@ -134,7 +134,7 @@ class RankedInputs:
     def words(self) -> str:
         """Return one paragraph that summarises the ranking of uncertain inputs."""
         return (
-            f"Unknown inputs make the predictions of {count_noun(self.rows, 'published value')} uncertain. An input "
+            f"Uncertain inputs make the predictions of {count_noun(self.rows, 'published value')} uncertain. An input "
             "decides a prediction if it has more than half of the effects of all inputs, each varied alone. The first "
             f"{LISTED_INPUTS} inputs decide {self.settled_by_the_first} predictions. "
             f"{self.possible} verdicts are `possible`."

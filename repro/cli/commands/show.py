@@ -38,7 +38,7 @@ def claims(
     details: Annotated[bool, flag("--details", "Show values with sources, notes and expressions.")] = False,
     json: Json = False,
 ) -> int:
-    """Show the papers' headline claims, or one claim: published, measured and simulated value, and their agreement."""
+    """Show the papers' headline claims, or one claim: published, measured and simulated value, and verdict."""
     if system:
         from repro.report.text.claims import print_claims_on_system
 

@@ -1,7 +1,7 @@
 """Packaged system files, which describe the hardware of clusters and machines, and their reader.
 
 `load_system_file` returns the `System` of a name such as `dgx2`, or of a `.toml` file. `repro.measure.local_system`
-describes the local machine; `unknowns` describes the uncertain numbers of a system.
+describes the local machine; `unknowns` describes the uncertain inputs of a system.
 """
 
 from __future__ import annotations

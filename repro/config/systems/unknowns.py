@@ -1,4 +1,4 @@
-"""Uncertain numbers of a system ("unknowns"), and a system whose uncertain numbers vary over many sampled cases.
+"""Uncertain inputs of a system ("unknowns"), and a system whose uncertain inputs vary over many sampled cases.
 
 A case gives every unknown a quantile: 0 at the low end of its range, 1/2 at the best value, 1 at the high end. The
 quantiles of a key are equal for all systems and runs, so that two predictions can be compared case by case.
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Lanes: TypeAlias = "npt.NDArray[Any]"
-"""Values of one uncertain number as an array, with one entry for each set of values that a simulation samples."""
+"""Values of one uncertain input as an array, with one entry for each set of values that a simulation samples."""
 PACE = "device.time.pace"
 """Key of the ratio of kernel times in a run to kernel times on the device for which the time model is calibrated."""
 SPREAD = "device.time.spread"
 """Key of the relative standard deviation of kernel times between the devices of a run."""
 PER_RANGE = 4
-"""Number of steps across the range of an uncertain number, in simulations that vary this number alone."""
+"""Number of steps across the range of an uncertain input, in simulations that vary this number alone."""
 DRAWS = 64
-"""Number of sampled sets of values in which all uncertain numbers vary jointly at random."""
+"""Number of sampled sets of values in which all uncertain inputs vary jointly at random."""
 MAX_CASES = 32
-"""Maximum number of sets of uncertain numbers (such as those of one system) whose sampled values are cached."""
+"""Maximum number of sets of uncertain inputs (such as those of one system) whose sampled values are cached."""
 COUNTED_KEYS = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
-"""Last part of the dotted system-file keys (`links.inter-node.rings`) whose uncertain numbers are integers."""
+"""Last part of the dotted system-file keys (`links.inter-node.rings`) whose uncertain inputs are integers."""
 FRACTION_KEYS = (
     *("efficiency", "matmul_efficiency", "unthrottled_efficiency", "memory_efficiency"),
     *("overlap_cost", "pair"),
 )
-"""Last part of the dotted system-file keys whose uncertain numbers are fractions of at most 1."""
+"""Last part of the dotted system-file keys whose uncertain inputs are fractions of at most 1."""
 LOW, BEST, HIGH = 0.0, 0.5, 1.0
-"""Quantiles that represent the low end of an uncertain number's range, its best value and the high end."""
+"""Quantiles that represent the low end of an uncertain input's range, its best value and the high end."""
 REACH = 4.0
 """Factor by which values may leave an uncertain range: quantile -1 is low / REACH, and quantile 2 is high * REACH."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """Uncertain number of a system: its best value and its range."""
+    """Uncertain input of a system: its best value and its range."""
 
     key: str
     """Dotted key of the number in the system file, such as `links.inter-node.rings`."""
@@ -76,7 +76,7 @@ class Unknown:
 
     @cached_property
     def around(self) -> dict[float, float]:
-        """Return values of an uncertain number in and around its range, with quantiles; for counts, every integer."""
+        """Return values of an uncertain input in and around its range, with quantiles; for counts, every integer."""
         quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
         if self._last_word in COUNTED_KEYS:
             for side, best in ((self.low, LOW), (self.high, HIGH)):
@@ -90,7 +90,7 @@ class Unknown:
 
     @property
     def moves(self) -> list[float]:
-        """Return the number's quantiles in simulations in which other uncertain numbers have their best values."""
+        """Return the number's quantiles in simulations in which other uncertain inputs have their best values."""
         return sorted({LOW, HIGH, *self.around.values()})
 
     @property
@@ -99,23 +99,23 @@ class Unknown:
 
 
 def unknowns(system: System) -> tuple[Unknown, ...]:
-    """Return all uncertain numbers of `system`, including assumed numbers; none if the system is calibrated."""
+    """Return all uncertain inputs of `system`, including assumed numbers; none if the system is calibrated."""
     if system.device.operators:
         return ()
     return tuple(make_unknown(key, number) for key, number in _quantities(system) if number.ranges)
 
 
 def make_unknown(key: str, number: Quantity) -> Unknown:
-    """Return an uncertain number as an `Unknown` with the key `key`, its best value, its range and its source."""
+    """Return an uncertain input as an `Unknown` with the key `key`, its best value, its range and its source."""
     low, best, high = number.ends
     return Unknown(key=key, low=low, best=best, high=high, source=number.source)
 
 
 @lru_cache(maxsize=MAX_CASES)
 def quantiles_in_cases(found: tuple[Unknown, ...]) -> dict[str, Lanes]:
-    """Return the quantiles of the uncertain numbers in all sampled cases: an array [cases] for each key.
+    """Return the quantiles of the uncertain inputs in all sampled cases: an array [cases] for each key.
 
-    The first case has the best values. In the next cases, one uncertain number takes one of its `Unknown.moves`. The
+    The first case has the best values. In the next cases, one uncertain input takes one of its `Unknown.moves`. The
     last `DRAWS` cases are joint draws from a Latin hypercube, whose columns depend on the key alone.
     """
     import numpy as np
@@ -130,7 +130,7 @@ def quantiles_in_cases(found: tuple[Unknown, ...]) -> dict[str, Lanes]:
 
 
 def drawn(system: System, quantiles: Mapping[str, Lanes]) -> System:
-    """Return `system` with the uncertain numbers in `quantiles` replaced by arrays of values at these quantiles."""
+    """Return `system` with the uncertain inputs in `quantiles` replaced by arrays of values at these quantiles."""
     found = (one for one in unknowns(system) if one.key in quantiles)
     return with_values(system, {one.key: one.values_at(quantiles[one.key]) for one in found})
 
@@ -146,7 +146,7 @@ def with_values(system: System, values: Mapping[str, float | Lanes]) -> System:
 
 
 def _column(key: str) -> list[float]:
-    """Return an uncertain number's quantile in each joint draw: a value in each of `DRAWS` equal strata, shuffled."""
+    """Return an uncertain input's quantile in each joint draw: a value in each of `DRAWS` equal strata, shuffled."""
     random = Random(key)
     strata = list(range(DRAWS))
     random.shuffle(strata)
@@ -154,7 +154,7 @@ def _column(key: str) -> list[float]:
 
 
 def _quantities(system: System) -> Iterator[tuple[str, Quantity]]:
-    """Yield every number of a system with its dotted key; assumed values replace unknown numbers."""
+    """Yield every number of a system with its dotted key; assumed values replace uncertain inputs."""
     for name in _numbers(System):
         yield name, getattr(system, name)
     device = system.device

@@ -304,7 +304,7 @@ def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
             f"{kinds}: {accepted} of {len(compared)} values are within the tolerance of their claim."
         )
     if any(ours.kind == SIMULATED and ours.high > ours.low for ours in predicted):
-        parts.append("Whiskers and pale bands: 90 % interval of our value from unknown inputs.")
+        parts.append("Whiskers and pale bands: 90 % interval of our value from uncertain inputs.")
     lacking = len(printed) - len(compared)
     if printed and lacking:
         parts.append(f"For {lacking} of {len(printed)} published values this store has no result.")

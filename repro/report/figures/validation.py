@@ -141,7 +141,7 @@ def _validation_caption(found: Sequence[Point]) -> str:
     ]
     return (
         "Simulated, not measured: each dot is a published run, predicted from its model, layout, batch, "
-        "software and machine; vertical lines are 90 % intervals from unknown inputs. Bands: 10 and 25 %. "
+        "software and machine; vertical lines are 90 % intervals from uncertain inputs. Bands: 10 and 25 %. "
         "Points that calibrate the time model are omitted, and so are "
         f"bounds and means. {count_bases(point.rests_on for point in found if not point.left_out)} {'; '.join(parts)}."
     )
@@ -149,8 +149,8 @@ def _validation_caption(found: Sequence[Point]) -> str:
 
 IMPLIED = Drawing(
     "implied",
-    "Values of unknown inputs that published values imply",
-    "The store has no prediction that implies the value of an unknown input.",
+    "Values of uncertain inputs that published values imply",
+    "The store has no prediction that implies the value of an uncertain input.",
     missing=VALIDATION_COMMAND,
     evidence=SIMULATED,
 )
@@ -170,7 +170,7 @@ def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
         _draw_implied_panel(axes, one)
     text = " ".join(f"{one.key} of {one.system}: {one.words}" for one in shown)
     caption = (
-        "Predicted with all other unknown inputs at their best estimates. Grey: the range in the system's file and "
+        "Predicted with all other uncertain inputs at their best estimates. Grey: the range in the system's file and "
         "the used value. Lines: values with which the prediction is within the tolerance of a published value; dots: "
         f"values with which both are equal; crosses at the right: no value suffices. {text}"
     )

@@ -48,7 +48,7 @@ class Ours:
     fits: bool
     """Whether all simulated steps from which our value is computed fit in device memory."""
     possible: bool = False
-    """Whether the prediction misses and the published value lies inside the interval from unknown inputs."""
+    """Whether the prediction misses and the published value lies inside the interval from uncertain inputs."""
     rests_on: str = ""
     """Least reliable calibration behind a predicted time or rate, a key of `BASES`; empty for other values."""
 

@@ -53,7 +53,7 @@ ALL_CLAIMS_COLUMNS = 25, 25, 14
 """Widths of the columns `published`, `evidence` and `verdict` in the table of all claims, in characters."""
 MAX_ANSWERS, ANSWER_COLUMNS = 15, (16, 21, 18)
 """Maximum number of claims, and widths of three columns in characters, in the table of `repro claims --system`."""
-MAX_SHOWN_UNKNOWNS = 3
+MAX_SHOWN_UncertainOWNS = 3
 """Maximum number of uncertain system properties that are printed for each predicted value of a claim."""
 VERDICT_STYLES = {
     verdicts.REPRODUCED: "green",
@@ -323,13 +323,13 @@ def _evidence_table(result: ClaimResult) -> Table:
 
 def _unknowns_table(result: ClaimResult) -> Table:
     """Return a table of the uncertain inputs with the largest effects on each predicted value, each varied alone."""
-    headings = ("value", "unknown input", "value at low input", "value at high input", "uncertainty")
+    headings = ("value", "uncertain input", "value at low input", "value at high input", "uncertainty")
     grid = render.new_table(*headings, left=2, wrap=headings[:2])
     for row in result.rows:
         label = row.row.label
         for finding in row.findings:
             for key, low, high, share in (
-                finding.uncertainty.largest_unknowns(MAX_SHOWN_UNKNOWNS)
+                finding.uncertainty.largest_unknowns(MAX_SHOWN_UncertainOWNS)
                 if finding.uncertainty is not None
                 else ()
             ):

@@ -272,7 +272,7 @@ def _describe_ties(rows: Sequence[tuple[int, PlanRow]], shown: Collection[int], 
         return ""
     if not ties:
         share = f"{100 * (1 - MIN_TIE_SHARE):.0f} %"
-        return f"Row 1 {is_first} in {share} or more of all draws of unknown inputs." if len(rows) > 1 else ""
+        return f"Row 1 {is_first} in {share} or more draws of uncertain inputs." if len(rows) > 1 else ""
     cause = Counter(tie.by[0] for tie in ties.values()).most_common(1)[0][0]
     hidden = sum(place not in shown for place in ties)
     more = f" {words.count_noun(hidden, 'more tied row')}: --top {max(ties)}." if hidden else ""

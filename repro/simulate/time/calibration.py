@@ -208,7 +208,7 @@ TIMING_KEY_PREFIXES = ("device.", "links.")
 
 
 def uncertain_numbers(system: System, generation: Generation | None) -> list[Unknown]:
-    """Return the uncertain numbers on which the step time depends: of `system` and of the kernels' calibration."""
+    """Return the uncertain inputs on which the step time depends: of `system` and of the kernels' calibration."""
     found = [one for one in unknowns(system) if one.key.startswith(TIMING_KEY_PREFIXES)]
     return [*found, *(generation.unknowns if generation is not None else ())]
 

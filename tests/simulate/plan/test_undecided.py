@@ -1,4 +1,4 @@
-"""Tests of ties: layouts whose order unknown numbers leave undecided, by hand, in a plan and in its text."""
+"""Tests of ties: layouts whose order uncertain inputs leave undecided, by hand, in a plan and in its text."""
 
 from __future__ import annotations
 

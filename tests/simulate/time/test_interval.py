@@ -106,7 +106,7 @@ def assert_equals_single_cases(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_pass_equals_separate_predictions_of_all_cases(name: str) -> None:
-    """The systems have unknown numbers of all kinds."""
+    """The systems have uncertain inputs of all kinds."""
     for system in ("dgx2", "selene", "gb200-nvl72", "mi300x", "vtrain-a100"):
         assert_equals_single_cases(*traced(name), load_system_file(system), [0, 40, 111, -1, -17, -33])
 
@@ -155,7 +155,7 @@ def test_an_interval_needs_a_request_and_a_range(monkeypatch: pytest.MonkeyPatch
 def test_known_numbers_apply_to_the_calibration_system_too(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One unknown number decides the interval, although the system of the calibration point has other unknowns."""
+    """One uncertain input decides the interval, although the system of the calibration point has other unknowns."""
     use_exact_kernels(monkeypatch)
     experiment, traces = traced(name)
     found = predict(experiment, ranged("kernel_s", 2.0e-6, 2.9e-6), traces, interval=True)
@@ -200,7 +200,7 @@ def with_equal_factors(found: Kernels) -> Kernels:
 
 
 def kernels_at(generation: Generation, key: str, *quantiles: float) -> list[Kernels]:
-    """Return the calibrated kernels with one unknown number at each of `quantiles`."""
+    """Return the calibrated kernels with one uncertain input at each of `quantiles`."""
     found = calibrated_kernels_at(generation, {key: np.array(quantiles)})
     return [kernels_of(found, case) for case in range(len(quantiles))]
 

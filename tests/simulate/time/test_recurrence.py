@@ -53,7 +53,7 @@ def experiments(draw: st.DrawFn) -> Experiment:
 @settings(max_examples=40)
 @given(experiments())
 def test_the_recurrence_equals_the_event_level_schedule(experiment: Experiment) -> None:
-    """The breakdowns are equal, and so are the step times with other values of unknown numbers."""
+    """The breakdowns are equal, and so are the step times with other values of uncertain inputs."""
     try:
         traces = trace_roles(experiment)
     except ConfigError:
