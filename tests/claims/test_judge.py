@@ -299,7 +299,7 @@ def test_evidence_that_repeats_an_input_must_be_given(
     tmp_path: Path, expression: str, unit: str, published: str
 ) -> None:
     keys = {"unit": f'"{unit}"', "measured": value(expression)}
-    with pytest.raises(ConfigError, match="the published number among the inputs of the test"):
+    with pytest.raises(ConfigError, match="the published number that the test uses as an input"):
         judged(tmp_path, row(published, **keys))
     assert judged(tmp_path, row(published, given='"the suite"', **keys)).verdict == v.NOT_RUN
 
