@@ -94,9 +94,7 @@ def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterabl
             tests = any(one.origin in (ledger.TRACE, ledger.RUN) for one in row.evidence)
             if tests and not row.calibrates and cited & documents:
                 shared = ", ".join(sorted(cited & documents))
-                says = (
-                    f"the simulated system takes a number from {shared}; name this input in the key `given`"
-                )
+                says = f"the simulated system takes a number from {shared}; name it in the key `given`"
                 raise ConfigError(
                     "source", row.source, says=says, file=claim.file, where=f"{claim.id}.{row.label}"
                 )

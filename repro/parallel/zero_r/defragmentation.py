@@ -65,7 +65,7 @@ class Arena:
 
     def give(self, piece: Piece) -> None:
         """Return a memory piece to the arena. Writes by the piece's next user must be ordered after the last reads."""
-        assert piece.number not in self._free, "a memory piece was returned to its arena twice"
+        assert piece.number not in self._free, "a piece of preallocated memory was returned twice"
         self._free.add(piece.number)
 
     def grow(self, numel: int) -> None:
