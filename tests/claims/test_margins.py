@@ -95,10 +95,8 @@ def test_simulated_value_that_no_mutation_changes_is_weak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A measured value needs no mutation."""
-    blind, known = (
-        "no injected simulator fault changes the verdict",
-        "Injected simulator fault that changes the verdict",
-    )
+    blind = "no injected simulator fault changes the verdict"
+    known = "Injected simulator fault that changes the verdict"
     simulation = made_up("full", evidence="simulated", metrics={"speed": 2.0})
     for mutations, weakness, strength in (
         ({"a-claim": {"x": list[str]()}}, blind, f" Weak: {blind}."),
