@@ -92,7 +92,7 @@ def parse(text: str) -> Expression:
             todo.append(node.operand)
         elif isinstance(node, ast.Call):
             if not isinstance(node.func, ast.Name):
-                raise ExpressionError(f"{ast.unparse(node.func)} is not a function of the ledger")
+                raise ExpressionError(f"{ast.unparse(node.func)} is no function for claims")
             if any(isinstance(a, ast.Starred) for a in node.args) or any(
                 k.arg is None for k in node.keywords
             ):

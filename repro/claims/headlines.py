@@ -19,7 +19,7 @@ OUTCOMES = {"ok": "fits", "oom": "does not fit"}
 """Displayed text for each outcome of an experiment."""
 BOUND_SIGNS = {"over": ">", "at least": "≥", "under": "<", "at most": "≤"}
 """Comparison sign displayed before a published value, by the bound that the source states."""
-REFERENCE_SUFFIX = " (a reference record of this package)"
+REFERENCE_SUFFIX = " (packaged record of another machine)"
 """Suffix of a machine's name in tables, for a value from the packaged records of other machines."""
 MAX_LISTED_VALUES = 3
 """Maximum number of values that a table cell lists; more values are displayed as a range."""
@@ -104,7 +104,7 @@ def describe_strength(row: RowResult) -> str:
     parts = (
         f"Margin {describe_margin(row)} %." if row.margin else "",
         f"Weak: {row.weakness}." if row.weakness else "",
-        f"Simulator fault that would change the verdict: {row.mutations[0]}." if row.mutations else "",
+        f"Injected simulator fault that changes the verdict: {row.mutations[0]}." if row.mutations else "",
     )
     return " ".join(filter(None, parts))
 

@@ -107,7 +107,7 @@ def shared_input(row: Row) -> str:
         if read <= {"setting", "parameters"} and row.unit == "parameters":
             return "the expression reads only the parameter count of the suite's model"
         if evidence.expect is None and _typed(evidence.value, row.variables, published, row.unit):
-            return "the expression contains the published value as a number or a column"
+            return "the expression contains the published value, as a number or in a column of the table"
     return ""
 
 

@@ -85,7 +85,7 @@ def judge_claim(claim: Claim, records: Records) -> ClaimResult:
         reason=reason,
         disagreements=tuple(
             f"{row.row.label}: verdict {row.verdict} ({row.basis}), "
-            f"but weaker evidence has the verdict {finding.verdict} ({_name(finding)})"
+            f"but a weaker kind of evidence has the verdict {finding.verdict} ({_name(finding)})"
             for row in rows
             for finding in row.disagrees
         ),

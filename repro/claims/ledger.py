@@ -174,7 +174,7 @@ class Claim:
         ]
         if not errors:
             return ""
-        count = f"{len(errors)} values predicted before reading the published ones"
+        count = f"{len(errors)} predictions made before their published values were read"
         return f"{count} ({self.predicted_blind}), median error {median(errors):.1%}"
 
 

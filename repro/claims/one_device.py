@@ -42,7 +42,7 @@ def device_functions(
                 assert record.largest is not None
                 return record.largest
         raise Missing(
-            FIT_NAME, "no recorded search has the claim's conditions", _fit_command(layout, memory, hidden)
+            FIT_NAME, "no record of `repro fit` has the claim's layout", _fit_command(layout, memory, hidden)
         )
 
     def largest_fit(*, memory: float, hidden: int, **conditions: Any) -> Value:

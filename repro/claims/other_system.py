@@ -111,7 +111,7 @@ def load_questions(ledger: Ledger, file: Path = QUESTIONS_FILE) -> QuestionSet:
     except ConfigError as error:
         raise error.within(file=str(file)) from None
     for twice in left_out.keys() & {question.claim for question in asked}:
-        right = "the id of a claim that no [[question]] table names"
+        right = "the id of a claim without a [[question]] table in this file"
         raise ConfigError("left_out", twice, right, file=str(file))
     return QuestionSet(asked, left_out)
 

@@ -49,7 +49,7 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
     files = {path: ledger.read_ledger_file(path) for path in sorted(directory.glob("*.toml"))}
     for path in own:
         if any(path.name == other.name for other in files):
-            raise ConfigError("--ledger", str(path), "a file whose name no other ledger file has")
+            raise ConfigError("--ledger", str(path), "a file name that no other file of claims has")
         files[path] = ledger.read_ledger_file(path)
     sources: dict[str, ledger.Source] = {}
     for path, content in files.items():
@@ -67,7 +67,7 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
                 claims[entry.id] = _claim(entry, sources, path.name)
             except ConfigError as error:
                 raise error.within(file=str(path), where=entry.id) from None
-    require(claims, "claims", str(directory), "a folder with ledger files (*.toml)")
+    require(claims, "claims", str(directory), "a folder with files of published claims (*.toml)")
     _check_sentences(claims.values())
     check_shared_documents(
         claims.values(), (path.read_text(encoding="utf-8") for path in SYSTEMS.glob("*.toml"))
@@ -94,7 +94,7 @@ def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterabl
             tests = any(one.origin in (ledger.TRACE, ledger.RUN) for one in row.evidence)
             if tests and not row.calibrates and cited & documents:
                 shared = ", ".join(sorted(cited & documents))
-                says = f"a system file takes a number from {shared}; declare this input of the test in the key `given`"
+                says = f"the simulated system takes a number from {shared}; name it in the key `given`"
                 raise ConfigError(
                     "source", row.source, says=says, file=claim.file, where=f"{claim.id}.{row.label}"
                 )
@@ -115,7 +115,7 @@ def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
             if experiments != others:
                 differing = ", ".join(sorted(experiments ^ others))
                 contrast = f"those of {first} differ in: {differing}"
-                right = f"a sentence whose rows read equal experiments; {contrast}"
+                right = f"a key that only rows with the same simulated experiments share; {contrast}"
                 raise ConfigError("sentence", row.sentence, right, where=f"{claim.id}.{row.label}")
 
 
@@ -148,16 +148,16 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
     for row in rows:
         if row.metric == "limit" and not steps:
             raise ConfigError(
-                "steps", says="is missing: the model sizes that the source tried, for metric limit"
+                "steps", says="is missing: metric = limit needs the model sizes that the source tried"
             )
     if not any(row.main for row in rows):
         rows = [dataclasses.replace(row, main=True) for row in rows]
     parts = entry.published.count(";") + 1
     if sum(row.main for row in rows) < parts:
-        right = f"true in {parts} or more rows of the claim, because `published` names {parts} values"
+        right = f"true in {parts} or more rows, since the claim's `published` names {parts} values"
         raise ConfigError("main", expected=right)
     predicted = any(row.blind for row in rows)
-    right = "day and commit of the predictions in keys `blind`, such as 2026-11-22 at 1c75963; empty without such keys"
+    right = "day and commit of the rows' predictions `blind`, such as 2026-11-22 at 1c75963; empty without `blind`"
     is_dated = bool(_DAY.match(entry.predicted_blind)) if predicted else not entry.predicted_blind
     require(is_dated, "predicted_blind", entry.predicted_blind, right)
     _one_of("certainty", entry.certainty, ledger.CERTAINTIES)
@@ -226,7 +226,7 @@ def _row(
         certainty = _one_of("certainty", entry.certainty or claim.certainty, ledger.CERTAINTIES)
         require(entry.error >= 0, "error", entry.error, "0 or more")
         unit = _one_of("unit", claim.unit if entry.unit is None else entry.unit, UNITS)
-        says = "needs a key `simulated` in the same row, whose expression repeats the prediction"
+        says = "needs a key `simulated` in the same row, whose expression computes the predicted value"
         require(bool(entry.simulated) or not entry.blind, "blind", entry.blind, says=says)
         number: PrintedNumber | None
         try:
@@ -236,7 +236,7 @@ def _row(
         evidence = []
         if entry.analytic:
             value = parse_checked("analytic", entry.analytic, _CLOSED, variables)
-            says = "no number of the row changes the value of this expression, so the test can never fail"
+            says = "has the same value for all numbers of the row, so the test can never fail"
             require(not is_constant(value, variables), "analytic", entry.analytic, says=says)
             origin = ledger.ITSELF if entry.given else analytic_origin(value, variables)
             evidence.append(
@@ -248,9 +248,9 @@ def _row(
             for item in getattr(entry, kind):
                 found = _evidence(kind, item, metric, variables)
                 evidence.append(dataclasses.replace(found, origin=ledger.ITSELF) if entry.given else found)
-        says = "needs a key `simulated` in the same row, whose value the calibration affects and which gets no verdict"
+        says = "needs a key `simulated` in the same row: the simulated value that is fitted to `published`"
         require(bool(entry.simulated) or not entry.calibrates, "calibrates", entry.calibrates, says=says)
-        right = "a number such as 1.88, 14.4B or 3-5, since evidence without `expect` is compared with it"
+        right = "a number such as 1.88, 14.4B or 3-5, since each test without `expect` is compared with it"
         is_compared = any(item.expect is None for item in evidence)
         require(number is not None or not is_compared, "published", published, right)
         for points in sorted({metric, *(item.metric for item in evidence)} & TOLERANCE_POINTS.keys()):
@@ -260,7 +260,7 @@ def _row(
             raise ConfigError("reading", says="must be given for all tests of the row, or for none")
         calls = frozenset(name for item in evidence for name in item.value.calls)
         statement = statement_of(number, published, entry.bound, metric, calls)
-        right = f"{statement}, the kind of statement that the keys published, bound and metric and the functions imply"
+        right = f"{statement}, since the keys published, bound and metric and the functions called imply it"
         require(entry.statement in ("", statement), "statement", entry.statement, right)
         _one_of("bound", entry.bound, BOUNDS)
         derived = {
@@ -280,7 +280,7 @@ def _row(
             variables=variables,
         )
         shared = shared_input(row)
-        right = f"a text that names the published number among the inputs of the test, because {shared}"
+        right = f"a text that names the published number that the test uses as an input, because {shared}"
         require(not shared, "given", "", right)
         return row
     except ConfigError as error:
@@ -293,11 +293,11 @@ def _evidence(
     if item.scale not in (ledger.PUBLISHED_SCALE, ledger.SCALED_TWIN) and not item.scale.startswith(
         ledger.ONE_RANK
     ):
-        raise ConfigError("scale", item.scale, "published scale, one rank of N, or scaled twin")
+        raise ConfigError("scale", item.scale, "'published scale', 'one rank of N' or 'scaled twin'")
     if item.scale == ledger.SCALED_TWIN and metric not in ("exact", "ratio") and not item.expect:
         says = "is missing: must be the formula of the value at the scale of the scaled-down twin"
         raise ConfigError("expect", says=says)
-    right = "needs metric = ratio and no key expect: of an emulated run, only ratios compare with published values"
+    right = "needs metric = ratio and no key expect: small emulated networks reproduce only ratios"
     is_ratio = metric == "ratio" and not item.expect
     require(kind != EMULATED or is_ratio, EMULATED, item.value, says=right)
     is_word = item.expect.lstrip()[:1] in ("'", '"', "")

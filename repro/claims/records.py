@@ -160,7 +160,7 @@ class Records:
             chosen = best(fits, key=values.__getitem__)
             # If the smallest fitting degree is 1, no failing experiment is needed, because no smaller degree exists.
             if chosen == end and (what, values[end]) != ("smallest", 1):
-                reason = f"the experiment fits in memory, so the {what} {name} is unknown: no listed experiment fails"
+                reason = f"the {what} listed {name} fits in memory, so the {what} possible one is unknown"
                 raise Missing(end, reason)
             return values[chosen]
 
@@ -226,7 +226,7 @@ class Records:
             if record := self.selection.by_pair.get((baseline, subject)):
                 inverse = uncertain_ratio(record)
                 return Uncertain(1 / inverse.value, 1 / inverse.high, 1 / inverse.low)
-            raise Missing(subject, f"no launch interleaved the experiment with {baseline}")
+            raise Missing(subject, f"no launch ran the experiment in turns with {baseline}")
 
         def evaluated(model: str, task: str, way: str, metric: str) -> Value:
             """Return an evaluation score of weights with the sizes of a packaged model, from the newest record.

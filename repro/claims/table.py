@@ -76,8 +76,8 @@ def totals(results: Sequence[ClaimResult]) -> str:
     kinds = ", ".join(f"{sum(basis.startswith(kind) for basis in tested)} {kind}" for kind in KINDS[1:])
     counted = sum(basis.startswith(KINDS[0]) for basis in tested)
     return (
-        f"{len(rows)} values: {kinds}, {counted} counted; {count[REPRODUCED]} agree "
-        f"({sum(bool(row.weakness) for row in rows)} weak), {count[NOT_REPRODUCED]} miss, "
+        f"{len(rows)} values: {kinds}, {counted} in closed form; {count[REPRODUCED]} agree "
+        f"({sum(bool(row.weakness) for row in rows)} in weak tests), {count[NOT_REPRODUCED]} miss, "
         f"{count[POSSIBLE] + count[DEPENDS]} undecided. Untested: {count[FOLLOWS]} follow from formulas, "
         f"{count[INCONSISTENT] + count[ERRATUM]} contradict them, {count[NOT_RUN]} not run, "
         f"{count[NO_TEST] + count[NOT_COMPARABLE]} without a test."

@@ -171,8 +171,8 @@ class RowResult:
         """Return why the test of a reproduced value is weak (tolerates large changes or faults); empty if it is not."""
         finite = [one for one in self.margin or () if one < float("inf") or not self.row.bound]
         is_wide = max(finite, default=0) > MAX_MARGIN
-        wide = f"the verdict tolerates a change of the value by more than {MAX_MARGIN:.0%}" if is_wide else ""
-        blind = "no simulator fault changes the verdict" if self.mutations == () else ""
+        wide = f"the verdict also holds for values that are more than {MAX_MARGIN:.0%} off" if is_wide else ""
+        blind = "no injected simulator fault changes the verdict" if self.mutations == () else ""
         return " and ".join(filter(None, (wide, blind)))
 
     @property

@@ -182,7 +182,7 @@ def round_trip_s(links: Links, source: int, target: int) -> float:
 def main() -> int:
     """Create the network that standard input requests, print its description, and wait until standard input closes."""
     parser = argparse.ArgumentParser(prog="python -m repro.emulate.keeper", description=__doc__)
-    parser.add_argument("--parent", type=int, default=0, help="process whose exit ends the network; 0: none")
+    parser.add_argument("--parent", type=int, default=0, help="pid whose exit ends the network; 0: none")
     parser.add_argument("--stay", action="store_true", help="run on after standard input closes")
     options = parser.parse_args()
     die_with_parent(options.parent)
@@ -205,7 +205,7 @@ def _make_network(network: EmulatedNetwork) -> dict[str, Any]:
     """Create an emulated network, verify its link rates, and return the fields of `NetworkFacts` as JSON data."""
     for key in ("between", "within"):
         rate = getattr(network, key)
-        require(rate < 2**32, key, rate, "less than 2**32 bytes/s, the maximum rate of a token bucket")
+        require(rate < 2**32, key, rate, "less than 2**32 bytes/s, the limit of the Linux filter tc-tbf")
     mapped = become_root()
     made = Links(network)
     return {

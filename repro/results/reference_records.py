@@ -97,7 +97,7 @@ def write_reference(records: Iterable[Record], path: Path) -> int:
         *(record for record in chosen_runs if record.conclusive),
         *(one for one in chosen.comparisons if f"{one.suite}/{one.subject.name}" in labels),
     ]
-    what = "a store with records of one GPU model or one processor; write one reference file per machine"
+    what = "a results folder with records of one GPU or processor model; write one reference file per machine"
     _single_device(retained, "--results", what)
     lines = [json.dumps(shortened_record(record).as_dict(), separators=(",", ":")) for record in retained]
     write_file(path, "\n".join(lines) + "\n")

@@ -88,7 +88,7 @@ def test_weaker_evidence_that_disagrees_is_reported(tmp_path: Path) -> None:
     assert (result.verdict, result.basis) == (v.REPRODUCED, "measured, published scale 1/1")
     assert result.disagreements == (
         "x: verdict reproduced (measured, published scale), "
-        "but weaker evidence has the verdict inconsistent (closed form)",
+        "but a weaker kind of evidence has the verdict inconsistent (closed form)",
     )
     result = judged(tmp_path, row(measured=PUBLISHED, analytic=FORMULA), record("full", speed=1.7))
     assert result.verdict == v.NOT_REPRODUCED
@@ -299,7 +299,7 @@ def test_evidence_that_repeats_an_input_must_be_given(
     tmp_path: Path, expression: str, unit: str, published: str
 ) -> None:
     keys = {"unit": f'"{unit}"', "measured": value(expression)}
-    with pytest.raises(ConfigError, match="the published number among the inputs of the test"):
+    with pytest.raises(ConfigError, match="the published number that the test uses as an input"):
         judged(tmp_path, row(published, **keys))
     assert judged(tmp_path, row(published, given='"the suite"', **keys)).verdict == v.NOT_RUN
 
@@ -318,8 +318,8 @@ def test_totals_count_values_by_kind_and_verdict(tmp_path: Path) -> None:
     rows = row(label="a", analytic=FORMULA) + row(label="b")
     rows += row(label="c", measured=PUBLISHED) + row(label="d", measured=TWIN)
     assert totals([judged(tmp_path, rows, record("full", speed=2.0))]) == (
-        "4 values: 0 simulated, 0 emulated, 1 measured, 0 counted; 1 agree (0 weak), 0 miss, 0 undecided. "
-        "Untested: 1 follow from formulas, 0 contradict them, 1 not run, 1 without a test."
+        "4 values: 0 simulated, 0 emulated, 1 measured, 0 in closed form; 1 agree (0 in weak tests), 0 miss, "
+        "0 undecided. Untested: 1 follow from formulas, 0 contradict them, 1 not run, 1 without a test."
     )
 
 

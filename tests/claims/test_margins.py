@@ -63,7 +63,7 @@ def test_margin_of_a_limit_ends_at_the_next_size(tmp_path: Path) -> None:
     found = judge(ledger, [record("full", speed=13e9)])[0].rows[0]
     assert found.margin == pytest.approx((0.5 / 13, 7 / 13))
     assert describe_strength(found) == (
-        "Margin -3.85 +53.8 %. Weak: the verdict tolerates a change of the value by more than 25%."
+        "Margin -3.85 +53.8 %. Weak: the verdict also holds for values that are more than 25% off."
     )
 
 
@@ -95,7 +95,8 @@ def test_simulated_value_that_no_mutation_changes_is_weak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A measured value needs no mutation."""
-    blind, known = "no simulator fault changes the verdict", "Simulator fault that would change the verdict"
+    blind = "no injected simulator fault changes the verdict"
+    known = "Injected simulator fault that changes the verdict"
     simulation = made_up("full", evidence="simulated", metrics={"speed": 2.0})
     for mutations, weakness, strength in (
         ({"a-claim": {"x": list[str]()}}, blind, f" Weak: {blind}."),
@@ -106,5 +107,5 @@ def test_simulated_value_that_no_mutation_changes_is_weak(
         result = judged(tmp_path, row(simulated=SPEED), simulation)
         (found,) = result.rows
         assert (found.weakness, describe_strength(found)) == (weakness, f"Margin -12 +12 %.{strength}")
-        assert f"1 agree ({bool(weakness):d} weak)" in totals([result])
+        assert f"1 agree ({bool(weakness):d} in weak tests)" in totals([result])
         assert row_result(tmp_path, 2.0).weakness == ""

@@ -47,7 +47,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     # A part of the valid file, its replacement, and the parts that the error must contain.
     "unknown key in a file": ('title = "Test"', 'titel = "Test"', "titel", "did you mean title?"),
     "no title": ('title = "Test"', "", "title", "is missing"),
-    "no claims": (CLAIM + ROW, "", "ledger files"),
+    "no claims": (CLAIM + ROW, "", "files of published claims"),
     "not TOML": ("[[claim]]", "[[claim", "not TOML"),
     "unknown key": ("certainty", "certanty", "a-claim", "certanty", "did you mean certainty?"),
     "unknown key in a row": ("analytic", "analitic", "a-claim.rows[x]", "did you mean analytic?"),
@@ -79,7 +79,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         'unit = "GB"',
         f'unit = "GB"\n{DATE}',
         "predicted_blind",
-        "empty without such keys",
+        "empty without `blind`",
     ),
     "prediction without a simulation": ("label", 'blind = "2", label', "blind = '2'", "simulated"),
     "unknown formula": ("2 * GB", "max_parms(1)", "rows[x].analytic", "did you mean max_params?"),
@@ -119,7 +119,7 @@ def test_claim_shows_the_median_error_of_its_blind_predictions(tmp_path: Path) -
     rows = "".join(map(blind.format, ("1.8", "2.4", "2.6"))) + "{ label"
     ledger = read(tmp_path, HEAD + CLAIM + DATE + ROW.replace("{ label", rows))
     assert ledger.claims[0].prediction == (
-        "3 values predicted before reading the published ones (2026-11-22 at 1c75963), median error 20.0%"
+        "3 predictions made before their published values were read (2026-11-22 at 1c75963), median error 20.0%"
     )
     assert not read(tmp_path, VALID).claims[0].prediction
 

@@ -172,7 +172,7 @@ def test_result_of_a_ledger_search_depends_on_its_experiments(search: tuple[str,
     if (function, end) == ("smallest", 1):  # no degree is below 1
         assert limit(names) == 1
         return
-    with pytest.raises(Missing, match=f"fits in memory, so the {function} {setting} is unknown") as error:
+    with pytest.raises(Missing, match=f"the {function} listed {setting} fits in memory") as error:
         limit(names)
     assert values[error.value.experiment] == end
 

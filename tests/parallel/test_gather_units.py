@@ -82,5 +82,5 @@ def test_parameters_of_several_units_belong_to_the_root() -> None:
     assert owned(units) == [["0.bias"], ["1.bias"], ["0.weight", "2.weight"]]
     tied = GatherUnit("both", (ModuleUse("0"), ModuleUse("1")))
     assert owned([tied]) == [["0.weight", "0.bias", "1.bias"]]
-    with pytest.raises(ValueError, match=r"units 0, 1 share a parameter\. Add a module"):
+    with pytest.raises(ValueError, match=r"blocks 0, 1 share a parameter\. Add a module"):
         owned(units[:2])

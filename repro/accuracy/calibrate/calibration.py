@@ -70,7 +70,7 @@ def run_calibration(
     if profile is None and nodes:
         raise ConfigError("--nodes", nodes, says="needs --profile, the SLURM profile of the cluster")
     if profile is not None and suites:
-        right = "cannot be combined with --profile, since twins run on the local machine"
+        right = "cannot be combined with --profile: experiments on emulated networks run on this machine"
         raise ConfigError("--suite", str(suites[0]), says=right)
     machine: LocalMachine | ClusterNodes = (
         LocalMachine(system, gpus, target=TWIN_TARGET if suites else TARGET)

@@ -121,7 +121,7 @@ def derive(originals: Sequence[Experiment], machine: System, options: TwinOption
     widest = max(4, *(shape.tp for shape in shapes))  # every tp degree must divide the number of heads
     for original, system, shape in zip(originals, on, shapes, strict=True):
         if shape.nodes * shape.per_node != options.ranks:
-            right = f"{shape.nodes * shape.per_node}, which is the number of ranks of the scaled-down {original.name}"
+            right = f"{shape.nodes * shape.per_node}, to which the ranks of {original.name} scale down"
             raise ConfigError("--ranks", options.ranks, right)
         twin = scaled_experiment(original, shape, widest, options)
         fast = 1e12 if shape.nodes > 1 else 0.0
@@ -257,7 +257,7 @@ def limit_to_machine(network: EmulatedNetwork, machine: System) -> tuple[Emulate
     if wanted <= most:
         return network, []
     times = wanted / most
-    reason = f"the link inside a node needs {times:.1f} times the message rate that this machine's ranks reach together"
+    reason = f"links inside a node need {times:.1f} times the bytes/s that all ranks reach on this machine"
     return replace(network, within=0.0), [reason]
 
 

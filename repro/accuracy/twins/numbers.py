@@ -58,13 +58,13 @@ def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumbe
         "rate of compute over the baseline's, F/F0",
         useful_rate(before) / useful_rate(baseline.before),
         useful_rate(after) / useful_rate(baseline.after),
-        "not preserved: small shards lower the compute rates differently",
+        "differs in the twin: small shards lower the compute rate of each layout differently",
     )
     found.append(relative)
     if member is not baseline:
         pairs = ((before, baseline.before), (after, baseline.after))
         original, twin = (mine.flops_per_device / base.flops_per_device for mine, base in pairs)
-        found.append(SimilarityNumber(TWIN_RATIO, original, twin, "ratio by which experiments are compared"))
+        found.append(SimilarityNumber(TWIN_RATIO, original, twin, "compared ratio of FLOP/s per device"))
     return [number for number in found if number.original or number.twin]
 
 
@@ -189,10 +189,10 @@ def _hops(degree: int) -> float:
     return (degree - 1) / degree
 
 
-_LINK_RATE = "link rate W' = W (F'/F) (e'/e) / k"
-_SIMULATED = "set by the link rate W'; the prediction includes latency, embedding and head"
-_MACHINES = "not preserved: a property of the two machines"
-_STAGES = "numbers of stages and micro-batches as in the original, unless options change them"
+_LINK_RATE = "equal by the twin's link rate W' = W (F'/F) (e'/e) / k"
+_SIMULATED = "result of the twin's link rate W'; includes latency, embedding and head"
+_MACHINES = "differs in the twin: each of the two machines has its own ratio"
+_STAGES = "equal: the twin has the original's stages and micro-batches"
 _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
     ("compute / tensor-parallel communication, 8hW/(t-1)eF", tp_number, _LINK_RATE),
     ("compute / data-parallel communication, 4bsW/((d-1)/d)eF", dp_number, _LINK_RATE),
@@ -200,21 +200,21 @@ _NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
         (f"{name} communication / compute, predicted", partial(communication_share, group=group), _SIMULATED)
         for group, name in (("tp", "tensor-parallel"), ("dp", "data-parallel"), ("pp", "pipeline"))
     ),
-    ("latency of messages / compute", latency_share, "not preserved: latency is larger on emulated links"),
+    ("latency of messages / compute", latency_share, "differs in the twin: emulated links are slow"),
     ("optimizer / compute", optimizer_share, _MACHINES),
     ("element-wise part of compute", elementwise_share, _MACHINES),
-    ("attention / other products, s/6h", attention_share, "sequence s' = k s"),
-    ("vocabulary / layers, V/12lh", vocabulary_share, "vocabulary V' = V k l'/l"),
+    ("attention / other products, s/6h", attention_share, "equal by the twin's tokens per sample s' = k s"),
+    ("vocabulary / layers, V/12lh", vocabulary_share, "equal by the twin's vocabulary V' = V k l'/l"),
     (
         "all-reduces over tp a layer",
         tp_all_reduces_per_layer,
-        "not preserved: embedding and head have a larger share",
+        "differs in the twin: embedding and head have a larger share",
     ),
-    ("bucket / gradients", bucket_share, "bucket bytes scale with gradient bytes"),
+    ("bucket / gradients", bucket_share, "equal: bucket bytes scale with gradient bytes"),
     ("replica batch", lambda p: float(p.experiment.layout.replica_batch), "unchanged"),
     ("pipeline bubble, (p-1)/m", bubble_over_ideal, _STAGES),
-    ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "compensated by the link rate W'"),
-    ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "compensated by the link rate W'"),
+    ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "offset by the twin's link rate W'"),
+    ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "offset by the twin's link rate W'"),
 )
 """Dimensionless numbers: name, function of a predicted step, and why a scaled-down twin preserves or changes it."""
 
@@ -256,9 +256,9 @@ def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
     effects = (
         Effect("messages without latency", _ratio(quick)),
         Effect("ranks without jitter", _ratio(together)),
-        Effect("number of layers as in the original", _ratio(deep)),
-        Effect("ratio of the layouts' compute rates as in the original", _ratio(_at_rates(twin, rates))),
-        Effect("optimizer / compute as in the original", _ratio(_swapped(twin, original, "optimizer"))),
+        Effect("published number of layers", _ratio(deep)),
+        Effect("published ratio of the layouts' compute rates", _ratio(_at_rates(twin, rates))),
+        Effect("published optimizer / compute", _ratio(_swapped(twin, original, "optimizer"))),
     )
     both = _efficiencies(member, baseline, lambda m: _deep(m, ideal=True))
     rest = _ratio(_at_rates(_swapped(both, original, "optimizer"), rates))

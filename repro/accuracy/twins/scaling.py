@@ -125,7 +125,7 @@ def scaled_model(original: Model, seq: int, *, name: str, width: int, layers: in
         ConfigError: The original's layer is not GPT-2's, or `tp` does not divide the width.
     """
     other = next(iter(original.departures()), "")
-    right = f"a model with GPT-2's layer for the similarity rules; {original.name} has a different {other}"
+    right = f"a model with GPT-2's layer, which twins must have; {original.name} has a different {other}"
     require(not other, "model", original.name, right)
     require(width % tp == 0, "--width", width, f"a multiple of tp = {tp}")
     k = width / original.hidden

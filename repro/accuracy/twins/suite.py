@@ -32,7 +32,7 @@ def claim_comparisons(claim: Claim, suites: dict[str, Suite]) -> list[list[Exper
             if all(f"{suite.name}/{name}" in named for name in members):
                 found.append([suite.entry(name).experiment for name in members])
     if not found:
-        right = "a claim with simulated evidence from a [[compare]] table, or a list of SUITE/EXPERIMENT"
+        right = "a claim whose simulated experiments are in one [[compare]] table of a suite, or SUITE/EXPERIMENT names"
         raise ConfigError("CLAIM", claim.id, right)
     return found
 
@@ -64,7 +64,7 @@ def _check_published(members: list[Experiment]) -> list[Experiment]:
     """Return the experiments `members`; raise `ConfigError` if one of them runs on the local machine."""
     for experiment in members:
         if experiment.system in LOCAL_SYSTEMS:
-            right = "an experiment on a system with a file, since the twin needs a prediction of its time"
+            right = "an experiment on a system with a file, since a twin needs the predicted step time of its original"
             raise ConfigError("SUITE/EXPERIMENT", experiment.name, right)
     return members
 

@@ -107,8 +107,8 @@ class ImpliedInput:
         if against is not None:
             most, least = against
             text += (
-                f". No single value fits all others: {most.row} needs {most.low:.3g} or more, {least.row} needs "
-                f"{least.high:.3g} or less. The sources contradict each other, or the model is wrong for one of them"
+                f". No single input fits all other rows: {most.row} needs {most.low:.3g} or more, {least.row} needs "
+                f"{least.high:.3g} or less. The sources contradict each other, or the model is wrong for a row"
             )
         return text + "."
 

@@ -41,8 +41,8 @@ CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
     "calibration",
     "a bound",
     "several runs",
-    "a share of peak FLOP/s of a run whose rate is already a point",
-    "a gain, the small difference of a ratio from 1",
+    "a share of peak FLOP/s; the FLOP/s of the same run count already",
+    "a gain in percent, whose relative error is large because the gain is small",
 )
 """Reasons why a published value does not count in the error statistics."""
 V100_MEGATRON, V100_ZERO = "V100 Megatron-LM", "V100 ZeRO and DeepSpeed"
@@ -283,7 +283,7 @@ def _once(found: list[Point]) -> list[Point]:
     for point in found:
         chosen = best.get((point.kind, tuple(sorted(set(point.runs)))), point)
         again = not point.left_out and chosen is not point
-        once.append(replace(point, left_out=f"the same run as {chosen.name}") if again else point)
+        once.append(replace(point, left_out=f"same run as {chosen.name}, which counts") if again else point)
     return once
 
 

@@ -35,12 +35,12 @@ class MeasurementAdvice:
     """Description of the measurement."""
 
 
-OPERATORS = "seconds of every operator on the devices of the system, which replace the assumed rates"
-PRODUCTS = "the fastest matrix product on all ranks at once, whose rate replaces the peak FLOP/s"
-COPIES = "a copy of four times the cache size on all ranks at once, whose rate replaces the memory's"
-LINK = "seconds of collectives by payload, in all groups at once, which replace the modelled seconds"
+OPERATORS = "measured seconds of every operator on the system's devices, in place of assumed rates"
+PRODUCTS = "the fastest matrix product on all ranks at once; its FLOP/s replace the data sheet's peak"
+COPIES = "a copy of four times the cache size on all ranks at once; its rate replaces the data sheet's"
+LINK = "measured seconds of collectives by payload, in all groups at once, in place of modelled seconds"
 OVERLAP = "seconds of matrix products alone and during a collective"
-UNITS = "seconds of every operator on the devices of the system, which replace the model of tiles"
+UNITS = "measured seconds of every operator on the system's devices, in place of the model of GEMM tiles"
 MEMORY = "the memory size that the driver reports"
 _MEASUREMENTS = (
     ("device.memory_bytes", "device.memory_bytes", MEMORY),
@@ -52,7 +52,7 @@ _MEASUREMENTS = (
     ("device.peak_flops.*", "device.peak_flops", PRODUCTS),
     ("device.time.memory_efficiency", "device.memory_bandwidth", COPIES),
     ("device.memory_bandwidth", "device.memory_bandwidth", COPIES),
-    ("device.time.kernel_s", "device.time.kernel_s", "an element-wise operator, extrapolated to no bytes"),
+    ("device.time.kernel_s", "device.time.kernel_s", "element-wise operators, extrapolated to 0 bytes"),
     ("device.time.fill_s", "device.operators", OPERATORS),
     ("device.time.launch_s", "device.time.launch_s", "host seconds per operator in a step of a tiny model"),
     ("links.pcie.bandwidth", "links.pcie.bandwidth", "copies from pinned memory to all devices at once"),
@@ -135,9 +135,9 @@ class RankedInputs:
         """Return one paragraph that summarises the ranking of uncertain inputs."""
         return (
             f"Uncertain inputs make the predictions of {count_noun(self.rows, 'published value')} uncertain. An input "
-            "decides a prediction if it has more than half of the effects of all inputs, each varied alone. The first "
+            "decides a prediction if its effect is more than half of the sum of the inputs' single effects. The first "
             f"{LISTED_INPUTS} inputs decide {self.settled_by_the_first} predictions. "
-            f"{self.possible} verdicts are `possible`."
+            f"Published values with the verdict `possible`: {self.possible}."
         )
 
     def as_dict(self) -> dict[str, Any]:

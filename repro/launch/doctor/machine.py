@@ -67,7 +67,7 @@ def _processor() -> Check:
         text += f", limited by a container quota to the processor time of {quota:g} cores"
         cores = max(1, int(quota))
     more = "with more ranks than cores, measured memory, traffic and losses are valid, but times are not"
-    meaning = f"up to {cores} ranks with a core each; {more}"
+    meaning = f"up to {cores} ranks with one core per rank; {more}"
     return Check("processor", YES if cores >= 2 else LIMITED, text, meaning)
 
 

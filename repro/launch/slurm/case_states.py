@@ -312,7 +312,7 @@ def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseSta
     if base.name != current.get("case"):
         turns = current.get("compare") and base.name in current["names"]
         detail = (
-            f"this case alternates with {current['case']} in a comparison"
+            f"one job runs this case in turns with {current['case']}, to compare them"
             if turns
             else "the job of this case runs other cases first"
         )

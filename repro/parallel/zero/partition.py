@@ -209,7 +209,7 @@ def parameters_by_unit(module: nn.Module, units: Sequence[GatherUnit]) -> list[l
         if len(inner) > 1 and outer is None:
             names = ", ".join(units[u].name for u in inner)
             raise ValueError(
-                f"gather units {names} share a parameter. Add a module that contains these units to blocks."
+                f"blocks {names} share a parameter. Add a module that contains all of these blocks to `blocks`."
             )
         owner = inner[0] if len(inner) == 1 else outer
         assert owner is not None

@@ -108,7 +108,7 @@ class ActivationCheckpoints:
         Raises: `RuntimeError` if the checkpoint was loaded before.
         """
         if saved.kept is None and saved.fetched is None:
-            raise RuntimeError("a block's backward pass ran a second time, after its checkpoint was freed")
+            raise RuntimeError("a block's backward pass ran twice, but the first one freed its checkpoint")
         before, saved.before = saved.before, None
         if self.offload:
             self._fetch(saved)

@@ -64,8 +64,8 @@ class Arena:
         return Piece(self._pieces[found][:numel], found)
 
     def give(self, piece: Piece) -> None:
-        """Return a piece to the preallocated memory. The piece's next writes must be ordered after its last reads."""
-        assert piece.number not in self._free, "a memory piece was returned to its arena twice"
+        """Return a memory piece to the arena. Writes by the piece's next user must be ordered after the last reads."""
+        assert piece.number not in self._free, "a piece of preallocated memory was returned twice"
         self._free.add(piece.number)
 
     def grow(self, numel: int) -> None:

@@ -158,8 +158,8 @@ def _twin_details(twin: Twin) -> list[str | Table]:
         parts += [
             f"{member.original.name} ({member.original.system}) and its twin.",
             f"Basis of times: {member.before.rests_on}, {member.after.rests_on}. Network: {member.network}.",
-            f"Twin over original: hidden size {scale.width:g}, tokens per sample {scale.tokens:g}, "
-            f"bytes per element {scale.element:g}, FLOP/s {scale.rate:.4g}.",
+            f"Twin over original: hidden size k = {scale.width:g}, tokens per sample {scale.tokens:g}, "
+            f"bytes per element e'/e = {scale.element:g}, FLOP/s F'/F = {scale.rate:.4g}.",
             numbers,
         ]
     parts += [f"Link without a limit: {reason}" for reason in twin.unlimited]

@@ -220,7 +220,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
         degrees = {request.gpus // (tp * cp * pp) for tp, cp, pp in grid}
         ranks = "tp x cp x pp" if any(cp > 1 for _, cp, _ in grid) else "tp x pp"
         if degrees and request.given.get("dp") not in {None, *degrees}:
-            what = f"gpus / ({ranks}), which is one of {', '.join(map(str, sorted(degrees)))}"
+            what = f"gpus / ({ranks}), which can be {', '.join(map(str, sorted(degrees)))}"
             raise ConfigError("dp", request.given["dp"], what)
         if degrees:
             possible = ", ".join(map(str, sorted(degrees)))

@@ -48,7 +48,7 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
     here = machine.links[PROCESS_LINK]
     most = here.bandwidth.known(f"links.{PROCESS_LINK}.bandwidth", system=machine.name)
     if RING_COLLECTIVE not in here.collectives:
-        right = "measured with a ring of all ranks: run repro calibrate again"
+        right = f"a file with times of {RING_COLLECTIVE} on all ranks: run repro calibrate again"
         raise ConfigError("machine", machine.name, right)
     hop = ring_step_times(here.collectives[RING_COLLECTIVE], network.world)
     latency = Quantity(
@@ -108,7 +108,7 @@ def scale_network(network: EmulatedNetwork, machine: System) -> EmulatedNetwork:
         return network
     rate = product_rate(machine)
     if not rate:
-        right = f"a file with {COMPUTE_RATE_FACT}, to which link rates are scaled: run repro calibrate again"
+        right = f"a file with the key {COMPUTE_RATE_FACT}, which scales links: run repro calibrate again"
         raise ConfigError("machine", machine.name, right)
     return network.scaled(rate)
 

@@ -89,7 +89,7 @@ def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[
             index[numbers] = len(found)
             found.append(_Body(piece[:place], payload, piece[place + 1 :]))
     places = np.stack([known[id(stage.program)][order.actions[stage.stage]] for stage in stages])
-    assert places.min() >= 0, "an action of the schedule has no items"
+    assert places.min() >= 0, "no operators or messages are recorded for an action of the schedule"
     return found, places
 
 
@@ -247,7 +247,7 @@ class ActionTimes:
         """Time the items of one action of a pipeline stage one by one."""
         stage.now = self._value(self.now[stage.stage])
         for waited in stage.run_items(body, ""):
-            raise AssertionError(f"an action without collectives across stages waits for {waited}")
+            raise AssertionError(f"an action that is timed without other stages waits for {waited}")
         self.now[stage.stage] = stage.now
         self.busy.add(stage.stage)
         self.open.add(stage.stage)

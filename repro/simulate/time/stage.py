@@ -115,7 +115,7 @@ class StageStreams:
         self.now, self.latest, self.time, self.recording = 0.0, 0.0, StageTime(), False
         self.streams, self.under_way = defaultdict(float), defaultdict(deque)
         for waited in self.run_items(items, ""):
-            raise AssertionError(f"an undelayed run waits for {waited}")
+            raise AssertionError(f"operators that are timed without delay wait for {waited}")
         issues = [item for item in items if isinstance(item, Issue)]
         keys, groups = frozenset(item.key for item in issues), frozenset(item.group for item in issues)
         found = UndelayedRun(items, self.now, keys, groups, self.time)

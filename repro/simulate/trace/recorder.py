@@ -205,7 +205,7 @@ class TraceRecorder(UncompiledMode):
         if key not in self._calls:
             start, count, live = len(self.events), self._count, len(self._live)
             call()
-            assert len(self._live) == live, f"{key}: the call allocates a storage that it does not free"
+            assert len(self._live) == live, f"{key}: a call that is repeated must free all its storages"
             self._calls[key] = self.events[start:], count, self._count - count
             return
         events, before, made = self._calls[key]

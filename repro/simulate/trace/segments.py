@@ -218,7 +218,7 @@ class _SegmentWriter:
         run, position = self.run, len(self.run.events)
         if isinstance(event, Alloc):
             if event.id in self.places:
-                raise UnrepeatableBlock(f"storage {event.id} is allocated a second time in a recorded block")
+                raise UnrepeatableBlock(f"the recorded transformer block allocates storage {event.id} twice")
             self.places[event.id] = self.following
             self.following += 1
             if event.id in self.made:
@@ -246,12 +246,12 @@ class _SegmentWriter:
         elif isinstance(event, Wait):
             run.waits.append(position)
         elif not isinstance(event, Operator):
-            raise UnrepeatableBlock(f"a transformer block has an event that cannot be repeated: {event}")
+            raise UnrepeatableBlock(f"other transformer blocks cannot repeat the recorded event {event}")
         run.events.append(event)
 
     def _place(self, event: Free | Mark) -> int:
         if event.id not in self.places:
-            raise UnrepeatableBlock(f"{event} refers to a storage outside the recorded block")
+            raise UnrepeatableBlock(f"{event} refers to a storage that the recorded block did not allocate")
         return self.places[event.id]
 
 

@@ -43,7 +43,7 @@ class RecordedTransport:
         number, events = self._number(), self.recorder.events
         message = events[-1]
         assert isinstance(message, Message), (
-            "a collective starts without a preceding `Message` event of the ledger"
+            "a collective starts, but the last recorded event is not its `Message`"
         )
         events[-1] = message._replace(work=number)
         with self.recorder.no_operators():

@@ -41,7 +41,7 @@ def test_cases_of_one_launch_share_state_and_logs(submitted: ThreeCases) -> None
     state = {"names": ["a", "b"], "case": "b", "step": 3, "steps": 6, "phase": "backward"}
     for compare, detail in (
         (False, "the job of this case runs other cases first"),
-        (True, "this case alternates with b in a comparison"),
+        (True, "one job runs this case in turns with b, to compare them"),
     ):
         submitted.report(0, phase="running", current=state | {"compare": compare})
         found = submitted.status()["a"]

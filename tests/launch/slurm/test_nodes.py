@@ -73,20 +73,20 @@ FULL_NODE = ", but system dgx2 has 16 x NVIDIA V100 SXM3 32 GB"
         (with_gpus(2, *CARDS), ""),
         (
             node("n1", 0, V100) + node("n2", 1, A100, tasks=8),
-            f"node n2 has 8 x {A100[0]} (85 GB){FULL_NODE}; results would not be comparable",
+            f"node n2 has 8 x {A100[0]} (85 GB){FULL_NODE}; results would not be those of dgx2",
         ),
         (
             with_gpus(1),
-            "node n1 has no GPU, but system dgx2 has 1 x NVIDIA V100 SXM3 32 GB; results would not be comparable",
+            "node n1 has no GPU, but system dgx2 has 1 x NVIDIA V100 SXM3 32 GB; results would not be those of dgx2",
         ),
-        (with_gpus(2), f"node n1 has no GPU{FULL_NODE}; results would not be comparable"),
+        (with_gpus(2), f"node n1 has no GPU{FULL_NODE}; results would not be those of dgx2"),
         (
             with_gpus(2, CARDS[0]),
-            f"node n1 has 1 x {V100[0]} (34 GB){FULL_NODE}; results would not be comparable",
+            f"node n1 has 1 x {V100[0]} (34 GB){FULL_NODE}; results would not be those of dgx2",
         ),
         (
             with_gpus(2, CARDS[0]) + with_gpus(3, *CARDS, card(*V100, 2))[2:],
-            "several of the 3 tasks on node n1 share a GPU; results would not be comparable",
+            "several of the 3 tasks on node n1 share a GPU; results would not be those of dgx2",
         ),
         (
             [replace(report, local=report.local + 1) for report in with_gpus(2, *CARDS)],

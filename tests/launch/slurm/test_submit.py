@@ -214,10 +214,10 @@ def test_suite_of_another_system_is_refused_without_move(commands: SiteCommands,
     for how in ([], ["--move"]):  # cases of system local do not move
         message = refused(commands, suite, "--dry-run", "--json", *how)
         assert f"Use a profile of system local, or `repro run {suite}` on one machine" in message
-        assert ("--move leaves cases of system local as they are" in message) == bool(how)
+        assert ("--move cannot move cases of system local" in message) == bool(how)
     suite = write_suite(tmp_path, experiments("a", extra='system = "dgx2h"\n'))
     message = refused(commands, suite, "--dry-run")
-    assert "With --move, this case runs on dgx2 as a@dgx2" in message
+    assert "--move runs a on dgx2 as a@dgx2" in message
     code, out, _ = commands.submit(suite, "--dry-run", "--move", "--json")
     found: dict[str, Any] = json.loads(out)
     assert (code, found["cases"]) == (0, ["a@dgx2"])

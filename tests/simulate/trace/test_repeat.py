@@ -190,7 +190,7 @@ def test_a_block_with_external_state_cannot_be_repeated(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(tensor, "weight_gradient", retaining_weight_gradient)
     experiment = experiment_of(BASE)
-    with pytest.raises(UnrepeatableBlock, match="outside the recorded block"):
+    with pytest.raises(UnrepeatableBlock, match="the recorded block did not allocate"):
         trace(experiment, roles(experiment)[0])
 
 

@@ -110,7 +110,7 @@ def hardware_mismatch(reports: Iterable[NodeReport], system: System, gpus_per_no
         if wrong or len(gpus) < len(tasks):
             need = wanted if wrong or len(tasks) > 1 else f"1 x {device.name}"
             other = f"node {node} has {has}, but system {system.name} has {need}"
-            return f"{WRONG_HARDWARE}{other}; results would not be comparable"
+            return f"{WRONG_HARDWARE}{other}; results would not be those of {system.name}"
         for task in tasks:
             if len(task.gpus) > 1 and task.local >= len(task.gpus):
                 sees = f"task {task.local} of node {node} can use only {len(task.gpus)} GPUs"
@@ -118,7 +118,7 @@ def hardware_mismatch(reports: Iterable[NodeReport], system: System, gpus_per_no
         alone = [task.gpus[0]["uuid"] for task in tasks if len(task.gpus) == 1]
         if len(set(alone)) < len(alone):
             several = f"several of the {len(tasks)} tasks on node {node} share a GPU"
-            return f"{WRONG_HARDWARE}{several}; results would not be comparable"
+            return f"{WRONG_HARDWARE}{several}; results would not be those of {system.name}"
     return ""
 
 

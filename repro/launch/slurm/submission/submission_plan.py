@@ -111,10 +111,10 @@ def plan_submission(
         first = suite.entry(next(iter(elsewhere))).experiment
         expected = f"the system runs no selected case of {suite.file}: case {first.name} needs {elsewhere[first.name]}"
         if first.network is None and first.system in LOCAL_SYSTEMS:
-            expected += f". --move leaves cases of system {first.system} as they are. " * move or ". "
+            expected += f". --move cannot move cases of system {first.system}. " * move or ". "
             expected += f"Use a profile of system {first.system}, or `repro run {suite.file}` on one machine"
         elif first.network is None and not move:
-            expected += f". With --move, this case runs on {profile.system} as {first.name}@{profile.system}"
+            expected += f". --move runs {first.name} on {profile.system} as {first.name}@{profile.system}"
         raise ConfigError("system", profile.system, says=expected, file=profile.file)
     tasks = plan.plan_tasks(suite, here, store, rerun=rerun)
     busy = running or {}
