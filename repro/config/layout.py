@@ -154,7 +154,7 @@ class Layout:
         self._check_sizes()
 
     def _check_batches(self) -> None:
-        require(self.global_batch >= 0, "global_batch", self.global_batch, "0 (micro_batch * dp) or more")
+        require(self.global_batch >= 0, "global_batch", self.global_batch, "0 (= micro_batch * dp) or more")
         per_pass = self.dp * self.micro_batch
         if self.global_batch == 0:
             object.__setattr__(self, "global_batch", per_pass)

@@ -66,7 +66,7 @@ class Collective:
             all(part.ranks > 1 and not part.groups for part in self.groups),
             "groups",
             [part.ranks for part in self.groups],
-            "measurements with ranks of 2 or more, and without nested groups",
+            "groups of 2 or more ranks, each without groups of its own",
         )
 
 

@@ -34,11 +34,11 @@ class Quantity:
         if bound is None:
             return
         if self.value is None:
-            raise ConfigError(end, bound, says="needs a known value; an uncertain input has no range")
+            raise ConfigError(end, bound, says="cannot be combined with an unknown value")
         lies = 0 <= bound <= self.value if end == "low" else bound >= self.value
         side = "in the range from 0 to" if end == "low" else "at least"
         require(lies, end, bound, f"{side} value = {self.value}")
-        says = f'has no reason: source must contain "{end}: REASON"'
+        says = f'has no explanation: the key source must contain "{end}: REASON"'
         require(f"{end}: " in self.source, end, bound, says=says)
 
     @property
@@ -58,7 +58,7 @@ class Quantity:
         """Return the value of the number; if unknown, raise `ConfigError` with `key` and the reason."""
         if self.value is None:
             raise ConfigError(
-                key, "unknown", says=f"this command needs the number; {self.source}", file=system
+                key, "unknown", says=f"this command needs a known value; source: {self.source}", file=system
             )
         return self.value
 

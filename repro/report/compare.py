@@ -255,7 +255,7 @@ def print_comparison(
         first, second = run_commits((first, second), suite, launches, results, tolerance)
     sides = [read_side(side, results) for side in (first, second)]
     changes = compare_results(*sides, tolerance=tolerance, own=own)
-    require(changes, "compare", second, f"results with records of an experiment that {first} also contains")
+    require(changes, "compare", second, f"results with at least one experiment that {first} also has")
     worse = sum(change.judged == WORSE for change in changes)
     if json:
         print_json({"changes": [asdict(change) for change in changes], "worse": worse})
@@ -275,10 +275,8 @@ def _print_changes(changes: Sequence[Change], most: int | None) -> None:
         ratio = units.ratio(c.ratio, c.low, c.high) if c.ratio else ""
         made.add_row(c.judged, c.kind, c.name, ratio, c.before, c.after)
     more = "--details lists all changes, and unchanged speeds." if most is not None else ""
-    few = (
-        f"Not decided: fewer than {MIN_LAUNCHES} launches of A or B, or an interval wider than --tolerance. "
-    )
-    few += "`repro run SUITE --rerun --results A` adds a launch to A. `repro compare COMMIT COMMIT --suite FILE` "
-    few += f"runs both commits alternately until all speeds are decided, or --launches times (default {MAX_LAUNCHES})."
+    few = f"Not decided: fewer than {MIN_LAUNCHES} runs of A or B, or an interval wider than --tolerance. "
+    few += "`repro run SUITE --rerun --results A` measures A once more. `repro compare COMMIT COMMIT --suite FILE` "
+    few += f"runs both commits in turn until all intervals are narrow, or --launches times (default {MAX_LAUNCHES})."
     is_undecided = any(c.judged == UNDECIDED for c in changes)
     print_page(f"Changes: {counts}.", made, few * is_undecided, more)

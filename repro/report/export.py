@@ -196,10 +196,10 @@ INTRODUCTION = """\
 # Artifact appendix
 
 This appendix lists every claim with the command that tests it, the expected value, its tolerance, and the cost in
-GPU-hours on the required cluster. `make artifact` writes this file from the ledger (`repro/claims/*.toml`) and the
+GPU-hours on the required cluster. `make artifact` writes this file from the claims (`repro/claims/*.toml`) and the
 suites (`suites/*.toml`), and a test compares the file with them.
 
-- **Without a GPU**, `make smoke` (two cores, minutes) measures the small twins and simulates every published layout.
+- **Without a GPU**, `make smoke` (two cores, minutes) measures scaled-down twins and simulates all published layouts.
   The simulated commands below take a few seconds for each experiment.
 - **On a cluster**, `repro submit` runs the measured commands. The lower end of the cost is the arithmetic of the steps
   at the device's peak rate, and the upper end is the sum of the experiments' time limits.
@@ -263,7 +263,7 @@ def _overview(results: list[ClaimResult], catalogue: SuiteCatalogue) -> str:
         if found.kind == "measured":
             cells = found.suite, found.needs or "this machine", len(found.names), _hours(found, catalogue)
             lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(["## Cost of the measured evidence\n", *lines, ""])
+    return "\n".join(["## Cost of the measurements\n", *lines, ""])
 
 
 def _independent(results: list[ClaimResult]) -> str:

@@ -147,7 +147,7 @@ def tornado(value: InputUncertainty) -> list[dict[str, Any]]:
             "key": key,
             "least": units.number(min(low, high)),
             "most": units.number(max(low, high)),
-            "ends": f"{units.number(low)} at the low end of its range, {units.number(high)} at the high end",
+            "ends": f"prediction {units.number(low)} at the low end of the input, {units.number(high)} at its high end",
             "left": place(min(low, high, value.best)),
             "width": round(place(max(low, high, value.best)) - place(min(low, high, value.best)), 1),
             "best": place(value.best),

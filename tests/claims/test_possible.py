@@ -163,7 +163,7 @@ def test_tornado_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) -> 
     spans = 10, 100 / 9.9 - 100 / 11
     assert rings["share"] == f"{100 * spans[0] / sum(spans):.1f} %"
     assert (rings["least"], rings["most"], launch["least"]) == ("10", "20", "9.09")
-    assert launch["ends"] == "10.1 at the low end of its range, 9.09 at the high end"
+    assert launch["ends"] == "prediction 10.1 at the low end of the input, 9.09 at its high end"
     document = as_dict(result, load_ledger(tmp_path))["rows"][0]["evidence"][0]
     assert [(move["key"], move["low"]) for move in document["moved_by"]] == [
         (RINGS, 10.0),

@@ -229,7 +229,7 @@ def test_json_contains_the_answers_for_a_system(
         (
             "tnlg-lambada",
             "dgx-h100",
-            "for another system: the claim's family quality is not one of throughput",
+            "for another system: its kind is quality, not one of throughput",
         ),
         (
             "yuan-bubble",

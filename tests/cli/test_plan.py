@@ -184,7 +184,7 @@ def test_text_of_a_map_shows_the_causes(capsys: pytest.CaptureFixture[str], shal
         ": all fit",
     ):
         assert words in out
-    assert "Layouts tp x pp beyond" in out
+    assert "tp x pp with more than" in out
     assert re.search(r", due to (parameters|gradients|optimizer states): \d x \d", out)
     assert max(map(len, out.splitlines())) <= 100
     assert cli.main(map_command(shallow_model, CONTEXT + 1e5)) == 1, "no layout fits"

@@ -75,7 +75,7 @@ def test_every_system_has_sources_time_model_numbers_and_allocatable_memory(name
     assert ("assumed" in context.source) == (system.context_bytes.value is None)
     if memory is None:
         with pytest.raises(
-            ConfigError, match=r"memory_bytes = 'unknown': this command needs the number; not pub"
+            ConfigError, match=r"memory_bytes = 'unknown': this command needs a known value; source: not pub"
         ):
             system.allocatable_bytes()
     else:
@@ -282,6 +282,6 @@ def test_error_for_an_unknown_system_or_number(write: Callable[[str], Path]) -> 
         VALID.replace('{ value = 10e9, source = "here" }', '{ value = "unknown", source = "not published" }')
     )
     with pytest.raises(
-        ConfigError, match="bandwidth = 'unknown': this command needs the number; not published"
+        ConfigError, match="bandwidth = 'unknown': this command needs a known value; source: not published"
     ):
         load_system_file(path).link_per_device("inter-node")

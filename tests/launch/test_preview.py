@@ -78,7 +78,7 @@ def test_estimated_time_is_that_of_the_last_run(tmp_path: Path, capsys: pytest.C
         ("simulated", "states-z0-dp2 to run simulation of 2 ranks on system local 1 – –"),
     ):
         message = printed(capsys, *SMOKE, "--results", str(tmp_path), "--details", "--evidence", evidence)
-        assert message[1] == "Estimated time: no estimate for 1 experiment without a record."
+        assert message[1] == "Estimated time: no estimate for 1 experiment without an earlier run."
         assert message[-1] == row
     with Store(tmp_path) as store:
         store.append(changed(made_up("states-z0-dp2", suite="smoke"), key=known.key, wall_s=12.5))

@@ -95,7 +95,7 @@ def test_speed_is_undecided_with_few_launches(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["compare", str(a), str(b)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "1 not decided" in out
-    assert "fewer than 6 launches of A or B" in out
+    assert "fewer than 6 runs of A or B" in out
 
 
 def test_speed_is_undecided_with_an_interval_wider_than_tolerance(

@@ -162,7 +162,7 @@ def test_missing_values_leave_a_gap_next_to_published_bars(records: list[Experim
     assert heights(drawing, hatched=False) == ddp + zero
     assert panel_texts(drawing, 1).count("no\nrecord") == 10
     assert drawing.missing == "repro run suites/zero_throughput.toml --evidence simulated"
-    assert "For 10 of 11 published values this store has no result" in drawing.caption
+    assert "The results folder has no result for 10 of 11 published values" in drawing.caption
     assert text_layout_errors(drawing.figure) == []
 
 
@@ -231,7 +231,7 @@ def test_errors_in_a_figures_file_name_the_rows(tmp_path: Path) -> None:
     head = '[[figure]]\nid = "f"\ntitle = "t"\ntext = "x"\nclaims = []\n[[figure.panel]]\nlabel = "GB"\n'
     file.write_text(head + 'series = [{ name = "a", rows = "zero-fig1-7p5b/P_os" }]\n', encoding="utf-8")
     with pytest.raises(
-        ConfigError, match=r"redrawn\.toml: f.*rows = 'zero-fig1-7p5b/P_os': must be claim/label with a \*"
+        ConfigError, match=r"redrawn\.toml: f.*rows = 'zero-fig1-7p5b/P_os': must be CLAIM/LABEL with a \*"
     ):
         redrawn.load_entries(file)
     entry = redrawn.load_entries()[0]

@@ -59,7 +59,7 @@ def test_drawing_has_every_action_and_summary_every_cost(capsys: pytest.CaptureF
         "1/4 = 25.0 % of the total time",
         "12 = 3 x (1 forward + 2 backward) + 3 idle",
         "2 micro-batches on stage 0, falling to 1 on stage 1",
-        "at most 2 micro-batches in 1/2 of the layers, equal to 1 micro-batch in all layers; GPipe: 1.5",
+        "at most 2 micro-batches in 1/2 of the layers, as much as 1 micro-batch in all layers; GPipe: 1.5",
         "6 tensors per step between stages: 3 x 1 activations and as many gradients",
     ):
         assert expected in output

@@ -186,7 +186,7 @@ def test_validate_command_prints_text_json_and_figure(
         return capsys.readouterr().out
 
     text = printed("--svg", str(tmp_path / "x.svg"))
-    assert "1 of 1 ratios are on the published side of 1" in " ".join(text.split())
+    assert "1 of 1 ratios are on the same side of 1 as published" in " ".join(text.split())
     assert "Omitted: calibration values" not in text
     assert (tmp_path / "x.svg").read_text().startswith("<svg")
     monkeypatch.setenv("COLUMNS", "200")
@@ -211,7 +211,7 @@ def test_large_errors_are_explained_once(tmp_path: Path, capsys: pytest.CaptureF
     write_store(tmp_path, *records, record("megatron_2019", "dec2020-v100-1b", 71.9e12))
     assert main(["validate", "--results", str(tmp_path), "--details"]) == 0
     text = capsys.readouterr().out
-    assert "wrong side of 1" not in text
+    assert "other side of 1" not in text
     section = text.partition("rows with an error above 25 %")[2].partition("in wider interval")[0]
     output = " ".join(section.split())
     assert output.count("The simulated collective spans all nodes") == 1

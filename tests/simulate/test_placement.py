@@ -80,7 +80,7 @@ def test_unknown_devices_per_node_is_an_error_for_groups() -> None:
     assert placement_on(system).links(0) == {}
     with pytest.raises(ConfigError) as caught:
         placement_on(system, tp=2).links(0)
-    message = "dgx2: devices_per_node = 'unknown': this command needs the number; nobody says"
+    message = "dgx2: devices_per_node = 'unknown': this command needs a known value; source: nobody says"
     assert str(caught.value) == message
 
 

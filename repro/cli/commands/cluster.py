@@ -89,7 +89,7 @@ def cancel(
 @app.command(epilog="Example:  repro collect --into results")
 def collect(
     results: Results = Path("results"),
-    into: Annotated[OptionalPath, folder_option("Second store, to which missing records are copied.")] = None,
+    into: Annotated[OptionalPath, folder_option("Folder to which all records are also copied.")] = None,
     json: Json = False,
 ) -> int:
     """Record each submitted experiment that was lost or cancelled, and print a summary of all submitted experiments."""

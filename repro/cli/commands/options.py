@@ -25,7 +25,7 @@ PANEL = "Layout"
 NO_OPTIONS = ("dp", "offload_optimizer")
 """Keys of the parallel layout without an option: `--gpus` determines `dp`; no optimizer offload is simulated."""
 WITHOUT = {
-    "global_batch": "Default: micro-batch x dp x pp samples; for repro plan, 2 samples per GPU.",
+    "global_batch": "Default: micro-batch x dp x pp samples per step; in repro plan, 2 samples per GPU and step.",
     "precision": "Default: fp16 on GPUs before A100, bf16 on A100 and later, fp32 on CPUs.",
 }
 """Help text on defaults that depend on other settings, by key of the parallel layout (`repro.Layout`)."""
@@ -124,7 +124,7 @@ StoredResults = Annotated[
     Path, option("Folder in which result records are stored.", "DIR", name="--results", callback=_existing)
 ]
 Ledger = Annotated[
-    OptionalPaths, option("Also judge this file's claims; may be repeated.", "FILE.toml", name="--ledger")
+    OptionalPaths, option("Also check this file's claims; may be repeated.", "FILE.toml", name="--ledger")
 ]
 
 ModelName = Annotated[

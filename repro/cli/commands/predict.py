@@ -165,13 +165,13 @@ def twin(
         OptionalPath, option("System file of this machine, from repro calibrate --gpus RANKS.", "FILE.toml")
     ] = None,
     ranks: Annotated[int, option("Number of ranks of the twin, the small-scale experiment.")] = 16,
-    part: Annotated[int, option("Approximate ratio of hidden sizes, original model over twin.")] = 8,
+    part: Annotated[int, option("Approximate ratio of hidden sizes, published model over twin.")] = 8,
     width: Annotated[int, count_option("Hidden size of the twin's model, instead of the ratio --part.")] = 0,
     layers: Annotated[int, option("Minimum number of layers of the twin's model.")] = 4,
     tp: Annotated[int, count_option("Twin's tensor-parallel degree. Default: the largest possible.")] = 0,
     steps: Annotated[int, option("Training steps of each experiment; the first step is not timed.")] = 10,
-    within: Annotated[str, option("Bytes/s per device inside the original system's nodes.", "RATE,...")] = "",
-    between: Annotated[str, option("Bytes/s per node between the original's nodes.", "RATE,...")] = "",
+    within: Annotated[str, option("Bytes/s per device in nodes of the published system.", "RATE,...")] = "",
+    between: Annotated[str, option("Bytes/s of a node to others in the published system.", "RATE,...")] = "",
     write: Annotated[OptionalPath, file_option("Write the twins to this suite file.", "SUITE.toml")] = None,
     details: Details = False,
     json: Json = False,
@@ -224,7 +224,7 @@ def validate(
     ] = None,
     system: Annotated[
         str,
-        option("Calibrated system file; also predict this machine's runs.", "FILE.toml", show_default=False),
+        option("Also predict this machine's measured runs, with this file.", "FILE.toml", show_default=False),
     ] = "",
     unknowns: Annotated[
         bool, flag("--unknowns", "Print the inputs that cause most uncertainty, and how to measure them.")
@@ -232,7 +232,7 @@ def validate(
     covered: Annotated[
         OptionalRange,
         option(
-            "Print whether LEAST to MOST percent of published values lie in their widened prediction intervals.",
+            "Print whether LEAST to MOST % of published values lie in intervals widened by the model's error.",
             "LEAST MOST",
             show_default=False,
         ),

@@ -93,7 +93,7 @@ def gpu_day(
     ] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Only list the measurement steps and their times.")] = False,
     rehearse: Annotated[bool, flag("--rehearse", "Rehearse with tiny models on processor cores.")] = False,
-    inject: Annotated[OptionalNames, option("Let a rehearsal step fail or hang.", "STEP=fail|hang")] = None,
+    inject: Annotated[OptionalNames, option("Let a --rehearse step fail or hang.", "STEP=fail|hang")] = None,
     scratch: Annotated[
         OptionalPath, folder_option("Folder for temporary files, deleted at the end. Default: a new folder.")
     ] = None,

@@ -32,7 +32,7 @@ def claims(
     results: StoredResults = Path("results"),
     ledger: Ledger = None,
     system: Annotated[
-        str, option("Predict claims for this system, not the published one, without verdicts.", "SYSTEM")
+        str, option("Predict values for this system, without comparison to published ones.", "SYSTEM")
     ] = "",
     all_claims: Annotated[bool, flag("--all", "Show all claims, one line each.")] = False,
     details: Annotated[bool, flag("--details", "Show values with sources, notes and expressions.")] = False,
@@ -43,7 +43,7 @@ def claims(
         from repro.report.text.claims import print_claims_on_system
 
         if ledger:
-            says = "cannot be combined with --system, which predicts claims of the packaged ledger only"
+            says = "cannot be combined with --system, which predicts only claims that are packaged with repro"
             raise ConfigError("--ledger", str(ledger[0]), says=says)
         return print_claims_on_system(claim, system, json, results, details)
     from repro.report.text.claims import print_claims
@@ -97,13 +97,13 @@ def export(
         str,
         option(
             "Table to write: headlines, summary (for a pull request), claims, values (of all claims), experiments,"
-            " comparisons, records (their provenance), unknowns, or reference (measurements that other stores can use)."
+            " comparisons, records (their provenance), unknowns, or reference (measurements for use on other machines)."
         ),
     ] = "claims",
     form: Annotated[str, option("Format: csv, parquet, markdown or latex.", name="--format")] = "markdown",
     claims: Annotated[
         OptionalNames,
-        option("Write only these claims; for tables headlines, claims and values; may be repeated.", "GLOB"),
+        option("Write only these claims (in tables headlines, claims, values); may be repeated.", "GLOB"),
     ] = None,
     columns: Annotated[
         str, option("Columns to write: a,b,c. Default: at most six in markdown and latex, else all.", "NAMES")
@@ -137,7 +137,7 @@ def compare(
         OptionalPath, option("First run this suite alternately in the checkout's commits A and B.", "FILE")
     ] = None,
     launches: Annotated[
-        int, option("With --suite: maximum runs per commit; fewer if all speed changes are decided.", "N")
+        int, option("With --suite: maximum runs per commit; fewer if results are precise earlier.", "N")
     ] = 30,
     ledger: Ledger = None,
     details: Details = False,

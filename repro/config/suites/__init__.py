@@ -182,7 +182,7 @@ def _continued(entries: list[Entry], file: str) -> None:
         for part, value in first.course.items():
             if experiment.course[part] != value:
                 difference = _differing(part, value, experiment.course[part])
-                differs = f"an experiment with the same training; {difference}"
+                differs = f"an experiment with equal model and training settings; {difference}"
                 raise ConfigError("continues", name, differs, file=place, where=where)
 
 
@@ -251,7 +251,7 @@ def _alike(members: list[Experiment], file: str, what: str) -> None:
             if mine != theirs:
                 place = f'{file}: {what}: experiment "{other.name}"'
                 raise ConfigError(
-                    key, mine, f'{theirs!r}, as in experiment "{first.name}" of the same launch', file=place
+                    key, mine, f'{theirs!r}, as in experiment "{first.name}" (same processes)', file=place
                 )
 
 

@@ -111,7 +111,7 @@ def shared(data: Mapping[str, Any], file: str) -> Shared:
             raise ConfigError(tables, named[tables], f"tables [{tables}.NAME]", file=file)
         for name, table in named[tables].items():
             if not isinstance(table, dict):
-                raise ConfigError(name, table, f"a table with keys of one {part}", file=file, where=tables)
+                raise ConfigError(name, table, f"a table with {part} settings", file=file, where=tables)
             for key, value in table.items():
                 _known(key, value, _PARTS[part], file=file, where=f"{tables}.{name}")
     defaults = data.get("defaults", {})

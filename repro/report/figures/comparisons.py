@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ENGINES = Drawing(
     "engines",
     "Step time, memory and traffic by engine and strategy",
-    "The store has no comparison of training engines.",
+    "The results folder has no comparison of training engines.",
     missing="repro run suites/engines.toml --only 'speed-*'",
 )
 ENGINE_STYLES = {
@@ -59,7 +59,7 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
         times.append(_EngineBar(_strategy_of(subject), subject.experiment.engine, 1 / c.ratio, low, high))
 
     figure, panels = style.make_axes(6.6, rows=3)
-    _draw_grouped_bars(panels[0], times, "step time over that of this suite")
+    _draw_grouped_bars(panels[0], times, "step time relative to this suite's engine")
     _draw_grouped_bars(panels[1], states, "MB of model states")
     _draw_grouped_bars(panels[2], sent, "MB that rank 0 sends per step")
     here = [name for name in ENGINE_STYLES if any(r.experiment.engine == name for r in members.values())]
@@ -115,13 +115,13 @@ SPEEDUP_ROW = "ds-3p75x-lowbw/throughput over Megatron"
 """Published speedup of DeepSpeed over Megatron (`claim/label`), reproduced by runs over several emulated bandwidths."""
 LARGER_TWIN_SUITE = "windtunnel_3p75x"
 SWEEPS = {
-    "windtunnel_between": ("between", "GB/s between nodes of the original system"),
-    "windtunnel_within": ("within", "GB/s per GPU inside original nodes (not published)"),
+    "windtunnel_between": ("between", "GB/s between nodes of the published system"),
+    "windtunnel_within": ("within", "GB/s per GPU inside a node (not published)"),
 }
 BANDWIDTHS = Drawing(
     "windtunnel",
     "DeepSpeed's speedup of 3.75x by link bandwidth",
-    "The store has no sweep over the bandwidth of an emulated link.",
+    "The results folder has no sweep over the bandwidth of an emulated link.",
     missing="repro run " + " ".join(f"suites/{name}.toml" for name in (*SWEEPS, LARGER_TWIN_SUITE)),
 )
 
@@ -159,8 +159,8 @@ def draw_bandwidth_sweeps(
     used = [*single, *(p for points in shown.values() for p in points)]
     rounds = "/".join(map(str, sorted({p.record.rounds for p in used})))
     caption = (
-        "Small twins on emulated slow links, each run alternately with its baseline; lines and band are 95 % intervals "
-        f"of {rounds} rounds. Curves: predictions of the time model for originals and twins, without any measured step."
+        "Scaled-down twins of published runs on emulated slow links, in turn with their baselines; lines and band: "
+        f"95 % intervals of {rounds} rounds. Curves: the time model for published runs and twins, without measurements."
     )
     missing = len(shown) < len(SWEEPS) or not single
     return BANDWIDTHS.drawn(figure, caption, (p.record.label for p in used), missing=missing)

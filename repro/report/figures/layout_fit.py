@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAP = Drawing(
     "map",
     "Which layouts of Yuan 1.0 fit its GPUs",
-    "The store has no simulated record of the experiments map-*.",
+    "The results folder has no simulation of the experiments map-*.",
     missing="repro run suites/yuan.toml --evidence simulated --only 'map-*'",
     evidence=SIMULATED,
 )
@@ -109,7 +109,7 @@ def _map_caption(record: Record) -> str:
 DEGREES = Drawing(
     "turing-degrees",
     "Turing-NLG 17B: which model-parallel degree fits a V100",
-    "The store has no simulated record of Turing-NLG.",
+    "The results folder has no simulation of Turing-NLG.",
     missing="repro run suites/turing_nlg.toml --evidence simulated --only '?[!w]*'",
     evidence=SIMULATED,
 )
@@ -124,7 +124,7 @@ MAX_HEIGHT_IN_MEMORIES = 2.2
 
 
 def draw_degrees(view: View, simulated: list[Record]) -> Drawing:
-    """Draw required bytes per GPU (left) and samples per node at once (right), by model-parallel degree."""
+    """Draw required bytes per GPU (left) and samples per node and micro-batch (right), by model-parallel degree."""
     simulations = {r.label: r for r in simulated if r.conclusive and r.metrics.get("memory.limit_bytes")}
     found = {
         (prefix, degree): simulations[label]
@@ -192,7 +192,7 @@ def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
         place: dict[str, Any] = {"ha": "center", "va": "bottom", "rotation": 90}
         style.write_near(axes, words, (x, samples), (0, 3), fontsize=7.5, **place)
     axes.set_ylim(0, 1.3 * max(axes.dataLim.y1, 1))
-    _set_degree_axis(axes, "model-parallel degree", "samples per node at once")
+    _set_degree_axis(axes, "model-parallel degree", "samples per node and micro-batch")
 
 
 def _set_degree_axis(axes: Axes, what: str, height: str) -> None:

@@ -18,7 +18,7 @@ PARITY_PREFIX, SINGLE_PROCESS = "parity-", "parity-single"
 PARITY = Drawing(
     "loss",
     "Loss of every parallel strategy and of one process",
-    "The store has no record of the experiments parity-*.",
+    "The results folder has no record of the experiments parity-*.",
     missing="repro run suites/smoke.toml --only 'parity-*'",
 )
 PARITY_TOLERANCE = 1e-5
@@ -111,7 +111,7 @@ def _strategy_of(record: Record) -> str:
 CONVERGENCE = Drawing(
     "convergence",
     "Equality of the loss curves of all layouts",
-    "The store has no loss curves of one process and of its repetitions with other summation orders.",
+    "The results folder has no loss curves of one process and of its repetitions with other summation orders.",
     missing="repro run suites/convergence.toml",
 )
 STEPS_PER_POINT = 10
@@ -149,10 +149,10 @@ def draw_convergence(records: Sequence[Record]) -> Drawing:
     explained = max(max(_distances(r, reference)) for r in controls)
     steps = len(reference.series.loss or ())
     caption = (
-        f"{reference.experiment.model.name} for {steps} steps: relative loss difference of {len(layouts)} layouts in "
-        f"fp32 and {len(short)} in fp16 or bf16 from one process in fp32, root mean square of {STEPS_PER_POINT} steps. "
+        f"{reference.experiment.model.name}, {steps} steps: relative loss difference from one fp32 process, of "
+        f"{len(layouts)} layouts in fp32 and {len(short)} in 16 bits, root mean square of {STEPS_PER_POINT} steps. "
         f"Largest difference at any step: {largest:.1e} of an fp32 layout, {explained:.1e} of one process with another "
-        "summation order. Dotted: small deliberate errors of the training, larger than rounding."
+        "summation order. Dotted: runs with a small deliberate error, larger than rounding."
     )
     missing = not (layouts and faults and short and seeds)
     return CONVERGENCE.drawn(figure, caption, (r.label for r in ran), missing=missing)

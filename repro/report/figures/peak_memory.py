@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PEAK = Drawing(
     "peak",
     "Peak memory of one step by category",
-    "The store has no experiment with outcome ok.",
+    "The results folder has no successful experiment.",
     missing="repro run suites/smoke.toml",
 )
 HOST_STYLE = {"facecolor": "none", "edgecolor": style.SKY, "hatch": "////", "lw": 0.6}
@@ -111,7 +111,7 @@ TIMELINE_COMMANDS = (
 TIMELINES = Drawing(
     "memory-timeline",
     "Memory over one step by category",
-    "The store has no simulated record with memory over time.",
+    "The results folder has no simulated record with memory over time.",
     missing=" && ".join(TIMELINE_COMMANDS),
     evidence=SIMULATED,
 )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BREAKDOWN = Drawing(
     "breakdown",
     "Step time by part",
-    "The store has no simulated step time of a published layout.",
+    "The results folder has no simulated step time of a published layout.",
     evidence=SIMULATED,
 )
 YUAN_RUN, YUAN_STEP_ROW = "yuan/yuan-245b", "yuan-step-time/step"
@@ -112,7 +112,7 @@ def _draw_shares(axes: Axes, records: dict[str, Record]) -> set[str]:
         words = units.seconds(record.metrics[STEP_SECONDS])
         style.write_near(axes, words, (100, y), (4, 0), va="center", fontsize=8)
     axes.set_yticks(range(len(records)), list(records))
-    axes.set(xlabel="% of the predicted step", xlim=(0, 100), ylim=(len(records) - 0.5, -0.5))
+    axes.set(xlabel="% of the predicted step time", xlim=(0, 100), ylim=(len(records) - 0.5, -0.5))
     style.set_grid(axes, "x")
     return seen
 
@@ -135,7 +135,7 @@ def _draw_yuan(axes: Axes, view: View, record: Record) -> set[str]:
     return set(found)
 
 
-MACHINE = Drawing("machine", "Predicted against measured", "No measured run in the store was also simulated.")
+MACHINE = Drawing("machine", "Predicted against measured", "No measured run was also simulated.")
 MACHINE_PANELS = (
     ("memory.peak_bytes", "peak memory of the fullest rank", units.size),
     ("comm.sent_bytes", "bytes sent per rank and step", units.size),
@@ -175,7 +175,7 @@ def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
     shown = {name for points in found.values() for name, _, _ in points}
     newest, timed = _newest_simulations(simulated, STEP_SECONDS), found[STEP_SECONDS]
     caption = (
-        "Measured values are from this store's machine, predictions from the trace of the same step. Bands: 10 and "
+        "Measured on the machine of the results; predicted from a trace of the same step. Bands: errors of 10 and "
         f"25 %. {'; '.join(parts)}. {count_bases(basis_of_record(newest[name]) for name, _, _ in timed)}"
     )
     return MACHINE.drawn(figure, caption.rstrip(), sorted(shown), missing=missing)

@@ -57,9 +57,7 @@ class SeriesEntry:
         wrong = "is missing; a data series must have one of the keys rows, at, more"
         require(self.rows or self.at or self.more, "rows", says=wrong)
         if self.rows and "*" not in self.rows:
-            right = (
-                "claim/label with a * for the label on the axis; single rows belong in at = { LABEL = ... }"
-            )
+            right = "CLAIM/LABEL with a * for the axis label; a value without * belongs in at = { AXIS-LABEL = ... }"
             raise ConfigError("rows", self.rows, right)
 
 
@@ -168,7 +166,7 @@ def draw_entry(entry: FigureEntry, view: View) -> Drawing:
     remedy = tuple(dict.fromkeys(command for value in values for command in value.remedy))
     shown = {run: ours.kind for value in values for ours in value.ours for run in ours.runs}
     words = (
-        f"{entry.text} The store has no results for the figure's published values: {_claims_sentence(entry)}"
+        f"{entry.text} The results folder has no results for the published values: {_claims_sentence(entry)}"
     )
     empty = Drawing(entry.id, entry.title, words, missing=" && ".join(remedy), evidence=SIMULATED)
     if not shown:
@@ -304,10 +302,10 @@ def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
             f"{kinds}: {accepted} of {len(compared)} values are within the tolerance of their claim."
         )
     if any(ours.kind == SIMULATED and ours.high > ours.low for ours in predicted):
-        parts.append("Whiskers and pale bands: 90 % interval of our value from uncertain inputs.")
+        parts.append("Whiskers and pale bands: 90 % interval of the simulated value, due to uncertain inputs.")
     lacking = len(printed) - len(compared)
     if printed and lacking:
-        parts.append(f"For {lacking} of {len(printed)} published values this store has no result.")
+        parts.append(f"The results folder has no result for {lacking} of {len(printed)} published values.")
     bases = count_bases(ours.rests_on for value in values for ours in value.ours if ours is value.predicted)
     parts += [bases] if bases else []
     parts.append(_claims_sentence(entry))

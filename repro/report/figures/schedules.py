@@ -299,7 +299,7 @@ PAPER_SCHEDULES = Drawing(
     "Pipeline schedules and their idle time",
     f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in figures 3 and 4 of the Megatron-LM paper of 2021; counted "
     "on the schedule that the native engine executes. Forward is blue, backward orange; numbers are micro-batches; "
-    "paler cells are a stage's second chunk. Twins have two stages. Claim: meg2-bubble. More: `repro schedule`.",
+    "paler cells are a stage's second chunk. Measured twins: two stages. Claim: meg2-bubble. More: `repro schedule`.",
     missing="repro run suites/smoke.toml --only 'bubble-*'",
 )
 

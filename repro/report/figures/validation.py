@@ -26,7 +26,7 @@ VALIDATION_COMMAND = "repro run suites/zero_throughput.toml --evidence simulated
 VALIDATION = Drawing(
     "validation",
     "Published throughput against predicted",
-    "The store has no predictions of published times or rates.",
+    "The results folder has no predictions of published times or rates.",
     missing=VALIDATION_COMMAND,
     evidence=SIMULATED,
 )
@@ -142,15 +142,15 @@ def _validation_caption(found: Sequence[Point]) -> str:
     return (
         "Simulated, not measured: each dot is a published run, predicted from its model, layout, batch, "
         "software and machine; vertical lines are 90 % intervals from uncertain inputs. Bands: 10 and 25 %. "
-        "Points that calibrate the time model are omitted, and so are "
-        f"bounds and means. {count_bases(point.rests_on for point in found if not point.left_out)} {'; '.join(parts)}."
+        "Omitted: bounds, means, and published values that calibrate "
+        f"the time model. {count_bases(point.rests_on for point in found if not point.left_out)} {'; '.join(parts)}."
     )
 
 
 IMPLIED = Drawing(
     "implied",
     "Values of uncertain inputs that published values imply",
-    "The store has no prediction that implies the value of an uncertain input.",
+    "The results folder has no prediction that implies the value of an uncertain input.",
     missing=VALIDATION_COMMAND,
     evidence=SIMULATED,
 )
@@ -170,9 +170,9 @@ def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
         _draw_implied_panel(axes, one)
     text = " ".join(f"{one.key} of {one.system}: {one.words}" for one in shown)
     caption = (
-        "Predicted with all other uncertain inputs at their best estimates. Grey: the range in the system's file and "
-        "the used value. Lines: values with which the prediction is within the tolerance of a published value; dots: "
-        f"values with which both are equal; crosses at the right: no value suffices. {text}"
+        "Each panel varies one uncertain simulation input. Grey: its range in the system file, and the value used. "
+        "Lines: input values for which the prediction is within the tolerance of a published value; dots: input values "
+        f"for which both are equal; crosses at the right: no input value suffices. {text}"
     )
     return IMPLIED.drawn(figure, caption, (), missing=False)
 

@@ -91,7 +91,7 @@ class View:
 
     def row(self, reference: str) -> RowResult:
         """Return the published value `claim/label` with its evidence. Raises `ConfigError` for an unknown value."""
-        require(reference in self._rows, "row", reference, "claim/label of a row of the ledger")
+        require(reference in self._rows, "row", reference, "CLAIM/LABEL of a published value in repro/claims")
         return self._rows[reference]
 
     def matching(self, pattern: str) -> list[Value]:
@@ -102,7 +102,7 @@ class View:
             for name, row in self._rows.items()
             if name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
         ]
-        require(found, "rows", pattern, "claim/label of rows of the ledger, with a *")
+        require(found, "rows", pattern, "CLAIM/LABEL, with a *, of published values in repro/claims")
         return [self._value(at, row) for at, row in found]
 
     def value(self, at: str, reference: str) -> Value:
@@ -288,7 +288,7 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
     if any(ours.possible for ours in compared):
         mark("o", "?: interval contains published value", color=MUTED, mfc="white")
     if any(ours.agrees is None and not ours.possible for ours in compared):
-        mark("o", "cal.: calibration value, no prediction", color=GREY, mfc="white")
+        mark("o", "cal.: used to calibrate, not predicted", color=GREY, mfc="white")
     elif any(ours.agrees is False for ours in compared):
         mark("o", "beyond the tolerance", color=MUTED, mfc="white")
     columns = len(handles) if len(handles) <= 5 else (len(handles) + 1) // 2

@@ -17,7 +17,7 @@ PART_COLOURS = {part: style.CATEGORY_COLOURS[part] for part in STATE_PARTS}
 MEASURED_STATES = Drawing(
     "states",
     "Memory of model states by ZeRO stage and Nd",
-    "The store has no record of the experiments states-*.",
+    "The results folder has no record of the experiments states-*.",
     missing="repro run suites/smoke.toml --only 'states-*'",
 )
 MEASURED_LAYOUTS = {(stage, nd) for stage in range(4) for nd in (1, 2, 4)}
@@ -141,7 +141,7 @@ def _value_label(value: Value) -> str:
 VOLUME = Drawing(
     "communication",
     "Communication volume by ZeRO stage",
-    "The store lacks records of states-z0-dp2 or of other ZeRO stages.",
+    "The results folder lacks records of states-z0-dp2 or of other ZeRO stages.",
     missing="repro run suites/smoke.toml",
 )
 PUBLISHED_VOLUMES = {
@@ -224,7 +224,7 @@ LINKS_PANELS = (("zero", "ZeRO-100B"), ("megatron", "Megatron-LM"))
 LINKS = Drawing(
     "links",
     "Communication by class of link",
-    "The store has no simulated record of ZeRO's Figure 2.",
+    "The results folder has no simulations of Figure 2 of the ZeRO paper.",
     missing="repro run suites/zero_throughput.toml --evidence simulated --only 'fig2-*'",
     evidence=SIMULATED,
 )

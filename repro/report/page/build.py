@@ -231,7 +231,7 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
     if len(found.torn) > MAX_PRINTED_REMARKS:
         remarks.append(f"{len(found.torn) - MAX_PRINTED_REMARKS} more lines of the store are not records")
     if not found.records:
-        shown = "the report shows the ledger, analytic evidence and reference records only"
+        shown = "the report shows only published values, formulas and packaged measurements"
         remarks.append(f"no records in {found.results}: {shown}")
     if chosen.foreign:
         remarks.append(

@@ -124,7 +124,7 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
             one.verdict for result in results for one in result.findings if one.itself and one.decided
         ]
         follow = f"{formulas.count(FOLLOWS)} of {len(formulas)} values follow from formulas of their source"
-        notes = (f"This store has no results yet. {follow}.", "To simulate all claims: `make simulate`.")
+        notes = (f"No experiment has a result yet. {follow}.", "To simulate all claims: `make simulate`.")
     console.print("\n".join(notes))
     machines = [f"claim {line.number}: {machine}" for line in lines for machine in line.machines]
     references = [machine for machine in machines if REFERENCE_SUFFIX in machine]
@@ -365,7 +365,7 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
         asked = tuple(question for question in questions.asked if question.claim == claim)
         if not asked:
             families = ", ".join(other_system.QUESTION_FAMILIES)
-            why = questions.left_out.get(claim, f"the claim's family {family} is not one of {families}")
+            why = questions.left_out.get(claim, f"its kind is {family}, not one of {families}")
             raise ConfigError("claim", claim, says=f"cannot be predicted for another system: {why}")
     else:
         asked = questions.asked
@@ -378,7 +378,7 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
         return int(nothing)
     command = other_system.simulation_command(system)
     if nothing:
-        render.print_page(f"The store {results} has no predictions for {name}.", command=command)
+        render.print_page(f"The folder {results} has no predictions for {name}.", command=command)
         return 1
     console = stdout(PAGE_COLUMNS)
     print_answers(found, name, console, None if details or claim else MAX_ANSWERS)

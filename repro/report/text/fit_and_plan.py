@@ -62,7 +62,7 @@ def print_fits(
     if len(fits) > 1:
         stages = _join_places([query.layout.zero for query, _ in fits])
         strategy = strategy.replace(f"ZeRO {layout.zero}", f"ZeRO {stages}")
-    limit = "failure cause at next size"
+    limit = "failure cause of next larger size"
     headings = ("ZeRO\nstage", "parameters", "layers", "hidden\nsize", "micro-\nbatch", "memory\n(GB)", limit)
     print_page(
         answer,
@@ -102,7 +102,7 @@ def _fit_details(question: FitQuestion, document: dict[str, Any]) -> list[str | 
     sizes = {term: [peak.get(key, 0) for peak in peaks] for key, term in TERMS.items()}
     rows = ((term, *map(gb, pair)) for term, pair in sizes.items() if any(pair))
     category = f"ZeRO {question.layout.zero}: category"
-    headings = (category, "largest that fits (GB)", "first that does not fit (GB)")
+    headings = (category, "largest size that fits (GB)", "next larger size (GB)")
     tried = ", ".join(f"{trial['value']} ({trial['outcome']})" for trial in document["trials"])
     how = f"{document['evidence']}, {units.seconds(document['seconds'])}" if "seconds" in document else ""
     how = how or f"{document['traces']} traces in {units.seconds(document['trace_seconds'])}"
@@ -127,7 +127,7 @@ def print_layouts(
     command. `details`: also print rates, ties and layouts that do not fit.
     """
     fits, others, left = ([pair for pair in ranked if pair[1].outcome == kind] for kind in (OK, OOM, OPEN))
-    more = "" if details else "--details lists rates and ties."
+    more = "" if details else "--details lists rates, and layouts that may be equally fast."
     if not fits:
         for request, plan in plans:
             print_page(*_describe_failures(request, plan.rows), *[_ruled_out_table(plan.rows)] * details)
@@ -184,7 +184,7 @@ def _describe_best_layout(request: PlanRequest, plan: Plan, row: PlanRow) -> lis
     if plan.no_time:
         ignored = f" Operations with unknown rates count as 0 s: {', '.join(missing)}." if missing else ""
         parts += [f"No step time is predicted: {plan.no_time}. {memory}"]
-        parts += [f"The ideal time at peak rates without overlap decides the order.{ignored}"]
+        parts += [f"Layouts are ordered by ideal time: peak rates, without overlap.{ignored}"]
     else:
         parts += [f"{describe_step_time(time)} {memory}"]
         parts += [f"Basis of the times: {time['rests_on']}; {BASES[time['rests_on']]}."]
@@ -335,7 +335,7 @@ def _describe_failures(request: PlanRequest, rows: Sequence[PlanRow]) -> list[st
         f"No layout fits: {request.model.name} on {words.describe_devices(request.gpus, request.system)}.",
         f"Least memory: {gb(best.memory['peak_bytes'])} GB or more of {units.size(request.allocatable)}, limited by "
         f"{best.ruled_out_by}. Layout: {words.describe_layout(best.layout, batches=True)}.",
-        f"Causes for all {len(rows):,} layouts: {', '.join(f'{cause} ({count:,})' for cause, count in causes)}.",
+        f"Failure causes of all {len(rows):,} layouts: {', '.join(f'{cause} ({count:,})' for cause, count in causes)}.",
     ]
 
 
@@ -398,5 +398,5 @@ def _describe_limits(cells: Sequence[MapCell], limit: int) -> list[str]:
             by_term.setdefault(row.ruled_out_by, []).append(f"{cell.tp} x {cell.pp}")
     size = units.size(limit)
     texts = {term: ", ".join(places) for term, places in by_term.items()}
-    failures = [f"Layouts tp x pp beyond {size}, due to {term}: {places}." for term, places in texts.items()]
+    failures = [f"tp x pp with more than {size}, due to {term}: {places}." for term, places in texts.items()]
     return failures or [f"{size}: all fit."]

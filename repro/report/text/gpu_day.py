@@ -43,7 +43,7 @@ def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> in
     planned = [step for step, plan in rows if plan == "starts"]
     planned_s = sum(step.estimate_s for step in planned)
     needed_s = sum(step.estimate_s for step, _ in rows if not step.missing)
-    answer = f"{len(planned)} of {len(rows)} steps fit the limit: {planned_s:.0f} s of {60 * request.minutes:.0f} s."
+    answer = f"{len(planned)} of {len(rows)} steps fit the time: {planned_s:.0f} s of {60 * request.minutes:.0f} s."
     others = Counter(plan for _, plan in rows if plan != "starts").items()
     left_out = (
         f"Left out: {', '.join(f'{count} steps ({plan})' for plan, count in others)}." if others else ""
@@ -56,9 +56,7 @@ def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> in
     for step, plan in listed[:most]:
         cells = step.name, f"{step.estimate_s:.0f}", f"{step.limit_s:.0f}", plan, step.question, step.basis
         shown.add_row(*cells[: len(headings)])
-    more = (
-        f"--details lists {max(0, len(listed) - most)} more steps, and the question that each step answers."
-    )
+    more = f"--details lists {max(0, len(listed) - most)} more steps, and the purpose of each step."
     print_page(answer, left_out, enough, shown, "" if details else more)
     return 0
 
@@ -74,7 +72,7 @@ def print_gpu_day(request: GpuDayRequest, json: bool) -> int:
             progress.print(f"{step.name}: {step.question} (about {step.estimate_s:.0f} s)")
             return
         reason = f": {outcome.reason}" if outcome.reason else ""
-        took = f" after {outcome.seconds:.0f} s, {outcome.records} records" if outcome.seconds else ""
+        took = f" after {outcome.seconds:.0f} s with {outcome.records} new records" if outcome.seconds else ""
         progress.print(f"{step.name}: {outcome.outcome}{took}{reason}", markup=False)
 
     outcomes = run_gpu_day(request, announce)

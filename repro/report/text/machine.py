@@ -56,8 +56,8 @@ def _print_kernels(rows: Sequence[KernelRow]) -> None:
     console.print(shown)
     spilled = sum(row.spilled_bytes > 0 for row in rows)
     console.print(
-        "registers per thread / shared bytes per block / occupancy / minimum share of the memory bandwidth that the "
-        f"requested bytes in flight can use (Little's law, not measured); {spilled or 'no'} kernels spill registers."
+        "Cells: registers per thread / bytes of shared memory per block / occupancy / lower bound of the requested "
+        f"share of memory bandwidth (Little's law, not measured). {spilled or 'No'} kernels spill registers."
     )
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 EVIDENCE_TITLES = {
     MEASURED: "measured: real processes and collectives",
-    EMULATED: "emulated: small twins on a throttled network, whose ratios are comparable but not their speeds",
+    EMULATED: "emulated: scaled-down runs on a throttled network; compare ratios of speeds, not speeds",
     SIMULATED: "simulated: predictions from a trace of the step",
 }
 WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
@@ -352,7 +352,7 @@ def print_dry_run(found: Sequence[ExperimentPreview], json: bool, details: bool)
     known = [each.last_s for each in todo if each.last_s is not None]
     timed, new = (words.count_noun(count, "experiment") for count in (len(known), len(todo) - len(known)))
     times = [f"{units.seconds(sum(known))} for {timed} by the durations of their last runs"] * bool(known)
-    times += [f"no estimate for {new} without a record"] * (len(known) < len(todo))
+    times += [f"no estimate for {new} without an earlier run"] * (len(known) < len(todo))
     print_page(f"{words.count_noun(len(found), 'experiment')}: {answer}.")
     print_page(f"Estimated time: {'; '.join(times) or '0 s'}.")
     print_page(*reason_lines([each.where for each in found if each.state == ELSEWHERE]))

@@ -247,6 +247,6 @@ def _notes(plan: TimedSchedule, per_action: int, colour: bool, broken: bool) -> 
     if plan.chunks > 1 and not colour:
         yield "F3.1 is the forward pass of micro-batch 3 in chunk 1."
     if per_action < _widest(plan, colour):
-        yield "An action without a number is too short for it."
+        yield "Passes that are too narrow for their micro-batch number have no number."
     if broken:
         yield "The time axis continues in the next block of rows."

@@ -164,7 +164,7 @@ def _activations(plan: TimedSchedule) -> str:
     in_flight = Fraction(most, parts)
     through = words.count_noun(float(in_flight), "micro-batch")
     stored = words.count_noun(most, "micro-batch")
-    volume = f"at most {stored} in 1/{parts} of the layers, equal to {through} in all layers"
+    volume = f"at most {stored} in 1/{parts} of the layers, as much as {through} in all layers"
     if plan.name == "gpipe":
         return volume
     other = Fraction(plan.micro_batches, plan.stages)

@@ -217,7 +217,7 @@ def _step_details(simulation: Simulation, document: dict[str, Any]) -> list[str 
     parts: list[str | Table] = [
         new_table("stage", "stages", "live (GB)", "reserved (GB)", "model states (GB)", rows=roles),
         f"Memory peak: in {memory['peak_phase']} at {memory['peak_line']} ({memory['peak_operator']}). Outside the "
-        f"allocator: {units.size(memory['context_bytes'])}. Initialisation: {units.size(memory['init_peak_bytes'])}.",
+        f"allocator: {units.size(memory['context_bytes'])}. Initial peak: {units.size(memory['init_peak_bytes'])}.",
         "Host memory per GPU: {}, page-locked {}.".format(*host) if memory["host_bytes"] else "",
         f"Failure: {units.readable(simulation.reason)}." if simulation.reason else "",
         new_table(

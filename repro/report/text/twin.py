@@ -79,7 +79,7 @@ def print_twin(
         *parts,
         ""
         if details
-        else "--details lists the dimensionless numbers of originals and twins, and the effect of each difference.",
+        else "--details lists dimensionless numbers of published runs and twins, and effects of differences.",
         "" if write is None else f"{write}: {words.count_noun(count, 'experiment')}.",
         command="" if write is None else f"repro run {write}",
     )
@@ -141,7 +141,7 @@ def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
         sizes.add_row(member.original.name, *degrees, *shapes, *steps)
     note = "Ratio: FLOP/s per device over those of the baseline. Corrected: without the effects of the smaller scale."
     largest = units.percent(max(map(abs, apart), default=0.0))
-    answer = f"The twin changes the predicted ratio by {largest} or less."
+    answer = f"The smaller scale changes the predicted speed ratio by {largest} or less."
     return [*([answer, compared, note] if apart else ["No experiments are compared."]), sizes]
 
 
@@ -156,10 +156,10 @@ def _twin_details(twin: Twin) -> list[str | Table]:
             change = "new" if not n.original else units.percent(n.change, sign=True)
             numbers.add_row(n.name, *values, "equal" if n.kept else change, n.by)
         parts += [
-            f"{member.original.name} ({member.original.system}) and its twin.",
-            f"Basis of times: {member.before.rests_on}, {member.after.rests_on}. Network: {member.network}.",
-            f"Twin over original: hidden size k = {scale.width:g}, tokens per sample {scale.tokens:g}, "
-            f"bytes per element e'/e = {scale.element:g}, FLOP/s F'/F = {scale.rate:.4g}.",
+            f"{member.original.name} ({member.original.system}) and its small-scale twin.",
+            f"Basis of predicted times: {member.before.rests_on}, {member.after.rests_on}. Network: {member.network}.",
+            f"Ratios of twin to original: hidden size {scale.width:g}, tokens per sample {scale.tokens:g}, "
+            f"bytes per element {scale.element:g}, FLOP/s {scale.rate:.4g}.",
             numbers,
         ]
     parts += [f"Link without a limit: {reason}" for reason in twin.unlimited]

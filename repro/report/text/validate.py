@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 WIDER_INTERVAL_NOTE = (
-    "Wider interval: the 90 % interval, widened until 90 % of the rows of other reports lie inside."
+    "Wider interval: the 90 % interval, widened until 90 % of the values of other publications lie inside."
 )
 MAX_INPUTS = 10
 """Maximum number of uncertain system properties that are printed without `--details`."""
@@ -67,12 +67,12 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     ]
     parts = [(family, 100 * family.held_wider / family.wider) for family in together]
     if len(parts) < 2:
-        print_page("This store has too few predictions.", command=SIMULATE_COMMAND, console=console)
+        print_page("The results folder has too few predictions.", command=SIMULATE_COMMAND, console=console)
         return 1
     as_promised = all(least <= part <= most for _, part in parts)
     counts = (f"{one.held_wider} of {one.wider} {one.name.removeprefix('all ')}" for one, _ in parts)
     shares = " and ".join(f"{part:.0f} %" for _, part in parts)
-    text = f"{' and '.join(counts)} lie in their wider 90 % intervals: {shares}, "
+    text = f"{' and '.join(counts)} lie in their widened 90 % intervals: {shares}, "
     print_page(
         f"{text}{'' if as_promised else 'not both '}between {least:g} and {most:g} %.", console=console
     )
@@ -139,7 +139,7 @@ def _statistics_of(family: FamilyStatistics) -> dict[str, Any]:
 def print_points(found: Sequence[Point], details: bool) -> None:
     """Print prediction errors by family of published runs; `details`: also all predictions, and causes of errors."""
     if not found:
-        print_page("This store has no predictions of published values.", command=SIMULATE_COMMAND)
+        print_page("The results folder has no predictions of published values.", command=SIMULATE_COMMAND)
         return
     families = published.family_statistics(found)
     ratios = [p for p in found if p.kind == published.RATIO and not p.left_out]
@@ -150,9 +150,7 @@ def print_points(found: Sequence[Point], details: bool) -> None:
             f"contain {rates.held} of {rates.points} published rates. "
         )
     if ratios:
-        text += (
-            f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the published side of 1. "
-        )
+        text += f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the same side of 1 as published. "
     for peaks in (family for family in families if family.name == published.PEAK_MEMORY):
         text += f"Predicted peak memory: median error {units.percent(peaks.median)}."
     headings = ["family", "rows", "median\nerror (%)", "error\nbelow 25 %*", "in 90 %\ninterval"]
@@ -162,7 +160,7 @@ def print_points(found: Sequence[Point], details: bool) -> None:
     sources = published.source_statistics(found)
     by_source = [_statistics_table(["source of peak memory", *headings[1:]], sources)] if sources else []
     parts = [*by_source, *_point_tables(found)] if details else [more]
-    note = f"*: for rows of peak memory, below {units.number(100 * published.CLOSE_MEMORY_ERROR)} %."
+    note = f"*: for peak memory, errors below {units.number(100 * published.CLOSE_MEMORY_ERROR)} %."
     print_page(text.strip(), statistics, f"{note} {WIDER_INTERVAL_NOTE}", *parts)
 
 
@@ -229,7 +227,7 @@ def _point_table(group: Sequence[Point]) -> Table:
             *(point.claim, point.label, units.number(point.published), units.number(point.predicted)),
             _interval_text((point.low, point.high) if point.low < point.high else None),
             *(_interval_text(point.wider), point.unit),
-            f"{100 * point.error:+.1f}" + ", ratio on the wrong side of 1" * (point in wrong),
+            f"{100 * point.error:+.1f}" + ", published ratio on the other side of 1" * (point in wrong),
             BASIS_LABELS[point.rests_on],
         )
         for point in group
@@ -266,7 +264,7 @@ def _write_scatter(found: Sequence[Point], path: Path) -> None:
     with style.figure_style():
         drawing = validation.draw_validation(found)
     if drawing.figure is None:
-        says = f"cannot be drawn, since the store has no predictions; run `{SIMULATE_COMMAND}` first"
+        says = f"cannot be drawn, since the results folder has no predictions; run `{SIMULATE_COMMAND}` first"
         raise ConfigError("--svg", str(path), says=says)
     files.write_file(path, style.to_svg(drawing))
 

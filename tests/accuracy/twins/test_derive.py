@@ -206,7 +206,7 @@ def test_output_states_the_calibration_of_both_sides(
     path.write_text(toml(tables()))
     arguments = ["twin", "ds-3p75x-lowbw", "--machine", str(path)]
     assert main([*arguments, "--details"]) == 0
-    assert f"Basis of times: {PUBLISHED_POINT}, {CALIBRATED}. " in capsys.readouterr().out
+    assert f"Basis of predicted times: {PUBLISHED_POINT}, {CALIBRATED}. " in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
     members = [member for each in json.loads(capsys.readouterr().out) for member in each["members"]]
     assert [member["rests_on"] for member in members] == [

@@ -49,14 +49,14 @@ def test_rates_and_ratios_must_both_be_in_the_range(
     assert view.print_coverage(tmp_path, (MIN_PERCENT, MAX_PERCENT)) == code
     output = " ".join(capsys.readouterr().out.split())
     assert output.startswith(
-        f"{rates} of 100 rates and {ratios} of 100 ratios lie in their wider 90 % intervals"
+        f"{rates} of 100 rates and {ratios} of 100 ratios lie in their widened 90 % intervals"
     )
     assert ("not both between 80 and 97 %" in output) == bool(code)
 
 
 def test_store_without_predictions_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["validate", "--results", str(tmp_path), "--covered", "80", "97"]) == 1
-    assert "This store has too few predictions" in capsys.readouterr().out
+    assert "The results folder has too few predictions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

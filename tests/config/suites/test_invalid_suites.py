@@ -120,7 +120,7 @@ SUITES = [
         '[layouts.C1]\nzero = 1\n[defaults]\nlayout = "C3"\n' + EXPERIMENT,
         f"{A}defaults.layout.use = 'C3': unknown layout; known are C1",
     ),
-    ("[layouts]\nC1 = 1\n" + EXPERIMENT, "layouts.C1 = 1: must be a table with keys of one layout"),
+    ("[layouts]\nC1 = 1\n" + EXPERIMENT, "layouts.C1 = 1: must be a table with layout settings"),
     ("[layouts.C1]\nzerro = 1\n" + EXPERIMENT, "layouts.C1.zerro = 1: unknown key; did you mean zero?"),
     (
         "[layouts.C1]\ntp = 3\n" + EXPERIMENT + 'layout = { use = "C1", dp = 2 }',
@@ -138,12 +138,12 @@ SUITES = [
     ),
     (
         EXPERIMENT + 'launch = "x"\n' + OTHER + 'launch = "x"\nlayout.tp = 2',
-        'launch "x": experiment "b": layout.world = 2: must be 1, as in experiment "a" of the same launch',
+        'launch "x": experiment "b": layout.world = 2: must be 1, as in experiment "a" (same processes)',
     ),
     (
         f"{EXPERIMENT}{NETWORK}, between = 8e6 }}\n{OTHER}layout.dp = 2{COMPARE}",
         'compare with baseline "a": experiment "b": network = \'none\': '
-        "must be '2 nodes x 1 ranks, between 8e+06', as in experiment \"a\" of the same launch",
+        "must be '2 nodes x 1 ranks, between 8e+06', as in experiment \"a\" (same processes)",
     ),
     (
         EXPERIMENT + COMPARE.replace('"b"', '"aa"'),
@@ -175,7 +175,7 @@ SUITES = [
     (CONTINUE, f"{A}training.continues = 'b': must be an experiment with checkpoint_every of 1 or more"),
     (
         CONTINUE.replace("{", "{ steps = 30,") + "training.checkpoint_every = 5",
-        f"{A}training.continues = 'b': must be an experiment with the same training; "
+        f"{A}training.continues = 'b': must be an experiment with equal model and training settings; "
         "the named experiment has training.seed = 2, and this experiment has its default",
     ),
     (

@@ -204,7 +204,7 @@ def test_measured_points_replace_the_formula() -> None:
     assert seconds == pytest.approx([1e-4, 1e-4, 5.05e-3, 3e-2])
     assert found.seconds("all_reduce", "tp", 1000) == 0
     assert found.overlap_cost == 0.25
-    message = r"links.memory.bandwidth = 'unknown': this command needs the number"
+    message = r"links.memory.bandwidth = 'unknown': this command needs a known value"
     with pytest.raises(ConfigError, match=message):
         found.seconds("all_gather", "dp", 1000)
 
