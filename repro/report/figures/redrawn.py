@@ -302,7 +302,9 @@ def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
             f"{kinds}: {accepted} of {len(compared)} values are within the tolerance of their claim."
         )
     if any(ours.kind == SIMULATED and ours.high > ours.low for ours in predicted):
-        parts.append("Whiskers and pale bands: 90 % interval of the simulated value, due to uncertain inputs.")
+        parts.append(
+            "Whiskers and pale bands: 90 % interval of the simulated value, due to uncertain inputs."
+        )
     lacking = len(printed) - len(compared)
     if printed and lacking:
         parts.append(f"The results folder has no result for {lacking} of {len(printed)} published values.")
