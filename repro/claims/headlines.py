@@ -122,7 +122,7 @@ def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
 
 
 def value_text(rows: Sequence[RowResult], kind: str) -> str:
-    """Return as text the tested values of rows under one kind of evidence, with interval if one simulated value."""
+    """Return as text the values of `kind` (such as simulated) for published values; a single value has its interval."""
     found = [row.under(kind) for row in rows]
     if not any(found):
         return units.NO_VALUE

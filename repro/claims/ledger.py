@@ -201,7 +201,7 @@ class Ledger:
     headlines: tuple[Headline, ...]
     sources: Mapping[str, Source]
     titles: Mapping[str, str]
-    """Title of each ledger file, by file name."""
+    """Title of each file of published claims, by file name."""
     about: Mapping[str, str]
     """Author of the claims in each ledger file, by file name: `ZeRO`, `Megatron`."""
     dates: Mapping[str, str]

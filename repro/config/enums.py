@@ -71,8 +71,8 @@ class OperatorSet(StrEnum):
     """Fused operators of this project in training runs. In predictions, operators with the efficiencies of a published
     run that used compiled code and libraries of 2024."""
     FUSED_2026 = "fused-2026"
-    """Fused operators of this project in training runs. In predictions, operators with the times of this project's
-    kernels and of the libraries of 2026, as measured on Hopper."""
+    """Fused operators of this project in training runs. Predictions use times of this project's kernels, and of cuBLAS
+    and attention kernels of 2026, as measured on a Hopper GPU."""
     MEGATRON_2025 = "megatron-2025"
     """Operators of Megatron-core (October 2025, Transformer Engine 2.11): those of `fused`, but attention values of
     grouped heads are copied to contiguous memory, and weight gradients are fp32 (`fuses_gradient_accumulation`)."""

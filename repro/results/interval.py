@@ -25,7 +25,7 @@ class Other(NamedTuple):
 Case: TypeAlias = int | tuple[str, bool] | Other
 """Choice of values for the uncertain inputs of a system: the number of a joint random draw, a pair, or `Other`.
 
-In a pair (key, high end), input `key` is at the high or low end of its range, in `Other` at any value, others at best.
+A pair (key, high end) sets one input to an end of its range, `Other` to any value. Other inputs keep best estimates.
 """
 
 

@@ -106,7 +106,7 @@ class Trace:
                     label = (event.op, event.group, event.purpose)
                     keys[event.work] = (*place, *label, seen[label])
                     seen[label] += 1
-        # Parameter collectives of the initialisation get the keys of those at the end of a step, which they stand for.
+        # The traced step follows the initialisation, but other steps follow a step: these all-gathers get equal keys.
         published = [e for e in self.pieces[-1] if isinstance(e, Message) and e.purpose == "parameters"]
         before = [
             e for e in self.events[: self.step_start] if isinstance(e, Message) and e.purpose == "parameters"
