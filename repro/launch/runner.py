@@ -202,7 +202,7 @@ def _watch_launch(
 
 
 def _blamed_experiments(job: Job, ending: supervise.Ending, finished: Container[int]) -> list[int]:
-    """Return indices of experiments that get the outcome of the ended launch; other unfinished ones are launched again."""
+    """Return indices of experiments that get the outcome of the ended launch; others are launched again."""
     open_ones = [index for index in range(len(job.experiments)) if index not in finished]
     if not open_ones:
         return []

@@ -177,7 +177,7 @@ def rank_inputs(judged: Iterable[ClaimResult], records: Iterable[Record]) -> Ran
 
 
 def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult, RowResult, Finding]]:
-    """Yield every published value with an uncertain prediction: results of its claim and of the value, and the prediction."""
+    """Yield every published value with an uncertain prediction: results of claim and value, and the prediction."""
     for result in judged:
         for row in result.rows:
             finding = next((one for one in row.findings if one.uncertainty is not None), None)
