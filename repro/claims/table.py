@@ -77,7 +77,7 @@ def totals(results: Sequence[ClaimResult]) -> str:
     counted = sum(basis.startswith(KINDS[0]) for basis in tested)
     return (
         f"{len(rows)} values: {kinds}, {counted} in closed form; {count[REPRODUCED]} agree "
-        f"({sum(bool(row.weakness) for row in rows)} in weak tests), {count[NOT_REPRODUCED]} miss, "
+        f"({sum(bool(row.weakness) for row in rows)} weak), {count[NOT_REPRODUCED]} miss, "
         f"{count[POSSIBLE] + count[DEPENDS]} undecided. Untested: {count[FOLLOWS]} follow from formulas, "
         f"{count[INCONSISTENT] + count[ERRATUM]} contradict them, {count[NOT_RUN]} not run, "
         f"{count[NO_TEST] + count[NOT_COMPARABLE]} without a test."

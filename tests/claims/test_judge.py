@@ -318,7 +318,7 @@ def test_totals_count_values_by_kind_and_verdict(tmp_path: Path) -> None:
     rows = row(label="a", analytic=FORMULA) + row(label="b")
     rows += row(label="c", measured=PUBLISHED) + row(label="d", measured=TWIN)
     assert totals([judged(tmp_path, rows, record("full", speed=2.0))]) == (
-        "4 values: 0 simulated, 0 emulated, 1 measured, 0 in closed form; 1 agree (0 in weak tests), 0 miss, "
+        "4 values: 0 simulated, 0 emulated, 1 measured, 0 in closed form; 1 agree (0 weak), 0 miss, "
         "0 undecided. Untested: 1 follow from formulas, 0 contradict them, 1 not run, 1 without a test."
     )
 

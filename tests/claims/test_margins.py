@@ -107,5 +107,5 @@ def test_simulated_value_that_no_mutation_changes_is_weak(
         result = judged(tmp_path, row(simulated=SPEED), simulation)
         (found,) = result.rows
         assert (found.weakness, describe_strength(found)) == (weakness, f"Margin -12 +12 %.{strength}")
-        assert f"1 agree ({bool(weakness):d} in weak tests)" in totals([result])
+        assert f"1 agree ({bool(weakness):d} weak)" in totals([result])
         assert row_result(tmp_path, 2.0).weakness == ""

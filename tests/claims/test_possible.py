@@ -136,7 +136,7 @@ def test_possible_values_have_a_separate_count(tmp_path: Path) -> None:
     assert (counts["verdicts"][v.POSSIBLE], counts["row_verdicts"][v.POSSIBLE]) == (1, 1)
     assert counts["quantities"] == {"tested": 2, "hold": 1, "possible": 1}
     assert counts["evidence"]["simulated"]["rows_possible"] == 1
-    assert "1 agree (0 in weak tests), 0 miss, 1 undecided." in totals([result])
+    assert "1 agree (0 weak), 0 miss, 1 undecided." in totals([result])
     assert why(result).startswith("1 of 2 values agree; uncertain inputs explain the miss of 1 more")
 
 

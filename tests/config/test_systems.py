@@ -240,7 +240,7 @@ ADDITIONS = [
     (SEND + "points = [[2, 1]]\nstride = 0", "stride = 0: must be an integer of at least 1"),
     (
         SEND + "points = [[2, 1]]\ngroups = [{ points = [[2, 1]] }]",
-        "groups = [0]: must be measurements with ranks of 2 or more",
+        "groups = [0]: must be groups of 2 or more ranks, each without groups of its own",
     ),
     ("[provenance]\ndate = '2026-01-01'", "provenance.torch: is missing"),
 ]

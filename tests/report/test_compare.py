@@ -194,7 +194,7 @@ def test_comparison_needs_common_experiments_and_enough_steps(
     append_launches(a)
     append_launches(b, synthetic.experiment("other", dp=4))
     assert cli.main(["compare", str(a), str(b)]) == 2
-    assert "records of an experiment that" in capsys.readouterr().err
+    assert "results with at least one experiment that" in capsys.readouterr().err
     short = made_up("a", series={"step_seconds": [[1.0, 1.0]]})
     assert speed_ratio([short] * 6, [made_up("a")] * 6) is None
     assert cli.main(["compare", str(a), str(a), "--tolerance", "2"]) == 2

@@ -166,7 +166,7 @@ def test_convergence_curves_end_at_their_loss_distance_from_one_process(converge
     assert sorted({*band.get_paths()[0].vertices[:, 1]}) == pytest.approx([1e-6, 2e-6])
     assert drawing.missing == ""
     assert "convergence/batch-32" not in drawing.records
-    assert "5 layouts in fp32 and 1 in fp16 or bf16" in drawing.caption
+    assert "5 layouts in fp32 and 1 in 16 bits" in drawing.caption
     assert "7.0e-06 of an fp32 layout, 2.0e-06 of one process with another summation" in drawing.caption
 
 

@@ -98,7 +98,7 @@ def test_a_store_is_exported_as_a_reference_file(tmp_path: Path, capsys: pytest.
 def test_reference_file_needs_one_device_model(tmp_path: Path) -> None:
     two_models = on("local-gpu", "one"), fit_record(device="NVIDIA A100")
     for records in (two_models, [on("local", "names no processor", provenance={})]):
-        with pytest.raises(ConfigError, match="of one GPU model"):
+        with pytest.raises(ConfigError, match="of one GPU or processor model"):
             write_reference(records, tmp_path / "x.jsonl")
 
 
