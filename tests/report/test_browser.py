@@ -64,6 +64,11 @@ class Visit:
         self.page.on("pageerror", lambda error: self.console.append(("error", str(error))))
         self.page.goto(address)
 
+    def follow(self, link: str) -> None:
+        """Click a link to another page, and wait until the scripts of that page have run."""
+        with self.page.expect_navigation(wait_until="load"):
+            self.page.click(link)
+
     def shown(self) -> list[str]:
         """Return the ids of the claims that no filter hides."""
         ids = "all => all.map(one => one.id.slice('claim-'.length))"
@@ -170,10 +175,10 @@ def test_each_filter_shows_the_matching_claims(visit: Any, store: JudgedStore) -
 
 def test_verdict_tiles_link_to_their_claims_and_back(visit: Any, store: JudgedStore) -> None:
     page = visit("index.html")
-    page.page.click(".tile.not-comparable")
+    page.follow(".tile.not-comparable")
     wanted = sorted(result.claim.id for result in store.judged if result.verdict == "not comparable")
     assert sorted(page.shown()) == wanted != []
-    page.page.click("tr[data-verdict]:not([hidden]) a")
+    page.follow("tr[data-verdict]:not([hidden]) a")
     assert page.page.inner_text("header .badge").endswith("not comparable")
     page.page.go_back()
     page.page.wait_for_selector("#count")
@@ -181,8 +186,9 @@ def test_verdict_tiles_link_to_their_claims_and_back(visit: Any, store: JudgedSt
 
 
 def test_claim_page_has_its_evidence_and_links_to_its_records(visit: Any) -> None:
-    page = visit("claims.html").page
-    page.click("#claim-zero-mem-formula-stages a")
+    seen = visit("claims.html")
+    page = seen.page
+    seen.follow("#claim-zero-mem-formula-stages a")
     text = page.inner_text("body")
     for expected in (
         *("Conditions", "Source", "Certainty", "confirmed", "Verdict", "tolerance:", "scaled twin"),
@@ -192,11 +198,11 @@ def test_claim_page_has_its_evidence_and_links_to_its_records(visit: Any) -> Non
     ):
         assert expected in text
     page.click("summary >> text=List of the records")
-    page.click("a[href*='experiments.html#run-']")
+    seen.follow("a[href*='experiments.html#run-']")
     assert page.is_visible("#record")
     name = page.evaluate("decodeURIComponent(location.hash).split('.').slice(1).join('.')")
     assert page.inner_text("#record-name") == f"{name}, measured"
-    page.click("#record a >> text=zero-mem-formula-stages")
+    seen.follow("#record a >> text=zero-mem-formula-stages")
     assert page.url.endswith(CLAIM)
 
 

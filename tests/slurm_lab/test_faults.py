@@ -224,7 +224,7 @@ def test_nodes_with_wrong_hardware_start_no_rank(lab: Lab, tmp_path: Path) -> No
             f"wrong hardware: node {row['nodes']} has no GPU, but system dgx1-v100-32gb has 2 x NVIDIA V100"
         )
         assert row["detail"].startswith(message)
-        assert row["detail"].endswith("results would not be comparable")
+        assert row["detail"].endswith("results would not be those of dgx1-v100-32gb")
     collected = bench.repro("collect", check=False)
     assert "repro submit --exclude" in collected.stdout
 
