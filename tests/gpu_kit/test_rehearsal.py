@@ -41,8 +41,8 @@ def test_all_steps_run_with_only_the_kit(kit: Path, target: Path, tmp_path: Path
     """An injected failure and an injected hang end only their steps; all other steps use the packages of the kit."""
     out, scratch = tmp_path / "out", tmp_path
     faults = ("--inject", f"{FAILING}=fail", "--inject", f"{HANGING}=hang")
-    process = start(kit, target, out, "--minutes", "15", *faults)
-    printed, _ = process.communicate(timeout=3 * END_TIMEOUT_S)
+    process = start(kit, target, out, "--minutes", "25", *faults)
+    printed, _ = process.communicate(timeout=5 * END_TIMEOUT_S)
     found = outcomes(out)
     assert process.returncode == 1, printed
     kinds = {name: line["outcome"] for name, line in found.items()}

@@ -26,7 +26,7 @@ CUDA_TOOLS = "/usr/local/cuda/bin"
 """Folder in which compute-sanitizer is searched if PATH does not contain it."""
 STORE = "results"
 """Name of the record store's folder in the scratch folder, where all steps run; it is the default of `repro fit`."""
-REHEARSAL_LIMIT_S = 120.0
+REHEARSAL_LIMIT_S = 300.0
 REHEARSAL_ESTIMATE_S = 5.0
 REHEARSAL_BASIS = "rehearsal on one small machine"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from repro.config import ConfigError, Layout, Model, systems
 from repro.simulate.plan import fit
 from repro.simulate.plan.candidates import LayoutQuery, device_memory_limit
-from repro.simulate.plan.fit import FitTrial, _next_index, search_largest
+from repro.simulate.plan.fit import FitTrial, search_largest
 
 DGX2 = systems.load_system_file("dgx2")
 CONTEXT = DGX2.context()
@@ -39,6 +39,18 @@ def test_search_ends_at_the_boundary(count: int, boundary: int, curve: float, un
     assert (answer.largest.value if answer.largest else 0) == boundary
     assert (answer.first_failing.value if answer.first_failing else count + 1) == boundary + 1
     assert len(tried) == len(set(tried)) <= 20
+
+
+@pytest.mark.parametrize(
+    ("boundary", "tried"), [(11, [12, 11]), (9, [12, 11, 9, 10]), (14, [12, 13, 15, 14])]
+)
+def test_a_nearly_correct_start_needs_few_trials_without_byte_counts(boundary: int, tried: list[int]) -> None:
+    """Trials on processors do not report the bytes that they need."""
+    answer = search_largest(
+        range(1, 1001), lambda value: FitTrial(value, "ok" if value <= boundary else "oom", None), 0, [12, 13]
+    )
+    assert [trial.value for trial in answer.trials] == tried
+    assert answer.largest.value == boundary
 
 
 def test_no_value_is_tried_twice_or_above_a_failure() -> None:
@@ -153,23 +165,3 @@ def test_the_only_possible_micro_batch_needs_one_trial() -> None:
     answer = fit.fit_by_simulation(micro_batch_question(global_batch=2))
     assert [trial.value for trial in answer.trials] == [1]
     assert answer.first_failing is None
-
-
-TRIALS = {0: FitTrial(0, "ok", 10), 20: FitTrial(20, "ok", 30)}
-"""Trials of which index 0 needs 10 bytes and index 20 needs 30, so 24 bytes suffice for index 14."""
-
-
-@pytest.mark.parametrize(
-    ("found", "low", "high", "index"),
-    [
-        ({}, -1, 100, 0),  # no trial: the smallest value
-        ({}, 0, 100, 1),  # index 0 fits: the stride doubles
-        ({}, 7, 100, 15),
-        ({}, 60, 100, 99),
-        ({}, 10, 21, 15),  # between a fitting and a failing index without byte counts: the middle
-        (TRIALS, 0, 20, 14),
-        (TRIALS, 14, 20, 17),
-    ],
-)
-def test_next_index_follows_from_trials(found: dict[int, FitTrial], low: int, high: int, index: int) -> None:
-    assert _next_index(range(100), found, 24, low, high) == index
