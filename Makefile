@@ -229,8 +229,9 @@ simulate: $(INSTALLED)
 test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
+# test-slow and test-pythons give way to test-slurm, whose daemons have timers, if all three run in parallel.
 test-slow: $(INSTALLED_TEST) $(NVRTC13)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m 'slow and not library' $(PYTEST_ARGS)
+	nice $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m 'slow and not library' $(PYTEST_ARGS)
 
 test-engines: $(INSTALLED_TEST) $(INSTALLED_ENGINES)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m library $(PYTEST_ARGS)
@@ -239,7 +240,7 @@ test-slurm: $(INSTALLED_TEST)
 	REPRO_SLURM=1 $(BIN)/python -m pytest -n $(LABS) --dist loadgroup tests/slurm_lab $(PYTEST_ARGS)
 
 test-pythons: $(INSTALLED_TEST)
-	$(BIN)/python -m tests.supported_pythons
+	nice $(BIN)/python -m tests.supported_pythons
 
 # test-gpu and bench-gpu need a GPU. This check fails with one line before the installation, which takes minutes.
 driver: | $(CREATED)
