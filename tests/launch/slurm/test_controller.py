@@ -1,13 +1,15 @@
-"""Tests of the controller of a bundle: its allocation, the survey of its nodes, and refused hardware."""
+"""Tests of the controller of a bundle: allocation, survey of the nodes, refused hardware, and requeue of the job."""
 
 from __future__ import annotations
 
 import json
 import resource
+import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -25,17 +27,9 @@ from tests.clock import Clock
 from tests.records import lines
 from tests.training import TINY
 
-EXPERIMENTS = [Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name in "ab"]
+EXPERIMENTS = tuple(Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name in "ab")
 REPORTS = [NodeReport(node=f"n{task}", local=0, task=task) for task in range(2)]
 SITE = parse_profile({}, file="site.toml")
-
-
-def test_job_id_equals_the_slurm_id() -> None:
-    job = {"SLURM_JOB_ID": "15"}
-    assert controller.slurm_job_id({**job, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}) == "12_3"
-    assert controller.slurm_job_id({**job, "SLURM_ARRAY_JOB_ID": "12"}) == "15"
-    assert controller.slurm_job_id({**job, "SLURM_ARRAY_TASK_ID": "3"}) == "15"
-    assert controller.slurm_job_id({}) == "0"
 
 
 @pytest.mark.parametrize(
@@ -125,21 +119,18 @@ def test_survey_waits_for_reports_and_names_lost_nodes(
     assert controller.survey_nodes(SurveyStep(REPORTS, polls=10**6), folder, stopped)[1] == ""  # type: ignore[arg-type]
     assert clock.now == 100.0
     monkeypatch.setattr("submitit.slurm.slurm.SlurmJobEnvironment.hostnames", ["n0"])
-    assert (
-        controller._missing(REPORTS[:1], 2, "x")
-        == "lost node of the allocation: 1 of 2 SLURM tasks started: x"
-    )
+    unnamed = controller.survey_nodes(half, folder, AllocationStop("7"))[1]
+    assert unnamed == "lost node of the allocation: 1 of 2 SLURM tasks started: srun: error: n1 is down"
 
 
 @pytest.fixture
 def submission(tmp_path: Path) -> Path:
     folder = tmp_path / "results" / "jobs" / "test"
     folder.mkdir(parents=True)
-    suite = Suite(
-        name="s", file="s.toml", entries=tuple(Entry(experiment=e, expect="ok") for e in EXPERIMENTS)
-    )
-    bundles = [Bundle(index=index, tasks=(Task(experiments=tuple(EXPERIMENTS)),)) for index in range(2)]
-    SubmissionWork(suite=suite, bundles=tuple(bundles), rerun=True).save(folder)
+    entries = tuple(Entry(experiment=experiment, expect="ok") for experiment in EXPERIMENTS)
+    suite = Suite(name="s", file="s.toml", entries=entries)
+    bundles = tuple(Bundle(index=index, tasks=(Task(experiments=EXPERIMENTS),)) for index in range(2))
+    SubmissionWork(suite=suite, bundles=bundles, rerun=True).save(folder)
     return folder
 
 
@@ -163,10 +154,8 @@ def test_bundle_runs_only_on_complete_and_correct_nodes(
     allocation = Allocation(nodes=2, per_node=1, site=SITE, address="127.0.0.1", umask=0)
 
     class FakeRunner:
-        def __init__(
-            self, recorder: Any, progress: Any, interrupt: AllocationStop, launcher: Any, *, rerun: bool
-        ):
-            launch = launcher.launch(Job(experiments=EXPERIMENTS), launcher.logs)
+        def __init__(self, _: Any, progress: Any, interrupt: Any, launcher: Any, *, rerun: bool):
+            launch = launcher.launch(Job(experiments=[*EXPERIMENTS]), launcher.logs)
             ran.append((launcher.logs, launch._nodes, launch._allocation, rerun, interrupt))
             self.state = progress
 
@@ -219,14 +208,12 @@ def test_exceptions_are_written_to_the_bundle_file(submission: Path, monkeypatch
     assert (message["job"], message["restarts"]) == ("0", 0)
 
 
-def test_hardware_is_checked_for_profiles_with_a_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(controller.nodes, "hardware_mismatch", lambda *given: calls.append(given) or "wrong")
-    assert controller.describe_wrong_hardware(REPORTS, SITE) == ""
+def test_hardware_is_compared_with_the_system_of_the_profile() -> None:
+    reports = [NodeReport(node="n0", local=task, task=task) for task in range(2)]
+    assert controller.describe_wrong_hardware(reports, SITE) == ""
     dgx2 = parse_profile({"system": "dgx2", "slurm": {"gpus_per_node": 4}}, file="f")
-    assert controller.describe_wrong_hardware(REPORTS, dgx2) == "wrong"
-    ((reports, system, gpus),) = calls
-    assert (reports, system.name, gpus) == (REPORTS, "dgx2", 4)
+    wrong = controller.describe_wrong_hardware(reports, dgx2)
+    assert wrong.startswith("wrong hardware: node n0 has no GPU, but system dgx2 has 4 x NVIDIA V100")
 
 
 def test_node_address_belongs_to_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,3 +242,71 @@ def test_node_address_belongs_to_this_node(monkeypatch: pytest.MonkeyPatch) -> N
         match=r"the network interface that reaches other nodes; .* has only lo, eth01, eth0",
     ):
         address(_LAUNCH_NODE_IPADDR="10.0.0.7")
+
+
+@pytest.mark.parametrize(
+    ("open", "signals", "has_handler", "end"),
+    [
+        (0, [], True, None),
+        (0, [signal.SIGUSR2], True, None),
+        (2, [], True, None),
+        (2, [signal.SIGUSR2], True, 128 + signal.SIGUSR2),
+        (2, [signal.SIGUSR2], False, 128 + signal.SIGUSR2),
+        (2, [signal.SIGTERM], True, 128 + signal.SIGTERM),
+        (2, [signal.SIGTERM, signal.SIGUSR2], True, 128 + signal.SIGUSR2),
+    ],
+)
+def test_job_requests_a_requeue_for_open_cases(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    open: int,
+    signals: list[int],
+    has_handler: bool,
+    end: int | None,
+) -> None:
+    """submitit's handler of SIGUSR2 requeues the job."""
+    submitit, wait = MagicMock(), MagicMock()
+    handlers: dict[int, Any] = {signal.SIGTERM: "earlier"}
+    handlers[signal.SIGUSR2] = submitit if has_handler else signal.SIG_DFL
+    before = dict(handlers)
+
+    def swap(number: int, handler: Any) -> Any:
+        old, handlers[number] = handlers.get(number), handler
+        return old
+
+    def run_bundle(folder: Path, index: int, stop: AllocationStop, _: Any) -> SimpleNamespace:
+        assert (folder, index, stop._job, stop._restarts) == (tmp_path, 2, "12_3", 4)
+        for number in signals:
+            handlers[number](number, None)
+        return SimpleNamespace(open=open, count_outcomes=lambda: {"ok": 2})
+
+    monkeypatch.setattr(controller.signal, "signal", swap)
+    monkeypatch.setattr(controller, "_wait_for_requeue_signal", wait)
+    monkeypatch.setattr(controller, "run_bundle", run_bundle)
+    for name, value in (("ARRAY_JOB_ID", "12"), ("ARRAY_TASK_ID", "3"), ("RESTART_COUNT", "4")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    run = controller.RunBundle(str(tmp_path), 2)
+    if end is None:
+        assert run() == {"ok": 2}
+    else:
+        with pytest.raises(SystemExit) as left:
+            run()
+        assert left.value.code == end
+    assert handlers == before
+    requeued = has_handler and end == 128 + signal.SIGUSR2
+    assert submitit.call_args_list == ([call(signal.SIGUSR2, None)] if requeued else [])
+    assert wait.call_count == int(end == 128 + signal.SIGTERM)
+    again = run.checkpoint()
+    assert (again.function, again.args, again.kwargs) == (run, (), {})
+
+
+def test_sigterm_waits_for_the_requeue_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preemption sends both signals. `scancel` sends only SIGTERM, and the wait ends at its timeout."""
+    stop, clock = AllocationStop("7"), Clock().rules(monkeypatch, controller)
+    controller._wait_for_requeue_signal(stop)
+    until = 100 + controller.REQUEUE_SIGNAL_TIMEOUT_S
+    assert clock.now == pytest.approx(until, abs=controller.POLL_INTERVAL_S)
+    clock.slept.clear()
+    clock.asleep = lambda: stop.note(signal.SIGUSR2, None)
+    controller._wait_for_requeue_signal(stop)
+    assert clock.slept == [controller.POLL_INTERVAL_S]

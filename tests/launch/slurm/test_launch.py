@@ -1,9 +1,10 @@
-"""Tests of a launch on several nodes, whose rank states follow from the messages of tasks, on a simulated clock."""
+"""Tests of a launch on several nodes (rank states from messages of tasks, simulated clock) and of its job step."""
 
 from __future__ import annotations
 
 import errno
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,14 @@ from repro.config.enums import Phase
 from repro.launch import rank_process
 from repro.launch.job import STOP_FILE, Job
 from repro.launch.rank_process import Position
-from repro.launch.slurm.allocation import launch, task
+from repro.launch.slurm.allocation import launch, srun_step, task
 from repro.launch.slurm.allocation.connection import TASK_ENDED, Listener
 from repro.launch.slurm.allocation.launch import ClusterLaunch
-from repro.launch.slurm.allocation.srun_step import SrunStep
+from repro.launch.slurm.allocation.srun_step import Allocation, SrunStep
 from repro.launch.slurm.allocation.stop import AllocationStop
 from repro.launch.slurm.profile import parse_profile
 from tests.clock import Clock
+from tests.launch.runs import wait_for
 from tests.training import TINY
 
 JOB = Job(experiments=[Experiment(name="a", model=TINY, layout=Layout(dp=3))])
@@ -97,6 +99,7 @@ def test_launch_file_contains_all_task_settings(tmp_path: Path) -> None:
         variables={"NCCL_IB_HCA": "mlx5"},
         umask=0o077,
     )
+    assert (created.logs / task.LAUNCH_FILE).stat().st_mode & 0o777 == 0o600
     assert 0 < settings.rendezvous != settings.port
     assert len(settings.token) == 32
     assert (created._ports, created._step) == (1, (3, task.__name__, created.logs))
@@ -252,3 +255,64 @@ def test_stack_dump_waits_for_running_ranks(started: Started, clock: Clock) -> N
         "rank 1 on n1: at step 5, forward, after collective all_gather #40 in group tp",
         "rank 2 on n2: at start-up",
     ]
+
+
+@pytest.mark.parametrize(("tasks", "nodes"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
+def test_allocation_starts_a_step_with_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int, nodes: int
+) -> None:
+    steps: list[Any] = []
+    monkeypatch.setattr(srun_step, "SrunStep", lambda *given: steps.append(given))
+    allocation = Allocation(nodes=3, per_node=2, site=parse_profile({}, file="f"), address="a", umask=0)
+    allocation.step(tasks, "module", tmp_path)
+    command = [
+        *("srun", "--overlap", "--relative=0", f"--nodes={nodes}", f"--ntasks={tasks}"),
+        *("--distribution=plane=2", "--kill-on-bad-exit=0", "--wait=0"),
+        *(sys.executable, "-m", "module", str(tmp_path)),
+    ]
+    assert (allocation.tasks, steps) == (6, [(command, tmp_path / "srun.err")])
+
+
+def step(folder: Path, text: str) -> SrunStep:
+    return SrunStep(["sh", "-c", text], folder / "srun.err")
+
+
+def test_step_has_exit_code_and_last_error_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    ended = step(tmp_path, 'echo first >&2; echo "$SLURM_JOB_ID$SLURM_STEP_ID last" >&2; exit 3')
+    wait_for(lambda: ended.code is not None)
+    assert (ended.code, ended.starts, ended.last_error_line()) == (3, 1, "12 last")
+    ended.signal(signal.SIGUSR1)
+    (tmp_path / "srun.err").write_text("x" * 301)
+    assert ended.last_error_line() == "x" * 300
+    (tmp_path / "srun.err").write_text("\n")
+    assert ended.last_error_line() == ""
+    (tmp_path / "srun.err").unlink()
+    assert ended.last_error_line() == ""
+
+
+def test_step_receives_signals_and_is_killed(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    heard = step(tmp_path, f"trap 'echo heard >&2; exit 4' USR1; touch {ready}; while :; do sleep 0.02; done")
+    wait_for(ready.exists)
+    heard.signal(signal.SIGUSR1)
+    heard.end(10.0)
+    assert (heard.code, heard.last_error_line()) == (4, "heard")
+    sleeping = step(tmp_path, "exec sleep 60")
+    assert sleeping.code is None
+    sleeping.end(0.01)
+    assert sleeping.code == -signal.SIGKILL
+
+
+def test_step_restarts_while_slurmctld_is_unavailable(tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    text = f"echo x >> {count}; [ $(wc -l < {count}) -ge 3 ] && exit 0; "
+    text += "echo 'srun: error: Unable to contact slurm controller' >&2; exit 1"
+    retried = step(tmp_path, text)
+    wait_for(lambda: retried.code is not None)
+    assert (retried.code, retried.starts) == (0, 3)
+    count.unlink()
+    retried = step(tmp_path, text)
+    retried.end(10.0)
+    assert (retried.code, retried.starts) == (1, 1), "an ended step does not restart"
