@@ -9,8 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import submitit
-from submitit.slurm.slurm import SlurmJob
 
 from tests.slurm_lab.cluster import SCRIPT, Lab, started
 
@@ -209,32 +207,3 @@ def test_killed_slurmd_and_slurmctld_can_be_restarted(lab: Lab) -> None:
     lab.script("start-slurmd", "4")
     lab.script("restart-slurmctld")
     lab.wait_for("n4 answers", lambda: "n4" in hosts(lab, "-w", "n4"))
-
-
-def test_submitit_array_runs_on_two_nodes(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Submit with the unmodified submitit library."""
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    monkeypatch.setattr(SlurmJob.watcher, "_delay_s", 2)
-    (tmp_path / "bin").mkdir()
-    for name in ("sbatch", "srun", "squeue", "sacct", "scancel", "scontrol"):
-        (tmp_path / "bin" / name).write_text(
-            f'#!/bin/bash\nLAB={lab.folder} exec {SCRIPT} exec /usr/bin/{name} "$@"\n'
-        )
-        (tmp_path / "bin" / name).chmod(0o755)
-    executor = submitit.AutoExecutor(tmp_path / "jobs", cluster="slurm")
-    executor.update_parameters(
-        nodes=2, tasks_per_node=2, timeout_min=60, slurm_array_parallelism=1, cpus_per_task=1
-    )
-    jobs = executor.map_array(describe, [1, 2])
-    written = [tmp_path / "jobs" / f"{job.job_id}_3_result.pkl" for job in jobs]
-    lab.wait_for("all results", lambda: all(path.exists() for path in written))
-    for argument, job in zip((1, 2), jobs, strict=True):
-        # The second job may get other nodes while the first job's nodes are completing.
-        results = job.results()
-        first, second = sorted({node for _, _, node in results})
-        assert results == [(argument, rank, node) for rank, node in enumerate([first, first, second, second])]
-
-
-def describe(argument: int) -> tuple[int, int, str]:
-    environment = submitit.JobEnvironment()
-    return argument, environment.global_rank, environment.hostname

@@ -39,18 +39,6 @@ def test_profile_values_beyond_the_cluster_are_refused(
     assert lab.jobs() == []
 
 
-def test_a_missing_shared_folder_is_refused(lab: Lab, tmp_path: Path) -> None:
-    bench = Bench(lab, tmp_path)
-    profile = bench.profile
-    profile.write_text(profile.read_text() + f'[storage]\nshared = "{tmp_path}/nowhere"\n')
-    command = ["repro", "submit", bench.suite(case("a", "dp = 2")), "--profile", profile]
-    done = lab.run([*command, "--results", tmp_path / "nowhere/r"], check=False)
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "shared" in done.stderr
-    assert lab.jobs() == []
-
-
 def test_an_error_of_sbatch_is_reported(lab: Lab, tmp_path: Path) -> None:
     """Only sbatch can detect a constraint that no node satisfies; its message is printed."""
     bench = Bench(lab, tmp_path, {"constraint": "a100&rack9"})

@@ -114,12 +114,12 @@ def site(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def commands(tmp_path: Path, site: Path, capsys: pytest.CaptureFixture[str]) -> SiteCommands:
-    """Return the `repro` commands with the profile `site`."""
-    return SiteCommands(tmp_path / "results", site, capsys)
+def commands(site: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> SiteCommands:
+    """Return the `repro` commands with the profile `site` on the fake cluster."""
+    return SiteCommands(site, slurm, capsys)
 
 
 @pytest.fixture
-def submitted(tmp_path: Path, site: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> ThreeCases:
+def submitted(site: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> ThreeCases:
     """Submit three cases to the fake cluster."""
-    return ThreeCases(tmp_path, site, slurm, capsys)
+    return ThreeCases(site, slurm, capsys)

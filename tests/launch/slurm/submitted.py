@@ -31,8 +31,11 @@ JOB = {"state": "RUNNING", "reason": "None", "nodes": "n1", "exit": "0:0"}
 class SiteCommands:
     """`repro` commands with one store and one profile on a fake cluster."""
 
-    def __init__(self, results: Path, profile: Path, capsys: pytest.CaptureFixture[str]):
-        self.results, self.profile, self.capsys = results, profile, capsys
+    def __init__(self, site: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
+        self.results, self.profile, self.slurm, self.capsys = site.parent / "results", site, slurm, capsys
+
+    def suite(self, body: str) -> Path:
+        return write_suite(self.profile.parent, body)
 
     def repro(self, *arguments: str) -> tuple[int, str, str]:
         """Run a command; return its exit code, standard output and standard error."""
@@ -51,24 +54,17 @@ class SiteCommands:
 class ThreeCases(SiteCommands):
     """A suite with the cases a, b, c as elements 12_0 to 12_2, written as `repro submit` writes it."""
 
-    def __init__(self, folder: Path, site: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
-        super().__init__(folder / "results", site, capsys)
-        self.slurm = slurm
-        suite = suites.load_suite(write_suite(folder, experiments("a", "b", "c")))
+    def __init__(self, site: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]):
+        super().__init__(site, slurm, capsys)
+        suite = suites.load_suite(self.suite(experiments("a", "b", "c")))
         tasks = plan.plan_tasks(suite, list(suite.entries), Store(self.results), rerun=False)
         (array,) = pack_arrays(tasks, profile.load_profile(site))
         self.registry = Registry(self.results)
         shape: dict[str, Any] = {"nodes": 1, "tasks_per_node": 2, "time_limit_s": 1800, "partition": "debug"}
         row = SubmittedArray(bundles=[0, 1, 2], **shape, job_name="repro-x-0", job_id="12")
-        self.submission = Submission(
-            id="x",
-            created=datetime.now(timezone.utc).isoformat(),
-            suite=suite.name,
-            suite_file=suite.file,
-            profile=str(site),
-            system="local",
-            arrays=[row],
-        )
+        names = {"suite": suite.name, "suite_file": suite.file, "profile": str(site), "system": "local"}
+        created = datetime.now(timezone.utc).isoformat()
+        self.submission = Submission(id="x", created=created, **names, arrays=[row])
         self.registry.write(self.submission)
         self.folder = self.registry.folder / "x"
         SubmissionWork(suite=suite, bundles=array.bundles, rerun=False).save(self.folder)

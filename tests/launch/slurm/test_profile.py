@@ -37,20 +37,21 @@ def test_defaults_equal_the_values_of_generic_toml() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "key"),
+    ("table", "keys"),
     [
-        *(("slurm", "gpus_per_node"), ("slurm", "tasks_per_node"), ("slurm", "cpus_per_task")),
-        *(("slurm", "requeues"), ("case", "requeues"), ("case", "nodes")),
+        ("slurm", ("gpus_per_node", "tasks_per_node", "cpus_per_task", "requeues")),
+        ("case", ("requeues", "nodes")),
     ],
 )
-def test_counts_may_be_zero_but_not_negative(table: str, key: str) -> None:
-    def parse(value: int) -> None:
-        rows = [{"match": "x", key: value}] if table == "case" else {key: value}
+def test_counts_may_be_zero_but_not_negative(table: str, keys: tuple[str, ...]) -> None:
+    def parse(values: dict[str, int]) -> None:
+        rows = [{"match": "x", **values}] if table == "case" else values
         profile.parse_profile({table: rows}, file="f")
 
-    parse(0)
-    with pytest.raises(ConfigError, match=f"{key} = -1: must be 0 or more"):
-        parse(-1)
+    parse(dict.fromkeys(keys, 0))
+    for key in keys:
+        with pytest.raises(ConfigError, match=f"{key} = -1: must be 0 or more"):
+            parse({key: -1})
 
 
 @pytest.mark.parametrize(
@@ -85,16 +86,14 @@ def test_profile_error_is_one_line(tmp_path: Path, text: str, message: str) -> N
     assert "\n" not in line
 
 
-@pytest.mark.parametrize(("limit", "delay"), [("2", 90), ("1", 59), ("UNLIMITED", 90)])
-def test_time_limits_above_the_signal_delay_are_valid(limit: str, delay: int) -> None:
-    table = {"time_limit": limit, "signal_delay_s": delay}
-    assert profile.parse_profile({"slurm": table}, file="f").slurm.time_limit == limit
+def test_time_limits_above_the_signal_delay_are_valid() -> None:
+    for limit, delay in (("2", 90), ("1", 59), ("UNLIMITED", 90)):
+        profile.parse_profile({"slurm": {"time_limit": limit, "signal_delay_s": delay}}, file="f")
 
 
-def test_first_matching_case_class_applies(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text('[[case]]\nmatch = "a*"\nnodes = 2\n[[case]]\nmatch = "*"\nnodes = 3\n')
-    site = profile.load_profile(path)
+def test_first_matching_case_class_applies() -> None:
+    rows = [{"match": "a*", "nodes": 2}, {"match": "*", "nodes": 3}]
+    site = profile.parse_profile({"case": rows}, file="f")
     assert (site.class_of("ab").nodes, site.class_of("b").nodes) == (2, 3)
 
 

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from tests.launch.runs import experiments, write_suite
-from tests.launch.slurm.conftest import FakeSlurm
+from tests.launch.runs import experiments
 from tests.launch.slurm.submitted import SiteCommands
 
 
@@ -15,7 +14,7 @@ def submit(commands: SiteCommands, profile: str) -> tuple[int, str]:
     """Submit cases with 2 and with 4 ranks; return exit code and standard error."""
     commands.profile.write_text(profile)
     body = experiments("a") + experiments("c4", extra="layout.dp = 4\n")
-    code, _, error = commands.submit(write_suite(commands.profile.parent, body))
+    code, _, error = commands.submit(commands.suite(body))
     return code, error
 
 
@@ -27,61 +26,55 @@ def examine(commands: SiteCommands, profile: str, *options: str) -> tuple[int, d
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "check", "found"),
+    ("text", "error", "check"),
     [
         (
             'partition = "nowhere"',
-            "slurm.partition = 'nowhere': the cluster has no such partition; its partitions are debug, old",
-            "partition",
-            "its partitions are debug, old, short",
+            "partition = 'nowhere': the cluster has no such partition; its partitions are debug, old",
+            ("partition", "its partitions are debug, old, short"),
         ),
         (
             'partition = "old"',
-            "slurm.partition = 'old': must be a partition that is up",
-            "partition",
-            "no: old: 4 nodes, time limit UNLIMITED, down",
+            "partition = 'old': must be a partition that is up",
+            ("partition", "no: old: 4 nodes, time limit UNLIMITED, down"),
         ),
         (
             'partition = "short"',
-            "slurm.time_limit = '01:00:00': must be at most 00:10:00, the time limit of partition short",
-            "partition",
-            "slurm.time_limit is 01:00:00",
+            "time_limit = '01:00:00': must be at most 00:10:00, the time limit of partition short",
+            ("partition", "slurm.time_limit is 01:00:00"),
         ),
         (
             "gpus_per_node = 17",
-            "slurm.gpus_per_node = 17: must be at most 16, the number of GPUs in a node of partition debug",
-            "GPUs",
-            "16 per node, v100; slurm.gpus_per_node is 17",
+            "gpus_per_node = 17: must be at most 16, the number of GPUs in a node of partition debug",
+            ("GPUs", "16 per node, v100; slurm.gpus_per_node is 17"),
         ),
         (
             'gpus_per_node = 4\ngpu_type = "a100"',
-            "slurm.gpu_type = 'a100': must be one of v100",
-            "GPUs",
-            "slurm.gpu_type is a100",
+            "gpu_type = 'a100': must be one of v100",
+            ("GPUs", "slurm.gpu_type is a100"),
         ),
-        ("tasks_per_node = 2\ncpus_per_task = 64", "slurm.cpus_per_task = 64: must be at most 48", "", ""),
+        ("tasks_per_node = 2\ncpus_per_task = 64", "cpus_per_task = 64: must be at most 48", None),
         (
             'tasks_per_node = 1\npartition = "short"\ntime_limit = "10:00"',
-            "at most 3, the number of nodes in partition short; c4 has 4 ranks, 1 per node",
-            "",
-            "",
+            "nodes = 4: must be at most 3, the number of nodes in partition short; c4 has 4 ranks, 1 per node",
+            None,
         ),
     ],
 )
 def test_profile_that_does_not_fit_the_cluster_is_refused(
-    slurm: FakeSlurm, commands: SiteCommands, text: str, error: str, check: str, found: str
+    commands: SiteCommands, text: str, error: str, check: tuple[str, str] | None
 ) -> None:
     """`repro submit` submits no job, and the doctor names the wrong key. The doctor knows no cases."""
     code, message = submit(commands, f"[slurm]\n{text}\n")
     assert (code, message.count("\n"), message[:7]) == (2, 1, "error: ")
-    assert error in message
-    assert slurm.state["scripts"] == {}
+    assert f"slurm.{error}" in message
+    assert commands.slurm.state["scripts"] == {}
     assert list(commands.results.glob("jobs/*/submission.json")) == []
     code, checks = examine(commands, f"[slurm]\n{text}\n")
     assert code == bool(check)
     if check:
-        assert checks[check].startswith("no: ")
-        assert found in checks[check]
+        assert checks[check[0]].startswith("no: ")
+        assert check[1] in checks[check[0]]
 
 
 @pytest.mark.parametrize(
@@ -91,27 +84,30 @@ def test_profile_that_does_not_fit_the_cluster_is_refused(
         'gpus_per_node = 16\ngpu_type = "V100"\n[[case]]\nmatch = "c4"\nnodes = 4',
     ],
 )
-def test_profile_at_the_limits_of_the_cluster_is_accepted(
-    slurm: FakeSlurm, commands: SiteCommands, text: str
-) -> None:
+def test_profile_at_the_limits_of_the_cluster_is_accepted(commands: SiteCommands, text: str) -> None:
     assert submit(commands, f"[slurm]\n{text}\n")[0] == 0
 
 
-def test_results_outside_of_the_shared_folder_are_refused(commands: SiteCommands) -> None:
+def test_results_must_be_in_an_existing_shared_folder(commands: SiteCommands) -> None:
     code, message = submit(commands, '[storage]\nshared = "/nowhere/at/all"\n')
-    assert (code, "--results" in message) == (2, True)
+    assert (code, "must be a folder in /nowhere/at/all, the folder storage.shared" in message) == (2, True)
+    commands.results = commands.results.parent / "missing" / "results"
+    code, message = submit(commands, f'[storage]\nshared = "{commands.results.parent}"\n')
+    assert (code, message.count("\n")) == (2, 1)
+    assert f"storage.shared = '{commands.results.parent}': must be a folder that can be written" in message
+    assert commands.slurm.state["scripts"] == {}
 
 
 def test_valid_profile_passes_and_missing_parts_of_slurm_are_named(
-    slurm: FakeSlurm, commands: SiteCommands, monkeypatch: pytest.MonkeyPatch
+    commands: SiteCommands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm.set(accounting=False)
+    commands.slurm.set(accounting=False)
     code, checks = examine(commands, "")
     assert code == 0
     assert checks["accounting"].startswith("limited")
     assert checks["partition"] == "yes: debug: 4 nodes, time limit 02:00:00"
     assert checks["request"].startswith("yes")
-    slurm.set(accounting=True)
+    commands.slurm.set(accounting=True)
     code, checks = examine(commands, "", "--nodes", "1")
     assert (code, checks["accounting"]) == (1, "yes: sacct answers")
     assert "this is no cluster" in checks["nodes"]
@@ -120,7 +116,7 @@ def test_valid_profile_passes_and_missing_parts_of_slurm_are_named(
     assert (code, "no sbatch" in checks["SLURM"]) == (1, True)
 
 
-def test_case_classes_and_bound_gpus_are_limited(slurm: FakeSlurm, commands: SiteCommands) -> None:
+def test_case_classes_and_bound_gpus_are_limited(commands: SiteCommands) -> None:
     gpus = "[slurm]\ngpus_per_node = 4\n"
     assert "GPU binding" not in examine(commands, gpus)[1]
     rows = [
