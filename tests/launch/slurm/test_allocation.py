@@ -173,16 +173,14 @@ def test_preempted_training_resumes_from_its_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("have_tasks_ended", [False, True])
 def test_cancelled_job_is_not_requeued(submission: Submission, have_tasks_ended: bool) -> None:
-    """SLURM may end the tasks shortly before it signals the controller. These tasks are not lost."""
+    """SLURM may signal or end the tasks before it signals the controller. These tasks are not lost."""
     submission.set_job_state(state="CANCELLED", preempted="None")
     with Job(submission, hold="a") as job:
         job.reach("a")
+        for task in job.tasks().values():
+            task.send_signal(signal.SIGKILL if have_tasks_ended else signal.SIGTERM)
         if have_tasks_ended:
-            for task in job.tasks().values():
-                task.kill()
             job.controller.send_signal(signal.SIGTERM)
-        else:
-            job.signal(signal.SIGTERM)
         assert job.wait() == 128 + signal.SIGTERM, job.log()
     assert submission.failure_classes() == {"a": "cancelled"}
     assert "requeue" not in submission.calls.read_text()

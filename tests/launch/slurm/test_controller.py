@@ -150,19 +150,8 @@ ENVIRONMENT = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
 def test_bundle_runs_only_on_complete_and_correct_nodes(
     submission: Path, monkeypatch: pytest.MonkeyPatch, missing: str, mismatch: str, stopped: bool, found: str
 ) -> None:
-    ran: list[Any] = []
     allocation = Allocation(nodes=2, per_node=1, site=SITE, address="127.0.0.1", umask=0)
-
-    class FakeRunner:
-        def __init__(self, _: Any, progress: Any, interrupt: Any, launcher: Any, *, rerun: bool):
-            launch = launcher.launch(Job(experiments=[*EXPERIMENTS]), launcher.logs)
-            ran.append((launcher.logs, launch._nodes, launch._allocation, rerun, interrupt))
-            self.state = progress
-
-        def run(self, tasks: list[Task]) -> None:
-            ran.append([experiment.name for task in tasks for experiment in task.experiments])
-            for name in ran[-1]:
-                self.state.ended(name, "ok", "", 1.0, expected=True)
+    runner = MagicMock()
 
     def survey(given: Allocation, folder: Path, stop: AllocationStop) -> tuple[list[NodeReport], str]:
         assert (given, folder) == (allocation, submission / "nodes-7-2")
@@ -172,7 +161,7 @@ def test_bundle_runs_only_on_complete_and_correct_nodes(
     monkeypatch.setattr(controller, "read_allocation", lambda folder, environment: allocation)
     monkeypatch.setattr(controller, "survey_nodes", survey)
     monkeypatch.setattr(controller, "describe_wrong_hardware", lambda reports, site: mismatch)
-    monkeypatch.setattr(controller, "Runner", FakeRunner)
+    monkeypatch.setattr(controller, "Runner", runner)
     stop = AllocationStop("7")
     stop.delay_s = 1.0
     if stopped:
@@ -183,11 +172,16 @@ def test_bundle_runs_only_on_complete_and_correct_nodes(
     assert (message["bundle"], message["job"], message["restarts"]) == (1, "7", 2)
     records = lines(submission.parents[1])
     if found == "ran":
-        assert ran == [(submission / "logs" / "1", ["n0", "n1"], allocation, True, stop), ["a", "b"]]
+        _, progress, interrupt, launcher = runner.call_args.args
+        launch = launcher.launch(Job(experiments=[*EXPERIMENTS]), launcher.logs)
+        assert (launch._nodes, launch._allocation) == (["n0", "n1"], allocation)
+        assert launcher.logs == submission / "logs" / "1"
+        assert (progress, interrupt, runner.call_args.kwargs) == (state, stop, {"rerun": True})
+        assert runner.return_value.run.call_args.args[0] == [Task(experiments=EXPERIMENTS)]
         assert (message["nodes"], message["phase"], message["stopped"]) == (["n0", "n1"], "ended", None)
         assert records == []
         return
-    assert (ran, message["nodes"]) == ([], [])
+    assert (runner.call_count, message["nodes"]) == (0, [])
     names = ["a", "b"] if found else []
     assert [(r["name"], r["outcome"], r["reason"]) for r in records] == [(n, "error", found) for n in names]
     assert all(r["provenance"]["slurm"]["job_id"] == "7" for r in records)
@@ -247,7 +241,6 @@ def test_node_address_belongs_to_this_node(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("open", "signals", "has_handler", "end"),
     [
-        (0, [], True, None),
         (0, [signal.SIGUSR2], True, None),
         (2, [], True, None),
         (2, [signal.SIGUSR2], True, 128 + signal.SIGUSR2),

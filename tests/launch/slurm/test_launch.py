@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call
 
@@ -72,39 +72,24 @@ def started(clock: Clock, tmp_path: Path) -> Started:
 
 
 def test_launch_file_contains_all_task_settings(tmp_path: Path) -> None:
-    site = {"environment": {"interface": "ib0", "variables": {"NCCL_IB_HCA": "mlx5"}}}
-    allocation: Any = SimpleNamespace(
-        address="127.0.0.1",
-        per_node=2,
-        umask=0o077,
-        step=lambda *given: given,
-        site=parse_profile(site, file="f"),
-    )
-    created = ClusterLaunch(
-        JOB, tmp_path / "logs", allocation, ["n1", "n1", "n2"], target="x:y", stop=AllocationStop("7")
-    )
+    environment = {"interface": "ib0", "variables": {"NCCL_IB_HCA": "mlx5"}}
+    site = parse_profile({"environment": environment}, file="f")
+    allocation: Any = MagicMock(address="127.0.0.1", per_node=2, umask=0o077, site=site)
+    nodes = ["n1", "n1", "n2"]
+    created = ClusterLaunch(JOB, tmp_path / "logs", allocation, nodes, target="x:y", stop=AllocationStop("7"))
     created.start()
-    assert created._listener is not None
-    settings = task.TaskLaunch.load(created.logs)
-    assert settings == task.TaskLaunch(
-        address="127.0.0.1",
-        port=created._listener.port,
-        token=created._listener._token,
-        rendezvous=settings.rendezvous,
-        per_node=2,
-        device="cpu",
-        target="x:y",
-        limited=False,
-        interface="ib0",
-        variables={"NCCL_IB_HCA": "mlx5"},
-        umask=0o077,
-    )
+    listener = created._listener
+    assert listener is not None
+    settings = asdict(task.TaskLaunch.load(created.logs))
+    expected = {"address": "127.0.0.1", "port": listener.port, "token": listener._token, "per_node": 2}
+    expected |= {"device": "cpu", "target": "x:y", "limited": False, "umask": 0o077, **environment}
+    assert settings == expected | {"rendezvous": settings["rendezvous"]}
     assert (created.logs / task.LAUNCH_FILE).stat().st_mode & 0o777 == 0o600
-    assert 0 < settings.rendezvous != settings.port
-    assert len(settings.token) == 32
-    assert (created._ports, created._step) == (1, (3, task.__name__, created.logs))
+    assert 0 < settings["rendezvous"] != listener.port
+    assert len(listener._token) == 32
+    assert allocation.step.call_args_list == [call(3, task.__name__, created.logs)]
     assert Job.load(created.logs / task.JOB_FILE) == JOB
-    created._listener.close()
+    listener.close()
 
 
 def position_message(

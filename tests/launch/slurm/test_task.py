@@ -1,4 +1,4 @@
-"""Tests of the SLURM task of a rank: environment, process and messages of the rank, exit codes and failed starts."""
+"""Tests of the SLURM task of a rank: environment, process and messages of the rank, and failed starts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock
 
 import pytest
 
 from repro.config import Experiment, Layout
 from repro.config.enums import Phase
 from repro.launch import rank_process
-from repro.launch.job import STOP_FILE, Job
+from repro.launch.job import Job
 from repro.launch.rank_process import HeartbeatWriter
 from repro.launch.slurm.allocation import task
 from repro.launch.slurm.allocation.task import POSITION_INTERVAL_S, RankProcess, TaskLaunch
 from tests.training import TINY
 
-EXPERIMENTS = [Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name in "ab"]
+EXPERIMENTS = [Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name in "abcd"]
 
 
 class Rank(RankProcess):
@@ -40,10 +40,9 @@ class Rank(RankProcess):
         self.child = MagicMock(spec=subprocess.Popen, pid=4711)
         self.exit(None)
         self.oom_kills, self.halted = 3, False
-        self.popen = MagicMock(return_value=self.child)
         monkeypatch.setattr(task, "scratch_parent", lambda: self.work)
         monkeypatch.setattr(task, "count_kernel_oom_kills", lambda: self.oom_kills)
-        imitated = SimpleNamespace(**{**vars(subprocess), "Popen": self.popen})
+        imitated = SimpleNamespace(**{**vars(subprocess), "Popen": lambda *_, **how: self.child})
         monkeypatch.setattr(rank_process, "subprocess", imitated)
         monkeypatch.setattr(task.os, "killpg", lambda pid, number: self.signals.append((pid, number)))
         monkeypatch.setattr(task.rank_process, "is_stopped", lambda pid: self.halted)
@@ -71,12 +70,6 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
 
 
 def test_position_is_sent_periodically_and_for_new_experiments(rank: Rank) -> None:
-    (command,), how = rank.popen.call_args
-    options = {"rank": "1", "device": "cpu", "rendezvous": "tcp://n1:5", "target": "x:y"}
-    options["folder"] = str(rank.folder)
-    assert {key: command[command.index(f"--{key}") + 1] for key in options} == options
-    assert (how["env"], how["start_new_session"], how["stdin"]) == ({"RANK": "1"}, True, subprocess.DEVNULL)
-    assert (how["stdout"].name, how["stderr"].name) == (f"{rank.logs}/rank-1.out", f"{rank.logs}/rank-1.err")
     heartbeat = HeartbeatWriter(rank.folder / "heartbeat", 1)
     before_next = POSITION_INTERVAL_S - 0.125
     assert rank.messages(50.0) == [], "no heartbeat was written"
@@ -94,26 +87,25 @@ def test_position_is_sent_periodically_and_for_new_experiments(rank: Rank) -> No
     assert position["stopped"] is True
 
 
-def test_results_are_sent_once_and_in_order(rank: Rank) -> None:
-    results = [{"say": "result", "index": index, "result": {"of": index}} for index in range(2)]
-    sent: list[list[dict[str, Any]]] = []
-    for index in (1, 0):
+def test_results_are_sent_once_in_order_and_all_at_the_end(rank: Rank) -> None:
+    """The third result is missing at the end."""
+
+    def finish(index: int) -> dict[str, Any]:
         (rank.folder / f"finished-{index}-1.json").write_text(json.dumps({"of": index}))
-        sent.append(rank.messages(50.0))
-    assert [*sent, rank.messages(50.1)] == [[], results, []]
+        return {"say": "result", "index": index, "result": {"of": index}}
 
-
-def test_all_results_are_sent_at_the_end(rank: Rank) -> None:
-    """The first result is missing."""
+    second = finish(1)
+    assert rank.messages(50.0) == []
+    first = finish(0)
+    assert rank.messages(50.0) == [first, second]
+    assert rank.messages(50.1) == []
     report = {"rank": 1, "outcome": "error", "reason": "x"}
-    (rank.folder / "finished-1-1.json").write_text('{"of": 1}')
     (rank.folder / "rank-1.json").write_text(json.dumps(report))
     (rank.logs / "rank-1.err").write_text("the end")
+    last = finish(3)
     rank.exit(3)
-    assert [message for message in rank.messages(50.0) if message["say"] != "position"] == [
-        {"say": "result", "index": 1, "result": {"of": 1}},
-        {"say": "ended", "code": 3, "report": report, "errors": "the end"},
-    ]
+    ended = {"say": "ended", "code": 3, "report": report, "errors": "the end"}
+    assert [message for message in rank.messages(50.0) if message["say"] != "position"] == [last, ended]
     assert rank.code == 3
 
 
@@ -135,15 +127,6 @@ def test_stack_dump_is_requested_and_reported(rank: Rank) -> None:
     assert rank.messages(50.0) == []
     errors.write_text(errors.read_text() * 2)
     assert (rank.messages(50.2), rank.messages(50.3)) == ([{"say": "stacks"}], [])
-
-
-def test_stop_request_is_forwarded(rank: Rank) -> None:
-    rank.messages(50.0)
-    (rank.logs / STOP_FILE).touch()
-    rank.messages(50.5)
-    assert not (rank.folder / STOP_FILE).exists(), "the shared folder is polled once per second"
-    rank.messages(51.0)
-    assert (rank.folder / STOP_FILE).exists()
 
 
 def test_failed_start_is_reported_as_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,51 +213,3 @@ def test_task_fails_without_a_controller(
         replace(LAUNCH, port=silent.getsockname()[1], umask=0o022).save(tmp_path)
         assert task.main([str(tmp_path)]) == 1
     assert "rank 3: cannot connect to the job's controller at 127.0.0.1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (7, 7), (-9, 137), (None, 137)])
-def test_task_forwards_messages_and_exit_code_of_its_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, exit_code: int
-) -> None:
-    """The task also forwards signals. Without a controller, it kills the rank and exits with code 137 = 128 + 9."""
-    handlers: dict[int, Any] = {}
-    made = MagicMock()
-    connection, rank = made.Connection.return_value, made.RankProcess.return_value
-    connection.address, connection.open, rank.code = "127.0.0.1", True, None
-
-    def news(now: float) -> list[dict[str, Any]]:
-        polls = rank.news.call_count
-        rank.code = code if polls == 3 else None
-        return [{"say": polls}]
-
-    def wait(seconds: float) -> None:
-        assert seconds == task.POLL_INTERVAL_S
-        if connection.wait.call_count == 1:
-            for number in (rank_process.STACKS_SIGNAL, signal.SIGTERM):
-                handlers[number](number, None)
-        connection.open = connection.wait.call_count < 4
-
-    rank.news.side_effect, connection.wait.side_effect = news, wait
-    monkeypatch.setattr(task.signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(task.os, "umask", made.umask)
-    for name in ("Connection", "RankProcess"):
-        monkeypatch.setattr(task, name, getattr(made, name))
-    monkeypatch.setenv("SLURM_PROCID", "3")
-    monkeypatch.setenv("SLURM_NTASKS", "6")
-    launch = replace(LAUNCH, port=99)
-    launch.save(tmp_path)
-    assert task.main([str(tmp_path)]) == exit_code
-    assert set(handlers) == {signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1}
-    send, started = call.Connection().send, call.RankProcess()
-    assert [
-        made_call for made_call in made.mock_calls if made_call[0].split(".")[-1] not in ("news", "wait")
-    ] == [
-        call.umask(0o077),
-        call.Connection("127.0.0.1", 99, token="secret", rank=3),
-        call.RankProcess("tcp://127.0.0.1:29500", "cpu", "x:y", tmp_path, 3, 6),
-        started.start(task.task_environment(launch, 3, 6, "127.0.0.1")),
-        *(send({"say": 1}), send({"say": 2}), started.dump_stacks()),
-        *(send({"say": "signal", "number": int(signal.SIGTERM)}), send({"say": 3})),
-        *([send({"say": 4})] if code is None else []),
-        started.close(),
-    ]
