@@ -21,7 +21,7 @@ from repro.launch.slurm.case_states import CaseState, Registry, outcome_without_
 from repro.launch.slurm.scheduler import JobState
 from repro.results.store import Store
 from tests.clock import Clock
-from tests.launch.slurm.submitted import ThreeCases
+from tests.launch.slurm.conftest import ThreeCases
 from tests.records import latest
 
 
@@ -30,10 +30,9 @@ def test_case_is_pending_running_and_done(submitted: ThreeCases) -> None:
     state = {"names": ["b"], "case": "b", "step": 3, "steps": 6, "phase": "backward", "steps_per_s": 1.5}
     submitted.report(1, phase="running", current=state)
     submitted.record("c", "ok")
-    found = submitted.status()
-    assert (found["a"]["state"], found["a"]["detail"]) == ("pending", "Resources")
-    assert (found["b"]["state"], found["b"]["detail"]) == ("running", "step 3 of 6, backward, 1.50 steps/s")
-    assert (found["c"]["state"], found["c"]["outcome"]) == ("done", "ok")
+    assert submitted.row("a") == ("pending", "Resources")
+    assert submitted.row("b") == ("running", "step 3 of 6, backward, 1.50 steps/s")
+    assert submitted.row("c", "state", "outcome") == ("done", "ok")
 
 
 def test_cases_of_one_launch_share_state_and_logs(submitted: ThreeCases) -> None:
@@ -44,8 +43,7 @@ def test_cases_of_one_launch_share_state_and_logs(submitted: ThreeCases) -> None
         (True, "one job runs this case in turns with b, to compare them"),
     ):
         submitted.report(0, phase="running", current=state | {"compare": compare})
-        found = submitted.status()["a"]
-        assert (found["state"], found["detail"]) == ("running", detail)
+        assert submitted.row("a") == ("running", detail)
     work = submitted.registry.work(submitted.submission)
     (task,) = work.bundles[0].tasks
     together = replace(task, experiments=(*task.experiments, submitted.experiments["b"]))
@@ -62,13 +60,13 @@ def test_preempted_case_is_requeued_with_its_reason(submitted: ThreeCases) -> No
     stopped = {"signal": "SIGUSR2", "reason": "preempted or near its time limit"}
     submitted.report(0, phase="stopped", stopped=stopped)
     submitted.slurm.job("12_0", state="PENDING", reason="BeginTime", nodes="")
-    found = submitted.status()["a"]
-    assert (found["state"], found["detail"]) == ("requeued", "preempted or near its time limit, BeginTime")
-    current = {"names": ["a"], "case": "a", "step": 1, "steps": 6}
-    submitted.report(0, restarts=1, phase="running", current=current)
-    submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="n1")
-    found = submitted.status()["a"]
-    assert (found["state"], found["restarts"]) == ("running", 1)
+    assert submitted.row("a") == ("requeued", "preempted or near its time limit, BeginTime")
+    submitted.report(
+        0, restarts=3, nodes=["n4", "n5"], phase="running", current={"names": ["a"], "case": "a"}
+    )
+    submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="")
+    row = submitted.row("a", "state", "restarts", "nodes", "detail")
+    assert row == ("running", 3, "n4,n5", "step 0 of 0, ")
 
 
 NODE_FAIL = JobState(state="NODE_FAIL", nodes="n[1-2]", exit_code="1:9", reason="NodeDown")
@@ -121,13 +119,9 @@ def test_record_order_does_not_depend_on_node_clocks(submitted: ThreeCases) -> N
     submitted.registry.write(later)
     submitted.record("b", "ok")
     submitted.slurm.set(jobs={})
-    found = submitted.status()
-    assert {name: (found[name]["recorded"], found[name]["state"]) for name in "abc"} == {
-        "a": (False, "lost"),
-        "b": (True, "done"),
-        "c": (False, "lost"),
-    }
-    assert "no longer lists the job" in found["c"]["detail"]
+    states = [submitted.row(name, "recorded", "state") for name in "abc"]
+    assert states == [(False, "lost"), (True, "done"), (False, "lost")]
+    assert "no longer lists the job" in submitted.row("c")[1]
 
 
 def test_status_contains_all_case_fields(submitted: ThreeCases) -> None:
@@ -135,28 +129,17 @@ def test_status_contains_all_case_fields(submitted: ThreeCases) -> None:
     unknown["recorded"] = False
     assert CaseState(**KNOWN, state="done").as_dict() == KNOWN | unknown | {"state": "done"}
     submitted.slurm.job("12_0", state="PENDING", reason="JobHeldUser", nodes="")
-    assert submitted.status()["a"] == KNOWN | unknown | {
-        "suite": "faults",
-        "key": submitted.experiments["a"].key,
-        "job": "12_0",
-        "state": "pending",
-        "job_state": "PENDING",
-        "detail": "JobHeldUser, `scontrol release 12_0` releases the job",
-    }
-    current = {"names": ["a"], "case": "a"}
-    submitted.report(0, restarts=3, nodes=["n4", "n5"], phase="running", current=current)
-    submitted.slurm.job("12_0", state="RUNNING", reason="None", nodes="")
-    found = submitted.status()["a"]
-    assert (found["restarts"], found["nodes"], found["detail"]) == (3, "n4,n5", "step 0 of 0, ")
+    row = {"suite": "faults", "key": submitted.experiments["a"].key, "job": "12_0", "state": "pending"}
+    row |= {"job_state": "PENDING", "detail": "JobHeldUser, `scontrol release 12_0` releases the job"}
+    assert submitted.status()["a"] == KNOWN | unknown | row
 
 
 def test_lost_case_names_interrupt_and_job_end(submitted: ThreeCases) -> None:
     submitted.record("a", "interrupted", "preempted at step 3")
     submitted.slurm.job("12_0", state="TIMEOUT", reason="None")
     limit = "the job reached its time limit (slurm.time_limit of the profile), on n1"
-    found = submitted.status()["a"]
-    assert (found["state"], found["outcome"]) == ("lost", "interrupted")
-    assert found["detail"] == f"preempted at step 3; {limit}"
+    row = submitted.row("a", "state", "outcome", "detail")
+    assert row == ("lost", "interrupted", f"preempted at step 3; {limit}")
     submitted.slurm.set(jobs={})
     assert submitted.status()["a"]["detail"] == "preempted at step 3"
 

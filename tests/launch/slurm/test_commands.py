@@ -10,7 +10,7 @@ import pytest
 from repro import cli
 from repro.launch.slurm import commands
 from repro.launch.slurm.case_states import CaseState
-from tests.launch.slurm.submitted import ThreeCases
+from tests.launch.slurm.conftest import ThreeCases
 from tests.records import latest, lines
 
 
@@ -21,9 +21,8 @@ def test_logs_print_the_ends_of_files_with_headings(submitted: ThreeCases) -> No
         return out.splitlines()
 
     assert printed("b") == ["no log: job 12_1 of b"]
-    assert printed("b", "--rank", "0") == [
-        "no log: rank 0 of b; the logs of a rank exist while it runs, and after a failure"
-    ]
+    (line,) = printed("b", "--rank", "0")
+    assert line == "no log: rank 0 of b; the logs of a rank exist while it runs, and after a failure"
     job = submitted.folder / "submitit" / "12_1_0_log"
     job.parent.mkdir()
     Path(f"{job}.out").write_text("fine\n\n")
@@ -37,9 +36,8 @@ def test_logs_print_the_ends_of_files_with_headings(submitted: ThreeCases) -> No
         *(f"==> {job}.err", "x" * 8000, f"==> {job}.out", "fine"),
         "ranks with logs: 0, 9, 10; --rank R prints the log of rank R",
     ]
-    assert printed("b", "--rank", "0") == [
-        *(f"==> {ranks}/rank-0.out", "out 0", f"==> {ranks}/rank-0.err", "error 0")
-    ]
+    tails = [f"==> {ranks}/rank-0.out", "out 0", f"==> {ranks}/rank-0.err", "error 0"]
+    assert printed("b", "--rank", "0") == tails
     Path(f"{job}.err").write_text("x" * 8001)
     assert printed("b")[:2] == [f"==> {job}.err (last 8000 of 8001 bytes)", "x" * 8000]
     for arguments, error in (
@@ -80,8 +78,7 @@ def test_job_without_a_record_is_recorded_once(
     for name in ("b", "c"):
         submitted.record(name, "ok")
     submitted.slurm.job("12_0", **job)
-    found = submitted.status()["a"]
-    assert (found["state"], found["failure"], found["recorded"]) == (state, failure, False)
+    assert submitted.row("a", "state", "failure", "recorded") == (state, failure, False)
     for recorded in (["a"], []):
         code, out, _ = submitted.repro("collect", "--json")
         document = json.loads(out)
@@ -96,17 +93,16 @@ def test_job_without_a_record_is_recorded_once(
 
 def test_node_failures_are_counted_per_node() -> None:
     """The reason of a node failure names nodes; without names, all nodes of the case count."""
-
-    def case(reason: str, nodes: str = "n[1-3]", outcome: str = "error") -> CaseState:
-        fields = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12"}
-        return CaseState(**fields, state="failed", detail=reason, outcome=outcome, nodes=nodes)
-
+    known = {"submission": "x", "suite": "s", "name": "a", "key": "k", "bundle": 0, "job": "12"}
     cases = [
-        case("lost node n2: no answer from the node for 15 s"),
-        case("node failure of n2, n3", outcome="interrupted"),
-        case("wrong hardware: all of them"),
-        case("rank 0: n1 is bad"),
-        case("lost node", nodes=""),
+        CaseState(**known, state="failed", detail=reason, outcome=outcome, nodes=nodes)
+        for reason, outcome, nodes in (
+            ("lost node n2: no answer from the node for 15 s", "error", "n[1-3]"),
+            ("node failure of n2, n3", "interrupted", "n[1-3]"),
+            ("wrong hardware: all of them", "error", "n[1-3]"),
+            ("rank 0: n1 is bad", "error", "n[1-3]"),
+            ("lost node", "error", ""),
+        )
     ]
     assert commands.count_bad_nodes(cases) == {"n2": 3, "n3": 2, "n1": 1}
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.launch.runs import experiments
-from tests.launch.slurm.submitted import SiteCommands
+from tests.launch.slurm.conftest import SiteCommands
 
 
 def submit(commands: SiteCommands, profile: str) -> tuple[int, str]:

@@ -19,8 +19,7 @@ from repro.launch.slurm.submission import job_array
 from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
 from repro.results.store import Store
 from tests.launch.runs import experiments
-from tests.launch.slurm.conftest import EVERY_KEY
-from tests.launch.slurm.submitted import SiteCommands
+from tests.launch.slurm.conftest import EVERY_KEY, SiteCommands
 from tests.records import made_up
 
 pytest.importorskip("submitit")

@@ -205,11 +205,13 @@ def test_task_environment_contains_ranks_and_threads(monkeypatch: pytest.MonkeyP
 def test_task_fails_without_a_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    masks: list[int] = []
+    monkeypatch.setattr(task.os, "umask", masks.append)
     monkeypatch.setattr(task.signal, "signal", lambda number, handler: None)
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     with socket.socket() as silent:  # occupies the port without listening
         silent.bind(("127.0.0.1", 0))
         replace(LAUNCH, port=silent.getsockname()[1], umask=0o022).save(tmp_path)
-        assert task.main([str(tmp_path)]) == 1
+        assert (task.main([str(tmp_path)]), masks) == (1, [0o022])
     assert "rank 3: cannot connect to the job's controller at 127.0.0.1" in capsys.readouterr().err
