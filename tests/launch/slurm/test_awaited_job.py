@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -27,37 +28,30 @@ JOB = Job(experiments=[Experiment(name="a", model=TINY, layout=Layout(dp=2))])
 RUNNING = JobState(state="RUNNING", nodes="n1")
 
 
-class Answers:
-    """A scheduler that returns the given states in turn and repeats the last; it raises a given error."""
-
-    def __init__(self, *answers: JobState | SchedulerError | None):
-        self.answers = list(answers)
-        self.cancelled: list[str] = []
-
-    def jobs(self, ids: list[str]) -> dict[str, JobState]:
-        assert ids == ["7"]
-        found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(found, SchedulerError):
-            raise found
-        return {} if found is None else {"7": found}
-
-    def cancel(self, ids: list[str]) -> None:
-        self.cancelled += ids
+Answer = JobState | SchedulerError | None
 
 
-@pytest.fixture(autouse=True)
-def shorten_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Return the imitated SLURM of the waiting process, whose intervals are short."""
     monkeypatch.setattr(submit, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(submit, "ANSWER_DELAY_S", 0.01)
+    imitated = MagicMock()
+    monkeypatch.setattr(submit, "Scheduler", lambda: imitated)
+    return imitated
 
 
 def wait(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, answers: Answers, signal: int = 0, quiet: bool = False
+    scheduler: MagicMock, folder: Path, *answers: Answer, signal: int = 0, quiet: bool = False
 ) -> dict[str, Any]:
-    monkeypatch.setattr(submit, "Scheduler", lambda: answers)
+    """Wait for job 7; SLURM answers with each state or error in turn and repeats the last, None: unknown job."""
+    known = [{"7": answer} if isinstance(answer, JobState) else answer or {} for answer in answers]
+    scheduler.jobs.side_effect = chain(known, repeat(known[-1]))
     interrupt = Interrupt()
     interrupt.signal = signal
-    return submit.wait_for_answer("7", folder, interrupt, quiet=quiet)
+    answer = submit.wait_for_answer("7", folder, interrupt, quiet=quiet)
+    assert all(asked == call(["7"]) for asked in scheduler.jobs.call_args_list)
+    return answer
 
 
 def failed(reason: str) -> dict[str, Any]:
@@ -66,13 +60,12 @@ def failed(reason: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_each_job_state_is_printed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: bool
+    scheduler: MagicMock, tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: bool
 ) -> None:
     (tmp_path / controller.ANSWER_FILE).write_text('{"outcome": "ok"}')
-    pending = JobState(state="PENDING", reason="Resources")
-    error = SchedulerError("squeue: timed out")
-    answers = Answers(pending, pending, error, RUNNING, JobState(state="COMPLETED"))
-    assert wait(monkeypatch, tmp_path, answers, quiet=quiet) == {"outcome": "ok"}
+    pending, error = JobState(state="PENDING", reason="Resources"), SchedulerError("squeue: timed out")
+    answers = (pending, pending, error, RUNNING, JobState(state="COMPLETED"))
+    assert wait(scheduler, tmp_path, *answers, quiet=quiet) == {"outcome": "ok"}
     message = ["job 7 is PENDING: Resources", "job 7 is RUNNING n1"]
     assert capsys.readouterr().err.splitlines() == ([] if quiet else message)
 
@@ -86,27 +79,28 @@ def test_each_job_state_is_printed_once(
     ],
 )
 def test_missing_answer_reports_job_state_and_last_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: JobState | None, state: str
+    scheduler: MagicMock, tmp_path: Path, end: JobState | None, state: str
 ) -> None:
-    (tmp_path / "submitit").mkdir()
     log = tmp_path / "submitit" / "7_0_log.err"
+    log.parent.mkdir()
     for text, error in (("", ""), ("Traceback\nKeyError: 'x'\n", ": KeyError: 'x'")):
         log.write_text(text)
-        assert wait(monkeypatch, tmp_path, Answers(end)) == failed(f"job 7 ended in state {state}{error}")
+        assert wait(scheduler, tmp_path, end) == failed(f"job 7 ended in state {state}{error}")
 
 
-def test_wait_ends_when_slurm_stops_answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_ends_when_slurm_stops_answering(
+    scheduler: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(submit, "SCHEDULER_TIMEOUT_S", 0.01)
     reason = "SLURM stopped answering: squeue: down"
-    assert wait(monkeypatch, tmp_path, Answers(RUNNING, SchedulerError("squeue: down"))) == failed(reason)
+    assert wait(scheduler, tmp_path, RUNNING, SchedulerError("squeue: down")) == failed(reason)
 
 
-def test_interrupt_cancels_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = Answers(RUNNING, JobState(state="CANCELLED"))
-    message = wait(monkeypatch, tmp_path, answers, signal=2)
+def test_interrupt_cancels_the_job(scheduler: MagicMock, tmp_path: Path) -> None:
+    message = wait(scheduler, tmp_path, RUNNING, JobState(state="CANCELLED"), signal=2)
     assert message == {"outcome": "interrupted", "reason": "cancelled job 7", "results": []}
-    assert answers.cancelled == ["7"]
-    failure = wait(monkeypatch, tmp_path, Answers(SchedulerError("scancel: down")), signal=2)
+    assert scheduler.cancel.call_args_list == [call(["7"])]
+    failure = wait(scheduler, tmp_path, SchedulerError("scancel: down"), signal=2)
     assert failure == failed("job 7 could not be cancelled: scancel: down")
 
 

@@ -104,31 +104,6 @@ def test_gpu_differs_by_form_capability_and_eight_percent_of_memory() -> None:
     assert is_other_gpu(card(A100[0], 10**9, "7.0"), unknown)
 
 
-def test_node_report_contains_gpus_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "visible_gpus", lambda visible: [{"uuid": visible}])
-    monkeypatch.setattr(nodes, "gpu_links", lambda: {"nvlinks": [2]})
-    slurm = {"SLURMD_NODENAME": "n2", "SLURM_LOCALID": "3", "SLURM_PROCID": "7"}
-    report = nodes.report_node(slurm | {"CUDA_VISIBLE_DEVICES": "GPU-5"}, gpus=True)
-    assert (report.node, report.local, report.task) == ("n2", 3, 7)
-    assert (report.gpus, report.links) == ([{"uuid": "GPU-5"}], {"nvlinks": [2]})
-    bare = nodes.report_node({}, gpus=False)
-    assert (bare.node, bare.local, bare.task) == (socket.gethostname(), 0, 0)
-    assert (bare.gpus, bare.links, bare.cores) == ([], {}, usable_cores())
-    assert bare.memory_bytes == psutil.virtual_memory().total
-    assert bare.processor
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_node_program_writes_gpu_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    driver = MagicMock()
-    driver.nvmlDeviceGetCount.return_value = 0
-    monkeypatch.setattr(provenance, "nvml", lambda: nullcontext(driver))
-    monkeypatch.setenv("SLURM_PROCID", "7")
-    monkeypatch.setattr(sys, "argv", ["nodes", str(tmp_path)])
-    runpy.run_module(nodes.__name__, run_name="__main__")
-    assert json.loads(nodes.report_path(tmp_path, 7).read_text())["links"] == {"nvlinks": [], "pcie": {}}
-
-
 def test_cuda_device_index_of_a_local_rank() -> None:
     assert [cuda_device_index(local, 8) for local in (0, 7)] == [0, 7]
     assert cuda_device_index(5, 1) == 0
@@ -166,7 +141,8 @@ def test_visible_gpus_follow_cuda_visible_devices(
     assert nodes.visible_gpus(visible) == []
 
 
-def test_gpu_links_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_node_program_reports_place_gpus_and_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two GPUs with two NVLinks are behind one switch, and one without NVLinks is on the other socket."""
 
     def is_active(handle: int, link: int) -> int:
@@ -181,13 +157,25 @@ def test_gpu_links_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> 
         NVML_FEATURE_ENABLED=1,
         NVML_TOPOLOGY_SINGLE=10,
         NVML_TOPOLOGY_SYSTEM=50,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
         nvmlDeviceGetNvLinkState=is_active,
         nvmlDeviceGetTopologyCommonAncestor=lambda a, b: 10 if b < 2 else 50,
     )
-    assert nodes.gpu_links() == {
-        "nvlinks": [2, 2, 0],
-        "pcie": {"one switch": 1, "the link between sockets": 2},
-    }
+    monkeypatch.setattr(provenance, "gpus", lambda: [{"name": name} for name in "xyz"])
+    slurm = {"SLURMD_NODENAME": "n2", "SLURM_LOCALID": "3", "SLURM_PROCID": "7"}
+    for key, value in {**slurm, "CUDA_VISIBLE_DEVICES": "GPU-2"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "argv", ["nodes", str(tmp_path)])
+    runpy.run_module(nodes.__name__, run_name="__main__")
+    report = NodeReport(**json.loads(nodes.report_path(tmp_path, 7).read_text()))
+    assert (report.node, report.local, report.task) == ("n2", 3, 7)
+    assert report.gpus == [{"uuid": "GPU-2", "name": "z"}]
+    assert report.links == {"nvlinks": [2, 2, 0], "pcie": {"one switch": 1, "the link between sockets": 2}}
+    bare = nodes.report_node({}, gpus=False)
+    assert (bare.node, bare.local, bare.task) == (socket.gethostname(), 0, 0)
+    assert (bare.gpus, bare.links, bare.cores) == ([], {}, usable_cores())
+    assert bare.memory_bytes == psutil.virtual_memory().total
+    assert bare.processor
 
 
 def test_provenance_contains_all_fields_without_user_names() -> None:
