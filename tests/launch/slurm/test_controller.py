@@ -65,16 +65,16 @@ def test_allocation_is_read_from_environment_and_profile(
 
 
 class SurveyStep:
-    """The job step of the node survey: tasks write their reports, then srun ends."""
-
-    def __init__(self, reports: list[NodeReport], polls: int):
-        self.reports, self.polls, self.ends = reports, polls, 0
-        self.arguments: list[Any] = []
+    """The job step of the node survey: two tasks write their reports, then srun ends."""
 
     tasks = 2
 
+    def __init__(self, reports: list[NodeReport], polls: int):
+        self.reports, self.polls = reports, polls
+        self.calls: list[Any] = []
+
     def step(self, tasks: int, module: str, folder: Path) -> SurveyStep:
-        self.arguments = [tasks, module, folder]
+        self.calls.append((tasks, module, folder))
         assert list(folder.iterdir()) == [], "the folder has files of an earlier start"
         for report in self.reports:
             (folder / f"report-{report.task}.json").write_text(json.dumps(vars(report)))
@@ -86,8 +86,7 @@ class SurveyStep:
         return 0 if self.polls < 0 else None
 
     def end(self, seconds: float) -> None:
-        assert seconds == 0.0
-        self.ends += 1
+        self.calls.append(seconds)
 
     def last_error_line(self) -> str:
         return "" if self.polls > 100 else "srun: error: n1 is down"
@@ -96,31 +95,31 @@ class SurveyStep:
 def test_survey_waits_for_reports_and_names_lost_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock().rules(monkeypatch, controller)
-    monkeypatch.setattr("submitit.slurm.slurm.SlurmJobEnvironment.hostnames", ["n0", "n1"])
-    folder = tmp_path / "nodes"
+    clock, folder = Clock().rules(monkeypatch, controller), tmp_path / "nodes"
     folder.mkdir()
     (folder / "report-0.json").touch()
-    full: Any = SurveyStep(REPORTS, polls=3)
-    assert controller.survey_nodes(full, folder, AllocationStop("7")) == (REPORTS, "")
-    assert full.arguments == [2, "repro.launch.slurm.allocation.nodes", folder]
-    assert (full.ends, folder.exists()) == (1, False)
+    hostnames = "submitit.slurm.slurm.SlurmJobEnvironment.hostnames"
+    monkeypatch.setattr(hostnames, ["n0", "n1"])
+    stop = AllocationStop("7")
+
+    def survey(step: Any) -> tuple[list[NodeReport], str]:
+        clock.now = 100.0
+        return controller.survey_nodes(step, folder, stop)
+
+    full, half = SurveyStep(REPORTS, polls=3), SurveyStep(REPORTS[:1], polls=0)
+    assert survey(full) == (REPORTS, "")
+    assert full.calls == [(2, "repro.launch.slurm.allocation.nodes", folder), 0.0]
+    assert not folder.exists()
     assert clock.now == pytest.approx(100 + 3 * controller.POLL_INTERVAL_S)
-    half: Any = SurveyStep(REPORTS[:1], polls=0)
-    lost = "lost node n1: 1 of 2 SLURM tasks started: srun: error: n1 is down"
-    assert controller.survey_nodes(half, folder, AllocationStop("7")) == (REPORTS[:1], lost)
-    clock.now = 100.0
-    never: Any = SurveyStep([], polls=10**6)
-    lost = "lost node n0, n1: 0 of 2 SLURM tasks started: no report within 300 s"
-    assert controller.survey_nodes(never, folder, AllocationStop("7")) == ([], lost)
+    lost = "1 of 2 SLURM tasks started: srun: error: n1 is down"
+    assert survey(half) == (REPORTS[:1], f"lost node n1: {lost}")
+    never = "lost node n0, n1: 0 of 2 SLURM tasks started: no report within 300 s"
+    assert survey(SurveyStep([], polls=10**6)) == ([], never)
     assert 0 <= clock.now - 100 - controller.BOOT_TIMEOUT_S < 2 * controller.POLL_INTERVAL_S
-    stopped, clock.now = AllocationStop("7"), 100.0
-    stopped.give_up("enough")
-    assert controller.survey_nodes(SurveyStep(REPORTS, polls=10**6), folder, stopped)[1] == ""  # type: ignore[arg-type]
-    assert clock.now == 100.0
-    monkeypatch.setattr("submitit.slurm.slurm.SlurmJobEnvironment.hostnames", ["n0"])
-    unnamed = controller.survey_nodes(half, folder, AllocationStop("7"))[1]
-    assert unnamed == "lost node of the allocation: 1 of 2 SLURM tasks started: srun: error: n1 is down"
+    monkeypatch.setattr(hostnames, ["n0"])
+    assert survey(half)[1] == f"lost node of the allocation: {lost}"
+    stop.give_up("enough")
+    assert (survey(SurveyStep(REPORTS, polls=10**6))[1], clock.now) == ("", 100.0)
 
 
 @pytest.fixture

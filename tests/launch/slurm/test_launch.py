@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock, PropertyMock, call
 
 import pytest
 
@@ -113,17 +113,9 @@ def test_position_time_changes_only_with_new_heartbeats(started: Started, clock:
 
 
 def test_no_rank_hangs_while_srun_waits_for_slurmctld(started: Started) -> None:
-    class RestartingStep:
-        """A step whose srun starts again at each query of its exit code."""
-
-        starts = 1
-
-        @property
-        def code(self) -> None:
-            self.starts += 1
-
-    restarting: Any = RestartingStep()
-    started._step = restarting
+    type(started.step).starts = PropertyMock(
+        side_effect=[1, 2]
+    )  # the query of the exit code starts srun again
     started._receive()
     assert [started.position(rank).seconds for rank in range(3)] == [100.0, 0.0, 0.0]
 
@@ -196,17 +188,11 @@ def test_close_waits_for_tasks_and_moves_logs(started: Started, tmp_path: Path) 
 TAKEN = "RuntimeError: EADDRINUSE: address already in use"
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        {"report": {"rank": 0, "outcome": "error", "reason": TAKEN}, "errors": ""},
-        {"report": None, "errors": TAKEN.upper()},
-    ],
-    ids=["report", "errors"],
-)
-def test_occupied_port_is_replaced_twice(started: Started, end: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("reason", "errors"), [(TAKEN, ""), ("", TAKEN.upper())])
+def test_occupied_port_is_replaced_twice(started: Started, reason: str, errors: str) -> None:
+    report = {"rank": 0, "outcome": "error", "reason": reason} if reason else None
     for code, start_count in ((None, 2), (None, 3), (1, 3)):
-        started.deliver(0, "ended", code=1, **end)
+        started.deliver(0, "ended", code=1, report=report, errors=errors)
         assert (started.poll(0), started.start_count) == (code, start_count)
 
 
