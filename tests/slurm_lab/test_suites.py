@@ -36,12 +36,6 @@ LAYOUTS = {
 NODES = {name: int(name[-1]) for name in LAYOUTS}
 
 
-def slurm_facts(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the SLURM facts in a record's provenance."""
-    slurm: dict[str, Any] = record["provenance"]["slurm"]
-    return slurm
-
-
 @pytest.mark.xdist_group("cores")
 def test_twelve_cases_run_once_on_their_requested_nodes(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,7 +79,7 @@ def test_twelve_cases_run_once_on_their_requested_nodes(
         assert found["MASTER_ADDR"] == lab.address(nodes[0])
         assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "eth0"
     for name, record in newest.items():
-        facts = slurm_facts(record)
+        facts = record["provenance"]["slurm"]
         nodes = facts["nodes"]
         assert len(set(nodes)) == len(nodes) == NODES[name]
         assert sorted(n for rack in facts["switches"].values() for n in rack) == sorted(nodes)
@@ -168,8 +162,8 @@ def test_two_suites_run_once_despite_resubmission_and_controller_restart(lab: La
     assert sorted(bench.started_cases()) == ["a", "b", "z0", "z2"]
     experiments = [record for record in bench.records() if record["kind"] == "experiment"]
     assert sorted(record["name"] for record in experiments) == ["a", "b", "z0", "z2"]
-    found = bench.latest()
-    assert slurm_facts(found["z0"])["nodes"] == slurm_facts(found["z2"])["nodes"], "not in one allocation"
+    nodes = [bench.latest()[name]["provenance"]["slurm"]["nodes"] for name in ("z0", "z2")]
+    assert nodes[0] == nodes[1], "not in one allocation"
     assert [record["name"] for record in bench.records() if record["kind"] == "comparison"] == ["z0 vs z2"]
 
     # No case remains, but --rerun submits a completed case.

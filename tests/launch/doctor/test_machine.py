@@ -118,9 +118,7 @@ def test_check_of_a_gpu_names_precisions_or_missing_kernels(
     assert (device.state, device.enables) == ("no", f"this torch has no kernels for {name}{older}")
 
 
-def test_each_gpu_has_a_check_and_only_one_visible_gpu_a_check_of_binding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_a_single_visible_gpu_has_a_check_of_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     def names(count: int) -> list[str]:
         return [check.name for check in check_gpus(fake_torch((9, 0), ["sm_90"], count))]
 

@@ -33,33 +33,28 @@ SITE = parse_profile({}, file="site.toml")
 
 
 @pytest.mark.parametrize(
-    ("limits", "new_limits", "private", "umask"),
+    ("limits", "expected", "umask"),
     [
-        ((1024, 4096), [(4096, 4096)], "true", 0o077),
-        ((1024, 1 << 20), [(16384, 1 << 20)], "false", 0o022),
-        ((1024, -1), [(16384, -1)], "true", 0o077),
-        ((16384, -1), [], "true", 0o077),
+        ((1024, 4096), [(4096, 4096)], 0o077),
+        ((1024, 1 << 20), [(16384, 1 << 20)], 0o022),
+        ((1024, -1), [(16384, -1)], 0o077),
+        ((16384, -1), [], 0o077),
     ],
 )
 def test_allocation_is_read_from_environment_and_profile(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    limits: tuple[int, int],
-    new_limits: list[tuple[int, int]],
-    private: str,
-    umask: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: Any, expected: list[Any], umask: int
 ) -> None:
     masks: list[int] = []
-    set_to: list[tuple[int, int]] = []
+    set_to: list[Any] = []
     monkeypatch.setattr(controller.os, "umask", masks.append)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: set_to.append(limit))
+    private = "true" if umask == 0o077 else "false"
     profile = f'[environment]\ninterface = "lo"\n[storage]\nprivate = {private}\n'
     (tmp_path / "profile.toml").write_text(profile)
     found = controller.read_allocation(tmp_path, {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS_PER_NODE": "4"})
     assert (found.nodes, found.per_node, found.tasks, found.address) == (3, 4, 12, "127.0.0.1")
-    assert (found.umask, masks) == (umask, [umask])
-    assert set_to == new_limits
+    assert (found.umask, masks, set_to) == (umask, [umask], expected)
     single = controller.read_allocation(tmp_path, {})
     assert (single.nodes, single.per_node) == (1, 1)
 
@@ -226,14 +221,11 @@ def test_node_address_belongs_to_this_node(monkeypatch: pytest.MonkeyPatch) -> N
     assert address("lo") == address(nodes="1") == "127.0.0.1"
     assert address("=eth0,eth01") == address("eth0") == "10.0.0.5"
     assert address(D_NODENAME="n1") == address(_LAUNCH_NODE_IPADDR="10.0.0.5") == "10.0.0.5"
-    with pytest.raises(
-        ConfigError, match=r"site.toml: environment.interface = 'ib7': must be an interface of"
-    ):
+    other = "site.toml: environment.interface = 'ib7': must be an interface of"
+    with pytest.raises(ConfigError, match=other):
         address("ib7")
-    with pytest.raises(
-        ConfigError,
-        match=r"the network interface that reaches other nodes; .* has only lo, eth01, eth0",
-    ):
+    unknown = "the network interface that reaches other nodes; .* has only lo, eth01, eth0"
+    with pytest.raises(ConfigError, match=unknown):
         address(_LAUNCH_NODE_IPADDR="10.0.0.7")
 
 
@@ -249,12 +241,7 @@ def test_node_address_belongs_to_this_node(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_job_requests_a_requeue_for_open_cases(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    open: int,
-    signals: list[int],
-    has_handler: bool,
-    end: int | None,
+    monkeypatch: pytest.MonkeyPatch, open: int, signals: list[int], has_handler: bool, end: int | None
 ) -> None:
     """submitit's handler of SIGUSR2 requeues the job."""
     submitit, wait = MagicMock(), MagicMock()
@@ -267,7 +254,7 @@ def test_job_requests_a_requeue_for_open_cases(
         return old
 
     def run_bundle(folder: Path, index: int, stop: AllocationStop, _: Any) -> SimpleNamespace:
-        assert (folder, index, stop._job, stop._restarts) == (tmp_path, 2, "12_3", 4)
+        assert (folder, index, stop._job, stop._restarts) == (Path("/x"), 2, "12_3", 4)
         for number in signals:
             handlers[number](number, None)
         return SimpleNamespace(open=open, count_outcomes=lambda: {"ok": 2})
@@ -277,7 +264,7 @@ def test_job_requests_a_requeue_for_open_cases(
     monkeypatch.setattr(controller, "run_bundle", run_bundle)
     for name, value in (("ARRAY_JOB_ID", "12"), ("ARRAY_TASK_ID", "3"), ("RESTART_COUNT", "4")):
         monkeypatch.setenv(f"SLURM_{name}", value)
-    run = controller.RunBundle(str(tmp_path), 2)
+    run = controller.RunBundle("/x", 2)
     if end is None:
         assert run() == {"ok": 2}
     else:

@@ -24,21 +24,17 @@ NO_REQUEST = '[slurm]\ngpus_per_node = 4\ngpu_request = "none"\noptions = { mail
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "setup", "python"),
+    ("text", "options"),
     [
-        (EVERY_KEY, OPTIONS, SETUP, "/opt/my python"),
-        ("[slurm]\ngpus_per_node = 4", ["gpus-per-node=4"], SETUP[:1], sys.executable),
-        (NO_REQUEST, ["mail-type=END"], SETUP[:1], sys.executable),
+        (EVERY_KEY, OPTIONS),
+        ("[slurm]\ngpus_per_node = 4", ["gpus-per-node=4"]),
+        (NO_REQUEST, ["mail-type=END"]),
     ],
 )
 def test_probe_requests_nodes_with_the_options_of_jobs(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    text: str,
-    options: list[str],
-    setup: list[str],
-    python: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, options: list[str]
 ) -> None:
+    setup, python = (SETUP, "/opt/my python") if text == EVERY_KEY else (SETUP[:1], sys.executable)
     answers = ["hello from a prologue"] + [json.dumps({"host": host}) for host in ("n1", "n2")]
     path, results = tmp_path / "mine.toml", tmp_path / "results"
     path.write_text(text)
