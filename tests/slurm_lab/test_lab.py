@@ -1,4 +1,4 @@
-"""Tests of slurm/lab: a real cluster with links, GPUs and partitions, complete removal, and isolation of labs."""
+"""Tests of slurm/lab: a real cluster with links and GPUs, complete removal, and isolation of labs."""
 
 from __future__ import annotations
 
@@ -81,13 +81,6 @@ def test_start_removes_the_remains_of_a_killed_lab() -> None:
     assert remains(lab) == []
 
 
-def test_two_labs_run_at_the_same_time(lab: Lab) -> None:
-    with started("-beside", N="2", DBD="0") as other:
-        assert hosts(other, "-N2") == ["n1", "n2"]
-        assert hosts(lab, "-N4") == ["n1", "n2", "n3", "n4"]
-    assert hosts(lab, "-N4") == ["n1", "n2", "n3", "n4"]
-
-
 def test_lab_without_network_namespaces_cannot_limit_rates() -> None:
     with started("-plain", N="2", DBD="0", NETNS="0", PORT="27800") as lab:
         assert len(hosts(lab, "-N2")) == 2
@@ -159,16 +152,6 @@ def test_link_rates_are_limited_and_bytes_counted(lab: Lab) -> None:
     assert "tbf" not in lab.node(1, ["tc", "qdisc"])
 
 
-def test_a_cut_link_blocks_connections_until_joined(lab: Lab) -> None:
-    connect = ["python3", "-c", "import socket; socket.create_connection(('n2', 1), timeout=2)"]
-    refused = "ConnectionRefusedError"
-    assert refused in lab.script("node", "1", *connect, check=False).stderr
-    lab.cut(2)
-    assert refused not in lab.script("node", "1", *connect, check=False).stderr
-    lab.join(2)
-    lab.wait_for("the link", lambda: refused in lab.script("node", "1", *connect, check=False).stderr)
-
-
 def test_jobs_get_distinct_gpus_features_and_time_limits(lab: Lab, tmp_path: Path) -> None:
     show, release_file = "echo $CUDA_VISIBLE_DEVICES", tmp_path / "release"
     show_and_wait = f"{show}; until [ -e {release_file} ]; do sleep 0.1; done"
@@ -184,26 +167,3 @@ def test_jobs_get_distinct_gpus_features_and_time_limits(lab: Lab, tmp_path: Pat
     assert lab.run(["srun", "--gres=gpu:9", "true"], check=False).returncode != 0
     assert set(hosts(lab, "--constraint=rack2", "-N2")) == {"n3", "n4"}
     assert "2:00" in lab.run(["sinfo", "-h", "-p", "short", "-o", "%l"]).stdout
-
-
-def test_the_high_partition_preempts_and_requeues_debug_jobs(lab: Lab, tmp_path: Path) -> None:
-    script = tmp_path / "low.sh"
-    script.write_text(
-        f"#!/bin/bash\ntrap 'echo signal >> {tmp_path}/signals; scontrol requeue $SLURM_JOB_ID; exit' USR2\n"
-        f"echo start >> {tmp_path}/starts\nsleep 100 &\nwait\n"
-    )
-    low = ["sbatch", "--parsable", "-N4", "--exclusive", "--requeue", "--signal=B:USR2@30", "-t", "60"]
-    job = lab.run([*low, "-o", "/dev/null", script]).stdout.strip()
-    lab.wait_for("the start of the debug job", (tmp_path / "starts").exists)
-    assert hosts(lab, "-p", "high", "-N4", "--exclusive") == ["n1", "n2", "n3", "n4"]
-    assert (tmp_path / "signals").read_text() == "signal\n"
-    assert lab.show("job", job)["Restarts"] == "1"
-    lab.wait_for("its second start", lambda: (tmp_path / "starts").read_text() == "start\nstart\n")
-
-
-def test_killed_slurmd_and_slurmctld_can_be_restarted(lab: Lab) -> None:
-    lab.script("kill-slurmd", "4")
-    assert "no slurmd" in lab.script("kill-slurmd", "4", check=False).stderr
-    lab.script("start-slurmd", "4")
-    lab.script("restart-slurmctld")
-    lab.wait_for("n4 answers", lambda: "n4" in hosts(lab, "-w", "n4"))
