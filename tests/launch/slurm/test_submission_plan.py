@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from repro.config.suites import load_suite
 from repro.launch import plan
 from repro.launch.slurm import profile
-from repro.launch.slurm.allocation.bundle import SubmissionWork
 from repro.launch.slurm.submission import submission_plan
 from repro.launch.slurm.submission.job_array import count_nodes, pack_arrays
 from repro.launch.slurm.submission.submission_plan import SubmissionPlan, plan_submission
@@ -36,16 +35,13 @@ def make_plan(folder: Path, site: Path, *only: str) -> SubmissionPlan:
     keys = {entry.experiment.name: entry.experiment.key for entry in load_suite(suite).entries}
     with Store(folder / "results") as store:
         store.append(made_up("known", key=keys["known"]))
-        return plan_submission(
-            suite, profile.load_profile(site), store, only=list(only), running={keys["runs"]: "12_3"}
-        )
+        running = {keys["runs"]: "12_3"}
+        return plan_submission(suite, profile.load_profile(site), store, only=list(only), running=running)
 
 
-def printed(
-    planned: SubmissionPlan, capsys: pytest.CaptureFixture[str], *, details: bool = False
-) -> list[str]:
+def printed(planned: SubmissionPlan, capsys: pytest.CaptureFixture[str], details: bool = False) -> list[str]:
     submission_plan.print_submission_plan(planned, Path("results"), json=False, details=details)
-    return capsys.readouterr().out.splitlines()
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
 def test_dry_run_prints_all_sections(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +54,7 @@ def test_dry_run_prints_all_sections(site: Path, tmp_path: Path, capsys: pytest.
         "1 case with a record; --rerun submits cases with a record again",
         "2 cases that nodes of local cannot run: far needs 16 devices of system dgx2, ...",
     ]
-    assert [line.rstrip() for line in printed(planned, capsys)] == [
+    assert printed(planned, capsys) == [
         *answer,
         "",
         "array  jobs",
@@ -77,6 +73,11 @@ def test_dry_run_prints_all_sections(site: Path, tmp_path: Path, capsys: pytest.
         "#   b",
         "SCRIPT 1",
     ]
+    many = replace(planned, arrays=planned.arrays * 40, running={f"case-{i}": "12" for i in range(50)})
+    lines = printed(many, capsys)
+    assert len(lines) <= 24, "the answer fits one screen"
+    assert "50 cases in a live job: case-0 (job 12), case-1 (job 12), case-2 (job 12), ..." in lines
+    assert lines[-1] == "68 more arrays; --details prints the cases and scripts of all arrays"
     assert printed(make_plan(tmp_path, site, "known", "far"), capsys) == [
         "Dry run: 0 cases in 0 job arrays. Nothing is submitted.",
         "Maximum cost, if all jobs reach their time limits: 0 core-hours.",
@@ -86,7 +87,7 @@ def test_dry_run_prints_all_sections(site: Path, tmp_path: Path, capsys: pytest.
     ]
     site.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\ntime_limit = "90"\n')
     planned = make_plan(tmp_path, site, "further")
-    assert [line.rstrip() for line in printed(planned, capsys)] == [
+    assert printed(planned, capsys) == [
         "Dry run: 1 case in 1 job array. Nothing is submitted.",
         "Maximum cost, if all jobs reach their time limits: 24 GPU-hours.",
         "No step time is predicted: run `repro run SUITE --evidence simulated` first.",
@@ -96,17 +97,6 @@ def test_dry_run_prints_all_sections(site: Path, tmp_path: Path, capsys: pytest.
         "",
         "0 more arrays; --details prints the cases and scripts of all arrays",
     ]
-
-
-def test_answer_for_many_arrays_fits_one_screen(
-    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planned = make_plan(tmp_path, site)
-    many = replace(planned, arrays=planned.arrays * 40, running={f"case-{i}": "12" for i in range(50)})
-    lines = printed(many, capsys)
-    assert len(lines) <= 24
-    assert "50 cases in a live job: case-0 (job 12), case-1 (job 12), case-2 (job 12), ..." in lines
-    assert lines[-1] == "68 more arrays; --details prints the cases and scripts of all arrays"
 
 
 def test_dry_run_document_contains_all_cases(site: Path, tmp_path: Path) -> None:
@@ -144,16 +134,8 @@ def test_cases_of_equal_shape_share_an_array(site: Path, tmp_path: Path) -> None
     site.write_text('[slurm]\ntasks_per_node = 2\ncases_per_job = 2\n[[case]]\nmatch = "c"\nnodes = 2\n')
     tasks = plan.plan_tasks(suite, list(suite.entries), Store(tmp_path / "results"), rerun=False)
     found = pack_arrays(tasks, profile.load_profile(site))
-    shapes = {
-        (array.shape.nodes, array.shape.tasks_per_node): [
-            [e.name for e in bundle.experiments] for bundle in array.bundles
-        ]
-        for array in found
-    }
-    assert shapes == {(2, 2): [["d4", "e4"]], (2, 1): [["c"]], (1, 2): [["a", "f", "b"]]}
+    shapes = [(array.shape.nodes, array.shape.tasks_per_node) for array in found]
+    assert shapes == [(2, 2), (2, 1), (1, 2)]
+    names = [[e.name for e in bundle.experiments] for array in found for bundle in array.bundles]
+    assert names == [["d4", "e4"], ["c"], ["a", "f", "b"]]
     assert [b.index for array in found for b in array.bundles] == [0, 1, 2]
-    work = SubmissionWork(suite=suite, bundles=tuple(b for array in found for b in array.bundles), rerun=True)
-    work.save(tmp_path)
-    loaded = SubmissionWork.load(tmp_path)
-    assert (loaded.bundles, loaded.rerun) == (work.bundles, True)
-    assert [e.experiment for e in loaded.suite.entries] == [e.experiment for e in suite.entries]
