@@ -240,45 +240,43 @@ def test_cancel_selects_by_case_or_suite(submitted: ThreeCases) -> None:
     assert submitted.slurm.calls("scancel") == [["12_1"], ["12_0", "12_2"]]
 
 
-@pytest.mark.parametrize(
-    ("job", "state", "failure"),
-    [
-        ({"state": "CANCELLED"}, "cancelled", "cancelled"),
-        ({"state": "NODE_FAIL"}, "lost", "node-failure"),
-        ({"state": "FAILED", "exit": "1:0"}, "lost", "error"),
-    ],
-)
-def test_job_without_a_record_is_recorded_once(
-    submitted: ThreeCases, job: dict[str, str], state: str, failure: str
-) -> None:
-    for name in ("b", "c"):
-        submitted.record(name, "ok")
-    submitted.slurm.job("12_0", **job)
-    assert submitted.row("a", "state", "failure", "recorded") == (state, failure, False)
-    for recorded in (["a"], []):
+def test_jobs_without_a_record_are_recorded_once(submitted: ThreeCases) -> None:
+    ends = {
+        "a": ("CANCELLED", "cancelled", "cancelled", "interrupted"),
+        "b": ("NODE_FAIL", "lost", "node-failure", "interrupted"),
+        "c": ("FAILED", "lost", "error", "error"),
+    }
+    for place, (job_state, *_) in enumerate(ends.values()):
+        submitted.slurm.job(f"12_{place}", state=job_state)
+    for name, end in ends.items():
+        row = submitted.row(name, "job_state", "state", "failure", "outcome", "recorded")
+        assert row == (*end, False)
+    for recorded in ([*"abc"], []):
         code, out, _ = submitted.repro("collect", "--json")
         document = json.loads(out)
         assert (code, document["recorded"], document["records"]) == (1, recorded, 3)
-        assert document["cases"][0]["failure"] == failure, "the new record has the same class"
-    record = latest(submitted.results)[submitted.experiments["a"].key]
-    assert record["outcome"] == ("error" if failure == "error" else "interrupted")
-    assert record["wall_s"] == 0, "the duration is unknown"
-    assert record["provenance"]["slurm"]["state"] == job["state"]
-    assert document["bad_nodes"] == ({"n1": 1} if failure == "node-failure" else {})
+        failures = [case["failure"] for case in document["cases"]]
+        assert failures == [end[2] for end in ends.values()], "the new record has the same class"
+    newest = latest(submitted.results)
+    for name, (job_state, _, _, outcome) in ends.items():
+        record = newest[submitted.experiments[name].key]
+        assert (record["outcome"], record["provenance"]["slurm"]["state"]) == (outcome, job_state)
+        assert record["wall_s"] == 0, "the duration is unknown"
+    assert document["bad_nodes"] == {"n1": 1}
 
 
 def test_node_failures_are_counted_per_node() -> None:
     """The reason of a node failure names nodes; without names, all nodes of the case count."""
     cases = [
-        CaseState(**KNOWN, state="failed", detail=reason, outcome=outcome, nodes=nodes)
-        for reason, outcome, nodes in (
-            ("lost node n2: no answer from the node for 15 s", "error", "n[1-3]"),
-            ("node failure of n2, n3", "interrupted", "n[1-3]"),
-            ("wrong hardware: all of them", "error", "n[1-3]"),
-            ("rank 0: n1 is bad", "error", "n[1-3]"),
-            ("lost node", "error", ""),
+        CaseState(**KNOWN, state="failed", detail=reason, outcome=outcome, nodes="n[1-3]")
+        for reason, outcome in (
+            ("lost node n2: no answer from the node for 15 s", "error"),
+            ("node failure of n2, n3", "interrupted"),
+            ("wrong hardware: all of them", "error"),
+            ("rank 0: n1 is bad", "error"),
         )
     ]
+    cases.append(CaseState(**KNOWN, state="failed", detail="lost node", outcome="error"))
     assert commands.count_bad_nodes(cases) == {"n2": 3, "n3": 2, "n1": 1}
 
 
