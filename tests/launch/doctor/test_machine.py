@@ -107,9 +107,7 @@ def remove_slurm_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     ("capability", "precisions"),
     [((8, 0), "bf16 by tensor cores"), ((7, 0), "no bf16"), ((6, 1), "without tensor cores")],
 )
-def test_check_of_a_gpu_names_precisions_or_missing_kernels(
-    capability: tuple[int, int], precisions: str
-) -> None:
+def test_gpu_check_names_precisions_or_missing_kernels(capability: tuple[int, int], precisions: str) -> None:
     name = "sm_{}{}".format(*capability)
     _, device = check_gpus(fake_torch(capability, [name]))
     assert (device.state, precisions in device.enables) == ("yes", True)
@@ -160,7 +158,6 @@ def test_torch_has_kernels_for_gpu(capability: tuple[int, int], architectures: l
             "torch 2.9.0 is built for GPU architectures sm_75, sm_80",
         ),
     ],
-    ids=["runs", "no GPU", "no CUDA", "unusable", "too old"],
 )
 def test_reason_of_an_unusable_gpu_is_one_line(
     fake: Any, in_machine: list[str], reason: str, monkeypatch: pytest.MonkeyPatch

@@ -93,9 +93,7 @@ def test_messages_may_arrive_in_pieces_or_together(listener: Listener) -> None:
     ],
     ids=["http", "another token", "no token", "no rank", "no number", "no object", "too long"],
 )
-def test_client_without_valid_token_is_disconnected(
-    listener: Listener, accepted: bytes, rejected: bytes
-) -> None:
+def test_client_without_token_is_disconnected(listener: Listener, accepted: bytes, rejected: bytes) -> None:
     """The listener waits for the rest of the line after the `accepted` bytes."""
     with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as raw:
         raw.sendall(accepted)
@@ -135,9 +133,7 @@ def test_error_of_a_lost_connection_is_reported(listener: Listener, number: int,
     ("error", "open"),
     [(TimeoutError("ours"), True), (TimeoutError(errno.ETIMEDOUT, "kernel"), False), (OSError(104, "reset"), False)],
 )  # fmt: skip
-def test_only_errors_of_the_kernel_close_the_connection(
-    listener: Listener, error: OSError, open: bool
-) -> None:
+def test_only_kernel_errors_close_the_connection(listener: Listener, error: OSError, open: bool) -> None:
     task = connect(listener)
     with task._socket:
         task._socket = silent = MagicMock()

@@ -87,9 +87,7 @@ class SurveyStep:
         return "" if self.polls > 100 else "srun: error: n1 is down"
 
 
-def test_survey_waits_for_reports_and_names_lost_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_survey_awaits_reports_and_names_lost_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, folder = Clock().rules(monkeypatch, controller), tmp_path / "nodes"
     folder.mkdir()
     (folder / "report-0.json").touch()

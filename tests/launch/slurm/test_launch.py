@@ -92,21 +92,19 @@ def test_launch_file_contains_all_task_settings(tmp_path: Path) -> None:
     listener.close()
 
 
-def position_message(
-    seconds: float, step: int = 5, *, age: float = 0.0, stopped: bool = False
-) -> dict[str, Any]:
+def position_at(seconds: float, step: int = 5, age: float = 0.0, stopped: bool = False) -> dict[str, Any]:
     at = [0, step, "forward", 40, "all_gather", "tp", seconds]
     return {"say": "position", "at": at, "age": age, "stopped": stopped}
 
 
 def test_position_time_changes_only_with_new_heartbeats(started: Started, clock: Clock) -> None:
     assert [started.position(rank) for rank in range(3)] == [Position(0, 0, Phase.START, 0, "", "", 0.0)] * 3
-    started.deliver(1, **position_message(7000.0, age=0.5))
+    started.deliver(1, **position_at(7000.0, age=0.5))
     clock.now = 130.0
-    started.deliver(1, **position_message(7000.0, 6, age=30.5, stopped=True))
+    started.deliver(1, **position_at(7000.0, 6, age=30.5, stopped=True))
     assert (started.position(1).seconds, started.position(1).step) == (99.5, 5)
     assert [started.stopped(rank) for rank in range(3)] == [False, True, False]
-    started.deliver(1, **position_message(7030.0, 6, age=0.25))
+    started.deliver(1, **position_at(7030.0, 6, age=0.25))
     assert (started.position(1).seconds, started.position(1).step, started.stopped(1)) == (129.75, 6, False)
     assert str(started.position(1)) == "at step 6, forward, after collective all_gather #40 in group tp"
     assert not started.position(0).begun
@@ -201,7 +199,7 @@ def test_other_failures_do_not_change_the_port(started: Started) -> None:
     started.deliver(0, **{**taken, "errors": "KeyError"})
     assert (started.poll(0), started.start_count) == (1, 1)
     started._begin()
-    started.deliver(0, **position_message(1.0))
+    started.deliver(0, **position_at(1.0))
     started.deliver(0, **taken)
     assert (started.poll(0), started.start_count) == (1, 2), "the rank had begun"
     started._begin()
@@ -212,7 +210,7 @@ def test_other_failures_do_not_change_the_port(started: Started) -> None:
 
 def test_stack_dump_waits_for_running_ranks(started: Started, clock: Clock) -> None:
     started.deliver(0, "ended", code=0, report=None, errors="")
-    started.deliver(1, **position_message(1.0, stopped=True))
+    started.deliver(1, **position_at(1.0, stopped=True))
     started.dump_stacks()
     assert started.step.signal.call_args_list == [call(rank_process.STACKS_SIGNAL)]
     waited_s = clock.now - 100 - (rank_process.STACKS_TIMEOUT_S + task.POSITION_INTERVAL_S)
