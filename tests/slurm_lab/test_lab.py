@@ -132,7 +132,6 @@ def test_link_rates_are_limited_and_bytes_counted(lab: Lab) -> None:
 
     def transfer() -> float:
         with lab.background(["node", "2"], ["python3", "-c", RECEIVE]) as receiver:
-            assert receiver.stdout is not None
             assert receiver.stdout.readline() == "ready\n"
             seconds = float(lab.node(1, ["python3", "-c", SEND, "n2", str(size)]))
             assert receiver.stdout.readline() == f"{size}\n"
@@ -157,7 +156,6 @@ def test_jobs_get_distinct_gpus_features_and_time_limits(lab: Lab, tmp_path: Pat
     show_and_wait = f"{show}; until [ -e {release_file} ]; do sleep 0.1; done"
     one = ["srun", "-w", "n1", "--mem=1G"]
     with lab.background(["exec"], [*one, "--gres=gpu:v100:3", "bash", "-c", show_and_wait]) as first:
-        assert first.stdout is not None
         first_gpus = first.stdout.readline().strip().split(",")
         second_gpus = lab.run([*one, "--gres=gpu:5", "bash", "-c", show]).stdout.strip().split(",")
         release_file.touch()
