@@ -31,7 +31,7 @@ from repro.util.units import NO_VALUE
 from tests.accuracy.twins.conftest import tables
 from tests.claims.test_scores import scored
 from tests.cli.samples import EXEMPT, SAMPLES, cases
-from tests.launch.slurm.submitted import ThreeCases
+from tests.launch.slurm.conftest import ThreeCases
 
 SCREEN_LINES, SCREEN_COLUMNS, SENTENCE_WORDS = 24, 100, 30
 NARROW = (80, 40)

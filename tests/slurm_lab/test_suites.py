@@ -1,4 +1,4 @@
-"""Tests of complete suites on the lab: results, nodes, all strategies, no repeated case, and no secret in a file."""
+"""Tests of suites on the lab: results, nodes, strategies, no repeated case, no secret in a file, refused profiles."""
 
 from __future__ import annotations
 
@@ -34,12 +34,6 @@ LAYOUTS = {
     "pp-dp-n4": "pp = 2, dp = 2, micro_batch = 2, global_batch = 8",
 }
 NODES = {name: int(name[-1]) for name in LAYOUTS}
-
-
-def slurm_facts(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the SLURM facts in a record's provenance."""
-    slurm: dict[str, Any] = record["provenance"]["slurm"]
-    return slurm
 
 
 @pytest.mark.xdist_group("cores")
@@ -85,7 +79,7 @@ def test_twelve_cases_run_once_on_their_requested_nodes(
         assert found["MASTER_ADDR"] == lab.address(nodes[0])
         assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "eth0"
     for name, record in newest.items():
-        facts = slurm_facts(record)
+        facts = record["provenance"]["slurm"]
         nodes = facts["nodes"]
         assert len(set(nodes)) == len(nodes) == NODES[name]
         assert sorted(n for rack in facts["switches"].values() for n in rack) == sorted(nodes)
@@ -168,8 +162,8 @@ def test_two_suites_run_once_despite_resubmission_and_controller_restart(lab: La
     assert sorted(bench.started_cases()) == ["a", "b", "z0", "z2"]
     experiments = [record for record in bench.records() if record["kind"] == "experiment"]
     assert sorted(record["name"] for record in experiments) == ["a", "b", "z0", "z2"]
-    found = bench.latest()
-    assert slurm_facts(found["z0"])["nodes"] == slurm_facts(found["z2"])["nodes"], "not in one allocation"
+    nodes = [bench.latest()[name]["provenance"]["slurm"]["nodes"] for name in ("z0", "z2")]
+    assert nodes[0] == nodes[1], "not in one allocation"
     assert [record["name"] for record in bench.records() if record["kind"] == "comparison"] == ["z0 vs z2"]
 
     # No case remains, but --rerun submits a completed case.
@@ -209,3 +203,46 @@ def test_a_killed_submit_can_be_repeated(lab: Lab, tmp_path: Path) -> None:
     status = bench.wait_for_end()
     assert {row["state"] for row in status.values()} == {"done"}, bench.logs()
     assert bench.outcomes("wide") == bench.outcomes("narrow") == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "layout", "expected"),
+    [
+        ({"partition": "gpu"}, "dp = 2", ("partition", "gpu", "debug", "high", "short")),
+        ({"partition": "short", "time_limit": "00:05:00"}, "dp = 2", ("time_limit", "00:05:00", "short")),
+        ({"gpus_per_node": 9}, "dp = 2", ("gpus_per_node", "9", "at most 8")),
+        ({"gpus_per_node": 2, "gpu_type": "a100"}, "dp = 2", ("gpu_type", "a100", "v100")),
+        ({"cpus_per_task": 200}, "dp = 2", ("cpus_per_task", "200", "at most 96")),
+        (
+            {},
+            "dp = 8",
+            ("slurm.nodes = 8: must be at most 4, the number of nodes in partition debug", "wide"),
+        ),
+    ],
+    ids=["partition", "time limit", "GPUs", "GPU type", "cores", "nodes"],
+)
+def test_profile_values_beyond_the_cluster_are_refused(
+    lab: Lab, tmp_path: Path, slurm: dict[str, Any], layout: str, expected: tuple[str, ...]
+) -> None:
+    bench = Bench(lab, tmp_path, slurm)
+    line = bench.submit_error(bench.suite(case("wide", layout)))
+    for word in ("profile.toml", *expected):
+        assert word in line
+    assert lab.jobs() == []
+
+
+def test_an_error_of_sbatch_is_reported(lab: Lab, tmp_path: Path) -> None:
+    """Only sbatch can detect a constraint that no node satisfies; its message is printed."""
+    bench = Bench(lab, tmp_path, {"constraint": "a100&rack9"})
+    done = bench.repro("submit", bench.suite(case("a", "dp = 2")), "--profile", bench.profile, check=False)
+    assert done.returncode == 1
+    assert "Invalid feature specification" in done.stderr
+    assert bench.states() == {"a": "not submitted"}
+
+
+def test_doctor_checks_the_cluster_and_a_node(lab: Lab, tmp_path: Path) -> None:
+    bench = Bench(lab, tmp_path)
+    done = bench.repro("doctor", "--profile", bench.profile, "--nodes", "1", "--details", check=False)
+    message = done.stdout + done.stderr
+    for word in ("slurm-wlm", "sacct answers", "debug: 4 nodes", "eth0"):
+        assert word in message, message

@@ -1,4 +1,4 @@
-"""Tests of `repro doctor`: the checks of this machine, their output and the exit code."""
+"""Tests of `repro doctor` and `make test-gpu`: checks of this machine, its GPUs and their torch build."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from repro import cli
 from repro.launch.doctor import machine
-from repro.launch.doctor.machine import examine_machine
+from repro.launch.doctor.machine import (
+    check_gpus,
+    check_profile_binding,
+    check_task_binding,
+    examine_machine,
+    has_kernels_for,
+    unusable_reason,
+)
 
 
 def test_this_machine_is_usable(
@@ -36,9 +45,6 @@ def test_this_machine_is_usable(
     for check in checks:
         assert check.state != "yes" or check.name in " ".join(passed.split())
         assert (f"\n{check.state:<9}{check.name} " in rows) == (check.state != "yes")
-
-
-def test_json_output_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["doctor", "--results", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["usable"]
@@ -70,3 +76,139 @@ def test_slurm_version_is_read_from_its_commands(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     check = machine._slurm()
     assert (check.state, check.found.split(",")[0]) == ("yes", "slurm 23.11.4")
+
+
+def fake_torch(
+    capability: tuple[int, int], architectures: list[str], count: int = 1, *, cuda: str | None = "12.6"
+) -> Any:
+    """Return a torch module with `count` such devices; without `cuda`, it is a build for CPUs."""
+    device = SimpleNamespace(name="GPU", total_memory=2**35, major=capability[0], minor=capability[1])
+    api = SimpleNamespace(
+        is_available=lambda: count > 0,
+        device_count=lambda: count,
+        get_device_properties=lambda index: device,
+        get_arch_list=lambda: architectures,
+        nccl=SimpleNamespace(version=lambda: (2, 27, 3)),
+    )
+    distributed = SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True)
+    return SimpleNamespace(
+        cuda=api, version=SimpleNamespace(cuda=cuda), __version__="2.9.0", distributed=distributed
+    )
+
+
+@pytest.fixture(autouse=True)
+def remove_slurm_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables of a SLURM job in which the tests may run."""
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("capability", "precisions"),
+    [((8, 0), "bf16 by tensor cores"), ((7, 0), "no bf16"), ((6, 1), "without tensor cores")],
+)
+def test_gpu_check_names_precisions_or_missing_kernels(capability: tuple[int, int], precisions: str) -> None:
+    name = "sm_{}{}".format(*capability)
+    _, device = check_gpus(fake_torch(capability, [name]))
+    assert (device.state, precisions in device.enables) == ("yes", True)
+    _, device = check_gpus(fake_torch(capability, ["sm_90"]))
+    older = "; torch builds for CUDA 12.6 support this GPU" * (capability < (8, 0))
+    assert (device.state, device.enables) == ("no", f"this torch has no kernels for {name}{older}")
+
+
+def test_only_a_single_visible_gpu_has_a_check_of_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(count: int) -> list[str]:
+        return [check.name for check in check_gpus(fake_torch((9, 0), ["sm_90"], count))]
+
+    assert names(1) == ["CUDA", "cuda:0"]
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    assert names(1) == ["CUDA", "GPU binding", "cuda:0"]
+    assert names(4) == ["CUDA", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert machine._nccl(fake_torch((9, 0), ["sm_90"])).found == "2.27.3"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((7, 0), ["sm_70"], True),
+        ((7, 5), ["sm_70"], True),
+        ((7, 0), ["sm_75", "sm_80"], False),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((12, 0), ["sm_90", "sm_120"], True),
+        ((9, 0), [], True),
+    ],
+)
+def test_torch_has_kernels_for_gpu(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
+    assert has_kernels_for(capability, architectures) is runs
+
+
+@pytest.mark.parametrize(
+    ("fake", "in_machine", "reason"),
+    [
+        (fake_torch((7, 0), ["sm_70"]), ["Tesla V100"], ""),
+        (fake_torch((7, 0), [], 0), [], "no NVIDIA GPU or driver found"),
+        (fake_torch((7, 0), [], 0, cuda=None), ["V100"], "V100 in the machine, but torch 2.9.0 has no CUDA"),
+        (fake_torch((7, 0), [], 0), ["Tesla V100"], "Tesla V100 in the machine, but torch cannot use it"),
+        (
+            fake_torch((7, 0), ["sm_75", "sm_80"], 2),
+            ["Tesla V100"],
+            "GPU: this torch has no kernels for sm_70; torch builds for CUDA 12.6 support this GPU; "
+            "torch 2.9.0 is built for GPU architectures sm_75, sm_80",
+        ),
+    ],
+)
+def test_reason_of_an_unusable_gpu_is_one_line(
+    fake: Any, in_machine: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: [{"name": name, "driver": "1"} for name in in_machine])
+    found = unusable_reason(fake)
+    assert (found.startswith(reason) and "\n" not in found) if reason else not found
+    assert ("no" in {check.state for check in check_gpus(fake)}) is bool(reason)
+
+
+def test_machine_check_without_gpus_prints_one_line() -> None:
+    """An empty CUDA_VISIBLE_DEVICES hides the GPUs of the machine."""
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "repro.launch.doctor.machine"], capture_output=True, text=True, env=hidden
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({"GPUS_PER_TASK": "1"}, "gpus-per-task = 1"),
+        ({"GPUS_PER_TASK": "v100:1", "GPUS_ON_NODE": "1"}, "gpus-per-task = v100:1"),
+        ({"GPU_BIND": "single:1"}, "gpu-bind = single:1"),
+        ({"NTASKS_PER_GPU": "1"}, "ntasks-per-gpu = 1"),
+        ({"GPUS_PER_TASK": "1", "STEP_TASKS_PER_NODE": "8(x2)"}, "gpus-per-task = 1"),
+        ({"GPUS_PER_TASK": "1", "TASKS_PER_NODE": "1,2"}, "gpus-per-task = 1"),
+        ({"GPUS_ON_NODE": "8"}, "this task sees only 1 of the job's 8 GPUs on this node"),
+        ({}, ""),
+        ({"GPUS_ON_NODE": "1"}, ""),
+        ({"GPU_BIND": "none"}, ""),
+        ({"GPU_BIND": "verbose,none"}, ""),
+        ({"GPUS_PER_TASK": "1", "GPUS_ON_NODE": "1", "STEP_TASKS_PER_NODE": "1"}, ""),
+        ({"GPUS_PER_TASK": "1", "TASKS_PER_NODE": "1(x4)"}, ""),
+    ],
+)
+def test_task_with_one_visible_gpu_of_several_is_limited(environment: dict[str, str], found: str) -> None:
+    slurm = {f"SLURM_{key}": value for key, value in environment.items()}
+    checks = check_task_binding(slurm, visible=1)
+    assert len(checks) == bool(found)
+    for check in checks:
+        assert (check.state, check.fatal, check.found.startswith(found)) == ("limited", False, True)
+        assert "gpu-bind=none" in check.enables
+    assert check_task_binding(slurm, visible=8) == []
+
+
+def test_profile_that_binds_several_gpus_is_reported() -> None:
+    assert check_profile_binding({"reservation": "bench", "gpu-bind": "none"}, 8) == []
+    (check,) = check_profile_binding({"reservation": "bench", "gpu-bind": "map_gpu:0,1"}, 2)
+    assert check.found == "gpu-bind = map_gpu:0,1: a task may see only some of its node's GPUs"
+    for gpus in (0, 1):
+        assert check_profile_binding({"gpus-per-task": "1"}, gpus) == []

@@ -17,9 +17,11 @@ import psutil
 from submitit.core.utils import DelayedSubmission
 
 from repro.config import suites
-from repro.launch.plan import Task
+from repro.launch import plan
+from repro.launch.failures import failure_class
 from repro.launch.slurm.allocation.bundle import Bundle, SubmissionWork
 from repro.launch.slurm.allocation.controller import RunBundle
+from repro.results.store import Store
 from tests.launch.runs import FAKE, ROOT, wait_for
 from tests.launch.slurm import fake_srun
 from tests.records import lines
@@ -35,24 +37,16 @@ case "$*" in show*) echo "JobId=7 JobState={state} PreemptTime={preempted}";; es
 class Submission:
     """A submission with one bundle, written without `repro submit`."""
 
-    def __init__(self, root: Path, suite: Path, *, profile: str = PROFILE, rerun: bool = False):
+    def __init__(self, root: Path, suite: Path):
         self.results = root / "results"
         self.folder = self.results / "jobs" / "test"
         self.submitit = self.folder / "submitit"
         self.submitit.mkdir(parents=True)
-        (self.folder / "profile.toml").write_text(profile)
+        (self.folder / "profile.toml").write_text(PROFILE)
         loaded = suites.load_suite(suite)
-        compared = {name for c in loaded.comparisons for name in (c.baseline, *c.subjects)}
-        known = {entry.experiment.name: entry.experiment for entry in loaded.entries}
-        tasks = [
-            Task(experiments=tuple(known[name] for name in (c.baseline, *c.subjects)), comparison=c)
-            for c in loaded.comparisons
-        ]
-        alone = [entry.experiment for entry in loaded.entries if entry.experiment.name not in compared]
-        tasks += [Task(experiments=(experiment,)) for experiment in alone]
-        SubmissionWork(suite=loaded, bundles=(Bundle(index=0, tasks=tuple(tasks)),), rerun=rerun).save(
-            self.folder
-        )
+        tasks = plan.plan_tasks(loaded, list(loaded.entries), Store(self.results), rerun=False)
+        bundle = Bundle(index=0, tasks=tuple(tasks))
+        SubmissionWork(suite=loaded, bundles=(bundle,), rerun=False).save(self.folder)
         delayed = DelayedSubmission(RunBundle(str(self.folder), 0))
         delayed.set_timeout(60, 3)
         delayed.dump(self.submitit / "7_submitted.pkl")
@@ -75,15 +69,16 @@ class Submission:
         """Return all records."""
         return lines(self.results)
 
-    def newest(self, key: str) -> dict[str, Any]:
-        """Return a value of the newest record of each experiment, for example its `outcome`."""
+    def outcomes(self, key: str = "outcome") -> dict[str, str]:
+        """Return the outcome, or the value of another key, in the newest record of each experiment."""
         return {r["name"]: r[key] for r in self.records() if r["kind"] == "experiment"}
 
-    def outcomes(self) -> dict[str, str]:
-        return self.newest("outcome")
-
     def reasons(self) -> dict[str, str]:
-        return self.newest("reason")
+        return self.outcomes("reason")
+
+    def failure_classes(self) -> dict[str, str]:
+        reasons = self.reasons()
+        return {name: failure_class(outcome, reasons[name]) for name, outcome in self.outcomes().items()}
 
     @property
     def state(self) -> dict[str, Any]:
@@ -94,11 +89,10 @@ class Submission:
 
 
 class Job:
-    """One start of the job: the process of the controller, which starts steps with `fake_srun`."""
+    """One start of the job on two nodes: the process of the controller, which starts steps with `fake_srun`."""
 
-    def __init__(
-        self, submission: Submission, *, nodes: int = 2, per_node: int = 1, restarts: int = 0, **env: str
-    ):
+    def __init__(self, submission: Submission, *, hold: str = "", restarts: int = 0, **env: str):
+        """`hold`: experiment whose ranks wait in their second step while a file of its name is in `submission.ring`."""
         self.submission = submission
         environment = {
             **os.environ,
@@ -106,19 +100,19 @@ class Job:
             "PYTHONPATH": str(ROOT),
             "SUBMITIT_EXECUTOR": "slurm",
             "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": ",".join(f"n{1 + node}" for node in range(nodes)),
-            "SLURM_JOB_NUM_NODES": str(nodes),
-            "SLURM_NTASKS_PER_NODE": str(per_node),
-            "SLURM_NTASKS": "1",
-            "SLURM_PROCID": "0",
-            "SLURM_LOCALID": "0",
-            "SLURM_NODEID": "0",
+            "SLURM_JOB_NODELIST": "n1,n2",
+            "SLURM_JOB_NUM_NODES": "2",
+            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"), "1"),
+            **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0"),
             "SLURMD_NODENAME": "n1",
             "SLURM_RESTART_COUNT": str(restarts),
             "REPRO_RANK_TARGET": FAKE,
             "FAKE_RING": str(submission.ring),
             **env,
         }
+        if hold:
+            (submission.ring / hold).touch()
+            environment["FAKE_HOLD"] = str(submission.ring)
         self.output = submission.folder / f"job-{restarts}.log"
         with open(self.output, "w") as log:
             self.controller = subprocess.Popen(
@@ -131,10 +125,16 @@ class Job:
             )
         self._files_before = {*submission.results.rglob("*")}
 
-    def wait(self, seconds: float = 100) -> int:
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def wait(self) -> int:
         """Wait for the controller and return its exit code."""
         try:
-            return self.controller.wait(seconds)
+            return self.controller.wait(100)
         finally:
             self.kill()
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fake SLURM commands, which answer from a JSON file and log each call there.
 
-The file is installed under seven names. It checks its arguments and runs no job.
+The file is installed under seven names. It checks its arguments and runs no job. No test calls `scontrol`.
 """
 
 import json
@@ -44,8 +44,7 @@ def sbatch(state: dict, arguments: list[str]) -> int:
 def squeue(state: dict, arguments: list[str]) -> int:
     assert "-r" in arguments, "squeue must print one line per array element"
     for element, job in state["jobs"].items():
-        if not job.get("forgotten"):
-            print(f"{element}|{job['state']}|{job['reason']}|{job['nodes']}")
+        print(f"{element}|{job['state']}|{job['reason']}|{job['nodes']}")
     return 0
 
 
@@ -57,24 +56,6 @@ def sacct(state: dict, arguments: list[str]) -> int:
     for element, job in state["jobs"].items():
         if element.split("_")[0] in wanted:
             print(f"{element}|{job['state']}|{job['reason']}|{job['nodes']}|{job['exit']}")
-    return 0
-
-
-def scontrol(state: dict, arguments: list[str]) -> int:
-    if arguments[:2] == ["show", "hostnames"]:
-        print("\n".join(arguments[2].split(",")))
-        return 0
-    for element, job in state["jobs"].items():
-        if job.get("forgotten"):
-            continue
-        number, _, index = element.partition("_")
-        parts = [f"JobId={number}"] + ([f"ArrayJobId={number}", f"ArrayTaskId={index}"] if index else [])
-        parts += [
-            f"JobState={job['state']}",
-            f"Reason={job['reason']}",
-            f"NodeList={job['nodes'] or '(null)'}",
-        ]
-        print(" ".join([*parts, f"ExitCode={job['exit']}", "Restarts=0"]))
     return 0
 
 

@@ -4,11 +4,13 @@
 Like the real command, it forwards SIGUSR1 and SIGUSR2, and its tasks end when it is killed.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+
+LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
 
 def main(arguments: list[str]) -> int:
@@ -21,21 +23,19 @@ def main(arguments: list[str]) -> int:
     assert "overlap" in options
     nodes = os.environ["SLURM_JOB_NODELIST"].split(",")[: int(options["nodes"])]
     assert tasks <= len(nodes) * per_node
-    step_variables = {"SLURM_NTASKS": str(tasks)}
-    if "cpus-per-task" in options:
-        step_variables["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
     children = [
         subprocess.Popen(
             arguments,
             env={
                 **os.environ,
-                **step_variables,
+                "SLURM_NTASKS": str(tasks),
+                "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
                 "SLURM_PROCID": str(task),
                 "SLURM_LOCALID": str(task % per_node),
                 "SLURM_NODEID": str(task // per_node),
                 "SLURMD_NODENAME": nodes[task // per_node],
             },
-            preexec_fn=_dies_with(os.getpid()),
+            preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
         )
         for task in range(tasks)
     ]
@@ -53,17 +53,6 @@ def main(arguments: list[str]) -> int:
         if codes[-1]:
             print(f"srun: error: {nodes[task // per_node]}: task {task}: {codes[-1]}", file=sys.stderr)
     return max(abs(code) for code in codes)
-
-
-def _dies_with(parent: int) -> Callable[[], None]:
-    def prepare() -> None:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
 
 
 if __name__ == "__main__":

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import socket
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from repro.launch.failures import failure_class
 from tests.launch.held_session import HELD
 from tests.launch.runs import experiments, fill, run, small_disk, wait_for, write_suite
-from tests.launch.slurm.allocations import PROFILE, Job, Submission
+from tests.launch.slurm.allocations import Job, Submission
 from tests.records import lines
 
 pytestmark = pytest.mark.slow
@@ -26,42 +21,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def submission(tmp_path: Path) -> Submission:
     return Submission(tmp_path, write_suite(tmp_path, experiments("a", "b")))
-
-
-@pytest.fixture
-def hold(tmp_path: Path) -> Hold:
-    """Return the hold of this test, which keeps experiments in their second step."""
-    return Hold(tmp_path / "hold")
-
-
-@contextmanager
-def running(submission: Submission, **options: object) -> Iterator[Job]:
-    job = Job(submission, **options)  # type: ignore[arg-type]
-    try:
-        yield job
-    finally:
-        job.kill()
-
-
-class Hold:
-    """Files in the folder `FAKE_HOLD`, which keep fake ranks in their second step."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        folder.mkdir()
-
-    def __call__(self, *names: str) -> dict[str, str]:
-        """Hold only these experiments, and return the variables for the controller."""
-        for path in self.folder.iterdir():
-            path.unlink()
-        for name in names:
-            (self.folder / name).touch()
-        return {"FAKE_HOLD": str(self.folder)}
-
-
-def failure_classes(submission: Submission) -> dict[str, str]:
-    reasons = submission.reasons()
-    return {name: failure_class(outcome, reasons[name]) for name, outcome in submission.outcomes().items()}
 
 
 def all_ended(ranks: dict[int, psutil.Process]) -> bool:
@@ -84,7 +43,7 @@ def test_allocation_and_local_run_have_equal_losses(tmp_path: Path) -> None:
     )
     suite = write_suite(tmp_path, body)
     submission = Submission(tmp_path, suite)
-    with running(submission, REPRO_RANK_TARGET="repro.launch.rank.session:run_rank") as job:
+    with Job(submission, REPRO_RANK_TARGET="repro.launch.rank.session:run_rank") as job:
         assert job.wait() == 0, job.log()
     assert run(suite, tmp_path / "local", fake=False)[0] == 0
     slurm = submission.records()
@@ -100,41 +59,16 @@ def test_allocation_and_local_run_have_equal_losses(tmp_path: Path) -> None:
     assert submission.state["phase"] == "ended"
 
 
-def test_ranks_have_their_environment_and_strangers_no_connection(tmp_path: Path, hold: Hold) -> None:
-    suite = write_suite(tmp_path, experiments("a", extra="layout = { dp = 4 }"))
-    submission = Submission(tmp_path, suite)
-    with running(submission, nodes=2, per_node=2, **hold("a")) as job:
-        ranks = job.reach("a")
-        assert sorted(ranks) == [0, 1, 2, 3]
-        for number, rank in ranks.items():
-            environment = rank.environ()
-            node = {"LOCAL_RANK": str(number % 2), "SLURMD_NODENAME": f"n{1 + number // 2}"}
-            expected = node | {"RANK": str(number), "WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": "lo"}
-            assert {key: environment[key] for key in expected} == expected
-            assert environment["MASTER_ADDR"] == "127.0.0.1"
-            assert f"tcp://127.0.0.1:{environment['MASTER_PORT']}" in rank.cmdline()
-        (launch_file,) = submission.folder.glob("logs/0/*/launch.json")
-        assert launch_file.stat().st_mode & 0o777 == 0o600
-        message = json.loads(launch_file.read_text())
-        for request in (b"GET / HTTP/1.1\r\n", b'{"token":"guessed","rank":0}\n{"say":"ended","code":9}\n'):
-            with socket.create_connection((message["address"], message["port"]), timeout=60) as client:
-                client.sendall(request)
-                assert client.recv(1) == b""
-        hold()
-        assert job.wait() == 0, job.log()
-    assert submission.outcomes() == {"a": "ok"}
-
-
 def test_killed_hanging_and_too_large_ranks_fail_only_their_cases(tmp_path: Path) -> None:
     """Only failed cases have logs. Files are private by default."""
     body = experiments("a", "large", "stuck", "b")
     for name, limit in (("large", "memory_bytes = 50_000_000"), ("stuck", "hang_s = 4")):
         body = body.replace(f'name = "{name}"', f'name = "{name}"\nlimits.{limit}')
     submission = Submission(tmp_path, write_suite(tmp_path, body))
-    with running(submission, FAKE_FAULT="kill:a:1:2,memory:large:1:1,stop:stuck:1:2") as job:
+    with Job(submission, FAKE_FAULT="kill:a:1:2,memory:large:1:1,stop:stuck:1:2") as job:
         assert job.wait() == 0, job.log()
     failures = {"a": "rank-killed", "large": "out-of-memory", "stuck": "hang", "b": ""}
-    assert failure_classes(submission) == failures
+    assert submission.failure_classes() == failures
     reasons = submission.reasons()
     assert reasons["a"].startswith("rank 1 was killed by signal 9 (SIGKILL) at step 2, backward")
     assert "rank 1 is stopped (SIGSTOP or a debugger) at step 2" in reasons["stuck"]
@@ -148,62 +82,30 @@ def test_killed_hanging_and_too_large_ranks_fail_only_their_cases(tmp_path: Path
     assert job.modes_of_files() == {0}
 
 
-def test_profile_without_private_files_lets_others_read_them(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, experiments("a"))
-    submission = Submission(tmp_path, suite, profile=f"{PROFILE}[storage]\nprivate = false\n")
-    with running(submission, FAKE_FAULT="kill:a:1:2") as job:
-        assert job.wait() == 0, job.log()
-    assert job.modes_of_files() == {stat.S_IRGRP | stat.S_IROTH}
-
-
-def test_lost_task_names_its_node_and_requeues_the_job(submission: Submission, hold: Hold) -> None:
+def test_lost_task_names_its_node_and_requeues_the_job(submission: Submission) -> None:
     """A rank without its task cannot report, and the allocation cannot continue without the node."""
-    with running(submission, **hold("a")) as job:
+    with Job(submission, hold="a") as job:
         ranks = job.reach("a")
         job.tasks()[1].kill()
         assert job.wait() == 255, job.log()
         assert all_ended(ranks)
-    assert failure_classes(submission) == {"a": "lost-node"}
+    assert submission.failure_classes() == {"a": "lost-node"}
     assert "lost node n2: the rank's task ended without a report" in submission.reasons()["a"]
     assert submission.state["phase"] == "stopped"
     assert "requeue 7" in submission.calls.read_text()
-    with running(submission, restarts=1) as job:
+    with Job(submission, restarts=1) as job:
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "error", "b": "ok"}, "failed cases run again only on request"
 
 
-def test_tasks_of_an_ending_job_are_not_lost(submission: Submission, hold: Hold) -> None:
-    """SLURM may end the tasks shortly before it signals the controller, which must then run the case again."""
-    submission.set_job_state(state="COMPLETING", preempted="None")
-    with running(submission, **hold("a")) as job:
-        job.reach("a")
-        for task in job.tasks().values():
-            task.kill()
-        job.controller.send_signal(signal.SIGTERM)
-        assert job.wait() == 128 + signal.SIGTERM, job.log()
-    assert submission.outcomes() == {"a": "interrupted"}
-
-
 def test_step_that_does_not_start_is_reported(submission: Submission) -> None:
-    """The node is down during the survey of the nodes, or fails after the survey."""
-    srun = submission.bin / "srun"
-    working = srun.read_text()
-    failing = "#!/bin/sh\necho 'srun: error: Node n2 is not available' >&2\nexit 1\n"
-    srun.write_text(failing)
-    with running(submission) as job:
+    (submission.bin / "srun").write_text(
+        "#!/bin/sh\necho 'srun: error: Node n2 is not available' >&2\nexit 1\n"
+    )
+    with Job(submission) as job:
         assert job.wait() == 0, job.log()
-    assert failure_classes(submission) == {"a": "lost-node", "b": "lost-node"}
+    assert submission.failure_classes() == {"a": "lost-node", "b": "lost-node"}
     assert "0 of 2 SLURM tasks started: srun: error: Node n2 is not available" in submission.reasons()["a"]
-    survey_only = working.replace(
-        "    tasks, per_node", "    assert arguments[2] == NODES, 'no step'\n    tasks, per_node"
-    )
-    srun.write_text(
-        survey_only.replace("import os\n", 'import os\nNODES = "repro.launch.slurm.allocation.nodes"\n', 1)
-    )
-    (submission.folder / "bundle-0.json").unlink()
-    with running(submission) as job:
-        assert job.wait() == 255, job.log()
-    assert "the rank's task did not start: AssertionError: no step" in submission.reasons()["a"]
 
 
 def test_unavailable_slurmctld_and_occupied_port_fail_no_case(submission: Submission) -> None:
@@ -213,7 +115,7 @@ def test_unavailable_slurmctld_and_occupied_port_fail_no_case(submission: Submis
     up, refused, busy = (submission.ring / name for name in ("up", "refused", "busy"))
     refuse = f"    if not os.path.exists('{up}'):\n        open('{refused}', 'w')\n        sys.exit('{error}\\n')\n"
     srun.write_text(srun.read_text().replace("    options = {}", f"{refuse}    options = {{}}"))
-    with running(submission, FAKE_BUSY=str(busy)) as job:
+    with Job(submission, FAKE_BUSY=str(busy)) as job:
         wait_for(refused.exists)
         up.touch()
         assert job.wait() == 0, job.log()
@@ -221,30 +123,30 @@ def test_unavailable_slurmctld_and_occupied_port_fail_no_case(submission: Submis
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
 
-def test_tasks_and_ranks_end_without_their_controller(submission: Submission, hold: Hold) -> None:
-    with running(submission, **hold("a")) as job:
+def test_tasks_and_ranks_end_without_their_controller(submission: Submission) -> None:
+    with Job(submission, hold="a") as job:
         ranks = {**job.reach("a"), **{2 + number: task for number, task in job.tasks().items()}}
         assert len(ranks) == 4
         job.controller.kill()
         assert job.wait() == -signal.SIGKILL, job.log()
         assert all_ended(ranks)
-    with running(submission, restarts=1) as job:
+    with Job(submission, restarts=1) as job:
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
 
 
-def test_preemption_repeats_only_the_interrupted_case(submission: Submission, hold: Hold) -> None:
-    with running(submission, **hold("b")) as job:
+def test_preemption_repeats_only_the_interrupted_case(submission: Submission) -> None:
+    with Job(submission, hold="b") as job:
         job.reach("b")
         job.signal(signal.SIGUSR2)
         assert job.wait() == 255, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "interrupted"}
-    assert failure_classes(submission)["b"] == "preempted"
+    assert submission.failure_classes()["b"] == "preempted"
     state = submission.state
     assert (state["phase"], state["stopped"]["signal"]) == ("stopped", "SIGUSR2")
     assert submission.calls.read_text().splitlines()[-1] == "requeue 7"
     before = len(submission.records())
-    with running(submission, restarts=1) as job:
+    with Job(submission, restarts=1) as job:
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok", "b": "ok"}
     assert len(submission.records()) == before + 1, "finished cases do not run again"
@@ -255,14 +157,13 @@ def test_preempted_training_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     long = "training = { steps = 8, untimed_steps = 1, checkpoint_every = 8 }"
     suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{long}', limits="hang_s = 100")
     submission = Submission(tmp_path, suite)
-    (tmp_path / "a").touch()
-    env = {"REPRO_RANK_TARGET": "tests.launch.held_session:run_rank", "FAKE_HOLD": str(tmp_path)}
-    with running(submission, **env) as job:
+    target = "tests.launch.held_session:run_rank"
+    with Job(submission, hold="a", REPRO_RANK_TARGET=target) as job:
         job.reach("a", HELD)
         job.signal(signal.SIGUSR2)
         assert job.wait() == 255, job.log()
-    assert failure_classes(submission) == {"a": "preempted"}
-    with running(submission, restarts=1, **env) as job:
+    assert submission.failure_classes() == {"a": "preempted"}
+    with Job(submission, hold="a", restarts=1, REPRO_RANK_TARGET=target) as job:
         assert job.wait() == 0, job.log()
     assert submission.outcomes() == {"a": "ok"}
     record = submission.records()[-1]
@@ -270,24 +171,29 @@ def test_preempted_training_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     assert record["series"]["resumed_from"] == [HELD + 1]
 
 
-def test_cancelled_job_is_not_requeued(submission: Submission, hold: Hold) -> None:
+@pytest.mark.parametrize("have_tasks_ended", [False, True])
+def test_cancelled_job_is_not_requeued(submission: Submission, have_tasks_ended: bool) -> None:
+    """SLURM may signal or end the tasks before it signals the controller. These tasks are not lost."""
     submission.set_job_state(state="CANCELLED", preempted="None")
-    with running(submission, **hold("a")) as job:
+    with Job(submission, hold="a") as job:
         job.reach("a")
-        job.signal(signal.SIGTERM)
+        for task in job.tasks().values():
+            task.send_signal(signal.SIGKILL if have_tasks_ended else signal.SIGTERM)
+        if have_tasks_ended:
+            job.controller.send_signal(signal.SIGTERM)
         assert job.wait() == 128 + signal.SIGTERM, job.log()
-    assert failure_classes(submission) == {"a": "cancelled"}
+    assert submission.failure_classes() == {"a": "cancelled"}
     assert "requeue" not in submission.calls.read_text()
 
 
-def test_full_disk_is_reported(tmp_path: Path, hold: Hold) -> None:
+def test_full_disk_is_reported(tmp_path: Path) -> None:
     with small_disk(tmp_path) as disk:
         suite = write_suite(tmp_path, experiments("a", "b"))
         submission = Submission(disk, suite)
-        with running(submission, FAKE_RING=str(tmp_path), **hold("a")) as job:
+        with Job(submission, FAKE_RING=str(tmp_path), hold="a") as job:
             job.reach("a")
             fill(disk)
-            hold()
+            (submission.ring / "a").unlink()
             assert job.wait() == 1, job.log()
         assert submission.outcomes() == {"a": "error"}
         assert "disk full" in submission.reasons()["a"]

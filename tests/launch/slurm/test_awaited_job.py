@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import asdict, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
 
-from repro.config import ConfigError, Experiment, Layout
+from repro.config import Experiment, Layout
 from repro.launch.job import Interrupt, Job
 from repro.launch.slurm import profile
 from repro.launch.slurm.allocation import controller
@@ -20,7 +20,6 @@ from repro.launch.slurm.allocation.stop import REQUEUE, AllocationStop
 from repro.launch.slurm.scheduler import JobState, SchedulerError
 from repro.launch.slurm.submission import submit
 from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
-from repro.launch.slurm.submission.profile_check import require_shared_folder
 from repro.launch.supervise import Ending
 from tests.launch.slurm.conftest import FakeSlurm
 from tests.training import TINY
@@ -29,37 +28,30 @@ JOB = Job(experiments=[Experiment(name="a", model=TINY, layout=Layout(dp=2))])
 RUNNING = JobState(state="RUNNING", nodes="n1")
 
 
-class Answers:
-    """A scheduler that returns the given states in turn and repeats the last; it raises a given error."""
-
-    def __init__(self, *answers: JobState | SchedulerError | None):
-        self.answers = list(answers)
-        self.cancelled: list[str] = []
-
-    def jobs(self, ids: list[str]) -> dict[str, JobState]:
-        assert ids == ["7"]
-        found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(found, SchedulerError):
-            raise found
-        return {} if found is None else {"7": found}
-
-    def cancel(self, ids: list[str]) -> None:
-        self.cancelled += ids
+Answer = JobState | SchedulerError | None
 
 
-@pytest.fixture(autouse=True)
-def shorten_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Return the imitated SLURM of the waiting process, whose intervals are short."""
     monkeypatch.setattr(submit, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(submit, "ANSWER_DELAY_S", 0.01)
+    imitated = MagicMock()
+    monkeypatch.setattr(submit, "Scheduler", lambda: imitated)
+    return imitated
 
 
 def wait(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, answers: Answers, signal: int = 0, quiet: bool = False
+    scheduler: MagicMock, folder: Path, *answers: Answer, signal: int = 0, quiet: bool = False
 ) -> dict[str, Any]:
-    monkeypatch.setattr(submit, "Scheduler", lambda: answers)
+    """Wait for job 7; SLURM answers with each state or error in turn and repeats the last, None: unknown job."""
+    known = [{"7": answer} if isinstance(answer, JobState) else answer or {} for answer in answers]
+    scheduler.jobs.side_effect = chain(known, repeat(known[-1]))
     interrupt = Interrupt()
     interrupt.signal = signal
-    return submit.wait_for_answer("7", folder, interrupt, quiet=quiet)
+    answer = submit.wait_for_answer("7", folder, interrupt, quiet=quiet)
+    assert all(asked == call(["7"]) for asked in scheduler.jobs.call_args_list)
+    return answer
 
 
 def failed(reason: str) -> dict[str, Any]:
@@ -68,49 +60,47 @@ def failed(reason: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_each_job_state_is_printed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: bool
+    scheduler: MagicMock, tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: bool
 ) -> None:
     (tmp_path / controller.ANSWER_FILE).write_text('{"outcome": "ok"}')
-    pending = JobState(state="PENDING", reason="Resources")
-    error = SchedulerError("squeue: timed out")
-    answers = Answers(pending, pending, error, RUNNING, JobState(state="COMPLETED"))
-    assert wait(monkeypatch, tmp_path, answers, quiet=quiet) == {"outcome": "ok"}
+    pending, error = JobState(state="PENDING", reason="Resources"), SchedulerError("squeue: timed out")
+    answers = (pending, pending, error, RUNNING, JobState(state="COMPLETED"))
+    assert wait(scheduler, tmp_path, *answers, quiet=quiet) == {"outcome": "ok"}
     message = ["job 7 is PENDING: Resources", "job 7 is RUNNING n1"]
     assert capsys.readouterr().err.splitlines() == ([] if quiet else message)
-
-
-FAILED = JobState(state="FAILED", reason="NonZeroExitCode")
 
 
 @pytest.mark.parametrize(
     ("end", "state"),
     [
-        (FAILED, "FAILED NonZeroExitCode"),
+        (JobState(state="FAILED", reason="NonZeroExitCode"), "FAILED NonZeroExitCode"),
         (JobState(state="COMPLETED"), "COMPLETED"),
         (None, "unknown"),
     ],
 )
 def test_missing_answer_reports_job_state_and_last_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: JobState | None, state: str
+    scheduler: MagicMock, tmp_path: Path, end: JobState | None, state: str
 ) -> None:
-    assert wait(monkeypatch, tmp_path, Answers(end)) == failed(f"job 7 ended in state {state}")
-    (tmp_path / "submitit").mkdir()
-    (tmp_path / "submitit" / "7_0_log.err").write_text("Traceback\nKeyError: 'x'\n")
-    assert wait(monkeypatch, tmp_path, Answers(end)) == failed(f"job 7 ended in state {state}: KeyError: 'x'")
+    log = tmp_path / "submitit" / "7_0_log.err"
+    log.parent.mkdir()
+    for text, error in (("", ""), ("Traceback\nKeyError: 'x'\n", ": KeyError: 'x'")):
+        log.write_text(text)
+        assert wait(scheduler, tmp_path, end) == failed(f"job 7 ended in state {state}{error}")
 
 
-def test_wait_ends_when_slurm_stops_answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_ends_when_slurm_stops_answering(
+    scheduler: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(submit, "SCHEDULER_TIMEOUT_S", 0.01)
     reason = "SLURM stopped answering: squeue: down"
-    assert wait(monkeypatch, tmp_path, Answers(RUNNING, SchedulerError("squeue: down"))) == failed(reason)
+    assert wait(scheduler, tmp_path, RUNNING, SchedulerError("squeue: down")) == failed(reason)
 
 
-def test_interrupt_cancels_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = Answers(RUNNING, JobState(state="CANCELLED"))
-    message = wait(monkeypatch, tmp_path, answers, signal=2)
+def test_interrupt_cancels_the_job(scheduler: MagicMock, tmp_path: Path) -> None:
+    message = wait(scheduler, tmp_path, RUNNING, JobState(state="CANCELLED"), signal=2)
     assert message == {"outcome": "interrupted", "reason": "cancelled job 7", "results": []}
-    assert answers.cancelled == ["7"]
-    failure = wait(monkeypatch, tmp_path, Answers(SchedulerError("scancel: down")), signal=2)
+    assert scheduler.cancel.call_args_list == [call(["7"])]
+    failure = wait(scheduler, tmp_path, SchedulerError("scancel: down"), signal=2)
     assert failure == failed("job 7 could not be cancelled: scancel: down")
 
 
@@ -132,17 +122,6 @@ def test_awaited_job_is_not_requeued(slurm: FakeSlurm, site: Path, tmp_path: Pat
         submit.submit_job(folder, JOB, profile.load_profile(site), array, "mine", target="x:y")
 
 
-def test_output_must_be_in_the_shared_folder(site: Path, tmp_path: Path) -> None:
-    def require(path: Path) -> None:
-        require_shared_folder(profile.load_profile(site), path, option="--output", noun="file")
-
-    require(Path("/elsewhere"))
-    site.write_text(site.read_text() + f'[storage]\nshared = "{tmp_path}"\n')
-    require(tmp_path / "below")
-    with pytest.raises(ConfigError, match=f"--output = '/elsewhere': must be a file in {tmp_path}"):
-        require(Path("/elsewhere"))
-
-
 @pytest.mark.parametrize(
     ("missing", "wrong", "outcome"),
     [("lost node n2", "", "ok"), ("", "wrong hardware: x", "ok"), ("", "", "ok"), ("", "", "hang")],
@@ -152,17 +131,18 @@ def test_answer_contains_nodes_outcome_and_results(
 ) -> None:
     JOB.save(tmp_path / controller.JOB_FILE)
     reports = [NodeReport(node="n1", local=i, task=i) for i in range(2)]
-    site = type("Allocation", (), {"site": None})
-    monkeypatch.setattr(controller, "read_allocation", lambda folder, environment: site)
-    monkeypatch.setattr(controller, "survey_nodes", lambda allocation, folder, stop: (reports, missing))
-    monkeypatch.setattr(controller, "describe_wrong_hardware", lambda reports, site: wrong)
     launch = MagicMock()
     launch.return_value.results.return_value = [{"rank": 0}]
-    monkeypatch.setattr(controller, "ClusterLaunch", launch)
-    watch = lambda launch, interrupted: Ending(outcome, "why", 0, [])
-    monkeypatch.setattr(controller.supervise, "watch", watch)
+    for name, value in {
+        "read_allocation": MagicMock(),
+        "survey_nodes": lambda *_: (reports, missing),
+        "describe_wrong_hardware": lambda *_: wrong,
+        "ClusterLaunch": launch,
+        "supervise.watch": lambda *_, interrupted: Ending(outcome, "why", 0, []),
+        "os.getloadavg": lambda: (1.2345, 9.0, 9.0),
+    }.items():
+        monkeypatch.setattr(f"{controller.__name__}.{name}", value)
     stop = AllocationStop("7")
-    monkeypatch.setattr(controller.os, "getloadavg", lambda: (1.2345, 9.0, 9.0))
     message = controller._run_awaited_job(tmp_path, "x:y", stop, {"SLURM_JOB_ID": "7"})
     assert message["load"] == 1.23
     if missing or wrong:
@@ -189,13 +169,3 @@ def test_answer_is_written_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     answer = json.loads((tmp_path / controller.ANSWER_FILE).read_text())
     assert answer == {"outcome": "hang", "asked": [str(tmp_path), "x:y"]}
     assert {REQUEUE, signal.SIGTERM} <= set(handlers)
-
-
-def test_loaded_job_equals_saved_job(tmp_path: Path) -> None:
-    job = Job(experiments=JOB.experiments * 2, rounds=3, compare=True, apart=True, checkpoints="c", as_rank=1)
-    job.save(tmp_path / "job.json")
-    assert asdict(Job.load(tmp_path / "job.json")) == asdict(job)
-    assert (job.world, replace(job, as_rank=0).world, JOB.world) == (1, 1, 2), "as_rank runs one process"
-    with pytest.raises(AssertionError):
-        replace(job, rounds=0)
-    assert json.loads((tmp_path / "job.json").read_text())["rounds"] == 3

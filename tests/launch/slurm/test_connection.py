@@ -26,8 +26,8 @@ def listener() -> Iterator[Listener]:
     created.close()  # a second close has no effect
 
 
-def connect(listener: Listener, rank: int = 3) -> Connection:
-    return Connection("127.0.0.1", listener.port, token="secret", rank=rank)
+def connect(listener: Listener) -> Connection:
+    return Connection("127.0.0.1", listener.port, token="secret", rank=3)
 
 
 def receive(
@@ -41,21 +41,6 @@ def receive(
 
     wait_for(enough, 10)
     return found
-
-
-def test_messages_arrive_until_the_task_ends(listener: Listener) -> None:
-    task = connect(listener)
-    task.send({"say": "position", "at": [1, 2]})
-    task.send({"say": "ended"})
-    assert receive(listener, count=2) == [(3, {"say": "position", "at": [1, 2]}), (3, {"say": "ended"})]
-    assert (task.address, task.open) == ("127.0.0.1", True)
-    assert (listener.has_connected(3), listener.has_connected(0), listener.ended) == (True, False, {})
-    task.wait(0.01)
-    assert task.open, "the timeout of a wait does not close the connection"
-    assert task._socket.gettimeout() is None
-    task._socket.close()
-    assert receive(listener, lambda: bool(listener.ended)) == []
-    assert (listener.has_connected(3), listener.ended) == (True, {3: TASK_ENDED})
 
 
 def test_sockets_detect_closed_and_silent_peers(listener: Listener) -> None:
@@ -90,8 +75,9 @@ def test_messages_may_arrive_in_pieces_or_together(listener: Listener) -> None:
         assert receive(listener, count=2) == [(1, {"say": 1}), (1, {"say": 2})]
         raw.sendall(b'y": "' + b"x" * (1 << 17) + b'"}\nno json\n')
         assert receive(listener, count=1) == [(1, {"say": "x" * (1 << 17)})], "long messages are accepted"
+        assert (listener.has_connected(1), listener.has_connected(0), listener.ended) == (True, False, {})
     assert receive(listener, lambda: bool(listener.ended)) == []
-    assert listener.ended == {1: TASK_ENDED}
+    assert (listener.has_connected(1), listener.ended) == (True, {1: TASK_ENDED})
 
 
 @pytest.mark.parametrize(
@@ -107,9 +93,7 @@ def test_messages_may_arrive_in_pieces_or_together(listener: Listener) -> None:
     ],
     ids=["http", "another token", "no token", "no rank", "no number", "no object", "too long"],
 )
-def test_client_without_valid_token_is_disconnected(
-    listener: Listener, accepted: bytes, rejected: bytes
-) -> None:
+def test_client_without_token_is_disconnected(listener: Listener, accepted: bytes, rejected: bytes) -> None:
     """The listener waits for the rest of the line after the `accepted` bytes."""
     with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as raw:
         raw.sendall(accepted)
@@ -149,9 +133,7 @@ def test_error_of_a_lost_connection_is_reported(listener: Listener, number: int,
     ("error", "open"),
     [(TimeoutError("ours"), True), (TimeoutError(errno.ETIMEDOUT, "kernel"), False), (OSError(104, "reset"), False)],
 )  # fmt: skip
-def test_only_errors_of_the_kernel_close_the_connection(
-    listener: Listener, error: OSError, open: bool
-) -> None:
+def test_only_kernel_errors_close_the_connection(listener: Listener, error: OSError, open: bool) -> None:
     task = connect(listener)
     with task._socket:
         task._socket = silent = MagicMock()

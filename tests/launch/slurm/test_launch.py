@@ -1,13 +1,14 @@
-"""Tests of a launch on several nodes, whose rank states follow from the messages of tasks, on a simulated clock."""
+"""Tests of a launch on several nodes (rank states from messages of tasks, simulated clock) and of its job step."""
 
 from __future__ import annotations
 
 import errno
 import signal
+import sys
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock, PropertyMock, call
 
 import pytest
 
@@ -16,13 +17,14 @@ from repro.config.enums import Phase
 from repro.launch import rank_process
 from repro.launch.job import STOP_FILE, Job
 from repro.launch.rank_process import Position
-from repro.launch.slurm.allocation import launch, task
+from repro.launch.slurm.allocation import launch, srun_step, task
 from repro.launch.slurm.allocation.connection import TASK_ENDED, Listener
 from repro.launch.slurm.allocation.launch import ClusterLaunch
-from repro.launch.slurm.allocation.srun_step import SrunStep
+from repro.launch.slurm.allocation.srun_step import Allocation, SrunStep
 from repro.launch.slurm.allocation.stop import AllocationStop
 from repro.launch.slurm.profile import parse_profile
 from tests.clock import Clock
+from tests.launch.runs import wait_for
 from tests.training import TINY
 
 JOB = Job(experiments=[Experiment(name="a", model=TINY, layout=Layout(dp=3))])
@@ -70,72 +72,48 @@ def started(clock: Clock, tmp_path: Path) -> Started:
 
 
 def test_launch_file_contains_all_task_settings(tmp_path: Path) -> None:
-    site = {"environment": {"interface": "ib0", "variables": {"NCCL_IB_HCA": "mlx5"}}}
-    allocation: Any = SimpleNamespace(
-        address="127.0.0.1",
-        per_node=2,
-        umask=0o077,
-        step=lambda *given: given,
-        site=parse_profile(site, file="f"),
-    )
-    created = ClusterLaunch(
-        JOB, tmp_path / "logs", allocation, ["n1", "n1", "n2"], target="x:y", stop=AllocationStop("7")
-    )
+    environment = {"interface": "ib0", "variables": {"NCCL_IB_HCA": "mlx5"}}
+    site = parse_profile({"environment": environment}, file="f")
+    allocation: Any = MagicMock(address="127.0.0.1", per_node=2, umask=0o077, site=site)
+    nodes = ["n1", "n1", "n2"]
+    created = ClusterLaunch(JOB, tmp_path / "logs", allocation, nodes, target="x:y", stop=AllocationStop("7"))
     created.start()
-    assert created._listener is not None
-    settings = task.TaskLaunch.load(created.logs)
-    assert settings == task.TaskLaunch(
-        address="127.0.0.1",
-        port=created._listener.port,
-        token=created._listener._token,
-        rendezvous=settings.rendezvous,
-        per_node=2,
-        device="cpu",
-        target="x:y",
-        limited=False,
-        interface="ib0",
-        variables={"NCCL_IB_HCA": "mlx5"},
-        umask=0o077,
-    )
-    assert 0 < settings.rendezvous != settings.port
-    assert len(settings.token) == 32
-    assert (created._ports, created._step) == (1, (3, task.__name__, created.logs))
+    listener = created._listener
+    assert listener is not None
+    settings = asdict(task.TaskLaunch.load(created.logs))
+    expected = {"address": "127.0.0.1", "port": listener.port, "token": listener._token, "per_node": 2}
+    expected |= {"device": "cpu", "target": "x:y", "limited": False, "umask": 0o077, **environment}
+    assert settings == expected | {"rendezvous": settings["rendezvous"]}
+    assert (created.logs / task.LAUNCH_FILE).stat().st_mode & 0o777 == 0o600
+    assert 0 < settings["rendezvous"] != listener.port
+    assert len(listener._token) == 32
+    assert allocation.step.call_args_list == [call(3, task.__name__, created.logs)]
     assert Job.load(created.logs / task.JOB_FILE) == JOB
-    created._listener.close()
+    listener.close()
 
 
-def position_message(
-    seconds: float, step: int = 5, *, age: float = 0.0, stopped: bool = False
-) -> dict[str, Any]:
+def position_at(seconds: float, step: int = 5, age: float = 0.0, stopped: bool = False) -> dict[str, Any]:
     at = [0, step, "forward", 40, "all_gather", "tp", seconds]
     return {"say": "position", "at": at, "age": age, "stopped": stopped}
 
 
 def test_position_time_changes_only_with_new_heartbeats(started: Started, clock: Clock) -> None:
     assert [started.position(rank) for rank in range(3)] == [Position(0, 0, Phase.START, 0, "", "", 0.0)] * 3
-    started.deliver(1, **position_message(7000.0, age=0.5))
+    started.deliver(1, **position_at(7000.0, age=0.5))
     clock.now = 130.0
-    started.deliver(1, **position_message(7000.0, 6, age=30.5, stopped=True))
+    started.deliver(1, **position_at(7000.0, 6, age=30.5, stopped=True))
     assert (started.position(1).seconds, started.position(1).step) == (99.5, 5)
     assert [started.stopped(rank) for rank in range(3)] == [False, True, False]
-    started.deliver(1, **position_message(7030.0, 6, age=0.25))
+    started.deliver(1, **position_at(7030.0, 6, age=0.25))
     assert (started.position(1).seconds, started.position(1).step, started.stopped(1)) == (129.75, 6, False)
     assert str(started.position(1)) == "at step 6, forward, after collective all_gather #40 in group tp"
     assert not started.position(0).begun
 
 
 def test_no_rank_hangs_while_srun_waits_for_slurmctld(started: Started) -> None:
-    class RestartingStep:
-        """A step whose srun starts again at each query of its exit code."""
-
-        starts = 1
-
-        @property
-        def code(self) -> None:
-            self.starts += 1
-
-    restarting: Any = RestartingStep()
-    started._step = restarting
+    type(started.step).starts = PropertyMock(
+        side_effect=[1, 2]
+    )  # the query of the exit code starts srun again
     started._receive()
     assert [started.position(rank).seconds for rank in range(3)] == [100.0, 0.0, 0.0]
 
@@ -208,17 +186,11 @@ def test_close_waits_for_tasks_and_moves_logs(started: Started, tmp_path: Path) 
 TAKEN = "RuntimeError: EADDRINUSE: address already in use"
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        {"report": {"rank": 0, "outcome": "error", "reason": TAKEN}, "errors": ""},
-        {"report": None, "errors": TAKEN.upper()},
-    ],
-    ids=["report", "errors"],
-)
-def test_occupied_port_is_replaced_twice(started: Started, end: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("reason", "errors"), [(TAKEN, ""), ("", TAKEN.upper())])
+def test_occupied_port_is_replaced_twice(started: Started, reason: str, errors: str) -> None:
+    report = {"rank": 0, "outcome": "error", "reason": reason} if reason else None
     for code, start_count in ((None, 2), (None, 3), (1, 3)):
-        started.deliver(0, "ended", code=1, **end)
+        started.deliver(0, "ended", code=1, report=report, errors=errors)
         assert (started.poll(0), started.start_count) == (code, start_count)
 
 
@@ -227,7 +199,7 @@ def test_other_failures_do_not_change_the_port(started: Started) -> None:
     started.deliver(0, **{**taken, "errors": "KeyError"})
     assert (started.poll(0), started.start_count) == (1, 1)
     started._begin()
-    started.deliver(0, **position_message(1.0))
+    started.deliver(0, **position_at(1.0))
     started.deliver(0, **taken)
     assert (started.poll(0), started.start_count) == (1, 2), "the rank had begun"
     started._begin()
@@ -238,7 +210,7 @@ def test_other_failures_do_not_change_the_port(started: Started) -> None:
 
 def test_stack_dump_waits_for_running_ranks(started: Started, clock: Clock) -> None:
     started.deliver(0, "ended", code=0, report=None, errors="")
-    started.deliver(1, **position_message(1.0, stopped=True))
+    started.deliver(1, **position_at(1.0, stopped=True))
     started.dump_stacks()
     assert started.step.signal.call_args_list == [call(rank_process.STACKS_SIGNAL)]
     waited_s = clock.now - 100 - (rank_process.STACKS_TIMEOUT_S + task.POSITION_INTERVAL_S)
@@ -252,3 +224,64 @@ def test_stack_dump_waits_for_running_ranks(started: Started, clock: Clock) -> N
         "rank 1 on n1: at step 5, forward, after collective all_gather #40 in group tp",
         "rank 2 on n2: at start-up",
     ]
+
+
+@pytest.mark.parametrize(("tasks", "nodes"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
+def test_allocation_starts_a_step_with_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int, nodes: int
+) -> None:
+    steps: list[Any] = []
+    monkeypatch.setattr(srun_step, "SrunStep", lambda *given: steps.append(given))
+    allocation = Allocation(nodes=3, per_node=2, site=parse_profile({}, file="f"), address="a", umask=0)
+    allocation.step(tasks, "module", tmp_path)
+    command = [
+        *("srun", "--overlap", "--relative=0", f"--nodes={nodes}", f"--ntasks={tasks}"),
+        *("--distribution=plane=2", "--kill-on-bad-exit=0", "--wait=0"),
+        *(sys.executable, "-m", "module", str(tmp_path)),
+    ]
+    assert (allocation.tasks, steps) == (6, [(command, tmp_path / "srun.err")])
+
+
+def step(folder: Path, text: str) -> SrunStep:
+    return SrunStep(["sh", "-c", text], folder / "srun.err")
+
+
+def test_step_has_exit_code_and_last_error_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    ended = step(tmp_path, 'echo first >&2; echo "$SLURM_JOB_ID$SLURM_STEP_ID last" >&2; exit 3')
+    wait_for(lambda: ended.code is not None)
+    assert (ended.code, ended.starts, ended.last_error_line()) == (3, 1, "12 last")
+    ended.signal(signal.SIGUSR1)
+    (tmp_path / "srun.err").write_text("x" * 301)
+    assert ended.last_error_line() == "x" * 300
+    (tmp_path / "srun.err").write_text("\n")
+    assert ended.last_error_line() == ""
+    (tmp_path / "srun.err").unlink()
+    assert ended.last_error_line() == ""
+
+
+def test_step_receives_signals_and_is_killed(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    heard = step(tmp_path, f"trap 'echo heard >&2; exit 4' USR1; touch {ready}; while :; do sleep 0.02; done")
+    wait_for(ready.exists)
+    heard.signal(signal.SIGUSR1)
+    heard.end(10.0)
+    assert (heard.code, heard.last_error_line()) == (4, "heard")
+    sleeping = step(tmp_path, "exec sleep 60")
+    assert sleeping.code is None
+    sleeping.end(0.01)
+    assert sleeping.code == -signal.SIGKILL
+
+
+def test_step_restarts_while_slurmctld_is_unavailable(tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    text = f"echo x >> {count}; [ $(wc -l < {count}) -ge 3 ] && exit 0; "
+    text += "echo 'srun: error: Unable to contact slurm controller' >&2; exit 1"
+    retried = step(tmp_path, text)
+    wait_for(lambda: retried.code is not None)
+    assert (retried.code, retried.starts) == (0, 3)
+    count.unlink()
+    retried = step(tmp_path, text)
+    retried.end(10.0)
+    assert (retried.code, retried.starts) == (1, 1), "an ended step does not restart"

@@ -23,24 +23,21 @@ from repro.measure import provenance
 from repro.util.processes import usable_cores
 
 V100 = ("Tesla V100-SXM3-32GB", 34_057_748_480, "7.0")
+A100 = ("NVIDIA A100-SXM4-80GB", 85_198_897_152, "8.0")
 
 
-def card(name: str, memory: int, capability: str, number: int) -> dict[str, Any]:
+def card(name: str, memory: int, capability: str, number: int = 0) -> dict[str, Any]:
     return {"uuid": f"GPU-{number}", "name": name, "memory_bytes": memory, "compute_capability": capability}
 
 
-CARDS = [card(*V100, number) for number in range(2)]
+def node(name: str, tasks: int, *gpus: dict[str, Any]) -> list[NodeReport]:
+    """Return the reports of all tasks of a node, each of which sees all its GPUs."""
+    return [NodeReport(node=name, local=i, task=i, gpus=list(gpus)) for i in range(tasks)]
 
 
-def node(
-    name: str, index: int, kind: tuple[str, int, str], *, tasks: int = 16, bound: bool = False
-) -> list[NodeReport]:
-    """Return the reports of all tasks of a node; with `bound`, each task sees one GPU."""
-    cards = [card(*kind, number) for number in range(tasks)]
-    return [
-        NodeReport(node=name, local=i, task=index * tasks + i, gpus=[cards[i]] if bound else cards)
-        for i in range(tasks)
-    ]
+def full_node(name: str, kind: tuple[str, int, str], tasks: int = 16) -> list[NodeReport]:
+    """Return the reports of a node with a GPU for each task."""
+    return node(name, tasks, *(card(*kind, number) for number in range(tasks)))
 
 
 @pytest.mark.parametrize(
@@ -55,50 +52,41 @@ def node(
     ],
 )
 def test_gpu_names_of_drivers_match_systems(system: str, kind: tuple[str, int, str]) -> None:
-    reports = node("n1", 0, kind, tasks=4) + node("n2", 1, kind, tasks=4, bound=True)
+    """On the second node, each task sees one GPU."""
+    bound = [replace(report, gpus=[report.gpus[report.local]]) for report in full_node("n2", kind, 4)]
+    reports = full_node("n1", kind, 4) + bound
     assert hardware_mismatch(reports, systems.load_system_file(system), 4) == ""
 
 
-def with_gpus(tasks: int, *gpus: dict[str, Any]) -> list[NodeReport]:
-    return [replace(report, gpus=list(gpus)) for report in node("n1", 0, V100, tasks=tasks)]
-
-
-A100 = ("NVIDIA A100-SXM4-80GB", 85_198_897_152, "8.0")
-FULL_NODE = ", but system dgx2 has 16 x NVIDIA V100 SXM3 32 GB"
+TWO = [card(*V100, number) for number in range(2)]
+NEED = ", but system dgx2 has 16 x NVIDIA V100 SXM3 32 GB"
+SHARING = node("n1", 2, TWO[0]) + node("n1", 3, *TWO, card(*V100, 2))[2:]
 
 
 @pytest.mark.parametrize(
     ("reports", "found"),
     [
-        (with_gpus(2, *CARDS), ""),
-        (
-            node("n1", 0, V100) + node("n2", 1, A100, tasks=8),
-            f"node n2 has 8 x {A100[0]} (85 GB){FULL_NODE}; results would not be those of dgx2",
-        ),
-        (
-            with_gpus(1),
-            "node n1 has no GPU, but system dgx2 has 1 x NVIDIA V100 SXM3 32 GB; results would not be those of dgx2",
-        ),
-        (with_gpus(2), f"node n1 has no GPU{FULL_NODE}; results would not be those of dgx2"),
-        (
-            with_gpus(2, CARDS[0]),
-            f"node n1 has 1 x {V100[0]} (34 GB){FULL_NODE}; results would not be those of dgx2",
-        ),
-        (
-            with_gpus(2, CARDS[0]) + with_gpus(3, *CARDS, card(*V100, 2))[2:],
-            "several of the 3 tasks on node n1 share a GPU; results would not be those of dgx2",
-        ),
-        (
-            [replace(report, local=report.local + 1) for report in with_gpus(2, *CARDS)],
-            "task 2 of node n1 can use only 2 GPUs; results would not be comparable; "
-            "give each task one GPU or all GPUs",
-        ),
+        (full_node("n1", V100) + full_node("n2", A100, 8), f"node n2 has 8 x {A100[0]} (85 GB){NEED}"),
+        (node("n1", 1), f"node n1 has no GPU{NEED.replace('16', '1')}"),
+        (node("n1", 2), f"node n1 has no GPU{NEED}"),
+        (node("n1", 2, TWO[0]), f"node n1 has 1 x {V100[0]} (34 GB){NEED}"),
+        (SHARING, "several of the 3 tasks on node n1 share a GPU"),
     ],
 )
 def test_mismatch_names_the_node_and_its_gpus(reports: list[NodeReport], found: str) -> None:
-    """Tasks see all GPUs or one GPU each. A task whose number exceeds the visible GPUs has no GPU."""
     message = hardware_mismatch(reports, systems.load_system_file("dgx2"), 16)
-    assert message == (found and f"wrong hardware: {found}")
+    assert message == f"wrong hardware: {found}; results would not be those of dgx2"
+
+
+def test_every_task_needs_a_gpu() -> None:
+    """Tasks see all GPUs or one GPU each. A task whose number exceeds the visible GPUs has no GPU."""
+    dgx2, reports = systems.load_system_file("dgx2"), node("n1", 2, *TWO)
+    assert hardware_mismatch(reports, dgx2, 16) == ""
+    shifted = [replace(report, local=report.local + 1) for report in reports]
+    assert hardware_mismatch(shifted, dgx2, 16) == (
+        "wrong hardware: task 2 of node n1 can use only 2 GPUs; results would not be comparable; "
+        "give each task one GPU or all GPUs"
+    )
 
 
 def test_gpu_differs_by_form_capability_and_eight_percent_of_memory() -> None:
@@ -106,44 +94,14 @@ def test_gpu_differs_by_form_capability_and_eight_percent_of_memory() -> None:
     dgx2 = systems.load_system_file("dgx2")
     full = dgx2.device.memory_bytes.known("memory", system="dgx2")
     for factor, is_other in ((1.0, False), (0.921, False), (1.079, False), (0.919, True), (1.081, True)):
-        assert is_other_gpu(card(V100[0], round(factor * full), "7.0", 0), dgx2) == is_other
-    assert is_other_gpu(card(V100[0], V100[1], "7.2", 0), dgx2)
-    assert is_other_gpu(card("Tesla V100-SXM2-32GB", 34_058_272_768, "7.0", 0), dgx2), "its clocks differ"
+        assert is_other_gpu(card(V100[0], round(factor * full), "7.0"), dgx2) == is_other
+    assert is_other_gpu(card(V100[0], V100[1], "7.2"), dgx2)
+    assert is_other_gpu(card("Tesla V100-SXM2-32GB", 34_058_272_768, "7.0"), dgx2), "its clocks differ"
     assert not is_other_gpu({"name": V100[0], "memory_bytes": None}, dgx2)
-    device = replace(dgx2.device, memory_bytes=replace(dgx2.device.memory_bytes, value=None))
-    unknown = replace(dgx2, device=device)
-    assert not is_other_gpu(card(V100[0], 10**9, "7.0", 0), unknown)
-    assert is_other_gpu(card(A100[0], 10**9, "7.0", 0), unknown)
-
-
-def test_node_report_contains_gpus_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "visible_gpus", lambda visible: [{"uuid": visible}])
-    monkeypatch.setattr(nodes, "gpu_links", lambda: {"nvlinks": [2]})
-    slurm = {
-        "SLURMD_NODENAME": "n2",
-        "SLURM_LOCALID": "3",
-        "SLURM_PROCID": "7",
-        "CUDA_VISIBLE_DEVICES": "GPU-5",
-    }
-    report = nodes.report_node(slurm, gpus=True)
-    assert (report.node, report.local, report.task) == ("n2", 3, 7)
-    assert (report.gpus, report.links) == ([{"uuid": "GPU-5"}], {"nvlinks": [2]})
-    bare = nodes.report_node({}, gpus=False)
-    assert (bare.node, bare.local, bare.task) == (socket.gethostname(), 0, 0)
-    assert (bare.gpus, bare.links, bare.cores) == ([], {}, usable_cores())
-    assert bare.memory_bytes == psutil.virtual_memory().total
-    assert bare.processor
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_node_program_writes_gpu_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    driver = MagicMock()
-    driver.nvmlDeviceGetCount.return_value = 0
-    monkeypatch.setattr(provenance, "nvml", lambda: nullcontext(driver))
-    monkeypatch.setenv("SLURM_PROCID", "7")
-    monkeypatch.setattr(sys, "argv", ["nodes", str(tmp_path)])
-    runpy.run_module(nodes.__name__, run_name="__main__")
-    assert json.loads(nodes.report_path(tmp_path, 7).read_text())["links"] == {"nvlinks": [], "pcie": {}}
+    no_size = replace(dgx2.device.memory_bytes, value=None)
+    unknown = replace(dgx2, device=replace(dgx2.device, memory_bytes=no_size))
+    assert not is_other_gpu(card(V100[0], 10**9, "7.0"), unknown)
+    assert is_other_gpu(card(A100[0], 10**9, "7.0"), unknown)
 
 
 def test_cuda_device_index_of_a_local_rank() -> None:
@@ -175,15 +133,16 @@ def test_visible_gpus_follow_cuda_visible_devices(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, found: list[str]
 ) -> None:
     uuids: list[Any] = [b"GPU-aa1", "GPU-aa2", "GPU-b"]
-    names = dict(zip(["GPU-aa1", "GPU-aa2", "GPU-b"], "xyz", strict=True))
+    names = {"GPU-aa1": "x", "GPU-aa2": "y", "GPU-b": "z"}
     fake_driver(monkeypatch, nvmlDeviceGetUUID=lambda handle: uuids[handle])
-    monkeypatch.setattr(provenance, "gpus", lambda: [{"name": name} for name in "xyz"])
+    monkeypatch.setattr(provenance, "gpus", lambda: [{"name": name} for name in names.values()])
     assert nodes.visible_gpus(visible) == [{"uuid": uuid, "name": names[uuid]} for uuid in found]
     monkeypatch.setattr(provenance, "nvml", lambda: nullcontext(None))
     assert nodes.visible_gpus(visible) == []
 
 
-def test_gpu_links_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_node_program_reports_place_gpus_and_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two GPUs with two NVLinks are behind one switch, and one without NVLinks is on the other socket."""
 
     def is_active(handle: int, link: int) -> int:
@@ -198,13 +157,25 @@ def test_gpu_links_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> 
         NVML_FEATURE_ENABLED=1,
         NVML_TOPOLOGY_SINGLE=10,
         NVML_TOPOLOGY_SYSTEM=50,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
         nvmlDeviceGetNvLinkState=is_active,
         nvmlDeviceGetTopologyCommonAncestor=lambda a, b: 10 if b < 2 else 50,
     )
-    assert nodes.gpu_links() == {
-        "nvlinks": [2, 2, 0],
-        "pcie": {"one switch": 1, "the link between sockets": 2},
-    }
+    monkeypatch.setattr(provenance, "gpus", lambda: [{"name": name} for name in "xyz"])
+    slurm = {"SLURMD_NODENAME": "n2", "SLURM_LOCALID": "3", "SLURM_PROCID": "7"}
+    for key, value in {**slurm, "CUDA_VISIBLE_DEVICES": "GPU-2"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "argv", ["nodes", str(tmp_path)])
+    runpy.run_module(nodes.__name__, run_name="__main__")
+    report = NodeReport(**json.loads(nodes.report_path(tmp_path, 7).read_text()))
+    assert (report.node, report.local, report.task) == ("n2", 3, 7)
+    assert report.gpus == [{"uuid": "GPU-2", "name": "z"}]
+    assert report.links == {"nvlinks": [2, 2, 0], "pcie": {"one switch": 1, "the link between sockets": 2}}
+    bare = nodes.report_node({}, gpus=False)
+    assert (bare.node, bare.local, bare.task) == (socket.gethostname(), 0, 0)
+    assert (bare.gpus, bare.links, bare.cores) == ([], {}, usable_cores())
+    assert bare.memory_bytes == psutil.virtual_memory().total
+    assert bare.processor
 
 
 def test_provenance_contains_all_fields_without_user_names() -> None:
@@ -212,28 +183,16 @@ def test_provenance_contains_all_fields_without_user_names() -> None:
     environment |= {"SLURM_JOB_PARTITION": "p", "SLURM_JOB_USER": "me", "SECRET": "x"}
     gpu_facts = {"name": V100[0], "memory_bytes": V100[1], "driver": "550"}
     gpu_facts |= {"max_sm_mhz": 1597, "memory_mhz": 958, "power_limit_w": 350}
-    gpu = {**card(*V100, 1), **gpu_facts}
-    facts = {"processor": "Xeon", "cores": 6, "memory_bytes": 10**9, "links": {"nvlinks": [6]}}
+    gpu = card(*V100) | gpu_facts
+    facts: dict[str, Any] = {"processor": "Xeon", "memory_bytes": 10**9, "links": {"nvlinks": [6]}}
     reports = [
-        NodeReport(node=name, local=local, task=index + local, gpus=[gpu], **facts)
-        for name, index, local in (("n1", 0, 0), ("n1", 0, 1), ("n2", 2, 0), ("n3", 3, 0))
+        replace(report, cores=6, **facts)
+        for report in node("n1", 2, gpu) + node("n2", 1, gpu) + node("n3", 1, gpu)
     ]
-    hardware = {"processor": "Xeon", "cores_per_task": 6, "memory_bytes": 10**9}
-    hardware |= {"gpus": [gpu_facts], "links": {"nvlinks": [6]}}
-    expected = {
-        "job_id": "7",
-        "array_task": "",
-        "restarts": 2,
-        "cluster": "c",
-        "partition": "p",
-        "nodes": ["n1", "n2", "n3"],
-        "tasks_per_node": 2,
-        "switches": {},
-        "hardware": [
-            {"nodes": ["n1"], "tasks": 2, **hardware},
-            {"nodes": ["n2", "n3"], "tasks": 1, **hardware},
-        ],
-    }
+    hardware = facts | {"cores_per_task": 6, "gpus": [gpu_facts]}
+    kinds = [{"nodes": ["n1"], "tasks": 2, **hardware}, {"nodes": ["n2", "n3"], "tasks": 1, **hardware}]
+    expected = {"job_id": "7", "array_task": "", "restarts": 2, "cluster": "c", "partition": "p"}
+    expected |= {"nodes": ["n1", "n2", "n3"], "tasks_per_node": 2, "switches": {}, "hardware": kinds}
     assert slurm_provenance(reports, environment) == expected
     array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
     assert slurm_provenance(reports, environment | array) == expected | {"job_id": "12", "array_task": "3"}

@@ -17,10 +17,8 @@ NOW = 1_800_000_000.0
 class Slurm:
     """SLURM commands with given answers, of which the last repeats, on a simulated clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: str | list[str]):
-        self.answers = {
-            name: [answer] if isinstance(answer, str) else answer for name, answer in answers.items()
-        }
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: list[str]):
+        self.answers = answers
         self.calls: list[list[str]] = []
         self.clock = Clock(NOW).rules(monkeypatch, stop)
         monkeypatch.setattr(stop, "_query_slurm", self._answer)
@@ -65,13 +63,15 @@ STARTED = f"StartTime={iso(-600)}"
     ],
 )
 def test_stop_reason_of_job_states(monkeypatch: pytest.MonkeyPatch, message: str, expected: str) -> None:
-    slurm = Slurm(monkeypatch, scontrol=message)
+    slurm = Slurm(monkeypatch, scontrol=[message])
     assert stop.stop_reason("12_3", 60.0, 2) == expected
     assert slurm.calls == [["scontrol", "show", "job", "-o", "12_3"]]
 
 
 RESTARTED = f"JobState=COMPLETING Reason=None Restarts=2 StartTime={iso(-60)}"
-FIRST_RUN = "PREEMPTED\nPENDING\nRUNNING\n"
+FIRST_RUN, UP = "PREEMPTED\nPENDING\nRUNNING\n", "n1 mixed\nn2 idle"
+PREEMPTED_OR_REQUEUED = "preempted, or the job was requeued by `scontrol requeue`"
+FAILED_OR_REQUEUED = "node failure, or the job was requeued by `scontrol requeue`"
 
 
 @pytest.mark.parametrize(
@@ -79,25 +79,17 @@ FIRST_RUN = "PREEMPTED\nPENDING\nRUNNING\n"
     [
         ("n3 down*\nn1 failing\nn2 mixed\nn3 down*", FIRST_RUN, "node failure of n1, n3"),
         ("n1 mixed\nn2 down*", "PREEMPTED\nNODE_FAIL\n", "node failure of n2"),
-        ("n1 mixed\nn2 idle", "PREEMPTED\nNODE_FAIL\n", "node failure"),
-        (
-            "n1 mixed\nn2 idle",
-            "PREEMPTED\nREQUEUED\n",
-            "preempted, or the job was requeued by `scontrol requeue`",
-        ),
-        ("n1 mixed\nn2 idle", "CANCELLED\nPREEMPTED\n", "preempted"),
-        (
-            "n1 mixed\nn2 idle",
-            "",
-            "node failure, or the job was requeued by `scontrol requeue`",
-        ),  # a site without accounting
+        (UP, "PREEMPTED\nNODE_FAIL\n", "node failure"),
+        (UP, "PREEMPTED\nREQUEUED\n", PREEMPTED_OR_REQUEUED),
+        (UP, "CANCELLED\nPREEMPTED\n", "preempted"),
+        (UP, "", FAILED_OR_REQUEUED),  # a site without accounting
     ],
 )
 def test_requeue_reason_follows_from_nodes_and_accounting(
     monkeypatch: pytest.MonkeyPatch, sinfo: str, sacct: str, expected: str
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
-    slurm = Slurm(monkeypatch, scontrol=RESTARTED, sinfo=sinfo, sacct=sacct)
+    slurm = Slurm(monkeypatch, scontrol=[RESTARTED], sinfo=[sinfo], sacct=[sacct])
     assert stop.stop_reason("7", 60.0, 1) == expected
     assert slurm.clock.slept == []
     assert slurm.calls[1:] == [
@@ -108,12 +100,12 @@ def test_requeue_reason_follows_from_nodes_and_accounting(
 
 def test_requeued_job_waits_for_the_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    slurm = Slurm(monkeypatch, scontrol=RESTARTED, sacct=[FIRST_RUN, FIRST_RUN, "PREEMPTED\nREQUEUED\n"])
-    assert stop.stop_reason("7", 60.0, 1) == "preempted, or the job was requeued by `scontrol requeue`"
+    slurm = Slurm(monkeypatch, scontrol=[RESTARTED], sacct=[FIRST_RUN, FIRST_RUN, "PREEMPTED\nREQUEUED\n"])
+    assert stop.stop_reason("7", 60.0, 1) == PREEMPTED_OR_REQUEUED
     assert slurm.clock.slept == [ACCOUNTING_DELAY_S / 10] * 2
     assert "sinfo" not in [command[0] for command in slurm.calls], "the nodes of the job are unknown"
-    never = Slurm(monkeypatch, scontrol=RESTARTED, sacct=FIRST_RUN)
-    assert stop.stop_reason("7", 60.0, 1) == "node failure, or the job was requeued by `scontrol requeue`"
+    never = Slurm(monkeypatch, scontrol=[RESTARTED], sacct=[FIRST_RUN])
+    assert stop.stop_reason("7", 60.0, 1) == FAILED_OR_REQUEUED
     assert len(never.clock.slept) in (10, 11)
 
 
@@ -141,7 +133,7 @@ def fields(stopped: stop.AllocationStop) -> tuple[bool, str, bool, bool, float]:
 
 def test_requeue_and_checkpoint_time_follow_from_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has most of the warning time before a limit, but only the minimum kill delay after SIGTERM."""
-    slurm = Slurm(monkeypatch, scontrol="JobState=CANCELLED")
+    slurm = Slurm(monkeypatch, scontrol=["JobState=CANCELLED"])
     warned_s, killed_s = 90 - 2 * stop.MIN_KILL_WAIT_S, stop.MIN_KILL_WAIT_S
     lost = stop.AllocationStop("7")
     assert (fields(lost), lost.reason) == ((False, "", False, False, warned_s), "")

@@ -1,22 +1,164 @@
-"""Tests of tasks and of the end of a job: the environment of a rank, its messages, and the requeue of the job."""
+"""Tests of the SLURM task of a rank: environment, process and messages of the rank, and failed starts."""
 
 from __future__ import annotations
 
+import errno
+import json
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock
 
 import pytest
 
-from repro.launch.slurm.allocation import controller, task
-from repro.launch.slurm.allocation.stop import AllocationStop
-from repro.launch.slurm.allocation.task import TaskLaunch
-from tests.clock import Clock
+from repro.config import Experiment, Layout
+from repro.config.enums import Phase
+from repro.launch import rank_process
+from repro.launch.job import Job
+from repro.launch.rank_process import HeartbeatWriter
+from repro.launch.slurm.allocation import task
+from repro.launch.slurm.allocation.task import POSITION_INTERVAL_S, RankProcess, TaskLaunch
+from tests.training import TINY
+
+EXPERIMENTS = [Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name in "abcd"]
+
+
+class Rank(RankProcess):
+    """Rank 1 of two started ranks, whose process is imitated and whose shared memory is a folder."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.logs, self.work, self.signals = folder / "logs", folder / "work", []
+        for created in (self.logs, self.work):
+            created.mkdir()
+        Job(experiments=EXPERIMENTS).save(self.logs / task.JOB_FILE)
+        self.child = MagicMock(spec=subprocess.Popen, pid=4711)
+        self.exit(None)
+        self.oom_kills, self.halted = 3, False
+        monkeypatch.setattr(task, "scratch_parent", lambda: self.work)
+        monkeypatch.setattr(task, "count_kernel_oom_kills", lambda: self.oom_kills)
+        imitated = SimpleNamespace(**{**vars(subprocess), "Popen": lambda *_, **how: self.child})
+        monkeypatch.setattr(rank_process, "subprocess", imitated)
+        monkeypatch.setattr(task.os, "killpg", lambda pid, number: self.signals.append((pid, number)))
+        monkeypatch.setattr(task.rank_process, "is_stopped", lambda pid: self.halted)
+        super().__init__("tcp://n1:5", "cpu", "x:y", self.logs, 1, 2)
+        self.start({"RANK": "1"})
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the rank's files on its node."""
+        (found,) = self.work.iterdir()
+        return found
+
+    def exit(self, code: int | None) -> None:
+        """Set the exit code of the rank's process; None while it runs."""
+        self.child.poll.return_value = code
+
+    def messages(self, now: float) -> list[dict[str, Any]]:
+        return list(self.news(now))
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    with closing(Rank(tmp_path, monkeypatch)) as created:
+        yield created
+
+
+def test_position_is_sent_periodically_and_for_new_experiments(rank: Rank) -> None:
+    heartbeat = HeartbeatWriter(rank.folder / "heartbeat", 1)
+    before_next = POSITION_INTERVAL_S - 0.125
+    assert rank.messages(50.0) == [], "no heartbeat was written"
+    assert rank.messages(50.0 + before_next) == []
+    heartbeat.phase(0, 3, Phase.FORWARD)
+    (position,) = rank.messages(50.0 + before_next)
+    assert (position["at"][:3], position["stopped"]) == ([0, 3, "forward"], False)
+    heartbeat.phase(0, 4, Phase.FORWARD)
+    assert rank.messages(50.0 + POSITION_INTERVAL_S) == []
+    now = 50.0 + POSITION_INTERVAL_S + before_next
+    (position,) = rank.messages(now)
+    assert (position["at"][1], position["age"]) == (4, pytest.approx(now - position["at"][-1]))
+    rank.halted = True
+    (position,) = rank.messages(60.0)
+    assert position["stopped"] is True
+
+
+def test_results_are_sent_once_in_order_and_all_at_the_end(rank: Rank) -> None:
+    """The third result is missing at the end."""
+
+    def finish(index: int) -> dict[str, Any]:
+        (rank.folder / f"finished-{index}-1.json").write_text(json.dumps({"of": index}))
+        return {"say": "result", "index": index, "result": {"of": index}}
+
+    second = finish(1)
+    assert rank.messages(50.0) == []
+    first = finish(0)
+    assert rank.messages(50.0) == [first, second]
+    assert rank.messages(50.1) == []
+    report = {"rank": 1, "outcome": "error", "reason": "x"}
+    (rank.folder / "rank-1.json").write_text(json.dumps(report))
+    (rank.logs / "rank-1.err").write_text("the end")
+    last = finish(3)
+    rank.exit(3)
+    ended = {"say": "ended", "code": 3, "report": report, "errors": "the end"}
+    assert [message for message in rank.messages(50.0) if message["say"] != "position"] == [last, ended]
+    assert rank.code == 3
+
+
+@pytest.mark.parametrize(("code", "kills", "is_oom"), [(-9, 1, True), (-9, 0, False), (-15, 1, False)])
+def test_oom_kill_is_detected_by_the_kernel_counter(rank: Rank, code: int, kills: int, is_oom: bool) -> None:
+    rank.oom_kills += kills
+    rank.exit(code)
+    reason = "the kernel ran out of memory and killed the rank"
+    report = {"rank": 1, "outcome": "oom", "reason": reason} if is_oom else None
+    assert rank.messages(50.0)[-1] == {"say": "ended", "code": code, "report": report, "errors": ""}
+    assert rank.code == code
+
+
+def test_stack_dump_is_requested_and_reported(rank: Rank) -> None:
+    errors = rank.logs / "rank-1.err"
+    errors.write_text("old (most recent call first)\n")
+    rank.dump_stacks()
+    assert rank.signals == [(4711, rank_process.STACKS_SIGNAL)]
+    assert rank.messages(50.0) == []
+    errors.write_text(errors.read_text() * 2)
+    assert (rank.messages(50.2), rank.messages(50.3)) == ([{"say": "stacks"}], [])
+
+
+def test_failed_start_is_reported_as_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> tuple[Path, int]:
+        raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x")
+
+    monkeypatch.setattr(task, "claim_rank_folder", fail)
+    reason = "not started: OSError: [Errno 28] No space left on device: '/dev/shm/x'"
+    report = {"rank": 1, "outcome": "error", "reason": reason}
+    end = {"say": "ended", "code": 1, "errors": "", "report": report}
+    with closing(Rank(tmp_path, monkeypatch)) as rank:
+        assert rank.messages(50.0) == [{**end, "errno": errno.ENOSPC, "file": "/dev/shm/x"}]
+    assert rank.code == 1
+
+
+def test_close_kills_the_rank_and_removes_its_folder(rank: Rank) -> None:
+    rank.close()
+    assert rank.signals == [(4711, signal.SIGKILL)]
+    assert list(rank.work.iterdir()) == []
+    rank.exit(0)
+    rank.close()
+    assert len(rank.signals) == 1
+
+
+def test_folders_of_killed_tasks_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "scratch_parent", lambda: tmp_path)
+    dead = tmp_path / f"{task.RANK_FOLDER_PREFIX}dead"
+    dead.mkdir()
+    (dead / task.LOCK_FILE).touch()
+    claimed = {task.claim_rank_folder()[0] for _ in range(2)}
+    assert set(tmp_path.iterdir()) == claimed
+
 
 LAUNCH = TaskLaunch(
     address="127.0.0.1",
@@ -38,17 +180,18 @@ def test_task_environment_contains_ranks_and_threads(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(task.os, "sched_getaffinity", lambda pid: set(range(8)))
     for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_LOCALID", "1")
 
     def env(rank: int, launch: TaskLaunch = LAUNCH) -> dict[str, str]:
         return task.task_environment(launch, rank, 6, "127.0.0.1")
 
     assert {rank: env(rank)["OMP_NUM_THREADS"] for rank in (0, 3, 4, 5)} == {0: "2", 3: "2", 4: "4", 5: "4"}
     last = env(5)
-    assert (last["RANK"], last["WORLD_SIZE"], last["LOCAL_WORLD_SIZE"]) == ("5", "6", "2")
-    assert (last["MASTER_ADDR"], last["MASTER_PORT"], last["NCCL_IB_HCA"]) == ("127.0.0.1", "29500", "mlx5")
-    assert last["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "NCCL_SOCKET_IFNAME" not in last
-    assert "MALLOC_MMAP_THRESHOLD_" not in last
+    expected = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    expected |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NCCL_IB_HCA": "mlx5"}
+    expected |= {"GLOO_SOCKET_IFNAME": "lo"}
+    assert {key: last.get(key) for key in expected} == expected
+    assert not {"NCCL_SOCKET_IFNAME", "MALLOC_MMAP_THRESHOLD_"} & last.keys()
     named = env(0, replace(LAUNCH, interface="ib0", limited=True))
     assert (named["GLOO_SOCKET_IFNAME"], named["NCCL_SOCKET_IFNAME"]) == ("ib0", "ib0")
     assert named["MALLOC_MMAP_THRESHOLD_"] == str(2**18)
@@ -62,154 +205,13 @@ def test_task_environment_contains_ranks_and_threads(monkeypatch: pytest.MonkeyP
 def test_task_fails_without_a_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    masks: list[int] = []
+    monkeypatch.setattr(task.os, "umask", masks.append)
     monkeypatch.setattr(task.signal, "signal", lambda number, handler: None)
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     with socket.socket() as silent:  # occupies the port without listening
         silent.bind(("127.0.0.1", 0))
         replace(LAUNCH, port=silent.getsockname()[1], umask=0o022).save(tmp_path)
-        assert task.main([str(tmp_path)]) == 1
+        assert (task.main([str(tmp_path)]), masks) == (1, [0o022])
     assert "rank 3: cannot connect to the job's controller at 127.0.0.1" in capsys.readouterr().err
-
-
-class Rank:
-    """A rank that sends three messages and then ends with its exit code."""
-
-    code: int | None = None
-
-    def __init__(self, *arguments: Any, code: int | None = None, log: list[Any]):
-        self.log, self.end, self.polls = log, code, 0
-        log.append(("made", *arguments))
-
-    def start(self, environment: dict[str, str]) -> None:
-        self.log.append(("started", environment["RANK"], environment["WORLD_SIZE"]))
-
-    def news(self, now: float) -> Iterator[dict[str, Any]]:
-        self.polls += 1
-        yield {"say": self.polls}
-        if self.polls == 3:
-            self.code = self.end
-
-    def dump_stacks(self) -> None:
-        self.log.append("stacks")
-
-    def close(self) -> None:
-        self.log.append("closed")
-
-
-@pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (7, 7), (-9, 137), (None, 137)])
-def test_task_forwards_messages_and_exit_code_of_its_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, exit_code: int
-) -> None:
-    """The task also forwards signals. Without a controller, it kills the rank and exits with code 137 = 128 + 9."""
-    handlers: dict[int, Any] = {}
-    log: list[Any] = []
-
-    class FakeConnection:
-        def __init__(self, address: str, port: int, *, token: str, rank: int):
-            self.address, self.open, self.waits = "127.0.0.1", True, 0
-            log.append((address, port, token, rank))
-
-        def send(self, message: dict[str, Any]) -> None:
-            log.append(message)
-
-        def wait(self, seconds: float) -> None:
-            assert seconds == task.POLL_INTERVAL_S
-            self.waits += 1
-            if self.waits == 1:
-                for number in (task.rank_process.STACKS_SIGNAL, signal.SIGTERM):
-                    handlers[number](number, None)
-            self.open = self.waits < 4
-
-    monkeypatch.setattr(task.signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(task, "Connection", FakeConnection)
-    monkeypatch.setattr(task, "RankProcess", lambda *arguments: Rank(*arguments, code=code, log=log))
-    monkeypatch.setattr(task.os, "umask", log.append)
-    monkeypatch.setenv("SLURM_PROCID", "3")
-    monkeypatch.setenv("SLURM_NTASKS", "6")
-    replace(LAUNCH, port=99).save(tmp_path)
-    assert task.main([str(tmp_path)]) == exit_code
-    assert set(handlers) == {signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1}
-    fourth = [] if code is not None else [{"say": 4}]
-    assert log == [
-        0o077,
-        ("127.0.0.1", 99, "secret", 3),
-        ("made", "tcp://127.0.0.1:29500", "cpu", "x:y", tmp_path, 3, 6),
-        ("started", "3", "6"),
-        *({"say": 1}, {"say": 2}, "stacks", {"say": "signal", "number": int(signal.SIGTERM)}, {"say": 3}),
-        *(*fourth, "closed"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("open", "signals", "has_handler", "end"),
-    [
-        (0, [], True, None),
-        (0, [signal.SIGUSR2], True, None),
-        (2, [], True, None),
-        (2, [signal.SIGUSR2], True, 128 + signal.SIGUSR2),
-        (2, [signal.SIGUSR2], False, 128 + signal.SIGUSR2),
-        (2, [signal.SIGTERM], True, 128 + signal.SIGTERM),
-        (2, [signal.SIGTERM, signal.SIGUSR2], True, 128 + signal.SIGUSR2),
-    ],
-)
-def test_job_requests_a_requeue_for_open_cases(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    open: int,
-    signals: list[int],
-    has_handler: bool,
-    end: int | None,
-) -> None:
-    """submitit's handler of SIGUSR2 requeues the job."""
-    submitit = MagicMock()
-    waited: list[Any] = []
-    handlers: dict[int, Any] = {
-        signal.SIGTERM: "earlier",
-        signal.SIGUSR2: submitit if has_handler else signal.SIG_DFL,
-    }
-    before = dict(handlers)
-
-    def swap(number: int, handler: Any) -> Any:
-        old, handlers[number] = handlers.get(number), handler
-        return old
-
-    def control(
-        folder: Path, index: int, stop: AllocationStop, environment: dict[str, str]
-    ) -> SimpleNamespace:
-        assert (folder, index, stop._job, stop._restarts) == (tmp_path, 2, "12_3", 4)
-        for number in signals:
-            handlers[number](number, None)
-        return SimpleNamespace(open=open, count_outcomes=lambda: {"ok": 2, "hang": 1})
-
-    monkeypatch.setattr(controller.signal, "signal", swap)
-    monkeypatch.setattr(controller, "_wait_for_requeue_signal", waited.append)
-    monkeypatch.setattr(controller, "run_bundle", control)
-    for name, value in (("ARRAY_JOB_ID", "12"), ("ARRAY_TASK_ID", "3"), ("RESTART_COUNT", "4")):
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    run = controller.RunBundle(str(tmp_path), 2)
-    if end is None:
-        assert run() == {"ok": 2, "hang": 1}
-    else:
-        with pytest.raises(SystemExit) as left:
-            run()
-        assert left.value.code == end
-    assert handlers == before
-    requeued = has_handler and end == 128 + signal.SIGUSR2
-    assert submitit.call_args_list == ([call(signal.SIGUSR2, None)] if requeued else [])
-    assert len(waited) == int(end == 128 + signal.SIGTERM)
-    again = run.checkpoint()
-    assert (again.function, again.args, again.kwargs) == (run, (), {})
-
-
-def test_sigterm_waits_for_the_requeue_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preemption sends both signals. `scancel` sends only SIGTERM, and the wait ends at its timeout."""
-    stop, clock = AllocationStop("7"), Clock().rules(monkeypatch, controller)
-    controller._wait_for_requeue_signal(stop)
-    assert clock.now == pytest.approx(
-        100 + controller.REQUEUE_SIGNAL_TIMEOUT_S, abs=controller.POLL_INTERVAL_S
-    )
-    clock.slept.clear()
-    clock.asleep = lambda: stop.note(signal.SIGUSR2, None)
-    controller._wait_for_requeue_signal(stop)
-    assert clock.slept == [controller.POLL_INTERVAL_S]
