@@ -11,11 +11,11 @@ import pytest
 from repro.claims.independence import QuantityCounts, count_independent
 from repro.claims.records import Records
 from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
-from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Model
+from repro.config import ConfigError, EmulatedNetwork, Layout
 from repro.results.record_parts import StepSeries
 from repro.results.reference_records import ReferenceFile
 from repro.results.schema import ExperimentRecord, Record
-from tests.claims.constructed_records import RATIO, comparison, judged, record, row, value
+from tests.claims.constructed_records import RATIO, comparison, conditions, judged, record, row, value
 from tests.records import changed
 
 NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=2, between=1e6)
@@ -63,24 +63,18 @@ def test_run_of_a_simulated_experiment_is_a_measurement(tmp_path: Path) -> None:
     assert len(result.disagreements) == 1
     result = judged(tmp_path, rows, full_run("simulated", 1.0), full_run("measured", 2.0))
     assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
-
-
-def test_missing_or_failed_run_leaves_the_simulation_to_decide(tmp_path: Path) -> None:
-    rows = row(simulated=SPEED)
     result = judged(tmp_path, rows, full_run("simulated", 2.0))
     assert (result.basis, result.kind("measured")) == ("simulated 1/1", None)
     result = judged(tmp_path, rows, full_run("simulated", 2.0), full_run("measured", 2.0, "oom"))
     assert result.basis == "simulated 1/1"
-    (finding,) = (f for f in result.rows[0].findings if f.kind == "measured")
-    assert (finding.verdict, finding.scale) == (NOT_RUN, "published scale")
-    assert "ended oom" in finding.reason
-
-
-def test_measured_expression_of_a_row_replaces_the_simulated_one(tmp_path: Path) -> None:
-    """A row with a measured expression does not evaluate its simulated expression on measured records."""
-    rows = row(simulated=SPEED, measured=SPEED)
-    result = judged(tmp_path, rows, full_run("simulated", 2.0), full_run("measured", 2.0))
-    assert [f.kind for f in result.rows[0].findings] == ["measured", "simulated"]
+    (failed,) = (finding for finding in result.rows[0].findings if finding.kind == "measured")
+    assert (failed.verdict, failed.scale) == (NOT_RUN, "published scale")
+    assert failed.reason.startswith("s/full: ended oom: rank 1 ran out of memory")
+    # A row with a measured expression does not evaluate its simulated expression on measured records.
+    both = judged(
+        tmp_path, row(simulated=SPEED, measured=SPEED), full_run("simulated", 2.0), full_run("measured", 2.0)
+    )
+    assert [finding.kind for finding in both.rows[0].findings] == ["measured", "simulated"]
 
 
 def test_ratio_of_interleaved_experiments_comes_from_their_comparison(tmp_path: Path) -> None:
@@ -99,8 +93,8 @@ def test_ratio_of_interleaved_experiments_comes_from_their_comparison(tmp_path: 
 def twins(network: EmulatedNetwork | None, *ratio: float) -> list[Record]:
     """Return two runs on a network, and their comparison."""
     runs = [record(name, samples_per_s=1.0) for name in "ab"]
-    conditions = {**runs[0].conditions, "network": network and asdict(network)}
-    return [*(changed(run, experiment=conditions) for run in runs), comparison("a", "b", *ratio)]
+    on_network = {**runs[0].conditions, "network": network and asdict(network)}
+    return [*(changed(run, experiment=on_network) for run in runs), comparison("a", "b", *ratio)]
 
 
 def test_emulation_decides_over_simulation_and_measurement_over_emulation(tmp_path: Path) -> None:
@@ -144,14 +138,12 @@ def test_emulated_evidence_must_be_a_ratio(tmp_path: Path) -> None:
 
 
 def test_records_name_the_training_libraries_of_other_engines() -> None:
-    def ran(name: str, engine: str) -> Record:
-        model = Model(name="m", layers=4, hidden=16, heads=4, vocab=64, seq=16)
-        experiment = Experiment(name=name, model=model, layout=Layout(dp=2, zero=1), engine=engine)
+    runs = []
+    for engine in ("native", "deepspeed"):
         software = {"name": f"{engine} 1", "calls": {}, "kernels": ""}
-        return changed(record(name), experiment=experiment.as_dict(), software=software)
-
-    records = Records([ran("ours", "native"), ran("theirs", "deepspeed")])
-    assert records.libraries(["s/ours", "s/theirs", "s/nobody"]) == ["deepspeed 1"]
+        experiment = conditions(Layout(dp=2, zero=1), engine=engine)
+        runs.append(changed(record(engine), experiment=experiment, software=software))
+    assert Records(runs).libraries(["s/native", "s/deepspeed", "s/nobody"]) == ["deepspeed 1"]
 
 
 STRAYED, APART = value('strayed("s/a", "s/one", "s/order")'), value('apart("s/a", "s/one")')

@@ -135,9 +135,7 @@ CONTRADICTING_ROWS = {
 """Number of values that contradict other numbers of their source, by claim."""
 
 
-def test_all_other_closed_forms_agree_and_contradictions_have_a_note(
-    results: dict[str, ClaimResult],
-) -> None:
+def test_all_other_closed_forms_agree_and_contradictions_have_a_note(results: dict[str, ClaimResult]) -> None:
     bad = [
         (result, row)
         for result in results.values()

@@ -17,13 +17,13 @@ from repro.claims.other_system import (
     load_questions,
     simulated_systems,
 )
-from repro.config import ConfigError, Experiment, Layout, Model, OperatorSet, systems
+from repro.config import ConfigError, Layout, OperatorSet, systems
 from repro.model.counts import total_parameters
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.time.calibration import PUBLISHED_POINT, UNCALIBRATED
 from tests import committed
-from tests.claims.constructed_records import record
+from tests.claims.constructed_records import conditions, record
 
 LEDGER = committed.ledger()
 AGAIN = committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml")
@@ -155,10 +155,8 @@ def test_answer_names_the_weakest_calibration_of_its_steps(tmp_path: Path) -> No
     """A value in bytes needs no calibration of time."""
 
     def on_h100(name: str, kernels: str) -> ExperimentRecord:
-        model = Model(name="m", layers=2, hidden=16, heads=2, vocab=64, seq=16)
-        layout = Layout(kernels=OperatorSet(kernels))
-        conditions = Experiment(name=name, model=model, layout=layout, system="dgx-h100").as_dict()
-        return replace(simulated(f"{name}@dgx-h100"), conditions=conditions)
+        on_system = conditions(Layout(kernels=OperatorSet(kernels)), system="dgx-h100")
+        return replace(simulated(f"{name}@dgx-h100"), conditions=on_system)
 
     records = [on_h100("a", "fused-2024"), on_h100("b", "fused-2024")]
     assert answer(tmp_path, RATIO, *records).rests_on == PUBLISHED_POINT

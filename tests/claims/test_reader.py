@@ -40,6 +40,9 @@ body = [["x", "1"]]
 """
 MEASURED = """measured = { scale = "scaled twin", value = "2" }, metric = "memory" }"""
 ANALYTIC = 'analytic = "2 * GB" }'
+THREE_ROWS = """rows = [
+{ label = "x", published = "2", main = true }, { label = "y", published = "3" }, { label = "z", published = "4" }]
+"""
 DATE = 'predicted_blind = "2026-11-22 at 1c75963"\n'
 BLIND = """blind = "2.1", simulated = { value = 'metric("s/e", "m")' }"""
 
@@ -64,6 +67,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "wrong type in a row": ('published = "2",', "published = 2,", "rows[x].published = 2", "string"),
     "row not a table": (ROW, "rows = [1]\n", "a-claim.rows[0] = 1", "a table"),
     "no rows": (ROW, "", "a-claim.rows", "at least one row"),
+    "one main row for three values": (
+        CLAIM + ROW,
+        CLAIM.replace('"2"', '"2; 3; 4"') + THREE_ROWS,
+        "true in 3 or more rows",
+    ),
     "same label twice": ("}]", '}, { label = "x", published = "3" }]', "label = 'x'", "different"),
     "unknown family": ('"memory"', '"memoir"', "family = 'memoir'", "did you mean memory?"),
     "unknown certainty": ('"confirmed"', '"sure"', "certainty = 'sure'", "one of"),

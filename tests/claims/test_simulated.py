@@ -15,10 +15,11 @@ from repro.claims.judge import experiments_read, judge_claim
 from repro.claims.records import Missing, Records
 from repro.claims.tolerance import accepted_range
 from repro.claims.verdicts import NO_TEST, NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
-from repro.config import Experiment, Layout, Model
+from repro.config import Experiment
 from repro.launch.simulated import simulate_experiment, simulated_system
 from repro.results.schema import ExperimentRecord
 from tests import committed
+from tests.claims.constructed_records import SMALL, conditions
 from tests.claims.constructed_records import record as constructed
 from tests.records import changed
 
@@ -32,9 +33,8 @@ PACKAGED = {
 
 def record(name: str, outcome: str = "ok", evidence: str = "simulated", **metrics: float) -> ExperimentRecord:
     size = {"a": 1e9, "c": 4e9}.get(name, 1.0)
-    model = Model(name="m", layers=2, hidden=16, heads=16, vocab=64, seq=16, published_params=size)
-    conditions = Experiment(name=name, model=model, layout=Layout()).as_dict()
-    return changed(constructed(name, outcome=outcome, **metrics), evidence=evidence, experiment=conditions)
+    experiment = conditions(model=dataclasses.replace(SMALL, published_params=size))
+    return changed(constructed(name, outcome=outcome, **metrics), evidence=evidence, experiment=experiment)
 
 
 def call(name: str, *arguments: str, of: list[ExperimentRecord], kind: str = "simulated") -> Any:
@@ -96,9 +96,9 @@ def test_search_needs_experiments_that_differ_in_one_setting(
     with pytest.raises(Missing, match="s/c: no record"):
         call(*search, of=[small])
     other = dataclasses.replace(getattr(large.experiment, part), **changes)
-    conditions = dataclasses.replace(large.experiment, **{part: other}).as_dict()
+    different = dataclasses.replace(large.experiment, **{part: other}).as_dict()
     with pytest.raises(Missing, match=f"experiment also differs from s/a in {differ}$"):
-        call(*search, of=[small, changed(large, experiment=conditions)])
+        call(*search, of=[small, changed(large, experiment=different)])
 
 
 def test_reason_of_a_missing_simulation_names_its_command() -> None:
@@ -186,7 +186,7 @@ RULE_SETTINGS = {
     "idle time as m falls from much larger than L/l to L/l": {"layout.global_batch"},
     "efficiency with fewer stages": {"layout.pp"},
     "memory of twice the sequence above that of twice the batch": {
-        *("training.seq", "layout.micro_batch", "layout.global_batch"),
+        *("training.seq", "layout.micro_batch", "layout.global_batch")
     },
 }
 """Settings that differ within the sweep for each design rule of Yuan 1.0."""

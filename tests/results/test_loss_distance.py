@@ -47,8 +47,7 @@ def test_loss_distance_is_relative_to_the_controls(
 
 
 @pytest.mark.parametrize(
-    ("curve", "controls"),
-    [(FLAT, []), (FLAT[1:], [FLAT]), (FLAT, [FLAT[1:]]), ([None, *FLAT[1:]], [FLAT])],
+    ("curve", "controls"), [(FLAT, []), (FLAT[1:], [FLAT]), (FLAT, [FLAT[1:]]), ([None, *FLAT[1:]], [FLAT])]
 )
 def test_loss_distance_needs_controls_and_complete_losses(
     curve: list[float | None], controls: list[list[float]]

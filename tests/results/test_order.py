@@ -68,7 +68,7 @@ def test_machines_are_listed_by_their_last_appended_record(tmp_path: Path) -> No
             append(store, moment, provenance={"host": host})
     entries = Machines(Store(tmp_path).records()).entries
     assert [(entry["host"], entry["last"]) for entry in entries] == [
-        *(("second", "2026-05-31 12:00:00"), ("first", "2026-06-01 12:00:00")),  # the clock times
+        *(("second", "2026-05-31 12:00:00"), ("first", "2026-06-01 12:00:00"))  # the clock times
     ]
 
 

@@ -247,8 +247,7 @@ def test_step_times_use_the_steps_that_all_ranks_finished() -> None:
 
 
 @pytest.mark.parametrize(
-    ("resumed", "times"),
-    [([], "of all steps"), ([3, 5], "of the steps after 5, since the last start")],
+    ("resumed", "times"), [([], "of all steps"), ([3, 5], "of the steps after 5, since the last start")]
 )
 def test_checkpoints_of_all_ranks_are_one_report(resumed: list[int], times: str) -> None:
     """The time of a checkpoint is that of its slowest rank, and a failure of any rank is reported."""
@@ -304,7 +303,7 @@ def test_simulated_memory_has_limit_reserved_and_used_bytes() -> None:
     }
     assert set(fits) - set(allocated([held], limit=None, reserved=900, **numbers)) == {"memory.limit_bytes"}
     assert set(allocated([held], limit=4000, reserved=None, **numbers)) == {
-        *("memory.context_bytes", "memory.communication_bytes", "memory.limit_bytes"),
+        *("memory.context_bytes", "memory.communication_bytes", "memory.limit_bytes")
     }
 
 

@@ -52,10 +52,7 @@ def test_every_file_in_the_folder_is_loaded(tmp_path: Path) -> None:
     [
         ("{", "line 2: must be a record of a measurement: Expecting"),
         ("[]", "line 2: must be a record of a measurement"),
-        (
-            '{"kind": "experiment"}',
-            "line 2: must be a record of a measurement: (schema: missing|suite)",
-        ),
+        ('{"kind": "experiment"}', "line 2: must be a record of a measurement: (schema: missing|suite)"),
         (json.dumps(on("dgx2", "s", evidence="simulated").as_dict()), "line 2: must be a measured record"),
         (
             json.dumps(fit_record(device="NVIDIA A100").as_dict()),
