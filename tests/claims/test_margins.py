@@ -56,6 +56,13 @@ def test_margin_by_kind_of_statement(
     assert (bool(found.weakness), describe_margin(found)) == (is_weak, shown)
 
 
+def test_margin_of_an_interval_and_of_a_scaled_twin(tmp_path: Path) -> None:
+    """The margin of a scaled twin is relative to its formula."""
+    found = judged(tmp_path, row(measured=TWIN), record("full", speed=3.0)).rows[0]
+    assert found.margin == pytest.approx((1e-5, 1e-5))
+    assert AcceptedRange(10, 20, False, False, "").margin(9, 12, 10) == pytest.approx((0.2, 1.1))
+
+
 def test_margin_of_a_limit_ends_at_the_next_size(tmp_path: Path) -> None:
     """Accepted limits are 12.5B, half a digit below 13B, to 20B, the next size that the source tried."""
     rows = row("13B", unit='"parameters"', metric='"limit"', measured=SPEED)
@@ -65,11 +72,6 @@ def test_margin_of_a_limit_ends_at_the_next_size(tmp_path: Path) -> None:
     assert describe_strength(found) == (
         "Margin -3.85 +53.8 %. Weak: the verdict also holds for values that are more than 25% off."
     )
-
-
-def test_margin_of_scaled_twin_is_relative_to_the_formula(tmp_path: Path) -> None:
-    found = judged(tmp_path, row(measured=TWIN), record("full", speed=3.0)).rows[0]
-    assert found.margin == pytest.approx((1e-5, 1e-5))
 
 
 @pytest.mark.parametrize("speed", [8.0, 9.3, 11.4])
@@ -85,10 +87,6 @@ def test_verdict_changes_just_beyond_the_margin(tmp_path: Path, bound: str, spee
         changed = [speed + side * 10 * (end + more) for more in (-1e-6, 1e-6)] if end < inf else [1000 * side]
         verdicts = [row_result(tmp_path, one, "10", **keys).verdict for one in changed]
         assert verdicts == ([REPRODUCED, NOT_REPRODUCED] if end < inf else [REPRODUCED])
-
-
-def test_margin_of_an_interval_extends_to_its_far_end() -> None:
-    assert AcceptedRange(10, 20, False, False, "").margin(9, 12, 10) == pytest.approx((0.2, 1.1))
 
 
 def test_simulated_value_that_no_mutation_changes_is_weak(

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.report.views import Machines
-from repro.results.select import by_key, select
 from repro.results.store import CLOCK_TOLERANCE_S, Store
 from tests.records import lines, made_up
 
@@ -40,16 +39,6 @@ def write_old_lines(root: Path, *moments: datetime) -> None:
         for number, moment in enumerate(moments):
             record = made_up("a", id=f"old {number}", written=moment.isoformat())
             file.write(json.dumps(record.as_dict()) + "\n")
-
-
-def test_last_record_is_newest_after_a_clock_step_back(tmp_path: Path) -> None:
-    for moment, outcome in ((NOON, "error"), (NOON - DAY, "ok"), (NOON - DAY + HOUR, "hang")):
-        with Store(tmp_path) as store:
-            append(store, moment, outcome=outcome)
-    records = Store(tmp_path).records()
-    assert [record.id.split()[1] for record in records] == ["error", "ok", "hang"]
-    assert by_key(reversed(records))["k"].outcome == "hang"
-    assert [record.outcome for record in select(reversed(records)).measured] == ["ok"]
 
 
 def test_written_time_of_a_record_is_the_clock_time(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from repro.config.enums import ACCOUNTED
 from repro.results import tables
 from repro.results.measured import comparison_record, experiment_record, step_seconds
 from repro.results.metrics import UNDISTURBED, Held, Metrics, allocated, per_layer, work
-from repro.results.record_parts import NetworkReport, RankOnNetwork, RankResult, TrafficRow, kernel_fallbacks
+from repro.results.record_parts import NetworkReport, RankOnNetwork, RankResult, TrafficRow
 from repro.results.schema import ComparisonRecord, ExperimentRecord
 from tests.launch.fake_session import _result
-from tests.records import CONDITIONS, changed, made_up
+from tests.records import changed, made_up
 
 MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
 
@@ -105,13 +105,8 @@ def test_bubble_is_the_idle_share_of_the_busiest_rank() -> None:
     assert (metrics["pipeline.in_flight"], metrics["pipeline.undisturbed_steps"]) == (2, 5)
     assert "pipeline.bubble" not in pipeline(steps=(2, 2)), "two steps give no interval"
     assert pipeline(first_idle=0.0)["pipeline.undisturbed_steps"] == 4, "a step without a wait has no ratio"
-    assert pipeline(steps=(5, 4))["pipeline.undisturbed_steps"] == 4, (
-        "one stage has not finished the last step"
-    )
-
-
-def test_bubble_ignores_steps_of_ranks_without_a_core() -> None:
-    assert pipeline(0, 1)["pipeline.bubble"] == pytest.approx(0.2 + 3 * 0.01)
+    assert pipeline(steps=(5, 4))["pipeline.undisturbed_steps"] == 4, "one stage lacks the last step"
+    assert pipeline(0, 1)["pipeline.bubble"] == pytest.approx(0.2 + 3 * 0.01), "stage 0 shares its core"
     nothing = pipeline(0, 1, 2, 3, 4)
     assert "pipeline.bubble" not in nothing
     assert (nothing["pipeline.in_flight"], nothing["pipeline.undisturbed_steps"]) == (2, 0)
@@ -146,6 +141,9 @@ def test_outcome_is_that_of_the_worst_rank() -> None:
     assert record.reason == "rank 1: loss is nan at step 2"
     known = build(ranks, outcome="hang", reason="rank 0 is stopped")
     assert (known.outcome, known.reason) == ("hang", "rank 0 is stopped"), "the launcher's outcome prevails"
+    nothing = build([], outcome="hang", reason="rank 1 is stopped")
+    assert (nothing.outcome, nothing.metrics, nothing.memory_by_rank) == ("hang", {}, [])
+    assert tables.experiment_row(nothing)["reason"] == "rank 1 is stopped"
 
 
 def test_ranks_that_diverge_at_once_give_a_record() -> None:
@@ -160,12 +158,6 @@ def test_ranks_that_diverge_at_once_give_a_record() -> None:
     assert (row["dp"], row["zero"], row["reason"], row["loss.first"]) == (2, 0, "rank 0: loss is nan", 5.0)
     assert record.series.loss == [5.0, None]
     assert not {"loss.last", "step_seconds.median"} & record.metrics.keys()
-
-
-def test_a_run_without_results_has_an_outcome() -> None:
-    record = build([], outcome="hang", reason="rank 1 is stopped")
-    assert (record.outcome, record.metrics, record.memory_by_rank) == ("hang", {}, [])
-    assert tables.experiment_row(record)["reason"] == "rank 1 is stopped"
 
 
 def compare(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> ComparisonRecord | None:
@@ -198,17 +190,6 @@ def test_devices_with_a_known_peak_have_a_utilisation() -> None:
     assert (row["mfu"], row["mfu_causal"]) == (pytest.approx(0.2), pytest.approx(0.18))
     assert "mfu" not in tables.experiment_row(changed(record, outcome="oom"))
     assert "mfu" not in tables.experiment_row(changed(record, experiment={**conditions, "system": "local"}))
-
-
-def test_only_measured_records_with_a_network_are_emulated() -> None:
-    network = {"network": {"nodes": 2, "ranks_per_node": 1, "between": 1e6}}
-    for evidence, keys, shown in (
-        ("measured", {}, "measured"),
-        ("measured", network, "emulated"),
-        ("simulated", {}, "simulated"),
-        ("simulated", network, "simulated"),
-    ):
-        assert made_up("a", evidence=evidence, experiment={**CONDITIONS, **keys}).shown_as == shown
 
 
 def test_network_report_combines_the_reports_of_its_ranks() -> None:
@@ -305,16 +286,6 @@ def test_simulated_memory_has_limit_reserved_and_used_bytes() -> None:
     assert set(allocated([held], limit=4000, reserved=None, **numbers)) == {
         *("memory.context_bytes", "memory.communication_bytes", "memory.limit_bytes")
     }
-
-
-def test_kernel_fallbacks_are_grouped_by_reason() -> None:
-    ran = {
-        "bias_gelu": {"cuda": 2, "torch: no compiler": 1},
-        "layer_norm": {"torch: no compiler": 2},
-        "softmax": {"torch: a CPU": 1},
-        "every operator": {"torch: asked for": 1},
-    }
-    assert kernel_fallbacks(ran) == {"no compiler": ["bias_gelu", "layer_norm"], "a CPU": ["softmax"]}
 
 
 def test_missing_counts_are_zero() -> None:

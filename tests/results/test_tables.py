@@ -39,7 +39,7 @@ def selection() -> Selection:
         [
             *(record(name, rate) for name, rate in names.items()),
             *(record("large", 9.0, model=LARGE), record("emulated", network=NETWORK)),
-            *(record(name, evidence="simulated") for name in "ab"),
+            *(record(name, evidence="simulated", network=NETWORK) for name in "ab"),
             *(record(name, suite="r") for name in "ac"),
             *(comparison("a", "b"), comparison("a", "elsewhere"), comparison("a", "c", suite="r")),
         ]
