@@ -13,9 +13,22 @@ from repro.config import EmulatedNetwork, Experiment, Layout, Model, Training
 from repro.config.enums import ACCOUNTED
 from repro.results import tables
 from repro.results.measured import comparison_record, experiment_record, step_seconds
-from repro.results.metrics import UNDISTURBED, Held, Metrics, allocated, per_layer, work
+from repro.results.metrics import (
+    FP32_ROUNDING,
+    LOSS_STRETCH_STEPS,
+    UNDISTURBED,
+    Held,
+    Metrics,
+    allocated,
+    final_loss,
+    loss_distances,
+    per_layer,
+    relative_loss_distance,
+    work,
+)
 from repro.results.record_parts import NetworkReport, RankOnNetwork, RankResult, TrafficRow
 from repro.results.schema import ComparisonRecord, ExperimentRecord
+from tests.claims.constructed_records import conditions
 from tests.launch.fake_session import _result
 from tests.records import changed, made_up
 
@@ -182,14 +195,13 @@ def test_comparison_is_the_ratio_of_paired_rounds() -> None:
 
 def test_devices_with_a_known_peak_have_a_utilisation() -> None:
     """Two devices of 125 TFLOP/s reach 50 TFLOP/s in total; a step that does not fit has no utilisation."""
-    layout = Layout(dp=2, precision="fp16")
-    conditions = Experiment(name="a", model=MODEL, layout=layout, system="dgx2").as_dict()
+    on_dgx2 = conditions(Layout(dp=2, precision="fp16"), MODEL, system="dgx2")
     metrics = {"model_flops_per_s": 50e12, "causal_flops_per_s": 45e12}
-    record = made_up("a", experiment=conditions, evidence="simulated", metrics=metrics)
+    record = made_up("a", experiment=on_dgx2, evidence="simulated", metrics=metrics)
     row = tables.experiment_row(record)
     assert (row["mfu"], row["mfu_causal"]) == (pytest.approx(0.2), pytest.approx(0.18))
     assert "mfu" not in tables.experiment_row(changed(record, outcome="oom"))
-    assert "mfu" not in tables.experiment_row(changed(record, experiment={**conditions, "system": "local"}))
+    assert "mfu" not in tables.experiment_row(changed(record, experiment={**on_dgx2, "system": "local"}))
 
 
 def test_network_report_combines_the_reports_of_its_ranks() -> None:
@@ -298,3 +310,55 @@ def test_missing_counts_are_zero() -> None:
     metrics = build(ranks).metrics
     assert (metrics["padding"], metrics["memory.init_peak_bytes"]) == (0, 0)
     assert made_up("a").wall_s == 0
+
+
+FLAT = [2.0] * (3 * LOSS_STRETCH_STEPS)
+
+
+def shifted(*relative: float) -> list[float]:
+    """Return `FLAT` with a relative change of each stretch of steps."""
+    return [2.0 * (1 + by) for by in relative for _ in range(LOSS_STRETCH_STEPS)]
+
+
+def test_distances_are_relative_and_ignore_missing_losses() -> None:
+    assert loss_distances([2.0, 2.2], [2.0, 2.0]) == pytest.approx([0, 0.1])
+    assert loss_distances([None, 2.0], [2.0, 2.0]) == [0]
+
+
+CONTROLS = [shifted(1e-6, 7e-6, 1e-5), shifted(-7e-6, 1e-6, 7e-5)]
+"""Controls whose root mean square distances are 5e-6, 5e-6 and 5e-5."""
+
+
+@pytest.mark.parametrize(
+    ("curve", "controls", "distance"),
+    [
+        (shifted(5e-6, -2e-5, 5e-5), CONTROLS, 4),  # 1, 4 and 1 times the controls: the worst stretch counts
+        (shifted(5e-6, -2e-5, 5e-5), CONTROLS[:1], 5),  # 5e-6 / 1e-6 in the first stretch
+        (shifted(2e-7, 2e-5, 2e-3), [shifted(1e-7, 1e-5, 1e-3)], 2),
+        (shifted(1e-4, 1e-5, 1e-3), [shifted(1e-7, 1e-5, 1e-3)], 1000),
+        (shifted(0, 0, 4 * FP32_ROUNDING), [FLAT], 4),  # controls differ by the fp32 rounding or more
+        (FLAT, [FLAT], 0),
+    ],
+)
+def test_loss_distance_is_relative_to_the_controls(
+    curve: list[float], controls: list[list[float]], distance: float
+) -> None:
+    assert relative_loss_distance(curve, FLAT, controls) == pytest.approx(distance, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("curve", "controls"), [(FLAT, []), (FLAT[1:], [FLAT]), (FLAT, [FLAT[1:]]), ([None, *FLAT[1:]], [FLAT])]
+)
+def test_loss_distance_needs_controls_and_complete_losses(
+    curve: list[float | None], controls: list[list[float]]
+) -> None:
+    with pytest.raises(ValueError, match="needs control runs, and the losses of all steps"):
+        relative_loss_distance(curve, FLAT, controls)
+
+
+def test_final_loss_is_the_mean_of_the_last_stretch() -> None:
+    assert final_loss(shifted(0, 0.5, 0.25)) == pytest.approx(2.5)
+    assert final_loss([None, *FLAT]) == 2.0
+    for losses in (FLAT[: LOSS_STRETCH_STEPS - 1], [*FLAT, None]):
+        with pytest.raises(ValueError, match="the losses of the last 50"):
+            final_loss(losses)
