@@ -48,7 +48,7 @@ def compare_ranges(source: WeightSource, expected: dict[str, Tensor], ranks: int
     """
     names = list(source.parameter_shapes)
     for rank in range(ranks):
-        values = source.values(names, rank, ranks, VOCAB + 2)
+        values = source.values(names, rank, ranks, source.model.vocab + 2)
         for i, name in enumerate(names):
             value, split = expected[name], source.parameter_shapes[name].split
             if name in ("embed.tokens", "head.output"):
