@@ -73,43 +73,33 @@ def test_weakest_main_row_decides_a_claim(
         assert summary([result])["against_itself"]["rows_decided"] == 2, "all rows"
 
 
-@pytest.mark.parametrize(
-    ("speeds", "verdict", "basis"),
-    [
+def test_strongest_evidence_decides(tmp_path: Path) -> None:
+    """The published number is 2. At the scale of the twin, the formula gives exactly 3."""
+    rows = row(analytic=FORMULA, measured=f"[{TWIN}, {ONE_RANK}, {PUBLISHED}]")
+    for speeds, verdict, basis in (
         ({"twin": 3}, v.REPRODUCED, "measured, scaled twin 1/1"),
         ({"twin": 2}, v.NOT_REPRODUCED, "measured, scaled twin 0/1"),
         ({"twin": 3, "rank": 2}, v.REPRODUCED, "measured, one rank of 64 1/1"),
         ({"twin": 3, "rank": 2, "full": 2}, v.REPRODUCED, "measured, published scale 1/1"),
-    ],
-)
-def test_strongest_evidence_decides(
-    tmp_path: Path, speeds: dict[str, float], verdict: str, basis: str
-) -> None:
-    """The published number is 2. At the scale of the twin, the formula gives exactly 3."""
-    rows = row(analytic=FORMULA, measured=f"[{TWIN}, {ONE_RANK}, {PUBLISHED}]")
-    result = judged(tmp_path, rows, *(record(name, speed=speed) for name, speed in speeds.items()))
-    assert (result.verdict, result.basis) == (verdict, basis)
-    assert len(result.disagreements) == (verdict == v.NOT_REPRODUCED)
+    ):
+        result = judged(tmp_path, rows, *(record(name, speed=speed) for name, speed in speeds.items()))
+        assert (result.verdict, result.basis) == (verdict, basis)
+        assert len(result.disagreements) == (verdict == v.NOT_REPRODUCED)
 
 
-@pytest.mark.parametrize(
-    ("full", "other", "verdict", "counted"),
-    [
+def test_row_with_two_measurements_needs_both_records(tmp_path: Path) -> None:
+    both = row(analytic=FORMULA, measured=f"[{PUBLISHED}, {PUBLISHED.replace('s/full', 's/other')}]")
+    for full, other, verdict, counted in (
         (2, None, v.NOT_RUN, (0, 0)),
         (5, None, v.NOT_REPRODUCED, (0, 0)),
         (2, 5, v.NOT_REPRODUCED, (0, 1)),
         (2, 2, v.REPRODUCED, (1, 1)),
-    ],
-)
-def test_row_with_two_measurements_needs_both_records(
-    tmp_path: Path, full: float, other: float | None, verdict: str, counted: tuple[int, int]
-) -> None:
-    both = row(analytic=FORMULA, measured=f"[{PUBLISHED}, {PUBLISHED.replace('s/full', 's/other')}]")
-    speeds = {"full": full} | ({} if other is None else {"other": other})
-    result = judged(tmp_path, both, *(record(name, speed=speed) for name, speed in speeds.items()))
-    basis = f"measured, published scale {counted[0]}/1" if verdict != v.NOT_RUN else ""
-    assert (result.verdict, result.basis) == (verdict, basis)
-    assert counts(result, "measured") == (verdict, *counted, 1)
+    ):
+        speeds = {"full": full} | ({} if other is None else {"other": other})
+        result = judged(tmp_path, both, *(record(name, speed=speed) for name, speed in speeds.items()))
+        basis = f"measured, published scale {counted[0]}/1" if verdict != v.NOT_RUN else ""
+        assert (result.verdict, result.basis) == (verdict, basis)
+        assert counts(result, "measured") == (verdict, *counted, 1)
 
 
 def test_weaker_evidence_that_disagrees_is_reported(tmp_path: Path) -> None:
@@ -208,23 +198,18 @@ def test_rows_of_one_sentence_read_the_same_simulations(tmp_path: Path) -> None:
         judged(tmp_path, x + other)
 
 
-@pytest.mark.parametrize(
-    ("expression", "unit", "published"),
-    [
+def test_evidence_that_repeats_an_input_must_be_given(tmp_path: Path) -> None:
+    for expression, unit, published in (
         ('setting("s/full", "layout.tp")', "", "4"),
         ('512 / setting("s/full", "layout.tp")', "GPUs", "128"),
         ('parameters("s/full")', "parameters", "1.5B"),
         ('metric("s/full", "speed") / metric("s/full", "speed") * 38e12', "TFLOP/s", "38"),
         ('metric("s/full", "speed") * 0 + 16', "x", "16"),
-    ],
-)
-def test_evidence_that_repeats_an_input_must_be_given(
-    tmp_path: Path, expression: str, unit: str, published: str
-) -> None:
-    keys = {"unit": f'"{unit}"', "measured": value(expression)}
-    with pytest.raises(ConfigError, match="the published number that the test uses as an input"):
-        judged(tmp_path, row(published, **keys))
-    assert judged(tmp_path, row(published, given='"the suite"', **keys)).verdict == v.NOT_RUN
+    ):
+        keys = {"unit": f'"{unit}"', "measured": value(expression)}
+        with pytest.raises(ConfigError, match="the published number that the test uses as an input"):
+            judged(tmp_path, row(published, **keys))
+        assert judged(tmp_path, row(published, given='"the suite"', **keys)).verdict == v.NOT_RUN
 
 
 def test_totals_count_values_by_kind_and_verdict(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -27,24 +26,19 @@ def full_run(kind: str, speed: float, outcome: str = "ok") -> ExperimentRecord:
     return changed(record("full", outcome=outcome, speed=speed), evidence=kind)
 
 
-@pytest.mark.parametrize(
-    ("bound", "ends", "verdict", "is_across", "shown"),
-    [
+def test_interval_of_a_measured_ratio_widens_a_bound_only(tmp_path: Path) -> None:
+    for bound, ends, verdict, is_across, shown in (
         ("", ("a", "b", 2.1, 2.05, 2.15), REPRODUCED, False, 2.1),
         ("", ("a", "b", 1.5, 0.5, 4.0), NOT_REPRODUCED, True, 1.5),  # the tolerance is not widened
         ("", ("a", "b", 2.1, 1.0, 4.0), REPRODUCED, True, 2.1),
         ("", ("b", "a", 0.5, 0.48, 0.52), REPRODUCED, False, 2.0),
         ("over", ("a", "b", 1.98, 1.95, 1.99), NOT_REPRODUCED, False, 1.98),
         ("over", ("a", "b", 1.98, 1.95, 2.03), REPRODUCED, True, 1.98),
-    ],
-)
-def test_interval_of_a_measured_ratio_widens_a_bound_only(
-    tmp_path: Path, bound: str, ends: Sequence[float], verdict: str, is_across: bool, shown: float
-) -> None:
-    rows = row(bound=f'"{bound}"', measured=COMPARED)
-    (finding,) = judged(tmp_path, rows, comparison(*ends)).rows[0].findings  # type: ignore[arg-type]
-    assert (finding.verdict, finding.value) == (verdict, shown)
-    assert ("reaches beyond" in finding.reason) == is_across
+    ):
+        rows = row(bound=f'"{bound}"', measured=COMPARED)
+        (finding,) = judged(tmp_path, rows, comparison(*ends)).rows[0].findings  # type: ignore[arg-type]
+        assert (finding.verdict, finding.value) == (verdict, shown)
+        assert ("reaches beyond" in finding.reason) == is_across
 
 
 def test_digitisation_error_widens_a_bound_and_a_tolerance_does_not(tmp_path: Path) -> None:
@@ -157,36 +151,26 @@ def curve(name: str, relative: float, steps: int = 100, outcome: str = "ok") -> 
     return replace(record(name, outcome=outcome), series=StepSeries(loss=losses))
 
 
-@pytest.mark.parametrize(
-    ("relative", "verdicts"),
-    [
+def test_loss_curve_strays_at_most_three_times_the_controls(tmp_path: Path) -> None:
+    """Two comparisons of one curve are one independent quantity."""
+    for relative, verdicts in (
         (2.9e-6, [REPRODUCED, REPRODUCED]),
         (3.1e-6, [NOT_REPRODUCED, REPRODUCED]),
         (-0.02, [NOT_REPRODUCED, NOT_REPRODUCED]),
-    ],
-)
-def test_loss_curve_strays_at_most_three_times_the_controls(
-    tmp_path: Path, relative: float, verdicts: list[str]
-) -> None:
-    """Two comparisons of one curve are one independent quantity."""
-    result = judged(tmp_path, CURVE_ROWS, curve("one", 0), curve("order", 1e-6), curve("a", relative))
-    assert [row.verdict for row in result.rows] == verdicts
-    held = int(verdicts == [REPRODUCED, REPRODUCED])
-    assert count_independent([result])["measured"] == QuantityCounts(1, held)
+    ):
+        result = judged(tmp_path, CURVE_ROWS, curve("one", 0), curve("order", 1e-6), curve("a", relative))
+        assert [row.verdict for row in result.rows] == verdicts
+        held = int(verdicts == [REPRODUCED, REPRODUCED])
+        assert count_independent([result])["measured"] == QuantityCounts(1, held)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "reason", "is_final_known"),
-    [
+def test_curves_without_comparable_losses_are_not_run(tmp_path: Path) -> None:
+    for wrong, reason, is_final_known in (
         (curve("a", 0, steps=99), "the losses of all steps", True),
         (curve("a", 0, steps=49), "the losses of all steps", False),
         (record("a"), "the experiment's record has no losses", False),
         (curve("a", 0, outcome="diverged"), "ended diverged", False),
-    ],
-)
-def test_curves_without_comparable_losses_are_not_run(
-    tmp_path: Path, wrong: ExperimentRecord, reason: str, is_final_known: bool
-) -> None:
-    strayed, apart = judged(tmp_path, CURVE_ROWS, curve("one", 0), curve("order", 1e-6), wrong).rows
-    assert (strayed.verdict, apart.verdict) == (NOT_RUN, REPRODUCED if is_final_known else NOT_RUN)
-    assert reason in strayed.reason
+    ):
+        strayed, apart = judged(tmp_path, CURVE_ROWS, curve("one", 0), curve("order", 1e-6), wrong).rows
+        assert (strayed.verdict, apart.verdict) == (NOT_RUN, REPRODUCED if is_final_known else NOT_RUN)
+        assert reason in strayed.reason

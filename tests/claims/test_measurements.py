@@ -59,20 +59,17 @@ def test_smoke_records_of_a_correct_implementation_reproduce() -> None:
         assert result.basis.startswith("measured, scaled twin")
 
 
-@pytest.mark.parametrize(
-    ("name", "bytes_wrong"),
-    [
+def test_incorrect_model_states_are_not_reproduced() -> None:
+    for name, bytes_wrong in (
         ("states-z1-dp4", states(4, 1) + PSI),  # one additional byte per parameter
         ("states-z2-dp2", states(2, 1)),  # gradients not partitioned
         ("states-z3-dp4", states(4, 3) * 1.01),
         ("states-z0-dp1", states(1, 0) + 1),  # one additional byte; one rank has no padding
-    ],
-)
-def test_incorrect_model_states_are_not_reproduced(name: str, bytes_wrong: float) -> None:
-    records = smoke(**{name: bytes_wrong})
-    result = judge_claim(LEDGER.claim("zero-mem-formula-stages"), Records(records))
-    assert result.verdict == NOT_REPRODUCED
-    assert result.disagreements, "the closed form agrees with the paper"
+    ):
+        records = smoke(**{name: bytes_wrong})
+        result = judge_claim(LEDGER.claim("zero-mem-formula-stages"), Records(records))
+        assert result.verdict == NOT_REPRODUCED
+        assert result.disagreements, "the closed form agrees with the paper"
 
 
 def test_parity_compares_every_layout_with_one_process() -> None:
@@ -142,21 +139,18 @@ def test_search_of_one_rank_decides_a_limit() -> None:
     assert measured(LIMIT, "text", fit_record(layers=30)).verdict == NOT_REPRODUCED
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_search_with_another_condition_is_ignored() -> None:
+    for change in (
         *({"zero": 1}, {"hidden": 1920}, {"ranks": 8}, {"cb": True}, {"fails": "hang"}, {"system": "local"}),
         *({"limit_bytes": 31_000_000_000}, {"limit_bytes": 40_000_000_000}),
-    ],
-)
-def test_search_with_another_condition_is_ignored(change: dict[str, Any]) -> None:
-    found = measured(LIMIT, "text", fit_record(**change))
-    assert found.verdict == NOT_RUN
-    (command,) = device_commands(LEDGER.claim(LIMIT))
-    assert f"`{command.text}`" in found.reason
-    search = "repro fit --measure --system local-gpu --gpus 1 --as-rank 0 --of 64 --zero 0 --no-cb"
-    assert command.text.startswith(search)
-    assert command.text.endswith("--hidden 1600 --micro-batch 1 --memory-limit 32GB")
+    ):
+        found = measured(LIMIT, "text", fit_record(**change))
+        assert found.verdict == NOT_RUN
+        (command,) = device_commands(LEDGER.claim(LIMIT))
+        assert f"`{command.text}`" in found.reason
+        search = "repro fit --measure --system local-gpu --gpus 1 --as-rank 0 --of 64 --zero 0 --no-cb"
+        assert command.text.startswith(search)
+        assert command.text.endswith("--hidden 1600 --micro-batch 1 --memory-limit 32GB")
 
 
 @pytest.mark.parametrize(("zero", "size"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -275,9 +269,8 @@ def test_newest_filtered_accuracy_is_compared_with_the_published_one() -> None:
         assert "no metric accuracy.filtered" in lambada(evaluation).findings[0].reason
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_evaluation_of_another_protocol_task_or_model_is_ignored() -> None:
+    for other in (
         scored("megatron", accuracy_filtered=0.6324),
         scored("gpt2", task="wikitext103", accuracy_filtered=0.6324),
         scored("gpt2", model={**GPT2, "layers": 36}, accuracy_filtered=0.6324),
@@ -285,10 +278,8 @@ def test_newest_filtered_accuracy_is_compared_with_the_published_one() -> None:
         scored("gpt2", model={"layers": 48}, accuracy_filtered=0.6324),
         scored("gpt2", model={**GPT2, "heads": 7}, accuracy_filtered=0.6324),
         scored("gpt2", model={**GPT2, "experts": 8}, accuracy_filtered=0.6324),
-    ],
-)
-def test_evaluation_of_another_protocol_task_or_model_is_ignored(other: EvaluationRecord) -> None:
-    assert lambada(other).verdict == NOT_RUN
+    ):
+        assert lambada(other).verdict == NOT_RUN
 
 
 def test_token_and_word_counts_must_be_equal() -> None:

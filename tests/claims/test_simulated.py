@@ -79,26 +79,21 @@ def test_ddp_bucket_copies_decide_whether_1p5b_fits() -> None:
     assert outcomes == {**fits, ("1.5b", False): "oom"}
 
 
-@pytest.mark.parametrize(
-    ("part", "changes", "differ"),
-    [
+def test_search_needs_experiments_that_differ_in_one_setting() -> None:
+    for part, changes, differ in (
         ("layout", {"micro_batch": 2, "global_batch": 2}, "layout.global_batch, layout.micro_batch"),
         # The sequence length of a model counts as a condition of the training, not as the size of the model.
         ("model", {"seq": 32}, "training.seq"),
-    ],
-)
-def test_search_needs_experiments_that_differ_in_one_setting(
-    part: str, changes: dict[str, int], differ: str
-) -> None:
-    small, large = record("a"), record("c", "oom")
-    search = "largest", "model.published_params", "s/a", "s/c"
-    assert call(*search, of=[small, large]) == 1e9
-    with pytest.raises(Missing, match="s/c: no record"):
-        call(*search, of=[small])
-    other = dataclasses.replace(getattr(large.experiment, part), **changes)
-    different = dataclasses.replace(large.experiment, **{part: other}).as_dict()
-    with pytest.raises(Missing, match=f"experiment also differs from s/a in {differ}$"):
-        call(*search, of=[small, changed(large, experiment=different)])
+    ):
+        small, large = record("a"), record("c", "oom")
+        search = "largest", "model.published_params", "s/a", "s/c"
+        assert call(*search, of=[small, large]) == 1e9
+        with pytest.raises(Missing, match="s/c: no record"):
+            call(*search, of=[small])
+        other = dataclasses.replace(getattr(large.experiment, part), **changes)
+        different = dataclasses.replace(large.experiment, **{part: other}).as_dict()
+        with pytest.raises(Missing, match=f"experiment also differs from s/a in {differ}$"):
+            call(*search, of=[small, changed(large, experiment=different)])
 
 
 def test_reason_of_a_missing_simulation_names_its_command() -> None:

@@ -95,11 +95,9 @@ def test_records_are_in_the_order_of_their_appends(
     assert orders == sorted(set(orders))
 
 
-@pytest.mark.parametrize(
-    "written", ["2026-06-01T12:00:00Z", "2026-06-01T14:00:00+02:00", "2026-06-01T12:00:00"]
-)
-def test_all_formats_of_a_time_have_the_same_order(written: str) -> None:
-    assert made_up("a", written=written).order == microseconds(NOON)
+def test_all_formats_of_a_time_have_the_same_order() -> None:
+    for written in ("2026-06-01T12:00:00Z", "2026-06-01T14:00:00+02:00", "2026-06-01T12:00:00"):
+        assert made_up("a", written=written).order == microseconds(NOON)
 
 
 def test_merged_stores_order_records_by_their_times(tmp_path: Path) -> None:

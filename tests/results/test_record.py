@@ -239,30 +239,28 @@ def test_step_times_use_the_steps_that_all_ranks_finished() -> None:
     assert step_seconds(typed(ranks)) == [[2.0, 2.0]]
 
 
-@pytest.mark.parametrize(
-    ("resumed", "times"), [([], "of all steps"), ([3, 5], "of the steps after 5, since the last start")]
-)
-def test_checkpoints_of_all_ranks_are_one_report(resumed: list[int], times: str) -> None:
+def test_checkpoints_of_all_ranks_are_one_report() -> None:
     """The time of a checkpoint is that of its slowest rank, and a failure of any rank is reported."""
-    ranks = results()
-    for rank, seconds in enumerate(([1.0, 4.0], [2.0, 3.0, 9.0])):
-        ranks[rank]["checkpoints"] = {
-            "resumed": [{"step": step, "key": "k"} for step in resumed],
-            "written": [4, 8],
-            "write_seconds": seconds,
-            "failures": [{"step": 6, "reason": "no space"}] * rank,
-        }
-    record = build(ranks)
-    report = record.checkpoints
-    assert report is not None
-    assert record.metrics.get("resumed_from") == (resumed[-1] if resumed else None)
-    assert (report.written, report.write_seconds, report.times) == ([4, 8], [2.0, 4.0], times)
-    assert [failure["step"] for failure in report.failures] == [6]
-    assert record.metrics["comm.dp.all_reduce.calls"] == 3
-    for rank in ranks:
-        rank["rounds"] = [[]]
-    without = build(ranks).metrics
-    assert ("comm.dp.all_reduce.calls" in without) != bool(resumed), "the only remaining step is not typical"
+    for resumed, times in (([], "of all steps"), ([3, 5], "of the steps after 5, since the last start")):
+        ranks = results()
+        for rank, seconds in enumerate(([1.0, 4.0], [2.0, 3.0, 9.0])):
+            ranks[rank]["checkpoints"] = {
+                "resumed": [{"step": step, "key": "k"} for step in resumed],
+                "written": [4, 8],
+                "write_seconds": seconds,
+                "failures": [{"step": 6, "reason": "no space"}] * rank,
+            }
+        record = build(ranks)
+        report = record.checkpoints
+        assert report is not None
+        assert record.metrics.get("resumed_from") == (resumed[-1] if resumed else None)
+        assert (report.written, report.write_seconds, report.times) == ([4, 8], [2.0, 4.0], times)
+        assert [failure["step"] for failure in report.failures] == [6]
+        assert record.metrics["comm.dp.all_reduce.calls"] == 3
+        for rank in ranks:
+            rank["rounds"] = [[]]
+        without = build(ranks).metrics
+        assert ("comm.dp.all_reduce.calls" in without) != bool(resumed), "the remaining step is not typical"
 
 
 def test_block_traffic_is_averaged_over_blocks_and_micro_batches() -> None:
@@ -329,31 +327,22 @@ CONTROLS = [shifted(1e-6, 7e-6, 1e-5), shifted(-7e-6, 1e-6, 7e-5)]
 """Controls whose root mean square distances are 5e-6, 5e-6 and 5e-5."""
 
 
-@pytest.mark.parametrize(
-    ("curve", "controls", "distance"),
-    [
+def test_loss_distance_is_relative_to_the_controls() -> None:
+    for curve, controls, distance in (
         (shifted(5e-6, -2e-5, 5e-5), CONTROLS, 4),  # 1, 4 and 1 times the controls: the worst stretch counts
         (shifted(5e-6, -2e-5, 5e-5), CONTROLS[:1], 5),  # 5e-6 / 1e-6 in the first stretch
         (shifted(2e-7, 2e-5, 2e-3), [shifted(1e-7, 1e-5, 1e-3)], 2),
         (shifted(1e-4, 1e-5, 1e-3), [shifted(1e-7, 1e-5, 1e-3)], 1000),
         (shifted(0, 0, 4 * FP32_ROUNDING), [FLAT], 4),  # controls differ by the fp32 rounding or more
         (FLAT, [FLAT], 0),
-    ],
-)
-def test_loss_distance_is_relative_to_the_controls(
-    curve: list[float], controls: list[list[float]], distance: float
-) -> None:
-    assert relative_loss_distance(curve, FLAT, controls) == pytest.approx(distance, rel=1e-6)
+    ):
+        assert relative_loss_distance(curve, FLAT, controls) == pytest.approx(distance, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("curve", "controls"), [(FLAT, []), (FLAT[1:], [FLAT]), (FLAT, [FLAT[1:]]), ([None, *FLAT[1:]], [FLAT])]
-)
-def test_loss_distance_needs_controls_and_complete_losses(
-    curve: list[float | None], controls: list[list[float]]
-) -> None:
-    with pytest.raises(ValueError, match="needs control runs, and the losses of all steps"):
-        relative_loss_distance(curve, FLAT, controls)
+def test_loss_distance_needs_controls_and_complete_losses() -> None:
+    for curve, controls in ((FLAT, []), (FLAT[1:], [FLAT]), (FLAT, [FLAT[1:]]), ([None, *FLAT[1:]], [FLAT])):
+        with pytest.raises(ValueError, match="needs control runs, and the losses of all steps"):
+            relative_loss_distance(curve, FLAT, controls)
 
 
 def test_final_loss_is_the_mean_of_the_last_stretch() -> None:
