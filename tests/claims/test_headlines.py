@@ -102,16 +102,10 @@ def test_ledger_files_are_sorted_by_date_of_publication(tmp_path: Path) -> None:
     assert [claim.id for claim in load_ledger(tmp_path).claims] == ["c-claim", "b-claim", "a-claim"]
 
 
-def test_claims_and_headlines_name_the_experiments_they_read() -> None:
+def test_headlines_name_the_experiments_they_read() -> None:
     ledger = committed.ledger()
-    for name, kind, experiment in (
-        (HEADLINES, SIMULATED, "deepspeed_lowbw/lowbw-megatron"),
-        ("ds-3p75x-lowbw", MEASURED, "windtunnel_smoke/lowbw-deepspeed"),
-        ("yuan-step-time", SIMULATED, "yuan/yuan-245b"),
-    ):
-        assert experiment in named_experiments(ledger, name, kind)
-    with pytest.raises(ConfigError, match="has no simulated evidence"):
-        named_experiments(ledger, "ds-same-loss", SIMULATED)
+    assert "deepspeed_lowbw/lowbw-megatron" in named_experiments(ledger, HEADLINES, SIMULATED)
+    assert "windtunnel_smoke/lowbw-deepspeed" in named_experiments(ledger, "ds-3p75x-lowbw", MEASURED)
 
 
 def test_missed_row_shows_value_accepted_range_and_cause(tmp_path: Path) -> None:

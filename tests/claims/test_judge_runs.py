@@ -41,14 +41,6 @@ def test_interval_of_a_measured_ratio_widens_a_bound_only(tmp_path: Path) -> Non
         assert ("reaches beyond" in finding.reason) == is_across
 
 
-def test_digitisation_error_widens_a_bound_and_a_tolerance_does_not(tmp_path: Path) -> None:
-    exact = row(bound='"over"', measured=SPEED)
-    assert judged(tmp_path, exact, record("full", speed=1.999)).verdict == NOT_REPRODUCED
-    digitised = row(bound='"over"', certainty='"digitised"', error="0.1", measured=SPEED)
-    assert judged(tmp_path, digitised, record("full", speed=1.999)).verdict == REPRODUCED
-    assert judged(tmp_path, digitised, record("full", speed=1.89)).verdict == NOT_REPRODUCED
-
-
 def test_run_of_a_simulated_experiment_is_a_measurement(tmp_path: Path) -> None:
     """The run at published scale decides, and the disagreement of the simulation is reported."""
     rows = row(simulated=SPEED)

@@ -71,11 +71,11 @@ def test_mutation_changes_the_model_states_or_the_traffic(
     assert record.metrics[metric] == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["half the bandwidth between nodes", "no overlap", "slower kernels"])
-def test_mutation_of_time_makes_the_step_slower(stage_2: mutations.MutatedSimulation, name: str) -> None:
-    record = stage_2.record(mutations.BY_NAME[name])
-    assert record is not None
-    assert record.metrics["step_seconds.median"] > 1.01 * stage_2.base["step_seconds.median"]
+def test_mutation_of_time_makes_the_step_slower(stage_2: mutations.MutatedSimulation) -> None:
+    for name in ("half the bandwidth between nodes", "no overlap", "slower kernels"):
+        record = stage_2.record(mutations.BY_NAME[name])
+        assert record is not None
+        assert record.metrics["step_seconds.median"] > 1.01 * stage_2.base["step_seconds.median"]
 
 
 def test_mutation_of_an_unused_feature_has_no_record(stage_2: mutations.MutatedSimulation) -> None:

@@ -14,7 +14,7 @@ from repro.claims.expression import arguments
 from repro.claims.judge import experiments_read, judge_claim
 from repro.claims.records import Missing, Records
 from repro.claims.tolerance import accepted_range
-from repro.claims.verdicts import NO_TEST, NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
+from repro.claims.verdicts import NO_TEST, NOT_COMPARABLE, NOT_REPRODUCED, REPRODUCED
 from repro.config import Experiment
 from repro.launch.simulated import simulate_experiment, simulated_system
 from repro.results.schema import ExperimentRecord
@@ -94,13 +94,6 @@ def test_search_needs_experiments_that_differ_in_one_setting() -> None:
         different = dataclasses.replace(large.experiment, **{part: other}).as_dict()
         with pytest.raises(Missing, match=f"experiment also differs from s/a in {differ}$"):
             call(*search, of=[small, changed(large, experiment=different)])
-
-
-def test_reason_of_a_missing_simulation_names_its_command() -> None:
-    result = judge_claim(LEDGER.claim("zero-fig1-7p5b"), Records([]))
-    finding = next(f for f in result.rows[0].findings if f.kind == "simulated")
-    assert finding.verdict == NOT_RUN
-    assert finding.reason.endswith("`repro run suites/zero_memory.toml --evidence simulated`")
 
 
 def simulated(suite: str, *names: str) -> list[ExperimentRecord]:

@@ -204,24 +204,16 @@ def test_ranks_of_different_models_are_refused(model: Any, tmp_path: Path) -> No
         open_weights(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected_message"),
-    [
-        ({"bias_gelu_fusion": False}, "GELU by the tanh approximation"),
-        ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights"),
-        ({"layernorm_epsilon": 1e-6}, "layernorm_epsilon"),
-    ],
-)
-def test_unsupported_megatron_model_is_refused(
-    model: Any, tmp_path: Path, arguments: dict[str, Any], expected_message: str
-) -> None:
-    args = argparse.Namespace(num_attention_heads=HEADS, **arguments)
-    save_megatron(tmp_path, megatron_ranks(model, 1, 1, 3.0), 3.0, args=args)
-    with pytest.raises(ConfigError, match=expected_message):
-        open_weights(tmp_path)
-
-
-def test_unknown_folder_is_refused_with_the_known_formats(tmp_path: Path) -> None:
+def test_unsupported_megatron_model_and_unknown_folder_are_refused(model: Any, tmp_path: Path) -> None:
+    for name, setting, message in (
+        ("bias_gelu_fusion", False, "GELU by the tanh approximation"),
+        ("untie_embeddings_and_output_weights", True, "untie_embeddings_and_output_weights"),
+        ("layernorm_epsilon", 1e-6, "layernorm_epsilon"),
+    ):
+        args = argparse.Namespace(num_attention_heads=HEADS, **{name: setting})
+        save_megatron(tmp_path / name, megatron_ranks(model, 1, 1, 3.0), 3.0, args=args)
+        with pytest.raises(ConfigError, match=message):
+            open_weights(tmp_path / name)
     message = r"must be a folder of Hugging Face transformers .* Megatron-LM .* `repro run`"
     with pytest.raises(ConfigError, match=message):
         open_weights(tmp_path)
