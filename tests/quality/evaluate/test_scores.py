@@ -16,13 +16,7 @@ from repro.config import Layout
 from repro.quality.evaluate.samples import Samples
 from repro.quality.weights import open_weights
 from tests.pool import RankPool
-from tests.quality.evaluate.rank_scores import (
-    FORBIDDEN,
-    continue_greedily,
-    samples,
-    score,
-    state_bytes,
-)
+from tests.quality.evaluate.rank_scores import FORBIDDEN, continue_greedily, samples, score, state_bytes
 from tests.quality.weights.reference_weights import gpt2, tokens
 
 pytestmark = pytest.mark.xdist_group("ranks")
