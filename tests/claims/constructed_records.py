@@ -91,6 +91,5 @@ def write_ledger(folder: Path, rows: str, head: str = HEAD) -> Ledger:
 def judged(
     folder: Path, rows: str, *records: Record, references: Sequence[ReferenceFile] = ()
 ) -> ClaimResult:
-    """Return the result of a claim with `rows`."""
     (result,) = judge(write_ledger(folder, rows), records, references)
     return result

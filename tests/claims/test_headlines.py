@@ -25,7 +25,6 @@ def speed(name: str, keys: str = "") -> str:
 
 
 def line(tmp_path: Path, rows: str, headline: str, *records: Record) -> HeadlineLine:
-    """Return the line of one headline of a claim with `rows`."""
     (tmp_path / "test.toml").write_text(
         f"{HEAD}{rows}]\n[[headline]]\nname = 'One'\nclaim = 'a-claim'\n{headline}\n"
     )

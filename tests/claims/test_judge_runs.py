@@ -77,7 +77,6 @@ def test_ratio_of_interleaved_experiments_comes_from_their_comparison(tmp_path: 
 
 
 def twins(network: EmulatedNetwork | None, *ratio: float) -> list[Record]:
-    """Return two runs on a network, and their comparison."""
     runs = [record(name, samples_per_s=1.0) for name in "ab"]
     on_network = {**runs[0].conditions, "network": network and asdict(network)}
     return [*(changed(run, experiment=on_network) for run in runs), comparison("a", "b", *ratio)]

@@ -18,7 +18,6 @@ LEDGER = committed.ledger()
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, ClaimResult]:
-    """Return the verdicts with an empty store, by claim."""
     return {result.claim.id: result for result in judge(LEDGER, [])}
 
 

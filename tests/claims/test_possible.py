@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from repro.claims import verdicts as v
+from repro.claims.ledger import Ledger
 from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, summary, totals, why
 from repro.claims.verdicts import ClaimResult, InputUncertainty
@@ -39,7 +40,6 @@ def step_range(rings: tuple[float, float], launch: tuple[float, float], draws: l
 
 
 def rate(name: str = "s/a") -> str:
-    """Return simulated evidence about the rate of an experiment."""
     return value(f'metric("{name}", "samples_per_s")', 'metric = "throughput"')
 
 
@@ -131,10 +131,9 @@ def test_possible_ranks_between_reproduced_and_not_reproduced() -> None:
     assert _judge_verdicts(v.POSSIBLE, v.POSSIBLE) == SAME == _judge_verdicts(v.NOT_COMPARABLE, v.POSSIBLE)
 
 
-def test_tornado_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) -> None:
+def test_page_and_terminal_show_the_unknowns_with_the_largest_effects(tmp_path: Path) -> None:
     """Rings give 10 to 20 samples/s and launch 10.1 to 9.09, so the axis extends from 9.09 to 20."""
     result = judge_rate(tmp_path, "15.0", WIDE)
-    (finding,) = result.rows[0].findings
     (shown,) = row_view(result.rows[0], result.claim)["findings"]
     rings, launch = shown["tornado"]
     assert (rings["key"], launch["key"]) == (RINGS, LAUNCH)
@@ -147,25 +146,24 @@ def test_tornado_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) -> 
     assert rings["share"] == f"{100 * spans[0] / sum(spans):.1f} %"
     assert (rings["least"], rings["most"], launch["least"]) == ("10", "20", "9.09")
     assert launch["ends"] == "prediction 10.1 at the low end of the input, 9.09 at its high end"
-    document = as_dict(result, load_ledger(tmp_path))["rows"][0]["evidence"][0]
+    ledger = load_ledger(tmp_path)
+    document = as_dict(result, ledger)["rows"][0]["evidence"][0]
     moves = [(move["key"], move["low"]) for move in document["moved_by"]]
     assert moves == [(RINGS, 10.0), (LAUNCH, 100 / 9.9)]
-    assert finding.deciding == (RINGS,)
+    assert result.findings[0].deciding == (RINGS,)
+    lines = printed(result, ledger)
+    assert ["x", RINGS, "10", "20", "90.8", "%"] in lines
+    assert [LAUNCH, "10.1", "9.09", "9.2", "%"] in lines
+    exact = judge_rate(tmp_path, "15.0", simulated("s/a", 10.0))
+    assert not any("moves" in line for line in printed(exact, ledger)), "the value has no interval"
     # The effect of `launch` is less than 2 % of the sum of all effects.
     effects = {"rings": (1.0, 3.0), "pcie": (2.0, 2.06), "launch": (2.0, 2.02)}
     bars = tornado(InputUncertainty(1.0, 3.0, 1.0, 3.0, 2.0, effects))
     assert [bar["key"] for bar in bars] == ["rings", "pcie"]
 
 
-def test_terminal_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) -> None:
-    """A value without an interval has no such line."""
-    output = {}
-    for name, interval in (("wide", WIDE_INTERVAL), ("exact", None)):
-        console = Console(file=io.StringIO(), width=140, highlight=False)
-        result = judge_rate(tmp_path, "15.0", simulated("s/a", 10.0, interval))
-        print_claim_details(result, load_ledger(tmp_path), console)
-        assert isinstance(console.file, io.StringIO)
-        output[name] = [line.split() for line in console.file.getvalue().splitlines()]
-    assert ["x", RINGS, "10", "20", "90.8", "%"] in output["wide"]
-    assert [LAUNCH, "10.1", "9.09", "9.2", "%"] in output["wide"]
-    assert not any("moves" in line for line in output["exact"])
+def printed(result: ClaimResult, ledger: Ledger) -> list[list[str]]:
+    """Return the words of each line of the claim's details in a terminal."""
+    output = io.StringIO()
+    print_claim_details(result, ledger, Console(file=output, width=140, highlight=False))
+    return [line.split() for line in output.getvalue().splitlines()]

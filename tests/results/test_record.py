@@ -125,25 +125,21 @@ def test_bubble_is_the_idle_share_of_the_busiest_rank() -> None:
     assert (nothing["pipeline.in_flight"], nothing["pipeline.undisturbed_steps"]) == (2, 0)
 
 
-def test_memory_outside_torch_is_that_of_the_fullest_rank() -> None:
-    ranks = results()
-    for rank, end in zip(ranks, (7, 5), strict=True):
-        rank["memory"]["beside_torch"] = {"start": 2, "dp": end - 3, "end": end}
-    record = build(ranks)
-    assert record.metrics["memory.context_bytes"] == 7
-    assert [held.beside_torch for held in record.memory_by_rank] == [
-        {"start": 2, "dp": 4, "end": 7},
-        {"start": 2, "dp": 2, "end": 5},
-    ]
-
-
-def test_environment_variables_of_ranks_are_in_the_provenance() -> None:
+def test_record_has_memory_outside_torch_environment_and_steps_of_all_ranks() -> None:
+    """The memory is that of the fullest rank, and a step counts if all ranks finished it."""
     ranks = results()
     assert build(ranks).provenance == {"git": "x"}
+    for rank, end in zip(ranks, (7, 5), strict=True):
+        rank["memory"]["beside_torch"] = {"start": 2, "dp": end - 3, "end": end}
     ranks[0]["environment"] = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    place = {"git": "x", "environment": {"NCCL_DEBUG": "WARN"}}
+    ranks[0]["rounds"], ranks[1]["rounds"] = [[1.0, 2.0, 3.0], [4.0]], [[2.0, 1.0]]
+    record = build(ranks, provenance={"git": "x", "environment": {"NCCL_DEBUG": "WARN"}})
+    assert record.metrics["memory.context_bytes"] == 7
+    outside = [held.beside_torch for held in record.memory_by_rank]
+    assert outside == [{"start": 2, "dp": 4, "end": 7}, {"start": 2, "dp": 2, "end": 5}]
     both = {"NCCL_DEBUG": "WARN", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    assert build(ranks, provenance=place).provenance == {"git": "x", "environment": both}
+    assert record.provenance == {"git": "x", "environment": both}
+    assert record.series.step_seconds == step_seconds(typed(ranks)) == [[2.0, 2.0]]
 
 
 def test_outcome_is_that_of_the_worst_rank() -> None:
@@ -231,12 +227,6 @@ def test_network_report_combines_the_reports_of_its_ranks() -> None:
     assert (found.sent_bytes, found.received_bytes) == ([10, 11, 12, 13], [20, 21, 22, 23])
     assert (found.node_sent_bytes, found.node_received_bytes) == ([30, 32], [40, 42])
     assert NetworkReport.from_ranks(reports[1:]) is NetworkReport.from_ranks([]) is None
-
-
-def test_step_times_use_the_steps_that_all_ranks_finished() -> None:
-    ranks = results()
-    ranks[0]["rounds"], ranks[1]["rounds"] = [[1.0, 2.0, 3.0], [4.0]], [[2.0, 1.0]]
-    assert step_seconds(typed(ranks)) == [[2.0, 2.0]]
 
 
 def test_checkpoints_of_all_ranks_are_one_report() -> None:

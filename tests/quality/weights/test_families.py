@@ -56,7 +56,6 @@ def random_model(name: str) -> Any:
 
 
 def native_logits(source: WeightSource, tokens: Tensor) -> Tensor:
-    """Return the logits of the native GPT with these weights."""
     module = GPT(source.model, Layout(), Training(), meshes.single_rank_mesh().tp).requires_grad_(False)
     owners = dict(module.named_modules())
     for name, value in read_all(source).items():

@@ -220,7 +220,6 @@ def test_unsupported_megatron_model_and_unknown_folder_are_refused(model: Any, t
 
 
 def train_to_checkpoint(trained: Experiment, root: Path) -> dict[str, Tensor]:
-    """Train to a checkpoint and return the full parameters."""
     torch.set_num_threads(1)
     run = start(trained, root)
     run.prelude()
