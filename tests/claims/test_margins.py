@@ -44,8 +44,11 @@ def test_margin_by_kind_of_statement(tmp_path: Path) -> None:
         assert (bool(found.weakness), describe_margin(found)) == (is_weak, shown)
 
 
-def test_margin_of_an_interval_and_of_a_scaled_twin(tmp_path: Path) -> None:
-    """The margin of a scaled twin is relative to its formula."""
+def test_margin_of_two_values_a_scaled_twin_and_an_interval(tmp_path: Path) -> None:
+    """The margin of a scaled twin is relative to its formula. Of two values, the smaller margin counts at each end."""
+    both = row(measured=f"[{SPEED}, {SPEED.replace('full', 'other')}]")
+    two = judged(tmp_path, both, record("full", speed=2.1), record("other", speed=1.9)).rows[0]
+    assert two.margin == pytest.approx((0.07, 0.07))
     found = judged(tmp_path, row(measured=TWIN), record("full", speed=3.0)).rows[0]
     assert found.margin == pytest.approx((1e-5, 1e-5))
     assert AcceptedRange(10, 20, False, False, "").margin(9, 12, 10) == pytest.approx((0.2, 1.1))
