@@ -1,4 +1,4 @@
-"""Tests of headline claims: their rows, the values and the verdict of a line, and the order of ledger files."""
+"""Tests of headline claims: their rows, and the values, the verdict and the miss of a line."""
 
 from __future__ import annotations
 
@@ -85,20 +85,6 @@ def test_packaged_headlines_have_short_names_and_claim_numbers() -> None:
         ledger.claim(str(len(ledger.headlines) + 1))
     with pytest.raises(ConfigError, match="did you mean zero-fig1-7p5b"):
         ledger.claim("zero-fig1-7p5")
-
-
-def test_ledger_files_are_sorted_by_date_of_publication(tmp_path: Path) -> None:
-    """Only the first file has the source, because a source is stated once."""
-    title, head, claim = HEAD.partition("[[source]]")[0], *HEAD.partition("[[claim]]")[::2]
-    source = head.removeprefix(title)
-    for name, date, more in (
-        ("a", "", source),
-        ("b", 'date = "2021-04"\n', ""),
-        ("c", 'date = "2019-09"\n', ""),
-    ):
-        text = f"{title}{date}{more}[[claim]]{claim}{row(simulated=speed('a'))}]\n"
-        (tmp_path / f"{name}.toml").write_text(text.replace("a-claim", f"{name}-claim"))
-    assert [claim.id for claim in load_ledger(tmp_path).claims] == ["c-claim", "b-claim", "a-claim"]
 
 
 def test_headlines_name_the_experiments_they_read() -> None:
