@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from repro.claims.judge import judge
 from repro.claims.ledger import Ledger
 from repro.claims.reader import load_ledger
 from repro.claims.verdicts import ClaimResult
+from repro.config import Experiment, Layout, Model
 from repro.results.reference_records import ReferenceFile
 from repro.results.schema import ComparisonRecord, ExperimentRecord, Record, Side
 from tests.records import made_up
@@ -34,6 +36,7 @@ needs = "two GPUs"
 rows = [
 """
 """Ledger with one claim, up to the rows of the claim."""
+SMALL, ONE_RANK = Model(name="m", layers=2, hidden=16, heads=4, vocab=64, seq=16), Layout()
 RATIO = 'metric("s/a", "samples_per_s") / metric("s/b", "samples_per_s")'
 """Expression of the ratio of the rates of two experiments."""
 
@@ -45,6 +48,11 @@ def record(
     suite, _, name = name.rpartition("/")
     reason = "" if outcome == "ok" else "rank 1 ran out of memory"
     return made_up(name, suite=suite or "s", written=written, outcome=outcome, reason=reason, metrics=metrics)
+
+
+def conditions(layout: Layout = ONE_RANK, model: Model = SMALL, **keys: Any) -> dict[str, Any]:
+    """Return the conditions of an experiment of a small model; `keys` are fields of `Experiment`."""
+    return Experiment(**{"name": "a", "model": model, "layout": layout, **keys}).as_dict()
 
 
 def comparison(
@@ -83,6 +91,5 @@ def write_ledger(folder: Path, rows: str, head: str = HEAD) -> Ledger:
 def judged(
     folder: Path, rows: str, *records: Record, references: Sequence[ReferenceFile] = ()
 ) -> ClaimResult:
-    """Return the result of a claim with `rows`."""
     (result,) = judge(write_ledger(folder, rows), records, references)
     return result

@@ -64,8 +64,6 @@ class Mutation:
     """One fault of a simulator."""
 
     name: str
-    fault: str
-    """The fault, as a sentence about a simulator."""
     quantities: tuple[str, ...]
     """Quantities that the mutation changes."""
     applies: Callable[[Layout], object] = lambda layout: True
@@ -101,7 +99,7 @@ def _resize(categories: Collection[Category], factor: Callable[[Layout], float])
     return change
 
 
-def _drop_collectives(group: str, purpose: str = "", only_in: str = "") -> EventChange:
+def _drop(group: str, purpose: str = "", only_in: str = "") -> EventChange:
     """Return a change that drops the collectives of a group, of one purpose or in one phase if given."""
 
     def change(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
@@ -133,167 +131,135 @@ def _slow_kernels(generation: Any) -> Kernels:
     )
 
 
-def _bubble_times(factor: float) -> Callable[..., Timeline]:
-    """Return `schedule_traces` with `factor` times the wait of the slowest pipeline stage."""
-
-    def schedule(experiment: Experiment, *arguments: Any, **settings: Any) -> Timeline:
-        found = schedule_traces(experiment, *arguments, **settings)
-        work = max(sum(stage.busy.values()) + sum(stage.exposed.values()) for stage in found.stages)
-        bubble = max(0.0, first_lane(found.seconds) - work) if experiment.layout.pp > 1 else 0.0
-        return replace(found, seconds=found.seconds + (factor - 1) * bubble)
-
-    return schedule
+def _schedule_with_double_bubble(experiment: Experiment, *arguments: Any, **settings: Any) -> Timeline:
+    """Return `schedule_traces` with twice the wait of the slowest pipeline stage."""
+    found = schedule_traces(experiment, *arguments, **settings)
+    work = max(sum(stage.busy.values()) + sum(stage.exposed.values()) for stage in found.stages)
+    return replace(found, seconds=found.seconds + max(0.0, first_lane(found.seconds) - work))
 
 
 CALIBRATED = predict.calibrated_kernels
-NONE = Mutation("", "", ALL)
-MUTATIONS_BY_AREA = {
-    "memory": (
-        Mutation(
-            "fp32 gradients",
-            "Gradients and their messages have 4 bytes a parameter in 16-bit training.",
-            ALL,
-            lambda layout: layout.grad_bytes == 2,
-            events=_fp32_gradients,
+FAULTS = {
+    "memory": {
+        "fp32 gradients": "Gradients and their messages have 4 bytes a parameter in 16-bit training.",
+        "no master copy": "Optimizer states have 8 bytes a parameter, because the fp32 parameters are missing.",
+        "no optimizer states": "Only parameters and gradients are model states.",
+        "no activations": "Activations, checkpoints and temporary tensors need no memory.",
+        "optimizer states not partitioned": "Every rank has all optimizer states under ZeRO.",
+        "gradients not partitioned": "Stage 2 of ZeRO behaves as stage 1.",
+        "no recomputation": "All activations stay in memory, and nothing is computed twice.",
+        "no sequence parallelism": "Every tensor-parallel rank has the activations of the full sequence.",
+        "no fragmentation": "The allocator loses no memory to fragments.",
+        "no context": "The CUDA context and its libraries need no memory.",
+    },
+    "communication": {
+        "gradients not reduced": "The collective that sums gradients over replicas is missing.",
+        "parameters not gathered": "The all-gather of parameters under ZeRO is missing.",
+        "no tensor-parallel collective in backward": (
+            "The collectives of tensor parallelism run in the forward pass only."
         ),
-        Mutation(
-            "no master copy",
-            "Optimizer states have 8 bytes a parameter, because the fp32 parameters are missing.",
-            OF_MEMORY,
-            lambda layout: layout.precision != "fp32",
-            events=_resize((Category.OPTIMIZER,), lambda layout: 2 / 3),
-        ),
-        Mutation(
-            "no optimizer states",
-            "Only parameters and gradients are model states.",
-            OF_MEMORY,
-            events=_resize((Category.OPTIMIZER,), lambda layout: 0),
-        ),
-        Mutation(
-            "no activations",
-            "Activations, checkpoints and temporary tensors need no memory.",
-            OF_MEMORY,
-            events=_resize((Category.ACTIVATIONS, Category.CHECKPOINTS, Category.OTHER), lambda layout: 0),
-        ),
-        Mutation(
-            "optimizer states not partitioned",
-            "Every rank has all optimizer states under ZeRO.",
-            OF_MEMORY,
-            lambda layout: layout.zero,
-            events=_resize((Category.OPTIMIZER,), lambda layout: layout.copies),
-        ),
-        Mutation(
-            "gradients not partitioned",
-            "Stage 2 of ZeRO behaves as stage 1.",
-            OF_MEMORY,
-            lambda layout: layout.zero == 2,
-            layout=lambda layout: {"zero": 1},
-        ),
-        Mutation(
-            "no recomputation",
-            "All activations stay in memory, and nothing is computed twice.",
-            ALL,
-            lambda layout: layout.recompute,
-            layout=lambda layout: {"recompute": False, "pa": False, "pa_cpu": False},
-        ),
-        Mutation(
-            "no sequence parallelism",
-            "Every tensor-parallel rank has the activations of the full sequence.",
-            (MEMORY, FIT, TIME),
-            lambda layout: layout.sp,
-            layout=lambda layout: {"sp": False},
-        ),
-        Mutation(
-            "no fragmentation",
-            "The allocator loses no memory to fragments.",
-            OF_MEMORY,
-            settings={"expandable": True},
-        ),
-        Mutation(
-            "no context",
-            "The CUDA context and its libraries need no memory.",
-            OF_MEMORY,
-            system=lambda system: replace(system, context_bytes=Quantity(value=0, source="mutation")),
-        ),
-    ),
-    "communication": (
-        Mutation(
-            "gradients not reduced",
-            "The collective that sums gradients over replicas is missing.",
-            OF_TRAFFIC,
-            lambda layout: layout.copies > 1,
-            events=_drop_collectives("dp", "gradients"),
-        ),
-        Mutation(
-            "parameters not gathered",
-            "The all-gather of parameters under ZeRO is missing.",
-            OF_TRAFFIC,
-            lambda layout: layout.zero,
-            events=_drop_collectives("dp", "parameters"),
-        ),
-        Mutation(
-            "no tensor-parallel collective in backward",
-            "The collectives of tensor parallelism run in the forward pass only.",
-            OF_TRAFFIC,
-            lambda layout: layout.tp > 1,
-            events=_drop_collectives("tp", only_in=Phase.BACKWARD),
-        ),
-        Mutation(
-            "half the bandwidth between nodes",
-            "Links between nodes have half of their bandwidth.",
-            (TIME,),
-            system=lambda system: _halve_bandwidth(system, ("inter-node",)),
-        ),
-        Mutation(
-            "half the bandwidth inside a node",
-            "Links inside a node have half of their bandwidth.",
-            (TIME,),
-            system=lambda system: _halve_bandwidth(system, ("nvlink", "pcie", "memory")),
-        ),
-        Mutation(
-            "no overlap", "The computation waits for every collective.", (TIME,), events=_wait_for_collective
-        ),
-    ),
-    "time": (
-        Mutation(
-            "slower kernels",
-            f"Every kernel takes {KERNEL_TIME_FACTOR} times its calibrated time.",
-            (TIME,),
-            function=("calibrated_kernels", _slow_kernels),
-        ),
-        Mutation(
-            "ideal kernels",
-            "Kernels are not calibrated and reach the modelled roofline.",
-            (TIME,),
-            function=("calibrated_kernels", lambda generation: MODELLED_KERNELS),
-        ),
-    ),
-    "schedule": (
-        Mutation(
-            "double bubble",
-            "Pipeline stages wait twice as long for each other.",
-            (TIME,),
-            lambda layout: layout.pp > 1,
-            function=("schedule_traces", _bubble_times(2)),
-        ),
-        Mutation(
-            "no interleaving",
-            "Each pipeline stage has one part of the model instead of several chunks.",
-            ALL,
-            lambda layout: layout.chunks > 1 and not layout.stage_layers,
-            layout=lambda layout: {"schedule": "1f1b", "chunks": 1},
-        ),
-        Mutation(
-            "half the stages",
-            "Each pipeline stage has the layers of two stages.",
-            (MEMORY, FIT, TRAFFIC),
-            lambda layout: layout.pp % 4 == 0 and not layout.stage_layers,
-            layout=lambda layout: {"pp": layout.pp // 2},
-        ),
-    ),
+        "half the bandwidth between nodes": "Links between nodes have half of their bandwidth.",
+        "half the bandwidth inside a node": "Links inside a node have half of their bandwidth.",
+        "no overlap": "The computation waits for every collective.",
+    },
+    "time": {
+        "slower kernels": f"Every kernel takes {KERNEL_TIME_FACTOR} times its calibrated time.",
+        "ideal kernels": "Kernels are not calibrated and reach the modelled roofline.",
+    },
+    "schedule": {
+        "double bubble": "Pipeline stages wait twice as long for each other.",
+        "no interleaving": "Each pipeline stage has one part of the model instead of several chunks.",
+        "half the stages": "Each pipeline stage has the layers of two stages.",
+    },
 }
-"""Mutations by the area of the fault."""
-MUTATIONS = tuple(one for mutations in MUTATIONS_BY_AREA.values() for one in mutations)
+"""Sentences about a simulator, by area of the fault and name of the mutation."""
+NONE = Mutation("", ALL)
+MUTATIONS = (
+    Mutation("fp32 gradients", ALL, lambda layout: layout.grad_bytes == 2, events=_fp32_gradients),
+    Mutation(
+        "no master copy",
+        OF_MEMORY,
+        lambda layout: layout.precision != "fp32",
+        events=_resize((Category.OPTIMIZER,), lambda layout: 2 / 3),
+    ),
+    Mutation("no optimizer states", OF_MEMORY, events=_resize((Category.OPTIMIZER,), lambda layout: 0)),
+    Mutation(
+        "no activations",
+        OF_MEMORY,
+        events=_resize((Category.ACTIVATIONS, Category.CHECKPOINTS, Category.OTHER), lambda layout: 0),
+    ),
+    Mutation(
+        "optimizer states not partitioned",
+        OF_MEMORY,
+        lambda layout: layout.zero,
+        events=_resize((Category.OPTIMIZER,), lambda layout: layout.copies),
+    ),
+    Mutation(
+        "gradients not partitioned",
+        OF_MEMORY,
+        lambda layout: layout.zero == 2,
+        layout=lambda layout: {"zero": 1},
+    ),
+    Mutation(
+        "no recomputation",
+        ALL,
+        lambda layout: layout.recompute,
+        layout=lambda layout: {"recompute": False, "pa": False, "pa_cpu": False},
+    ),
+    Mutation(
+        "no sequence parallelism",
+        (MEMORY, FIT, TIME),
+        lambda layout: layout.sp,
+        layout=lambda layout: {"sp": False},
+    ),
+    Mutation("no fragmentation", OF_MEMORY, settings={"expandable": True}),
+    Mutation(
+        "no context",
+        OF_MEMORY,
+        system=lambda system: replace(system, context_bytes=Quantity(value=0, source="mutation")),
+    ),
+    Mutation(
+        "gradients not reduced", OF_TRAFFIC, lambda layout: layout.copies > 1, events=_drop("dp", "gradients")
+    ),
+    Mutation(
+        "parameters not gathered", OF_TRAFFIC, lambda layout: layout.zero, events=_drop("dp", "parameters")
+    ),
+    Mutation(
+        "no tensor-parallel collective in backward",
+        OF_TRAFFIC,
+        lambda layout: layout.tp > 1,
+        events=_drop("tp", only_in=Phase.BACKWARD),
+    ),
+    Mutation(
+        "half the bandwidth between nodes", (TIME,), system=partial(_halve_bandwidth, links=("inter-node",))
+    ),
+    Mutation(
+        "half the bandwidth inside a node",
+        (TIME,),
+        system=partial(_halve_bandwidth, links=("nvlink", "pcie", "memory")),
+    ),
+    Mutation("no overlap", (TIME,), events=_wait_for_collective),
+    Mutation("slower kernels", (TIME,), function=("calibrated_kernels", _slow_kernels)),
+    Mutation("ideal kernels", (TIME,), function=("calibrated_kernels", lambda generation: MODELLED_KERNELS)),
+    Mutation(
+        "double bubble",
+        (TIME,),
+        lambda layout: layout.pp > 1,
+        function=("schedule_traces", _schedule_with_double_bubble),
+    ),
+    Mutation(
+        "no interleaving",
+        ALL,
+        lambda layout: layout.chunks > 1 and not layout.stage_layers,
+        layout=lambda layout: {"schedule": "1f1b", "chunks": 1},
+    ),
+    Mutation(
+        "half the stages",
+        (MEMORY, FIT, TRAFFIC),
+        lambda layout: layout.pp % 4 == 0 and not layout.stage_layers,
+        layout=lambda layout: {"pp": layout.pp // 2},
+    ),
+)
 BY_NAME = {one.name: one for one in (NONE, *MUTATIONS)}
 
 
@@ -487,7 +453,7 @@ def write_data(document: Mapping[str, Any]) -> None:
 
 
 def page_tables(document: Mapping[str, Any]) -> str:
-    """Return the tables of the page: totals, mutations with their changed verdicts, and unchanged values."""
+    """Return the tables of totals, mutations with their changed verdicts, and unchanged values."""
     rows = [row for rows in document["claims"].values() for row in rows.values()]
     counts = Counter(name for names in rows for name in names)
     changed = sum(map(bool, rows))
@@ -500,9 +466,9 @@ def page_tables(document: Mapping[str, Any]) -> str:
         "| mutation | area | fault of a simulator | changed verdicts (values) |",
         "|---|---|---|---|",
         *(
-            f"| {one.name} | {area} | {one.fault} | {counts[one.name]} |"
-            for area, mutations in MUTATIONS_BY_AREA.items()
-            for one in mutations
+            f"| {name} | {area} | {fault} | {counts[name]} |"
+            for area, faults in FAULTS.items()
+            for name, fault in faults.items()
         ),
         "",
         "| claim | values that no mutation changes |",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,11 +10,11 @@ import pytest
 from repro.claims.independence import QuantityCounts, count_independent
 from repro.claims.records import Records
 from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
-from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Model
+from repro.config import ConfigError, EmulatedNetwork, Layout
 from repro.results.record_parts import StepSeries
 from repro.results.reference_records import ReferenceFile
 from repro.results.schema import ExperimentRecord, Record
-from tests.claims.constructed_records import RATIO, comparison, judged, record, row, value
+from tests.claims.constructed_records import RATIO, comparison, conditions, judged, record, row, value
 from tests.records import changed
 
 NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=2, between=1e6)
@@ -27,32 +26,19 @@ def full_run(kind: str, speed: float, outcome: str = "ok") -> ExperimentRecord:
     return changed(record("full", outcome=outcome, speed=speed), evidence=kind)
 
 
-@pytest.mark.parametrize(
-    ("bound", "ends", "verdict", "is_across", "shown"),
-    [
+def test_interval_of_a_measured_ratio_widens_a_bound_only(tmp_path: Path) -> None:
+    for bound, ends, verdict, is_across, shown in (
         ("", ("a", "b", 2.1, 2.05, 2.15), REPRODUCED, False, 2.1),
         ("", ("a", "b", 1.5, 0.5, 4.0), NOT_REPRODUCED, True, 1.5),  # the tolerance is not widened
         ("", ("a", "b", 2.1, 1.0, 4.0), REPRODUCED, True, 2.1),
         ("", ("b", "a", 0.5, 0.48, 0.52), REPRODUCED, False, 2.0),
         ("over", ("a", "b", 1.98, 1.95, 1.99), NOT_REPRODUCED, False, 1.98),
         ("over", ("a", "b", 1.98, 1.95, 2.03), REPRODUCED, True, 1.98),
-    ],
-)
-def test_interval_of_a_measured_ratio_widens_a_bound_only(
-    tmp_path: Path, bound: str, ends: Sequence[float], verdict: str, is_across: bool, shown: float
-) -> None:
-    rows = row(bound=f'"{bound}"', measured=COMPARED)
-    (finding,) = judged(tmp_path, rows, comparison(*ends)).rows[0].findings  # type: ignore[arg-type]
-    assert (finding.verdict, finding.value) == (verdict, shown)
-    assert ("reaches beyond" in finding.reason) == is_across
-
-
-def test_digitisation_error_widens_a_bound_and_a_tolerance_does_not(tmp_path: Path) -> None:
-    exact = row(bound='"over"', measured=SPEED)
-    assert judged(tmp_path, exact, record("full", speed=1.999)).verdict == NOT_REPRODUCED
-    digitised = row(bound='"over"', certainty='"digitised"', error="0.1", measured=SPEED)
-    assert judged(tmp_path, digitised, record("full", speed=1.999)).verdict == REPRODUCED
-    assert judged(tmp_path, digitised, record("full", speed=1.89)).verdict == NOT_REPRODUCED
+    ):
+        rows = row(bound=f'"{bound}"', measured=COMPARED)
+        (finding,) = judged(tmp_path, rows, comparison(*ends)).rows[0].findings  # type: ignore[arg-type]
+        assert (finding.verdict, finding.value) == (verdict, shown)
+        assert ("reaches beyond" in finding.reason) == is_across
 
 
 def test_run_of_a_simulated_experiment_is_a_measurement(tmp_path: Path) -> None:
@@ -63,24 +49,18 @@ def test_run_of_a_simulated_experiment_is_a_measurement(tmp_path: Path) -> None:
     assert len(result.disagreements) == 1
     result = judged(tmp_path, rows, full_run("simulated", 1.0), full_run("measured", 2.0))
     assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
-
-
-def test_missing_or_failed_run_leaves_the_simulation_to_decide(tmp_path: Path) -> None:
-    rows = row(simulated=SPEED)
     result = judged(tmp_path, rows, full_run("simulated", 2.0))
     assert (result.basis, result.kind("measured")) == ("simulated 1/1", None)
     result = judged(tmp_path, rows, full_run("simulated", 2.0), full_run("measured", 2.0, "oom"))
     assert result.basis == "simulated 1/1"
-    (finding,) = (f for f in result.rows[0].findings if f.kind == "measured")
-    assert (finding.verdict, finding.scale) == (NOT_RUN, "published scale")
-    assert "ended oom" in finding.reason
-
-
-def test_measured_expression_of_a_row_replaces_the_simulated_one(tmp_path: Path) -> None:
-    """A row with a measured expression does not evaluate its simulated expression on measured records."""
-    rows = row(simulated=SPEED, measured=SPEED)
-    result = judged(tmp_path, rows, full_run("simulated", 2.0), full_run("measured", 2.0))
-    assert [f.kind for f in result.rows[0].findings] == ["measured", "simulated"]
+    (failed,) = (finding for finding in result.rows[0].findings if finding.kind == "measured")
+    assert (failed.verdict, failed.scale) == (NOT_RUN, "published scale")
+    assert failed.reason.startswith("s/full: ended oom: rank 1 ran out of memory")
+    # A row with a measured expression does not evaluate its simulated expression on measured records.
+    both = judged(
+        tmp_path, row(simulated=SPEED, measured=SPEED), full_run("simulated", 2.0), full_run("measured", 2.0)
+    )
+    assert [finding.kind for finding in both.rows[0].findings] == ["measured", "simulated"]
 
 
 def test_ratio_of_interleaved_experiments_comes_from_their_comparison(tmp_path: Path) -> None:
@@ -97,10 +77,9 @@ def test_ratio_of_interleaved_experiments_comes_from_their_comparison(tmp_path: 
 
 
 def twins(network: EmulatedNetwork | None, *ratio: float) -> list[Record]:
-    """Return two runs on a network, and their comparison."""
     runs = [record(name, samples_per_s=1.0) for name in "ab"]
-    conditions = {**runs[0].conditions, "network": network and asdict(network)}
-    return [*(changed(run, experiment=conditions) for run in runs), comparison("a", "b", *ratio)]
+    on_network = {**runs[0].conditions, "network": network and asdict(network)}
+    return [*(changed(run, experiment=on_network) for run in runs), comparison("a", "b", *ratio)]
 
 
 def test_emulation_decides_over_simulation_and_measurement_over_emulation(tmp_path: Path) -> None:
@@ -144,14 +123,12 @@ def test_emulated_evidence_must_be_a_ratio(tmp_path: Path) -> None:
 
 
 def test_records_name_the_training_libraries_of_other_engines() -> None:
-    def ran(name: str, engine: str) -> Record:
-        model = Model(name="m", layers=4, hidden=16, heads=4, vocab=64, seq=16)
-        experiment = Experiment(name=name, model=model, layout=Layout(dp=2, zero=1), engine=engine)
+    runs = []
+    for engine in ("native", "deepspeed"):
         software = {"name": f"{engine} 1", "calls": {}, "kernels": ""}
-        return changed(record(name), experiment=experiment.as_dict(), software=software)
-
-    records = Records([ran("ours", "native"), ran("theirs", "deepspeed")])
-    assert records.libraries(["s/ours", "s/theirs", "s/nobody"]) == ["deepspeed 1"]
+        experiment = conditions(Layout(dp=2, zero=1), engine=engine)
+        runs.append(changed(record(engine), experiment=experiment, software=software))
+    assert Records(runs).libraries(["s/native", "s/deepspeed", "s/nobody"]) == ["deepspeed 1"]
 
 
 STRAYED, APART = value('strayed("s/a", "s/one", "s/order")'), value('apart("s/a", "s/one")')
@@ -165,36 +142,26 @@ def curve(name: str, relative: float, steps: int = 100, outcome: str = "ok") -> 
     return replace(record(name, outcome=outcome), series=StepSeries(loss=losses))
 
 
-@pytest.mark.parametrize(
-    ("relative", "verdicts"),
-    [
+def test_loss_curve_strays_at_most_three_times_the_controls(tmp_path: Path) -> None:
+    """Two comparisons of one curve are one independent quantity."""
+    for relative, verdicts in (
         (2.9e-6, [REPRODUCED, REPRODUCED]),
         (3.1e-6, [NOT_REPRODUCED, REPRODUCED]),
         (-0.02, [NOT_REPRODUCED, NOT_REPRODUCED]),
-    ],
-)
-def test_loss_curve_strays_at_most_three_times_the_controls(
-    tmp_path: Path, relative: float, verdicts: list[str]
-) -> None:
-    """Two comparisons of one curve are one independent quantity."""
-    result = judged(tmp_path, CURVE_ROWS, curve("one", 0), curve("order", 1e-6), curve("a", relative))
-    assert [row.verdict for row in result.rows] == verdicts
-    held = int(verdicts == [REPRODUCED, REPRODUCED])
-    assert count_independent([result])["measured"] == QuantityCounts(1, held)
+    ):
+        result = judged(tmp_path, CURVE_ROWS, curve("one", 0), curve("order", 1e-6), curve("a", relative))
+        assert [row.verdict for row in result.rows] == verdicts
+        held = int(verdicts == [REPRODUCED, REPRODUCED])
+        assert count_independent([result])["measured"] == QuantityCounts(1, held)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "reason", "is_final_known"),
-    [
+def test_curves_without_comparable_losses_are_not_run(tmp_path: Path) -> None:
+    for wrong, reason, is_final_known in (
         (curve("a", 0, steps=99), "the losses of all steps", True),
         (curve("a", 0, steps=49), "the losses of all steps", False),
         (record("a"), "the experiment's record has no losses", False),
         (curve("a", 0, outcome="diverged"), "ended diverged", False),
-    ],
-)
-def test_curves_without_comparable_losses_are_not_run(
-    tmp_path: Path, wrong: ExperimentRecord, reason: str, is_final_known: bool
-) -> None:
-    strayed, apart = judged(tmp_path, CURVE_ROWS, curve("one", 0), curve("order", 1e-6), wrong).rows
-    assert (strayed.verdict, apart.verdict) == (NOT_RUN, REPRODUCED if is_final_known else NOT_RUN)
-    assert reason in strayed.reason
+    ):
+        strayed, apart = judged(tmp_path, CURVE_ROWS, curve("one", 0), curve("order", 1e-6), wrong).rows
+        assert (strayed.verdict, apart.verdict) == (NOT_RUN, REPRODUCED if is_final_known else NOT_RUN)
+        assert reason in strayed.reason

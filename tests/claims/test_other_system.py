@@ -17,13 +17,13 @@ from repro.claims.other_system import (
     load_questions,
     simulated_systems,
 )
-from repro.config import ConfigError, Experiment, Layout, Model, OperatorSet, systems
+from repro.config import ConfigError, Layout, OperatorSet, systems
 from repro.model.counts import total_parameters
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.time.calibration import PUBLISHED_POINT, UNCALIBRATED
 from tests import committed
-from tests.claims.constructed_records import record
+from tests.claims.constructed_records import conditions, record
 
 LEDGER = committed.ledger()
 AGAIN = committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml")
@@ -58,9 +58,9 @@ def test_llama_models_of_the_suite_have_their_published_sizes() -> None:
         assert total_parameters(model) == pytest.approx(model.published_params, rel=0.05), model.name
 
 
-def questions(folder: Path, text: str) -> QuestionSet:
+def questions(folder: Path, text: str, row: str = ROW) -> QuestionSet:
     path = folder / "questions.toml"
-    path.write_text(f"[[question]]\n{ROW}{text}")
+    path.write_text(f"[[question]]\n{row}{text}")
     return load_questions(LEDGER, path)
 
 
@@ -80,15 +80,9 @@ def test_error_in_a_question_is_one_line(tmp_path: Path, text: str, wrong: str) 
         questions(tmp_path, text)
     assert "questions.toml" in str(found.value)
     assert "\n" not in str(found.value)
-
-
-def test_error_for_an_unknown_row_lists_the_rows(tmp_path: Path) -> None:
-    path = tmp_path / "questions.toml"
-    path.write_text('[[question]]\nclaim = "tnlg-throughput"\nrow = "a GPU"\nasks = ""\nvalue = "1"\n')
-    with pytest.raises(
-        ConfigError, match=r"row = 'a GPU': must be the label of a row of the claim: per GPU, of 125 TF"
-    ):
-        load_questions(LEDGER, path)
+    message = r"row = 'a GPU': must be the label of a row of the claim: per GPU, of 125 TF"
+    with pytest.raises(ConfigError, match=message):
+        questions(tmp_path, 'value = "1"', 'claim = "tnlg-throughput"\nrow = "a GPU"\nasks = ""\n')
 
 
 def simulated(name: str, step_s: float = 1.0, outcome: str = "ok", factor: float = 1.0) -> ExperimentRecord:
@@ -106,20 +100,14 @@ def answer(folder: Path, text: str, *records: ExperimentRecord, system: str = "d
 
 
 def test_answer_has_the_value_and_interval_of_its_system(tmp_path: Path) -> None:
-    records = [
-        simulated("a@dgx-h100", 0.5, factor=0.25),
-        simulated("b@dgx-h100"),
-        simulated("a@dgx-h200", 9.0),
-    ]
+    base, other = simulated("b@dgx-h100"), simulated("a@dgx-h200", 9.0)
+    records = [simulated("a@dgx-h100", 0.5, factor=0.25), base, other]
     words = 'words = ["no gain", 1.05, "a smaller gain", 3, "as published"]'
     found = answer(tmp_path, RATIO + words, *records)
     assert (found.value, found.low, found.high) == (2.0, 2.0, 8.0)
     assert (found.text, found.published) == ("2x [2, 8]", "3.75x")
     assert found.word == "a smaller gain (or as published)"
     assert simulated_systems(records) == ["dgx-h100", "dgx-h200"]
-
-
-def test_value_at_a_threshold_has_the_following_word(tmp_path: Path) -> None:
     (question,) = questions(tmp_path, 'value = \'1\'\nwords = ["under", 2, "from 2 on"]').asked
     assert [question.word(value) for value in (1.99, 2.0, 2.01)] == ["under", "from 2 on", "from 2 on"]
 
@@ -146,19 +134,16 @@ def test_fastest_returns_the_maximum_of_the_steps_that_fit(tmp_path: Path) -> No
 def test_peak_is_the_bf16_peak_of_the_system(tmp_path: Path) -> None:
     text = """value = 'metric("again/a", "samples_per_s") * 989.4e12 / PEAK'"""
     assert answer(tmp_path, text, simulated("a@dgx-h100")).value == pytest.approx(100.0)
-    assert answer(tmp_path, text, simulated("a@dgx2"), system="dgx2").lacks.startswith(
-        "the value cannot be computed"
-    )
+    unknown = answer(tmp_path, text, simulated("a@dgx2"), system="dgx2")
+    assert unknown.lacks.startswith("the value cannot be computed")
 
 
 def test_answer_names_the_weakest_calibration_of_its_steps(tmp_path: Path) -> None:
     """A value in bytes needs no calibration of time."""
 
     def on_h100(name: str, kernels: str) -> ExperimentRecord:
-        model = Model(name="m", layers=2, hidden=16, heads=2, vocab=64, seq=16)
-        layout = Layout(kernels=OperatorSet(kernels))
-        conditions = Experiment(name=name, model=model, layout=layout, system="dgx-h100").as_dict()
-        return replace(simulated(f"{name}@dgx-h100"), conditions=conditions)
+        on_system = conditions(Layout(kernels=OperatorSet(kernels)), system="dgx-h100")
+        return replace(simulated(f"{name}@dgx-h100"), conditions=on_system)
 
     records = [on_h100("a", "fused-2024"), on_h100("b", "fused-2024")]
     assert answer(tmp_path, RATIO, *records).rests_on == PUBLISHED_POINT

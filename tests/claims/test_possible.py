@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from repro.claims import verdicts as v
+from repro.claims.ledger import Ledger
 from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, summary, totals, why
 from repro.claims.verdicts import ClaimResult, InputUncertainty
@@ -39,7 +40,6 @@ def step_range(rings: tuple[float, float], launch: tuple[float, float], draws: l
 
 
 def rate(name: str = "s/a") -> str:
-    """Return simulated evidence about the rate of an experiment."""
     return value(f'metric("{name}", "samples_per_s")', 'metric = "throughput"')
 
 
@@ -52,9 +52,8 @@ WIDE_INTERVAL = step_range((10.0, 5.0), (9.9, 11.0), [5.0, 8.0, 10.0, 12.0])
 WIDE = simulated("s/a", 10.0, WIDE_INTERVAL)
 
 
-@pytest.mark.parametrize(
-    ("published", "bound", "verdict"),
-    [
+def test_published_value_in_the_range_of_unknowns_is_possible(tmp_path: Path) -> None:
+    for published, bound, verdict in (
         ("10.0", "", v.REPRODUCED),  # the value at the best inputs
         ("11.4", "", v.REPRODUCED),  # within 15 % of the published value
         ("15.0", "", v.POSSIBLE),
@@ -65,50 +64,34 @@ WIDE = simulated("s/a", 10.0, WIDE_INTERVAL)
         ("19", "over", v.POSSIBLE),
         ("20", "over", v.NOT_REPRODUCED),
         ("9", "over", v.REPRODUCED),
-    ],
-)
-def test_published_value_in_the_range_of_unknowns_is_possible(
-    tmp_path: Path, published: str, bound: str, verdict: str
-) -> None:
-    result = judge_rate(tmp_path, published, WIDE, bound=bound)
-    (finding,) = result.findings
-    assert result.verdict == verdict, finding.reason
-    ends = 100 / 12 + 0.15 * (10 - 100 / 12), 20 - 0.15 * (20 - 12.5)  # 5 and 95 % of four draws
-    assert (finding.low, finding.high) == pytest.approx(ends)
-    if verdict == v.POSSIBLE:
-        assert f"{RINGS} decides" in finding.reason
-    if verdict == v.NOT_REPRODUCED:
-        assert (
-            "the ranges of all uncertain inputs give the interval 8.333 to 20 without the published value"
-            in finding.reason
-        )
+    ):
+        result = judge_rate(tmp_path, published, WIDE, bound=bound)
+        (finding,) = result.findings
+        assert result.verdict == verdict, (published, bound, finding.reason)
+        ends = 100 / 12 + 0.15 * (10 - 100 / 12), 20 - 0.15 * (20 - 12.5)  # 5 and 95 % of four draws
+        assert (finding.low, finding.high) == pytest.approx(ends)
+        if verdict == v.REPRODUCED:
+            continue
+        tolerance, _, rest = finding.reason.partition("; ")
+        assert tolerance == ("printed bound" if bound else "15% (throughput)")
+        assert rest.startswith("the ranges of all uncertain inputs give ")
+        interval = "the interval 8.333 to 20 without the published value"
+        assert (f"{RINGS} decides" if verdict == v.POSSIBLE else interval) in rest
+        (shown,) = row_view(result.rows[0], result.claim)["findings"]
+        assert shown["tolerance"].endswith(f": {tolerance}"), "the page shows the tolerance once"
+        assert shown["reason"] == rest
 
 
-@pytest.mark.parametrize(("published", "bound"), [("15.0", ""), ("20", "over")])
-def test_page_shows_the_tolerance_of_a_miss_once(tmp_path: Path, published: str, bound: str) -> None:
-    result = judge_rate(tmp_path, published, WIDE, bound=bound)
-    tolerance, _, rest = result.rows[0].reason.partition("; ")
-    assert tolerance == ("printed bound" if bound else "15% (throughput)")
-    assert rest.startswith("the ranges of all uncertain inputs give ")
-    (shown,) = row_view(result.rows[0], result.claim)["findings"]
-    assert shown["tolerance"].endswith(f": {tolerance}")
-    assert shown["reason"] == rest
-
-
-def test_reason_names_two_unknowns_if_none_decides_alone(tmp_path: Path) -> None:
+def test_two_unknowns_and_two_values_decide_together(tmp_path: Path) -> None:
+    """Neither unknown explains the miss alone. A possible value decides over a reproduced value of the same row."""
     uncertainty = step_range((10.0, 8.0), (9.0, 10.0), [7.0] * 4)
     result = judge_rate(tmp_path, "14.0", simulated("s/a", 10.0, uncertainty))
     assert result.verdict == v.POSSIBLE
     assert f"{RINGS} and {LAUNCH} decide" in result.rows[0].reason
-
-
-def test_possible_value_decides_over_a_reproduced_value_of_the_same_row(tmp_path: Path) -> None:
     rows = row("15.0", simulated=f"[{rate('s/b')}, {rate('s/a')}]")
     result = judged(tmp_path, rows, WIDE, simulated("s/b", 100 / 15))
-    assert ([one.verdict for one in result.findings], result.verdict) == (
-        [v.REPRODUCED, v.POSSIBLE],
-        v.POSSIBLE,
-    )
+    assert [one.verdict for one in result.findings] == [v.REPRODUCED, v.POSSIBLE]
+    assert result.verdict == v.POSSIBLE
 
 
 def test_ratio_uses_the_same_draw_on_both_sides(tmp_path: Path) -> None:
@@ -148,10 +131,9 @@ def test_possible_ranks_between_reproduced_and_not_reproduced() -> None:
     assert _judge_verdicts(v.POSSIBLE, v.POSSIBLE) == SAME == _judge_verdicts(v.NOT_COMPARABLE, v.POSSIBLE)
 
 
-def test_tornado_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) -> None:
+def test_page_and_terminal_show_the_unknowns_with_the_largest_effects(tmp_path: Path) -> None:
     """Rings give 10 to 20 samples/s and launch 10.1 to 9.09, so the axis extends from 9.09 to 20."""
     result = judge_rate(tmp_path, "15.0", WIDE)
-    (finding,) = result.rows[0].findings
     (shown,) = row_view(result.rows[0], result.claim)["findings"]
     rings, launch = shown["tornado"]
     assert (rings["key"], launch["key"]) == (RINGS, LAUNCH)
@@ -164,31 +146,24 @@ def test_tornado_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) -> 
     assert rings["share"] == f"{100 * spans[0] / sum(spans):.1f} %"
     assert (rings["least"], rings["most"], launch["least"]) == ("10", "20", "9.09")
     assert launch["ends"] == "prediction 10.1 at the low end of the input, 9.09 at its high end"
-    document = as_dict(result, load_ledger(tmp_path))["rows"][0]["evidence"][0]
-    assert [(move["key"], move["low"]) for move in document["moved_by"]] == [
-        (RINGS, 10.0),
-        (LAUNCH, 100 / 9.9),
-    ]
-    assert finding.deciding == (RINGS,)
+    ledger = load_ledger(tmp_path)
+    document = as_dict(result, ledger)["rows"][0]["evidence"][0]
+    moves = [(move["key"], move["low"]) for move in document["moved_by"]]
+    assert moves == [(RINGS, 10.0), (LAUNCH, 100 / 9.9)]
+    assert result.findings[0].deciding == (RINGS,)
+    lines = printed(result, ledger)
+    assert ["x", RINGS, "10", "20", "90.8", "%"] in lines
+    assert [LAUNCH, "10.1", "9.09", "9.2", "%"] in lines
+    exact = judge_rate(tmp_path, "15.0", simulated("s/a", 10.0))
+    assert not any("moves" in line for line in printed(exact, ledger)), "the value has no interval"
+    # The effect of `launch` is less than 2 % of the sum of all effects.
+    effects = {"rings": (1.0, 3.0), "pcie": (2.0, 2.06), "launch": (2.0, 2.02)}
+    bars = tornado(InputUncertainty(1.0, 3.0, 1.0, 3.0, 2.0, effects))
+    assert [bar["key"] for bar in bars] == ["rings", "pcie"]
 
 
-def test_tornado_omits_unknowns_with_a_small_effect() -> None:
-    """The effect of `launch` is less than 2 % of the sum of all effects."""
-    uncertainty = InputUncertainty(
-        1.0, 3.0, 1.0, 3.0, 2.0, {"rings": (1.0, 3.0), "pcie": (2.0, 2.06), "launch": (2.0, 2.02)}
-    )
-    assert [bar["key"] for bar in tornado(uncertainty)] == ["rings", "pcie"]
-
-
-def test_terminal_shows_the_unknowns_with_the_largest_effects(tmp_path: Path) -> None:
-    """A value without an interval has no such line."""
-    output = {}
-    for name, interval in (("wide", WIDE_INTERVAL), ("exact", None)):
-        console = Console(file=io.StringIO(), width=140, highlight=False)
-        result = judge_rate(tmp_path, "15.0", simulated("s/a", 10.0, interval))
-        print_claim_details(result, load_ledger(tmp_path), console)
-        assert isinstance(console.file, io.StringIO)
-        output[name] = [line.split() for line in console.file.getvalue().splitlines()]
-    assert ["x", RINGS, "10", "20", "90.8", "%"] in output["wide"]
-    assert [LAUNCH, "10.1", "9.09", "9.2", "%"] in output["wide"]
-    assert not any("moves" in line for line in output["exact"])
+def printed(result: ClaimResult, ledger: Ledger) -> list[list[str]]:
+    """Return the words of each line of the claim's details in a terminal."""
+    output = io.StringIO()
+    print_claim_details(result, ledger, Console(file=output, width=140, highlight=False))
+    return [line.split() for line in output.getvalue().splitlines()]

@@ -40,6 +40,9 @@ body = [["x", "1"]]
 """
 MEASURED = """measured = { scale = "scaled twin", value = "2" }, metric = "memory" }"""
 ANALYTIC = 'analytic = "2 * GB" }'
+THREE_ROWS = """rows = [
+{ label = "x", published = "2", main = true }, { label = "y", published = "3" }, { label = "z", published = "4" }]
+"""
 DATE = 'predicted_blind = "2026-11-22 at 1c75963"\n'
 BLIND = """blind = "2.1", simulated = { value = 'metric("s/e", "m")' }"""
 
@@ -53,17 +56,12 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "unknown key in a row": ("analytic", "analitic", "a-claim.rows[x]", "did you mean analytic?"),
     "missing id": ('id = "a-claim"', "", "id", "is missing"),
     "bad id": ("a-claim", "A claim", "id = 'A claim'", "hyphens"),
-    "id used twice": (
-        CLAIM + ROW,
-        2 * (CLAIM + ROW),
-        "a-claim",
-        "used once",
-        "has another claim with this id",
-    ),
+    "same id": (CLAIM + ROW, 2 * (CLAIM + ROW), "a-claim", "used once", "has another claim with this id"),
     "wrong type": ('published = "2"\n', "published = 2\n", "a-claim", "published = 2", "string"),
     "wrong type in a row": ('published = "2",', "published = 2,", "rows[x].published = 2", "string"),
     "row not a table": (ROW, "rows = [1]\n", "a-claim.rows[0] = 1", "a table"),
     "no rows": (ROW, "", "a-claim.rows", "at least one row"),
+    "few main rows": (CLAIM + ROW, CLAIM.replace('"2"', '"2; 3; 4"') + THREE_ROWS, "true in 3 or more rows"),
     "same label twice": ("}]", '}, { label = "x", published = "3" }]', "label = 'x'", "different"),
     "unknown family": ('"memory"', '"memoir"', "family = 'memoir'", "did you mean memory?"),
     "unknown certainty": ('"confirmed"', '"sure"', "certainty = 'sure'", "one of"),
@@ -75,23 +73,13 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "negative error": ("label", "error = -1, label", "error = -1", "0 or more"),
     "calibrates nothing": ("label", 'calibrates = "a name", label', "calibrates = 'a name'", "simulated"),
     "undated prediction": ("label", f"{BLIND}, label", "predicted_blind = ''", "2026-11-22 at 1c75963"),
-    "date without a prediction": (
-        'unit = "GB"',
-        f'unit = "GB"\n{DATE}',
-        "predicted_blind",
-        "empty without `blind`",
-    ),
+    "only a date": ('unit = "GB"', f'unit = "GB"\n{DATE}', "predicted_blind", "empty without `blind`"),
     "prediction without a simulation": ("label", 'blind = "2", label', "blind = '2'", "simulated"),
     "unknown formula": ("2 * GB", "max_parms(1)", "rows[x].analytic", "did you mean max_params?"),
     "not arithmetic": ("2 * GB", "().__class__", "rows[x].analytic", "is not arithmetic"),
     "record in a closed form": ("2 * GB", "metric('a/b', 'c')", "unknown function metric"),
     "text for a number": ('published = "2",', 'published = "two",', "published = 'two'", "a number"),
-    "share in gigabytes": (
-        "label",
-        'metric = "share", label',
-        "unit = 'GB'",
-        "% with metric share, whose toler",
-    ),
+    "share in GB": ("label", 'metric = "share", label', "unit = 'GB'", "% with metric share, whose toler"),
     "limit without steps": ("label", 'metric = "limit", label', "steps", "is missing"),
     "unknown scale": (ANALYTIC, MEASURED.replace("scaled twin", "half"), "scale = 'half'", "twin"),
     "twin without expect": (ANALYTIC, MEASURED, "rows[x].expect", "the scale of the scaled-down twin"),
@@ -131,11 +119,11 @@ def test_table_notes_apply_to_a_line_or_one_value(tmp_path: Path) -> None:
     assert notes == {"x: b": "both", "x: c": "both only c"}
 
 
-@pytest.mark.parametrize(("key", "unit"), [("", "GB"), ('unit = "", ', ""), ('unit = "s", ', "s")])
-def test_row_unit_replaces_the_unit_of_its_claim(tmp_path: Path, key: str, unit: str) -> None:
+def test_row_unit_replaces_the_unit_of_its_claim(tmp_path: Path) -> None:
     """The integer 1 is accepted as the floating-point number of a key."""
-    (row,) = read(tmp_path, VALID.replace("label", f"error = 1, {key}label")).claims[0].rows
-    assert (row.unit, row.error) == (unit, 1.0)
+    for key, unit in (("", "GB"), ('unit = "", ', ""), ('unit = "s", ', "s")):
+        (row,) = read(tmp_path, VALID.replace("label", f"error = 1, {key}label")).claims[0].rows
+        assert (row.unit, row.error) == (unit, 1.0)
 
 
 def test_tested_row_and_system_must_not_share_a_document() -> None:

@@ -14,11 +14,12 @@ from repro.claims.expression import arguments
 from repro.claims.judge import experiments_read, judge_claim
 from repro.claims.records import Missing, Records
 from repro.claims.tolerance import accepted_range
-from repro.claims.verdicts import NO_TEST, NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
-from repro.config import Experiment, Layout, Model
+from repro.claims.verdicts import NO_TEST, NOT_COMPARABLE, NOT_REPRODUCED, REPRODUCED
+from repro.config import Experiment
 from repro.launch.simulated import simulate_experiment, simulated_system
 from repro.results.schema import ExperimentRecord
 from tests import committed
+from tests.claims.constructed_records import SMALL, conditions
 from tests.claims.constructed_records import record as constructed
 from tests.records import changed
 
@@ -32,9 +33,8 @@ PACKAGED = {
 
 def record(name: str, outcome: str = "ok", evidence: str = "simulated", **metrics: float) -> ExperimentRecord:
     size = {"a": 1e9, "c": 4e9}.get(name, 1.0)
-    model = Model(name="m", layers=2, hidden=16, heads=16, vocab=64, seq=16, published_params=size)
-    conditions = Experiment(name=name, model=model, layout=Layout()).as_dict()
-    return changed(constructed(name, outcome=outcome, **metrics), evidence=evidence, experiment=conditions)
+    experiment = conditions(model=dataclasses.replace(SMALL, published_params=size))
+    return changed(constructed(name, outcome=outcome, **metrics), evidence=evidence, experiment=experiment)
 
 
 def call(name: str, *arguments: str, of: list[ExperimentRecord], kind: str = "simulated") -> Any:
@@ -79,33 +79,21 @@ def test_ddp_bucket_copies_decide_whether_1p5b_fits() -> None:
     assert outcomes == {**fits, ("1.5b", False): "oom"}
 
 
-@pytest.mark.parametrize(
-    ("part", "changes", "differ"),
-    [
+def test_search_needs_experiments_that_differ_in_one_setting() -> None:
+    for part, changes, differ in (
         ("layout", {"micro_batch": 2, "global_batch": 2}, "layout.global_batch, layout.micro_batch"),
         # The sequence length of a model counts as a condition of the training, not as the size of the model.
         ("model", {"seq": 32}, "training.seq"),
-    ],
-)
-def test_search_needs_experiments_that_differ_in_one_setting(
-    part: str, changes: dict[str, int], differ: str
-) -> None:
-    small, large = record("a"), record("c", "oom")
-    search = "largest", "model.published_params", "s/a", "s/c"
-    assert call(*search, of=[small, large]) == 1e9
-    with pytest.raises(Missing, match="s/c: no record"):
-        call(*search, of=[small])
-    other = dataclasses.replace(getattr(large.experiment, part), **changes)
-    conditions = dataclasses.replace(large.experiment, **{part: other}).as_dict()
-    with pytest.raises(Missing, match=f"experiment also differs from s/a in {differ}$"):
-        call(*search, of=[small, changed(large, experiment=conditions)])
-
-
-def test_reason_of_a_missing_simulation_names_its_command() -> None:
-    result = judge_claim(LEDGER.claim("zero-fig1-7p5b"), Records([]))
-    finding = next(f for f in result.rows[0].findings if f.kind == "simulated")
-    assert finding.verdict == NOT_RUN
-    assert finding.reason.endswith("`repro run suites/zero_memory.toml --evidence simulated`")
+    ):
+        small, large = record("a"), record("c", "oom")
+        search = "largest", "model.published_params", "s/a", "s/c"
+        assert call(*search, of=[small, large]) == 1e9
+        with pytest.raises(Missing, match="s/c: no record"):
+            call(*search, of=[small])
+        other = dataclasses.replace(getattr(large.experiment, part), **changes)
+        different = dataclasses.replace(large.experiment, **{part: other}).as_dict()
+        with pytest.raises(Missing, match=f"experiment also differs from s/a in {differ}$"):
+            call(*search, of=[small, changed(large, experiment=different)])
 
 
 def simulated(suite: str, *names: str) -> list[ExperimentRecord]:
@@ -186,7 +174,7 @@ RULE_SETTINGS = {
     "idle time as m falls from much larger than L/l to L/l": {"layout.global_batch"},
     "efficiency with fewer stages": {"layout.pp"},
     "memory of twice the sequence above that of twice the batch": {
-        *("training.seq", "layout.micro_batch", "layout.global_batch"),
+        *("training.seq", "layout.micro_batch", "layout.global_batch")
     },
 }
 """Settings that differ within the sweep for each design rule of Yuan 1.0."""

@@ -13,11 +13,24 @@ from repro.config import EmulatedNetwork, Experiment, Layout, Model, Training
 from repro.config.enums import ACCOUNTED
 from repro.results import tables
 from repro.results.measured import comparison_record, experiment_record, step_seconds
-from repro.results.metrics import UNDISTURBED, Held, Metrics, allocated, per_layer, work
-from repro.results.record_parts import NetworkReport, RankOnNetwork, RankResult, TrafficRow, kernel_fallbacks
+from repro.results.metrics import (
+    FP32_ROUNDING,
+    LOSS_STRETCH_STEPS,
+    UNDISTURBED,
+    Held,
+    Metrics,
+    allocated,
+    final_loss,
+    loss_distances,
+    per_layer,
+    relative_loss_distance,
+    work,
+)
+from repro.results.record_parts import NetworkReport, RankOnNetwork, RankResult, TrafficRow
 from repro.results.schema import ComparisonRecord, ExperimentRecord
+from tests.claims.constructed_records import conditions
 from tests.launch.fake_session import _result
-from tests.records import CONDITIONS, changed, made_up
+from tests.records import changed, made_up
 
 MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
 
@@ -105,37 +118,28 @@ def test_bubble_is_the_idle_share_of_the_busiest_rank() -> None:
     assert (metrics["pipeline.in_flight"], metrics["pipeline.undisturbed_steps"]) == (2, 5)
     assert "pipeline.bubble" not in pipeline(steps=(2, 2)), "two steps give no interval"
     assert pipeline(first_idle=0.0)["pipeline.undisturbed_steps"] == 4, "a step without a wait has no ratio"
-    assert pipeline(steps=(5, 4))["pipeline.undisturbed_steps"] == 4, (
-        "one stage has not finished the last step"
-    )
-
-
-def test_bubble_ignores_steps_of_ranks_without_a_core() -> None:
-    assert pipeline(0, 1)["pipeline.bubble"] == pytest.approx(0.2 + 3 * 0.01)
+    assert pipeline(steps=(5, 4))["pipeline.undisturbed_steps"] == 4, "one stage lacks the last step"
+    assert pipeline(0, 1)["pipeline.bubble"] == pytest.approx(0.2 + 3 * 0.01), "stage 0 shares its core"
     nothing = pipeline(0, 1, 2, 3, 4)
     assert "pipeline.bubble" not in nothing
     assert (nothing["pipeline.in_flight"], nothing["pipeline.undisturbed_steps"]) == (2, 0)
 
 
-def test_memory_outside_torch_is_that_of_the_fullest_rank() -> None:
-    ranks = results()
-    for rank, end in zip(ranks, (7, 5), strict=True):
-        rank["memory"]["beside_torch"] = {"start": 2, "dp": end - 3, "end": end}
-    record = build(ranks)
-    assert record.metrics["memory.context_bytes"] == 7
-    assert [held.beside_torch for held in record.memory_by_rank] == [
-        {"start": 2, "dp": 4, "end": 7},
-        {"start": 2, "dp": 2, "end": 5},
-    ]
-
-
-def test_environment_variables_of_ranks_are_in_the_provenance() -> None:
+def test_record_has_memory_outside_torch_environment_and_steps_of_all_ranks() -> None:
+    """The memory is that of the fullest rank, and a step counts if all ranks finished it."""
     ranks = results()
     assert build(ranks).provenance == {"git": "x"}
+    for rank, end in zip(ranks, (7, 5), strict=True):
+        rank["memory"]["beside_torch"] = {"start": 2, "dp": end - 3, "end": end}
     ranks[0]["environment"] = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    place = {"git": "x", "environment": {"NCCL_DEBUG": "WARN"}}
+    ranks[0]["rounds"], ranks[1]["rounds"] = [[1.0, 2.0, 3.0], [4.0]], [[2.0, 1.0]]
+    record = build(ranks, provenance={"git": "x", "environment": {"NCCL_DEBUG": "WARN"}})
+    assert record.metrics["memory.context_bytes"] == 7
+    outside = [held.beside_torch for held in record.memory_by_rank]
+    assert outside == [{"start": 2, "dp": 4, "end": 7}, {"start": 2, "dp": 2, "end": 5}]
     both = {"NCCL_DEBUG": "WARN", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    assert build(ranks, provenance=place).provenance == {"git": "x", "environment": both}
+    assert record.provenance == {"git": "x", "environment": both}
+    assert record.series.step_seconds == step_seconds(typed(ranks)) == [[2.0, 2.0]]
 
 
 def test_outcome_is_that_of_the_worst_rank() -> None:
@@ -146,6 +150,9 @@ def test_outcome_is_that_of_the_worst_rank() -> None:
     assert record.reason == "rank 1: loss is nan at step 2"
     known = build(ranks, outcome="hang", reason="rank 0 is stopped")
     assert (known.outcome, known.reason) == ("hang", "rank 0 is stopped"), "the launcher's outcome prevails"
+    nothing = build([], outcome="hang", reason="rank 1 is stopped")
+    assert (nothing.outcome, nothing.metrics, nothing.memory_by_rank) == ("hang", {}, [])
+    assert tables.experiment_row(nothing)["reason"] == "rank 1 is stopped"
 
 
 def test_ranks_that_diverge_at_once_give_a_record() -> None:
@@ -160,12 +167,6 @@ def test_ranks_that_diverge_at_once_give_a_record() -> None:
     assert (row["dp"], row["zero"], row["reason"], row["loss.first"]) == (2, 0, "rank 0: loss is nan", 5.0)
     assert record.series.loss == [5.0, None]
     assert not {"loss.last", "step_seconds.median"} & record.metrics.keys()
-
-
-def test_a_run_without_results_has_an_outcome() -> None:
-    record = build([], outcome="hang", reason="rank 1 is stopped")
-    assert (record.outcome, record.metrics, record.memory_by_rank) == ("hang", {}, [])
-    assert tables.experiment_row(record)["reason"] == "rank 1 is stopped"
 
 
 def compare(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> ComparisonRecord | None:
@@ -190,25 +191,13 @@ def test_comparison_is_the_ratio_of_paired_rounds() -> None:
 
 def test_devices_with_a_known_peak_have_a_utilisation() -> None:
     """Two devices of 125 TFLOP/s reach 50 TFLOP/s in total; a step that does not fit has no utilisation."""
-    layout = Layout(dp=2, precision="fp16")
-    conditions = Experiment(name="a", model=MODEL, layout=layout, system="dgx2").as_dict()
+    on_dgx2 = conditions(Layout(dp=2, precision="fp16"), MODEL, system="dgx2")
     metrics = {"model_flops_per_s": 50e12, "causal_flops_per_s": 45e12}
-    record = made_up("a", experiment=conditions, evidence="simulated", metrics=metrics)
+    record = made_up("a", experiment=on_dgx2, evidence="simulated", metrics=metrics)
     row = tables.experiment_row(record)
     assert (row["mfu"], row["mfu_causal"]) == (pytest.approx(0.2), pytest.approx(0.18))
     assert "mfu" not in tables.experiment_row(changed(record, outcome="oom"))
-    assert "mfu" not in tables.experiment_row(changed(record, experiment={**conditions, "system": "local"}))
-
-
-def test_only_measured_records_with_a_network_are_emulated() -> None:
-    network = {"network": {"nodes": 2, "ranks_per_node": 1, "between": 1e6}}
-    for evidence, keys, shown in (
-        ("measured", {}, "measured"),
-        ("measured", network, "emulated"),
-        ("simulated", {}, "simulated"),
-        ("simulated", network, "simulated"),
-    ):
-        assert made_up("a", evidence=evidence, experiment={**CONDITIONS, **keys}).shown_as == shown
+    assert "mfu" not in tables.experiment_row(changed(record, experiment={**on_dgx2, "system": "local"}))
 
 
 def test_network_report_combines_the_reports_of_its_ranks() -> None:
@@ -240,37 +229,28 @@ def test_network_report_combines_the_reports_of_its_ranks() -> None:
     assert NetworkReport.from_ranks(reports[1:]) is NetworkReport.from_ranks([]) is None
 
 
-def test_step_times_use_the_steps_that_all_ranks_finished() -> None:
-    ranks = results()
-    ranks[0]["rounds"], ranks[1]["rounds"] = [[1.0, 2.0, 3.0], [4.0]], [[2.0, 1.0]]
-    assert step_seconds(typed(ranks)) == [[2.0, 2.0]]
-
-
-@pytest.mark.parametrize(
-    ("resumed", "times"),
-    [([], "of all steps"), ([3, 5], "of the steps after 5, since the last start")],
-)
-def test_checkpoints_of_all_ranks_are_one_report(resumed: list[int], times: str) -> None:
+def test_checkpoints_of_all_ranks_are_one_report() -> None:
     """The time of a checkpoint is that of its slowest rank, and a failure of any rank is reported."""
-    ranks = results()
-    for rank, seconds in enumerate(([1.0, 4.0], [2.0, 3.0, 9.0])):
-        ranks[rank]["checkpoints"] = {
-            "resumed": [{"step": step, "key": "k"} for step in resumed],
-            "written": [4, 8],
-            "write_seconds": seconds,
-            "failures": [{"step": 6, "reason": "no space"}] * rank,
-        }
-    record = build(ranks)
-    report = record.checkpoints
-    assert report is not None
-    assert record.metrics.get("resumed_from") == (resumed[-1] if resumed else None)
-    assert (report.written, report.write_seconds, report.times) == ([4, 8], [2.0, 4.0], times)
-    assert [failure["step"] for failure in report.failures] == [6]
-    assert record.metrics["comm.dp.all_reduce.calls"] == 3
-    for rank in ranks:
-        rank["rounds"] = [[]]
-    without = build(ranks).metrics
-    assert ("comm.dp.all_reduce.calls" in without) != bool(resumed), "the only remaining step is not typical"
+    for resumed, times in (([], "of all steps"), ([3, 5], "of the steps after 5, since the last start")):
+        ranks = results()
+        for rank, seconds in enumerate(([1.0, 4.0], [2.0, 3.0, 9.0])):
+            ranks[rank]["checkpoints"] = {
+                "resumed": [{"step": step, "key": "k"} for step in resumed],
+                "written": [4, 8],
+                "write_seconds": seconds,
+                "failures": [{"step": 6, "reason": "no space"}] * rank,
+            }
+        record = build(ranks)
+        report = record.checkpoints
+        assert report is not None
+        assert record.metrics.get("resumed_from") == (resumed[-1] if resumed else None)
+        assert (report.written, report.write_seconds, report.times) == ([4, 8], [2.0, 4.0], times)
+        assert [failure["step"] for failure in report.failures] == [6]
+        assert record.metrics["comm.dp.all_reduce.calls"] == 3
+        for rank in ranks:
+            rank["rounds"] = [[]]
+        without = build(ranks).metrics
+        assert ("comm.dp.all_reduce.calls" in without) != bool(resumed), "the remaining step is not typical"
 
 
 def test_block_traffic_is_averaged_over_blocks_and_micro_batches() -> None:
@@ -304,18 +284,8 @@ def test_simulated_memory_has_limit_reserved_and_used_bytes() -> None:
     }
     assert set(fits) - set(allocated([held], limit=None, reserved=900, **numbers)) == {"memory.limit_bytes"}
     assert set(allocated([held], limit=4000, reserved=None, **numbers)) == {
-        *("memory.context_bytes", "memory.communication_bytes", "memory.limit_bytes"),
+        *("memory.context_bytes", "memory.communication_bytes", "memory.limit_bytes")
     }
-
-
-def test_kernel_fallbacks_are_grouped_by_reason() -> None:
-    ran = {
-        "bias_gelu": {"cuda": 2, "torch: no compiler": 1},
-        "layer_norm": {"torch: no compiler": 2},
-        "softmax": {"torch: a CPU": 1},
-        "every operator": {"torch: asked for": 1},
-    }
-    assert kernel_fallbacks(ran) == {"no compiler": ["bias_gelu", "layer_norm"], "a CPU": ["softmax"]}
 
 
 def test_missing_counts_are_zero() -> None:
@@ -328,3 +298,46 @@ def test_missing_counts_are_zero() -> None:
     metrics = build(ranks).metrics
     assert (metrics["padding"], metrics["memory.init_peak_bytes"]) == (0, 0)
     assert made_up("a").wall_s == 0
+
+
+FLAT = [2.0] * (3 * LOSS_STRETCH_STEPS)
+
+
+def shifted(*relative: float) -> list[float]:
+    """Return `FLAT` with a relative change of each stretch of steps."""
+    return [2.0 * (1 + by) for by in relative for _ in range(LOSS_STRETCH_STEPS)]
+
+
+def test_distances_are_relative_and_ignore_missing_losses() -> None:
+    assert loss_distances([2.0, 2.2], [2.0, 2.0]) == pytest.approx([0, 0.1])
+    assert loss_distances([None, 2.0], [2.0, 2.0]) == [0]
+
+
+CONTROLS = [shifted(1e-6, 7e-6, 1e-5), shifted(-7e-6, 1e-6, 7e-5)]
+"""Controls whose root mean square distances are 5e-6, 5e-6 and 5e-5."""
+
+
+def test_loss_distance_is_relative_to_the_controls() -> None:
+    for curve, controls, distance in (
+        (shifted(5e-6, -2e-5, 5e-5), CONTROLS, 4),  # 1, 4 and 1 times the controls: the worst stretch counts
+        (shifted(5e-6, -2e-5, 5e-5), CONTROLS[:1], 5),  # 5e-6 / 1e-6 in the first stretch
+        (shifted(2e-7, 2e-5, 2e-3), [shifted(1e-7, 1e-5, 1e-3)], 2),
+        (shifted(1e-4, 1e-5, 1e-3), [shifted(1e-7, 1e-5, 1e-3)], 1000),
+        (shifted(0, 0, 4 * FP32_ROUNDING), [FLAT], 4),  # controls differ by the fp32 rounding or more
+        (FLAT, [FLAT], 0),
+    ):
+        assert relative_loss_distance(curve, FLAT, controls) == pytest.approx(distance, rel=1e-6)
+
+
+def test_loss_distance_needs_controls_and_complete_losses() -> None:
+    for curve, controls in ((FLAT, []), (FLAT[1:], [FLAT]), (FLAT, [FLAT[1:]]), ([None, *FLAT[1:]], [FLAT])):
+        with pytest.raises(ValueError, match="needs control runs, and the losses of all steps"):
+            relative_loss_distance(curve, FLAT, controls)
+
+
+def test_final_loss_is_the_mean_of_the_last_stretch() -> None:
+    assert final_loss(shifted(0, 0.5, 0.25)) == pytest.approx(2.5)
+    assert final_loss([None, *FLAT]) == 2.0
+    for losses in (FLAT[: LOSS_STRETCH_STEPS - 1], [*FLAT, None]):
+        with pytest.raises(ValueError, match="the losses of the last 50"):
+            final_loss(losses)

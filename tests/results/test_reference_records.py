@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from repro import cli
-from repro.config import ConfigError, Experiment, Layout, Model, Training
+from repro.config import ConfigError
 from repro.results import reference_records, select
 from repro.results.reference_records import load_reference, write_reference
 from repro.results.schema import ExperimentRecord, FitRecord
 from repro.results.store import Store
+from tests.claims.constructed_records import conditions
 from tests.records import fit_record, made_up
 
 GPU = {
@@ -21,13 +22,11 @@ GPU = {
     "environment": {"SLURM_JOB_ID": "7"},
     "packages": {"torch": "2", "numpy": "1"},
 }
-MODEL = Model(name="m", layers=2, hidden=16, heads=2, vocab=64, seq=16)
 
 
 def on(system: str, name: str, **keys: Any) -> ExperimentRecord:
-    experiment = Experiment(name=name, model=MODEL, layout=Layout(), training=Training(), system=system)
     keys = {"provenance": GPU, "written": "2027-01-02T03:04:05Z", **keys}
-    return made_up(name, experiment=experiment.as_dict(), **keys)
+    return made_up(name, experiment=conditions(system=system), **keys)
 
 
 def write(path: Path, *documents: object) -> Path:
@@ -52,10 +51,7 @@ def test_every_file_in_the_folder_is_loaded(tmp_path: Path) -> None:
     [
         ("{", "line 2: must be a record of a measurement: Expecting"),
         ("[]", "line 2: must be a record of a measurement"),
-        (
-            '{"kind": "experiment"}',
-            "line 2: must be a record of a measurement: (schema: missing|suite)",
-        ),
+        ('{"kind": "experiment"}', "line 2: must be a record of a measurement: (schema: missing|suite)"),
         (json.dumps(on("dgx2", "s", evidence="simulated").as_dict()), "line 2: must be a measured record"),
         (
             json.dumps(fit_record(device="NVIDIA A100").as_dict()),
@@ -75,6 +71,8 @@ def test_invalid_files_are_a_one_line_error(tmp_path: Path, line: str, message: 
 
 def test_a_store_is_exported_as_a_reference_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The export omits runs on CPUs, environment variables, series except the loss, and most ranks' memory."""
+    assert cli.main(["export", "--table", "reference"]) == 2
+    assert "--output = '': must be a file" in capsys.readouterr().err
     ranks = [{"rss_peak_bytes": rank, "cuda": {}} for rank in (1, 2, 3)]
     with Store(tmp_path / "results") as store:
         store.append(on("local-gpu", "one", memory_by_rank=ranks, series={"loss": [2.0], "grad_norm": [1.0]}))
@@ -95,24 +93,16 @@ def test_a_store_is_exported_as_a_reference_file(tmp_path: Path, capsys: pytest.
     assert "SLURM" not in out.read_text()
 
 
-def test_reference_file_needs_one_device_model(tmp_path: Path) -> None:
+def test_reference_file_has_one_model_of_gpu_or_processor(tmp_path: Path) -> None:
     two_models = on("local-gpu", "one"), fit_record(device="NVIDIA A100")
     for records in (two_models, [on("local", "names no processor", provenance={})]):
         with pytest.raises(ConfigError, match="of one GPU or processor model"):
             write_reference(records, tmp_path / "x.jsonl")
-
-
-def test_reference_file_of_a_cpu_names_its_model(tmp_path: Path) -> None:
     processor = {"cpu": {"model": "AMD EPYC", "cores": 2}, "gpus": []}
     write_reference([on("local", "on a processor", provenance=processor)], tmp_path / "x.jsonl")
     (file,) = load_reference(tmp_path)
     assert file.label == "AMD EPYC, 2027-01-02"
     assert file.records[0].provenance["cpu"] == {"model": "AMD EPYC"}
-
-
-def test_reference_export_needs_a_file_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", "--table", "reference"]) == 2
-    assert "--output = '': must be a file" in capsys.readouterr().err
 
 
 def test_packaged_reference_files_are_small_and_current() -> None:

@@ -57,28 +57,29 @@ def test_stored_records_equal_the_appended_records(
     assert lines(root) == [entry.as_dict() for entry in stored]
 
 
-def test_files_exist_after_the_first_append_and_the_reserve_until_close(tmp_path: Path) -> None:
+def test_append_writes_synchronized_lines_beside_a_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fsync` covers the bytes of the file and, once, its folder. The reserve exists until the store is closed."""
+    seen = synced(monkeypatch)
     root = tmp_path / "results"
     with Store(root) as store:
         assert store.records() == []
         assert not root.exists()
-        store.append(record("a"))
-        (reserve,) = store.folder.glob("*.reserve")
-        assert reserve.stat().st_size == 2**18
-        assert reserve.stat().st_blocks * 512 >= 2**18, "a sparse file reserves no space"
-    assert not list(store.folder.glob("*.reserve"))
-
-
-def test_append_synchronizes_the_record_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fsync` covers the bytes of the file and, once, its folder."""
-    seen = synced(monkeypatch)
-    with Store(tmp_path) as store:
         for count in (1, 2):
             store.append(record("a"))
             assert store.path is not None
             assert seen[str(store.path)] == store.path.stat().st_size
             assert len(store.path.read_bytes().splitlines()) == count
-    assert str(store.folder) in seen
+        assert str(store.folder) in seen
+        (reserve,) = store.folder.glob("*.reserve")
+        assert reserve.stat().st_size == 2**18
+        assert reserve.stat().st_blocks * 512 >= 2**18, "a sparse file reserves no space"
+        with pytest.raises(ValueError, match="JSON"):
+            store.append(record("a", metrics={"loss.last": float("nan")}))
+        store.append(record("a"))
+        assert len(store.records()) == 3
+    assert not reserve.exists()
 
 
 def test_torn_and_invalid_lines_are_skipped_and_reported(tmp_path: Path) -> None:
@@ -105,14 +106,6 @@ def test_a_completed_line_is_read_by_the_next_call(tmp_path: Path) -> None:
         file.write(line[10:])
     assert len(store.records()) == 2
     assert store.skipped == []
-
-
-def test_nan_is_refused_and_leaves_no_line(tmp_path: Path) -> None:
-    with Store(tmp_path) as store:
-        with pytest.raises(ValueError, match="JSON"):
-            store.append(record("a", metrics={"loss.last": float("nan")}))
-        store.append(record("a"))
-        assert len(store.records()) == 1
 
 
 def _write(root: Path, who: int, count: int) -> None:

@@ -45,7 +45,6 @@ def samples(seq: int = SEQ) -> Samples:
 
 
 def score(layout: Layout, folder: Path) -> list[tuple[int, float, bool, bool]]:
-    """Return the rows of scores of this rank."""
     source = open_weights(folder)
     experiment = Experiment(name="score", model=padded(source.model, layout), layout=layout)
     return ranks_part.score_samples(experiment, *place(layout), source, samples(source.model.seq), FORBIDDEN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,26 +13,20 @@ import torch
 
 from repro.cli import main
 from repro.config import ConfigError, Experiment, Layout
+from repro.engines.native.checkpoint.files import write_safetensors
 from repro.parallel import mesh as meshes
-from repro.quality.evaluate import rank
+from repro.quality.evaluate import rank, samples
 from repro.quality.evaluate.run import EvaluationOptions, compute_metrics, run_evaluation
-from repro.quality.evaluate.samples import (
-    ByteTokenizer,
-    Gpt2Tokenizer,
-    Samples,
-    detokenize,
-    find_protocol,
-    last_word_samples,
-    open_tokenizer,
-    read_samples,
-    read_stop_words,
-    split_windows,
-)
 from repro.quality.weights import open_weights
+from repro.quality.weights.families import GPT2
 from repro.results.schema import EvaluationRecord
 from repro.results.store import read_records
-from tests.quality.evaluate.known_logits import CONTEXT, VOCAB, write_tokenizer, write_weights
+from tests.training import TINY
 
+MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ġ", "m"), ("a", "t"), ("Ġm", "at")]
+"""Merges that add six tokens to the 256 bytes; ` the` and ` mat` are tokens."""
+VOCAB = 256 + len(MERGES)
+CONTEXT = 16
 RAW = " = Robert = \n Robert 's cat , 3 @.@ 5 kg , ate 1 @,@ 000 fish ( all cold ) . \n"
 DETOKENIZED = " = Robert =\nRobert's cat, 3.5 kg, ate 1,000 fish (all cold).\n"
 WORDS, BYTES = 23, 61
@@ -54,7 +49,7 @@ WORDS, BYTES = 23, 61
     ],
 )
 def test_detokenizer_applies_each_rule(raw: str, detokenized: str) -> None:
-    assert detokenize(raw) == detokenized
+    assert samples.detokenize(raw) == detokenized
 
 
 @pytest.mark.parametrize(
@@ -68,7 +63,7 @@ def test_detokenizer_applies_each_rule(raw: str, detokenized: str) -> None:
     ],
 )
 def test_windows_advance_by_stride(tokens: int, stride: int, expected: list[tuple[int, int, int]]) -> None:
-    assert list(split_windows(tokens, 4, stride)) == expected
+    assert list(samples.split_windows(tokens, 4, stride)) == expected
 
 
 def test_every_token_except_the_first_is_scored_once() -> None:
@@ -76,7 +71,7 @@ def test_every_token_except_the_first_is_scored_once() -> None:
         if stride > context:
             continue
         counted = []
-        for begin, length, scored in split_windows(tokens, context, stride):
+        for begin, length, scored in samples.split_windows(tokens, context, stride):
             assert length <= context + 1
             ends = range(begin + length - scored, begin + length)
             assert all(end - begin >= min(end, context - stride + 1) for end in ends)
@@ -86,7 +81,9 @@ def test_every_token_except_the_first_is_scored_once() -> None:
 
 def lambada(text: str, name: str, context: int = 100) -> tuple[str, str]:
     """Return the context and the target of one text in bytes."""
-    found = last_word_samples([text], find_protocol("lambada", name), ByteTokenizer(), context)
+    found = samples.last_word_samples(
+        [text], samples.find_protocol("lambada", name), samples.ByteTokenizer(), context
+    )
     ((_, _, scored),) = found.spans.tolist()
     full = bytes(found.tokens.tolist())
     return full[:-scored].decode(), full[-scored:].decode()
@@ -107,16 +104,45 @@ def test_protocol_defines_context_and_target(text: str, name: str, context: str,
 
 def test_long_text_is_truncated_at_its_beginning() -> None:
     assert lambada("the cat sat on a mat", "megatron", context=6) == ("n a", " mat")
-    found = last_word_samples(["a b", "the cat", "the dog"], find_protocol("lambada"), ByteTokenizer(), 5)
+    found = samples.last_word_samples(
+        ["a b", "the cat", "the dog"], samples.find_protocol("lambada"), samples.ByteTokenizer(), 5
+    )
     assert found.truncated == 2
+
+
+def write_tokenizer(folder: Path) -> dict[str, int]:
+    """Write `vocab.json` and `merges.txt`; return ids by token."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    names = [*sorted(ByteLevel.alphabet()), *(a + b for a, b in MERGES)]
+    vocab = {name: number for number, name in enumerate(names)}
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in MERGES))
+    return vocab
+
+
+def write_weights(folder: Path, logits: dict[int, float], vocab_size: int = VOCAB) -> None:
+    """Write weights that give these logits at every position, and 0 for the other tokens.
+
+    The final norm returns its bias, which is 1 in element 0. The embedding has the logits in element 0.
+    """
+    model = replace(TINY, layers=2, vocab=vocab_size, seq=CONTEXT)
+    tensors = {pair.theirs: torch.zeros(pair.shape) for pair in GPT2.counterparts(model)}
+    tensors["ln_f.bias"][0] = 1
+    for token, logit in logits.items():
+        tensors["wte.weight"][token, 0] = logit
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    write_safetensors(folder / "model.safetensors", shapes, lambda name: [tensors[name].reshape(-1)], {})
+    (folder / "config.json").write_text(json.dumps(GPT2.document(model, vocab_size)))
 
 
 def test_stop_word_tokens_are_full_words(tmp_path: Path) -> None:
     vocab = write_tokenizer(tmp_path)
-    words = read_stop_words(None)
+    words = samples.read_stop_words(None)
     assert len(words) == 127
-    assert Gpt2Tokenizer(tmp_path).word_tokens(words) == [vocab["Ġt"], vocab["Ġthe"]]
-    assert ByteTokenizer().word_tokens(words) == []
+    assert samples.Gpt2Tokenizer(tmp_path).word_tokens(words) == [vocab["Ġt"], vocab["Ġthe"]]
+    assert samples.ByteTokenizer().word_tokens(words) == []
 
 
 @pytest.fixture(scope="module")
@@ -138,15 +164,15 @@ def test_lambada_scores_have_the_expected_values(
     data = tmp_path / "texts.jsonl"
     texts = ("a cat on a mat", "this is the", "we saw the mat", "he is a dog")
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    protocol, tokenizer = find_protocol("lambada", name), open_tokenizer("", folder)
+    protocol, tokenizer = samples.find_protocol("lambada", name), samples.open_tokenizer("", folder)
     source = open_weights(folder)
-    samples = read_samples(data, protocol, tokenizer, CONTEXT)
+    texts_of_file = samples.read_samples(data, protocol, tokenizer, CONTEXT)
     experiment = Experiment(name="known", model=source.model, layout=Layout(micro_batch=3))
-    forbidden = tokenizer.word_tokens(read_stop_words(None))
+    forbidden = tokenizer.word_tokens(samples.read_stop_words(None))
     one_rank = (meshes.single_rank_mesh(), torch.device("cpu"))
-    rows = rank.score_samples(experiment, *one_rank, source, samples, forbidden)
+    rows = rank.score_samples(experiment, *one_rank, source, texts_of_file, forbidden)
     assert [row[1] for row in rows] == pytest.approx(losses, rel=1e-6)
-    found = compute_metrics(protocol, samples, rows, filtered=True)
+    found = compute_metrics(protocol, texts_of_file, rows, filtered=True)
     assert (found["accuracy"], found["accuracy.filtered"], found["samples"]) == (1 / 4, 2 / 4, 4)
     assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / 4), rel=1e-6)
 
@@ -190,9 +216,9 @@ def test_command_evaluates_on_two_ranks(
 
 
 def test_gpt2_protocol_divides_by_all_words() -> None:
-    samples = Samples(torch.arange(BYTES).numpy(), torch.zeros(1, 3).long().numpy(), words=WORDS)
+    windows = samples.Samples(torch.arange(BYTES).numpy(), torch.zeros(1, 3).long().numpy(), words=WORDS)
     rows = [(0, math.log(256) * (BYTES - 1), False, False)]
-    found = compute_metrics(find_protocol("wikitext103", "gpt2"), samples, rows, filtered=False)
+    found = compute_metrics(samples.find_protocol("wikitext103", "gpt2"), windows, rows, filtered=False)
     assert found["perplexity.word"] == pytest.approx(256 ** ((BYTES - 1) / WORDS))
 
 
@@ -248,7 +274,7 @@ def test_lines_without_a_sample_are_refused(tmp_path: Path) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text('{"text": "a b"}\n{"words": 3}\n')
     with pytest.raises(ConfigError, match=r'line 2.* must be a JSON object with the key "text"'):
-        read_samples(data, find_protocol("lambada"), ByteTokenizer(), 10)
+        samples.read_samples(data, samples.find_protocol("lambada"), samples.ByteTokenizer(), 10)
     data.write_text('{"text": "word"}\n')
     with pytest.raises(ConfigError, match="sample 1"):
-        read_samples(data, find_protocol("lambada"), ByteTokenizer(), 10)
+        samples.read_samples(data, samples.find_protocol("lambada"), samples.ByteTokenizer(), 10)

@@ -1,6 +1,6 @@
 """Tests that the native model with imported weights has the scores of transformers, under every layout.
 
-`tests/quality/weights` shows that the logits are equal, also for weights of Megatron-LM.
+`tests/quality/weights` shows that the logits are equal, also for weights of Megatron-LM and native checkpoints.
 """
 
 from __future__ import annotations
@@ -15,18 +15,8 @@ import torch
 from repro.config import Layout
 from repro.quality.evaluate.samples import Samples
 from repro.quality.weights import open_weights
-from repro.quality.weights.huggingface import export_huggingface
-from tests.engines.native.checkpoint.saved import HALF, checkpoint, experiment, train
-from tests.engines.native.checkpoint.saved import LAYOUTS as TRAINED
 from tests.pool import RankPool
-from tests.quality.evaluate.rank_scores import (
-    FORBIDDEN,
-    LENGTH,
-    continue_greedily,
-    samples,
-    score,
-    state_bytes,
-)
+from tests.quality.evaluate.rank_scores import FORBIDDEN, continue_greedily, samples, score, state_bytes
 from tests.quality.weights.reference_weights import gpt2, tokens
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -100,19 +90,3 @@ def test_stage_3_evaluation_has_only_a_parameter_shard(two: RankPool, folder: Pa
     full = sum(math.prod(place.shape) for place in open_weights(folder).parameter_shapes.values())
     for nbytes in two.run(state_bytes, folder):
         assert nbytes == pytest.approx(4 * full / 2, rel=0.01)
-
-
-def test_trained_model_has_equal_perplexity_in_transformers(two: RankPool, tmp_path: Path) -> None:
-    """The model is trained on two tensor-parallel ranks, exported from its checkpoint, and evaluated in both."""
-    trained = experiment(TRAINED["tp2"])
-    two.run(train, trained, tmp_path, HALF)
-    source = checkpoint(tmp_path, trained)
-    export_huggingface(open_weights(source), tmp_path / "out")
-    exported = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").eval()
-    native, expected = (
-        [row[1] for row in rows]
-        for rows in (score(ONE, source), expected_rows(exported, samples(trained.model.seq)))
-    )
-    assert native == pytest.approx(expected, rel=1e-6)
-    perplexity = [math.exp(sum(losses) / (LENGTH - 1)) for losses in (native, expected)]
-    assert perplexity[0] == pytest.approx(perplexity[1], rel=1e-6)

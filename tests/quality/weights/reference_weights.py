@@ -41,6 +41,26 @@ def read_all(source: WeightSource) -> dict[str, Tensor]:
     return {name: source.elements(name, 0, size.numel()).view(size) for name, size in sizes.items()}
 
 
+def compare_ranges(source: WeightSource, expected: dict[str, Tensor], ranks: int) -> None:
+    """Assert that each tp rank reads any range of its shard. Padding of the vocabulary to two more rows is zero.
+
+    A rank reads full keys if tp exceeds the number of key heads.
+    """
+    names = list(source.parameter_shapes)
+    for rank in range(ranks):
+        values = source.values(names, rank, ranks, source.model.vocab + 2)
+        for i, name in enumerate(names):
+            value, split = expected[name], source.parameter_shapes[name].split
+            if name in ("embed.tokens", "head.output"):
+                value = torch.cat([value, torch.zeros(2, value.shape[1])])
+            if split is not None and not (".kv" in name and ranks > source.model.key_heads):
+                value = value.chunk(ranks, split)[rank]
+            flat = value.reshape(-1)
+            third = flat.numel() // 3
+            for start, stop in ((0, flat.numel()), (third, 2 * third), (third - 1, 2 * third + 1), (5, 6)):
+                assert torch.equal(values(i, start, stop), flat[start:stop]), (name, rank, ranks, start)
+
+
 def tokens(count: int = 3, seq: int = SEQ, seed: int = 3) -> Tensor:
     """Return random ids, [count, seq]."""
     return torch.randint(VOCAB, (count, seq), generator=torch.Generator().manual_seed(seed))

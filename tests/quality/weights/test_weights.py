@@ -9,7 +9,6 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from repro.cli import main
 from repro.config import ConfigError, Experiment, Model
 from repro.quality.weights import open_weights
 from repro.quality.weights.huggingface import export_huggingface
-from repro.quality.weights.tensor_files import Placeholder, read_torch_file
 from tests.engines.native.checkpoint.saved import HALF, LAYOUTS, checkpoint, experiment, start
 from tests.pool import RankPool
 from tests.quality.weights.reference_weights import (
@@ -31,6 +29,7 @@ from tests.quality.weights.reference_weights import (
     LAYERS,
     VOCAB,
     clone_tensors,
+    compare_ranges,
     gpt2,
     megatron_ranks,
     read_all,
@@ -43,30 +42,10 @@ pytestmark = pytest.mark.xdist_group("ranks")
 transformers = pytest.importorskip("transformers", reason="not installed: pip install -e '.[test]'")
 
 
-def native(model: Any) -> dict[str, Tensor]:
-    """Return the parameters of a `GPT2LMHeadModel` in the layout of the native GPT."""
-    state = {name.removeprefix("transformer."): value for name, value in model.state_dict().items()}
-    found = {"embed.tokens": state["wte.weight"], "embed.positions": state["wpe.weight"]}
-    found |= {"head.norm": state["ln_f.weight"], "head.norm_bias": state["ln_f.bias"]}
-    for i in range(LAYERS):
-        ours, theirs = f"blocks.{i}", f"h.{i}"
-        for part, norm in (("attention", "ln_1"), ("mlp", "ln_2")):
-            found[f"{ours}.{part}.norm"] = state[f"{theirs}.{norm}.weight"]
-            found[f"{ours}.{part}.norm_bias"] = state[f"{theirs}.{norm}.bias"]
-        for name, linear in (
-            ("attention.qkv", "attn.c_attn"),
-            ("attention.out", "attn.c_proj"),
-            ("mlp.up", "mlp.c_fc"),
-            ("mlp.down", "mlp.c_proj"),
-        ):
-            found[f"{ours}.{name}"] = state[f"{theirs}.{linear}.weight"].T
-            found[f"{ours}.{name}_bias"] = state[f"{theirs}.{linear}.bias"]
-        found[f"{ours}.attention.qkv"] = found[f"{ours}.attention.qkv"].reshape(3, HIDDEN, HIDDEN)
-        found[f"{ours}.attention.qkv_bias"] = found[f"{ours}.attention.qkv_bias"].reshape(3, HIDDEN)
-    return found
-
-
-def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def compare(folder: Path, expected: dict[str, Tensor], model: Model | None = None) -> None:
+    source = open_weights(folder, model)
+    source.check()
+    found = read_all(source)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -77,16 +56,18 @@ def model() -> Any:
     return gpt2()
 
 
-def test_sharded_folder_of_transformers_is_read(model: Any, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    source = open_weights(tmp_path)
-    source.check()
-    compare(read_all(source), native(model))
+@pytest.fixture(scope="module")
+def native(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """Return the native parameters of `model`, whose logits `test_families.py` compares with transformers."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    model.save_pretrained(folder)
+    return read_all(open_weights(folder))
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_old_torch_files_with_causal_masks_are_read(model: Any, tmp_path: Path, zipped: bool) -> None:
+def test_old_torch_files_with_causal_masks_are_read(
+    model: Any, native: dict[str, Tensor], tmp_path: Path, zipped: bool
+) -> None:
     """GPT-2's files on the hub have no prefix, contain causal masks, and use the format of 2019."""
     model.config.save_pretrained(tmp_path)
     state = {name.removeprefix("transformer."): value for name, value in model.state_dict().items()}
@@ -98,16 +79,16 @@ def test_old_torch_files_with_causal_masks_are_read(model: Any, tmp_path: Path, 
         torch.save(part, tmp_path / file, _use_new_zipfile_serialization=zipped)
         file_of |= dict.fromkeys(part, file)
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": file_of}))
-    source = open_weights(tmp_path)
-    source.check()
-    compare(read_all(source), native(model))
+    compare(tmp_path, native)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_weights_are_converted_exactly(model: Any, tmp_path: Path, dtype: torch.dtype) -> None:
-    half = gpt2().to(dtype)
-    half.save_pretrained(tmp_path)
-    compare(read_all(open_weights(tmp_path)), {name: value.float() for name, value in native(half).items()})
+def test_16_bit_weights_are_converted_exactly(
+    native: dict[str, Tensor], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    gpt2().to(dtype).save_pretrained(tmp_path)
+    rounded = {name: value.to(dtype).float() for name, value in native.items()}
+    compare(tmp_path, rounded)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +96,11 @@ def test_16_bit_weights_are_converted_exactly(model: Any, tmp_path: Path, dtype:
     [(2, 1, 0, 1), (2, 1, 1.0, 1), (2, 1, 2.0, 1), (2, 2, 3.0, 1), (1, 2, 3.0, 2)],
 )
 def test_megatron_ranks_are_merged(
-    model: Any, tmp_path: Path, tp: int, pp: int, version: float, chunks: int
+    model: Any, native: dict[str, Tensor], tmp_path: Path, tp: int, pp: int, version: float, chunks: int
 ) -> None:
     save_megatron(tmp_path, megatron_ranks(model, tp, pp, version, chunks), version)
-    source = open_weights(tmp_path)
-    source.check()
-    compare(read_all(source), native(model))
-    compare(read_all(open_weights(tmp_path / "iter_0000100")), native(model))
+    compare(tmp_path, native)
+    compare(tmp_path / "iter_0000100", native)
 
 
 class DynamicLossScaler:
@@ -133,7 +112,7 @@ class DynamicLossScaler:
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_training_state_in_megatron_checkpoints_is_ignored(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool
+    model: Any, native: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool
 ) -> None:
     """The checkpoint has a loss scaler, random states, flat names of 2019, and no arguments: --model is needed."""
     (state,) = megatron_ranks(model, 1, 1, 0).values()
@@ -159,7 +138,7 @@ def test_training_state_in_megatron_checkpoints_is_ignored(
     with pytest.raises(ConfigError, match=r"heads: is unknown: .* --model"):
         open_weights(tmp_path)
     sizes = Model(name="like", layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq=12)
-    compare(read_all(open_weights(tmp_path, sizes)), native(model))
+    compare(tmp_path, native, sizes)
 
 
 class Malicious:
@@ -183,18 +162,8 @@ def test_file_that_calls_a_function_is_refused(tmp_path: Path, model: Any, zippe
         open_weights(tmp_path)
 
 
-def test_allowed_classes_become_placeholders(tmp_path: Path) -> None:
-    """Classes that are accepted by name are not imported; placeholders retain their attributes."""
-    path = tmp_path / "a.pt"
-    torch.save({"args": argparse.Namespace(num_attention_heads=3)}, path)
-    found = read_torch_file(path)["args"]
-    assert type(found) is Placeholder
-    assert found.num_attention_heads == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "expected_message"),
-    [
+def test_unexpected_tensor_is_refused_in_one_line(model: Any, tmp_path: Path) -> None:
+    for name, change, expected_message in (
         ("transformer.h.1.mlp.c_fc.weight", lambda value: None, r"missing tensor h\.1\.mlp\.c_fc\.weight"),
         ("transformer.h.9.ln_1.bias", lambda value: torch.zeros(3), r"unknown tensor h\.9\.ln_1\.bias"),
         (
@@ -203,19 +172,15 @@ def test_allowed_classes_become_placeholders(tmp_path: Path) -> None:
             r"wpe\.weight has shape \[11, 24\] and must have shape \[",
         ),
         ("lm_head.weight", lambda value: value + 1, "lm_head.weight: output matrix differs from the token"),
-    ],
-)
-def test_unexpected_tensor_is_refused_in_one_line(
-    model: Any, tmp_path: Path, name: str, change: Callable[[Any], Any], expected_message: str
-) -> None:
-    model.config.save_pretrained(tmp_path)
-    state = model.state_dict()
-    state[name] = change(state.get(name))
-    present = {name: value for name, value in state.items() if value is not None}
-    torch.save(present, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=expected_message) as error:
-        open_weights(tmp_path).check()
-    assert "\n" not in str(error.value)
+    ):
+        model.config.save_pretrained(tmp_path)
+        state = model.state_dict()
+        state[name] = change(state.get(name))
+        present = {name: value for name, value in state.items() if value is not None}
+        torch.save(present, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ConfigError, match=expected_message) as error:
+            open_weights(tmp_path).check()
+        assert "\n" not in str(error.value)
 
 
 def test_ranks_of_different_models_are_refused(model: Any, tmp_path: Path) -> None:
@@ -239,31 +204,22 @@ def test_ranks_of_different_models_are_refused(model: Any, tmp_path: Path) -> No
         open_weights(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected_message"),
-    [
-        ({"bias_gelu_fusion": False}, "GELU by the tanh approximation"),
-        ({"untie_embeddings_and_output_weights": True}, "untie_embeddings_and_output_weights"),
-        ({"layernorm_epsilon": 1e-6}, "layernorm_epsilon"),
-    ],
-)
-def test_unsupported_megatron_model_is_refused(
-    model: Any, tmp_path: Path, arguments: dict[str, Any], expected_message: str
-) -> None:
-    args = argparse.Namespace(num_attention_heads=HEADS, **arguments)
-    save_megatron(tmp_path, megatron_ranks(model, 1, 1, 3.0), 3.0, args=args)
-    with pytest.raises(ConfigError, match=expected_message):
-        open_weights(tmp_path)
-
-
-def test_unknown_folder_is_refused_with_the_known_formats(tmp_path: Path) -> None:
+def test_unsupported_megatron_model_and_unknown_folder_are_refused(model: Any, tmp_path: Path) -> None:
+    for name, setting, message in (
+        ("bias_gelu_fusion", False, "GELU by the tanh approximation"),
+        ("untie_embeddings_and_output_weights", True, "untie_embeddings_and_output_weights"),
+        ("layernorm_epsilon", 1e-6, "layernorm_epsilon"),
+    ):
+        args = argparse.Namespace(num_attention_heads=HEADS, **{name: setting})
+        save_megatron(tmp_path / name, megatron_ranks(model, 1, 1, 3.0), 3.0, args=args)
+        with pytest.raises(ConfigError, match=message):
+            open_weights(tmp_path / name)
     message = r"must be a folder of Hugging Face transformers .* Megatron-LM .* `repro run`"
     with pytest.raises(ConfigError, match=message):
         open_weights(tmp_path)
 
 
 def train_to_checkpoint(trained: Experiment, root: Path) -> dict[str, Tensor]:
-    """Train to a checkpoint and return the full parameters."""
     torch.set_num_threads(1)
     run = start(trained, root)
     run.prelude()
@@ -279,38 +235,21 @@ def test_native_checkpoints_of_any_layout_are_exported(two: RankPool, tmp_path: 
     expected = two.run(train_to_checkpoint, trained, tmp_path)[0]
     folder = checkpoint(tmp_path, trained)
     source = open_weights(folder)
-    compare(read_all(source), expected)
-    compare(read_all(open_weights(folder.parent)), expected)
-    tokens = expected["embed.tokens"]
-    shard = source.elements("embed.tokens", 5, tokens.numel() // 2 + 32, 1, 2, rows=tokens.shape[0] + 2)
-    padded = torch.cat([tokens, torch.zeros(2, tokens.shape[1])]).chunk(2)[1].reshape(-1)
-    assert torch.equal(shard, padded[5 : tokens.numel() // 2 + 32])
+    compare(folder, expected)
+    compare(folder.parent, expected)
+    compare_ranges(source, expected, 2)
     written = export_huggingface(source, tmp_path / "out")
     assert [path.name for path in written if path.suffix == ".safetensors"] == ["model.safetensors"]
-    compare(read_all(open_weights(tmp_path / "out")), expected)
+    compare(tmp_path / "out", expected)
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     assert loaded.config.eos_token_id == loaded.config.vocab_size - 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_rank_reads_any_range_of_its_shard(model: Any, tmp_path: Path, ranks: int) -> None:
-    """Each tp rank reads ranges of its shard from files of two ranks; padding of the vocabulary is zero."""
+def test_rank_reads_any_range_of_its_shard(model: Any, native: dict[str, Tensor], tmp_path: Path) -> None:
+    """Each tp rank reads ranges of its shard from files of two ranks."""
     save_megatron(tmp_path, megatron_ranks(model, 2, 1, 2.0), 2.0)
-    source, expected = open_weights(tmp_path), native(model)
-    padded = VOCAB + 2
-    expected["embed.tokens"] = torch.cat([expected["embed.tokens"], torch.zeros(2, HIDDEN)])
-    draw = random.Random(5)
-    for name, place in source.parameter_shapes.items():
-        for rank in range(ranks):
-            local = expected[name]
-            if place.split is not None:
-                local = local.chunk(ranks, place.split)[rank]
-            flat = local.reshape(-1)
-            for _ in range(4):
-                start, stop = sorted(draw.sample(range(flat.numel() + 1), 2))
-                rows = padded if name == "embed.tokens" else 0
-                found = source.elements(name, start, stop, rank, ranks, rows)
-                assert torch.equal(found, flat[start:stop]), (name, rank, start, stop)
+    for ranks in (1, 2):
+        compare_ranges(open_weights(tmp_path), native, ranks)
 
 
 def test_export_omits_the_padding_of_the_vocabulary(
