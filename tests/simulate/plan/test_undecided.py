@@ -20,7 +20,7 @@ from repro.simulate.plan.rows import FULL, OK, PlanRow, Tie, find_ties, plan_ent
 from repro.simulate.time.calibration import UNCALIBRATED
 from repro.util.processes import Workers
 from repro.util.units import gb
-from tests.simulate.exact import use_exact_kernels
+from tests.simulate.time.networks import use_exact_kernels
 
 MODEL = Model(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=512)
 RINGS = "links.inter-node.rings"
