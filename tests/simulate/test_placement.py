@@ -34,17 +34,12 @@ INSIDE, BETWEEN = "nvlink", "inter-node"
         ("dgx2", {"tp": 32, "dp": 12}, {"tp": BETWEEN, "dp": BETWEEN}),
         # DeepSpeed's slow cluster: Megatron with MP 4 runs its all-reduces over PCIe.
         ("lowbw-v100", {"tp": 4, "dp": 4}, {"tp": "pcie", "dp": BETWEEN}),
-        ("lowbw-v100", {"dp": 4}, {"dp": "pcie"}),
-        # Megatron 2021, 1T on 3072, and Yuan 1.0 on 2128: tp inside a node, pp and dp between nodes.
-        ("selene", {"tp": 8, "pp": 64, "dp": 6}, {"tp": INSIDE, "dp": BETWEEN, "pp": BETWEEN}),
-        ("yuan", {"tp": 8, "pp": 38, "dp": 7}, {"tp": INSIDE, "dp": BETWEEN, "pp": BETWEEN}),
-        # Llama 3 405B on 16,384 GPUs and 131,072 tokens (2407.21783 Table 4), then cp inside a node.
+        # Llama 3 405B on 16,384 GPUs and 131,072 tokens (2407.21783 Table 4).
         (
             "dgx-h100",
             {"tp": 8, "cp": 16, "pp": 16, "dp": 8, "order": "tp-pp-dp"},
             {"tp": INSIDE, "cp": BETWEEN, "dp": BETWEEN, "pp": BETWEEN},
         ),
-        ("dgx-h100", {"tp": 2, "cp": 4, "dp": 4}, {"tp": INSIDE, "cp": INSIDE, "dp": BETWEEN}),
         ("dgx1-v100-16gb", {"tp": 2, "dp": 2, "pp": 2}, {"tp": INSIDE, "dp": INSIDE, "pp": INSIDE}),
     ],
 )

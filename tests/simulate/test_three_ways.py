@@ -1,4 +1,4 @@
-"""Tests that closed forms, simulated traces and gloo runs agree on memory and messages."""
+"""Tests that closed forms, simulated traces and gloo runs agree on memory and messages, also of random layouts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
 
-from repro.config import Experiment, Layout, Model
+from repro.config import ConfigError, Experiment, Layout, Model
 from repro.config.enums import Category
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.model_part import MicroBatch
@@ -75,7 +77,7 @@ def run_experiment(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-OTHER_ARCHITECTURES = {
+OTHER_FAMILIES = {
     "llama-z3": ("llama", replace(BASE, dp=2, zero=3, recompute=True)),
     "falcon-tp2-z2": ("falcon", replace(BASE, tp=2, dp=2, zero=2, recompute=True)),
     "neox-pp2": ("neox", replace(BASE, pp=2, zero=1)),
@@ -83,30 +85,26 @@ OTHER_ARCHITECTURES = {
     "falcon-cp2": ("falcon", replace(BASE, cp=2, recompute=True)),
     "bloom-tp2": ("bloom", replace(BASE, tp=2)),
 }
-"""Model family and layout of models whose layers differ from GPT-2's."""
+"""Family and layout of models whose layers differ from GPT-2's."""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *OTHER_FAMILIES])
 def test_closed_form_trace_and_run_agree(request: pytest.FixtureRequest, name: str) -> None:
-    assert_agreement(request, tiny(LAYOUTS[name], MODEL, steps=2, untimed_steps=1))
-
-
-@pytest.mark.parametrize("name", OTHER_ARCHITECTURES)
-def test_trace_and_run_agree_for_other_architectures(request: pytest.FixtureRequest, name: str) -> None:
-    family, layout = OTHER_ARCHITECTURES[name]
-    model = replace(FAMILIES[family], hidden=MODEL.hidden, layers=MODEL.layers, seq=MODEL.seq)
-    assert_agreement(request, tiny(layout, model, steps=2, untimed_steps=1))
+    family, layout = OTHER_FAMILIES.get(name) or ("", LAYOUTS[name])
+    sizes = {"hidden": MODEL.hidden, "layers": MODEL.layers, "seq": MODEL.seq}
+    assert_agreement(request, layout, replace(FAMILIES[family], **sizes) if family else MODEL)
 
 
 MAX_RUNS = 6
 
 
-def assert_agreement(request: pytest.FixtureRequest, experiment: Experiment) -> None:
+def assert_agreement(request: pytest.FixtureRequest, layout: Layout, model: Model = MODEL) -> None:
     """Require that the states, peak and messages of a run equal those of its trace, in one of several runs.
 
     gloo's threads may free the tensor of a message shortly after the wait for the message has returned. A rank that
     continues earlier has a peak that is higher by the size of this tensor.
     """
+    experiment = tiny(layout, model, steps=2, untimed_steps=1)
     for _ in range(MAX_RUNS - 1):
         with suppress(AssertionError):
             assert_one_run_agrees(request, experiment)
@@ -148,6 +146,48 @@ def assert_one_run_agrees(request: pytest.FixtureRequest, experiment: Experiment
                 if layout.grad_dtype == "fp32":
                     closed += 2 * rank["parameters"] / (layout.copies if layout.zero >= 2 else 1)
                 assert sum(memory.states.values()) == closed
+
+
+@st.composite
+def layouts(draw: st.DrawFn, world: int) -> Layout:
+    """Draw layouts of `world` ranks without context parallelism, whose attention on a CPU has a mask tensor."""
+    pp = draw(st.sampled_from([n for n in (1, 2, 4) if n <= world]))
+    tp = draw(st.sampled_from([n for n in (1, 2) if n * pp <= world]))
+    dp = world // pp // tp
+    micro_batch = draw(st.integers(1, 2))
+    kernels = draw(st.sampled_from(("fused", "unfused")))
+    chunks = draw(st.sampled_from((1, 2 if pp == 2 else 1)))
+    options: dict[str, Any] = {
+        "schedule": "interleaved" if chunks > 1 else draw(st.sampled_from(("1f1b", "gpipe"))),
+        "zero": draw(st.integers(0, 3 if pp == 1 else 2)),
+        "global_batch": dp * micro_batch * draw(st.integers(1, 9)),
+        "overlap": draw(st.booleans()),
+        "precision": draw(st.sampled_from(("fp32", "bf16", "fp16"))),
+        "kernels": kernels,
+        "recompute": draw(
+            st.sampled_from((False, True) if kernels == "fused" else (False, True, "selective"))
+        ),
+        "bucket_bytes": draw(st.sampled_from((30_000, 25_000_000))),
+        "sp": tp > 1 and draw(st.booleans()),
+        "md": draw(st.booleans()),
+    }
+    try:
+        return Layout(dp=dp, tp=tp, pp=pp, chunks=chunks, micro_batch=micro_batch, **options)
+    except ConfigError:
+        reject()
+
+
+@settings(max_examples=10)
+@given(layout=layouts(2))
+def test_peak_memory_of_two_ranks_is_exact(request: pytest.FixtureRequest, layout: Layout) -> None:
+    assert_agreement(request, layout)
+
+
+@pytest.mark.slow
+@settings(max_examples=16)
+@given(layout=layouts(2) | layouts(4))
+def test_peak_memory_of_many_layouts_is_exact(request: pytest.FixtureRequest, layout: Layout) -> None:
+    assert_agreement(request, layout)
 
 
 def test_repeated_micro_batches_count_in_the_sent_bytes() -> None:
