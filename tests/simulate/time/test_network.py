@@ -154,13 +154,13 @@ def test_groups_behind_one_host_bridge_are_not_slowed() -> None:
 # --- laws
 
 
-@given(networks(), ops, groups, payloads, payloads, st.floats(1, 100))
-def test_seconds_follow_payload_peak_and_bandwidth(
-    drawn: tuple[System, Layout], op: str, group: str, one: int, other: int, times: float
+@given(networks(), ops, groups, payloads, payloads)
+def test_seconds_follow_payload_and_peak(
+    drawn: tuple[System, Layout], op: str, group: str, one: int, other: int
 ) -> None:
     """Every rank sends passes x (n - 1) / n of the payload, at most at the peak rate of its links.
 
-    A larger payload takes no less time, and more bandwidth no more. An all-reduce takes no more than its two halves.
+    A larger payload takes no less time. An all-reduce takes no more than its two halves.
     """
     system, layout = drawn
     found, (less, more) = Network(system, layout), sorted((one, other))
@@ -168,12 +168,6 @@ def test_seconds_follow_payload_peak_and_bandwidth(
     assert 0 <= found.seconds(op, group, less) <= seconds
     halves = found.seconds("reduce_scatter", group, more) + found.seconds("all_gather", group, more)
     assert found.seconds("all_reduce", group, more) <= halves * (1 + 1e-9)
-    for name, link in system.links.items():
-        faster = Network(with_link(system, name, bandwidth=link.bandwidth.value * times), layout)
-        assert faster.seconds(op, group, more) <= seconds * (1 + 1e-9)
-        if layout.pp > 1:
-            new_s, old_s = (each.send_seconds(more, from_stage=0, to_stage=1) for each in (faster, found))
-            assert 0 <= new_s <= old_s * (1 + 1e-9)
     if n == 1:
         assert seconds == 0
         return
@@ -217,14 +211,6 @@ def test_overlap_cost_is_that_of_the_data_parallel_link() -> None:
     assert network(both, dp=32).overlap_cost == 0.3
     assert network(both, tp=2).overlap_cost == 0.3
     assert network(replace(both, links={})).overlap_cost == 0, "one device sends no messages"
-
-
-def test_measured_rings_are_scaled_to_smaller_groups() -> None:
-    """Points of a ring without latency: seconds = 2 (n - 1) / n * bytes / rate, for any n."""
-    rate = 1e9
-    points = tuple((size, 1.5 * size / rate) for size in (1000.0, 10_000.0, 1e6, 1e8))
-    found = network(calibrated(points), tp=2, dp=2)
-    assert found.seconds("all_reduce", "tp", 400_000) == pytest.approx(400_000 / rate)
 
 
 def flat(seconds: float) -> tuple[tuple[float, float], ...]:
