@@ -60,13 +60,6 @@ def test_requests_and_segments_have_rounded_sizes(size: int, allocated: int, res
     assert size == 0 or segment_size(size) == reserved
 
 
-def test_small_and_large_requests_share_segments_of_their_pool() -> None:
-    small = [(1024, 0), (SMALL_SIZE, 1), (2048, 2), (2 * MIB - SMALL_SIZE - 3072, None)]
-    assert blocks(filled(1000, SMALL_SIZE, 2000)) == [small]
-    large = [(6 * MIB, 0), (6 * MIB, 1), (6 * MIB, 2), (2 * MIB, None)]
-    assert blocks(filled(6 * MIB, 6 * MIB, 6 * MIB)) == [large]
-
-
 def test_the_pool_decides_the_minimum_remainder_of_a_split() -> None:
     large = filled(20 * MIB)
     large.free(0)
@@ -343,15 +336,3 @@ def test_a_limit_has_an_effect_only_below_the_peak(events: list[Event], expandab
         assert limited.out_of_memory is not None
         assert limited.retries >= 1
         assert limited.peak_reserved < needed
-
-
-@settings(max_examples=60)
-@given(requests=st.lists(SIZES, max_size=40))
-def test_expandable_segments_waste_less_than_one_granule_per_pool(requests: list[int]) -> None:
-    """Without releases, expandable segments exceed plain segments by less than one granule per pool."""
-    events = [Alloc(id, size, "parameters", "", "") for id, size in enumerate(requests)]
-    small = sum(round_up(size) for size in requests if size <= SMALL_SIZE)
-    large = sum(round_up(size) for size in requests if size > SMALL_SIZE)
-    grown = replay(events, expandable=True).peak_reserved
-    assert grown == round_up(small, SMALL_BUFFER) + round_up(large, LARGE_BUFFER)
-    assert grown < replay(events).peak_reserved + SMALL_BUFFER + LARGE_BUFFER

@@ -198,11 +198,11 @@ def test_measured_points_replace_the_formula() -> None:
     message = r"links.memory.bandwidth = 'unknown': this command needs a known value"
     with pytest.raises(ConfigError, match=message):
         found.seconds("all_gather", "dp", 1000)
-    stages = network(calibrated(((1000, 1e-4), (2000, 2e-4)), op="send"), pp=4)
-    sent = [
-        stages.send_seconds(1500, from_stage=one, to_stage=other) for one, other in ((0, 1), (3, 0), (1, 1))
-    ]
-    assert sent == pytest.approx([1.5e-4, 1.5e-4, 0])
+    # A faster larger message gets the seconds of the smaller one.
+    stages = network(calibrated(((1000, 1e-4), (2000, 2e-4), (3000, 1e-4)), op="send"), pp=4)
+    cases = ((1500, 0, 1), (1500, 3, 0), (1500, 1, 1), (2500, 0, 1))
+    sent = [stages.send_seconds(size, from_stage=one, to_stage=other) for size, one, other in cases]
+    assert sent == pytest.approx([1.5e-4, 1.5e-4, 0, 2e-4])
 
 
 def test_overlap_cost_is_that_of_the_data_parallel_link() -> None:
