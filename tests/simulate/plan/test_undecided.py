@@ -98,6 +98,7 @@ def test_rows_of_systems_are_ranked_by_cost_or_time(exact: System) -> None:
         (quick_request, rank_rows([quick, later], "cost")),
         (slow_request, rank_rows([slow, tight], "cost")),
     ]
+    assert found[1][1] == [slow, tight]
     of_quick, of_slow = (quick_request, quick), (slow_request, slow)
     assert rank_systems(found) == [of_slow, of_quick, (quick_request, later), (slow_request, tight)]
     assert slow.rank_s == pytest.approx(2.25), "75 % quantile of the step times"

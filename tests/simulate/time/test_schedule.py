@@ -81,7 +81,6 @@ def test_the_parts_of_a_step_add_up_above_the_roofline(name: str) -> None:
     assert found.timeline.unmatched == 0
     for stage in found.timeline.stages:
         assert sum(stage.exposed.values()) <= sum(stage.communication.values()) * (1 + 1e-9) + 1e-12
-        assert sum(stage.busy.values()) + sum(stage.exposed.values()) + stage.bubble <= found.step_s * 2
     document = found.as_dict()
     parts = sum(document[key] for key in ("compute_s", "optimizer_s", "exposed_s", "bubble_s"))
     assert parts == pytest.approx(document["step_s"], rel=1e-6)
