@@ -17,6 +17,7 @@ from torch.cuda import _memory_viz
 from repro import cli
 from repro.config import Experiment, Layout, Model, systems
 from repro.simulate.step import Simulation, simulate, write_snapshot
+from tests.test_text import tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "profiles.md"
 V100 = systems.load_system_file("dgx1-v100-16gb")
@@ -117,15 +118,9 @@ def test_a_snapshot_has_only_types_that_the_viewer_reads(tmp_path: Path) -> None
     assert "unknown" in {event["category"] for event in events}, "annotate_snapshot needs this category"
 
 
-def table(head: str) -> list[list[str]]:
-    """Return the rows of the page's table whose first header is `head`."""
-    text = PAGE.read_text(encoding="utf-8")
-    (rows,) = re.findall(rf"^\| {head} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
-
-
 def test_the_page_shows_the_files_of_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    table = {head[0]: body for head, body in tables(PAGE)}
     (command,) = re.findall(r"^    \$ repro (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert cli.main(shlex.split(command)) == 0
     events = json.loads(Path("step.json").read_text(encoding="utf-8"))["traceEvents"]
@@ -135,13 +130,13 @@ def test_the_page_shows_the_files_of_its_command(tmp_path: Path, monkeypatch: py
         key = track["pid"], track["tid"]
         durations = [event["dur"] / 1e3 for event in kernels if (event["pid"], event["tid"]) == key]
         tracks.append([str(key[0]), track["args"]["name"], str(len(durations)), f"{sum(durations):.1f}"])
-    assert table("stage") == sorted(tracks)
+    assert table["stage"] == sorted(tracks)
     devices = [
         [str(number), str(sum(event["action"] == "alloc" for event in trace)), *map(str, peak_and_end(trace))]
         for number, trace in enumerate(pickle.loads(Path("memory.pickle").read_bytes())["device_traces"])
     ]
-    assert table("device") == devices
-    names = re.findall(r"`((?:aten|repro|nccl):[\w:]+)`", "".join(row[1] for row in table("event")))
+    assert table["device"] == devices
+    names = re.findall(r"`((?:aten|repro|nccl):[\w:]+)`", "".join(row[1] for row in table["event"]))
     assert set(names) <= {event["name"] for event in kernels}
     (measured,) = re.findall(r"^    repro (run .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert cli.main([*shlex.split(measured), "--dry-run"]) == 0
