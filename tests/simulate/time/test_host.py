@@ -186,12 +186,6 @@ def test_the_spread_slows_devices_and_not_links() -> None:
     assert after[1] == pytest.approx(before[1] * slowest_device_factor(0.02, 1024))
     assert after[2] == pytest.approx(before[2])
     assert times(with_values(H100, {SPREAD: 0.0})) == before
-    # A spread with a range is an uncertain input, and a larger spread takes more time.
-    ranged = Quantity(value=0.01, low=0.0, high=0.05, source="a test; low: none; high: five")
-    device = replace(H100.device, time=replace(H100.device.time, spread=ranged))
-    found = predict(experiment, replace(H100, device=device), traces, interval=True).interval
-    (move,) = (move for move in found.moves if move.key == SPREAD)
-    assert move.low_s < move.high_s
 
 
 def test_a_spread_above_the_mean_is_an_error() -> None:
