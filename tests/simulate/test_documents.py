@@ -60,20 +60,15 @@ def test_a_document_describes_the_fullest_and_the_busiest_role(simulation: Simul
     assert (described["time"], described["no_time"]) == (None, ""), "the step time was not requested"
 
 
-def test_an_out_of_memory_step_has_no_step_time() -> None:
-    timed = simulate(EXPERIMENT, DGX2, time=True)
-    assert timed.as_dict()["time"]["step_s"] > 0
-    limited = simulate(EXPERIMENT, DGX2, time=True, memory_limit=DGX2.context() + 1_000_000)
-    assert limited.limit_bytes == 1_000_000
-    described = limited.as_dict()
-    assert (described["outcome"], described["time"], described["no_time"]) == ("oom", None, NO_STEP_TIME)
-    assert simulate(EXPERIMENT, DGX2, memory_limit=1).limit_bytes == 0, "the CUDA context exceeds the limit"
-
-
-def test_trace_seconds_are_the_elapsed_time_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limit_excludes_the_cuda_context(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((5.0, 7.5))
     monkeypatch.setattr(step, "perf_counter", lambda: next(times))
-    assert simulate(EXPERIMENT, DGX2).trace_seconds == 2.5
+    limited = simulate(EXPERIMENT, DGX2, time=True, memory_limit=DGX2.context() + 1_000_000)
+    described = limited.as_dict()
+    assert (limited.limit_bytes, limited.trace_seconds) == (1_000_000, 2.5)
+    assert (described["outcome"], described["time"], described["no_time"]) == ("oom", None, NO_STEP_TIME)
+    monkeypatch.undo()
+    assert simulate(EXPERIMENT, DGX2, memory_limit=1).limit_bytes == 0, "the CUDA context exceeds the limit"
 
 
 def test_a_record_contains_the_rank_count_of_each_role(simulation: Simulation) -> None:
@@ -143,10 +138,7 @@ def test_cause_is_fragmentation_if_peak_live_bytes_fit(simulation: Simulation) -
     assert found.required_bytes > found.limit_bytes, "the failing segment is included"
     assert "out of memory by fragmentation: " in found.reason
     assert "peak of live bytes" not in found.reason
-
-
-def test_a_step_that_fits_has_no_failure_cause(simulation: Simulation) -> None:
-    found = with_limit(simulation, max(role.replay.peak_reserved for role in simulation.roles))
-    assert (found.outcome, found.reason) == ("ok", "")
-    assert found.required_bytes == found.limit_bytes
-    assert not any(role.by_fragmentation for role in found.roles)
+    fits = with_limit(simulation, max(role.replay.peak_reserved for role in simulation.roles))
+    assert (fits.outcome, fits.reason) == ("ok", "")
+    assert fits.required_bytes == fits.limit_bytes
+    assert not any(role.by_fragmentation for role in fits.roles)

@@ -1,4 +1,4 @@
-"""Tests of the node of each rank and the link class of each group, on the systems of the reports."""
+"""Tests of the node of each rank and the link class of each group."""
 
 from __future__ import annotations
 
@@ -21,40 +21,6 @@ from repro.simulate.time.interconnect import GroupsOnNodes
 
 def placement_on(system: str | System, **layout: Any) -> Placement:
     return Placement(Layout(**layout), load_system_file(system) if isinstance(system, str) else system)
-
-
-INSIDE, BETWEEN = "nvlink", "inter-node"
-
-
-@pytest.mark.parametrize(
-    ("system", "layout", "links"),
-    [
-        # ZeRO paper, Table 5: 400 GPUs, MP 16 inside a DGX-2, DP 25 between nodes. The 40B baseline has MP 32.
-        ("dgx2", {"tp": 16, "dp": 25}, {"tp": INSIDE, "dp": BETWEEN}),
-        ("dgx2", {"tp": 32, "dp": 12}, {"tp": BETWEEN, "dp": BETWEEN}),
-        # DeepSpeed's slow cluster: Megatron with MP 4 runs its all-reduces over PCIe.
-        ("lowbw-v100", {"tp": 4, "dp": 4}, {"tp": "pcie", "dp": BETWEEN}),
-        ("lowbw-v100", {"dp": 4}, {"dp": "pcie"}),
-        # Megatron 2021, 1T on 3072, and Yuan 1.0 on 2128: tp inside a node, pp and dp between nodes.
-        ("selene", {"tp": 8, "pp": 64, "dp": 6}, {"tp": INSIDE, "dp": BETWEEN, "pp": BETWEEN}),
-        ("yuan", {"tp": 8, "pp": 38, "dp": 7}, {"tp": INSIDE, "dp": BETWEEN, "pp": BETWEEN}),
-        # Llama 3 405B on 16,384 GPUs and 131,072 tokens (2407.21783 Table 4), then cp inside a node.
-        (
-            "dgx-h100",
-            {"tp": 8, "cp": 16, "pp": 16, "dp": 8, "order": "tp-pp-dp"},
-            {"tp": INSIDE, "cp": BETWEEN, "dp": BETWEEN, "pp": BETWEEN},
-        ),
-        ("dgx-h100", {"tp": 2, "cp": 4, "dp": 4}, {"tp": INSIDE, "cp": INSIDE, "dp": BETWEEN}),
-        ("dgx1-v100-16gb", {"tp": 2, "dp": 2, "pp": 2}, {"tp": INSIDE, "dp": INSIDE, "pp": INSIDE}),
-    ],
-)
-def test_links_of_published_layouts(system: str, layout: dict[str, Any], links: dict[str, str]) -> None:
-    placement = placement_on(system, **layout)
-    for rank in {0, placement.layout.world // 2, placement.layout.world - 1}:
-        found = placement.links(rank)
-        assert {axis: found[axis] for axis in ("tp", "cp", "dp", "pp") if axis in found} == links
-    inside = placement.layout.world <= placement.system.devices_per_node.known("devices_per_node")
-    assert (placement.links(0)["world"] == "inter-node") is not inside
 
 
 def test_groups_on_nodes_list_the_members_on_each_node() -> None:
@@ -99,23 +65,32 @@ def test_a_group_inside_a_node_needs_intra_node_links() -> None:
 degrees = st.sampled_from((1, 2, 3, 4))
 
 
-@given(tp=degrees, dp=degrees, pp=degrees, cp=degrees, order=st.sampled_from(ORDERS), data=st.data())
+@given(
+    tp=degrees,
+    dp=degrees,
+    pp=degrees,
+    cp=degrees,
+    order=st.sampled_from(ORDERS),
+    node=st.sampled_from([("dgx1-v100-16gb", 8, "nvlink"), ("lowbw-v100", 4, "pcie")]),
+    data=st.data(),
+)
 def test_placement_groups_equal_the_groups_of_the_mesh(
-    tp: int, dp: int, pp: int, cp: int, order: str, data: st.DataObject
+    tp: int, dp: int, pp: int, cp: int, order: str, node: tuple[str, int, str], data: st.DataObject
 ) -> None:
-    layout = Layout(tp=tp, dp=dp, pp=pp, cp=cp, order=order)
-    placement = Placement(layout, load_system_file("dgx1-v100-16gb"))
+    system, devices, inside = node
+    placement = placement_on(system, tp=tp, dp=dp, pp=pp, cp=cp, order=order)
+    layout = placement.layout
     rank = data.draw(st.integers(0, layout.world - 1))
-    rank_mesh = mesh.shape_only_mesh(layout, rank)
+    rank_mesh, links = mesh.shape_only_mesh(layout, rank), placement.links(rank)
     for group in GROUPS:
         groups = {placement.ranks_of(group, r) for r in range(layout.world)}
-        assert {tuple(ranks) for ranks in group_members(placement.layout, group).tolist()} == {
+        assert {tuple(ranks) for ranks in group_members(layout, group).tolist()} == {
             g for g in groups if len(g) > 1
         }
         ranks = getattr(rank_mesh, group).ranks
         assert placement.ranks_of(group, rank) == ranks
-        nodes = {r // 8 for r in ranks}
-        expected = "" if len(ranks) == 1 else "nvlink" if len(nodes) == 1 else "inter-node"
-        assert placement.link_of(group, ranks) == expected
-        assert placement.link_of(group, ranks[::-1]) == expected
+        nodes = {r // devices for r in ranks}
+        expected = "" if len(ranks) == 1 else inside if len(nodes) == 1 else "inter-node"
+        assert links.get(group, "") == expected
+        assert placement.link_of(group, ranks) == placement.link_of(group, ranks[::-1]) == expected
     assert layout.index_of("pp", rank) == rank_mesh.pp.rank

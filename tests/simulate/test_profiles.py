@@ -17,6 +17,7 @@ from torch.cuda import _memory_viz
 from repro import cli
 from repro.config import Experiment, Layout, Model, systems
 from repro.simulate.step import Simulation, simulate, write_snapshot
+from tests.test_text import tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "profiles.md"
 V100 = systems.load_system_file("dgx1-v100-16gb")
@@ -36,8 +37,10 @@ def simulate_layout(name: str, **options: Any) -> Simulation:
     return simulate(experiment, V100, **options)
 
 
-def unpickle(path: Path) -> dict[str, Any]:
-    return pickle.loads(path.read_bytes())
+def snapshot_of(path: Path, found: Simulation, *, expandable: bool) -> dict[str, Any]:
+    """Write a snapshot in the folder `path` and return its content."""
+    write_snapshot(path / "memory.pickle", found, expandable=expandable)
+    return pickle.loads((path / "memory.pickle").read_bytes())
 
 
 def peak_and_end(events: list[dict[str, Any]]) -> tuple[int, int]:
@@ -64,28 +67,13 @@ def peak_reserved_bytes(events: list[dict[str, Any]]) -> int:
     return peak
 
 
-def segment_summary(snapshot: dict[str, Any]) -> str:
-    """Pass a snapshot to the functions of torch, and return the text about its segments."""
-    assert "kernels/" in _memory_viz.memory(snapshot, format_flamegraph=str) or snapshot["segments"]
-    assert "cudaMalloc" in _memory_viz.trace(snapshot) or "segment_map" in _memory_viz.trace(snapshot)
-    assert "snapshot.pickle" in _memory_viz.trace_plot(snapshot)
-    return _memory_viz.segsum(snapshot)
-
-
 @pytest.mark.parametrize(
     ("name", "expandable"),
-    [
-        ("one", True),
-        ("zero 3", False),
-        ("checkpoints on the host", True),
-        ("stages", False),
-        ("stages", True),
-    ],
+    [("one", True), ("zero 3", False), ("checkpoints on the host", True), ("stages", False)],
 )
 def test_a_snapshot_has_the_peaks_of_the_simulation(name: str, expandable: bool, tmp_path: Path) -> None:
     found = simulate_layout(name, expandable=expandable)
-    write_snapshot(tmp_path / "memory.pickle", found, expandable=expandable)
-    snapshot = unpickle(tmp_path / "memory.pickle")
+    snapshot = snapshot_of(tmp_path, found, expandable=expandable)
     for device, (events, role) in enumerate(zip(snapshot["device_traces"], found.roles, strict=True)):
         peak, end = peak_and_end(events)
         assert peak == role.memory.peak_bytes
@@ -97,22 +85,26 @@ def test_a_snapshot_has_the_peaks_of_the_simulation(name: str, expandable: bool,
         categories = Counter(event["category"] for event in events if event["action"] == "alloc")
         assert categories.keys() >= {"parameters", "gradients", "activations"}
         assert "host" not in categories
-    assert "total_reserved" in segment_summary(snapshot)
+    # The functions of torch accept the snapshot.
+    assert "kernels/" in _memory_viz.memory(snapshot, format_flamegraph=str) or snapshot["segments"]
+    assert "cudaMalloc" in _memory_viz.trace(snapshot) or "segment_map" in _memory_viz.trace(snapshot)
+    assert "snapshot.pickle" in _memory_viz.trace_plot(snapshot)
+    assert "total_reserved" in _memory_viz.segsum(snapshot)
 
 
 def test_a_snapshot_ends_with_the_request_that_does_not_fit(tmp_path: Path) -> None:
     found = simulate_layout("one", memory_limit=V100.context() + 100 * 2**20)
     error = found.roles[0].replay.out_of_memory
-    write_snapshot(tmp_path / "memory.pickle", found, expandable=False)
-    (events,) = unpickle(tmp_path / "memory.pickle")["device_traces"]
+    snapshot = snapshot_of(tmp_path, found, expandable=False)
+    (events,) = snapshot["device_traces"]
     assert (events[-1]["action"], events[-1]["size"]) == ("oom", error.requested)
     assert events[-1]["device_free"] == error.limit - error.reserved
-    assert "OutOfMemoryError" in _memory_viz.trace(unpickle(tmp_path / "memory.pickle"))
+    assert "OutOfMemoryError" in _memory_viz.trace(snapshot)
 
 
 def test_a_snapshot_has_only_types_that_the_viewer_reads(tmp_path: Path) -> None:
     """MemoryViz.js reads pickle protocols 2 to 4, no objects, and only integers that a double represents exactly."""
-    write_snapshot(tmp_path / "memory.pickle", simulate_layout("stages", expandable=True), expandable=True)
+    snapshot_of(tmp_path, simulate_layout("stages", expandable=True), expandable=True)
     data = (tmp_path / "memory.pickle").read_bytes()
     assert data[:2] == b"\x80\x04"
 
@@ -126,15 +118,9 @@ def test_a_snapshot_has_only_types_that_the_viewer_reads(tmp_path: Path) -> None
     assert "unknown" in {event["category"] for event in events}, "annotate_snapshot needs this category"
 
 
-def table(head: str) -> list[list[str]]:
-    """Return the rows of the page's table whose first header is `head`."""
-    text = PAGE.read_text(encoding="utf-8")
-    (rows,) = re.findall(rf"^\| {head} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
-
-
 def test_the_page_shows_the_files_of_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    table = {head[0]: body for head, body in tables(PAGE)}
     (command,) = re.findall(r"^    \$ repro (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert cli.main(shlex.split(command)) == 0
     events = json.loads(Path("step.json").read_text(encoding="utf-8"))["traceEvents"]
@@ -144,13 +130,13 @@ def test_the_page_shows_the_files_of_its_command(tmp_path: Path, monkeypatch: py
         key = track["pid"], track["tid"]
         durations = [event["dur"] / 1e3 for event in kernels if (event["pid"], event["tid"]) == key]
         tracks.append([str(key[0]), track["args"]["name"], str(len(durations)), f"{sum(durations):.1f}"])
-    assert table("stage") == sorted(tracks)
+    assert table["stage"] == sorted(tracks)
     devices = [
         [str(number), str(sum(event["action"] == "alloc" for event in trace)), *map(str, peak_and_end(trace))]
-        for number, trace in enumerate(unpickle(Path("memory.pickle"))["device_traces"])
+        for number, trace in enumerate(pickle.loads(Path("memory.pickle").read_bytes())["device_traces"])
     ]
-    assert table("device") == devices
-    names = re.findall(r"`((?:aten|repro|nccl):[\w:]+)`", "".join(row[1] for row in table("event")))
+    assert table["device"] == devices
+    names = re.findall(r"`((?:aten|repro|nccl):[\w:]+)`", "".join(row[1] for row in table["event"]))
     assert set(names) <= {event["name"] for event in kernels}
     (measured,) = re.findall(r"^    repro (run .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert cli.main([*shlex.split(measured), "--dry-run"]) == 0

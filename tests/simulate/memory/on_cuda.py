@@ -11,28 +11,23 @@ import sys
 
 import torch
 
+NAMES = ("allocated_bytes.all.current", "reserved_bytes.all.current", "num_alloc_retries")
 
-def main() -> None:
+if __name__ == "__main__":
     request = json.load(sys.stdin)
     torch.cuda.init()
     if request["fraction"] is not None:
         torch.cuda.set_per_process_memory_fraction(request["fraction"])
     live: dict[int, torch.Tensor] = {}
     rows = []
-    for action in request["actions"]:
+    for id, *size in request["actions"]:
         out_of_memory = False
-        if len(action) == 1:
-            live.pop(action[0], None)
-        else:
+        live.pop(id, None)
+        if size:
             try:
-                live[action[0]] = torch.empty(action[1], dtype=torch.uint8, device="cuda")
+                live[id] = torch.empty(size[0], dtype=torch.uint8, device="cuda")
             except torch.OutOfMemoryError:
                 out_of_memory = True
         stats = torch.cuda.memory_stats()
-        names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "num_alloc_retries")
-        rows.append([*(stats[name] for name in names), out_of_memory])
+        rows.append([*(stats[name] for name in NAMES), out_of_memory])
     json.dump(rows, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -24,18 +24,24 @@ CONTEXT = DGX2.context()
     boundary=st.integers(0, 300),
     curve=st.floats(0.2, 3),
     unknown_bytes=st.booleans(),
+    start=st.sampled_from([[3, 6], [3, 3, 9, 9, 20]]),
 )
-def test_search_ends_at_the_boundary(count: int, boundary: int, curve: float, unknown_bytes: bool) -> None:
+def test_search_ends_at_the_boundary(
+    count: int, boundary: int, curve: float, unknown_bytes: bool, start: list[int]
+) -> None:
+    """No value is tried twice, and none above a value that failed."""
     boundary = min(boundary, count)
     tried: list[int] = []
 
     def attempt(value: int) -> FitTrial:
+        assert all(value < failed for failed in tried if failed > boundary)
         tried.append(value)
         fits = value <= boundary
         needed = round(1000 * (value / (boundary + 0.5)) ** curve)
         return FitTrial(value, "ok" if fits else "oom", None if unknown_bytes and not fits else needed)
 
-    answer = search_largest(range(1, count + 1), attempt, 1000, [3, 6])
+    answer = search_largest(range(1, count + 1), attempt, 1000, start)
+    assert tried[0] == 3 or count < 3
     assert (answer.largest.value if answer.largest else 0) == boundary
     assert (answer.first_failing.value if answer.first_failing else count + 1) == boundary + 1
     assert len(tried) == len(set(tried)) <= 20
@@ -51,20 +57,6 @@ def test_a_nearly_correct_start_needs_few_trials_without_byte_counts(boundary: i
     )
     assert [trial.value for trial in answer.trials] == tried
     assert answer.largest.value == boundary
-
-
-def test_no_value_is_tried_twice_or_above_a_failure() -> None:
-    """The value 9 fails."""
-    tried: list[int] = []
-
-    def attempt(value: int) -> FitTrial:
-        tried.append(value)
-        return FitTrial(value, "ok" if value <= 4 else "oom", 10 * value)
-
-    answer = search_largest(range(1, 100), attempt, 45, [3, 3, 9, 9, 20])
-    assert tried[:2] == [3, 9]
-    assert len(tried) == len(set(tried))
-    assert (max(tried), answer.largest.value) == (9, 4)
 
 
 def test_a_hang_ends_the_search() -> None:
@@ -148,11 +140,6 @@ def micro_batch_question(**layout: Any) -> fit.FitQuestion:
     )
 
 
-def test_interleaved_micro_batch_counts_are_multiples_of_the_stages() -> None:
-    assert micro_batch_question().values() == [1, 2, 3, 4, 6, 12]
-    assert micro_batch_question(schedule="interleaved", chunks=2).values() == [1, 3]
-
-
 def test_a_free_global_batch_grows_with_the_micro_batch() -> None:
     """A replica has three micro-batches of each tried size. A given global batch does not change."""
     given = micro_batch_question(micro_batch=4)
@@ -161,7 +148,9 @@ def test_a_free_global_batch_grows_with_the_micro_batch() -> None:
         assert (tried.micro_batch, tried.global_batch) == (size, batch)
 
 
-def test_the_only_possible_micro_batch_needs_one_trial() -> None:
+def test_micro_batches_divide_a_replica_with_all_stages_of_an_interleaved_schedule() -> None:
+    """The only possible micro-batch needs one trial."""
+    assert micro_batch_question().values() == [1, 2, 3, 4, 6, 12]
+    assert micro_batch_question(schedule="interleaved", chunks=2).values() == [1, 3]
     answer = fit.fit_by_simulation(micro_batch_question(global_batch=2))
-    assert [trial.value for trial in answer.trials] == [1]
-    assert answer.first_failing is None
+    assert ([trial.value for trial in answer.trials], answer.first_failing) == ([1], None)

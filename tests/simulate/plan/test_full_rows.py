@@ -101,6 +101,8 @@ def test_first_rows_do_not_depend_on_exhaustive_search(name: str, monkeypatch: p
     assert any(row.time for row in partial.rows) == (name != "rates")
     fits = [row for row in exhaustive.rows if row.outcome == OK]
     assert len(fits) > 6
+    compared = [(row.interval is not None, plan_entry(request, row)["undecided"] is not None) for row in fits]
+    assert compared == [(name != "rates",) * 2] * 3 + [(False, False)] * (len(fits) - 3)
     first = [[replace(row, trace_seconds=0) for row in rows[:3]] for rows in (fits, partial.rows)]
     assert first[0] == first[1]
     assert partial.simulated < exhaustive.simulated

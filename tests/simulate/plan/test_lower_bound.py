@@ -1,4 +1,4 @@
-"""Tests of the lower bounds of memory and step time: below the simulated values, and close for large models."""
+"""Tests of lower bounds of memory and step time against simulations, and of closed forms against traces and papers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from repro.config import Layout, Model, systems
+from repro.config import Experiment, Layout, Model, systems
+from repro.model import counts
 from repro.simulate.plan.candidates import PlanRequest
+from repro.simulate.plan.closed_form import stage_parameters, state_bytes, suggested_width
 from repro.simulate.plan.lower_bound import memory_lower_bound, step_time_lower_bound
 from repro.simulate.plan.planner import plan_experiment
 from repro.simulate.step import simulate
 from repro.simulate.time import calibration
-from repro.simulate.time.device import DeviceCost
+from repro.simulate.time.device import ATTENTION, MATMULS, DeviceCost
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import calibrated_kernels
+from repro.simulate.trace.roles import roles, trace
+from tests.parallel.test_architectures import FAMILIES
 from tests.simulate.plan.layouts import random_layout
 
 QUICK_SEEDS, SEEDS = 24, 160
@@ -90,3 +94,58 @@ def test_calibrated_operators_have_no_lower_bound() -> None:
     assert step_time_lower_bound(MODEL, layout, MODEL.seq, cost, network) > 0
     cost.rates = {"matmul": object()}  # type: ignore[dict-item]
     assert step_time_lower_bound(MODEL, layout, MODEL.seq, cost, network) == 0
+
+
+DGX2 = systems.load_system_file("dgx2")
+SMALL = Model(name="small", layers=12, hidden=128, heads=4, vocab=512, seq=64)
+SMALL_BASE = Layout(dp=8, micro_batch=2, global_batch=192, precision="fp16", bucket_bytes=200_000)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (SMALL, replace(SMALL_BASE, zero=2)),
+        (SMALL, replace(SMALL_BASE, zero=2, grad_dtype="fp32")),
+        (SMALL, replace(SMALL_BASE, pp=2, dp=4, zero=1, grad_dtype="fp32")),
+        (SMALL, replace(SMALL_BASE, pp=6, tp=2, dp=2, recompute=True)),
+        (SMALL, replace(SMALL_BASE, tp=4, precision="fp32")),
+        *(
+            (FAMILIES[name], replace(SMALL_BASE, dp=1, **degrees))
+            for name in ("qwen", "bloom", "falcon", "biased")
+            for degrees in ({"tp": 4}, {"tp": 2, "pp": 2})
+        ),
+    ],
+)
+def test_closed_form_states_equal_the_traced_states(model: Model, layout: Layout) -> None:
+    simulation = simulate(Experiment(name="x", model=model, layout=layout), DGX2)
+    found = {role.role.name: role for role in simulation.roles}
+    for name, parameters in stage_parameters(model, layout).items():
+        assert found[name].parameters == parameters
+        assert found[name].memory.states == pytest.approx(state_bytes(parameters, layout), rel=5e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_traced_product_flops_equal_the_counted_flops(family: str) -> None:
+    """Fused attention recomputes the scores in the backward pass, one product more than the equation counts."""
+    model, layout = FAMILIES[family], Layout(micro_batch=2, global_batch=16, precision="bf16")
+    experiment = Experiment(name="e", model=model, layout=layout)
+    products = sum(
+        times * operator.flops
+        for times, operator in trace(experiment, roles(experiment)[0]).operators()
+        if operator.name in MATMULS or operator.name.startswith(ATTENTION)
+    )
+    recomputed_scores = 2 * model.layers * layout.global_batch * model.seq**2 * model.heads * model.head_width
+    assert products == counts.model_flops(model, model.seq, layout.global_batch) + recomputed_scores
+
+
+def test_suggested_widths_are_rounded_and_equal_those_of_the_papers_models() -> None:
+    """1910.02054 Table 4: the 8B model has hidden width 3072, the 100B model 8192.
+
+    12 h^3 / 64 parameters have 16 bytes each. The step is 64 up to 512, then 256, 1024 and 2048.
+    """
+    zero1 = Layout(dp=64, zero=1, precision="fp16")
+    assert suggested_width(32 * 10**9, 1, zero1) == 3072
+    assert suggested_width(32 * 10**9, 16, replace(zero1, tp=16)) == 8192
+    widths = (500, 511, 512, 600, 3071, 3072, 3300, 4700, 9000)
+    found = [suggested_width(16 * 12 * width**3 // 64 + 1, 1, Layout()) for width in widths]
+    assert found == [512, 512, 512, 512, 3072, 3072, 3072, 5120, 8192]

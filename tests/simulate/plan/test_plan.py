@@ -10,7 +10,7 @@ import pytest
 from repro.config import ConfigError, Layout, Model, models, systems
 from repro.parallel.mesh import shape_only_mesh
 from repro.simulate.plan.candidates import PlanRequest, candidates, communicator_bytes
-from repro.simulate.plan.plan import Plan, search_layouts, search_map
+from repro.simulate.plan.plan import Plan, search_layouts
 from repro.simulate.plan.rows import (
     FULL,
     OK,
@@ -19,7 +19,6 @@ from repro.simulate.plan.rows import (
     STATES,
     PlanRow,
     ideal_s,
-    plan_entry,
     plan_order,
     training_cost,
 )
@@ -38,16 +37,6 @@ def search(query: PlanRequest) -> Plan:
     """Search the layouts of a request with one worker."""
     with Workers(1) as workers:
         return search_layouts(query, workers)
-
-
-def test_candidates_have_valid_degrees_and_batches() -> None:
-    found = candidates(request(16, global_batch=32))
-    assert len(set(found)) == len(found)
-    for layout in found:
-        assert (layout.world, layout.global_batch, layout.pa) == (16, 32, False)
-        assert layout.pp == 1 or layout.zero < 3
-        assert layout.dp > 1 or layout.zero == 0
-        assert layout.accumulation >= layout.pp
 
 
 LONG, WIDE = replace(TINY, seq=131072), replace(TINY, heads=32)
@@ -85,14 +74,13 @@ def test_candidates_vary_only_keys_that_are_not_given(
     given: dict[str, Any], expected: dict[str, set[Any]]
 ) -> None:
     found = candidates(request(**{"gpus": 16, **given}))
+    assert len(set(found)) == len(found)
+    for layout in found:
+        assert (layout.world, layout.pa) == (given.get("gpus", 16), given.get("pa", False))
+        assert layout.pp == 1 or layout.zero < 3
+        assert layout.copies > 1 or layout.zero == 0
+        assert layout.accumulation >= layout.pp
     assert {key: {getattr(layout, key) for layout in found} for key in expected} == expected
-
-
-def test_a_plan_with_context_parallelism_counts_its_bytes() -> None:
-    given = {"tp": 2, "pp": 2, "zero": 1, "sp": False, "recompute": False, "micro_batch": 1}
-    (row, *_) = search(request(8, cp=2, global_batch=8, **given)).rows
-    assert (row.layout.cp, row.layout.dp, row.outcome) == (2, 1, OK)
-    assert row.comm["bytes_by_group"]["cp"] > 0
 
 
 @pytest.mark.parametrize(
@@ -132,25 +120,16 @@ def test_plan_rows_have_consistent_outcomes_and_order() -> None:
     outcomes = [row.outcome for row in rows]
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {OK, OOM}
-    fits = [row for row in rows if row.outcome == OK]
-    assert all(row.evidence == FULL for row in fits)
-    assert all(row.memory["reserved_bytes"] <= query.allocatable for row in fits)
     for row in rows:
-        assert bool(row.ruled_out_by) == (row.outcome == OOM)
+        assert bool(row.ruled_out_by) == (not row.time) == (row.outcome == OOM)
         states = sum(row.memory["by_category"][key] for key in ("parameters", "gradients", "optimizer"))
-        if row.evidence == STATES:
-            assert states > query.allocatable
-    for row in rows:
-        assert bool(row.time) == (row.outcome != OOM)
-    seconds = [row.time["step_s"] for row in fits]
+        assert row.evidence != STATES or states > query.allocatable
+        assert row.outcome == OOM or (row.evidence, row.memory["reserved_bytes"] <= query.allocatable) == (
+            FULL,
+            True,
+        )
+    seconds = [row.time["step_s"] for row in rows if row.outcome == OK]
     assert seconds == sorted(seconds)
-    described = plan_entry(replace(query, tokens=1e9, price_per_gpu_hour=2.0), rows[0])
-    trained, speed = described["training"], 8 * 64 / seconds[0]
-    assert trained["days"] == pytest.approx(1e9 / speed / 86400)
-    assert trained["cost"] == pytest.approx(2 * 2 * 24 * trained["days"])
-    assert described["params"] > 0
-    assert {"peak_bytes", "reserved_bytes", "by_category", "by_role"} <= set(described["memory"])
-    assert {"bytes_by_group", "bytes_by_link"} <= set(described["comm"])
 
 
 def test_partitioned_checkpoints_are_tried_if_full_checkpoints_fail() -> None:
@@ -215,20 +194,6 @@ def test_zero_reduces_turing_nlg_from_tp_16_to_4() -> None:
             assert (row.outcome, row.evidence) == ((OK, FULL) if tp == fitting else (OOM, STATES))
 
 
-def test_a_map_has_one_cell_per_tp_and_pp() -> None:
-    query = request(8, 10**9, global_batch=8, micro_batch=1, zero=0, recompute=True, sp=False)
-    limits = [CONTEXT + 6_000_000, CONTEXT + 10**9]
-    with Workers(1) as workers:
-        cells = search_map(query, (1, 2, 8), (1, 4), limits, workers)
-    assert [(c.tp, c.pp) for c in cells] == [(1, 1), (1, 4), (2, 1), (2, 4), (8, 1), (8, 4)]
-    by_degrees = {(c.tp, c.pp): c for c in cells}
-    assert "tp = 8" in by_degrees[8, 1].reason
-    assert by_degrees[8, 4].rows == {}
-    assert by_degrees[1, 1].rows[limits[0]].evidence == STATES
-    assert by_degrees[1, 4].rows[limits[1]].evidence == FULL
-    assert all(c.rows[limits[1]].outcome == OK for c in cells if c.rows)
-
-
 def test_the_bubble_of_a_row_equals_the_papers_formula() -> None:
     """(p - 1) / (v m) of 2104.04473: 3 / 8 with one chunk, 3 / 16 with two, none without a pipeline."""
     interleaved = {"pp": 4, "schedule": "interleaved", "chunks": 2}
@@ -257,14 +222,9 @@ def test_training_cost_and_energy_follow_from_step_time() -> None:
     assert "cost" not in (training_cost(replace(query, price_per_gpu_hour=0.0), row) or {})
     other = replace(query, system=systems.load_system_file("lowbw-v100"))
     assert "energy_mwh" not in (training_cost(other, row) or {})
-
-
-def test_the_price_defaults_to_that_of_the_system() -> None:
-    """The system file has 55.04 dollars per hour for 8 H100."""
-    query = replace(request(8), system=systems.load_system_file("dgx-h100"))
-    assert query.price == pytest.approx(55.04 / 8)
-    assert replace(query, price_per_gpu_hour=2.0).price == 2
-    assert request(8).price is None
+    # Without a given price, that of the system file applies: 55.04 dollars per hour for 8 H100.
+    h100 = replace(request(8), system=systems.load_system_file("dgx-h100"))
+    assert (query.price, h100.price, request(8).price) == (2, pytest.approx(55.04 / 8), None)
 
 
 @pytest.mark.parametrize(
@@ -286,13 +246,3 @@ def test_communicator_bytes_follow_the_groups_of_the_mesh(degrees: dict[str, int
     mesh = shape_only_mesh(layout)
     groups = {group.ranks for group in mesh.every_group() if len(group.ranks) > 1}
     assert max(len(groups) - 1, 0) == extra
-
-
-def test_communicator_bytes_count_in_the_memory_limit() -> None:
-    given = {"tp": 2, "zero": 0, "sp": False, "recompute": False, "micro_batch": 1, "pp": 1}
-    query = request(4, global_batch=4, limit=10**9, **given)
-    (row,) = search(query).rows
-    communicators = communicator_bytes(row.layout, query.system)
-    enough = query.system.context() + communicators + row.memory["reserved_bytes"]
-    for limit, outcome in ((enough, OK), (enough - communicators, OOM)):
-        assert search(replace(query, limit=limit)).rows[0].outcome == outcome

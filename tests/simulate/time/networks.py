@@ -1,10 +1,11 @@
-"""Random systems, links and layouts for property tests of the network model."""
+"""Systems and networks for tests of predicted times: random, with changed links, or with exact calibration points."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from repro.config import Layout
@@ -14,6 +15,7 @@ from repro.config.system import Link, System
 from repro.config.systems import load_system_file
 from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import GROUPS
+from repro.simulate.time import calibration
 from repro.simulate.time.network import Network
 
 ops, groups, payloads = st.sampled_from(tuple(RING_PASSES)), st.sampled_from(GROUPS), st.integers(0, 1 << 34)
@@ -72,3 +74,13 @@ def networks(draw: st.DrawFn) -> tuple[System, Layout]:
     system = replace(load_system_file("dgx2"), devices_per_node=number(devices), links=links)
     degrees = {axis: draw(st.sampled_from([1, 2, 3, 4])) for axis in ("tp", "dp", "pp")}
     return system, Layout(order=draw(st.sampled_from(ORDERS)), **degrees)
+
+
+def use_exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the calibration points by points without ranges for products, passes over parameters and host time."""
+    known = Quantity(value=1, source="measured")
+    points = [
+        replace(point, products=known, passes=known, operator_s=None)
+        for point in calibration.calibration_points()
+    ]
+    monkeypatch.setattr(calibration, "calibration_points", lambda: points)

@@ -1,25 +1,20 @@
-"""Tests of the interval of a step time: it contains the best value, grows with ranges and is absent without ranges."""
+"""Tests of the interval of a step time: cases in one pass, its ends, curves, and calibrated kernels."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from random import Random
 from statistics import median
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from repro.config import Experiment, Layout, Model, OperatorSet, models
-from repro.config.suites import load_suite
 from repro.config.system import System
 from repro.config.systems import load_system_file
 from repro.config.systems.unknowns import BEST, HIGH, LOW, drawn, quantiles_in_cases, unknowns, with_values
 from repro.model import counts
-from repro.results.interval import StepInterval, likely_range, possible_range
+from repro.results.interval import likely_range, possible_range
 from repro.simulate.time.calibration import (
     CalibrationPoint,
     Generation,
@@ -35,7 +30,6 @@ from repro.simulate.time.predict import (
     Prediction,
     calibrated_kernels,
     calibrated_kernels_at,
-    interval_of_seconds,
     kernels_in_cases,
     predict,
     round_seconds,
@@ -43,9 +37,8 @@ from repro.simulate.time.predict import (
 from repro.simulate.time.schedule import schedule_traces
 from repro.simulate.trace.roles import Trace, trace_roles
 from tests.config.system_arrays import array_values, system_of_case
-from tests.simulate.exact import use_exact_kernels
+from tests.simulate.time.networks import use_exact_kernels
 
-SUITES = Path(__file__).parents[3] / "suites"
 MODEL = Model(name="small", layers=8, hidden=2048, heads=16, vocab=50304, seq=1024)
 LAYOUTS = {
     "zero1": Layout(dp=32, zero=1, micro_batch=2, precision="fp16", kernels="softmax"),
@@ -88,46 +81,22 @@ def kernels_of(kernels: Kernels, case: int) -> Kernels:
     return Kernels(*(np.ravel(one)[case if np.ndim(one) else 0].item() for one in kernels))
 
 
-def assert_equals_single_cases(
-    experiment: Experiment, traces: list[Trace], system: System, cases: list[int]
-) -> None:
-    """Require that one pass over all cases gives the step times of separate predictions without arrays."""
-    generation = calibration_point_of(experiment.layout.kernels, system)
-    found = tuple(uncertain_numbers(system, generation))
-    in_cases, kernels = drawn(system, quantiles_in_cases(found)), kernels_in_cases(generation, found)
-    together = schedule_traces(experiment, in_cases, traces, kernels).seconds
-    assert set(array_values(in_cases)) == {
-        one.key for one in found if one.key.startswith(("device.", "links."))
-    }
-    for case in cases:
-        alone = predict(experiment, system_of_case(in_cases, case), traces, kernels=kernels_of(kernels, case))
-        assert together[case] == pytest.approx(alone.step_s, rel=1e-12), case
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_pass_equals_separate_predictions_of_all_cases(name: str) -> None:
-    """The systems have uncertain inputs of all kinds."""
-    for system in ("dgx2", "selene", "gb200-nvl72", "mi300x", "vtrain-a100"):
-        assert_equals_single_cases(*traced(name), load_system_file(system), [0, 40, 111, -1, -17, -33])
-
-
-def test_jitter_does_not_change_cached_collective_times() -> None:
-    """A cache contains the arrays of repeated collectives, without the delay of the last rank."""
-    system = with_values(DGX2, {"device.time.jitter_s": 1e-6})
-    assert_equals_single_cases(*traced("tp"), system, [0, 40, -1])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_one_pass_equals_separate_predictions_of_published_experiments(seed: int) -> None:
-    random = Random(seed)
-    suites = ("megatron_2019", "zero_throughput", "v100_clusters", "a100_clusters", "one_node", "today")
-    suite = load_suite(SUITES / f"{random.choice(suites)}.toml")
-    possible = [entry.experiment for entry in suite.entries if entry.experiment.layout.pp < 8]
-    experiment = random.choice(possible)
-    experiment = replace(experiment, model=replace(experiment.model, layers=experiment.layout.pp * 2))
-    cases = [random.randrange(200) for _ in range(8)]
-    system = load_system_file(experiment.system)
-    assert_equals_single_cases(experiment, trace_roles(experiment), system, cases)
+    """The systems have uncertain inputs of all kinds. Jitter must not change cached times of collectives."""
+    experiment, traces = traced(name)
+    systems = map(load_system_file, ("dgx2", "selene", "gb200-nvl72", "mi300x", "vtrain-a100"))
+    for system in (*systems, with_values(DGX2, {"device.time.jitter_s": 1e-6})):
+        generation = calibration_point_of(experiment.layout.kernels, system)
+        found = tuple(uncertain_numbers(system, generation))
+        in_cases, kernels = drawn(system, quantiles_in_cases(found)), kernels_in_cases(generation, found)
+        together = schedule_traces(experiment, in_cases, traces, kernels).seconds
+        in_system = {one.key for one in found if one.key.startswith(("device.", "links."))}
+        assert set(array_values(in_cases)) == in_system
+        for case in (0, 40, 111, -1, -17, -33):
+            exact, efficiency = system_of_case(in_cases, case), kernels_of(kernels, case)
+            alone = predict(experiment, exact, traces, kernels=efficiency)
+            assert together[case] == pytest.approx(alone.step_s, rel=1e-12), (system.name, case)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -143,22 +112,13 @@ def test_an_interval_contains_the_best_value_within_possible_times(name: str) ->
 
 
 def test_an_interval_needs_a_request_and_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_exact_kernels(monkeypatch)
-    experiment, traces = traced("tp")
-    range_of_host = ranged("launch_s", 7e-6, 8e-6)
-    assert predict(experiment, EXACT, traces, interval=True).interval is None
-    assert predict(experiment, range_of_host, traces, interval=True).interval is not None
-    assert predict(experiment, range_of_host, traces).interval is None
-
-
-@pytest.mark.parametrize("name", ["tp", "pp"])
-def test_known_numbers_apply_to_the_calibration_system_too(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     """One uncertain input decides the interval, although the system of the calibration point has other unknowns."""
     use_exact_kernels(monkeypatch)
-    experiment, traces = traced(name)
-    found = predict(experiment, ranged("kernel_s", 2.0e-6, 2.9e-6), traces, interval=True)
+    experiment, traces = traced("pp")
+    one_range = ranged("kernel_s", 2.0e-6, 2.9e-6)
+    assert predict(experiment, EXACT, traces, interval=True).interval is None
+    assert predict(experiment, one_range, traces).interval is None
+    found = predict(experiment, one_range, traces, interval=True)
     moves = found.interval.moves
     assert {move.key for move in moves} <= {"device.time.kernel_s", f"{found.generation.name}: FLOP/s"}
     low, high = likely_range(found.interval.draws, found.step_s)
@@ -166,32 +126,6 @@ def test_known_numbers_apply_to_the_calibration_system_too(
     slack = 0.01 * found.step_s
     assert min(ends) - slack <= low
     assert high <= max(ends) + slack
-
-
-def uncalibrated_interval(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval:
-    """Return the interval with modelled kernels, which no calibration point corrects."""
-    found = unknowns(system)
-    in_cases = drawn(system, quantiles_in_cases(found))
-    return interval_of_seconds(found, schedule_traces(experiment, in_cases, traces, MODELLED_KERNELS).seconds)
-
-
-@settings(max_examples=12)
-@given(st.sampled_from(sorted(LAYOUTS)), st.floats(0, 0.4), st.floats(0, 0.2), st.floats(0.3, 0.9))
-def test_a_wider_range_does_not_narrow_an_interval(name: str, down: float, up: float, part: float) -> None:
-    experiment, traces = traced(name)
-    best = DGX2.timing.matmul_efficiency
-    step = schedule_traces(experiment, DGX2, traces, MODELLED_KERNELS).step_s
-    systems = [
-        ranged("matmul_efficiency", best * (1 - share * down), min(1, best * (1 + share * up)))
-        for share in (part, 1)
-    ]
-    intervals = [uncalibrated_interval(experiment, system, traces) for system in systems]
-    slack = 1e-6 * step
-    likely = [likely_range(one.draws, step) for one in intervals]
-    possible = [possible_range(one.cases(), step) for one in intervals]
-    for (low, high), (outer_low, outer_high) in (likely, possible):
-        assert outer_low <= low + slack
-        assert high <= outer_high + slack
 
 
 def with_equal_factors(found: Kernels) -> Kernels:
@@ -206,12 +140,17 @@ def kernels_at(generation: Generation, key: str, *quantiles: float) -> list[Kern
 
 
 def test_a_calibration_point_compensates_unknowns_of_its_device() -> None:
-    """The calibrating run has its published time with any efficiency of products."""
+    """The calibrating run has its published time with any efficiency of products. Kernels that are faster than the
+    model have equal factors."""
     for point in calibration_points():
         if "V100" in point.name:
             slow, best = kernels_at(point, "device.time.matmul_efficiency", LOW, BEST)
             assert slow < best, "slower products leave less time to the software"
             assert best == with_equal_factors(calibrated_kernels(point))
+    fast = replace(calibration_points()[0], flops_per_device=90e12, low=None, high=None)
+    slow, best = kernels_at(fast, f"{fast.name}: products", LOW, BEST)
+    assert slow == best == with_equal_factors(best)
+    assert best.others < 1
 
 
 @pytest.mark.parametrize(
@@ -241,13 +180,6 @@ def test_any_split_of_kernel_factors_reproduces_the_published_rate(point: Calibr
         assert (found.products < best.products and found.others > best.others) == (quantile < BEST)
         assert min(found.products, found.others) >= 1
         assert (found.products <= found.others) == (quantile <= HIGH)
-
-
-def test_kernels_faster_than_the_model_have_equal_factors() -> None:
-    point = replace(calibration_points()[0], flops_per_device=90e12, low=None, high=None)
-    slow, best = kernels_at(point, f"{point.name}: products", LOW, BEST)
-    assert slow == best == with_equal_factors(best)
-    assert best.others < 1
 
 
 def test_network_pace_and_kernels_without_a_point_are_unknowns() -> None:
@@ -342,16 +274,13 @@ def test_seconds_are_rounded_to_seven_digits() -> None:
     assert [round_seconds(2 / 3), round_seconds(2e9 / 3)] == [0.6666667, 666666700.0]
 
 
-def test_overlap_cost_slows_the_step_in_every_case() -> None:
+def test_overlap_cost_slows_only_steps_with_overlap() -> None:
     """Data-parallel messages overlap with the backward pass. Without overlap, the cost has no effect."""
     experiment, traces = traced("zero1")
     cost, costs = "links.inter-node.overlap_cost", (0.0, 0.025, 0.2)
     systems = [with_values(DGX2, {cost: value}) for value in costs]
     steps = [schedule_traces(experiment, one, traces, MODELLED_KERNELS).step_s for one in systems]
     assert steps[0] < steps[1] < steps[2]
-    several = with_values(DGX2, {cost: np.array(costs)})
-    together = schedule_traces(experiment, several, traces, MODELLED_KERNELS).seconds
-    assert np.ravel(together).tolist() == pytest.approx(steps, rel=1e-12)
     plain = replace(experiment, layout=replace(experiment.layout, overlap=False))
     alone = trace_roles(plain)
     assert len({schedule_traces(plain, one, alone, MODELLED_KERNELS).step_s for one in systems}) == 1

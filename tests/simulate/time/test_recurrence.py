@@ -1,20 +1,24 @@
-"""Tests that the recurrence over actions gives the times of the event-level schedule, for random layouts."""
+"""Tests of the recurrence over actions against the event-level schedule, and of its arrays against `Boundary`."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import pairwise
 from unittest import mock
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from repro.config import Experiment, Layout, Model, systems
 from repro.config.errors import ConfigError
 from repro.config.systems.unknowns import drawn, quantiles_in_cases, unknowns
+from repro.parallel.pipeline.boundary import Boundary
+from repro.parallel.pipeline.schedule import Action, batches, dependency_of
 from repro.simulate.time.device import MODELLED_KERNELS
 from repro.simulate.time.schedule import schedule_traces
 from repro.simulate.time.stage import StageStreams
+from repro.simulate.time.step_order import FINISH, START, StepOrder, step_order
 from repro.simulate.trace.roles import trace_roles
 
 MODEL = Model(name="tiny", layers=8, hidden=64, heads=8, vocab=256, seq=32)
@@ -74,3 +78,92 @@ def test_the_recurrence_equals_the_event_level_schedule(experiment: Experiment) 
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-9, abs=tolerance), key
     by_events = schedule_traces(experiment, cases, traces, MODELLED_KERNELS, record=True)
     assert in_cases == pytest.approx(by_events.seconds, rel=1e-9)
+
+
+Operation = tuple[str, object]
+"""`run` with an action, or `stamp` or `wait` with the sender and the action of a message."""
+
+
+def operations_of(order: StepOrder, stage: int) -> list[Operation]:
+    """Return the operations of a stage in the arrays."""
+
+    def message(number: int) -> tuple[int, Action]:
+        sender, position = divmod(int(number), len(order.schedule[0]))
+        return sender, order.schedule[sender][position]
+
+    found: list[Operation] = [("stamp", message(m)) for m in order.first[stage] if m >= 0]
+    for position, action in enumerate(order.schedule[stage]):
+        for step in range(START, FINISH + 1):
+            found += [("wait", message(m)) for m in order.awaited[step][stage, position] if m >= 0]
+            found += [("stamp", message(m)) for m in order.stamped[step][stage, position] if m >= 0]
+            found += [("run", action)] if step == START else []
+    return found + [("wait", message(m)) for m in order.last[stage] if m >= 0]
+
+
+def expected_operations(order: StepOrder, stage: int, layout: Layout) -> list[Operation]:
+    """Return the operations of a stage by the rules of `Boundary`."""
+
+    def input_of(action: Action, stage: int) -> tuple[int, Action] | None:
+        needed = dependency_of(action, stage, layout.pp, layout.chunks)
+        return needed if needed is not None and needed[0] != stage else None
+
+    receivers = {
+        needed: (receiver, action.kind)
+        for receiver, of_stage in enumerate(order.schedule)
+        for action in of_stage
+        if (needed := input_of(action, receiver)) is not None
+    }
+    found: list[Operation] = []
+    actions = order.schedule[stage]
+    under_way: dict[tuple[int, str], list[tuple[int, Action]]] = defaultdict(list)
+
+    def add(kind: str, several: list[tuple[int, Action] | None]) -> None:
+        found.extend((kind, one) for one in several if one is not None)
+
+    if layout.pp > 1 and not layout.overlap:
+        parts = batches(actions, layout.chunks)
+        add("stamp", [input_of(action, stage) for action in parts[0]])
+        add("wait", [input_of(action, stage) for action in parts[0]])
+        for batch, following in pairwise([*parts, ()]):
+            found += [("run", action) for action in batch]
+            sent = [(stage, action) if (stage, action) in receivers else None for action in batch]
+            inputs = [input_of(action, stage) for action in following]
+            for kind in ("stamp", "wait"):
+                add(kind, [*sent, *inputs])
+        return found
+    inputs = [*(input_of(action, stage) for action in actions), None]
+    add("stamp", inputs[:1])
+    for position, action in enumerate(actions):
+        add("wait", [inputs[position]])
+        add("stamp", [inputs[position + 1]])
+        found.append(("run", action))
+        if (stage, action) in receivers:
+            queue = under_way[receivers[stage, action]]
+            if len(queue) == Boundary.UNDER_WAY:
+                add("wait", [queue.pop(0)])
+            queue.append((stage, action))
+            add("stamp", [(stage, action)])
+    for queue in under_way.values():
+        add("wait", list(queue))
+    return found
+
+
+@given(
+    st.sampled_from(["1f1b", "gpipe", "interleaved"]),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.integers(2, 3),
+    st.booleans(),
+)
+def test_arrays_contain_the_operations_of_each_stage_in_order(
+    name: str, stages: int, micro_batches: int, chunks: int, overlap: bool
+) -> None:
+    interleaved = name == "interleaved"
+    assume(stages > 1 or not interleaved)
+    layout = Layout(
+        pp=stages, schedule=name, chunks=chunks if interleaved else 1, overlap=overlap,
+        global_batch=micro_batches * (stages if interleaved else 1),
+    )  # fmt: skip
+    order = step_order(layout)
+    for stage in range(stages):
+        assert operations_of(order, stage) == expected_operations(order, stage, layout)

@@ -1,4 +1,4 @@
-"""Tests of the source line of a traced operator: the module name decides, and the path of the file does not."""
+"""Tests of traced operators: their source lines, and results that are recreated from their shape alone."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from repro import kernels
-from repro.simulate.trace.recorder import innermost_line, line_of_step
+from repro.simulate.trace.events import Alloc
+from repro.simulate.trace.recorder import TraceRecorder, innermost_line
+from repro.simulate.trace.shapes import UNKNOWN_RESULT, _made, _shape
 
 SOURCE = "\n\ndef through(call):\n    return call()\n"
 
@@ -27,7 +28,7 @@ SOURCE = "\n\ndef through(call):\n    return call()\n"
     ],
 )
 def test_the_innermost_line_of_the_given_packages_is_found(modules: list[str], line: str) -> None:
-    """Each module has a function that calls the function of the next module in line 4."""
+    """The module name decides, and the path of the file does not. Line 4 of each module calls the next module."""
     packages = ("repro.model", "repro.parallel", "repro.kernels")
     call = innermost_line(packages, but=("repro.parallel.storage",))
     for name in reversed(modules):
@@ -35,19 +36,6 @@ def test_the_innermost_line_of_the_given_packages_is_found(modules: list[str], l
         exec(compile(SOURCE, "/home/me/kernels/.venv/somewhere.py", "exec"), names)
         call = lambda through=names["through"], inner=call: through(inner)
     assert call() == line
-
-
-class Lines(TorchDispatchMode):
-    """Record the file of every fused operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.files: dict[str, str] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "repro":
-            self.files[func._schema.name] = line_of_step().partition(":")[0]
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +53,27 @@ def test_both_passes_have_a_line_of_the_operators_module(
 ) -> None:
     shapes = ((4, 4), (4,), (4,))[:inputs]
     tensors = [torch.empty(shape, device="meta", requires_grad=True) for shape in shapes]
-    with Lines() as lines:
+    with TraceRecorder() as recorder:
         getattr(kernels, name)(*tensors, *numbers).sum().backward()
+    made = [event for event in recorder.finish() if isinstance(event, Alloc)]
+    files = {event.operator: event.line.partition(":")[0] for event in made if "repro." in event.operator}
     file = f"kernels/{module}.py"
-    assert lines.files == {f"repro::{name}": file, f"repro::{name}_backward": file}
+    assert files == {f"repro.{name}": file, f"repro.{name}_backward": file}
+
+
+def test_only_tensors_that_fill_their_storage_are_recreated() -> None:
+    for full in (torch.empty(2, 3, device="meta"), torch.empty(4, 5, dtype=torch.half, device="meta").t()):
+        known = (full.shape, full.stride(), full.dtype)
+        assert _shape(full) == known
+        recreated = _made(known)
+        assert (recreated.shape, recreated.stride(), recreated.dtype, recreated.device) == (
+            *known,
+            full.device,
+        )
+    pair = _shape((torch.empty(2, device="meta"), None))
+    assert pair == (tuple, ((torch.Size([2]), (1,), torch.float32), None))
+    assert _made(pair)[1] is None
+    wide = torch.empty(4, 6, device="meta")
+    for value in (wide[:2], wide[:, :3], wide[:0], torch.empty(3), 7):
+        assert _shape(value) is UNKNOWN_RESULT
+    assert _shape((torch.empty(2, device="meta"), wide[:2])) is UNKNOWN_RESULT
