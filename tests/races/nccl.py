@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from repro.parallel import transports
 from tests.races.device import Device, source_line
 
 
@@ -51,16 +49,10 @@ class FakeNccl:
     def __init__(self, device: Device):
         self.device = device
 
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Replace `torch.distributed` in `repro.parallel.transports`."""
-        patch.setattr(transports, "dist", self)
-
     def get_rank(self, group: FakeGroup) -> int:
-        """Return the rank of this process within the group."""
         return group.ranks.index(group.rank)
 
     def get_global_rank(self, group: FakeGroup, rank: int) -> int:
-        """Return the global rank of a rank of the group."""
         return group.ranks[rank]
 
     def _launch(
@@ -68,17 +60,15 @@ class FakeNccl:
     ) -> FakeWork:
         device, call = self.device, f"{op} {source_line()}"
         device.order.wait(group.name, device.order.record(device.current))
-        for tensor in reads:
-            device.access(tensor, group.name, writes=False, call=call)
-        for tensor in writes:
-            device.access(tensor, group.name, writes=True, call=call)
+        for tensors, is_written in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                device.access(tensor, group.name, writes=is_written, call=call)
         work = FakeWork(device, device.order.record(group.name))
         if not async_op:
             work.wait()
         return work
 
     def all_reduce(self, tensor: Tensor, op: Any, group: FakeGroup, async_op: bool = False) -> FakeWork:
-        """Reduce in place."""
         return self._launch("all_reduce", group, [tensor], [tensor], async_op)
 
     def reduce_scatter_tensor(
@@ -94,7 +84,6 @@ class FakeNccl:
         return self._launch("all_gather", group, [input], [output], async_op)
 
     def broadcast(self, tensor: Tensor, root: int, group: FakeGroup, async_op: bool = False) -> FakeWork:
-        """Broadcast in place."""
         return self._launch("broadcast", group, [tensor], [tensor], async_op)
 
     def isend(self, tensor: Tensor, to: int, group: FakeGroup) -> FakeWork:

@@ -15,7 +15,7 @@ from repro.launch.rank.step_data import BatchLoader
 from repro.measure.operators import without_compiler
 from repro.model.data.stream import SyntheticStream
 from repro.parallel import mesh as meshes
-from repro.parallel import storage
+from repro.parallel import storage, transports
 from repro.parallel.transports import NcclTransport, Transport
 from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints
 from tests.races.device import Device, Stream
@@ -47,13 +47,7 @@ def _page_locked(tensor: Tensor) -> Tensor:
     return storage.mark(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), Category.HOST)
 
 
-def run_steps(
-    experiment: Experiment,
-    *,
-    stage: int = 0,
-    ignored_line: str = "",
-    steps: int = 2,
-) -> Findings:
+def run_steps(experiment: Experiment, *, stage: int = 0, ignored_line: str = "", steps: int = 2) -> Findings:
     """Run steps as the last tp, cp and dp rank of a stage. Waits at `ignored_line` have no effect."""
     layout = experiment.layout
     rank = _rank(layout, stage)
@@ -61,7 +55,7 @@ def run_steps(
     device.ignored_line = ignored_line
     with pytest.MonkeyPatch.context() as patch, without_compiler(), device:
         device.install(patch)
-        FakeNccl(device).install(patch)
+        patch.setattr(transports, "dist", FakeNccl(device))
         patch.setattr(ActivationCheckpoints, "_copy_stream", lambda self, x: Stream(device, "copies"))
         patch.setattr(BatchLoader, "_copy_stream", lambda self: Stream(device, "inputs"))
         patch.setattr(Tensor, "pin_memory", _page_locked)
@@ -84,7 +78,7 @@ def run_steps(
         device.host_waits_for(device.current, "the end")
     for part in engine.parts:
         part.sharded.remove_hooks()
-    return Findings([*map(str, device.storages.races)], [*device.waits], host_waits, allocated)
+    return Findings([*device.storages.races], [*device.waits], host_waits, allocated)
 
 
 def _rank(layout: Layout, stage: int) -> int:
