@@ -11,7 +11,7 @@ from tests.races.step import run_steps
 from tests.simulate.trace.test_repeat import LAYOUTS
 from tests.training import smallest
 
-LAYOUTS_WITH_ALL_WAITS = ("zero1", "zero2-md", "zero3", "tp", "sp", "1f1b", "pa-cpu-md")
+LAYOUTS_WITH_ALL_WAITS = ("zero1", "zero2-md", "zero3", "tp", "sp", "1f1b")
 """Layouts that together run every wait of the product."""
 STREAM_LAYOUTS = [
     name
