@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
-from repro.config.errors import ConfigError
 from repro.engines.native.engine import NativeEngine
 from repro.parallel import mesh as meshes
 from repro.parallel.zero import flat_parameters
@@ -159,8 +158,3 @@ def test_trace_counts_views_and_host_waits() -> None:
     assert sent["all_gather"] > sent["reduce_scatter"] > 4 * TINY.layers
     assert views == 8 * (sent["all_gather"] + 2 * sent["reduce_scatter"])
     assert waits == 2 * sent["all_gather"]
-
-
-def test_zero3_gather_requires_stage_3() -> None:
-    with pytest.raises(ConfigError, match="zero3_gather"):
-        Layout(dp=2, zero=2, zero3_gather="parameter")
