@@ -38,24 +38,6 @@ def alone(layout: Layout) -> Trained:
         replace(ONE, dp=2, zero=2, md=True, recompute=True),
         replace(ONE, dp=2, zero=2, precision="fp16"),
         replace(ONE, dp=4, zero=3),
-    ],
-    ids=name_of,
-)
-def test_replicas_sum_the_gradients_of_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
-    """The gradients of each sample equal those of one process bit by bit. Only the rounding of fp32 sums differs."""
-    expected, unit = alone(layout), UNIT[layout.precision]
-    for trained in pool_of(request, layout).run(train, tiny(layout, **FEW)):
-        assert trained.loss[0] == pytest.approx(expected.loss[0], rel=1e-6)
-        assert trained.norm[0] == pytest.approx(expected.norm[0], rel=2e-6)
-        assert trained.loss == pytest.approx(expected.loss, rel=unit / 8)
-        assert trained.parameters.keys() == expected.parameters.keys()
-        assert relative_distance(trained, expected) <= unit / 4
-        assert (trained.skipped, trained.scale) == (expected.skipped, expected.scale)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
         replace(ONE, pp=2, schedule="interleaved", chunks=2),
         replace(ONE, tp=2, sp=True, kernels="megatron-2025"),
         replace(ONE, pp=2, dp=2, zero=2),
@@ -63,11 +45,20 @@ def test_replicas_sum_the_gradients_of_one_process(request: pytest.FixtureReques
     ],
     ids=name_of,
 )
-def test_tp_and_pp_equal_one_process_within_rounding(request: pytest.FixtureRequest, layout: Layout) -> None:
+def test_layouts_sum_the_gradients_of_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
+    """Replicas compute each sample's gradients bit by bit as one process, and only the rounding of fp32 sums differs.
+
+    Results of other axes differ by the rounding of 16-bit activations.
+    """
     expected, unit = alone(layout), UNIT[layout.precision]
+    is_exact = layout.tp == layout.pp == 1
     for trained in pool_of(request, layout).run(train, tiny(layout, **FEW)):
-        assert trained.loss == pytest.approx(expected.loss, rel=4 * unit)
-        assert relative_distance(trained, expected) <= 4 * unit
+        if is_exact:
+            assert trained.loss[0] == pytest.approx(expected.loss[0], rel=1e-6)
+            assert trained.norm[0] == pytest.approx(expected.norm[0], rel=2e-6)
+            assert trained.parameters.keys() == expected.parameters.keys()
+        assert trained.loss == pytest.approx(expected.loss, rel=unit / 8 if is_exact else 4 * unit)
+        assert relative_distance(trained, expected) <= (unit / 4 if is_exact else 4 * unit)
         assert (trained.skipped, trained.scale) == (expected.skipped, expected.scale)
 
 

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from repro.config import Layout, Model
-from repro.engines import build_engine
-from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
 from tests.pool import pool_of
-from tests.training import LEARNING, TINY, Trained, micro_batches, smallest, tiny, train
+from tests.training import LEARNING, TINY, Trained, smallest, tiny, train
 
 BATCH = 8
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
@@ -153,17 +151,6 @@ def test_one_process_equals_engine_torch() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_shards_of_padding_only_do_not_change_training(request: pytest.FixtureRequest, zero: int) -> None:
-    """Parameters of 4 elements on 4 ranks leave some shards without elements."""
-    thin = Model(name="thin", layers=2, hidden=4, heads=2, vocab=8, seq=4)
+    """Under stages 1 and 2, two of four ranks have only padding. Under stage 3, some shards contain padding."""
+    thin = Model(name="thin", layers=2, hidden=2, heads=2, vocab=8, seq=4)
     assert_parity(request, replace(DP4, zero=zero, bucket_bytes=16), thin, steps=5)
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_rank_with_padding_only_reports_a_zero_norm(zero: int) -> None:
-    """30 elements on 8 ranks in shards of 8 leave only padding on the last rank."""
-    model = Model(name="dust", layers=1, hidden=1, heads=1, vocab=2, seq=1)
-    experiment = tiny(Layout(dp=8, zero=zero, micro_batch=1), model)
-    engine = build_engine(experiment, meshes.shape_only_mesh(Layout(dp=8), rank=7), torch.device("cpu"))
-    assert all(not bucket.ranges for bucket in engine.buckets)
-    norms = engine.step(micro_batches(experiment, 7, 0), lambda phase: None)
-    assert (norms.gradient.item(), norms.overflow.item()) == (0, 0)

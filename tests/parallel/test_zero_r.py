@@ -6,18 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from repro.config import Experiment, Layout
+from repro.config import Layout
 from repro.config.enums import Category
-from repro.engines.native.engine import NativeEngine
-from repro.measure.memory import MemoryTracker
-from repro.parallel import mesh as meshes
-from repro.parallel import storage
 from repro.parallel.zero.grad_reduce import GradientReducer
+from tests.parallel.test_memory import measure
 from tests.parallel.test_parity import BATCH, assert_parity, name_of
 from tests.pool import RankPool
-from tests.training import FEW, TINY, micro_batches, tiny
+from tests.training import FEW, TINY, tiny
 
 SHALLOW = replace(TINY, name="shallow", layers=2)
 TP = Layout(tp=2, micro_batch=BATCH, recompute=True)
@@ -47,48 +43,6 @@ def replicas(**settings: Any) -> Layout:
 def test_fp32_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
     model = TINY if layout.chunks > 1 else SHALLOW
     assert_parity(request, layout, model, dropout=0.1, **FEW)
-
-
-def measure(experiment: Experiment) -> dict[str, Any]:
-    """Run two steps of this rank, and return live bytes at several moments and the traffic of the second step."""
-    mesh = meshes.distributed_mesh(experiment.layout, "cpu")
-    fused = 0
-    forward: dict[str, int] = {}
-    with MemoryTracker() as tracker:
-        engine = NativeEngine(experiment, mesh, torch.device("cpu"))
-        initial = tracker.live()
-
-        def observe_buffers(*_: object) -> None:
-            nonlocal fused
-            for record in tracker._live.values():
-                live = record.reference()
-                if live is not None and storage.category_of(live) == Category.COMMUNICATION:
-                    fused = max(fused, live.nbytes())
-
-        def observe_phase(phase: str) -> None:
-            nonlocal forward
-            tracker.phase = phase
-            if phase == "backward":
-                forward = tracker.live()
-
-        mesh.ledger.observers.append(observe_buffers)
-        for step in range(2):
-            mesh.ledger.reset()
-            engine.step(micro_batches(experiment, mesh.dp.rank, step), observe_phase)
-            engine.synchronize()
-        final = tracker.live()
-    arenas = [engine.checkpoints.arena if engine.checkpoints else None]
-    arenas += [bucket.pool for bucket in engine.buckets]
-    assert all(arena is None or arena.used == 0 for arena in arenas)
-    return {
-        "initial": initial,
-        "most": tracker.most,
-        "forward": forward,
-        "final": final,
-        "rows": {(r["op"], r["group"], r["purpose"]): r for r in mesh.ledger.rows()},
-        "fused": fused,
-        "padded": [bucket.plan.padded for bucket in engine.buckets],
-    }
 
 
 def checkpoint_bytes(layout: Layout) -> int:
