@@ -22,7 +22,6 @@ from repro.parallel.zero import flat_parameters
 from repro.parallel.zero.flat_buffer import Bucket
 from repro.parallel.zero.flat_parameters import Sharding, Tag
 from repro.parallel.zero.grad_reduce import GradientReducer
-from repro.parallel.zero.optimizer import GradientShards
 from repro.parallel.zero.partition import plan_bucket
 from tests.pool import RankPool
 
@@ -151,24 +150,6 @@ def test_master_weights_adopt_only_the_written_values() -> None:
     assert bucket.master[:4].tolist() == pytest.approx([1.001, 3.0, 1.001, 1.001])
 
 
-def test_gradient_norm_counts_each_parameter_once() -> None:
-    tags = (Tag(0), Tag(0, duplicate=True), Tag(0, tied=True))
-
-    def squares(layout: Layout, rank: int, stage: int) -> float:
-        mesh = meshes.shape_only_mesh(layout, rank)
-        bucket = make_bucket(mesh.dp, stage, (2, 3, 4), tags)
-        bucket.gradient_shard.fill_(1.0)
-        norms = GradientShards([bucket], mesh).agree(torch.tensor(6.0), torch.tensor(0.5))
-        assert float(norms.loss) == 6.0 / (layout.world // layout.pp)
-        assert float(norms.overflow) == 0.0
-        return (float(norms.gradient) * 0.5) ** 2
-
-    by_rank = [squares(Layout(tp=2, pp=2, micro_batch=1, global_batch=2), rank, 0) for rank in range(4)]
-    assert by_rank == pytest.approx([9, 6, 5, 2])
-    assert [squares(Layout(dp=2), rank, 0) for rank in range(2)] == pytest.approx([9, 0])
-    assert [squares(Layout(dp=2), rank, 1) for rank in range(2)] == pytest.approx([8, 1])
-
-
 def backward(reducer: GradientReducer, *order: tuple[int, int]) -> None:
     """Run backward passes that give parameter `s` of bucket `b` gradients of ones, in this order."""
     for b, s in order:
@@ -284,18 +265,11 @@ def test_held_bucket_adds_repeated_gradients_before_its_reduction() -> None:
             backward(reducer, (0, 0))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_gradient_pool_fits_the_largest_buckets(stage: int) -> None:
-    """The pool has pieces for two reductions, a bucket that is being filled, and a bucket that is open for long."""
-    reducer, _ = make_reducer(stage, 6, contiguous=True)
-    pool = reducer.buckets[0].pool
-    assert pool is not None
-    assert all(bucket.pool is pool for bucket in reducer.buckets)
-    assert (pool.memory.numel(), pool.capacity, pool.used) == (48 + 48 + 32 + 32, 4, 0)
-
-
 def test_gradient_pool_grows_once_for_gradients_in_reverse_order() -> None:
-    """The reverse order opens all buckets before the first is complete."""
+    """The pool has pieces for two reductions, a bucket that is being filled, and a bucket that is open for long.
+
+    The reverse order opens all buckets before the first is complete.
+    """
     reducer, _ = make_reducer(2, 6, contiguous=True)
     pool = reducer.buckets[0].pool
     assert pool is not None
