@@ -39,15 +39,22 @@ class EqualRanks(NoTransport):
         """Elements of each collective."""
         self.waited: list[int] = []
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Work:
+    def start(self, elements: int) -> Work:
         number = len(self.started)
-        self.started.append(tensor.numel())
-        tensor.mul_(self.ranks)
+        self.started.append(elements)
         return Work(finish=lambda: self.waited.append(number))
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Work:
+        tensor.mul_(self.ranks)
+        return self.start(tensor.numel())
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
         output.copy_(input[: output.numel()])
         return self.all_reduce(output, "")
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        super().all_gather(output, input)
+        return self.start(output.numel())
 
 
 def make_group(rank: int = 0, size: int = 3) -> tuple[Group, EqualRanks]:
@@ -69,12 +76,11 @@ def make_bucket(
     group: Group,
     stage: int,
     sizes: tuple[int, ...] = SIZES,
-    tags: tuple[Tag, ...] = (),
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Bucket:
     parameters = [Parameter(torch.empty(size)) for size in sizes]
-    plan = plan_bucket([(i, n, tags[i] if tags else Tag(0)) for i, n in enumerate(sizes)], group.size)
+    plan = plan_bucket([(i, n, Tag(0)) for i, n in enumerate(sizes)], group.size)
     bucket = Bucket(plan, parameters, sharding(group, stage, **settings), dtype)
     with torch.no_grad():
         bucket.fill(value, bucket.master)
