@@ -37,13 +37,6 @@ def with_limits(work: Callable[[Experiment], Any], experiment: Experiment) -> An
         return work(experiment)
 
 
-def sizes(experiment: Experiment) -> list[int]:
-    """Return the number of elements of each parameter."""
-    layout = Layout(micro_batch=BATCH)
-    engine = NativeEngine(replace(experiment, layout=layout), meshes.single_rank_mesh(), torch.device("cpu"))
-    return [parameter.numel() for parameter in engine.parts[0].model.parameters()]
-
-
 LAYOUT = Layout(dp=2, zero=3, zero3_gather="parameter")
 
 
@@ -70,7 +63,7 @@ def test_large_parameters_are_gathered_separately(request: pytest.FixtureRequest
     With recomputation, three matrices of each block are gathered again in its backward pass.
     """
     experiment = tiny(replace(layout, precision="bf16"))
-    large = [size for size in sizes(experiment) if size >= THRESHOLD]
+    large = [p.numel() for p in alone(**FEW).parameters.values() if p.numel() >= THRESHOLD]
     assert len(large) == 4 * TINY.layers + 1, "four matrices per layer, and the token embedding"
     padded = sum(plan_bucket([(0, size, None)], layout.dp).padded for size in large)
     repeated = [n * TINY.hidden**2 for n in (3, 1, 4)] * TINY.layers if layout.recompute else []
