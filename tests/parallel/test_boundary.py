@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from torch import Tensor
@@ -57,23 +55,6 @@ def test_split_send_retains_only_a_copy_of_its_shard() -> None:
     (shard,) = transport.sent
     assert torch.equal(shard, full.view(-1)[32:])
     assert shard.untyped_storage().nbytes() == full.untyped_storage().nbytes() // 2
-
-
-@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather", "send"])
-def test_collectives_retain_their_inputs_until_the_wait(op: str) -> None:
-    transport = RecordingTransport()
-    group = Group("dp", (0, 1), 0, transport, CommLedger())
-    source = torch.zeros(2 if op == "all_gather" else 4)
-    reference = weakref.ref(source)
-    if op in ("reduce_scatter", "all_gather"):
-        work = getattr(group, op)(torch.zeros(4 if op == "all_gather" else 2), source)
-    else:
-        work = group.send(source, 1, 0) if op == "send" else group.all_reduce(source)
-    transport.sent.clear()
-    del source
-    assert reference() is not None
-    work.wait()
-    assert reference() is None
 
 
 def test_third_send_of_a_kind_waits_for_the_first() -> None:

@@ -89,7 +89,7 @@ def test_ranks_are_numbered_as_in_megatron_lm() -> None:
     layout = Layout(tp=2, cp=2, dp=2, pp=2)
     assert layout.world == 16
     assert [layout.group_of(axis, 5) for axis in ("tp", "cp", "dp", "pp")] == [
-        *((4, 5), (5, 7), (1, 3, 5, 7), (5, 13)),
+        *((4, 5), (5, 7), (1, 3, 5, 7), (5, 13))
     ]
     llama = Layout(tp=2, cp=2, dp=2, pp=2, order="tp-pp-dp")
     assert (llama.group_of("pp", 5), llama.group_of("dp", 5)) == ((1, 5), (5, 7, 13, 15))

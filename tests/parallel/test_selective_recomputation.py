@@ -1,4 +1,4 @@
-"""Tests of selective recomputation (2205.05198 sec. 5): keys, bitwise results, retained tensors and operators."""
+"""Tests of selective recomputation (2205.05198 sec. 5): keys, bitwise results and operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from repro.config import ConfigError, Layout, Model
 from repro.config.files import build_dataclass
 from repro.config.words import describe_layout, layout_options
 from repro.model.counts import hardware_flops, model_flops
-from repro.parallel.zero_r.activation_checkpointing import recompute_attention
 from repro.simulate.trace.roles import roles, trace
 from tests.parallel.test_operator_sets import LONG
 from tests.parallel.test_parity import DROPOUT, name_of
@@ -69,23 +68,6 @@ def test_results_are_bitwise_equal(request: pytest.FixtureRequest, layout: Layou
     for found, other in zip(selective, expected, strict=True):
         assert (found.loss, found.norm) == (other.loss, other.norm)
         torch.testing.assert_close(found.parameters, other.parameters, rtol=0, atol=0)
-
-
-def test_recomputed_attention_retains_only_its_inputs() -> None:
-    """Attention runs once in forward, without gradients, and once in backward."""
-    calls = []
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        calls.append(torch.is_grad_enabled())
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
-
-    q, k, v = (torch.randn(1, 2, 4, 3, requires_grad=True) for _ in range(3))
-    y = recompute_attention(attend, q, k, v)
-    assert [x.data_ptr() for x in y.grad_fn.saved_tensors] == [x.data_ptr() for x in (q, k, v)]  # type: ignore[union-attr]
-    found = torch.autograd.grad(y.square().sum(), (q, k, v))
-    assert calls == [False, True]
-    expected = torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v))
-    assert all(map(torch.equal, found, expected))
 
 
 DEEP = replace(LONG, layers=3)
