@@ -112,26 +112,6 @@ def test_initial_shards_have_the_values_of_their_parameters(
             assert [p.tolist() for p in bucket.parameters] == [FULL[:5], FULL[5:15]]
 
 
-@pytest.mark.parametrize(
-    ("stage", "all_reduced", "remaining"),
-    [
-        (0, False, [i / 3 for i in range(24)]),
-        (1, False, [*[0.0] * 8, *range(8, 16), *[0.0] * 8]),
-        (1, True, [i / 3 for i in range(24)]),
-    ],
-)
-def test_unreduce_lets_a_later_reduction_count_ranks_once(
-    stage: int, all_reduced: bool, remaining: list[float]
-) -> None:
-    """Each of three ranks retains a third of an all-reduced mean. Only the owner retains a reduce-scattered shard."""
-    bucket = make_bucket(make_group(rank=1)[0], stage, all_reduce_first=all_reduced)
-    assert bucket.gradients is not None
-    bucket.gradients.copy_(torch.arange(24.0))
-    assert bucket.gradient_shard.tolist() == (list(range(8, 16)) if stage else list(range(24)))
-    bucket.unreduce()
-    assert bucket.gradients.tolist() == pytest.approx(remaining)
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_reduction_in_passes_sums_a_copy_of_the_gradients(size: int) -> None:
     """The wait writes the sum to the gradients and frees the copy. A single rank makes a copy too."""
@@ -172,9 +152,9 @@ def run_pass(
     reducer.wait()
 
 
-def make_reducer(stage: int, count: int = 4, **settings: bool) -> tuple[GradientReducer, EqualRanks]:
+def make_reducer(stage: int, count: int, **settings: Any) -> tuple[GradientReducer, EqualRanks]:
     group, transport = make_group(size=2)
-    buckets = [make_bucket(group, stage, (8 * (b + 1),)) for b in range(count)]
+    buckets = [make_bucket(group, stage, (8 * (b + 1),), **settings) for b in range(count)]
     return GradientReducer(buckets, sharding(group, stage, **settings)), transport
 
 
@@ -192,11 +172,8 @@ def make_reducer(stage: int, count: int = 4, **settings: bool) -> tuple[Gradient
 def test_reductions_that_allocate_memory_run_two_at_a_time(
     stage: int, in_place: bool, settings: dict[str, Any], waited: list[int]
 ) -> None:
-    group, transport = make_group(size=2)
+    reducer, transport = make_reducer(stage, 3, **settings)
     transport.reduces_in_place = in_place
-    reducer = GradientReducer(
-        [make_bucket(group, stage, (8 * (b + 1),), **settings) for b in range(3)], sharding(group, stage)
-    )
     parts = 1 if stage == 0 or "all_reduce_first" in settings else 2
     sizes = [bucket.plan.padded // parts for bucket in reducer.buckets]
     reducer.begin(0, 1)
@@ -231,16 +208,6 @@ def test_stages_0_and_1_reduce_the_last_micro_batch(stage: int, announced: int, 
         assert reducer.only_adds == (stage < 2 and 0 < micro_batch < announced - 1)
         assert len(transport.started) == expected
     assert reducer.buckets[0].gradient_shard[:4].tolist() == [3.0] * 4
-
-
-def test_reduce_early_reduces_accumulated_gradients_once() -> None:
-    reducer, transport = make_reducer(1, 2)
-    run_pass(reducer, (0, 0), (1, 0), micro_batches=3)
-    assert not transport.started
-    reducer.reduce_early()
-    assert (len(transport.started), transport.waited) == (2, [0, 1])
-    reducer.reduce_early()
-    assert len(transport.started) == 2
 
 
 def test_missing_gradients_count_as_zero() -> None:
@@ -317,8 +284,7 @@ def test_reducer_freed_during_a_reduction_breaks_no_connection(two: RankPool) ->
 
 def test_a_reducer_exists_as_long_as_a_parameter() -> None:
     """Autograd's hooks do not count as references, so gradients would otherwise not be reduced."""
-    group, _ = make_group(size=2)
-    reducer = GradientReducer([make_bucket(group, 1, (8,))], sharding(group, 1))
+    reducer, _ = make_reducer(1, 1)
     parameter, reference = reducer.buckets[0].parameters[0], weakref.ref(reducer)
     del reducer
     gc.collect()
