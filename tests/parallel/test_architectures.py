@@ -69,9 +69,7 @@ def test_every_layout_equals_one_process(
 
 
 @pytest.mark.parametrize("family", ["llama", "plain"])
-def test_models_without_learned_positions_train_longer_samples(
-    request: pytest.FixtureRequest, family: str
-) -> None:
+def test_rotary_and_alibi_train_longer_samples(request: pytest.FixtureRequest, family: str) -> None:
     """Samples have 4 times the model's sequence length; context parallelism trains them as one process does."""
     model = FAMILIES[family]
     layout = Layout(cp=2, micro_batch=4, global_batch=BATCH)

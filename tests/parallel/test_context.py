@@ -63,9 +63,7 @@ def test_layouts_with_cp_equal_one_process(request: pytest.FixtureRequest, layou
     ],
     ids=name_of,
 )
-def test_other_families_equal_one_process(
-    request: pytest.FixtureRequest, layout: Layout, family: str
-) -> None:
+def test_families_equal_one_process(request: pytest.FixtureRequest, layout: Layout, family: str) -> None:
     """Without dropout, attention runs torch's fused kernel."""
     assert_parity(request, layout, FAMILIES[family], **FAST)
 

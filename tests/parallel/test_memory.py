@@ -85,9 +85,7 @@ DP4 = Layout(dp=4, bucket_bytes=30_000)
     ],
     ids=name_of,
 )
-def test_model_states_equal_the_papers_bytes_and_peaks_are_limited(
-    request: pytest.FixtureRequest, layout: Layout
-) -> None:
+def test_model_states_have_the_bytes_of_the_paper(request: pytest.FixtureRequest, layout: Layout) -> None:
     """States are 2 Psi, 2 Psi and 12 Psi (fp32: 4, 4 and 8 Psi), each divided by Nd from its stage on
     (1910.02054 sec. 3.1, 5). Psi includes padding. Stage 3 gathers at most two units, and stages 2 and 3 allocate full
     gradients of few buckets."""

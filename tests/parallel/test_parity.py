@@ -129,9 +129,7 @@ def test_all_options_together_equal_one_process(request: pytest.FixtureRequest, 
     ],
     ids=name_of,
 )
-def test_mixed_precision_equals_one_process_within_its_rounding(
-    request: pytest.FixtureRequest, layout: Layout
-) -> None:
+def test_mixed_precision_equals_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
     """Gradients are summed in 16 bits, so the vector of all parameters is compared.
 
     Biases that start at zero contain mainly the rounding errors of their gradients.

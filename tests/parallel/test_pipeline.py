@@ -44,10 +44,8 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_losses_equal_one_process_and_traffic_the_formula(
-    request: pytest.FixtureRequest, layout: Layout
-) -> None:
-    """Layouts with recomputation also have small buckets and dropout."""
+def test_pipelines_train_like_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
+    """Traffic equals the formulas. Layouts with recomputation also have small buckets and dropout."""
     training = {**LEARNING, **(DROPOUT if layout.recompute else {})}
     losses = alone(model=smallest(layout), **training).loss
     assert losses[-1] < 0.95 * losses[0], "the loss must fall, or parity proves little"

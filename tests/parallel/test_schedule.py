@@ -42,9 +42,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=150)
 @given(cases(), times, times)
-def test_bubble_equals_the_papers_formula_for_any_times(
-    case: Case, forward: Fraction, backward: Fraction
-) -> None:
+def test_bubble_equals_the_papers_formula(case: Case, forward: Fraction, backward: Fraction) -> None:
     _, p, m, v = case
     assert bubble_ratio(build_schedule(*case), forward, backward) == Fraction(p - 1, v * m)
 
@@ -67,9 +65,7 @@ def test_every_stage_runs_every_action_once(case: Case) -> None:
 
 @settings(max_examples=60)
 @given(cases(), times, times)
-def test_timeline_starts_actions_in_order_after_their_inputs(
-    case: Case, forward: Fraction, backward: Fraction
-) -> None:
+def test_actions_start_in_order_after_their_inputs(case: Case, forward: Fraction, backward: Fraction) -> None:
     _, p, _, v = case
     schedule = build_schedule(*case)
     slots = timeline(schedule, forward, backward)

@@ -117,9 +117,7 @@ def test_each_channel_between_stages_has_its_own_communicator(monkeypatch: pytes
         ("cpu:gloo", "meta", "module: device type meta is not supported"),
     ],
 )
-def test_process_group_must_support_the_device_of_the_module(
-    backends: str, device: str, message: str
-) -> None:
+def test_process_group_must_support_the_modules_device(backends: str, device: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         require_backend(backends, torch.device(device))
 
