@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import permutations
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -178,45 +179,27 @@ def test_recomputed_blocks_retain_only_their_checkpoints(pa_cpu: bool, md: bool)
     assert checkpoints.arena is None or checkpoints.arena.used == 0
 
 
-class Stream:
-    """Substitute of a CUDA stream that records its calls and runs operations at once."""
-
-    def __init__(self, name: str, calls: list[str]):
-        self.name, self.calls = name, calls
-
-    def wait_stream(self, other: Stream) -> None:
-        self.calls.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: str) -> None:
-        self.calls.append(f"{self.name} waits for {event}")
-
-    def record_event(self) -> str:
-        event = f"copy {sum(call.startswith('event') for call in self.calls)}"
-        self.calls.append(f"event {event}")
-        return event
-
-
 def test_copies_are_ordered_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host never waits, and the next checkpoint is prefetched before the block runs again."""
-    calls: list[str] = []
-    side, main = Stream("side", calls), Stream("main", calls)
+    calls = Mock()
+    side, main = calls.side, calls.main
+    side.record_event.side_effect = ["end of copy 0", "end of copy 1"]
     monkeypatch.setattr(ActivationCheckpoints, "_copy_stream", lambda self, x: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: calls.append(f"used by {stream.name}"))
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: calls.record_stream(stream))
     checkpoints = ActivationCheckpoints(layout(pa_cpu=True, md=True), ONE_RANK, capacity=2)
     xs = inputs(2)
     first = checkpoints.save(xs[0])
     second = checkpoints.save(xs[1], first)
-    assert calls == ["side waits for main", "used by side"] * 2
-    calls.clear()
+    assert calls.mock_calls == [call.side.wait_stream(main), call.record_stream(side)] * 2
+    calls.reset_mock()
     torch.testing.assert_close(checkpoints.load(second), xs[1])
-    copy = ["side waits for main", "event copy {}", "used by side"]
-    current, prefetched = ([call.format(i) for call in copy] for i in (0, 1))
-    assert calls == [*current, *prefetched, "main waits for copy 0"]
-    calls.clear()
+    copy = [call.side.wait_stream(main), call.side.record_event(), call.record_stream(side)]
+    assert calls.mock_calls == [*copy, *copy, call.main.wait_event("end of copy 0")]
+    calls.reset_mock()
     torch.testing.assert_close(checkpoints.load(first), xs[0])
-    assert calls == ["main waits for copy 1"], "this checkpoint was prefetched"
+    assert calls.mock_calls == [call.main.wait_event("end of copy 1")], "this checkpoint was prefetched"
 
 
 SOFTMAX = Layout(micro_batch=2, global_batch=8, kernels="softmax")
