@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -87,23 +88,16 @@ def test_each_channel_between_stages_has_its_own_communicator(monkeypatch: pytes
     neighbours = {(0, 1, 0): (3, 5), (1, 2, 0): (5, 9), (1, 0, 1): (5, 3), (2, 1, 1): (9, 5)}
     assert channels == {**neighbours, (2, 0, 0): (9, 3), (0, 2, 1): (3, 9)}
     assert meshes._channels((3, 5, 9), ring=False) == neighbours
-    sent: list[tuple[str, int, object]] = []
-
-    def record(kind: str) -> Callable[..., object]:
-        return lambda tensor, peer, group: sent.append((kind, peer, group)) or object()
-
-    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
-    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: (3, 5, 9)[rank])
-    monkeypatch.setattr(dist, "isend", record("send"))
-    monkeypatch.setattr(dist, "irecv", record("receive"))
-    second = NcclTransport(None, channels)  # type: ignore[arg-type]
+    substitute = Mock(ReduceOp=dist.ReduceOp)
+    substitute.get_rank.return_value = 1
+    substitute.get_global_rank = lambda group, rank: (3, 5, 9)[rank]
+    monkeypatch.setattr(transports, "dist", substitute)
+    second, message = NcclTransport(None, channels), torch.ones(1)  # type: ignore[arg-type]
     for channel, (to, source) in enumerate(((2, 0), (0, 2))):
-        second.send(torch.ones(1), to, channel)
-        second.receive(torch.ones(1), source, channel)
-    assert sent == [
-        *(("send", 9, (5, 9)), ("receive", 3, (3, 5))),
-        *(("send", 3, (5, 3)), ("receive", 9, (9, 5))),
-    ]
+        second.send(message, to, channel)
+        second.receive(message, source, channel)
+    assert substitute.isend.mock_calls == [call(message, 9, group=(5, 9)), call(message, 3, group=(5, 3))]
+    assert substitute.irecv.mock_calls == [call(message, 3, group=(3, 5)), call(message, 9, group=(9, 5))]
 
 
 @pytest.mark.parametrize(
@@ -177,23 +171,22 @@ def test_every_communicator_is_connected_once_in_one_order(four: RankPool) -> No
 
 
 def test_non_torch_bytes_are_used_minus_reserved_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    synchronized: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 25)
-    device = torch.device("cuda", 2)
-    assert meshes.non_torch_bytes(device) == 45
-    assert synchronized == [device], "running operations allocate memory too"
+    cuda = Mock(**{"mem_get_info.return_value": (30, 100), "memory_reserved.return_value": 25})
+    monkeypatch.setattr(torch, "cuda", cuda)
+    assert meshes.non_torch_bytes(torch.device("cuda", 2)) == 45
+    assert cuda.mock_calls[0] == call.synchronize(torch.device("cuda", 2)), (
+        "running operations allocate memory"
+    )
+    assert {args for _, args, _ in cuda.mock_calls} == {(torch.device("cuda", 2),)}
 
 
 def test_barrier_runs_on_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's default is the GPU with the rank's number, which does not exist on a second node."""
-    calls: list[dict[str, Any]] = []
+    barrier, group = Mock(), Mock()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(transports.dist, "barrier", lambda **keys: calls.append(keys))
-    group: Any = object()
-    transports.NcclTransport(group).barrier()
-    assert calls == [{"group": group, "device_ids": [3]}]
+    monkeypatch.setattr(dist, "barrier", barrier)
+    NcclTransport(group).barrier()
+    assert barrier.mock_calls == [call(group=group, device_ids=[3])]
 
 
 def test_groups_with_several_ranks_on_several_nodes_use_rings() -> None:
