@@ -45,7 +45,6 @@ FOUR_RANKS = Layout(tp=2, dp=2, zero=2, sp=True, micro_batch=4, global_batch=BAT
 @pytest.mark.parametrize(
     ("layout", "family", "training"),
     [
-        *((TP2, family, {}) for family in ("bloom", "falcon")),
         *((TP2_SP, family, {}) for family in ("llama", "neox")),
         *((DP2_Z3, family, {}) for family in ("llama", "bloom")),
         *((PP2, family, {}) for family in ("qwen", "bloom")),

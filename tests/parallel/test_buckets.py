@@ -112,22 +112,6 @@ def test_initial_shards_have_the_values_of_their_parameters(
             assert [p.tolist() for p in bucket.parameters] == [FULL[:5], FULL[5:15]]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_reduction_in_passes_sums_a_copy_of_the_gradients(size: int) -> None:
-    """The wait writes the sum to the gradients and frees the copy. A single rank makes a copy too."""
-    group, transport = make_group(size=size)
-    bucket = make_bucket(group, 0, in_passes=True)
-    assert bucket.gradients is not None
-    bucket.gradients.fill_(1.0)
-    work = bucket.reduce(add=False)
-    assert len(transport.started) == (size > 1)
-    assert bucket.gradients.eq(1.0).all(), "unchanged before the wait"
-    bucket.gradients.fill_(7.0)
-    work.wait()
-    assert bucket.gradients.eq(float(size)).all()
-    assert bucket.copy is None
-
-
 def test_master_weights_adopt_only_the_written_values() -> None:
     bucket = make_bucket(make_group(size=1)[0], 1, (4,), dtype=torch.bfloat16)
     bucket.master.fill_(1.001)  # 1.0 in bf16
@@ -142,11 +126,9 @@ def backward(reducer: GradientReducer, *order: tuple[int, int]) -> None:
         (reducer.buckets[b].parameters[s] * 1.0).sum().backward()
 
 
-def run_pass(
-    reducer: GradientReducer, *order: tuple[int, int], micro_batch: int = 0, micro_batches: int = 1
-) -> None:
-    """Run the backward passes of a micro-batch, and wait for its reductions."""
-    reducer.begin(micro_batch, micro_batches)
+def run_pass(reducer: GradientReducer, *order: tuple[int, int]) -> None:
+    """Run the backward passes of a step's only micro-batch, and wait for its reductions."""
+    reducer.begin(0, 1)
     backward(reducer, *order)
     reducer.finish()
     reducer.wait()
@@ -188,26 +170,6 @@ def test_reductions_that_allocate_memory_run_two_at_a_time(
     reducer.wait()
     assert transport.waited == [0, 1, 2]
     assert all(bucket.gradient_shard.eq(1.0).sum() >= 4 for bucket in reducer.buckets), "the mean of ones"
-
-
-@pytest.mark.parametrize(
-    ("stage", "announced", "messages"),
-    [
-        (0, 3, [0, 0, 1]),
-        (1, 3, [0, 0, 1]),
-        (2, 3, [1, 2, 3]),
-        # A micro-batch beyond the announced ones is reduced. Under stage 1, the ranks would have different values.
-        (0, 2, [0, 1, 2]),
-        (2, 2, [1, 2, 3]),
-    ],
-)
-def test_stages_0_and_1_reduce_the_last_micro_batch(stage: int, announced: int, messages: list[int]) -> None:
-    reducer, transport = make_reducer(stage, 1)
-    for micro_batch, expected in enumerate(messages):
-        run_pass(reducer, (0, 0), micro_batch=micro_batch, micro_batches=announced)
-        assert reducer.only_adds == (stage < 2 and 0 < micro_batch < announced - 1)
-        assert len(transport.started) == expected
-    assert reducer.buckets[0].gradient_shard[:4].tolist() == [3.0] * 4
 
 
 def test_missing_gradients_count_as_zero() -> None:

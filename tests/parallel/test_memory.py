@@ -157,7 +157,6 @@ def replicas(**settings: Any) -> Layout:
 @pytest.mark.parametrize(
     "layout",
     [
-        replace(TP, pa=True),
         replace(TP, tp=4, **ALL),
         replace(TP, sp=True, pa_cpu=True, md=True),
         replicas(zero=3, **ALL),

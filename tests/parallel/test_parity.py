@@ -90,9 +90,6 @@ def relative_distance(found: Trained, expected: Trained) -> float:
     "layout",
     [
         *(replace(DP4, zero=z) for z in range(4)),
-        replace(DP2, zero=1, zero1_reduce="all-reduce"),
-        replace(TP2_DP2, zero=2, sp=True),
-        replace(TP2, tp=4),
         replace(TP2, tp=4, sp=True),
         replace(TP2_DP2, gradient_as_bucket_view=False),
     ],
