@@ -13,7 +13,7 @@ import repro
 from repro.config import Layout, Model
 from repro.config.engines import has_fused_softmax
 from repro.engines import build_engine
-from repro.model.operator_sets import WeightDropout, _softmax_apart, causal_mask
+from repro.model.operator_sets import _softmax_apart
 from repro.parallel import mesh as meshes
 from repro.simulate.time.device import MATMULS
 from repro.simulate.trace.events import Message, Operator, PhaseStart, Wait
@@ -257,14 +257,6 @@ def test_all_operator_sets_overlap_tp_collectives_equally(tp_overlap: bool) -> N
     assert any(products for phase, _, _, products in fused if phase == "backward") == tp_overlap
     for kernels in ("reference", "softmax", "unfused"):
         assert tp_collectives(replace(layout, kernels=kernels)) == fused, kernels
-
-
-def test_causal_mask_and_dropout_of_attention_weights() -> None:
-    mask = causal_mask(3, torch.empty(0, dtype=torch.float16))
-    assert mask.tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
-    weights = torch.rand(2, 3, 5, 5)
-    dropout = WeightDropout(0.4, 1234, first_sample=7, heads=6, first_head=3)
-    torch.testing.assert_close(dropout(weights), weights * dropout.keep(weights, weights.shape[-1]) / 0.6)
 
 
 @pytest.mark.parametrize(
