@@ -11,13 +11,10 @@ import pytest
 T = TypeVar("T", bound="Clock")
 
 
-def _nothing() -> None: ...
-
-
 class Clock:
     """Clocks that all show `now`, in seconds. `sleep` adds to `now`."""
 
-    def __init__(self, now: float = 100.0, *, asleep: Callable[[], None] = _nothing) -> None:
+    def __init__(self, now: float = 100.0, *, asleep: Callable[[], object] = lambda: None) -> None:
         self.now = now
         self.asleep = asleep
         """Function to call at the end of every sleep."""

@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # pytest-xdist sets 80 columns for its workers. Tests need the width of a pipe.
 os.environ.pop("COLUMNS", None)
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -31,25 +31,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repro")
 
 
-@pytest.fixture(scope="session")
-def two() -> Iterator[RankPool]:
-    """Return two gloo ranks that live until the session ends."""
-    with RankPool(2) as pool:
-        yield pool
+def _session_pool(size: int) -> Callable[[], Iterator[RankPool]]:
+    @pytest.fixture(scope="session")
+    def pool() -> Iterator[RankPool]:
+        with RankPool(size) as pool:
+            yield pool
+
+    return pool
 
 
-@pytest.fixture(scope="session")
-def four() -> Iterator[RankPool]:
-    """Return four gloo ranks that live until the session ends."""
-    with RankPool(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="session")
-def eight() -> Iterator[RankPool]:
-    """Return eight gloo ranks that live until the session ends."""
-    with RankPool(8) as pool:
-        yield pool
+two, four, eight = map(_session_pool, (2, 4, 8))
+"""Fixtures of gloo ranks that live until the session ends."""
 
 
 @pytest.fixture(scope="session")

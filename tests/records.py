@@ -69,6 +69,10 @@ def fit_record(
     experiment = Experiment(name="fit", model=shape, layout=layout, training=Training(), system=system)
     more = shape if model else replace(shape, layers=layers + 1)
     memory = RankMemory(cuda={"reserved_peak": 30 * 10**9}, states=states)
+
+    def trial(tried: Model, **result: Any) -> MeasuredTrial:
+        return MeasuredTrial(layers=tried.layers, micro_batch=1, parameters=total_parameters(tried), **result)
+
     return FitRecord(
         suite="fit",
         name="m-on-64",
@@ -82,14 +86,6 @@ def fit_record(
         one_rank=True,
         rank=0,
         collectives="no data",
-        largest=MeasuredTrial(
-            layers=shape.layers,
-            micro_batch=1,
-            parameters=total_parameters(shape),
-            outcome="ok",
-            memory=memory,
-        ),
-        first_failing=MeasuredTrial(
-            layers=more.layers, micro_batch=1, parameters=total_parameters(more), outcome=fails
-        ),
+        largest=trial(shape, outcome="ok", memory=memory),
+        first_failing=trial(more, outcome=fails),
     )

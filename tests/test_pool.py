@@ -1,4 +1,4 @@
-"""Tests of pools of ranks: errors name the failed rank, and no file remains in the temporary folder."""
+"""Tests of pools of ranks, and of the groups of pytest-xdist that keep tests with common fixtures on one worker."""
 
 from __future__ import annotations
 
@@ -71,3 +71,10 @@ def test_a_pool_is_usable_after_a_hang_and_after_an_interrupt(monkeypatch: pytes
             with pytest.raises(KeyboardInterrupt):
                 pool.run(abs, -2)
         assert pool.run(abs, -3) == [3]
+
+
+def test_xdist_appends_the_group_to_a_test_name(pytestconfig: pytest.Config) -> None:
+    """Without the group in the test's name, pytest-xdist distributes tests individually."""
+    has_groups = bool(getattr(pytestconfig.option, "loadgroup", False))
+    name = os.environ["PYTEST_CURRENT_TEST"].removesuffix(" (call)")
+    assert name.endswith(f"@{__file__}") == has_groups, "pytest 9.2 with pytest-xdist 3.8 appends the group"

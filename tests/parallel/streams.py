@@ -68,7 +68,7 @@ class _FakeGroup:
 
 
 class _RecordingDist:
-    """Substitute of `torch.distributed` on one rank; records the operations that the host issues."""
+    """Substitute of `torch.distributed` and `DeferredReceives` on one rank; records the operations of the host."""
 
     def __init__(self, rank: int):
         self.rank, self.program = rank, list[Operation]()
@@ -79,8 +79,6 @@ class _RecordingDist:
     def compute(self, chunk: int, kind: str) -> None:
         self.program.append(Compute((chunk, kind) not in self.launched))
         self.launched.add((chunk, kind))
-
-    # -- substitutes of `repro.parallel.mesh.make_process_group` and `torch.distributed`
 
     def process_group(self, ranks: tuple[int, ...], purpose: tuple[Any, ...] = ()) -> _FakeGroup:
         return self._groups.setdefault((ranks, purpose), _FakeGroup(ranks, purpose))
@@ -108,8 +106,6 @@ class _RecordingDist:
         after = self.record() if self.receive_after < 0 else self.receive_after
         self.program.append(Message((*pair.ranks, pair.purpose[2]), after))
         return SimpleNamespace(wait=lambda: self.program.append(Wait(number)))
-
-    # -- substitutes of `repro.parallel.pipeline.boundary.DeferredReceives`
 
     def record(self) -> int:
         return sum(isinstance(operation, Wait | Compute) for operation in self.program)
@@ -177,43 +173,36 @@ def step_programs(layout: Layout, *, connect: bool = True) -> list[Program]:
     return programs
 
 
-_MessageCount = tuple[Hashable, int]
-"""Communicator, and the number of its messages that have to end."""
+_MessageCounts = tuple[tuple[Hashable, int], ...]
+"""Communicators, and the number of messages of each that have to end."""
 
 
 class _Rank:
     def __init__(self, program: Program):
         self.program, self.position = program, 0
-        self.computations: list[tuple[_MessageCount, ...]] = []
+        self.computations: list[_MessageCounts] = []
         """Prerequisites of each computation or wait, in the order of issue."""
         self.computed = 0
-        self.messages: list[_MessageCount] = []
-        self.streams: dict[Hashable, list[Message]] = defaultdict(list)
-        self.prerequisites: dict[Hashable, list[tuple[_MessageCount, ...]]] = defaultdict(list)
-        """Prerequisites of each message of a stream, in addition to `Message.after`."""
+        self.messages: list[tuple[Hashable, int]] = []
+        self.streams: dict[Hashable, list[tuple[Message, _MessageCounts]]] = defaultdict(list)
+        """Messages of each communicator, with prerequisites in addition to `Message.after`."""
         self.ended: dict[Hashable, int] = defaultdict(int)
 
     @property
     def is_idle(self) -> bool:
         """Return whether the device has finished all issued operations."""
-        return self.computed == len(self.computations) and all(
-            self.ended[key] == len(queue) for key, queue in self.streams.items()
-        )
+        all_ended = all(self.ended[key] == len(queue) for key, queue in self.streams.items())
+        return all_ended and self.computed == len(self.computations)
 
     def next_message(self, key: Hashable) -> Message | None:
         """Return the communicator's next message; None before all its prerequisites have ended."""
-        queue, ended = self.streams[key], self.ended[key]
-        if ended == len(queue) or queue[ended].after > self.computed:
+        if self.ended[key] == len(self.streams[key]):
             return None
-        return queue[ended] if self.have_ended(self.prerequisites[key][ended]) else None
+        message, counts = self.streams[key][self.ended[key]]
+        return message if message.after <= self.computed and self.have_ended(counts) else None
 
-    def have_ended(self, counts: tuple[_MessageCount, ...]) -> bool:
-        """Return whether all of these messages have ended."""
+    def have_ended(self, counts: _MessageCounts) -> bool:
         return all(self.ended[key] >= count for key, count in counts)
-
-    def started_messages(self) -> tuple[_MessageCount, ...]:
-        """Return the messages that end before the last issued message of each stream can start."""
-        return tuple((key, len(queue) - 1) for key, queue in self.streams.items())
 
 
 class _Cluster:
@@ -228,7 +217,11 @@ class _Cluster:
         """Issue the next operation of a rank, and return False if the operation blocks the rank's host."""
         rank = self.ranks[number]
         operation = rank.program[rank.position]
-        preceding = rank.started_messages() if self.one_queue else ()
+        preceding: _MessageCounts = ()
+        if (
+            self.one_queue
+        ):  # all earlier messages have started if those before the last of each stream have ended
+            preceding = tuple((key, len(queue) - 1) for key, queue in rank.streams.items())
         if isinstance(operation, Compute):
             waits = self.blocking == "always" or (self.blocking == "first" and operation.is_first)
             if waits and not rank.is_idle:
@@ -240,20 +233,22 @@ class _Cluster:
             if not rank.is_idle:
                 return False
         elif isinstance(operation, Rendezvous):
-            self.arrived[operation.ranks].add(number)
-            if len(self.arrived[operation.ranks]) < len(operation.ranks):
+            if not self._have_arrived(operation.ranks, number, len(operation.ranks)):
                 return False
         else:
             key = self.communicator(operation.channel)
-            self.arrived[key].add(number)
-            if len(self.arrived[key]) < 2:
+            if not self._have_arrived(key, number, 2):
                 return False
             after = len(rank.computations) if self.one_queue else operation.after
-            rank.streams[key].append(operation._replace(after=after))
-            rank.prerequisites[key].append(preceding)
+            rank.streams[key].append((operation._replace(after=after), preceding))
             rank.messages.append((key, len(rank.streams[key])))
         rank.position += 1
         return True
+
+    def _have_arrived(self, key: Hashable, number: int, hosts: int) -> bool:
+        """Record that a rank's host uses a communicator, and return whether all its hosts have done so."""
+        self.arrived[key].add(number)
+        return len(self.arrived[key]) == hosts
 
     def run_device(self, rank: _Rank) -> bool:
         """Run the operations of the rank's device that can start, and return whether there were any."""
@@ -268,7 +263,7 @@ class _Cluster:
         message = rank.next_message(key)
         if message is None:
             return False
-        ends = [self.ranks[message.channel[0]], self.ranks[message.channel[1]]]
+        ends = [self.ranks[end] for end in message.channel[:2]]
         both = [end.next_message(key) for end in ends]
         if any(other is None or other.channel != message.channel for other in both):
             return False

@@ -8,31 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from repro.config import ConfigError, Layout, engines
+from repro.config import Layout
 from repro.model.counts import total_parameters
 from tests.parallel.test_parity import BATCH, DROPOUT, UNIT, alone, assert_parity, assert_same, name_of
 from tests.pool import RankPool
 from tests.training import TINY, tiny, train
 
-LLAMA: dict[str, Any] = {
-    "norm": "rms",
-    "norm_eps": 1e-6,
-    "positions": "rotary",
-    "mlp": "swiglu",
-    "ffn": 48,
-    "kv_heads": 2,
-    "biases": "none",
-    "tied": False,
-}
+GROUPED_KEYS = {"kv_heads": 2, "biases": "none", "tied": False}
+RMS_NORM = {"norm": "rms", "norm_eps": 1e-6}
+LLAMA: dict[str, Any] = {"positions": "rotary", "mlp": "swiglu", "ffn": 48} | GROUPED_KEYS | RMS_NORM
 NEOX = {"positions": "rotary", "rotary_fraction": 0.25, "blocks": "parallel", "tied": False}
 BLOOM = {"positions": "alibi", "embedding_norm": True}
-FALCON = {
-    "positions": "rotary",
-    "kv_heads": 1,
-    "biases": "none",
-    "blocks": "parallel-one-norm",
-    "mlp": "gelu-erf",
-}
+ONE_NORM = {"blocks": "parallel-one-norm", "mlp": "gelu-erf"}
+FALCON = ONE_NORM | {"positions": "rotary", "kv_heads": 1, "biases": "none"}
 FAMILIES = {
     name: replace(TINY, name=name, layers=2, **keys)
     for name, keys in {
@@ -57,7 +45,6 @@ FOUR_RANKS = Layout(tp=2, dp=2, zero=2, sp=True, micro_batch=4, global_batch=BAT
 @pytest.mark.parametrize(
     ("layout", "family", "training"),
     [
-        *((TP2, family, {}) for family in ("bloom", "falcon")),
         *((TP2_SP, family, {}) for family in ("llama", "neox")),
         *((DP2_Z3, family, {}) for family in ("llama", "bloom")),
         *((PP2, family, {}) for family in ("qwen", "bloom")),
@@ -81,9 +68,7 @@ def test_every_layout_equals_one_process(
 
 
 @pytest.mark.parametrize("family", ["llama", "plain"])
-def test_models_without_learned_positions_train_longer_samples(
-    request: pytest.FixtureRequest, family: str
-) -> None:
+def test_rotary_and_alibi_train_longer_samples(request: pytest.FixtureRequest, family: str) -> None:
     """Samples have 4 times the model's sequence length; context parallelism trains them as one process does."""
     model = FAMILIES[family]
     layout = Layout(cp=2, micro_batch=4, global_batch=BATCH)
@@ -124,50 +109,16 @@ def test_each_model_key_changes_the_loss() -> None:
     assert len(losses) == len(models) == 17
 
 
-@pytest.mark.parametrize(("family", "precision"), [("llama", "bf16"), ("bloom", "fp16")])
-def test_16_bit_losses_equal_one_process(two: RankPool, family: str, precision: str) -> None:
-    unit, model = UNIT[precision], FAMILIES[family]
-    layout = Layout(tp=2, sp=True, micro_batch=BATCH, precision=precision)
-    found = two.run(train, tiny(layout, model, **FAST))
-    torch.testing.assert_close(found[0].loss, alone(precision, model, **FAST).loss, rtol=4 * unit, atol=0.0)
-    fp32_loss = alone(model=model, **FAST).loss
-    torch.testing.assert_close(found[0].loss, fp32_loss, rtol=16 * unit, atol=0.0)
+CP2 = Layout(cp=2, zero=1, micro_batch=BATCH)
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "engine", "message"),
-    [
-        (
-            "llama",
-            {"kernels": "unfused"},
-            "native",
-            "kernels = 'unfused': must be one of "
-            "fused, fused-2024, fused-2026, megatron-2025, reference, softmax, torchtitan-2024, since operators of",
-        ),
-        (
-            "bloom",
-            {},
-            "torch",
-            "embedding_norm = true: must be the value of GPT-2, the only model of engine t",
-        ),
-        (
-            "neox",
-            {},
-            "megatron",
-            "positions = 'rotary': must be the value of GPT-2, the only model of engine m",
-        ),
-        ("llama", {"tp": 4}, "deepspeed", "tp = 4: must be at most kv_heads = 2 with engine deepspeed"),
-    ],
+    ("family", "layout", "precision"),
+    [("llama", TP2_SP, "bf16"), ("bloom", TP2_SP, "fp16"), ("llama", CP2, "bf16"), ("llama", CP2, "fp16")],
+    ids=name_of,
 )
-def test_unsupported_model_is_refused(family: str, layout: dict[str, Any], engine: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        tiny(Layout(**layout), FAMILIES[family], engine, dropout=0, attention_dropout=0)
-    assert "\n" not in str(error.value)
-
-
-def test_tp_divides_or_is_a_multiple_of_kv_heads() -> None:
-    model = replace(TINY, heads=12, hidden=48, kv_heads=3)
-    engines.check_layout_fits(Layout(tp=3), model, model.seq)
-    engines.check_layout_fits(Layout(tp=6), model, model.seq)
-    with pytest.raises(ConfigError, match="tp = 2: must be a divisor or a multiple of kv_heads = 3"):
-        engines.check_layout_fits(Layout(tp=2), model, model.seq)
+def test_16_bit_losses_equal_one_process(two: RankPool, family: str, layout: Layout, precision: str) -> None:
+    unit, model = UNIT[precision], FAMILIES[family]
+    loss = two.run(train, tiny(replace(layout, precision=precision), model, **FAST))[0].loss
+    torch.testing.assert_close(loss, alone(precision, model, **FAST).loss, rtol=4 * unit, atol=0.0)
+    torch.testing.assert_close(loss, alone(model=model, **FAST).loss, rtol=16 * unit, atol=0.0)

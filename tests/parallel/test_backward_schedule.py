@@ -29,23 +29,15 @@ def forward(*events: str | tuple[int, ModuleUse]) -> ForwardPass:
     return run
 
 
-def blocks() -> BackwardSchedule:
-    """Return the schedule of visit 0 (unit 2), which contains visit 1 (unit 0) and then visit 2 (unit 1)."""
-    return BackwardSchedule([forward((2, OUTER), (0, A), ")", (1, B), ")", ")")])
-
-
 def test_backward_pass_visits_modules_in_reverse_order() -> None:
-    schedule = blocks()
+    """Visit 0 (unit 2) contains visit 1 (unit 0) and then visit 2 (unit 1)."""
+    schedule = BackwardSchedule([forward((2, OUTER), (0, A), ")", (1, B), ")", ")")])
     assert schedule.visits == [(2, OUTER), (0, A), (1, B)]
     assert schedule.steps == [(ENTERS, 0), (ENTERS, 2), (LEAVES, 2), (ENTERS, 1), (LEAVES, 1), (LEAVES, 0)]
     assert schedule.next_entry == [2, 1, 1, None, None, None]
     assert schedule.frees_unit == [False, False, True, False, True, True]
     assert schedule.first_visit == {2: 0, 0: 1, 1: 2}
-
-
-def test_steps_until_a_visit_count_entries_and_exits() -> None:
-    """The exit of a block includes the entry of the visit that ended just before the block began."""
-    schedule = blocks()
+    # The exit of a block includes the entry of the visit that ended just before the block began.
     assert [schedule.steps_until_entry(visit) for visit in range(3)] == [1, 4, 2]
     assert [schedule.steps_until_exit(visit) for visit in range(3)] == [6, 5, 4]
 

@@ -22,7 +22,6 @@ from repro.parallel.zero import flat_parameters
 from repro.parallel.zero.flat_buffer import Bucket
 from repro.parallel.zero.flat_parameters import Sharding, Tag
 from repro.parallel.zero.grad_reduce import GradientReducer
-from repro.parallel.zero.optimizer import GradientShards
 from repro.parallel.zero.partition import plan_bucket
 from tests.pool import RankPool
 
@@ -40,15 +39,22 @@ class EqualRanks(NoTransport):
         """Elements of each collective."""
         self.waited: list[int] = []
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Work:
+    def start(self, elements: int) -> Work:
         number = len(self.started)
-        self.started.append(tensor.numel())
-        tensor.mul_(self.ranks)
+        self.started.append(elements)
         return Work(finish=lambda: self.waited.append(number))
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Work:
+        tensor.mul_(self.ranks)
+        return self.start(tensor.numel())
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
         output.copy_(input[: output.numel()])
         return self.all_reduce(output, "")
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        super().all_gather(output, input)
+        return self.start(output.numel())
 
 
 def make_group(rank: int = 0, size: int = 3) -> tuple[Group, EqualRanks]:
@@ -70,12 +76,11 @@ def make_bucket(
     group: Group,
     stage: int,
     sizes: tuple[int, ...] = SIZES,
-    tags: tuple[Tag, ...] = (),
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Bucket:
     parameters = [Parameter(torch.empty(size)) for size in sizes]
-    plan = plan_bucket([(i, n, tags[i] if tags else Tag(0)) for i, n in enumerate(sizes)], group.size)
+    plan = plan_bucket([(i, n, Tag(0)) for i, n in enumerate(sizes)], group.size)
     bucket = Bucket(plan, parameters, sharding(group, stage, **settings), dtype)
     with torch.no_grad():
         bucket.fill(value, bucket.master)
@@ -107,42 +112,6 @@ def test_initial_shards_have_the_values_of_their_parameters(
             assert [p.tolist() for p in bucket.parameters] == [FULL[:5], FULL[5:15]]
 
 
-@pytest.mark.parametrize(
-    ("stage", "all_reduced", "remaining"),
-    [
-        (0, False, [i / 3 for i in range(24)]),
-        (1, False, [*[0.0] * 8, *range(8, 16), *[0.0] * 8]),
-        (1, True, [i / 3 for i in range(24)]),
-    ],
-)
-def test_unreduce_lets_a_later_reduction_count_ranks_once(
-    stage: int, all_reduced: bool, remaining: list[float]
-) -> None:
-    """Each of three ranks retains a third of an all-reduced mean. Only the owner retains a reduce-scattered shard."""
-    bucket = make_bucket(make_group(rank=1)[0], stage, all_reduce_first=all_reduced)
-    assert bucket.gradients is not None
-    bucket.gradients.copy_(torch.arange(24.0))
-    assert bucket.gradient_shard.tolist() == (list(range(8, 16)) if stage else list(range(24)))
-    bucket.unreduce()
-    assert bucket.gradients.tolist() == pytest.approx(remaining)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_reduction_in_passes_sums_a_copy_of_the_gradients(size: int) -> None:
-    """The wait writes the sum to the gradients and frees the copy. A single rank makes a copy too."""
-    group, transport = make_group(size=size)
-    bucket = make_bucket(group, 0, in_passes=True)
-    assert bucket.gradients is not None
-    bucket.gradients.fill_(1.0)
-    work = bucket.reduce(add=False)
-    assert len(transport.started) == (size > 1)
-    assert bucket.gradients.eq(1.0).all(), "unchanged before the wait"
-    bucket.gradients.fill_(7.0)
-    work.wait()
-    assert bucket.gradients.eq(float(size)).all()
-    assert bucket.copy is None
-
-
 def test_master_weights_adopt_only_the_written_values() -> None:
     bucket = make_bucket(make_group(size=1)[0], 1, (4,), dtype=torch.bfloat16)
     bucket.master.fill_(1.001)  # 1.0 in bf16
@@ -151,43 +120,23 @@ def test_master_weights_adopt_only_the_written_values() -> None:
     assert bucket.master[:4].tolist() == pytest.approx([1.001, 3.0, 1.001, 1.001])
 
 
-def test_gradient_norm_counts_each_parameter_once() -> None:
-    tags = (Tag(0), Tag(0, duplicate=True), Tag(0, tied=True))
-
-    def squares(layout: Layout, rank: int, stage: int) -> float:
-        mesh = meshes.shape_only_mesh(layout, rank)
-        bucket = make_bucket(mesh.dp, stage, (2, 3, 4), tags)
-        bucket.gradient_shard.fill_(1.0)
-        norms = GradientShards([bucket], mesh).agree(torch.tensor(6.0), torch.tensor(0.5))
-        assert float(norms.loss) == 6.0 / (layout.world // layout.pp)
-        assert float(norms.overflow) == 0.0
-        return (float(norms.gradient) * 0.5) ** 2
-
-    by_rank = [squares(Layout(tp=2, pp=2, micro_batch=1, global_batch=2), rank, 0) for rank in range(4)]
-    assert by_rank == pytest.approx([9, 6, 5, 2])
-    assert [squares(Layout(dp=2), rank, 0) for rank in range(2)] == pytest.approx([9, 0])
-    assert [squares(Layout(dp=2), rank, 1) for rank in range(2)] == pytest.approx([8, 1])
-
-
 def backward(reducer: GradientReducer, *order: tuple[int, int]) -> None:
     """Run backward passes that give parameter `s` of bucket `b` gradients of ones, in this order."""
     for b, s in order:
         (reducer.buckets[b].parameters[s] * 1.0).sum().backward()
 
 
-def run_pass(
-    reducer: GradientReducer, *order: tuple[int, int], micro_batch: int = 0, micro_batches: int = 1
-) -> None:
-    """Run the backward passes of a micro-batch, and wait for its reductions."""
-    reducer.begin(micro_batch, micro_batches)
+def run_pass(reducer: GradientReducer, *order: tuple[int, int]) -> None:
+    """Run the backward passes of a step's only micro-batch, and wait for its reductions."""
+    reducer.begin(0, 1)
     backward(reducer, *order)
     reducer.finish()
     reducer.wait()
 
 
-def make_reducer(stage: int, count: int = 4, **settings: bool) -> tuple[GradientReducer, EqualRanks]:
+def make_reducer(stage: int, count: int, **settings: Any) -> tuple[GradientReducer, EqualRanks]:
     group, transport = make_group(size=2)
-    buckets = [make_bucket(group, stage, (8 * (b + 1),)) for b in range(count)]
+    buckets = [make_bucket(group, stage, (8 * (b + 1),), **settings) for b in range(count)]
     return GradientReducer(buckets, sharding(group, stage, **settings)), transport
 
 
@@ -205,11 +154,8 @@ def make_reducer(stage: int, count: int = 4, **settings: bool) -> tuple[Gradient
 def test_reductions_that_allocate_memory_run_two_at_a_time(
     stage: int, in_place: bool, settings: dict[str, Any], waited: list[int]
 ) -> None:
-    group, transport = make_group(size=2)
+    reducer, transport = make_reducer(stage, 3, **settings)
     transport.reduces_in_place = in_place
-    reducer = GradientReducer(
-        [make_bucket(group, stage, (8 * (b + 1),), **settings) for b in range(3)], sharding(group, stage)
-    )
     parts = 1 if stage == 0 or "all_reduce_first" in settings else 2
     sizes = [bucket.plan.padded // parts for bucket in reducer.buckets]
     reducer.begin(0, 1)
@@ -224,36 +170,6 @@ def test_reductions_that_allocate_memory_run_two_at_a_time(
     reducer.wait()
     assert transport.waited == [0, 1, 2]
     assert all(bucket.gradient_shard.eq(1.0).sum() >= 4 for bucket in reducer.buckets), "the mean of ones"
-
-
-@pytest.mark.parametrize(
-    ("stage", "announced", "messages"),
-    [
-        (0, 3, [0, 0, 1]),
-        (1, 3, [0, 0, 1]),
-        (2, 3, [1, 2, 3]),
-        # A micro-batch beyond the announced ones is reduced. Under stage 1, the ranks would have different values.
-        (0, 2, [0, 1, 2]),
-        (2, 2, [1, 2, 3]),
-    ],
-)
-def test_stages_0_and_1_reduce_the_last_micro_batch(stage: int, announced: int, messages: list[int]) -> None:
-    reducer, transport = make_reducer(stage, 1)
-    for micro_batch, expected in enumerate(messages):
-        run_pass(reducer, (0, 0), micro_batch=micro_batch, micro_batches=announced)
-        assert reducer.only_adds == (stage < 2 and 0 < micro_batch < announced - 1)
-        assert len(transport.started) == expected
-    assert reducer.buckets[0].gradient_shard[:4].tolist() == [3.0] * 4
-
-
-def test_reduce_early_reduces_accumulated_gradients_once() -> None:
-    reducer, transport = make_reducer(1, 2)
-    run_pass(reducer, (0, 0), (1, 0), micro_batches=3)
-    assert not transport.started
-    reducer.reduce_early()
-    assert (len(transport.started), transport.waited) == (2, [0, 1])
-    reducer.reduce_early()
-    assert len(transport.started) == 2
 
 
 def test_missing_gradients_count_as_zero() -> None:
@@ -284,18 +200,11 @@ def test_held_bucket_adds_repeated_gradients_before_its_reduction() -> None:
             backward(reducer, (0, 0))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_gradient_pool_fits_the_largest_buckets(stage: int) -> None:
-    """The pool has pieces for two reductions, a bucket that is being filled, and a bucket that is open for long."""
-    reducer, _ = make_reducer(stage, 6, contiguous=True)
-    pool = reducer.buckets[0].pool
-    assert pool is not None
-    assert all(bucket.pool is pool for bucket in reducer.buckets)
-    assert (pool.memory.numel(), pool.capacity, pool.used) == (48 + 48 + 32 + 32, 4, 0)
-
-
 def test_gradient_pool_grows_once_for_gradients_in_reverse_order() -> None:
-    """The reverse order opens all buckets before the first is complete."""
+    """The pool has pieces for two reductions, a bucket that is being filled, and a bucket that is open for long.
+
+    The reverse order opens all buckets before the first is complete.
+    """
     reducer, _ = make_reducer(2, 6, contiguous=True)
     pool = reducer.buckets[0].pool
     assert pool is not None
@@ -337,8 +246,7 @@ def test_reducer_freed_during_a_reduction_breaks_no_connection(two: RankPool) ->
 
 def test_a_reducer_exists_as_long_as_a_parameter() -> None:
     """Autograd's hooks do not count as references, so gradients would otherwise not be reduced."""
-    group, _ = make_group(size=2)
-    reducer = GradientReducer([make_bucket(group, 1, (8,))], sharding(group, 1))
+    reducer, _ = make_reducer(1, 1)
     parameter, reference = reducer.buckets[0].parameters[0], weakref.ref(reducer)
     del reducer
     gc.collect()

@@ -1,4 +1,4 @@
-"""Tests of pipelines and 3D layouts: parity with one process, micro-batches in flight, traffic and refusals."""
+"""Tests of pipelines and 3D layouts: parity with one process, micro-batches in flight and traffic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from repro.config import ConfigError, Experiment, Layout
+from repro.config import Experiment, Layout
 from repro.engines.native.engine import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
@@ -29,11 +29,9 @@ LAYOUTS = [
     replace(PP4, schedule="gpipe"),
     PP4,
     replace(PP4, overlap=False),
-    replace(FOUR, tp=2),
     replace(FOUR, tp=2, **OPTIONS),
     replace(INTERLEAVED, tp=2, scatter_gather=True),
     replace(INTERLEAVED, stage_layers=(0, 1, 1, 0)),
-    replace(PP2, dp=2),
     replace(PP2, dp=2, zero=1, zero1_reduce="all-reduce", schedule="interleaved", chunks=2),
     replace(PP2, dp=2, zero=1, order="pp-tp-dp", stage_layers=(1, 3), **OPTIONS),
     replace(PP2, dp=2, zero=2, stage_layers=(2, 0)),
@@ -44,10 +42,8 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_losses_equal_one_process_and_traffic_the_formula(
-    request: pytest.FixtureRequest, layout: Layout
-) -> None:
-    """Layouts with recomputation also have small buckets and dropout."""
+def test_pipelines_train_like_one_process(request: pytest.FixtureRequest, layout: Layout) -> None:
+    """Traffic equals the formulas. Layouts with recomputation also have small buckets and dropout."""
     training = {**LEARNING, **(DROPOUT if layout.recompute else {})}
     losses = alone(model=smallest(layout), **training).loss
     assert losses[-1] < 0.95 * losses[0], "the loss must fall, or parity proves little"
@@ -144,37 +140,3 @@ def _live_activations(experiment: Experiment) -> dict[str, Any]:
         engine.synchronize()
     assert in_flight(engine.pipeline.actions) == engine.pipeline.in_flight
     return {"in_flight": engine.pipeline.in_flight, "live": live}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pp": 3}, "pp = 3: must be a divisor of layers = 4"),
-        ({"pp": 8}, "at most layers = 4"),
-        ({"pp": 2, "stage_layers": (1, 2)}, "whose sum is layers = 4"),
-        ({"pp": 2, "stage_layers": (4,)}, "one number of layers for each of pp * chunks = 2 parts"),
-        (
-            {"pp": 4, "stage_layers": (2, 0, 1, 1)},
-            "1 or more layers in each part; only the first",
-        ),
-        ({"pp": 2, "stage_layers": (5, -1)}, "1 or more layers in each part; only the first"),
-        ({"pp": 2, "schedule": "interleaved", "chunks": 2, "global_batch": 3}, "multiples of pp = 2"),
-        ({"pp": 2, "schedule": "interleaved"}, "at least 2 with schedule = interleaved"),
-        ({"pp": 2, "chunks": 2}, "1 unless schedule = interleaved"),
-        ({"schedule": "interleaved", "chunks": 2}, "pp > 1"),
-        ({"pp": 2, "zero": 3}, "stage 3 would gather all parameters twice per micro-batch"),
-        (
-            {"zero": 3, "schedule": "gpipe", "global_batch": 2},
-            "schedule = 'gpipe': must be 1f1b with zero = 3",
-        ),
-        ({"pp": 2, "scatter_gather": True}, "tp > 1, pp > 1 and sp = false"),
-        ({"sp": True}, "tp > 1"),
-        ({"order": "pp-pp-tp"}, "one of tp-dp-pp"),
-        ({"schedule": "zb-h1"}, "one of gpipe, 1f1b, interleaved"),
-    ],
-)
-def test_invalid_pipeline_layouts_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        tiny(Layout(**settings))
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)

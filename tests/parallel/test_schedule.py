@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import defaultdict, deque
 from dataclasses import replace
 from fractions import Fraction
-from random import Random
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from repro.parallel.pipeline.schedule import (
     BACKWARD,
     FORWARD,
     Action,
-    Schedule,
     batches,
     bubble_ratio,
     build_schedule,
@@ -45,9 +42,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=150)
 @given(cases(), times, times)
-def test_bubble_equals_the_papers_formula_for_any_times(
-    case: Case, forward: Fraction, backward: Fraction
-) -> None:
+def test_bubble_equals_the_papers_formula(case: Case, forward: Fraction, backward: Fraction) -> None:
     _, p, m, v = case
     assert bubble_ratio(build_schedule(*case), forward, backward) == Fraction(p - 1, v * m)
 
@@ -70,9 +65,7 @@ def test_every_stage_runs_every_action_once(case: Case) -> None:
 
 @settings(max_examples=60)
 @given(cases(), times, times)
-def test_timeline_starts_actions_in_order_after_their_inputs(
-    case: Case, forward: Fraction, backward: Fraction
-) -> None:
+def test_actions_start_in_order_after_their_inputs(case: Case, forward: Fraction, backward: Fraction) -> None:
     _, p, _, v = case
     schedule = build_schedule(*case)
     slots = timeline(schedule, forward, backward)
@@ -85,45 +78,6 @@ def test_timeline_starts_actions_in_order_after_their_inputs(
             needed = dependency_of(slot.action, stage, p, v)
             assert slot.start == max(free, stop[needed] if needed else Fraction(0))
             free = slot.stop
-
-
-@settings(max_examples=100)
-@given(cases(), st.randoms(use_true_random=False), st.booleans())
-def test_schedules_run_on_channels_without_tags(case: Case, random: Random, shared: bool) -> None:
-    """Receives block and sends do not. The first message on a channel is the first one that its receiver needs.
-
-    With `shared`, activations and gradients use one channel.
-    """
-    _, p, m, v = case
-    assert run_in_random_order(build_schedule(*case), v, random, shared) == 2 * p * m * v
-
-
-def run_in_random_order(schedule: Schedule, v: int, random: Random, shared: bool) -> int:
-    """Run one action of a random stage at a time until all stages end or block; return the number of actions."""
-    p = len(schedule)
-    channels: dict[tuple[int, int, str], deque[tuple[str, int, int]]] = defaultdict(deque)
-    at, done, blocked = [0] * p, 0, set[int]()
-    while len(blocked) < p:
-        stage = random.choice([s for s in range(p) if s not in blocked])
-        if at[stage] == len(schedule[stage]):
-            blocked.add(stage)
-            continue
-        action = schedule[stage][at[stage]]
-        part, last = action.chunk * p + stage, p * v - 1
-        step = 1 if action.kind == FORWARD else -1
-        if p > 1 and 0 <= part - step <= last:
-            channel = channels[(stage - step) % p, stage, "" if shared else action.kind]
-            if not channel:
-                blocked.add(stage)
-                continue
-            assert channel.popleft() == (action.kind, action.micro_batch, part)
-        if p > 1 and 0 <= part + step <= last:
-            channel = channels[stage, (stage + step) % p, "" if shared else action.kind]
-            channel.append((action.kind, action.micro_batch, part + step))
-        at[stage] += 1
-        done += 1
-        blocked.clear()
-    return done
 
 
 @settings(max_examples=120)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
-from repro.config.errors import ConfigError
 from repro.engines.native.engine import NativeEngine
 from repro.parallel import mesh as meshes
 from repro.parallel.zero import flat_parameters
@@ -36,13 +35,6 @@ def with_limits(work: Callable[[Experiment], Any], experiment: Experiment) -> An
         patch.setattr(flat_parameters, "PERSISTENCE_THRESHOLD_ELEMENTS", THRESHOLD)
         patch.setattr(flat_parameters, "MAX_REUSE_DISTANCE_ELEMENTS", REUSE_DISTANCE)
         return work(experiment)
-
-
-def sizes(experiment: Experiment) -> list[int]:
-    """Return the number of elements of each parameter."""
-    layout = Layout(micro_batch=BATCH)
-    engine = NativeEngine(replace(experiment, layout=layout), meshes.single_rank_mesh(), torch.device("cpu"))
-    return [parameter.numel() for parameter in engine.parts[0].model.parameters()]
 
 
 LAYOUT = Layout(dp=2, zero=3, zero3_gather="parameter")
@@ -71,7 +63,7 @@ def test_large_parameters_are_gathered_separately(request: pytest.FixtureRequest
     With recomputation, three matrices of each block are gathered again in its backward pass.
     """
     experiment = tiny(replace(layout, precision="bf16"))
-    large = [size for size in sizes(experiment) if size >= THRESHOLD]
+    large = [p.numel() for p in alone(**FEW).parameters.values() if p.numel() >= THRESHOLD]
     assert len(large) == 4 * TINY.layers + 1, "four matrices per layer, and the token embedding"
     padded = sum(plan_bucket([(0, size, None)], layout.dp).padded for size in large)
     repeated = [n * TINY.hidden**2 for n in (3, 1, 4)] * TINY.layers if layout.recompute else []
@@ -137,14 +129,8 @@ def test_gathered_parameters_are_copied_from_each_ranks_part(four: RankPool) -> 
 
 @pytest.mark.parametrize("flattened", [False, True])
 def test_rank_parts_are_views_of_the_buffer(flattened: bool) -> None:
-    buffer, values, copied = torch.zeros(12), torch.arange(12.0), torch.zeros(12)
-    calls = count_calls(lambda: flat_parameters.RankParts(buffer, 3, flattened=flattened))
+    calls = count_calls(lambda: flat_parameters.RankParts(torch.zeros(12), 3, flattened=flattened))
     assert (calls["aten::narrow"], calls["aten::view"]) == (3, 3 * flattened)
-    parts = flat_parameters.RankParts(buffer, 3, flattened=flattened)
-    parts.copy_from(values)
-    assert torch.equal(buffer, values)
-    parts.copy_to(copied)
-    assert torch.equal(copied, values)
 
 
 def test_trace_counts_views_and_host_waits() -> None:
@@ -159,8 +145,3 @@ def test_trace_counts_views_and_host_waits() -> None:
     assert sent["all_gather"] > sent["reduce_scatter"] > 4 * TINY.layers
     assert views == 8 * (sent["all_gather"] + 2 * sent["reduce_scatter"])
     assert waits == 2 * sent["all_gather"]
-
-
-def test_zero3_gather_requires_stage_3() -> None:
-    with pytest.raises(ConfigError, match="zero3_gather"):
-        Layout(dp=2, zero=2, zero3_gather="parameter")

@@ -20,8 +20,7 @@ from repro.config.enums import Category
 from repro.measure.operators import UncompiledMode
 from repro.parallel import storage as marks
 from repro.simulate.trace.recorder import innermost_line
-from tests.races.order import HOST, Moment, Order
-from tests.races.storages import Storage, Storages
+from tests.races.storages import HOST, Moment, Order, Storage, Storages
 
 COMPUTE = "compute"
 """Stream that is current at the start."""
@@ -61,8 +60,6 @@ class Device(UncompiledMode):
         patch.setattr(torch.cuda, "stream", self._use_stream)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self._record(tensor, stream))
 
-    # -- calls of the product ----------------------------------------------------------------------
-
     def is_effective(self, line: str) -> bool:
         """Record a wait at this source line, and return whether the wait has an effect."""
         self.waits[line] = None
@@ -82,8 +79,6 @@ class Device(UncompiledMode):
         """Order the host after all launched operations of the actor."""
         self.host_waits.append(reason)
         self.order.wait(HOST, self.order.record(actor))
-
-    # -- memory ------------------------------------------------------------------------------------
 
     def storage_of(self, tensor: Tensor, call: str = "") -> Storage:
         """Return the record of the tensor's storage, which the first use creates."""
@@ -138,8 +133,6 @@ class Device(UncompiledMode):
             stop = (last + 1) * size
             self.storages.access(storage, actor, first * size, stop, writes=writes, call=call)
 
-    # -- operators ---------------------------------------------------------------------------------
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -175,13 +168,6 @@ class Device(UncompiledMode):
             self.host_waits_for(self.current, call)
 
 
-class Event:
-    """Substitute of `torch.cuda.Event`."""
-
-    def __init__(self, moment: Moment):
-        self.moment = moment
-
-
 class Stream:
     """Substitute of `torch.cuda.Stream`."""
 
@@ -193,14 +179,14 @@ class Stream:
         if self.device.is_effective(source_line()):
             self.device.order.wait(self.name, self.device.order.record(other.name))
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, moment: Moment) -> None:
         """Order later operations of this stream after the event."""
         if self.device.is_effective(source_line()):
-            self.device.order.wait(self.name, event.moment)
+            self.device.order.wait(self.name, moment)
 
-    def record_event(self) -> Event:
+    def record_event(self) -> Moment:
         """Return an event after all launched operations of the stream."""
-        return Event(self.device.order.record(self.name))
+        return self.device.order.record(self.name)
 
 
 class Described(NamedTuple):
