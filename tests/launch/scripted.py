@@ -54,8 +54,9 @@ class Scripted:
 
     def dump_stacks(self) -> None: ...
     def ask_to_stop(self) -> None:
-        self.codes = [5] * self.world
-        self.reports = dict.fromkeys(range(self.world), ("interrupted", "stopped on request"))
+        """End the ranks that still run, each with the report of a stop."""
+        for rank in (rank for rank, code in enumerate(self.codes) if code is None):
+            self.codes[rank], self.reports[rank] = 5, ("interrupted", "stopped on request")
 
     def kill(self) -> None:
         self.killed = True
