@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from repro.config import Layout
-from repro.config.enums import Category
+from repro.config.enums import Category, Phase
 from repro.engines import build_engine
 from repro.measure.memory import AllocationHistory, MemoryTracker, _with_total
 from repro.parallel import mesh as meshes
@@ -149,3 +149,16 @@ def test_meta_and_fake_tensors_have_no_bytes() -> None:
         assert tracker.live()["total"] == tracker.peak["total"] == 0
         model.to_empty(device="cpu")
         assert tracker.live()["total"] == tracker.peak["total"] == 400
+
+
+def test_only_forward_pass_allocations_count_as_activations() -> None:
+    """Unmarked tensors of other phases count as other, for example gradients of activations."""
+    with MemoryTracker() as tracker:
+        tensors = []
+        for phase in (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.IDLE, Phase.FORWARD):
+            tracker.phase = phase
+            tensors.append(torch.zeros(25))
+        views = [tensor[10:] for tensor in tensors]
+        live = tracker.live()
+    assert (live["activations"], live["other"], live["total"]) == (200, 400, 600)
+    assert len(views) == 6
