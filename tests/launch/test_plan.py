@@ -1,4 +1,4 @@
-"""Tests of the plan of a run: it contains the experiments without a conclusive record in the store."""
+"""Tests of the plan of a run, which contains the experiments without a conclusive record, and of its locks."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ def planned(
 
 def test_conclusive_outcomes_are_not_repeated(tmp_path: Path, store: Store) -> None:
     suite = suites.load_suite(write_suite(tmp_path, experiments(*"abcdef")))
-    outcomes = {"a": "ok", "b": "oom", "c": "diverged", "d": "hang", "e": "error", "f": "interrupted"}
-    for name, outcome in outcomes.items():
+    outcomes = ("ok", "oom", "diverged", "hang", "error", "interrupted")
+    for name, outcome in zip("abcdef", outcomes, strict=True):
         add_record(store, suite, name, outcome)
     assert planned(store, suite) == ["d", "e", "f"]
     assert planned(store, suite, ["[a-d]"]) == ["d"]
     assert planned(store, suite, rerun=True) == list("abcdef")
+    with pytest.raises(ConfigError, match=r"--only = 'x\*': must be a glob that matches .*: a, b"):
+        plan.select_entries(suite, ["a", "x*"])
 
 
 def test_experiments_with_equal_launch_key_share_a_launch(tmp_path: Path, store: Store) -> None:
@@ -93,12 +95,6 @@ def test_selection_may_contain_part_of_a_comparison(tmp_path: Path, store: Store
     suite = suites.load_suite(write_suite(tmp_path, experiments(*"abcde") + COMPARE + second))
     for single in ("a", "b"):  # a part of the first comparison does not change the second
         assert planned(store, suite, ["d", "e", single]) == [single, "DE"]
-
-
-def test_each_only_glob_must_match_an_experiment(tmp_path: Path) -> None:
-    suite = suites.load_suite(write_suite(tmp_path, experiments("a", "b")))
-    with pytest.raises(ConfigError, match=r"--only = 'x\*': must be a glob that matches .*: a, b"):
-        plan.select_entries(suite, ["a", "x*"])
 
 
 def test_keys_are_locked_until_their_release(tmp_path: Path) -> None:

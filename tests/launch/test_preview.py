@@ -1,4 +1,4 @@
-"""Tests of the experiments that `repro run` would start or leave to another machine, also with `--dry-run`."""
+"""Tests of the experiments that `repro run`, also with `--dry-run`, starts or leaves to another machine."""
 
 from __future__ import annotations
 
@@ -43,31 +43,24 @@ def test_preview_contains_state_location_steps_and_times(tmp_path: Path) -> None
         found = preview_run([suite], [], tmp_path / "results", rerun, evidence, system)
         return [astuple(row)[1:7] for row in found]
 
-    known = ("known", "in the store", "2 ranks here", 6, 3.0, 7.0)
+    here, known = ("to run", "2 ranks here", 6, None, 7.0), ("2 ranks here", 6, 3.0, 7.0)
     assert preview("measured") == [
-        ("a", "to run", "2 ranks here", 6, None, 7.0),
-        known,
+        ("a", *here),
+        ("known", "in the store", *known),
         ("far", "not here", ON_DGX2, 6, None, 7.0),
-        ("torch", "to run", "2 ranks here", 6, None, 7.0),
+        ("torch", *here),
     ]
-    assert preview("measured", rerun=True)[1] == ("known", "to run", *known[2:])
-    location = "simulation of 2 ranks on system local"
+    assert preview("measured", rerun=True)[1] == ("known", "to run", *known)
+    local = "simulation of 2 ranks on system local"
+    lacking = "needs engine = native: training steps of other engines cannot be simulated"
     assert preview("simulated") == [
-        ("a", "to run", location, 1, None, 0.0),
-        ("known", "to run", location, 1, 4.0, 0.0),  # the record has another system description
+        ("a", "to run", local, 1, None, 0.0),
+        ("known", "to run", local, 1, 4.0, 0.0),  # the record has another system description
         ("far", "to run", "simulation of 16 ranks on system dgx2", 1, None, 0.0),
-        (
-            "torch",
-            "not here",
-            "needs engine = native: training steps of other engines cannot be simulated",
-            1,
-            None,
-            0.0,
-        ),
+        ("torch", "not here", lacking, 1, None, 0.0),
     ]
-    assert preview("simulated", "selene")[0] == (
-        *("a@selene", "to run", "simulation of 2 ranks on system selene", 1, None, 0.0),
-    )
+    moved = preview("simulated", "selene")[0]
+    assert moved == ("a@selene", "to run", "simulation of 2 ranks on system selene", 1, None, 0.0)
     assert sorted(tmp_path.rglob("*")) == before, "a preview changes no file"
 
 
@@ -94,21 +87,17 @@ def test_estimated_time_is_that_of_the_last_run(tmp_path: Path, capsys: pytest.C
 def test_dry_run_counts_experiments_for_other_machines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entries = load_suite(Path("zero_throughput")).entries
-    message = printed(capsys, "run", "zero_throughput", "--dry-run", "--results", str(tmp_path))
-    here = [entry for entry in entries if entry.experiment.system == "local"]
-    wide = [entry for entry in entries if entry.experiment.layout.world == 128]
-    far = len(entries) - len(here)
-    assert message[0] == f"{len(entries)} experiments: {len(here)} to run, 0 in the store, {far} not here."
-    assert f"not run: {len(wide)} experiments: needs 128 GPUs of system dgx2." in message
-    assert f"`--evidence simulated` can simulate {far} of these experiments on this machine." in message
-    steps = sum(entry.experiment.training.steps for entry in here)
-    assert f"4 ranks here {len(here)} {steps}" in message
-
-
-def test_unknown_suite_is_rejected_with_a_similar_name() -> None:
     with pytest.raises(ConfigError, match="suite = 'smok': unknown suite; did you mean smoke"):
         load_suite(Path("smok"))
+    experiments = [entry.experiment for entry in load_suite(Path("zero_throughput")).entries]
+    message = printed(capsys, "run", "zero_throughput", "--dry-run", "--results", str(tmp_path))
+    steps = [experiment.training.steps for experiment in experiments if experiment.system == "local"]
+    wide = sum(experiment.layout.world == 128 for experiment in experiments)
+    here, far = len(steps), len(experiments) - len(steps)
+    assert message[0] == f"{len(experiments)} experiments: {here} to run, 0 in the store, {far} not here."
+    assert f"not run: {wide} experiments: needs 128 GPUs of system dgx2." in message
+    assert f"`--evidence simulated` can simulate {far} of these experiments on this machine." in message
+    assert f"4 ranks here {here} {sum(steps)}" in message
 
 
 def test_brackets_in_names_and_messages_are_printed(
@@ -116,9 +105,8 @@ def test_brackets_in_names_and_messages_are_printed(
 ) -> None:
     """rich would treat `[engines]` in `pip install -e '.[engines]'` as a style and omit it."""
     monkeypatch.setattr(engines, "missing_library", lambda engine: "b: pip install -e '.[engines]'")
-    message = " ".join(
-        printed(capsys, "run", str(write_suite(tmp_path, experiments("a[1]"))), "--dry-run", "--details")
-    )
+    suite = write_suite(tmp_path, experiments("a[1]"))
+    message = " ".join(printed(capsys, "run", str(suite), "--dry-run", "--details"))
     assert "a[1]" in message
     assert ".[engines]" in message
 

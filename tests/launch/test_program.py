@@ -1,4 +1,4 @@
-"""Tests of the program of a rank in this process: its files, its exit code and the outcome of exceptions."""
+"""Tests of the program of a rank in this process."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ class Nan(FloatingPointError):
     """Exception of a target whose training diverged."""
 
 
-def experiment(name: str, layers: int, memory: int) -> Experiment:
-    layout = Layout(dp=2, micro_batch=layers)
-    return Experiment(name=name, model=TINY, layout=layout, limits=Limits(memory_bytes=memory))
-
-
 class RankProgram:
     """Rank 1 of a job with two experiments, whose target raises `raises` or returns results."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, memory: int = 0):
         self.folder, self.calls, self.arguments = folder, list[Any](), dict[str, Any]()
         self.raises: BaseException | None = None
-        self.job = Job(experiments=[experiment("a", 1, memory), experiment("b", 2, memory)])
-        self.job.save(folder / "job.json")
+        layouts = {"a": Layout(dp=2, micro_batch=1), "b": Layout(dp=2, micro_batch=2)}
+        limits = Limits(memory_bytes=memory)
+        Job(
+            experiments=[
+                Experiment(name=name, model=TINY, layout=layout, limits=limits)
+                for name, layout in layouts.items()
+            ]
+        ).save(folder / "job.json")
         HeartbeatReader(folder / "heartbeat", 2)
         target: Any = ModuleType("a_target")
         target.run = self._run
@@ -80,11 +81,11 @@ def test_gpu_environment_and_engine_import_precede_the_memory_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, environment: list[list[str]]
 ) -> None:
     rank = RankProgram(tmp_path, monkeypatch, memory=10**6)
-    monkeypatch.setattr(
-        device_settings,
-        "apply_gpu_environment",
-        lambda experiments: rank.calls.append([e.name for e in experiments]),
-    )
+
+    def apply(experiments: list[Experiment]) -> None:
+        rank.calls.append([experiment.name for experiment in experiments])
+
+    monkeypatch.setattr(device_settings, "apply_gpu_environment", apply)
     rank.main("--device", device)
     assert rank.calls[2:] == [*environment, ("load", "native", device), ("limit", 10**6, device), "lift"]
 
@@ -101,13 +102,9 @@ def test_gpu_environment_and_engine_import_precede_the_memory_limit(
     ],
 )
 def test_exceptions_determine_the_reported_outcome(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    raised: BaseException,
-    outcome: str,
-    reason: str,
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    raised: BaseException, outcome: str, reason: str,
+) -> None:  # fmt: skip
     rank = RankProgram(tmp_path, monkeypatch)
     rank.raises = raised
     assert rank.main() == (program.EXIT_CODES[outcome], {"rank": 1, "outcome": outcome, "reason": reason})
@@ -149,6 +146,8 @@ class OutOfMemoryError(Exception):
 
 
 TRIED = "you tried to allocate 4 bytes"
+IMPORT_WITHOUT_MEMORY = SystemError("error return without exception set")
+"""Error that CPython raises if an import cannot allocate an object."""
 
 
 @pytest.mark.parametrize(
@@ -161,14 +160,10 @@ TRIED = "you tried to allocate 4 bytes"
         ("oom", [RuntimeError(f"could not {verb} a primitive") for verb in ("create", "execute")]),
         ("error", [RuntimeError("could not create a primitive descriptor for a matmul primitive")]),
         ("error", [KeyError("CUDA out of memory"), ValueError("not enough memory"), RuntimeError("shape")]),
+        ("error", [IMPORT_WITHOUT_MEMORY]),
         ("diverged", [Nan("std::bad_alloc")]),
     ],
 )
 def test_only_allocator_errors_count_as_out_of_memory(outcome: str, errors: list[Exception]) -> None:
     assert [program.classify_error(error, limited=False) for error in errors] == [outcome] * len(errors)
-
-
-def test_an_import_without_memory_is_out_of_memory_only_under_a_limit() -> None:
-    """CPython raises this error if an import cannot allocate an object."""
-    error = SystemError("error return without exception set")
-    assert (program.classify_error(error, True), program.classify_error(error, False)) == ("oom", "error")
+    assert program.classify_error(IMPORT_WITHOUT_MEMORY, limited=True) == "oom"
