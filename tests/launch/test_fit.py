@@ -1,4 +1,4 @@
-"""Tests of `repro fit --measure`: trials with real processes, one rank of many, and causes of failed trials."""
+"""Tests of `repro fit --measure`, which searches for the largest model by trials on this machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -145,9 +146,13 @@ def test_each_trial_is_a_separate_launch(
 
     monkeypatch.setattr(measured, "run_once", run_once)
     interrupt = Interrupt()
-    most: dict[str, Any] = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "retries": 1}}
-    most["beside_torch"] = {"start": 9, "world": 4, "embedding": 1}
-    assert trials._attempt(2, interrupt) == FitTrial(2, "ok", 7, "", "", {"memory_of_process": most})
+
+    def trial(*result: Any, **memory: Any) -> FitTrial:
+        return FitTrial(2, *result, {"memory_of_process": memory})
+
+    beside_torch = {"start": 9, "world": 4, "embedding": 1}
+    most = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "retries": 1}, "beside_torch": beside_torch}
+    assert trials._attempt(2, interrupt) == trial("ok", 7, "", "", **most)
     (job,) = jobs
     (tried,) = job.experiments
     assert (job.as_rank, job.world) == (-1 if as_rank is None else 0, 1)
@@ -156,65 +161,64 @@ def test_each_trial_is_a_separate_launch(
     assert (tried.limits.timeout_s, tried.limits.hang_s) == (600.0, 120.0)
     memories[:] = [{"rss_peak_bytes": 5, "cuda": {}}]
     end = Ending("oom", "rank 0: MemoryError", 0, [1.0])
-    bare: dict[str, Any] = {"memory_of_process": {"rss_peak_bytes": 5, "cuda": {}, "beside_torch": {}}}
-    assert trials._attempt(2, interrupt) == FitTrial(2, "oom", None, "allocation", end.reason, bare)
+    bare = trial("oom", None, "allocation", end.reason, rss_peak_bytes=5, cuda={}, beside_torch={})
+    assert trials._attempt(2, interrupt) == bare
     memories.clear()
     end = Ending("hang", "no progress", 0, [1.0])
-    lost: dict[str, Any] = {"memory_of_process": {}}
-    assert trials._attempt(2, interrupt) == FitTrial(2, "hang", None, "hang", end.reason, lost)
+    assert trials._attempt(2, interrupt) == trial("hang", None, "hang", end.reason)
     interrupt.signal = 2
     assert trials._attempt(3, interrupt) == FitTrial(3, "interrupted", None)
     assert len(jobs) == 3
 
 
-@pytest.mark.parametrize(("as_rank", "evidence"), [(None, "measured"), (2, "measured (one rank of 4)")])
-def test_search_starts_at_the_simulated_limit(
-    monkeypatch: pytest.MonkeyPatch, as_rank: int | None, evidence: str
-) -> None:
+def test_search_starts_at_the_simulated_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU process gets the requested memory limit, because a CPU has no context as a GPU has."""
-    trials = plan(query(), as_rank, 4 if as_rank else 1)
+    trials = plan(query(gpus=4))
     simulated = SimpleNamespace(largest=FitTrial(3, "ok", 1), first_failing=FitTrial(4, "oom", None))
-    searches: list[Any] = []
-    answer: Any = object()
+    answer = FitAnswer(FitTrial(3, "ok", 7), FitTrial(4, "oom", None), [])
+    search = Mock(return_value=answer)
     monkeypatch.setattr(measured.fit, "fit_by_simulation", lambda question: simulated)
-    monkeypatch.setattr(measured.fit, "search_largest", lambda *given: searches.append(given) or answer)
+    monkeypatch.setattr(measured.fit, "search_largest", search)
     assert trials.run(Interrupt()) is answer
-    ((values, attempt, limit, start),) = searches
+    values, attempt, limit, start = search.call_args.args
     assert (list(values), limit, start) == (list(trials.question.values()), 60_000_000, [3, 4])
     simulated.largest = None
     trials.run(Interrupt())
-    assert searches[1][3] == [4]
+    assert search.call_args.args[3] == [4]
     monkeypatch.setattr(trials, "_attempt", lambda value, interrupt: value)
     assert attempt(5) == 5
-    document = {"traces": 3, "trace_seconds": 1.0, "largest": {"layers": 3}}
-    monkeypatch.setattr(
-        measured.fit, "fit_document", lambda question, found: dict(document) if found is answer else {}
-    )
-    assert trials.document(answer, 1.26) == {
-        "largest": {"layers": 3},
-        "evidence": evidence,
-        "limit_bytes": 60_000_000,
-        "communicator_bytes": 0,
-        "allocator_limit_bytes": 60_000_000,
-        "seconds": 1.3,
-    }
+    record = trials.record(answer, 1.5)
+    assert (record.ranks, record.one_rank, record.rank, record.collectives) == (4, False, None, "data")
     trials.limit = None
     assert trials.limit_bytes == 0
 
 
-@pytest.mark.parametrize(("as_rank", "collectives"), [(2, "no data"), (None, "data")])
-def test_fit_record_contains_trials_and_process_memory(as_rank: int | None, collectives: str) -> None:
+def test_only_a_finished_search_is_recorded_with_both_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The record contains both trials at the limit and the memory of the processes, but no step time."""
-    is_one, ranks = as_rank is not None, 4
-    trials = plan(query(gpus=1 if is_one else ranks), as_rank, ranks)
     memory = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "allocated_peak": 6}}
     memory |= {"beside_torch": {"end": 3}, "states": {"parameters": 2, "gradients": 1, "optimizer": 4}}
-    fits = FitTrial(3, "ok", 7, "", "", {"memory_of_process": memory})
-    fails = FitTrial(4, "oom", None, "fragmentation", "CUDA out of memory")
-    record = trials.record(FitAnswer(fits, fails, [fits, fails]), 1.5)
-    assert (record.ranks, record.one_rank, record.rank) == (ranks, is_one, as_rank)
-    assert (record.collectives, record.limit_bytes, record.wall_s) == (collectives, 60_000_000, 1.5)
-    assert (record.experiment.model.layers, record.experiment.layout.world) == (3, ranks)
+    signal = 2
+
+    def run(trials: measured.Trials, interrupt: Interrupt) -> FitAnswer:
+        interrupt.signal = signal
+        fits = FitTrial(3, "ok", 7, "", "", {"memory_of_process": memory})
+        fails = FitTrial(4, "interrupted" if signal else "oom", None, "fragmentation")
+        return FitAnswer(fits, fails, [fits, fails])
+
+    monkeypatch.setattr(measured.Trials, "run", run)
+    command = [*FIT, "--as-rank", "2", "--of", "64", "--results", str(tmp_path)]
+    assert cli.main(command) == 130
+    assert "Recorded" not in capsys.readouterr().out
+    signal = 0
+    assert cli.main(command) == 0
+    assert f"Recorded in {tmp_path}" in capsys.readouterr().out
+    (record,) = Store(tmp_path).records()
+    assert isinstance(record, FitRecord)
+    assert (record.ranks, record.one_rank, record.rank, record.collectives) == (64, True, 2, "no data")
+    assert (record.experiment.model.layers, record.experiment.layout.world) == (3, 64)
+    assert (record.limit_bytes, "metrics" in record.as_dict()) == (60_000_000, False)
     largest, failing = record.largest, record.first_failing
     assert largest is not None
     assert largest.memory is not None
@@ -222,29 +226,11 @@ def test_fit_record_contains_trials_and_process_memory(as_rank: int | None, coll
     assert failing is not None
     assert (failing.layers, failing.binding) == (4, "fragmentation")
     assert failing.parameters - largest.parameters == 12 * 256**2 + 13 * 256
-    assert "metrics" not in record.as_dict()
-
-
-def test_interrupted_search_is_not_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcome = "oom"
-
-    def run(trials: measured.Trials, interrupt: Interrupt) -> FitAnswer:
-        interrupt.signal = 2 if outcome == "interrupted" else 0
-        fits, fails = FitTrial(3, "ok", 7), FitTrial(4, outcome, None)
-        return FitAnswer(fits, fails, [fits, fails])
-
-    monkeypatch.setattr(measured.Trials, "run", run)
-    command = [*FIT, "--as-rank", "0", "--of", "64", "--results", str(tmp_path)]
-    assert cli.main(command) == 0
-    assert f"Recorded in {tmp_path}" in capsys.readouterr().out
-    outcome = "interrupted"
-    assert cli.main(command) == 130
-    assert "Recorded" not in capsys.readouterr().out
-    (record,) = Store(tmp_path).records()
-    assert isinstance(record, FitRecord)
-    assert (record.ranks, record.one_rank, record.rank) == (64, True, 0)
+    assert cli.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["evidence"], found["communicator_bytes"]) == ("measured (one rank of 64)", 0)
+    assert found["limit_bytes"] == found["allocator_limit_bytes"] == 60_000_000
+    assert not found.keys() & {"traces", "trace_seconds"}
 
 
 GIB = 2**30
