@@ -1,4 +1,4 @@
-"""Tests of a rank's byte counters, compute rate and core throttle on an emulated network, without a network."""
+"""Tests of the byte counters, compute rate and core throttle of an emulated network's ranks, without a network."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import torch
 
 from repro.config import EmulatedNetwork
 from repro.config.network import CORES_SHARE
+from repro.emulate import compute_rate
+from repro.emulate.network import NoNetwork
 from repro.launch.rank import emulated_network
 from repro.launch.rank.emulated_network import (
     MAX_CATCH_UP_S,
@@ -257,3 +259,25 @@ def test_throttle_settles_once_before_a_collective(clocks: Clocks) -> None:
         assert clocks.slept == pytest.approx([0.3, 0.009, 0.003]), "a message outside of a collective"
     finally:
         throttle.stop()
+
+
+def fake_measurement(monkeypatch: pytest.MonkeyPatch, returncode: int) -> None:
+    """Let each measuring process report 8 GFLOP/s, on a machine with four cores."""
+    process = SimpleNamespace(communicate=lambda: ("8e9\n", ""), returncode=returncode)
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: process)
+    monkeypatch.setattr(compute_rate, "usable_cores", lambda: 4)
+
+
+@pytest.mark.parametrize(("ranks", "per_core"), [(16, 8), (2, 1), (1, 1)])
+def test_ranks_compute_on_half_of_the_cores(
+    ranks: int, per_core: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_measurement(monkeypatch, returncode=0)
+    assert compute_rate.rank_flops_per_s(ranks) == pytest.approx(8e9 * CORES_SHARE / per_core)
+    fake_measurement(monkeypatch, returncode=-9)
+    with pytest.raises(NoNetwork, match="could not be measured"):
+        compute_rate.rank_flops_per_s(ranks)
+
+
+def test_measured_compute_rate_is_plausible() -> None:
+    assert 1e8 < compute_rate.rank_flops_per_s(1) < 1e13
