@@ -1,4 +1,4 @@
-"""Tests of the report of executed kernels: a fallback to torch reaches the record and the terminal."""
+"""Tests that a fallback from a CUDA kernel to torch reaches the record and the terminal."""
 
 from __future__ import annotations
 
@@ -90,7 +90,6 @@ def test_fallback_reason_is_printed_once(tmp_path: Path, capsys: pytest.CaptureF
     assert result["kernels"] == {"every operator": ["torch: on cpu"]}
     record = recorded(tmp_path, result | {"kernels": ran})
     assert record["kernels"] == {"bias_gelu": {"torch: no compiler": 1}, "adamw_": {"cuda": 1}}
-    assert record["metrics"]["steps"] == 2
     assert capsys.readouterr().err.count(f"warning: tiny {WARNING} bias_gelu: no compiler\n") == 1
 
 

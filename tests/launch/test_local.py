@@ -1,4 +1,4 @@
-"""Tests of local launches without rank processes: resources of this machine, heartbeats, and files of a launch."""
+"""Tests of local launches without rank processes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from repro import cli, engines
-from repro.config import EmulatedNetwork, Experiment, Layout, suites
+from repro.config import EmulatedNetwork, Experiment, Layout
 from repro.config.enums import Phase
+from repro.config.models import load_model
 from repro.config.sizes import RANKS_PER_CORE
 from repro.emulate import lab
 from repro.launch import local_launch, rank_process
@@ -36,13 +37,11 @@ def test_missing_resources_of_this_machine_are_named(monkeypatch: pytest.MonkeyP
         engines, "missing_library", lambda engine: "" if engine == "native" else f"engine {engine}"
     )
     monkeypatch.setattr(lab, "missing_requirement", lambda: "namespaces")
-    limit, basis = 2 * RANKS_PER_CORE.value, RANKS_PER_CORE.why
-    missing = local_launch.missing_resource
+    limit, missing = 2 * RANKS_PER_CORE.value, local_launch.missing_resource
     assert missing(experiment(2, "dgx2")) == "2 GPUs of system dgx2"
-    assert [missing(experiment(world, "local-gpu")) for world in (2, 3)] == [
-        *("", "3 GPUs of system local-gpu, but the number of visible GPUs is 2")
-    ]
-    most = f"{limit} ({RANKS_PER_CORE.value} a core: {basis})"
+    too_few = "3 GPUs of system local-gpu, but the number of visible GPUs is 2"
+    assert [missing(experiment(world, "local-gpu")) for world in (2, 3)] == ["", too_few]
+    most = f"{limit} ({RANKS_PER_CORE.value} a core: {RANKS_PER_CORE.why})"
     too_many = f"{limit + 1} processes (one per rank), but this machine runs at most {most}"
     assert [missing(experiment(world)) for world in (limit, limit + 1)] == ["", too_many]
     assert missing(experiment(1, engine="torch")) == "engine torch"
@@ -55,16 +54,10 @@ def test_device_count_respects_cuda_visible_devices(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert local_launch.count_cuda_devices() == count
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-
-    def fail() -> None:
-        raise RuntimeError
-
-    driver = SimpleNamespace(
-        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 4, NVMLError=RuntimeError
-    )
+    driver = Mock(nvmlDeviceGetCount=lambda: 4, NVMLError=RuntimeError)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     assert local_launch.count_cuda_devices() == 4
-    driver.nvmlInit = fail
+    driver.nvmlInit.side_effect = RuntimeError
     assert local_launch.count_cuda_devices() == 0
 
 
@@ -127,25 +120,22 @@ def test_experiments_above_the_free_memory_do_not_run(
 
 
 @pytest.mark.parametrize(
-    ("shape", "states", "samples"),
+    ("layout", "states", "samples"),
     [
-        ("cp = 2, zero = 0", 2 * 16, 1),  # both ranks have all states and half of the tokens
-        ("cp = 2, zero = 3", 16, 1),
-        ("cp = 2, dp = 2, zero = 0", 4 * 16, 2),
+        (Layout(cp=2, micro_batch=10), 2 * 16, 1),  # both ranks have all states and half of the tokens
+        (Layout(cp=2, zero=3, micro_batch=10), 16, 1),
+        (Layout(cp=2, dp=2, micro_batch=10), 4 * 16, 2),
     ],
 )
 def test_context_parallel_ranks_share_the_tokens_of_a_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, states: int, samples: int
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, states: int, samples: int
 ) -> None:
-    path = tmp_path / "cp.toml"
-    experiment = f'name = "a"\nmodel = "gpt2-tiny"\nlayout = {{ {shape}, micro_batch = 10 }}\n'
-    path.write_text(f'[suite]\nname = "cp"\n[[experiment]]\n{experiment}')
-    (entry,) = suites.load_suite(path).entries
+    large = Experiment(name="a", model=load_model("gpt2-tiny"), layout=layout)
     needed = states * 7_248_640 + 10 * samples * INPUT_BYTES
     monkeypatch.setattr(local_launch, "memory_and_swap", lambda: needed)
-    assert local_launch.memory_shortage(entry.experiment) == ""
+    assert local_launch.memory_shortage(large) == ""
     monkeypatch.setattr(local_launch, "memory_and_swap", lambda: needed - 1)
-    assert "layout.micro_batch = 10, and at most 9 fit" in local_launch.memory_shortage(entry.experiment)
+    assert "layout.micro_batch = 10, and at most 9 fit" in local_launch.memory_shortage(large)
 
 
 def test_rank_environment_on_a_machine_and_an_emulated_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,16 +234,11 @@ def test_launcher_reads_the_last_position_of_each_rank(tmp_path: Path) -> None:
     assert heartbeats.position(0)[:4] == (0, 6, Phase.FORWARD, 0)
     assert not heartbeats.position(1).begun
     assert str(heartbeats.position(1)) == "at start-up"
-
-
-def test_every_heartbeat_counts_as_progress(tmp_path: Path) -> None:
-    heartbeats = HeartbeatReader(tmp_path / "heartbeat", 1)
-    heartbeat = HeartbeatWriter(tmp_path / "heartbeat", 0)
-    seen = [heartbeats.position(0).seconds]
+    seen = [position.seconds]
     for phase in Phase:
         heartbeat.phase(0, 1, phase)
-        seen.append(heartbeats.position(0).seconds)
+        seen.append(heartbeats.position(2).seconds)
         heartbeat.collective(1, "all_reduce", "tp")
-        seen.append(heartbeats.position(0).seconds)
-    assert seen == sorted(set(seen))
+        seen.append(heartbeats.position(2).seconds)
+    assert seen == sorted(set(seen)), "every heartbeat counts as progress"
     heartbeat.finished(0, {"rank": 0})  # without a callback, the result is dropped

@@ -14,17 +14,7 @@ import pytest
 from repro import cli
 from repro.report import evidence
 from repro.results import schema
-from tests.launch.runs import (
-    FAKE,
-    ROOT,
-    experiments,
-    finish,
-    no_orphans,
-    run,
-    start,
-    wait_for,
-    write_suite,
-)
+from tests.launch.runs import FAKE, ROOT, experiments, finish, no_orphans, run, start, wait_for, write_suite
 from tests.records import latest, lines
 
 LONG = """
@@ -46,7 +36,6 @@ def test_interrupted_run_resumes_on_fewer_ranks(tmp_path: Path) -> None:
     assert "a: interrupted  stopped by the user: " in out
     assert "the next run resumes from this step" in out
     (stopped,) = latest(results).values()
-    assert stopped["outcome"] == "interrupted"
     stop_step = max(int(path.parent.name[5:]) for path in results.glob("checkpoints/*/step-*/index.json"))
     assert f"after step {stop_step};" in stopped["reason"]
     text = suite.read_text().replace("100_000", str(stop_step + 6))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,7 +260,7 @@ def test_summary_has_a_row_for_every_selected_experiment(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("expected", "failure", "signal", "stopped", "code"),
+    ("expected", "failure", "number", "stopped", "code"),
     [
         (None, "", 0, "", 0),
         (False, "", 0, "", 1),
@@ -266,7 +269,42 @@ def test_summary_has_a_row_for_every_selected_experiment(tmp_path: Path) -> None
         (False, "disk full", 2, "disk full", 130),
     ],
 )
-def test_exit_code_of_a_run(expected: Any, failure: str, signal: int, stopped: str, code: int) -> None:
+def test_exit_code_of_a_run(expected: Any, failure: str, number: int, stopped: str, code: int) -> None:
     rows = [{"expected": True}, {"expected": expected}]
-    end = run_end({"experiments": rows}, failure=failure, signal=signal)
+    end = run_end({"experiments": rows}, failure=failure, signal=number)
     assert (end.summary["stopped"], end.code) == (stopped, code)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Let Python interrupt at each of `SIGNALS`, and restore the handlers at the end."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_second_signal_sets_the_stop_timeout_to_zero(handlers: None, number: int) -> None:
+    with Interrupt() as interrupt:
+        assert (bool(interrupt), interrupt.reason, interrupt.stop_s) == (False, "", STOP_TIMEOUT_S)
+        os.kill(os.getpid(), number)
+        assert (interrupt.signal, interrupt.reason) == (number, "stopped by the user")
+        assert interrupt.stop_s == STOP_TIMEOUT_S
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (interrupt.signal, interrupt.again, interrupt.stop_s) == (number, True, 0.0)
+    assert all(signal.getsignal(one) is signal.default_int_handler for one in SIGNALS)
+
+
+def test_ignored_signals_remain_ignored(handlers: None) -> None:
+    """`nohup repro run` continues after its terminal closes, and SIGTERM still stops the run."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not interrupt
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
