@@ -133,14 +133,6 @@ def test_failure_is_reported_before_the_step_is_freed(
     assert reported == [True]
 
 
-def test_exit_codes_of_outcomes_are_distinct() -> None:
-    """No outcome has the exit code 2 of argparse."""
-    codes = set(program.EXIT_CODES.values())
-    assert len(codes) == len(program.EXIT_CODES)
-    assert program.EXIT_CODES["ok"] == 0
-    assert not codes & {2, *range(126, 256)}
-
-
 class OutOfMemoryError(Exception):
     """An error with the class name of torch.cuda."""
 
