@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -56,14 +56,10 @@ def test_report_contains_interface_bytes_per_step_of_the_rank_and_its_node(
     links = {"between": 1e6} if nodes > 1 else {"within": 1e6}
     network_rank = EmulatedNetworkRank(EmulatedNetwork(nodes=nodes, ranks_per_node=2, **links), facts, rank)
     network_rank.throttle.stop()
-    rows = {
-        "/proc/self/net/dev": "  eth0: 10 1 2 3 4 5 6 7 20 8\n",
-        node_file: "uplink:30 1 2 3 4 5 6 7 40 8\n",
-    }
     header = "Inter-| Receive | Transmit\n    lo: 1 1 1 1 1 1 1 1 1 1\n"
-    monkeypatch.setattr(
-        emulated_network, "Path", lambda file: SimpleNamespace(read_text=lambda: header + rows[file])
-    )
+    rows = {"/proc/self/net/dev": f"{header}  eth0: 10 1 2 3 4 5 6 7 20 8\n"}
+    rows[node_file] = f"{header}uplink:30 1 2 3 4 5 6 7 40 8\n"
+    monkeypatch.setattr(emulated_network, "Path", lambda file: Mock(read_text=lambda: rows[file]))
     counted = network_rank.counters()
     assert counted == ([20, 10, 40, 30] if node_file else [20, 10])
     message = network_rank.report(counted, steps=2)
@@ -140,17 +136,9 @@ def test_throttle_limits_a_thread_to_its_core_share() -> None:
 class Clocks(Clock):
     """Clocks of a thread whose CPU time and scheduling delay a test sets, without timers of the kernel."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        super().__init__(now=0.0)
-        self.cpu_s = self.run_delay_s = self.oversleep_s = 0.0
-        """`oversleep_s` is the excess of a sleep over its requested duration."""
-        self.read_s = 0.0
-        """CPU time of one read of the scheduling delay, in seconds."""
-        self.timer_calls: list[tuple[object, ...]] = []
-        self.rules(monkeypatch, emulated_network)
-        monkeypatch.setattr(emulated_network.os, "pread", self.pread)
-        for name in ("signal", "setitimer"):
-            monkeypatch.setattr(signal, name, lambda *arguments: self.timer_calls.append(arguments))
+    cpu_s = run_delay_s = oversleep_s = read_s = 0.0
+    """`oversleep_s`: excess of a sleep over its requested duration. `read_s`: CPU time of a read of the delay."""
+    timer_calls = Mock()
 
     def thread_time(self) -> float:
         return self.cpu_s
@@ -170,7 +158,12 @@ class Clocks(Clock):
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    return Clocks(monkeypatch)
+    clocks = Clocks(now=0.0).rules(monkeypatch, emulated_network)
+    clocks.timer_calls = Mock()
+    monkeypatch.setattr(emulated_network.os, "pread", clocks.pread)
+    for name in ("signal", "setitimer"):
+        monkeypatch.setattr(signal, name, getattr(clocks.timer_calls, name))
+    return clocks
 
 
 def test_throttle_sleeps_for_the_remainder_of_its_share(clocks: Clocks) -> None:
@@ -214,10 +207,9 @@ def test_started_throttle_settles_at_timer_ticks_and_before_waits(clocks: Clocks
     throttle = CoreThrottle(SHARE)
     throttle.start()
     try:
-        assert clocks.timer_calls == [
-            (signal.SIGVTALRM, throttle._tick),
-            (signal.ITIMER_VIRTUAL, TIMER_INTERVAL_S, TIMER_INTERVAL_S),
-        ]
+        begin = [call.signal(signal.SIGVTALRM, throttle._tick)]
+        begin += [call.setitimer(signal.ITIMER_VIRTUAL, TIMER_INTERVAL_S, TIMER_INTERVAL_S)]
+        assert clocks.timer_calls.mock_calls == begin
         clocks.cpu_s += 0.1
         wait()
         assert waited == pytest.approx([0.3]), "the sleep precedes the wait"
@@ -227,7 +219,8 @@ def test_started_throttle_settles_at_timer_ticks_and_before_waits(clocks: Clocks
         other.join()
     finally:
         throttle.stop()
-    assert clocks.timer_calls[2:] == [(signal.ITIMER_VIRTUAL, 0), (signal.SIGVTALRM, signal.SIG_IGN)]
+    end = [call.setitimer(signal.ITIMER_VIRTUAL, 0), call.signal(signal.SIGVTALRM, signal.SIG_IGN)]
+    assert clocks.timer_calls.mock_calls == [*begin, *end]
     wait()
     assert waited == pytest.approx([0.3, 0.3, 0.3]), "a stopped throttle does not sleep"
 
