@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import math
 import pickle
 import re
 import shutil
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -96,16 +98,14 @@ def test_profile_has_the_formats_and_names_of_predicted_steps(tmp_path: Path) ->
 
     snapshot = pickle.loads((tmp_path / "rank-0.pickle").read_bytes())
     (events,) = snapshot["device_traces"]
-    now = peak = 0
-    for event in events:
-        now += {"alloc": 1, "free_completed": -1}.get(event["action"], 0) * event["size"]
-        peak = max(peak, now)
-    assert peak == results[1]["memory"]["peak"]["total"]
-    states = dict.fromkeys(results[1]["memory"]["states"], 0)
+    signs = {"alloc": 1, "free_completed": -1}
+    live = itertools.accumulate(signs.get(event["action"], 0) * event["size"] for event in events)
+    assert max(live) == results[1]["memory"]["peak"]["total"]
+    states: Counter[str] = Counter()
+    category_at = {event["addr"]: event["category"] for event in events if event["action"] == "alloc"}
     for segment in snapshot["segments"]:
         (block,) = segment["blocks"]
-        (event,) = (e for e in events if e["action"] == "alloc" and e["addr"] == block["address"])
-        states[event["category"]] = states.get(event["category"], 0) + block["requested_size"]
+        states[category_at[block["address"]]] += block["requested_size"]
     assert results[1]["memory"]["states"].items() <= states.items()
     assert any(frame["filename"] == "repro/model/gpt.py" for e in events for frame in e["frames"])
     assert "total_allocated" in _memory_viz.segsum(snapshot)
@@ -185,9 +185,9 @@ def test_waits_are_known_only_for_some_pipeline_layouts() -> None:
 
 
 def test_fifty_consecutive_skipped_steps_count_as_divergence() -> None:
-    def norms(loss: float, gradient: float, overflow: bool) -> Norms:
-        found = {"loss": loss, "gradient": gradient, "overflow": float(overflow)}
-        return Norms(**{name: torch.tensor(value) for name, value in found.items()})
+    def norms(*values: float) -> Norms:
+        names = ("loss", "gradient", "overflow")
+        return Norms(**{name: torch.tensor(float(value)) for name, value in zip(names, values, strict=True)})
 
     series = StepHistory()
     series.norms = [norms(1.0, 2.0, False)] + [norms(1.0, math.inf, True)] * 49 + [norms(3.0, 4.0, False)]
@@ -207,10 +207,8 @@ def test_fifty_consecutive_skipped_steps_count_as_divergence() -> None:
         ((1.0, math.inf, True), False, "gradient norm is inf at step 0"),
         ((math.inf, math.nan, False), True, "loss is inf at step 0"),
     ):
-        other = StepHistory()
-        other.norms = [norms(*found)]
         with pytest.raises(Diverged, match=f"^{message}$"):
-            other.read(fp16)
+            StepHistory(norms=[norms(*found)]).read(fp16)
 
 
 def test_skipped_steps_are_counted_but_not_timed() -> None:

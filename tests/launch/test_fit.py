@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
@@ -130,45 +130,35 @@ def test_processes_are_limited_to_the_devices_of_this_machine(monkeypatch: pytes
 def test_each_trial_is_a_separate_launch(
     monkeypatch: pytest.MonkeyPatch, as_rank: int | None, of: int
 ) -> None:
-    trials = plan(query(), as_rank, of)
-    jobs: list[Job] = []
-    end = Ending("ok", "", 0, [1.0])
+    trials, interrupt = plan(query(), as_rank, of), Interrupt()
     memories: list[dict[str, Any]] = [
         {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}, "beside_torch": {"start": 9, "world": 2}},
         {"rss_peak_bytes": 4, "cuda": {"reserved_peak": 7, "retries": 0},
          "beside_torch": {"start": 8, "world": 4, "embedding": 1}},
     ]  # fmt: skip
-
-    def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[Ending, list[dict[str, Any]]]:
-        assert target == measured.TRIAL_TARGET
-        jobs.append(job)
-        return end, [{"memory": memory} for memory in memories]
-
-    monkeypatch.setattr(measured, "run_once", run_once)
-    interrupt = Interrupt()
-
-    def trial(*result: Any, **memory: Any) -> FitTrial:
-        return FitTrial(2, *result, {"memory_of_process": memory})
-
-    beside_torch = {"start": 9, "world": 4, "embedding": 1}
-    most = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "retries": 1}, "beside_torch": beside_torch}
-    assert trials._attempt(2, interrupt) == trial("ok", 7, "", "", **most)
-    (job,) = jobs
+    most: dict[str, Any] = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "retries": 1}}
+    most["beside_torch"] = {"start": 9, "world": 4, "embedding": 1}
+    for reported, ending, reserved, binding, memory in (
+        (memories, Ending("ok", "", 0, [1.0]), 7, "", most),
+        ([], Ending("oom", "rank 0: MemoryError", 0, [1.0]), None, "allocation", {}),
+        ([], Ending("hang", "no progress", 0, [1.0]), None, "hang", {}),
+    ):
+        run_once = Mock(return_value=(ending, [{"memory": each} for each in reported]))
+        monkeypatch.setattr(measured, "run_once", run_once)
+        expected = FitTrial(
+            2, ending.outcome, reserved, binding, ending.reason, {"memory_of_process": memory}
+        )
+        assert trials._attempt(2, interrupt) == expected
+    run_once.assert_called_once_with(ANY, interrupt, target=measured.TRIAL_TARGET)
+    job: Job = run_once.call_args.args[0]
     (tried,) = job.experiments
     assert (job.as_rank, job.world) == (-1 if as_rank is None else 0, 1)
     assert (tried.model.layers, tried.system, tried.limits.memory_bytes) == (2, "local", 60_000_000)
     assert (tried.training.steps, tried.training.untimed_steps, tried.seq) == (2, 1, 64)
     assert (tried.limits.timeout_s, tried.limits.hang_s) == (600.0, 120.0)
-    memories[:] = [{"rss_peak_bytes": 5, "cuda": {}}]
-    end = Ending("oom", "rank 0: MemoryError", 0, [1.0])
-    bare = trial("oom", None, "allocation", end.reason, rss_peak_bytes=5, cuda={}, beside_torch={})
-    assert trials._attempt(2, interrupt) == bare
-    memories.clear()
-    end = Ending("hang", "no progress", 0, [1.0])
-    assert trials._attempt(2, interrupt) == trial("hang", None, "hang", end.reason)
     interrupt.signal = 2
     assert trials._attempt(3, interrupt) == FitTrial(3, "interrupted", None)
-    assert len(jobs) == 3
+    run_once.assert_called_once()
 
 
 def test_search_starts_at_the_simulated_limit(monkeypatch: pytest.MonkeyPatch) -> None:
