@@ -47,9 +47,7 @@ def test_lab_starts_shows_uses_and_stops_a_network(capfd: pytest.CaptureFixture[
     assert main(["lab", "status"]) == 3
 
 
-def test_missing_requirements_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_tool_is_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """With an empty PATH, `nsenter` is missing."""
     monkeypatch.setenv("PATH", "/nowhere")
     lab.missing_requirement.cache_clear()

@@ -94,9 +94,7 @@ def test_compute_rates_are_measured_on_all_ranks_simultaneously(monkeypatch: pyt
     assert emulated_network._compute_rates(3, throttle) == [4e9, 8e9, 12e9]
 
 
-def test_ranks_of_unequal_compute_rates_are_rejected_after_several_attempts(
-    facts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_unequal_compute_rates_are_rejected(facts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of 1 and 4 GFLOP/s differ by 3 GFLOP/s, which is 120 % of the mean of 2.5 GFLOP/s."""
     attempts = emulated_network.MAX_RATE_ATTEMPTS
     rates = iter([[1e9, 2e9, 3e9, 4e9]] * (2 * attempts - 1) + [[1e9] * 4])
@@ -262,9 +260,7 @@ def fake_measurement(monkeypatch: pytest.MonkeyPatch, returncode: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "per_core"), [(16, 8), (2, 1), (1, 1)])
-def test_ranks_compute_on_half_of_the_cores(
-    ranks: int, per_core: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_compute_on_half_the_cores(ranks: int, per_core: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_measurement(monkeypatch, returncode=0)
     assert compute_rate.rank_flops_per_s(ranks) == pytest.approx(8e9 * CORES_SHARE / per_core)
     fake_measurement(monkeypatch, returncode=-9)

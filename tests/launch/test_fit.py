@@ -62,9 +62,7 @@ def test_fit_finds_the_largest_trainable_model(tmp_path: Path, capsys: pytest.Ca
     ],
     ids=["z1", "z3-tp4", "pp4-tp2"],
 )
-def test_one_rank_trial_allocates_the_simulated_bytes(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_has_simulated_bytes(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process without peers allocates the bytes that the simulator predicts for the role of its rank."""
     # A trace has no temporaries of initial values. They are small compared with a real model, but not with MODEL.
     monkeypatch.setattr(flat_parameters, "INITIALISED_ELEMENTS", 1024)
@@ -107,9 +105,7 @@ def plan(asked: LayoutQuery, as_rank: int | None = None, of: int = 1) -> measure
         (query(), -1, 4, "as_rank = -1: must be a rank from 0 to 3"),
     ],
 )  # fmt: skip
-def test_invalid_queries_are_rejected(
-    invalid: LayoutQuery, as_rank: int | None, of: int, message: str
-) -> None:
+def test_invalid_query_is_rejected(invalid: LayoutQuery, as_rank: int | None, of: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(invalid, as_rank, of)
 
@@ -127,9 +123,7 @@ def test_processes_are_limited_to_the_devices_of_this_machine(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("as_rank", "of"), [(None, 1), (0, 4)])
-def test_each_trial_is_a_separate_launch(
-    monkeypatch: pytest.MonkeyPatch, as_rank: int | None, of: int
-) -> None:
+def test_each_trial_has_its_own_launch(monkeypatch: pytest.MonkeyPatch, as_rank: int | None, of: int) -> None:
     trials, interrupt = plan(query(), as_rank, of), Interrupt()
     memories: list[dict[str, Any]] = [
         {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}, "beside_torch": {"start": 9, "world": 2}},

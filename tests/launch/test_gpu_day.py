@@ -45,9 +45,7 @@ def run_day(
     return {outcome.name: outcome for outcome in found}
 
 
-def test_failed_and_skipped_steps_do_not_end_the_gpu_day(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_failed_and_skipped_steps_do_not_end_the_day(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     places = "import os, tempfile; print([os.getcwd(), os.environ['HOME'], tempfile.gettempdir()])"
     steps = [
         step("fails", "print('before'); raise SystemExit('what went wrong')"),
@@ -190,9 +188,7 @@ def test_dry_run_lists_every_step_and_its_basis(capsys: pytest.CaptureFixture[st
     assert any(row["plan"] == "no longer fits" for row in rows)
 
 
-def test_import_adds_records_once_and_compares_step_times(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_import_adds_and_compares_new_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, results = tmp_path / "out", tmp_path / "results"
     with Store(results) as store:
         store.append(made_up("one", **EXPERIMENT, id="a", metrics={"step_seconds.median": 2.0}))

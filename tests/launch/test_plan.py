@@ -203,9 +203,7 @@ def test_estimated_time_is_that_of_the_last_run(tmp_path: Path, capsys: pytest.C
     assert rows == [("smoke", "states-z0-dp2", "in the store"), ("faults", "far", "not here")]
 
 
-def test_dry_run_counts_experiments_for_other_machines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_counts_experiments_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="suite = 'smok': unknown suite; did you mean smoke"):
         load_suite(Path("smok"))
     experiments = [entry.experiment for entry in load_suite(Path("zero_throughput")).entries]

@@ -136,9 +136,7 @@ def test_exceptions_determine_the_reported_outcome(
     assert ("Traceback" in capsys.readouterr().err) == (outcome != "interrupted")
 
 
-def test_failure_is_reported_before_the_step_is_freed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_is_reported_before_a_step_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the release of the tensors of a step may wait for peers."""
     reported: list[bool] = []
 

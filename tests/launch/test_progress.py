@@ -95,9 +95,7 @@ LABELS = {80: "second-and-more-lette…", 140: LONG}
 
 
 @pytest.mark.parametrize("width", LABELS)
-def test_terminal_shows_one_line_per_running_experiment(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_terminal_shows_active_experiments(clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     monkeypatch.setattr(progress, "stderr", lambda: console)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

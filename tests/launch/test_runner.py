@@ -77,9 +77,7 @@ COMPARISON = Comparison(baseline="a", subjects=("b", "c"), rounds=4)
 APART = replace(COMPARISON, apart=True)
 
 
-def test_only_jobs_with_the_baseline_and_a_subject_compare_experiments(
-    stub: RecorderStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comparison_needs_baseline_and_subject(stub: RecorderStub, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
     monkeypatch.setattr(Runner, "_launch", lambda self, job: jobs.append(job) or [])
     tasks = [((A, B), COMPARISON), ((A, B), APART), ((A,), APART), ((B, C), APART), ((A, B), None)]
@@ -150,9 +148,7 @@ def test_ending_determines_the_blamed_experiments(
     assert runner._blamed_experiments(job, Ending(outcome, "", index, [0.0] * 3), finished) == blamed
 
 
-def test_locked_experiments_run_last_and_are_announced_once(
-    stub: RecorderStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locked_experiments_run_last(stub: RecorderStub, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt = stub.interrupt
     refusals, order = {A.key: 2, B.key: 0, C.key: 9}, list[str]()
 

@@ -121,9 +121,7 @@ def test_simulated_record_has_memory_traffic_and_roles(
     assert record["simulated_on"]["devices_per_node"] == 16
 
 
-def test_measured_and_simulated_records_are_separate(
-    tmp_path: Path, results: Path, simulate: Simulate
-) -> None:
+def test_simulated_and_measured_records_differ(tmp_path: Path, results: Path, simulate: Simulate) -> None:
     suite = write_suite(tmp_path, experiments("a", "b"))
     code, _, err = run_process(suite, results, "--only", "a")
     assert code == 0, err
@@ -202,17 +200,13 @@ def test_simulator_exception_is_an_error_outcome(tmp_path: Path, simulate: Simul
 
 
 @pytest.mark.slow
-def test_workers_simulate_experiments_of_one_suite(
-    tmp_path: Path, simulate: Simulate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_simulate_suite(tmp_path: Path, simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "usable_cores", lambda: 2)
     code, summary = simulate(write_suite(tmp_path, experiments("a", "b", "c")))
     assert (code, summary["counts"]) == (0, {"ok": 3})
 
 
-def test_several_suites_are_simulated_in_order(
-    tmp_path: Path, results: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suites_are_run_in_order(tmp_path: Path, results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (
         write_suite(tmp_path, experiments(name, extra=f"training.lr = {rate}"), name=name)
         for name, rate in (("one", 0.1), ("two", 0.2))

@@ -211,7 +211,7 @@ OK: Reports = {0: ("ok", "")}
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("clock")
-def test_exit_without_a_failure_report_is_described_by_exit_code_text_and_kernel_kills(
+def test_exit_without_a_failure_report_is_described(
     monkeypatch: pytest.MonkeyPatch, code: int, text: str, settings: dict[str, Any], reports: Reports,
     kills: int, outcome: str, reason: str,
 ) -> None:  # fmt: skip
@@ -248,9 +248,7 @@ FIRST_CAUSES = {
 
 
 @pytest.mark.parametrize("fault", FIRST_CAUSES)
-def test_reason_names_the_first_cause_of_real_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_first_cause_of_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.setenv("FAKE_FAULT", fault)
     job = Job(experiments=[experiment("a"), experiment("b")])
     launched = LocalLaunch(job, tmp_path / "logs", target=FAKE)
@@ -283,9 +281,7 @@ PIPELINE = Experiment(
         ([(5, "idle", 40), (5, "idle", 40), (5, "idle", 91), (5, "idle", 91)], [0, 1, 2, 3]),
     ],
 )
-def test_lagging_ranks_ignore_collective_counts_of_other_stages(
-    states: list[tuple[int, str, int]], expected: list[int]
-) -> None:
+def test_lagging_ranks_ignore_other_stages(states: list[tuple[int, str, int]], expected: list[int]) -> None:
     positions = [Position(0, step, phase, sequence, "send", "pp", 1.0) for step, phase, sequence in states]
     assert supervise.lagging_ranks(positions, Job(experiments=[PIPELINE])) == expected
 

@@ -27,9 +27,7 @@ def test_local_system_has_the_properties_of_its_gpus(monkeypatch: pytest.MonkeyP
     assert load_system("local").link_inside() == "pcie"
 
 
-def test_local_system_without_gpus_has_host_memory_and_no_assumed_properties(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_local_system_without_gpus_has_no_assumed_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_system, "gpus", list)
     system = load_system("local")
     assert system.link_inside() == "memory"

@@ -56,9 +56,7 @@ def count_both_ways(layout: Layout, engine: str) -> tuple[Any, ...]:
     ],
     ids=name_of,
 )
-def test_counter_agrees_with_the_native_engines_ledger(
-    request: pytest.FixtureRequest, layout: Layout
-) -> None:
+def test_counter_agrees_with_the_native_engine_ledger(request: pytest.FixtureRequest, layout: Layout) -> None:
     for ledger, counter, _ in pool_of(request, layout).run(count_both_ways, layout, "native"):
         assert ledger == counter
         assert sum(counter.values()) > 0

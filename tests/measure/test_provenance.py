@@ -71,9 +71,7 @@ def test_git_state_distinguishes_changed_and_untracked_files(checkout: Path) -> 
     assert len(hashes) == 4
 
 
-def test_git_state_is_unknown_without_git_or_if_a_command_fails(
-    monkeypatch: pytest.MonkeyPatch, checkout: Path
-) -> None:
+def test_git_state_is_unknown_if_a_command_fails(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
     run, commit = subprocess.run, state(checkout)["commit"]
 
     def fail_one(failing: str, command: list[str], **options: Any) -> Any:
@@ -131,9 +129,7 @@ def test_gpu_fields_that_the_driver_refuses_are_none(monkeypatch: pytest.MonkeyP
     assert gpus() == [], "no driver"
 
 
-def test_cpu_properties_are_read_from_files_of_driver_and_kernel(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cpu_properties_are_read_from_system_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text("processor\t: 0\nFeatures\t: asimd sve\n\nprocessor\t: 1\nFeatures\t: none\n")
     assert module._cpuinfo(path)["Features"] == "asimd sve", "another architecture has other fields"
