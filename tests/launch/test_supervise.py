@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from repro.config import Experiment, Layout, Training
+from repro.config import Experiment, Layout, Limits, Training
 from repro.launch import supervise
 from repro.launch.failures import FAILURE_CLASSES, failure_class
 from repro.launch.job import Job
@@ -17,7 +17,7 @@ from repro.launch.supervise import Ending, watch
 from tests.clock import Clock
 from tests.launch.fake_session import ABORTS
 from tests.launch.runs import FAKE
-from tests.launch.scripted import MODEL, Reports, Scripted, experiment
+from tests.training import TINY
 
 TICK = 1 / 16
 STARTS = "rank 0 was at start-up"
@@ -29,11 +29,62 @@ CAUSE = ("error", "ValueError")
 KILLED = "was killed by signal"
 
 
+Reports = dict[int, tuple[str, str]]
+"""Outcome and reason that ranks reported, by rank."""
+
+
+def experiment(name: str, checkpoint_every: int = 0, **limits: Any) -> Experiment:
+    return Experiment(
+        name=name,
+        model=TINY,
+        layout=Layout(dp=2),
+        training=Training(steps=6, untimed_steps=1, checkpoint_every=checkpoint_every),
+        limits=Limits(**{"hang_s": 60.0, **limits}),
+    )
+
+
+class Scripted:
+    """A launch of one experiment without processes, whose exit codes and reports a test chooses."""
+
+    def __init__(
+        self, codes: list[int | None], reports: Reports | None = None, text: str = "", **settings: Any
+    ):
+        """Store exit codes by rank, reports, the standard error of every rank, and settings of the experiment."""
+        self.codes, self.reports, self.text, self.killed = codes, reports or {}, text, False
+        self.world = len(codes)
+        self.job = Job(experiments=[experiment("a", **settings)])
+
+    def poll(self, rank: int) -> int | None:
+        return self.codes[rank]
+
+    def position(self, rank: int) -> Position:
+        return Position(0, 5, "forward", 40 + rank, "all_gather", "tp", 1.0)
+
+    def stopped(self, rank: int) -> bool:
+        return False
+
+    def report(self, rank: int) -> dict[str, Any] | None:
+        if rank not in self.reports:
+            return None
+        outcome, reason = self.reports[rank]
+        return {"rank": rank, "outcome": outcome, "reason": reason}
+
+    def error_text(self, rank: int) -> str:
+        return self.text
+
+    def dump_stacks(self) -> None: ...
+    def ask_to_stop(self) -> None:
+        """End the ranks that still run, each with the report of a stop."""
+        for rank in (rank for rank, code in enumerate(self.codes) if code is None):
+            self.codes[rank], self.reports[rank] = 5, ("interrupted", "stopped on request")
+
+    def kill(self) -> None:
+        self.killed = True
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    assert supervise.POLL_INTERVAL_S < 0.1, (
-        "suites have many short launches, whose end must be noticed quickly"
-    )
+    assert supervise.POLL_INTERVAL_S < 0.1, "suites have many short launches"
     monkeypatch.setattr(supervise, "POLL_INTERVAL_S", TICK)  # sums of ticks are exact
     return Clock().rules(monkeypatch, supervise)
 
@@ -265,7 +316,7 @@ def test_first_cause_of_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 PIPELINE = Experiment(
-    name="p", model=MODEL, layout=Layout(tp=2, pp=2, global_batch=4), training=Training(steps=6)
+    name="p", model=TINY, layout=Layout(tp=2, pp=2, global_batch=4), training=Training(steps=6)
 )
 
 

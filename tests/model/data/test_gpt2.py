@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from repro.config import ConfigError
 from repro.model.data import gpt2
 from repro.model.data.gpt2 import decode, encode
-from repro.model.data.stream import SHAKESPEARE
 
 
 @pytest.mark.parametrize(
@@ -37,16 +36,6 @@ def test_texts_have_their_known_ids(text: str, ids: list[int]) -> None:
 @example("\x00\x7f")
 def test_decoding_restores_any_text(text: str) -> None:
     assert decode(encode(text)) == text
-
-
-def test_decoding_restores_the_public_domain_plays() -> None:
-    raw = SHAKESPEARE.read_bytes()
-    assert raw.startswith(b"HAMLET, PRINCE OF DENMARK")
-    assert len(raw) == 1_519_404
-    ids = encode(raw.decode("ascii"))
-    assert decode(ids).encode() == raw
-    assert len(raw) / len(ids) > 3
-    assert ids.max() < gpt2.VOCABULARY
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
