@@ -1,4 +1,4 @@
-"""Tests of the collective counter: it agrees with the native engine's ledger and with torch's known volumes."""
+"""Tests of the collective counter."""
 
 from __future__ import annotations
 

