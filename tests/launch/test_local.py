@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -156,52 +156,42 @@ def test_rank_environment_on_a_machine_and_an_emulated_node(monkeypatch: pytest.
     assert local_launch.rank_environment(0, 1)["OMP_NUM_THREADS"] == "7"
 
 
-class Ranks(LocalLaunch):
-    """Three ranks without processes: the second has ended, the third is stopped."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(local_launch, "scratch_parent", lambda: folder)
-        super().__init__(Job(experiments=[experiment(3)], rounds=3, compare=True), folder / "logs")
-        self.logs.mkdir()
-        self.clock, self.dump_poll = Clock(asleep=self._write_stacks).rules(monkeypatch, local_launch), 0
-        self.signals: list[int] = []
-        for rank in range(3):
-            rank_process.error_log_path(self.logs, rank).write_text("a former one (most recent call first)\n")
-
-    def _write_stacks(self) -> None:
-        if len(self.clock.slept) == self.dump_poll:
-            with rank_process.error_log_path(self.logs, 0).open("a") as file:
-                file.write("File x (most recent call first)\n")
-
-    def _signal(self, number: int) -> None:
-        self.signals.append(number)
-
-    def poll(self, rank: int) -> int | None:
-        return 1 if rank == 1 else None
-
-    def stopped(self, rank: int) -> bool:
-        return rank == 2
-
-
 @pytest.fixture
-def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    return Ranks(tmp_path, monkeypatch)
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLaunch:
+    """Return a launch of three ranks without processes: the second has ended, the third is stopped."""
+    monkeypatch.setattr(local_launch, "scratch_parent", lambda: tmp_path)
+    launched = LocalLaunch(Job(experiments=[experiment(3)], rounds=3, compare=True), tmp_path / "logs")
+    launched.logs.mkdir()
+    monkeypatch.setattr(launched, "poll", lambda rank: 1 if rank == 1 else None)
+    monkeypatch.setattr(launched, "stopped", lambda rank: rank == 2)
+    monkeypatch.setattr(launched, "_signal", Mock())
+    return launched
 
 
-def test_stack_dump_waits_only_for_running_ranks(launched: Ranks, tmp_path: Path) -> None:
-    launched.dump_poll = 3
+def test_stack_dump_waits_only_for_running_ranks(
+    launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = rank_process.error_log_path(launched.logs, 0)
+    log.write_text("a former one (most recent call first)\n")
+
+    def write_third_time() -> None:
+        if len(clock.slept) == 3:
+            log.write_text(2 * log.read_text())
+
+    clock = Clock(asleep=write_third_time).rules(monkeypatch, local_launch)
     launched.dump_stacks()
-    assert (launched.signals, len(launched.clock.slept)) == ([rank_process.STACKS_SIGNAL], 3)
-    launched.dump_poll, launched.clock.now = 0, 200.0
+    launched._signal.assert_called_once_with(rank_process.STACKS_SIGNAL)
+    assert len(clock.slept) == 3
+    clock.now = 200.0
     launched.dump_stacks()
-    excess_s = launched.clock.now - 200.0 - rank_process.STACKS_TIMEOUT_S
+    excess_s = clock.now - 200.0 - rank_process.STACKS_TIMEOUT_S
     assert 0 <= excess_s < 2 * local_launch.STACKS_POLL_INTERVAL_S
     launched.close(keep_logs=None)
-    assert launched.signals[-1] == signal.SIGKILL
+    assert launched._signal.call_args == call(signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reports_and_results_are_read_from_launch_files(launched: Ranks, tmp_path: Path) -> None:
+def test_reports_and_results_are_read_from_launch_files(launched: LocalLaunch, tmp_path: Path) -> None:
     assert (launched.report(0), launched.results(0)) == (None, None)
     (launched.folder / "rank-0.json").write_text('{"rank": 0, "outcome": "ok"}')
     for rank in range(3):
