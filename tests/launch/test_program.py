@@ -12,7 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,22 +25,14 @@ from repro.kernels.cuda.program import SOURCES
 from repro.launch import rank_process
 from repro.launch.job import Job, Stopped
 from repro.launch.local_launch import LocalLaunch
-from repro.launch.rank import device_settings, program
-from repro.launch.rank.device_settings import (
-    AVOID_RECORD_STREAMS_VARIABLE,
-    DETERMINISTIC_ENVIRONMENT,
-    HIGH_PRIORITY_VARIABLE,
-    MAX_CONNECTIONS_VARIABLE,
-    choose_gpu_environment,
-    data_segment_bytes,
-    deterministic_algorithms,
-)
+from repro.launch.rank import device_settings as settings
+from repro.launch.rank import program
 from repro.launch.rank.experiment import ExperimentRun
 from repro.launch.rank_process import HeartbeatReader
 from repro.launch.supervise import watch
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
-from tests.training import TINY, smallest, tiny
+from tests.training import smallest, tiny
 
 
 class Nan(FloatingPointError):
@@ -53,18 +45,11 @@ class RankProgram:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, memory: int = 0):
         self.folder, self.calls, self.arguments = folder, list[Any](), dict[str, Any]()
         self.raises: BaseException | None = None
-        layouts = {"a": Layout(dp=2, micro_batch=1), "b": Layout(dp=2, micro_batch=2)}
-        limits = Limits(memory_bytes=memory)
-        Job(
-            experiments=[
-                Experiment(name=name, model=TINY, layout=layout, limits=limits)
-                for name, layout in layouts.items()
-            ]
-        ).save(folder / "job.json")
+        limits, layouts = Limits(memory_bytes=memory), [Layout(dp=2, micro_batch=size) for size in (1, 2)]
+        pair = [replace(tiny(one), name=name, limits=limits) for one, name in zip(layouts, "ab", strict=True)]
+        Job(experiments=pair).save(folder / "job.json")
         HeartbeatReader(folder / "heartbeat", 2)
-        target: Any = ModuleType("a_target")
-        target.run = self._run
-        monkeypatch.setitem(sys.modules, "a_target", target)
+        monkeypatch.setitem(sys.modules, "a_target", SimpleNamespace(run=self._run))
         monkeypatch.setattr(program, "die_with_parent", lambda pid: self.calls.append(("parent", pid)))
         monkeypatch.setattr(faulthandler, "enable", lambda: None)
         monkeypatch.setattr(faulthandler, "register", lambda *given, **how: self.calls.append((*given, how)))
@@ -108,7 +93,7 @@ def test_gpu_environment_and_engine_import_precede_the_memory_limit(
     def apply(experiments: list[Experiment]) -> None:
         rank.calls.append([experiment.name for experiment in experiments])
 
-    monkeypatch.setattr(device_settings, "apply_gpu_environment", apply)
+    monkeypatch.setattr(settings, "apply_gpu_environment", apply)
     rank.main("--device", device)
     assert rank.calls[2:] == [*environment, ("load", "native", device), ("limit", 10**6, device), "lift"]
 
@@ -183,7 +168,7 @@ def test_only_allocator_errors_count_as_out_of_memory(outcome: str, errors: list
 
 
 NATIVE = tiny(Layout())
-HIGH_PRIORITY = {HIGH_PRIORITY_VARIABLE: "1"}
+HIGH_PRIORITY = {settings.HIGH_PRIORITY_VARIABLE: "1"}
 ENGINES = [
     "native",
     pytest.param("torch", marks=pytest.mark.slow),
@@ -197,7 +182,7 @@ def experiment_of(engine: str, **layout: int) -> Experiment:
 
 def test_record_streams_are_avoided_up_to_torch_2_7() -> None:
     avoided = [
-        AVOID_RECORD_STREAMS_VARIABLE in choose_gpu_environment([NATIVE], version)
+        settings.AVOID_RECORD_STREAMS_VARIABLE in settings.choose_gpu_environment([NATIVE], version)
         for version in ("2.6.0+cu126", "2.7.1", "2.8.0", "2.10.0a0+git1", "unknown")
     ]
     assert avoided == [True, True, False, False, False]
@@ -210,24 +195,25 @@ def test_record_streams_are_avoided_up_to_torch_2_7() -> None:
         ([experiment_of("torch", dp=2)], "32", {}),
         ([experiment_of("megatron", dp=2)], "32", {}),
         ([experiment_of("megatron", dp=2), experiment_of("megatron", tp=2)], "1", {}),
-        ([tiny(Layout(), deterministic=True)], "32", HIGH_PRIORITY | DETERMINISTIC_ENVIRONMENT),
+        ([tiny(Layout(), deterministic=True)], "32", HIGH_PRIORITY | settings.DETERMINISTIC_ENVIRONMENT),
     ],
 )
 def test_all_experiments_of_a_job_decide_the_gpu_environment(
     others: list[Experiment], connections: str, further: dict[str, str]
 ) -> None:
-    found = choose_gpu_environment([experiment_of("native", tp=2), *others], "2.9.0")
-    assert found == {MAX_CONNECTIONS_VARIABLE: connections, **further}
-    assert DETERMINISTIC_ENVIRONMENT == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+    found = settings.choose_gpu_environment([experiment_of("native", tp=2), *others], "2.9.0")
+    assert found == {settings.MAX_CONNECTIONS_VARIABLE: connections, **further}
+    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+    assert deterministic == settings.DETERMINISTIC_ENVIRONMENT
 
 
 def test_variables_set_by_the_user_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_user = {HIGH_PRIORITY_VARIABLE: "0", "NCCL_NVLS_ENABLE": "2"}
-    monkeypatch.setattr(device_settings, "versions", lambda packages: {"torch": "2.6.0"})
+    by_user = {settings.HIGH_PRIORITY_VARIABLE: "0", "NCCL_NVLS_ENABLE": "2"}
+    monkeypatch.setattr(settings, "versions", lambda packages: {"torch": "2.6.0"})
     monkeypatch.setattr(os, "environ", {**by_user, "PATH": "/bin"})
-    device_settings.apply_gpu_environment([NATIVE, tiny(Layout(), deterministic=True)])
-    chosen = {MAX_CONNECTIONS_VARIABLE: "32", AVOID_RECORD_STREAMS_VARIABLE: "1"}
-    assert device_settings.current_gpu_environment() == {**chosen, **DETERMINISTIC_ENVIRONMENT, **by_user}
+    settings.apply_gpu_environment([NATIVE, tiny(Layout(), deterministic=True)])
+    chosen = {settings.MAX_CONNECTIONS_VARIABLE: "32", settings.AVOID_RECORD_STREAMS_VARIABLE: "1"}
+    assert settings.current_gpu_environment() == chosen | settings.DETERMINISTIC_ENVIRONMENT | by_user
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -248,7 +234,7 @@ def test_deterministic_settings_end_with_an_exception() -> None:
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with pytest.raises(RuntimeError, match="warn_only: False"), deterministic_algorithms(True):
+        with pytest.raises(RuntimeError, match="warn_only: False"), settings.deterministic_algorithms(True):
             raise RuntimeError(f"warn_only: {torch.is_deterministic_algorithms_warn_only_enabled()}")
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
@@ -265,9 +251,9 @@ def test_cuda_kernels_use_no_atomic_operations() -> None:
 
 
 def test_data_segment_size_is_in_bytes() -> None:
-    before = data_segment_bytes()
+    before = settings.data_segment_bytes()
     with mmap.mmap(-1, 1 << 26, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
-        grown = data_segment_bytes() - before
+        grown = settings.data_segment_bytes() - before
     assert 1 << 26 <= grown < (1 << 26) + (1 << 20)
     assert before % mmap.PAGESIZE == 0
 
@@ -277,7 +263,7 @@ def test_process_group_needs_three_stacks(monkeypatch: pytest.MonkeyPatch, limit
     """A stack has the size of the stack limit, or 2 MiB without a limit (pthread_create(3))."""
     groups = SimpleNamespace(_new_process_group_helper=lambda *arguments: "group")
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", groups)
-    monkeypatch.setattr(device_settings.resource, "getrlimit", lambda kind: (limit, limit))
+    monkeypatch.setattr(settings.resource, "getrlimit", lambda kind: (limit, limit))
     requested: list[int] = []
 
     def mmap_once(descriptor: int, size: int, flags: int) -> SimpleNamespace:
@@ -286,8 +272,8 @@ def test_process_group_needs_three_stacks(monkeypatch: pytest.MonkeyPatch, limit
             raise OSError(12, "Cannot allocate memory")
         return SimpleNamespace(close=lambda: None)
 
-    monkeypatch.setattr(device_settings.mmap, "mmap", mmap_once)
-    device_settings._check_memory_before_groups()
+    monkeypatch.setattr(settings.mmap, "mmap", mmap_once)
+    settings._check_memory_before_groups()
     assert groups._new_process_group_helper() == "group"
     with pytest.raises(MemoryError, match=f"the threads of a process group need {3 * stack} bytes"):
         groups._new_process_group_helper()
