@@ -150,23 +150,15 @@ def test_ending_determines_the_blamed_experiments(
 
 def test_locked_experiments_run_last(stub: RecorderStub, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt = stub.interrupt
-    refusals, order = {A.key: 2, B.key: 0, C.key: 9}, list[str]()
+    refusals, order, locked = {A.key: 2, B.key: 0, C.key: 9}, list[str](), list[str]()
 
-    class SharedLocks:
-        locked_keys: list[str] | None = None
-
-        def take(self, keys: list[str]) -> bool:
-            refusals[keys[0]] -= 1
-            if refusals[keys[0]] >= 0:
-                return False
-            self.locked_keys = keys
-            return True
-
-        def release(self) -> None:
-            self.locked_keys = None
+    def take(keys: list[str]) -> bool:
+        refusals[keys[0]] -= 1
+        locked.extend(keys if refusals[keys[0]] < 0 else [])
+        return refusals[keys[0]] < 0
 
     def run(self: Runner, task: Task) -> None:
-        assert locks.locked_keys == task.keys
+        assert locked == task.keys
         order.extend(experiment.name for experiment in task.experiments)
 
     def interrupt_fourth_sleep() -> None:
@@ -177,15 +169,14 @@ def test_locked_experiments_run_last(stub: RecorderStub, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         runner.plan, "missing_tasks", lambda task, store: [] if task.experiments[0] is A else [task]
     )
-    locks = SharedLocks()
+    locks = SimpleNamespace(take=take, release=locked.clear)
     tasks = [Task(experiments=(e,)) for e in (A, B, C)]
     runner_of(stub, locks=locks).run(tasks)
     assert order == ["b"], "the other run finishes a and never unlocks c"
-    assert stub.printed == [
-        *("0 elsewhere", "waiting for another `repro run` on this store: a, c", "1 elsewhere"),
-    ]
+    waiting = "waiting for another `repro run` on this store: a, c"
+    assert stub.printed == ["0 elsewhere", waiting, "1 elsewhere"]
     assert clock.slept == [plan.LOCK_RETRY_INTERVAL_S] * 4
-    assert (locks.locked_keys, stub.prepare.call_count) == (None, 3 + 2 + 2 + 1)
+    assert (locked, stub.prepare.call_count) == ([], 3 + 2 + 2 + 1)
     rerunner = runner_of(stub, locks=locks, rerun=True)
     rerunner.run(tasks[:1])
     assert order == ["b"], "an interrupted runner starts nothing"

@@ -44,7 +44,6 @@ def count_both_ways(layout: Layout, engine: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(dp=2, micro_batch=4),
         Layout(dp=2, micro_batch=2, global_batch=8, zero=1),
         Layout(dp=2, micro_batch=4, zero=3),
         Layout(tp=2, micro_batch=4, recompute=True, pa=True),
