@@ -63,29 +63,14 @@ def test_device_count_respects_cuda_visible_devices(monkeypatch: pytest.MonkeyPa
 
 FREE = 10 * 10**9
 SUITE = """
-[suite]
-name = "large"
-[[experiment]]
-name = "states"
-model = "gpt2-1.5b"
-layout = { dp = 2, zero = 1 }
-[[experiment]]
-name = "batch"
-model = "gpt2-tiny"
-layout.micro_batch = 100_000
-[[experiment]]
-name = "meant"
-model = "gpt2-1.5b"
-layout.dp = 2
-expect = "oom"
-[[experiment]]
-name = "limited"
-model = "gpt2-1.5b"
-layout.dp = 2
-limits.memory_bytes = 1_000_000_000
-[[experiment]]
-name = "small"
-model = "gpt2-tiny"
+suite.name = "large"
+experiment = [
+    { name = "states", model = "gpt2-1.5b", layout = { dp = 2, zero = 1 } },
+    { name = "batch", model = "gpt2-tiny", layout.micro_batch = 100_000 },
+    { name = "meant", model = "gpt2-1.5b", layout.dp = 2, expect = "oom" },
+    { name = "limited", model = "gpt2-1.5b", layout.dp = 2, limits.memory_bytes = 1_000_000_000 },
+    { name = "small", model = "gpt2-tiny" },
+]
 """
 STATE_BYTES = 1_557_611_200 * (2 * 8 + 8)
 """fp32 parameters and gradients on both ranks, and the two Adam states, which ZeRO-1 partitions."""
