@@ -93,9 +93,8 @@ def plan(asked: LayoutQuery, as_rank: int | None = None, of: int = 1) -> measure
     return measured.plan_trials(asked, None, sizes, "layers", as_rank, of)
 
 
-@pytest.mark.parametrize(
-    ("invalid", "as_rank", "of", "message"),
-    [
+def test_invalid_query_is_rejected() -> None:
+    for invalid, as_rank, of, message in (
         (query("dgx2"), None, 1, "system = 'dgx2': must be a system of this machine with --measure: local, local-gpu"),
         (query(expandable=True), None, 1, "expandable: this option does not work with --measure: set PYTORCH"),
         (query(memory_limit=""), None, 1, "memory_limit: a limit is required on processor cores"),
@@ -103,11 +102,9 @@ def plan(asked: LayoutQuery, as_rank: int | None = None, of: int = 1) -> measure
         (query(), 0, 0, "of = 0: must be the number of ranks"),
         (query(), 4, 4, "as_rank = 4: must be a rank from 0 to 3"),
         (query(), -1, 4, "as_rank = -1: must be a rank from 0 to 3"),
-    ],
-)  # fmt: skip
-def test_invalid_query_is_rejected(invalid: LayoutQuery, as_rank: int | None, of: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        plan(invalid, as_rank, of)
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            plan(invalid, as_rank, of)
 
 
 def test_processes_are_limited_to_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,9 +222,8 @@ TORCH_OOM = (
 )
 
 
-@pytest.mark.parametrize(
-    ("reason", "device", "expected"),
-    [
+def test_memory_failure_kind_follows_from_the_message() -> None:
+    for reason, device, expected in (
         (TORCH_OOM.format(requested="2.00 GiB", allocated="29.00 GiB"), "cuda", "fragmentation"),
         (TORCH_OOM.format(requested="2.00 GiB", allocated="31.00 GiB"), "cuda", "allocation"),
         (TORCH_OOM.format(requested="1000.00 MiB", allocated="31.00 GiB"), "cuda", "fragmentation"),
@@ -236,7 +232,5 @@ TORCH_OOM = (
         ("rank 3 at step 0, init: killed by SIGKILL; the kernel ran out of memory", "cuda", "host memory"),
         ("rank 3 at step 0, init: RuntimeError: DefaultCPUAllocator: can't allocate memory", "cuda", "host memory"),
         ("rank 0 at step 0, backward: RuntimeError: std::bad_alloc", "cpu", "allocation"),
-    ],
-)  # fmt: skip
-def test_memory_failure_kind_follows_from_the_message(reason: str, device: str, expected: str) -> None:
-    assert measured.memory_failure_kind(reason, device, 32 * GIB) == expected
+    ):  # fmt: skip
+        assert measured.memory_failure_kind(reason, device, 32 * GIB) == expected, reason

@@ -148,9 +148,8 @@ IMPORT_WITHOUT_MEMORY = SystemError("error return without exception set")
 """Error that CPython raises if an import cannot allocate an object."""
 
 
-@pytest.mark.parametrize(
-    ("outcome", "errors"),
-    [
+def test_only_allocator_errors_count_as_out_of_memory() -> None:
+    for outcome, errors in (
         ("oom", [MemoryError(), OutOfMemoryError("on the device"), OSError(12, "Cannot allocate memory")]),
         ("oom", [RuntimeError("CUDA out of memory"), RuntimeError("std::bad_alloc")]),
         ("oom", [RuntimeError(f"[enforce fail] DefaultCPUAllocator: can't allocate memory: {TRIED}")]),
@@ -160,10 +159,8 @@ IMPORT_WITHOUT_MEMORY = SystemError("error return without exception set")
         ("error", [KeyError("CUDA out of memory"), ValueError("not enough memory"), RuntimeError("shape")]),
         ("error", [IMPORT_WITHOUT_MEMORY]),
         ("diverged", [Nan("std::bad_alloc")]),
-    ],
-)
-def test_only_allocator_errors_count_as_out_of_memory(outcome: str, errors: list[Exception]) -> None:
-    assert [program.classify_error(error, limited=False) for error in errors] == [outcome] * len(errors)
+    ):
+        assert [program.classify_error(error, limited=False) for error in errors] == [outcome] * len(errors)
     assert program.classify_error(IMPORT_WITHOUT_MEMORY, limited=True) == "oom"
 
 
@@ -188,21 +185,16 @@ def test_record_streams_are_avoided_up_to_torch_2_7() -> None:
     assert avoided == [True, True, False, False, False]
 
 
-@pytest.mark.parametrize(
-    ("others", "connections", "further"),
-    [
+def test_all_experiments_of_a_job_decide_the_gpu_environment() -> None:
+    for others, connections, further in (
         ([], "32", HIGH_PRIORITY),
         ([experiment_of("torch", dp=2)], "32", {}),
         ([experiment_of("megatron", dp=2)], "32", {}),
         ([experiment_of("megatron", dp=2), experiment_of("megatron", tp=2)], "1", {}),
         ([tiny(Layout(), deterministic=True)], "32", HIGH_PRIORITY | settings.DETERMINISTIC_ENVIRONMENT),
-    ],
-)
-def test_all_experiments_of_a_job_decide_the_gpu_environment(
-    others: list[Experiment], connections: str, further: dict[str, str]
-) -> None:
-    found = settings.choose_gpu_environment([experiment_of("native", tp=2), *others], "2.9.0")
-    assert found == {settings.MAX_CONNECTIONS_VARIABLE: connections, **further}
+    ):
+        found = settings.choose_gpu_environment([experiment_of("native", tp=2), *others], "2.9.0")
+        assert found == {settings.MAX_CONNECTIONS_VARIABLE: connections, **further}
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
     assert deterministic == settings.DETERMINISTIC_ENVIRONMENT
 

@@ -124,9 +124,8 @@ def test_failure_is_recorded_for_blamed_experiments(
     launched.close.assert_called_once_with(keep_logs=stub.root / "logs" / B.key)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "index", "finished", "compare", "blamed"),
-    [
+def test_ending_determines_the_blamed_experiments() -> None:
+    for outcome, index, finished, compare, blamed in (
         ("ok", 2, {0, 1, 2}, False, []),
         ("ok", 2, {0}, False, [1, 2]),
         ("hang", 2, {0, 1, 2}, False, []),
@@ -139,13 +138,9 @@ def test_failure_is_recorded_for_blamed_experiments(
         ("interrupted", 2, {0}, False, [2]),
         ("interrupted", 2, {2}, False, [0]),
         ("interrupted", 1, set(), True, [0, 1, 2]),
-    ],
-)
-def test_ending_determines_the_blamed_experiments(
-    outcome: str, index: int, finished: set[int], compare: bool, blamed: list[int]
-) -> None:
-    job = Job(experiments=[A, B, C], compare=compare)
-    assert runner._blamed_experiments(job, Ending(outcome, "", index, [0.0] * 3), finished) == blamed
+    ):
+        job, ending = Job(experiments=[A, B, C], compare=compare), Ending(outcome, "", index, [0.0] * 3)
+        assert runner._blamed_experiments(job, ending, finished) == blamed, (ending, finished)
 
 
 def test_locked_experiments_run_last(stub: RecorderStub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,20 +241,17 @@ def test_summary_has_a_row_for_every_selected_experiment(tmp_path: Path) -> None
     assert (traced["counts"], traced["comparisons"]) == ({"not run": 5}, [])
 
 
-@pytest.mark.parametrize(
-    ("expected", "failure", "number", "stopped", "code"),
-    [
+def test_exit_code_of_a_run() -> None:
+    for expected, failure, number, stopped, code in (
         (None, "", 0, "", 0),
         (False, "", 0, "", 1),
         (True, "disk full", 0, "disk full", 1),
         (True, "", 15, "by signal 15", 143),
         (False, "disk full", 2, "disk full", 130),
-    ],
-)
-def test_exit_code_of_a_run(expected: Any, failure: str, number: int, stopped: str, code: int) -> None:
-    rows = [{"expected": True}, {"expected": expected}]
-    end = run_end({"experiments": rows}, failure=failure, signal=number)
-    assert (end.summary["stopped"], end.code) == (stopped, code)
+    ):
+        rows = [{"expected": True}, {"expected": expected}]
+        end = run_end({"experiments": rows}, failure=failure, signal=number)
+        assert (end.summary["stopped"], end.code) == (stopped, code)
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -320,9 +320,8 @@ PIPELINE = Experiment(
 )
 
 
-@pytest.mark.parametrize(
-    ("states", "expected"),
-    [
+def test_lagging_ranks_ignore_other_stages() -> None:
+    for states, expected in (
         # (step, phase, sequence) of ranks 0, 1 (stage 0) and 2, 3 (stage 1), which issue more collectives.
         ([(5, "idle", 40), (5, "idle", 40), (5, "forward", 90), (5, "forward", 91)], [2]),
         ([(5, "forward", 40), (5, "forward", 40), (5, "forward", 90), (5, "forward", 91)], [2]),
@@ -330,16 +329,13 @@ PIPELINE = Experiment(
         ([(5, "forward", 40), (5, "forward", 40), (4, "optimizer", 91), (4, "idle", 91)], [2]),
         ([(5, "forward", 41), (5, "forward", 40), (5, "idle", 91), (5, "idle", 91)], [1]),
         ([(5, "idle", 40), (5, "idle", 40), (5, "idle", 91), (5, "idle", 91)], [0, 1, 2, 3]),
-    ],
-)
-def test_lagging_ranks_ignore_other_stages(states: list[tuple[int, str, int]], expected: list[int]) -> None:
-    positions = [Position(0, step, phase, sequence, "send", "pp", 1.0) for step, phase, sequence in states]
-    assert supervise.lagging_ranks(positions, Job(experiments=[PIPELINE])) == expected
+    ):
+        positions = [Position(0, *state, "send", "pp", 1.0) for state in states]
+        assert supervise.lagging_ranks(positions, Job(experiments=[PIPELINE])) == expected, states
 
 
-@pytest.mark.parametrize(
-    ("outcome", "reason", "state", "expected"),
-    [
+def test_failure_class_of_outcome_and_job_state() -> None:
+    for outcome, reason, state, expected in (
         ("ok", "", "", ""),
         ("diverged", "loss is nan at step 3", "", ""),
         ("oom", "rank 1 at step 3: MemoryError", "", "out-of-memory"),
@@ -361,8 +357,6 @@ def test_lagging_ranks_ignore_other_stages(states: list[tuple[int, str, int]], e
         ("", "", "OUT_OF_MEMORY", "out-of-memory"),
         ("", "", "RUNNING", ""),
         ("error", "rank 0 ended with exit code 7 at step 1", "", "error"),
-    ],
-)  # fmt: skip
-def test_failure_class_of_outcome_and_job_state(outcome: str, reason: str, state: str, expected: str) -> None:
-    assert failure_class(outcome, reason, state) == expected
-    assert expected in ("", *FAILURE_CLASSES)
+    ):  # fmt: skip
+        assert failure_class(outcome, reason, state) == expected, (outcome, reason, state)
+        assert expected in ("", *FAILURE_CLASSES)

@@ -221,20 +221,17 @@ def test_mixing_is_splitmix64() -> None:
     assert mix_bits(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [
+def test_texts_have_their_known_ids() -> None:
+    for text, ids in (
         ("Hello, world!", [15496, 11, 995, 0]),
         (" the", [262]),
         ("\n\n", [628]),
         ("Hello<|endoftext|>Hello", [15496, 50256, 15496]),
         ("Hello, my dog is cute", [15496, 11, 616, 3290, 318, 13779]),
         ("", []),
-    ],
-)
-def test_texts_have_their_known_ids(text: str, ids: list[int]) -> None:
-    assert encode(text).tolist() == ids
-    assert decode(ids) == text
+    ):
+        assert encode(text).tolist() == ids
+        assert decode(ids) == text
 
 
 @given(st.text())
