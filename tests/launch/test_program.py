@@ -73,8 +73,12 @@ class RankProgram:
         return {path.name: json.loads(path.read_text()) for path in self.folder.glob("finished-*")}
 
 
-def test_rank_writes_all_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = RankProgram(tmp_path, monkeypatch)
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankProgram:
+    return RankProgram(tmp_path, monkeypatch)
+
+
+def test_rank_writes_all_results(rank: RankProgram, tmp_path: Path) -> None:
     assert rank.main() == (0, {"rank": 1, "outcome": "ok", "reason": ""})
     assert rank.finished() == {"finished-0-1.json": {"of": "a"}, "finished-1-1.json": {"of": "b"}}
     del rank.arguments["heartbeat"]
@@ -110,10 +114,8 @@ def test_gpu_environment_and_engine_import_precede_the_memory_limit(
     ],
 )
 def test_exceptions_determine_the_reported_outcome(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    raised: BaseException, outcome: str, reason: str,
-) -> None:  # fmt: skip
-    rank = RankProgram(tmp_path, monkeypatch)
+    rank: RankProgram, capsys: pytest.CaptureFixture[str], raised: BaseException, outcome: str, reason: str
+) -> None:
     rank.raises = raised
     assert rank.main() == (program.EXIT_CODES[outcome], {"rank": 1, "outcome": outcome, "reason": reason})
     assert rank.finished() == {"finished-0-1.json": {"early": True}}, "the early result remains"

@@ -237,9 +237,9 @@ OK: Reports = {0: ("ok", "")}
 """Report of success, which a later signal contradicts."""
 
 
-@pytest.mark.parametrize(
-    ("code", "text", "settings", "reports", "kills", "outcome", "reason"),
-    [
+@pytest.mark.usefixtures("clock")
+def test_exit_without_a_failure_report_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, text, settings, reports, kills, outcome, reason in (
         (7, "Traceback\nlast words\n", {}, {}, 3, "error", f"ended with exit code 7 {AT}: last words"),
         (1, "x" * 301 + "\n", {}, {}, 3, "error", f"ended with exit code 1 {AT}: {'x' * 300}"),
         (1, "", {}, {}, 3, "error", f"ended with exit code 1 {AT}"),
@@ -259,17 +259,11 @@ OK: Reports = {0: ("ok", "")}
         (-9, "", {}, OK, 4, "oom", f"{KILLED} 9 (SIGKILL) {AT}: the kernel ran out of memory"),
         (-9, "", {}, OK, 3, "error", f"{KILLED} 9 (SIGKILL) {AT}"),
         (-15, "", {}, OK, 4, "error", f"{KILLED} 15 (SIGTERM) {AT}"),
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("clock")
-def test_exit_without_a_failure_report_is_described(
-    monkeypatch: pytest.MonkeyPatch, code: int, text: str, settings: dict[str, Any], reports: Reports,
-    kills: int, outcome: str, reason: str,
-) -> None:  # fmt: skip
-    counts = iter([3, kills])
-    monkeypatch.setattr(supervise, "count_kernel_oom_kills", lambda: next(counts))
-    ranks = Scripted([code], reports, text, **settings)
-    assert watch(ranks) == Ending(outcome, f"rank 0 {reason}", 0, [0.0])
+    ):  # fmt: skip
+        counts = iter([3, kills])
+        monkeypatch.setattr(supervise, "count_kernel_oom_kills", lambda counts=counts: next(counts))
+        ending = watch(Scripted([code], reports, text, **settings))
+        assert ending == Ending(outcome, f"rank 0 {reason}", 0, [0.0])
 
 
 def test_oom_kills_are_counted_per_cgroup_or_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +288,8 @@ AT_REAL = "at step {}, backward, after collective all_reduce #{} in group dp"
 FIRST_CAUSES = {
     "abort:b:0:1": ("oom", f"rank 0 {KILLED} 6 (SIGABRT) {AT_REAL.format(1, 8)}: std::bad_alloc"),
     # NCCL's watchdog aborts a rank whose peer failed, here before the peer reports the cause.
-    "watchdog:b:1:2,raise-late:b:0:2": ("error", f"rank 0 {AT_REAL.format(2, 9)}: KeyError: 'injected failure'"),
+    "watchdog:b:1:2,raise-late:b:0:2":
+        ("error", f"rank 0 {AT_REAL.format(2, 9)}: KeyError: 'injected failure'"),
 }  # fmt: skip
 
 
