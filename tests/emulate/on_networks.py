@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from repro.config import EmulatedNetwork
 from repro.emulate.network import ETHERNET_BYTES, HEADER_BYTES
 from repro.results.record_parts import NetworkReport
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
-from repro.util import processes
 from tests.launch import runs
 
 NETWORK = """
@@ -19,8 +17,6 @@ nodes = 2
 ranks_per_node = 2
 between = 8e6
 """
-TOO_FAST = EmulatedNetwork(nodes=min(4 * processes.usable_cores(), 200), ranks_per_node=1, between=4e9)
-"""Network that is too fast to emulate: two links per core send at once, and a core can carry one such link."""
 
 
 def suite(folder: Path, body: str) -> Path:

@@ -47,9 +47,7 @@ def test_lab_starts_shows_uses_and_stops_a_network(capfd: pytest.CaptureFixture[
     assert main(["lab", "status"]) == 3
 
 
-def test_missing_requirements_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_tool_is_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """With an empty PATH, `nsenter` is missing."""
     monkeypatch.setenv("PATH", "/nowhere")
     lab.missing_requirement.cache_clear()
@@ -59,8 +57,3 @@ def test_missing_requirements_are_one_line(
         lab.missing_requirement.cache_clear()
     message = capfd.readouterr().out
     assert (message[:9], message.count("\n")) == ("missing: ", 1)
-
-
-def test_a_network_without_a_rate_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["lab", "up", "--nodes", "2"]) == 2
-    assert "between = 0.0: must be a rate in bytes/s" in capfd.readouterr().err

@@ -59,9 +59,6 @@ def test_requirement_markers_are_evaluated_for_the_target(maker: ModuleType) -> 
     ]
     found = maker.missing_requirements(lines, {"torch", "nvidia-ml-py"}, "3.10", "x86_64")
     assert found == {"typing-extensions": "Typing_Extensions>=4", "pydantic": "pydantic[email]>=2.7"}
-
-
-def test_the_kit_has_the_requirements_of_project_and_tests(maker: ModuleType) -> None:
     found = maker.missing_requirements(maker.project_requirements(), {"torch", "numpy"}, "3.12", "x86_64")
     assert {"pydantic", "submitit", "pyroute2", "nvidia-ml-py", "pytest", "hypothesis"} <= set(found)
     assert not found.keys() & {"torch", "numpy", "deepspeed", "playwright"}
@@ -72,12 +69,8 @@ def test_a_missing_package_index_gives_a_one_line_error(tmp_path: Path) -> None:
     pytest.importorskip("pip")
     output = tmp_path / "kit.tar.gz"
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "gpu" / "kit.py"), "--output", str(output)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, str(ROOT / "gpu" / "kit.py"), "--output", str(output)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: no wheels of ")
@@ -98,9 +91,8 @@ def test_a_missing_package_of_the_target_is_named_at_startup(tmp_path: Path) -> 
     shutil.copy2(ROOT / "gpu" / "start.py", tmp_path / "gpu")
     facts = {"python": f"3.{sys.version_info[1]}", "present": ["no-such-package", "torch"]}
     (tmp_path / "source" / "kit.json").write_text(json.dumps(facts))
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "gpu" / "start.py"), "--dry-run"], capture_output=True, text=True
-    )
+    command = [sys.executable, str(tmp_path / "gpu" / "start.py"), "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "lacks no-such-package, which the kit leaves out" in done.stderr
     assert "gpu-tests" in done.stdout

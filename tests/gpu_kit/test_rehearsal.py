@@ -4,21 +4,89 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
-import time
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from repro.launch.gpu_day.result_files import FACTS, FILES, MAX_FILES, RECORDS, STEPS, read_json_lines
-from tests.gpu_kit.target import offline_command
+import pytest
 
+from repro.launch.gpu_day.result_files import FACTS, FILES, MAX_FILES, RECORDS, STEPS, read_json_lines
+from tests.launch.runs import wait_for
+
+PRESENT = ("torch", "numpy", "transformers")
+"""Packages of the target, the value of PRESENT for `make gpu-kit`."""
+LOOPBACK_UP = """
+import fcntl, os, socket, struct, sys
+with socket.socket() as s:
+    fcntl.ioctl(s, 0x8914, struct.pack('16sh', b'lo', 0x1 | 0x40))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Program that starts the loopback interface (SIOCSIFFLAGS, IFF_UP | IFF_RUNNING) and then a command."""
 END_TIMEOUT_S = 300
 FAILING, HANGING = "step-micro-batch-1", "memcheck"
 SKIPPED = "limit-offload"
 """Step that needs a library which neither the target nor the kit has."""
+
+
+def closure(names: tuple[str, ...]) -> set[str]:
+    """Return the installed distributions that `names` require, themselves included."""
+    found: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = re.sub(r"[-_.]+", "-", pending.pop()).lower()
+        try:
+            requires = distribution(name).requires or []
+        except PackageNotFoundError:
+            continue
+        if name not in found:
+            found.add(name)
+            required = (line for line in requires if "extra ==" not in line)
+            pending += [match[0] for line in required if (match := re.match(r"[\w.-]+", line))]
+    return found
+
+
+def make_target(folder: Path) -> Path:
+    """Return the Python of a new environment in `folder` that has only `PRESENT` and their requirements."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    packages = next((folder / "lib").glob("python*")) / "site-packages"
+    for name in closure(PRESENT):
+        package = distribution(name)
+        tops = {file.parts[0] for file in package.files or [] if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            source = Path(str(package.locate_file(top)))
+            if not (packages / top).exists():
+                (packages / top).symlink_to(source)
+    return folder / "bin" / "python"
+
+
+def offline_command(kit: Path, command: list[str]) -> list[str]:
+    """Return `command` in a network namespace with only the loopback interface, with `kit` mounted read-only."""
+    mounted = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    up = [sys.executable, "-c", LOOPBACK_UP, *command]
+    return ["unshare", "--map-root-user", "--net", "--mount", "bash", "-c", mounted, str(kit), *up]
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Unpack the kit of `make test-gpu-kit` and return its folder."""
+    if not (packed := os.environ.get("REPRO_GPU_KIT")):
+        pytest.skip("run by make test-gpu-kit")
+    folder = tmp_path_factory.mktemp("kit")
+    with tarfile.open(packed) as archive:
+        archive.extractall(folder)
+    return folder / "gpu-kit"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the Python of a target that has only torch, numpy and transformers."""
+    return make_target(tmp_path_factory.mktemp("target"))
 
 
 def start(kit: Path, target: Path, out: Path, *options: str) -> subprocess.Popen[str]:
@@ -77,19 +145,15 @@ def test_a_signal_ends_the_rehearsal_and_names_skipped_steps(kit: Path, target: 
 
     reader = threading.Thread(target=read)
     reader.start()
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while "facts" not in outcomes(out):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: "facts" in outcomes(out), END_TIMEOUT_S)
     process.send_signal(signal.SIGTERM)
     assert process.wait(END_TIMEOUT_S) == 130, printed
     reader.join()
     found = outcomes(out)
     assert found["facts"]["outcome"] == "ok"
     assert "interrupted" in found["low-bandwidth-twin"]["reason"]
-    assert {line["outcome"] for name, line in found.items() if name not in ("facts", "gpu-tests")} == {
-        "skipped"
-    }
+    skipped = [line["outcome"] for name, line in found.items() if name not in ("facts", "gpu-tests")]
+    assert set(skipped) == {"skipped"}
     assert any("low-bandwidth-twin: skipped" in line for line in printed)
 
 

@@ -22,13 +22,7 @@ from repro.cli import main
 sys.exit(main())
 """
 FAKE = "tests.launch.fake_session:run_rank"
-MODEL = """
-layers = 2
-hidden = 16
-heads = 4
-vocab = 256
-seq = 16
-"""
+MODEL = "\nlayers = 2\nhidden = 16\nheads = 4\nvocab = 256\nseq = 16\n"
 
 
 def write_suite(folder: Path, body: str, *, name: str = "faults", limits: str = "hang_s = 60") -> Path:

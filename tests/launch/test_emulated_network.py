@@ -1,4 +1,4 @@
-"""Tests of a rank on an emulated network: its byte counters, compute rate and core throttle; without a network."""
+"""Tests of the byte counters, compute rate and core throttle of an emulated network's ranks, without a network."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 from repro.config import EmulatedNetwork
 from repro.config.network import CORES_SHARE
+from repro.emulate import compute_rate
+from repro.emulate.network import NoNetwork
 from repro.launch.rank import emulated_network
 from repro.launch.rank.emulated_network import (
     MAX_CATCH_UP_S,
@@ -53,14 +56,10 @@ def test_report_contains_interface_bytes_per_step_of_the_rank_and_its_node(
     links = {"between": 1e6} if nodes > 1 else {"within": 1e6}
     network_rank = EmulatedNetworkRank(EmulatedNetwork(nodes=nodes, ranks_per_node=2, **links), facts, rank)
     network_rank.throttle.stop()
-    rows = {
-        "/proc/self/net/dev": "  eth0: 10 1 2 3 4 5 6 7 20 8\n",
-        node_file: "uplink:30 1 2 3 4 5 6 7 40 8\n",
-    }
     header = "Inter-| Receive | Transmit\n    lo: 1 1 1 1 1 1 1 1 1 1\n"
-    monkeypatch.setattr(
-        emulated_network, "Path", lambda file: SimpleNamespace(read_text=lambda: header + rows[file])
-    )
+    rows = {"/proc/self/net/dev": f"{header}  eth0: 10 1 2 3 4 5 6 7 20 8\n"}
+    rows[node_file] = f"{header}uplink:30 1 2 3 4 5 6 7 40 8\n"
+    monkeypatch.setattr(emulated_network, "Path", lambda file: Mock(read_text=lambda: rows[file]))
     counted = network_rank.counters()
     assert counted == ([20, 10, 40, 30] if node_file else [20, 10])
     message = network_rank.report(counted, steps=2)
@@ -77,11 +76,11 @@ def test_report_contains_interface_bytes_per_step_of_the_rank_and_its_node(
 def test_compute_rates_are_measured_on_all_ranks_simultaneously(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate includes the sleep of the throttle: 8 GFLOP in 0.5 s and a sleep of 1.5 s are 4 GFLOP/s."""
     clock = Clock().rules(monkeypatch, emulated_network)
-    done: list[Any] = []
+    barrier = Mock()
 
     def flop_in(seconds: float, timer: Any) -> float:
         assert (seconds, timer) == (emulated_network.RATE_PROBE_S, clock.perf_counter)
-        done.append("computed")
+        barrier.assert_called_once()
         clock.now += 0.5
         return 8e9
 
@@ -90,16 +89,12 @@ def test_compute_rates_are_measured_on_all_ranks_simultaneously(monkeypatch: pyt
             rate.copy_(own_rate * (1 + rank))
 
     monkeypatch.setattr(emulated_network.compute_rate, "count_flop", flop_in)
-    monkeypatch.setattr(emulated_network.dist, "barrier", lambda: done.append("barrier"))
-    monkeypatch.setattr(emulated_network.dist, "all_gather", all_gather)
-    throttle: Any = SimpleNamespace(settle=lambda: clock.sleep(1.5))
+    monkeypatch.setattr(emulated_network, "dist", Mock(barrier=barrier, all_gather=all_gather))
+    throttle = Mock(settle=lambda: clock.sleep(1.5))
     assert emulated_network._compute_rates(3, throttle) == [4e9, 8e9, 12e9]
-    assert done == ["barrier", "computed"]
 
 
-def test_ranks_of_unequal_compute_rates_are_rejected_after_several_attempts(
-    facts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_unequal_compute_rates_are_rejected(facts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of 1 and 4 GFLOP/s differ by 3 GFLOP/s, which is 120 % of the mean of 2.5 GFLOP/s."""
     attempts = emulated_network.MAX_RATE_ATTEMPTS
     rates = iter([[1e9, 2e9, 3e9, 4e9]] * (2 * attempts - 1) + [[1e9] * 4])
@@ -116,11 +111,9 @@ def test_ranks_of_unequal_compute_rates_are_rejected_after_several_attempts(
 SHARE = 0.25
 
 
-@pytest.mark.parametrize("trigger", ["messages", "timer"])
-def test_throttle_limits_a_thread_to_its_core_share(trigger: str) -> None:
+def test_throttle_limits_a_thread_to_its_core_share() -> None:
     throttle = CoreThrottle(SHARE)
-    if trigger == "timer":
-        throttle.start()
+    throttle.start()
     try:
         spent = computed = 0.0
         for _ in range(4):
@@ -141,17 +134,9 @@ def test_throttle_limits_a_thread_to_its_core_share(trigger: str) -> None:
 class Clocks(Clock):
     """Clocks of a thread whose CPU time and scheduling delay a test sets, without timers of the kernel."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        super().__init__(now=0.0)
-        self.cpu_s = self.run_delay_s = self.oversleep_s = 0.0
-        """`oversleep_s` is the excess of a sleep over its requested duration."""
-        self.read_s = 0.0
-        """CPU time of one read of the scheduling delay, in seconds."""
-        self.timer_calls: list[tuple[object, ...]] = []
-        self.rules(monkeypatch, emulated_network)
-        monkeypatch.setattr(emulated_network.os, "pread", self.pread)
-        for name in ("signal", "setitimer"):
-            monkeypatch.setattr(signal, name, lambda *arguments: self.timer_calls.append(arguments))
+    cpu_s = run_delay_s = oversleep_s = read_s = 0.0
+    """`oversleep_s`: excess of a sleep over its requested duration. `read_s`: CPU time of a read of the delay."""
+    timer_calls = Mock()
 
     def thread_time(self) -> float:
         return self.cpu_s
@@ -171,19 +156,17 @@ class Clocks(Clock):
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    return Clocks(monkeypatch)
-
-
-def test_timer_tick_during_a_sleep_adds_no_sleep(clocks: Clocks) -> None:
-    throttle = CoreThrottle(SHARE)
-    clocks.asleep = throttle.settle
-    clocks.cpu_s = 0.02
-    throttle.settle()
-    assert clocks.slept == [pytest.approx(0.02 / SHARE - 0.02)]
+    clocks = Clocks(now=0.0).rules(monkeypatch, emulated_network)
+    clocks.timer_calls = Mock()
+    monkeypatch.setattr(emulated_network.os, "pread", clocks.pread)
+    for name in ("signal", "setitimer"):
+        monkeypatch.setattr(signal, name, getattr(clocks.timer_calls, name))
+    return clocks
 
 
 def test_throttle_sleeps_for_the_remainder_of_its_share(clocks: Clocks) -> None:
     throttle = CoreThrottle(SHARE)
+    clocks.asleep = throttle.settle  # a tick of the timer during a sleep adds no sleep
 
     def settle_sleeps(cpu_s: float, run_delay_s: float = 0.0) -> list[float]:
         clocks.cpu_s += cpu_s
@@ -213,7 +196,7 @@ def test_reading_the_clocks_does_not_count_as_compute(clocks: Clocks) -> None:
 
 
 def test_started_throttle_settles_at_timer_ticks_and_before_waits(clocks: Clocks) -> None:
-    """The throttle delays only the compute thread; other threads transfer messages during the wait."""
+    """Other threads transfer messages during the wait, so the throttle delays only the compute thread."""
     waited: list[float] = []
 
     def wait() -> None:
@@ -222,10 +205,9 @@ def test_started_throttle_settles_at_timer_ticks_and_before_waits(clocks: Clocks
     throttle = CoreThrottle(SHARE)
     throttle.start()
     try:
-        assert clocks.timer_calls == [
-            (signal.SIGVTALRM, throttle._tick),
-            (signal.ITIMER_VIRTUAL, TIMER_INTERVAL_S, TIMER_INTERVAL_S),
-        ]
+        begin = [call.signal(signal.SIGVTALRM, throttle._tick)]
+        begin += [call.setitimer(signal.ITIMER_VIRTUAL, TIMER_INTERVAL_S, TIMER_INTERVAL_S)]
+        assert clocks.timer_calls.mock_calls == begin
         clocks.cpu_s += 0.1
         wait()
         assert waited == pytest.approx([0.3]), "the sleep precedes the wait"
@@ -235,7 +217,8 @@ def test_started_throttle_settles_at_timer_ticks_and_before_waits(clocks: Clocks
         other.join()
     finally:
         throttle.stop()
-    assert clocks.timer_calls[2:] == [(signal.ITIMER_VIRTUAL, 0), (signal.SIGVTALRM, signal.SIG_IGN)]
+    end = [call.setitimer(signal.ITIMER_VIRTUAL, 0), call.signal(signal.SIGVTALRM, signal.SIG_IGN)]
+    assert clocks.timer_calls.mock_calls == [*begin, *end]
     wait()
     assert waited == pytest.approx([0.3, 0.3, 0.3]), "a stopped throttle does not sleep"
 
@@ -267,3 +250,23 @@ def test_throttle_settles_once_before_a_collective(clocks: Clocks) -> None:
         assert clocks.slept == pytest.approx([0.3, 0.009, 0.003]), "a message outside of a collective"
     finally:
         throttle.stop()
+
+
+def fake_measurement(monkeypatch: pytest.MonkeyPatch, returncode: int) -> None:
+    """Let each measuring process report 8 GFLOP/s, on a machine with four cores."""
+    process = SimpleNamespace(communicate=lambda: ("8e9\n", ""), returncode=returncode)
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: process)
+    monkeypatch.setattr(compute_rate, "usable_cores", lambda: 4)
+
+
+@pytest.mark.parametrize(("ranks", "per_core"), [(16, 8), (2, 1), (1, 1)])
+def test_ranks_compute_on_half_the_cores(ranks: int, per_core: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_measurement(monkeypatch, returncode=0)
+    assert compute_rate.rank_flops_per_s(ranks) == pytest.approx(8e9 * CORES_SHARE / per_core)
+    fake_measurement(monkeypatch, returncode=-9)
+    with pytest.raises(NoNetwork, match="could not be measured"):
+        compute_rate.rank_flops_per_s(ranks)
+
+
+def test_measured_compute_rate_is_plausible() -> None:
+    assert 1e8 < compute_rate.rank_flops_per_s(1) < 1e13

@@ -1,4 +1,4 @@
-"""Tests of `repro fit --measure`: trials with real processes, one rank of many, and causes of failed trials."""
+"""Tests of `repro fit --measure`, which searches for the largest model by trials on this machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
@@ -61,9 +62,7 @@ def test_fit_finds_the_largest_trainable_model(tmp_path: Path, capsys: pytest.Ca
     ],
     ids=["z1", "z3-tp4", "pp4-tp2"],
 )
-def test_one_rank_trial_allocates_the_simulated_bytes(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_has_simulated_bytes(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process without peers allocates the bytes that the simulator predicts for the role of its rank."""
     # A trace has no temporaries of initial values. They are small compared with a real model, but not with MODEL.
     monkeypatch.setattr(flat_parameters, "INITIALISED_ELEMENTS", 1024)
@@ -94,9 +93,8 @@ def plan(asked: LayoutQuery, as_rank: int | None = None, of: int = 1) -> measure
     return measured.plan_trials(asked, None, sizes, "layers", as_rank, of)
 
 
-@pytest.mark.parametrize(
-    ("invalid", "as_rank", "of", "message"),
-    [
+def test_invalid_query_is_rejected() -> None:
+    for invalid, as_rank, of, message in (
         (query("dgx2"), None, 1, "system = 'dgx2': must be a system of this machine with --measure: local, local-gpu"),
         (query(expandable=True), None, 1, "expandable: this option does not work with --measure: set PYTORCH"),
         (query(memory_limit=""), None, 1, "memory_limit: a limit is required on processor cores"),
@@ -104,13 +102,9 @@ def plan(asked: LayoutQuery, as_rank: int | None = None, of: int = 1) -> measure
         (query(), 0, 0, "of = 0: must be the number of ranks"),
         (query(), 4, 4, "as_rank = 4: must be a rank from 0 to 3"),
         (query(), -1, 4, "as_rank = -1: must be a rank from 0 to 3"),
-    ],
-)  # fmt: skip
-def test_invalid_queries_are_rejected(
-    invalid: LayoutQuery, as_rank: int | None, of: int, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        plan(invalid, as_rank, of)
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            plan(invalid, as_rank, of)
 
 
 def test_processes_are_limited_to_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,95 +120,86 @@ def test_processes_are_limited_to_the_devices_of_this_machine(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("as_rank", "of"), [(None, 1), (0, 4)])
-def test_each_trial_is_a_separate_launch(
-    monkeypatch: pytest.MonkeyPatch, as_rank: int | None, of: int
-) -> None:
-    trials = plan(query(), as_rank, of)
-    jobs: list[Job] = []
-    end = Ending("ok", "", 0, [1.0])
+def test_each_trial_has_its_own_launch(monkeypatch: pytest.MonkeyPatch, as_rank: int | None, of: int) -> None:
+    trials, interrupt = plan(query(), as_rank, of), Interrupt()
     memories: list[dict[str, Any]] = [
         {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}, "beside_torch": {"start": 9, "world": 2}},
         {"rss_peak_bytes": 4, "cuda": {"reserved_peak": 7, "retries": 0},
          "beside_torch": {"start": 8, "world": 4, "embedding": 1}},
     ]  # fmt: skip
-
-    def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[Ending, list[dict[str, Any]]]:
-        assert target == measured.TRIAL_TARGET
-        jobs.append(job)
-        return end, [{"memory": memory} for memory in memories]
-
-    monkeypatch.setattr(measured, "run_once", run_once)
-    interrupt = Interrupt()
     most: dict[str, Any] = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "retries": 1}}
     most["beside_torch"] = {"start": 9, "world": 4, "embedding": 1}
-    assert trials._attempt(2, interrupt) == FitTrial(2, "ok", 7, "", "", {"memory_of_process": most})
-    (job,) = jobs
+    for reported, ending, reserved, binding, memory in (
+        (memories, Ending("ok", "", 0, [1.0]), 7, "", most),
+        ([], Ending("oom", "rank 0: MemoryError", 0, [1.0]), None, "allocation", {}),
+        ([], Ending("hang", "no progress", 0, [1.0]), None, "hang", {}),
+    ):
+        run_once = Mock(return_value=(ending, [{"memory": each} for each in reported]))
+        monkeypatch.setattr(measured, "run_once", run_once)
+        expected = FitTrial(
+            2, ending.outcome, reserved, binding, ending.reason, {"memory_of_process": memory}
+        )
+        assert trials._attempt(2, interrupt) == expected
+    run_once.assert_called_once_with(ANY, interrupt, target=measured.TRIAL_TARGET)
+    job: Job = run_once.call_args.args[0]
     (tried,) = job.experiments
     assert (job.as_rank, job.world) == (-1 if as_rank is None else 0, 1)
     assert (tried.model.layers, tried.system, tried.limits.memory_bytes) == (2, "local", 60_000_000)
     assert (tried.training.steps, tried.training.untimed_steps, tried.seq) == (2, 1, 64)
     assert (tried.limits.timeout_s, tried.limits.hang_s) == (600.0, 120.0)
-    memories[:] = [{"rss_peak_bytes": 5, "cuda": {}}]
-    end = Ending("oom", "rank 0: MemoryError", 0, [1.0])
-    bare: dict[str, Any] = {"memory_of_process": {"rss_peak_bytes": 5, "cuda": {}, "beside_torch": {}}}
-    assert trials._attempt(2, interrupt) == FitTrial(2, "oom", None, "allocation", end.reason, bare)
-    memories.clear()
-    end = Ending("hang", "no progress", 0, [1.0])
-    lost: dict[str, Any] = {"memory_of_process": {}}
-    assert trials._attempt(2, interrupt) == FitTrial(2, "hang", None, "hang", end.reason, lost)
     interrupt.signal = 2
     assert trials._attempt(3, interrupt) == FitTrial(3, "interrupted", None)
-    assert len(jobs) == 3
+    run_once.assert_called_once()
 
 
-@pytest.mark.parametrize(("as_rank", "evidence"), [(None, "measured"), (2, "measured (one rank of 4)")])
-def test_search_starts_at_the_simulated_limit(
-    monkeypatch: pytest.MonkeyPatch, as_rank: int | None, evidence: str
-) -> None:
+def test_search_starts_at_the_simulated_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU process gets the requested memory limit, because a CPU has no context as a GPU has."""
-    trials = plan(query(), as_rank, 4 if as_rank else 1)
+    trials = plan(query(gpus=4))
     simulated = SimpleNamespace(largest=FitTrial(3, "ok", 1), first_failing=FitTrial(4, "oom", None))
-    searches: list[Any] = []
-    answer: Any = object()
+    answer = FitAnswer(FitTrial(3, "ok", 7), FitTrial(4, "oom", None), [])
+    search = Mock(return_value=answer)
     monkeypatch.setattr(measured.fit, "fit_by_simulation", lambda question: simulated)
-    monkeypatch.setattr(measured.fit, "search_largest", lambda *given: searches.append(given) or answer)
+    monkeypatch.setattr(measured.fit, "search_largest", search)
     assert trials.run(Interrupt()) is answer
-    ((values, attempt, limit, start),) = searches
+    values, attempt, limit, start = search.call_args.args
     assert (list(values), limit, start) == (list(trials.question.values()), 60_000_000, [3, 4])
     simulated.largest = None
     trials.run(Interrupt())
-    assert searches[1][3] == [4]
+    assert search.call_args.args[3] == [4]
     monkeypatch.setattr(trials, "_attempt", lambda value, interrupt: value)
     assert attempt(5) == 5
-    document = {"traces": 3, "trace_seconds": 1.0, "largest": {"layers": 3}}
-    monkeypatch.setattr(
-        measured.fit, "fit_document", lambda question, found: dict(document) if found is answer else {}
-    )
-    assert trials.document(answer, 1.26) == {
-        "largest": {"layers": 3},
-        "evidence": evidence,
-        "limit_bytes": 60_000_000,
-        "communicator_bytes": 0,
-        "allocator_limit_bytes": 60_000_000,
-        "seconds": 1.3,
-    }
+    record = trials.record(answer, 1.5)
+    assert (record.ranks, record.one_rank, record.rank, record.collectives) == (4, False, None, "data")
     trials.limit = None
     assert trials.limit_bytes == 0
 
 
-@pytest.mark.parametrize(("as_rank", "collectives"), [(2, "no data"), (None, "data")])
-def test_fit_record_contains_trials_and_process_memory(as_rank: int | None, collectives: str) -> None:
+def test_only_a_finished_search_is_recorded_with_both_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The record contains both trials at the limit and the memory of the processes, but no step time."""
-    is_one, ranks = as_rank is not None, 4
-    trials = plan(query(gpus=1 if is_one else ranks), as_rank, ranks)
     memory = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "allocated_peak": 6}}
     memory |= {"beside_torch": {"end": 3}, "states": {"parameters": 2, "gradients": 1, "optimizer": 4}}
-    fits = FitTrial(3, "ok", 7, "", "", {"memory_of_process": memory})
-    fails = FitTrial(4, "oom", None, "fragmentation", "CUDA out of memory")
-    record = trials.record(FitAnswer(fits, fails, [fits, fails]), 1.5)
-    assert (record.ranks, record.one_rank, record.rank) == (ranks, is_one, as_rank)
-    assert (record.collectives, record.limit_bytes, record.wall_s) == (collectives, 60_000_000, 1.5)
-    assert (record.experiment.model.layers, record.experiment.layout.world) == (3, ranks)
+    signal = 2
+
+    def run(trials: measured.Trials, interrupt: Interrupt) -> FitAnswer:
+        interrupt.signal = signal
+        fits = FitTrial(3, "ok", 7, "", "", {"memory_of_process": memory})
+        fails = FitTrial(4, "interrupted" if signal else "oom", None, "fragmentation")
+        return FitAnswer(fits, fails, [fits, fails])
+
+    monkeypatch.setattr(measured.Trials, "run", run)
+    command = [*FIT, "--as-rank", "2", "--of", "64", "--results", str(tmp_path)]
+    assert cli.main(command) == 130
+    assert "Recorded" not in capsys.readouterr().out
+    signal = 0
+    assert cli.main(command) == 0
+    assert f"Recorded in {tmp_path}" in capsys.readouterr().out
+    (record,) = Store(tmp_path).records()
+    assert isinstance(record, FitRecord)
+    assert (record.ranks, record.one_rank, record.rank, record.collectives) == (64, True, 2, "no data")
+    assert (record.experiment.model.layers, record.experiment.layout.world) == (3, 64)
+    assert (record.limit_bytes, "metrics" in record.as_dict()) == (60_000_000, False)
     largest, failing = record.largest, record.first_failing
     assert largest is not None
     assert largest.memory is not None
@@ -222,29 +207,11 @@ def test_fit_record_contains_trials_and_process_memory(as_rank: int | None, coll
     assert failing is not None
     assert (failing.layers, failing.binding) == (4, "fragmentation")
     assert failing.parameters - largest.parameters == 12 * 256**2 + 13 * 256
-    assert "metrics" not in record.as_dict()
-
-
-def test_interrupted_search_is_not_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcome = "oom"
-
-    def run(trials: measured.Trials, interrupt: Interrupt) -> FitAnswer:
-        interrupt.signal = 2 if outcome == "interrupted" else 0
-        fits, fails = FitTrial(3, "ok", 7), FitTrial(4, outcome, None)
-        return FitAnswer(fits, fails, [fits, fails])
-
-    monkeypatch.setattr(measured.Trials, "run", run)
-    command = [*FIT, "--as-rank", "0", "--of", "64", "--results", str(tmp_path)]
-    assert cli.main(command) == 0
-    assert f"Recorded in {tmp_path}" in capsys.readouterr().out
-    outcome = "interrupted"
-    assert cli.main(command) == 130
-    assert "Recorded" not in capsys.readouterr().out
-    (record,) = Store(tmp_path).records()
-    assert isinstance(record, FitRecord)
-    assert (record.ranks, record.one_rank, record.rank) == (64, True, 0)
+    assert cli.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["evidence"], found["communicator_bytes"]) == ("measured (one rank of 64)", 0)
+    assert found["limit_bytes"] == found["allocator_limit_bytes"] == 60_000_000
+    assert not found.keys() & {"traces", "trace_seconds"}
 
 
 GIB = 2**30
@@ -255,9 +222,8 @@ TORCH_OOM = (
 )
 
 
-@pytest.mark.parametrize(
-    ("reason", "device", "expected"),
-    [
+def test_memory_failure_kind_follows_from_the_message() -> None:
+    for reason, device, expected in (
         (TORCH_OOM.format(requested="2.00 GiB", allocated="29.00 GiB"), "cuda", "fragmentation"),
         (TORCH_OOM.format(requested="2.00 GiB", allocated="31.00 GiB"), "cuda", "allocation"),
         (TORCH_OOM.format(requested="1000.00 MiB", allocated="31.00 GiB"), "cuda", "fragmentation"),
@@ -266,7 +232,5 @@ TORCH_OOM = (
         ("rank 3 at step 0, init: killed by SIGKILL; the kernel ran out of memory", "cuda", "host memory"),
         ("rank 3 at step 0, init: RuntimeError: DefaultCPUAllocator: can't allocate memory", "cuda", "host memory"),
         ("rank 0 at step 0, backward: RuntimeError: std::bad_alloc", "cpu", "allocation"),
-    ],
-)  # fmt: skip
-def test_memory_failure_kind_follows_from_the_message(reason: str, device: str, expected: str) -> None:
-    assert measured.memory_failure_kind(reason, device, 32 * GIB) == expected
+    ):  # fmt: skip
+        assert measured.memory_failure_kind(reason, device, 32 * GIB) == expected, reason

@@ -1,4 +1,4 @@
-"""Tests of `repro gpu-day`: step order, limits, failures, interrupts, durable results and their import."""
+"""Tests of `repro gpu-day`."""
 
 from __future__ import annotations
 
@@ -8,26 +8,14 @@ import signal
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from repro import cli
 from repro.config import ConfigError, Layout
 from repro.config.suites import load_suite
+from repro.launch.gpu_day import result_files as files
 from repro.launch.gpu_day import runner
-from repro.launch.gpu_day.result_files import (
-    FILES,
-    LOG,
-    LOG_SHARE_BYTES,
-    MAX_FILE_BYTES,
-    MEASUREMENTS,
-    RECORDS,
-    STEPS,
-    append_durably,
-    append_measurement,
-    read_json_lines,
-)
 from repro.launch.gpu_day.runner import GpuDayRequest, parse_faults, run_gpu_day
 from repro.launch.gpu_day.step_probe import busy_seconds
 from repro.launch.gpu_day.steps import GpuDayPlaces, GpuDayStep, gpu_day_steps, write_suites
@@ -52,14 +40,12 @@ def run_day(
     """Run `steps` as a GPU day, check the outcomes in the file, and return the outcomes by name."""
     monkeypatch.setattr(runner, "gpu_day_steps", lambda places, rehearse: steps)
     found = run_gpu_day(GpuDayRequest(minutes, out, rehearse=True), lambda step, outcome: None)
-    written = [line["outcome"] for line in read_json_lines(out / STEPS)]
+    written = [line["outcome"] for line in files.read_json_lines(out / files.STEPS)]
     assert written == [outcome.outcome for outcome in found]
     return {outcome.name: outcome for outcome in found}
 
 
-def test_failed_and_skipped_steps_do_not_end_the_gpu_day(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_failed_and_skipped_steps_do_not_end_the_day(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     places = "import os, tempfile; print([os.getcwd(), os.environ['HOME'], tempfile.gettempdir()])"
     steps = [
         step("fails", "print('before'); raise SystemExit('what went wrong')"),
@@ -68,7 +54,7 @@ def test_failed_and_skipped_steps_do_not_end_the_gpu_day(
         step("absent", "", missing="a tool"),
         step("reads", "", needs_file="system.toml"),
         step("long", "", estimate_s=1000.0),
-        step("talks", f"print('begin'); print('x' * {2 * LOG_SHARE_BYTES}); print('end')"),
+        step("talks", f"print('begin'); print('x' * {2 * files.LOG_SHARE_BYTES}); print('end')"),
         step("places", places, estimate_s=1.0),
     ]
     found = run_day(monkeypatch, tmp_path / "out", steps)
@@ -84,14 +70,14 @@ def test_failed_and_skipped_steps_do_not_end_the_gpu_day(
         ("ok", ""),
         ("ok", ""),
     ]
-    log = (tmp_path / "out" / LOG).read_text(encoding="utf-8")
+    log = (tmp_path / "out" / files.LOG).read_text(encoding="utf-8")
     assert "before" in log
     assert "\nbegin\n" in log
     assert "\nend\n" in log, "the log retains the end of a long output"
-    assert len(log) < LOG_SHARE_BYTES + 3000
+    assert len(log) < files.LOG_SHARE_BYTES + 3000
     folders = json.loads(log.splitlines()[-1].replace("'", '"'))
     assert not any(Path(folder).exists() for folder in folders), "folders of steps are temporary"
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [LOG, STEPS]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [files.LOG, files.STEPS]
 
 
 def test_step_limit_is_at_most_the_remaining_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -122,11 +108,11 @@ def test_records_are_copied_before_the_step_ends(monkeypatch: pytest.MonkeyPatch
         "import os, time\n"
         "os.makedirs('results/records')\n"
         f"open('results/records/a.jsonl', 'w').write({line!r} + '\\n' + '{{\"torn')\n"
-        f"while not os.path.exists({str(out / RECORDS)!r}): time.sleep(0.02)\n"
+        f"while not os.path.exists({str(out / files.RECORDS)!r}): time.sleep(0.02)\n"
     )
     found = run_day(monkeypatch, out, [step("writes", code)])
     assert (found["writes"].outcome, found["writes"].records) == ("ok", 1)
-    assert (out / RECORDS).read_text(encoding="utf-8") == line + "\n"
+    assert (out / files.RECORDS).read_text(encoding="utf-8") == line + "\n"
 
 
 def test_steps_after_a_signal_are_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -139,21 +125,22 @@ def test_steps_after_a_signal_are_skipped(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_result_file_size_is_limited(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    assert append_durably(path, b"x" * MAX_FILE_BYTES)
-    assert not append_durably(path, b"y")
-    assert path.stat().st_size == MAX_FILE_BYTES
+    assert files.append_durably(path, b"x" * files.MAX_FILE_BYTES)
+    assert not files.append_durably(path, b"y")
+    assert path.stat().st_size == files.MAX_FILE_BYTES
 
 
 def test_rehearsal_has_the_same_steps_in_the_same_order(tmp_path: Path) -> None:
     places = GpuDayPlaces(tmp_path / "out", tmp_path)
     real, rehearsed = gpu_day_steps(places), gpu_day_steps(places, rehearse=True)
-    assert [s.name for s in real] == [s.name for s in rehearsed]
+    names = [step.name for step in real]
+    assert names == [step.name for step in rehearsed]
+    assert len(set(names)) == len(names)
     assert all(s.basis and s.estimate_s > 0 and s.limit_s > s.estimate_s for s in real)
-    assert len({s.name for s in real}) == len(real)
     out = f"{places.out}/"
     named = {word.removeprefix(out) for s in real for word in s.command if word.startswith(out)}
     assert named
-    assert named <= set(FILES)
+    assert named <= set(files.FILES)
 
 
 @pytest.mark.parametrize("rehearse", [False, True])
@@ -178,19 +165,17 @@ def test_commands_name_existing_experiments(rehearse: bool, tmp_path: Path) -> N
 def test_invalid_requests_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    def run(minutes: float, out: Path, **keys: Any) -> None:
-        run_gpu_day(GpuDayRequest(minutes, out, **keys), lambda step, outcome: None)
-
-    with pytest.raises(ConfigError, match="new or empty folder"):
-        run(1, tmp_path, rehearse=True)
-    with pytest.raises(ConfigError, match="--minutes"):
-        run(0, tmp_path / "out", rehearse=True)
-    with pytest.raises(ConfigError, match="needs --rehearse"):
-        run(1, tmp_path / "out", faults={"facts": "fail"})
+    requests = {
+        "new or empty folder": GpuDayRequest(1, tmp_path, rehearse=True),
+        "--minutes": GpuDayRequest(0, tmp_path / "out", rehearse=True),
+        "needs --rehearse": GpuDayRequest(1, tmp_path / "out", faults={"facts": "fail"}),
+        "one of facts": GpuDayRequest(1, tmp_path / "out", rehearse=True, only=["nothing"]),
+    }
+    for message, request in requests.items():
+        with pytest.raises(ConfigError, match=message):
+            run_gpu_day(request, lambda step, outcome: None)
     with pytest.raises(ConfigError, match="STEP=fail"):
         parse_faults(["facts=explode"])
-    with pytest.raises(ConfigError, match="one of facts"):
-        run(1, tmp_path / "out", rehearse=True, only=["nothing"])
 
 
 def test_dry_run_lists_every_step_and_its_basis(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -203,16 +188,16 @@ def test_dry_run_lists_every_step_and_its_basis(capsys: pytest.CaptureFixture[st
     assert any(row["plan"] == "no longer fits" for row in rows)
 
 
-def test_import_adds_records_once_and_compares_step_times(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_import_adds_and_compares_new_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, results = tmp_path / "out", tmp_path / "results"
     with Store(results) as store:
         store.append(made_up("one", **EXPERIMENT, id="a", metrics={"step_seconds.median": 2.0}))
     new = made_up("one", **EXPERIMENT, id="b", metrics={"step_seconds.median": 1.0})
-    append_durably(out / RECORDS, json.dumps(new.as_dict()).encode() + b"\n")
-    append_durably(out / STEPS, b'{"name": "facts", "outcome": "failed", "reason": "exit code 1"}\n')
-    append_measurement(out / MEASUREMENTS, "plain", step_s=0.5)
+    files.append_durably(out / files.RECORDS, json.dumps(new.as_dict()).encode() + b"\n")
+    files.append_durably(
+        out / files.STEPS, b'{"name": "facts", "outcome": "failed", "reason": "exit code 1"}\n'
+    )
+    files.append_measurement(out / files.MEASUREMENTS, "plain", step_s=0.5)
     assert cli.main(["gpu-day", "--import", str(out), "--results", str(results), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (row,) = document["new_records"]

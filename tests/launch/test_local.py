@@ -1,4 +1,4 @@
-"""Tests of local launches without rank processes: resources of this machine, heartbeats, and files of a launch."""
+"""Tests of local launches without rank processes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
 from repro import cli, engines
-from repro.config import EmulatedNetwork, Experiment, Layout, suites
+from repro.config import EmulatedNetwork, Experiment, Layout
 from repro.config.enums import Phase
+from repro.config.models import load_model
 from repro.config.sizes import RANKS_PER_CORE
 from repro.emulate import lab
 from repro.launch import local_launch, rank_process
@@ -36,13 +37,11 @@ def test_missing_resources_of_this_machine_are_named(monkeypatch: pytest.MonkeyP
         engines, "missing_library", lambda engine: "" if engine == "native" else f"engine {engine}"
     )
     monkeypatch.setattr(lab, "missing_requirement", lambda: "namespaces")
-    limit, basis = 2 * RANKS_PER_CORE.value, RANKS_PER_CORE.why
-    missing = local_launch.missing_resource
+    limit, missing = 2 * RANKS_PER_CORE.value, local_launch.missing_resource
     assert missing(experiment(2, "dgx2")) == "2 GPUs of system dgx2"
-    assert [missing(experiment(world, "local-gpu")) for world in (2, 3)] == [
-        *("", "3 GPUs of system local-gpu, but the number of visible GPUs is 2")
-    ]
-    most = f"{limit} ({RANKS_PER_CORE.value} a core: {basis})"
+    too_few = "3 GPUs of system local-gpu, but the number of visible GPUs is 2"
+    assert [missing(experiment(world, "local-gpu")) for world in (2, 3)] == ["", too_few]
+    most = f"{limit} ({RANKS_PER_CORE.value} a core: {RANKS_PER_CORE.why})"
     too_many = f"{limit + 1} processes (one per rank), but this machine runs at most {most}"
     assert [missing(experiment(world)) for world in (limit, limit + 1)] == ["", too_many]
     assert missing(experiment(1, engine="torch")) == "engine torch"
@@ -55,44 +54,23 @@ def test_device_count_respects_cuda_visible_devices(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert local_launch.count_cuda_devices() == count
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-
-    def fail() -> None:
-        raise RuntimeError
-
-    driver = SimpleNamespace(
-        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 4, NVMLError=RuntimeError
-    )
+    driver = Mock(nvmlDeviceGetCount=lambda: 4, NVMLError=RuntimeError)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     assert local_launch.count_cuda_devices() == 4
-    driver.nvmlInit = fail
+    driver.nvmlInit.side_effect = RuntimeError
     assert local_launch.count_cuda_devices() == 0
 
 
 FREE = 10 * 10**9
 SUITE = """
-[suite]
-name = "large"
-[[experiment]]
-name = "states"
-model = "gpt2-1.5b"
-layout = { dp = 2, zero = 1 }
-[[experiment]]
-name = "batch"
-model = "gpt2-tiny"
-layout.micro_batch = 100_000
-[[experiment]]
-name = "meant"
-model = "gpt2-1.5b"
-layout.dp = 2
-expect = "oom"
-[[experiment]]
-name = "limited"
-model = "gpt2-1.5b"
-layout.dp = 2
-limits.memory_bytes = 1_000_000_000
-[[experiment]]
-name = "small"
-model = "gpt2-tiny"
+suite.name = "large"
+experiment = [
+    { name = "states", model = "gpt2-1.5b", layout = { dp = 2, zero = 1 } },
+    { name = "batch", model = "gpt2-tiny", layout.micro_batch = 100_000 },
+    { name = "meant", model = "gpt2-1.5b", layout.dp = 2, expect = "oom" },
+    { name = "limited", model = "gpt2-1.5b", layout.dp = 2, limits.memory_bytes = 1_000_000_000 },
+    { name = "small", model = "gpt2-tiny" },
+]
 """
 STATE_BYTES = 1_557_611_200 * (2 * 8 + 8)
 """fp32 parameters and gradients on both ranks, and the two Adam states, which ZeRO-1 partitions."""
@@ -127,25 +105,22 @@ def test_experiments_above_the_free_memory_do_not_run(
 
 
 @pytest.mark.parametrize(
-    ("shape", "states", "samples"),
+    ("layout", "states", "samples"),
     [
-        ("cp = 2, zero = 0", 2 * 16, 1),  # both ranks have all states and half of the tokens
-        ("cp = 2, zero = 3", 16, 1),
-        ("cp = 2, dp = 2, zero = 0", 4 * 16, 2),
+        (Layout(cp=2, micro_batch=10), 2 * 16, 1),  # both ranks have all states and half of the tokens
+        (Layout(cp=2, zero=3, micro_batch=10), 16, 1),
+        (Layout(cp=2, dp=2, micro_batch=10), 4 * 16, 2),
     ],
 )
 def test_context_parallel_ranks_share_the_tokens_of_a_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, states: int, samples: int
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, states: int, samples: int
 ) -> None:
-    path = tmp_path / "cp.toml"
-    experiment = f'name = "a"\nmodel = "gpt2-tiny"\nlayout = {{ {shape}, micro_batch = 10 }}\n'
-    path.write_text(f'[suite]\nname = "cp"\n[[experiment]]\n{experiment}')
-    (entry,) = suites.load_suite(path).entries
+    large = Experiment(name="a", model=load_model("gpt2-tiny"), layout=layout)
     needed = states * 7_248_640 + 10 * samples * INPUT_BYTES
     monkeypatch.setattr(local_launch, "memory_and_swap", lambda: needed)
-    assert local_launch.memory_shortage(entry.experiment) == ""
+    assert local_launch.memory_shortage(large) == ""
     monkeypatch.setattr(local_launch, "memory_and_swap", lambda: needed - 1)
-    assert "layout.micro_batch = 10, and at most 9 fit" in local_launch.memory_shortage(entry.experiment)
+    assert "layout.micro_batch = 10, and at most 9 fit" in local_launch.memory_shortage(large)
 
 
 def test_rank_environment_on_a_machine_and_an_emulated_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,52 +141,42 @@ def test_rank_environment_on_a_machine_and_an_emulated_node(monkeypatch: pytest.
     assert local_launch.rank_environment(0, 1)["OMP_NUM_THREADS"] == "7"
 
 
-class Ranks(LocalLaunch):
-    """Three ranks without processes: the second has ended, the third is stopped."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(local_launch, "scratch_parent", lambda: folder)
-        super().__init__(Job(experiments=[experiment(3)], rounds=3, compare=True), folder / "logs")
-        self.logs.mkdir()
-        self.clock, self.dump_poll = Clock(asleep=self._write_stacks).rules(monkeypatch, local_launch), 0
-        self.signals: list[int] = []
-        for rank in range(3):
-            rank_process.error_log_path(self.logs, rank).write_text("a former one (most recent call first)\n")
-
-    def _write_stacks(self) -> None:
-        if len(self.clock.slept) == self.dump_poll:
-            with rank_process.error_log_path(self.logs, 0).open("a") as file:
-                file.write("File x (most recent call first)\n")
-
-    def _signal(self, number: int) -> None:
-        self.signals.append(number)
-
-    def poll(self, rank: int) -> int | None:
-        return 1 if rank == 1 else None
-
-    def stopped(self, rank: int) -> bool:
-        return rank == 2
-
-
 @pytest.fixture
-def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    return Ranks(tmp_path, monkeypatch)
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLaunch:
+    """Return a launch of three ranks without processes: the second has ended, the third is stopped."""
+    monkeypatch.setattr(local_launch, "scratch_parent", lambda: tmp_path)
+    launched = LocalLaunch(Job(experiments=[experiment(3)], rounds=3, compare=True), tmp_path / "logs")
+    launched.logs.mkdir()
+    monkeypatch.setattr(launched, "poll", lambda rank: 1 if rank == 1 else None)
+    monkeypatch.setattr(launched, "stopped", lambda rank: rank == 2)
+    monkeypatch.setattr(launched, "_signal", Mock())
+    return launched
 
 
-def test_stack_dump_waits_only_for_running_ranks(launched: Ranks, tmp_path: Path) -> None:
-    launched.dump_poll = 3
+def test_stack_dump_waits_only_for_running_ranks(
+    launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = rank_process.error_log_path(launched.logs, 0)
+    log.write_text("a former one (most recent call first)\n")
+
+    def write_third_time() -> None:
+        if len(clock.slept) == 3:
+            log.write_text(2 * log.read_text())
+
+    clock = Clock(asleep=write_third_time).rules(monkeypatch, local_launch)
     launched.dump_stacks()
-    assert (launched.signals, len(launched.clock.slept)) == ([rank_process.STACKS_SIGNAL], 3)
-    launched.dump_poll, launched.clock.now = 0, 200.0
+    launched._signal.assert_called_once_with(rank_process.STACKS_SIGNAL)
+    assert len(clock.slept) == 3
+    clock.now = 200.0
     launched.dump_stacks()
-    excess_s = launched.clock.now - 200.0 - rank_process.STACKS_TIMEOUT_S
+    excess_s = clock.now - 200.0 - rank_process.STACKS_TIMEOUT_S
     assert 0 <= excess_s < 2 * local_launch.STACKS_POLL_INTERVAL_S
     launched.close(keep_logs=None)
-    assert launched.signals[-1] == signal.SIGKILL
+    assert launched._signal.call_args == call(signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reports_and_results_are_read_from_launch_files(launched: Ranks, tmp_path: Path) -> None:
+def test_reports_and_results_are_read_from_launch_files(launched: LocalLaunch, tmp_path: Path) -> None:
     assert (launched.report(0), launched.results(0)) == (None, None)
     (launched.folder / "rank-0.json").write_text('{"rank": 0, "outcome": "ok"}')
     for rank in range(3):
@@ -244,16 +209,11 @@ def test_launcher_reads_the_last_position_of_each_rank(tmp_path: Path) -> None:
     assert heartbeats.position(0)[:4] == (0, 6, Phase.FORWARD, 0)
     assert not heartbeats.position(1).begun
     assert str(heartbeats.position(1)) == "at start-up"
-
-
-def test_every_heartbeat_counts_as_progress(tmp_path: Path) -> None:
-    heartbeats = HeartbeatReader(tmp_path / "heartbeat", 1)
-    heartbeat = HeartbeatWriter(tmp_path / "heartbeat", 0)
-    seen = [heartbeats.position(0).seconds]
+    seen = [position.seconds]
     for phase in Phase:
         heartbeat.phase(0, 1, phase)
-        seen.append(heartbeats.position(0).seconds)
+        seen.append(heartbeats.position(2).seconds)
         heartbeat.collective(1, "all_reduce", "tp")
-        seen.append(heartbeats.position(0).seconds)
-    assert seen == sorted(set(seen))
+        seen.append(heartbeats.position(2).seconds)
+    assert seen == sorted(set(seen)), "every heartbeat counts as progress"
     heartbeat.finished(0, {"rank": 0})  # without a callback, the result is dropped

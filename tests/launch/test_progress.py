@@ -1,4 +1,4 @@
-"""Tests of the progress display: steps, rate and remaining time, as bars on a terminal or as lines."""
+"""Tests of the progress display, as bars on a terminal or as lines."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from repro.config import Experiment, Layout, Model, Training
+from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
 from repro.launch import progress
 from repro.launch.job import Job
 from repro.launch.progress import JobStepCounters
 from repro.launch.rank_process import Position
 from tests.clock import Clock
-
-TINY = Model(name="tiny", layers=2, hidden=8, heads=2, vocab=16, seq=4)
+from tests.training import TINY
 
 
 def job(*names: str, **keys: Any) -> Job:
@@ -54,13 +53,10 @@ def test_compared_experiments_have_separate_rates_and_common_time_left() -> None
     a, b = counters.steps
     assert (a.rate, b.rate) == (pytest.approx(1.0), pytest.approx(1 / 3))
     assert counters.left_s(steps) == counters.left_s(a) == pytest.approx(9 * 1 + 10 * 3)
-
-
-def test_separate_turns_repeat_the_untimed_steps() -> None:
     counters = JobStepCounters(job("a", "b", compare=True, rounds=2, apart=True))
     for step in (0, 7, 0, 7):
         steps = counters.update(position_at(0, step))
-    assert (steps.done, steps.total) == (14, 14)
+    assert (steps.done, steps.total) == (14, 14), "separate turns repeat the untimed steps"
 
 
 @pytest.fixture
@@ -73,10 +69,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_lines_show_progress_without_a_terminal(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress.Progress(total=12, known=2) as display:
         display.launch(job("a"))
-        for clock.now, step in (
-            *((1003.0, 0), (1004.0, 1), (1008.0, 2), (1010.0, 2), (1016.0, 4)),
-            *((1026.0, 6), (1026.5, 6)),
-        ):
+        times = {1003.0: 0, 1004.0: 1, 1008.0: 2, 1010.0: 2, 1016.0: 4, 1026.0: 6, 1026.5: 6}
+        for clock.now, step in times.items():
             display.tick(position_at(0, step))
             display.tick(position_at(0, step, Phase.START))
         clock.now = 1121.0
@@ -101,9 +95,7 @@ LABELS = {80: "second-and-more-lette…", 140: LONG}
 
 
 @pytest.mark.parametrize("width", LABELS)
-def test_terminal_shows_one_line_per_running_experiment(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_terminal_shows_active_experiments(clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     monkeypatch.setattr(progress, "stderr", lambda: console)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

@@ -1,13 +1,16 @@
-"""Tests of the runner and the recorder: comparisons, interrupts, blame, locks, full disks and the summary of a run."""
+"""Tests of the runner, which launches and blames experiments, and of the recorder, which summarises a run."""
 
 from __future__ import annotations
 
 import errno
-from contextlib import AbstractContextManager, nullcontext
+import os
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -19,7 +22,7 @@ from repro.launch import plan, runner, supervise
 from repro.launch.job import STOP_TIMEOUT_S, Interrupt, Job
 from repro.launch.plan import Task
 from repro.launch.rank_process import Position
-from repro.launch.recorder import DiskFull, Recorder, disk_full_errors, run_end, summarise_run
+from repro.launch.recorder import DiskFull, Recorder, run_end, summarise_run
 from repro.launch.runner import Runner
 from repro.launch.supervise import Ending
 from repro.results.schema import ComparisonRecord, Side
@@ -41,16 +44,8 @@ class RecorderStub:
         self.root, self.store, self.interrupt = root, self, Interrupt()
         self.printed: list[str] = []
         self.outcomes: list[tuple[Any, ...]] = []
-        self.prepared = 0
-
-    def prepare(self) -> None:
-        self.prepared += 1
-
-    def begin(self) -> None: ...
-    def launch(self, job: Job) -> None: ...
-    def tick(self, position: Position) -> None: ...
-    def say(self, text: str) -> None:
-        self.printed.append(text)
+        self.say, self.prepare = self.printed.append, Mock()
+        self.begin = self.launch = self.tick = Mock()
 
     def outcome(self, experiment: Experiment, spent_s: float, **how: Any) -> None:
         self.outcomes.append((experiment.name, spent_s, how))
@@ -62,19 +57,9 @@ class RecorderStub:
         self.printed.append(f"{count} elsewhere")
 
 
-class LaunchStub:
-    """A launch whose first `finished` experiments have results immediately."""
-
-    def __init__(self, finished: int):
-        self.finished = finished
-        self.kept_logs: list[Path | None] = []
-
-    def start(self) -> None: ...
-    def results(self, index: int) -> list[dict[str, Any]] | None:
-        return [{"of": index}] if index < self.finished else None
-
-    def close(self, *, keep_logs: Path | None) -> None:
-        self.kept_logs.append(keep_logs)
+def launch_stub(finished: int) -> Mock:
+    """Return a launch whose first `finished` experiments have results immediately."""
+    return Mock(results=lambda index: [{"of": index}] if index < finished else None)
 
 
 @pytest.fixture
@@ -92,31 +77,19 @@ COMPARISON = Comparison(baseline="a", subjects=("b", "c"), rounds=4)
 APART = replace(COMPARISON, apart=True)
 
 
-@pytest.mark.parametrize(
-    ("remaining", "comparison", "settings"),
-    [
-        ((A, B), COMPARISON, (True, 4, False)),
-        ((A, B), APART, (True, 4, True)),
-        ((A,), APART, (False, 1, False)),
-        ((B, C), APART, (False, 1, False)),
-        ((A, B), None, (False, 1, False)),
-    ],
-)
-def test_only_jobs_with_the_baseline_and_a_subject_compare_experiments(
-    stub: RecorderStub,
-    monkeypatch: pytest.MonkeyPatch,
-    remaining: tuple[Experiment, ...],
-    comparison: Comparison | None,
-    settings: tuple[bool, int, bool],
-) -> None:
+def test_comparison_needs_baseline_and_subject(stub: RecorderStub, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
     monkeypatch.setattr(Runner, "_launch", lambda self, job: jobs.append(job) or [])
-    runner_of(stub)._run(Task(experiments=remaining, comparison=comparison))
-    assert [(job.compare, job.rounds, job.apart) for job in jobs] == [settings]
+    tasks = [((A, B), COMPARISON), ((A, B), APART), ((A,), APART), ((B, C), APART), ((A, B), None)]
+    for remaining, comparison in tasks:
+        runner_of(stub)._run(Task(experiments=remaining, comparison=comparison))
+    compared, separate = (True, 4, False), (True, 4, True)
+    found = [(job.compare, job.rounds, job.apart) for job in jobs]
+    assert found == [compared, separate, *[(False, 1, False)] * 3]
 
 
 def test_interrupt_announces_the_checkpoint_once(stub: RecorderStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, interrupt = LaunchStub(finished=2), stub.interrupt
+    launched, interrupt = launch_stub(finished=2), stub.interrupt
     printed: list[list[str]] = []
 
     def watch(launch: Any, *, interrupted: Any, stop_s: Any, tick: Any) -> Ending:
@@ -131,14 +104,14 @@ def test_interrupt_announces_the_checkpoint_once(stub: RecorderStub, monkeypatch
     text = "waiting for the current step and its checkpoint; a second signal ends the run at once"
     assert printed == [[], [], [text], [text]]
     assert stub.outcomes == [("a", 1.5, {"results": [{"of": 0}]}), ("b", 0.0, {"results": [{"of": 1}]})]
-    assert (remaining, launched.kept_logs) == ([], [None])
+    assert (remaining, launched.close.call_args_list) == ([], [call(keep_logs=None)])
 
 
 @pytest.mark.parametrize(("outcome", "compare"), [("hang", False), ("hang", True), ("ok", True)])
 def test_failure_is_recorded_for_blamed_experiments(
     stub: RecorderStub, monkeypatch: pytest.MonkeyPatch, outcome: str, compare: bool
 ) -> None:
-    launched = LaunchStub(finished=1)
+    launched = launch_stub(finished=1)
     monkeypatch.setattr(supervise, "watch", lambda launch, **_: Ending(outcome, "why", 1, [1.5, 2.5, 0.5]))
     remaining = runner_of(stub, launched)._launch(Job(experiments=[A, B, C], compare=compare))
     failed = {"outcome": "hang", "reason": "why"}
@@ -148,12 +121,11 @@ def test_failure_is_recorded_for_blamed_experiments(
     ratios = [("ratios", [0])] if compare else []
     assert stub.outcomes == [("a", 1.5, {"results": [{"of": 0}]}), *blamed, *ratios]
     assert remaining == ([] if outcome == "ok" else [C])
-    assert launched.kept_logs == [stub.root / "logs" / B.key]
+    launched.close.assert_called_once_with(keep_logs=stub.root / "logs" / B.key)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "index", "finished", "compare", "blamed"),
-    [
+def test_ending_determines_the_blamed_experiments() -> None:
+    for outcome, index, finished, compare, blamed in (
         ("ok", 2, {0, 1, 2}, False, []),
         ("ok", 2, {0}, False, [1, 2]),
         ("hang", 2, {0, 1, 2}, False, []),
@@ -166,36 +138,22 @@ def test_failure_is_recorded_for_blamed_experiments(
         ("interrupted", 2, {0}, False, [2]),
         ("interrupted", 2, {2}, False, [0]),
         ("interrupted", 1, set(), True, [0, 1, 2]),
-    ],
-)
-def test_ending_determines_the_blamed_experiments(
-    outcome: str, index: int, finished: set[int], compare: bool, blamed: list[int]
-) -> None:
-    job = Job(experiments=[A, B, C], compare=compare)
-    assert runner._blamed_experiments(job, Ending(outcome, "", index, [0.0] * 3), finished) == blamed
+    ):
+        job, ending = Job(experiments=[A, B, C], compare=compare), Ending(outcome, "", index, [0.0] * 3)
+        assert runner._blamed_experiments(job, ending, finished) == blamed, (ending, finished)
 
 
-def test_locked_experiments_run_last_and_are_announced_once(
-    stub: RecorderStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locked_experiments_run_last(stub: RecorderStub, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt = stub.interrupt
-    refusals, order = {A.key: 2, B.key: 0, C.key: 9}, list[str]()
+    refusals, order, locked = {A.key: 2, B.key: 0, C.key: 9}, list[str](), list[str]()
 
-    class SharedLocks:
-        locked_keys: list[str] | None = None
-
-        def take(self, keys: list[str]) -> bool:
-            refusals[keys[0]] -= 1
-            if refusals[keys[0]] >= 0:
-                return False
-            self.locked_keys = keys
-            return True
-
-        def release(self) -> None:
-            self.locked_keys = None
+    def take(keys: list[str]) -> bool:
+        refusals[keys[0]] -= 1
+        locked.extend(keys if refusals[keys[0]] < 0 else [])
+        return refusals[keys[0]] < 0
 
     def run(self: Runner, task: Task) -> None:
-        assert locks.locked_keys == task.keys
+        assert locked == task.keys
         order.extend(experiment.name for experiment in task.experiments)
 
     def interrupt_fourth_sleep() -> None:
@@ -206,15 +164,14 @@ def test_locked_experiments_run_last_and_are_announced_once(
     monkeypatch.setattr(
         runner.plan, "missing_tasks", lambda task, store: [] if task.experiments[0] is A else [task]
     )
-    locks = SharedLocks()
+    locks = SimpleNamespace(take=take, release=locked.clear)
     tasks = [Task(experiments=(e,)) for e in (A, B, C)]
     runner_of(stub, locks=locks).run(tasks)
     assert order == ["b"], "the other run finishes a and never unlocks c"
-    assert stub.printed == [
-        *("0 elsewhere", "waiting for another `repro run` on this store: a, c", "1 elsewhere"),
-    ]
+    waiting = "waiting for another `repro run` on this store: a, c"
+    assert stub.printed == ["0 elsewhere", waiting, "1 elsewhere"]
     assert clock.slept == [plan.LOCK_RETRY_INTERVAL_S] * 4
-    assert (locks.locked_keys, stub.prepared) == (None, 3 + 2 + 2 + 1)
+    assert (locked, stub.prepare.call_count) == ([], 3 + 2 + 2 + 1)
     rerunner = runner_of(stub, locks=locks, rerun=True)
     rerunner.run(tasks[:1])
     assert order == ["b"], "an interrupted runner starts nothing"
@@ -224,51 +181,38 @@ def test_locked_experiments_run_last_and_are_announced_once(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_is_an_error_that_names_the_file(
-    stub: RecorderStub, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(number, "x", "/store/lock")
-
-    monkeypatch.setattr(stub, "prepare", fail)
+def test_full_disk_is_an_error_that_names_the_file(stub: RecorderStub, number: int) -> None:
+    fail = stub.prepare = Mock(side_effect=OSError(number, "x", "/store/lock"))
     with pytest.raises(DiskFull, match=r"^disk full: /store/lock$"):
         runner_of(stub).run([Task(experiments=(A,))])
     recorder: Any = SimpleNamespace(store=SimpleNamespace(append=fail, folder="/store"))
-    record = made_up("a", outcome="oom", reason="out of memory")
     for message in ("out of memory, and the outcome of a did not fit", ""):
         with pytest.raises(DiskFull, match=f"^{message or 'disk full: /store'}$"):
-            Recorder._append(recorder, record, message)
-    with pytest.raises(OSError, match="x"), disk_full_errors(stub.root):
-        raise OSError(errno.EACCES, "x")
+            Recorder._append(recorder, made_up("a"), message)
+    fail.side_effect = OSError(errno.EACCES, "x")
+    with pytest.raises(OSError, match="x"):
+        Recorder._append(recorder, made_up("a"))
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
+def test_ranks_that_cannot_start_fail_all_experiments_of_the_launch() -> None:
+    def watch(error: Exception) -> Ending:
+        launch = Mock(job=Job(experiments=[A, B]))
+        launch.start.side_effect = error
+        return runner._watch_launch(launch, Interrupt(), lambda position, spent_s: None)
+
+    for error, reason in (
         (OSError(errno.ENOSPC, "x", "/store/lock"), "disk full while starting the ranks: /store/lock"),
         (NoNetwork("ip: not permitted"), "ip: not permitted"),
-        (OSError(errno.EACCES, "x"), ""),  # another error of the system
-    ],
-)
-def test_ranks_that_cannot_start_fail_all_experiments_of_the_launch(error: Exception, reason: str) -> None:
-    def fail() -> None:
-        raise error
-
-    job = Job(experiments=[A, B])
-    launch: Any = SimpleNamespace(start=fail, job=job, logs=None)
-    raises: AbstractContextManager[Any] = nullcontext() if reason else pytest.raises(OSError, match="x")
-    with raises:
-        ending = runner._watch_launch(launch, Interrupt(), lambda position, spent_s: None)
-        assert ending == Ending("error", reason, -1, [0.0, 0.0])
-        assert runner._blamed_experiments(job, ending, {}) == [0, 1]
+    ):
+        assert watch(error) == Ending("error", reason, -1, [0.0, 0.0])
+    with pytest.raises(OSError, match="x"):
+        watch(OSError(errno.EACCES, "x"))
 
 
 def test_summary_has_a_row_for_every_selected_experiment(tmp_path: Path) -> None:
     """The experiments have expected, unexpected or no outcomes, or need another machine."""
-    body = experiments("ok", "hung", "new", "far") + experiments(
-        "any", extra='expect = ""\ntraining.lr = 0.5\n'
-    )
-    suite = suites.load_suite(write_suite(tmp_path, body))
+    anything = experiments("any", extra='expect = ""\ntraining.lr = 0.5\n')
+    suite = suites.load_suite(write_suite(tmp_path, experiments("ok", "hung", "new", "far") + anything))
     keys = {entry.experiment.name: entry.experiment.key for entry in suite.entries}
     with Store(tmp_path / "results") as store:
         for name, outcome, reason in (("ok", "ok", ""), ("hung", "hang", "rank 1"), ("any", "oom", "much")):
@@ -277,12 +221,11 @@ def test_summary_has_a_row_for_every_selected_experiment(tmp_path: Path) -> None
         baseline, subject = (Side(name=name, key=keys[name]) for name in ("ok", "any"))
         numbers = {"metric": "samples_per_s", "ratio": 2.0, "low": 1.5, "high": 2.5, "rounds": 5}
         store.append(ComparisonRecord(suite="s", name="x", baseline=baseline, subject=subject, **numbers))
-        summary = summarise_run(
-            suite, list(suite.entries), store, {"ok"}, dict.fromkeys(keys, "") | {"far": "a GPU"}
-        )
-        without = [entry for entry in suite.entries if entry.experiment.name != "any"]
-        assert summarise_run(suite, without, store, set(), dict.fromkeys(keys, ""))["comparisons"] == []
-        traced = summarise_run(suite, list(suite.entries), store, set(), dict.fromkeys(keys, ""), "simulated")
+        entries, needs = list(suite.entries), dict.fromkeys(keys, "")
+        summary = summarise_run(suite, entries, store, {"ok"}, needs | {"far": "a GPU"})
+        without = [entry for entry in entries if entry.experiment.name != "any"]
+        assert summarise_run(suite, without, store, set(), needs)["comparisons"] == []
+        traced = summarise_run(suite, entries, store, set(), needs, "simulated")
     rows = {row["name"]: row for row in summary["experiments"]}
     assert {name: (row["outcome"], row["expected"], row["reason"]) for name, row in rows.items()} == {
         "ok": ("ok", True, ""),
@@ -298,16 +241,49 @@ def test_summary_has_a_row_for_every_selected_experiment(tmp_path: Path) -> None
     assert (traced["counts"], traced["comparisons"]) == ({"not run": 5}, [])
 
 
-@pytest.mark.parametrize(
-    ("expected", "failure", "signal", "stopped", "code"),
-    [
-        ([True, None], "", 0, "", 0),
-        ([True, False], "", 0, "", 1),
-        ([True], "disk full", 0, "disk full", 1),
-        ([True], "", 15, "by signal 15", 143),
-        ([False], "disk full", 2, "disk full", 130),
-    ],
-)
-def test_exit_code_of_a_run(expected: list[Any], failure: str, signal: int, stopped: str, code: int) -> None:
-    end = run_end({"experiments": [{"expected": one} for one in expected]}, failure=failure, signal=signal)
-    assert (end.summary["stopped"], end.code) == (stopped, code)
+def test_exit_code_of_a_run() -> None:
+    for expected, failure, number, stopped, code in (
+        (None, "", 0, "", 0),
+        (False, "", 0, "", 1),
+        (True, "disk full", 0, "disk full", 1),
+        (True, "", 15, "by signal 15", 143),
+        (False, "disk full", 2, "disk full", 130),
+    ):
+        rows = [{"expected": True}, {"expected": expected}]
+        end = run_end({"experiments": rows}, failure=failure, signal=number)
+        assert (end.summary["stopped"], end.code) == (stopped, code)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Let Python interrupt at each of `SIGNALS`, and restore the handlers at the end."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_second_signal_sets_the_stop_timeout_to_zero(handlers: None, number: int) -> None:
+    with Interrupt() as interrupt:
+        assert (bool(interrupt), interrupt.reason, interrupt.stop_s) == (False, "", STOP_TIMEOUT_S)
+        os.kill(os.getpid(), number)
+        assert (interrupt.signal, interrupt.reason) == (number, "stopped by the user")
+        assert interrupt.stop_s == STOP_TIMEOUT_S
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (interrupt.signal, interrupt.again, interrupt.stop_s) == (number, True, 0.0)
+    assert all(signal.getsignal(one) is signal.default_int_handler for one in SIGNALS)
+
+
+def test_ignored_signals_remain_ignored(handlers: None) -> None:
+    """`nohup repro run` continues after its terminal closes, and SIGTERM still stops the run."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not interrupt
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -1,7 +1,4 @@
-"""Tests of the supervision of a launch: when a launch ends, and which reason is reported.
-
-Most launches are scripted and run on a simulated clock. `tests/test_faults.py` has real ranks.
-"""
+"""Tests of the end of a launch and its reason, mostly with scripted ranks; `tests/test_faults.py` has real ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from repro.config import Experiment, Layout, Training
+from repro.config import Experiment, Layout, Limits, Training
 from repro.launch import supervise
+from repro.launch.failures import FAILURE_CLASSES, failure_class
 from repro.launch.job import Job
 from repro.launch.local_launch import LocalLaunch
 from repro.launch.rank_process import Position
@@ -19,7 +17,7 @@ from repro.launch.supervise import Ending, watch
 from tests.clock import Clock
 from tests.launch.fake_session import ABORTS
 from tests.launch.runs import FAKE
-from tests.launch.scripted import MODEL, Reports, Scripted, experiment
+from tests.training import TINY
 
 TICK = 1 / 16
 STARTS = "rank 0 was at start-up"
@@ -28,10 +26,65 @@ AT, AT_41, AT_42 = (
 )
 ECHO = ("error", "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
 CAUSE = ("error", "ValueError")
+KILLED = "was killed by signal"
+
+
+Reports = dict[int, tuple[str, str]]
+"""Outcome and reason that ranks reported, by rank."""
+
+
+def experiment(name: str, checkpoint_every: int = 0, **limits: Any) -> Experiment:
+    return Experiment(
+        name=name,
+        model=TINY,
+        layout=Layout(dp=2),
+        training=Training(steps=6, untimed_steps=1, checkpoint_every=checkpoint_every),
+        limits=Limits(**{"hang_s": 60.0, **limits}),
+    )
+
+
+class Scripted:
+    """A launch of one experiment without processes, whose exit codes and reports a test chooses."""
+
+    def __init__(
+        self, codes: list[int | None], reports: Reports | None = None, text: str = "", **settings: Any
+    ):
+        """Store exit codes by rank, reports, the standard error of every rank, and settings of the experiment."""
+        self.codes, self.reports, self.text, self.killed = codes, reports or {}, text, False
+        self.world = len(codes)
+        self.job = Job(experiments=[experiment("a", **settings)])
+
+    def poll(self, rank: int) -> int | None:
+        return self.codes[rank]
+
+    def position(self, rank: int) -> Position:
+        return Position(0, 5, "forward", 40 + rank, "all_gather", "tp", 1.0)
+
+    def stopped(self, rank: int) -> bool:
+        return False
+
+    def report(self, rank: int) -> dict[str, Any] | None:
+        if rank not in self.reports:
+            return None
+        outcome, reason = self.reports[rank]
+        return {"rank": rank, "outcome": outcome, "reason": reason}
+
+    def error_text(self, rank: int) -> str:
+        return self.text
+
+    def dump_stacks(self) -> None: ...
+    def ask_to_stop(self) -> None:
+        """End the ranks that still run, each with the report of a stop."""
+        for rank in (rank for rank, code in enumerate(self.codes) if code is None):
+            self.codes[rank], self.reports[rank] = 5, ("interrupted", "stopped on request")
+
+    def kill(self) -> None:
+        self.killed = True
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    assert supervise.POLL_INTERVAL_S < 0.1, "suites have many short launches"
     monkeypatch.setattr(supervise, "POLL_INTERVAL_S", TICK)  # sums of ticks are exact
     return Clock().rules(monkeypatch, supervise)
 
@@ -56,12 +109,8 @@ class EqualRanks(Scripted):
         ("forward", {"hang_s": 2.0}, 2.0, f"no progress for 2 s (limits.hang_s): rank 0 is {AT}"),
         ("start", {"hang_s": 2.0}, supervise.START_TIMEOUT_S, "no progress for 120 s: rank 0 is at start-up"),
         ("start", {"hang_s": 200.0}, 200.0, "no progress for 200 s (limits.hang_s): rank 0 is at start-up"),
-        (
-            "forward",
-            {"hang_s": 2.0, "timeout_s": 1.0},
-            1.0,
-            f"the experiment did not end within 1 s (limits.timeout_s) (rank 0 was {AT})",
-        ),
+        ("forward", {"hang_s": 2.0, "timeout_s": 1.0}, 1.0,
+         f"the experiment did not end within 1 s (limits.timeout_s) (rank 0 was {AT})"),
         ("start", {"hang_s": 0.0, "timeout_s": 500.0}, 500.0,
          f"the experiment did not end within 500 s (limits.timeout_s) ({STARTS})"),
     ],
@@ -101,33 +150,30 @@ def test_heartbeat_of_any_rank_counts_as_progress(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "reports", "after"),
+    ("codes", "reports", "after", "outcome", "rank"),
     [
-        ([1, None], {0: ECHO}, supervise.ECHO_GRACE_S + TICK),
-        ([1, None], {0: CAUSE}, supervise.FAILURE_GRACE_S + TICK),
-        ([1, 1, None], {0: CAUSE, 1: ECHO}, supervise.FAILURE_GRACE_S + TICK),
-        ([1, 1], {0: ECHO, 1: ("error", "broken pipe")}, 0.0),
-        ([1, 0], {0: CAUSE}, 0.0),
+        ([1, None], {0: ECHO}, supervise.ECHO_GRACE_S + TICK, "error", 0),
+        ([1, None], {0: CAUSE}, supervise.FAILURE_GRACE_S + TICK, "error", 0),
+        ([1, 1, None], {0: CAUSE, 1: ECHO}, supervise.FAILURE_GRACE_S + TICK, "error", 0),
+        ([1, 1], {0: ECHO, 1: ("error", "broken pipe")}, 0.0, "error", 0),
+        ([1, 0], {0: CAUSE}, 0.0, "error", 0),
+        # A cause takes precedence over errors of peers.
+        ([1, 3, 1], {0: ECHO, 1: ("oom", "MemoryError"), 2: ECHO}, 0.0, "oom", 1),
+        ([1, 1, -9], {0: ECHO, 1: ECHO}, 0.0, "error", 2),
+        ([1, 1, 1], {0: ECHO, 1: ("error", "ValueError: no"), 2: ECHO}, 0.0, "error", 1),
+        ([-9, 3, 1], {1: ("oom", "MemoryError"), 2: ECHO}, 0.0, "oom", 1),
+        ([1, 4, 4], {0: ECHO, 1: ("diverged", "nan"), 2: ("diverged", "nan")}, 0.0, "diverged", 1),
     ],
 )
-def test_failure_waits_for_reports_of_other_ranks(
-    clock: Clock, codes: list[int | None], reports: Reports, after: float
+def test_failure_waits_for_reports_of_other_ranks_and_names_the_cause(
+    clock: Clock, codes: list[int | None], reports: Reports, after: float, outcome: str, rank: int
 ) -> None:
-    ending = watch(Scripted(codes, reports))
-    assert (ending.outcome, clock.now - 100) == ("error", after)
-    assert ending.reason == f"rank 0 {AT}: {reports[0][1]}"
-
-
-def test_end_of_all_ranks_is_noticed_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suites have many short launches, so a launch ends at most 0.1 s after its ranks."""
-    clock = Clock().rules(monkeypatch, supervise)
-
-    class Short(Scripted):
-        def poll(self, rank: int) -> int | None:
-            return 0 if clock.now > 100.02 else None
-
-    assert watch(Short([None, None])).outcome == "ok"
-    assert clock.now < 100.12
+    scripted = Scripted(codes, reports)
+    ending = watch(scripted)
+    assert (ending.outcome, clock.now - 100, scripted.killed) == (outcome, after, True)
+    place = (AT, AT_41, AT_42)[rank]
+    cause = f"{place}: {reports[rank][1]}" if rank in reports else f"{KILLED} 9 (SIGKILL) {place}"
+    assert ending.reason == f"rank {rank} {cause}"
 
 
 def test_ranks_are_killed_after_the_stop_timeout(clock: Clock) -> None:
@@ -152,14 +198,22 @@ def test_ranks_are_killed_after_the_stop_timeout(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint_every", "reason"),
-    [(0, f"stopped by the user (rank 0 was {AT})"), (2, f"stopped by the user: rank 0 {AT}: stopped on request")],
-)  # fmt: skip
-def test_only_ranks_with_checkpoints_end_on_request(clock: Clock, checkpoint_every: int, reason: str) -> None:
-    ending = watch(
-        Scripted([None], checkpoint_every=checkpoint_every), interrupted=lambda: "stopped by the user"
-    )
-    assert (ending.outcome, ending.reason) == ("interrupted", reason)
+    ("code", "reports", "checkpoint_every", "why", "outcome", "reason"),
+    [
+        # Only ranks with checkpoints end on request.
+        (None, {}, 0, "preempted", "interrupted", f"preempted (rank 0 was {AT})"),
+        (None, {}, 2, "preempted", "interrupted", f"preempted: rank 0 {AT}: stopped on request"),
+        (5, {0: ("interrupted", "after step 5")}, 2, "", "interrupted", f"rank 0 {AT}: after step 5"),
+        (5, {0: ("oom", "MemoryError")}, 2, "preempted", "oom", f"rank 0 {AT}: MemoryError"),
+    ],
+)
+@pytest.mark.usefixtures("clock")
+def test_reason_of_an_interrupt_precedes_the_report(
+    code: int | None, reports: Reports, checkpoint_every: int, why: str, outcome: str, reason: str
+) -> None:
+    fake = Scripted([code], dict(reports), checkpoint_every=checkpoint_every)
+    ending = watch(fake, interrupted=lambda: why)
+    assert (ending.outcome, ending.reason, ending.experiment) == (outcome, reason, 0)
 
 
 def test_hang_names_a_limited_number_of_ranks(clock: Clock) -> None:
@@ -178,69 +232,38 @@ def test_hang_names_a_limited_number_of_ranks(clock: Clock) -> None:
         assert ending.reason == f"stopped (ranks {names} {AT})"
 
 
-KILLED = "was killed by signal"
 LIMIT = {"memory_bytes": 50_000_000}
+OK: Reports = {0: ("ok", "")}
+"""Report of success, which a later signal contradicts."""
 
 
-@pytest.mark.parametrize(
-    ("code", "text", "settings", "outcome", "reason"),
-    [
-        (7, "Traceback\nlast words\n", {}, "error", f"ended with exit code 7 {AT}: last words"),
-        (1, "x" * 301 + "\n", {}, "error", f"ended with exit code 1 {AT}: {'x' * 300}"),
-        (1, "", {}, "error", f"ended with exit code 1 {AT}"),
-        (-35, "", {}, "error", f"{KILLED} 35 (signal 35) {AT}"),
-        (-6, ABORTS["abort-in-torch"], {}, "oom", f"{KILLED} 6 (SIGABRT) {AT}: can't allocate memory"),
-        (-6, ABORTS["abort-otherwise"], {}, "error", f"{KILLED} 6 (SIGABRT) {AT}"),
-        (-6, ABORTS["watchdog-device"], {}, "error",
+@pytest.mark.usefixtures("clock")
+def test_exit_without_a_failure_report_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, text, settings, reports, kills, outcome, reason in (
+        (7, "Traceback\nlast words\n", {}, {}, 3, "error", f"ended with exit code 7 {AT}: last words"),
+        (1, "x" * 301 + "\n", {}, {}, 3, "error", f"ended with exit code 1 {AT}: {'x' * 300}"),
+        (1, "", {}, {}, 3, "error", f"ended with exit code 1 {AT}"),
+        (-35, "", {}, {}, 3, "error", f"{KILLED} 35 (signal 35) {AT}"),
+        (-6, ABORTS["abort-in-torch"], {}, {}, 3, "oom", f"{KILLED} 6 (SIGABRT) {AT}: can't allocate memory"),
+        (-6, ABORTS["abort-otherwise"], {}, {}, 3, "error", f"{KILLED} 6 (SIGABRT) {AT}"),
+        (-6, ABORTS["watchdog-device"], {}, {}, 3, "error",
          f"{KILLED} 6 (SIGABRT) {AT}: CUDA error: an illegal memory access was encountered"),
-        (-6, ABORTS["watchdog"], {}, "error",
+        (-6, ABORTS["watchdog"], {}, {}, 3, "error",
          f"{KILLED} 6 (SIGABRT) {AT}: NCCL's watchdog: NCCL error: remote process exited or there was a network "
          "error, NCCL version 2.21.5"),
         # Libraries such as oneDNN access memory after a failed allocation.
-        (-11, "", LIMIT, "oom",
+        (-11, "", LIMIT, {}, 3, "oom",
          f"{KILLED} 11 (SIGSEGV) {AT}: probably the memory limit of 50 MB denied an allocation of a library"),
-        (-11, "", {}, "error", f"{KILLED} 11 (SIGSEGV) {AT}"),
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("clock")
-def test_exit_without_a_report_is_described_by_exit_code_and_error_text(
-    code: int, text: str, settings: dict[str, Any], outcome: str, reason: str
-) -> None:
-    ranks = Scripted([code], {}, text, **settings)
-    assert watch(ranks) == Ending(outcome, f"rank 0 {reason}", 0, [0.0])
-
-
-@pytest.mark.parametrize(
-    ("code", "kills", "outcome", "reason"),
-    [
-        (-9, [3, 4], "oom", f"{KILLED} 9 (SIGKILL) {AT}: the kernel ran out of memory"),
-        (-9, [3, 3], "error", f"{KILLED} 9 (SIGKILL) {AT}"),
-        (-15, [3, 4], "error", f"{KILLED} 15 (SIGTERM) {AT}"),
-    ],
-)
-def test_kernel_oom_kill_during_the_launch_explains_sigkill(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, code: int, kills: list[int], outcome: str, reason: str
-) -> None:
-    """The rank reported success before the signal, which the signal contradicts."""
-    counts = iter(kills)
-    monkeypatch.setattr(supervise, "count_kernel_oom_kills", lambda: next(counts))
-    assert watch(Scripted([code], {0: ("ok", "")})) == Ending(outcome, f"rank 0 {reason}", 0, [0.0])
-
-
-@pytest.mark.parametrize(
-    ("why", "failed", "reason"),
-    [
-        ("preempted", ("interrupted", "after step 5"), f"preempted: rank 0 {AT}: after step 5"),
-        ("", ("interrupted", "after step 5"), f"rank 0 {AT}: after step 5"),
-        ("preempted", ("oom", "MemoryError"), f"rank 0 {AT}: MemoryError"),
-    ],
-)
-def test_interrupt_reason_precedes_the_report(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, why: str, failed: tuple[str, str], reason: str
-) -> None:
-    fake = Scripted([5], {0: failed}, checkpoint_every=2)
-    monkeypatch.setattr(fake, "ask_to_stop", lambda: None)
-    assert watch(fake, interrupted=lambda: why) == Ending(failed[0], reason, 0, [0.0])
+        (-11, "", {}, {}, 3, "error", f"{KILLED} 11 (SIGSEGV) {AT}"),
+        # Only a kill by the kernel during the launch explains SIGKILL.
+        (-9, "", {}, OK, 4, "oom", f"{KILLED} 9 (SIGKILL) {AT}: the kernel ran out of memory"),
+        (-9, "", {}, OK, 3, "error", f"{KILLED} 9 (SIGKILL) {AT}"),
+        (-15, "", {}, OK, 4, "error", f"{KILLED} 15 (SIGTERM) {AT}"),
+    ):  # fmt: skip
+        counts = iter([3, kills])
+        monkeypatch.setattr(supervise, "count_kernel_oom_kills", lambda counts=counts: next(counts))
+        ending = watch(Scripted([code], reports, text, **settings))
+        assert ending == Ending(outcome, f"rank 0 {reason}", 0, [0.0])
 
 
 def test_oom_kills_are_counted_per_cgroup_or_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,17 +288,13 @@ AT_REAL = "at step {}, backward, after collective all_reduce #{} in group dp"
 FIRST_CAUSES = {
     "abort:b:0:1": ("oom", f"rank 0 {KILLED} 6 (SIGABRT) {AT_REAL.format(1, 8)}: std::bad_alloc"),
     # NCCL's watchdog aborts a rank whose peer failed, here before the peer reports the cause.
-    "watchdog:b:1:2,raise-late:b:0:2": (
-        "error",
-        f"rank 0 {AT_REAL.format(2, 9)}: KeyError: 'injected failure'",
-    ),
-}
+    "watchdog:b:1:2,raise-late:b:0:2":
+        ("error", f"rank 0 {AT_REAL.format(2, 9)}: KeyError: 'injected failure'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FIRST_CAUSES)
-def test_reason_names_the_first_cause_of_real_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_first_cause_of_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.setenv("FAKE_FAULT", fault)
     job = Job(experiments=[experiment("a"), experiment("b")])
     launched = LocalLaunch(job, tmp_path / "logs", target=FAKE)
@@ -291,34 +310,13 @@ def test_reason_names_the_first_cause_of_real_ranks(
     assert not launched.logs.exists()
 
 
-@pytest.mark.parametrize(
-    ("codes", "reports", "outcome", "rank"),
-    [
-        ([1, 3, 1], {0: ECHO, 1: ("oom", "MemoryError"), 2: ECHO}, "oom", 1),
-        ([1, 1, -9], {0: ECHO, 1: ECHO}, "error", 2),
-        ([1, 1, 1], {0: ECHO, 1: ("error", "ValueError: no"), 2: ECHO}, "error", 1),
-        ([-9, 3, 1], {1: ("oom", "MemoryError"), 2: ECHO}, "oom", 1),
-        ([1, 4, 4], {0: ECHO, 1: ("diverged", "nan"), 2: ("diverged", "nan")}, "diverged", 1),
-    ],
-)
-def test_cause_takes_precedence_over_errors_of_peers(
-    codes: list[int | None], reports: Reports, outcome: str, rank: int
-) -> None:
-    scripted = Scripted(codes, reports)
-    ending = watch(scripted)
-    assert ending.outcome == outcome
-    assert ending.reason.startswith(f"rank {rank} ")
-    assert scripted.killed
-
-
 PIPELINE = Experiment(
-    name="p", model=MODEL, layout=Layout(tp=2, pp=2, global_batch=4), training=Training(steps=6)
+    name="p", model=TINY, layout=Layout(tp=2, pp=2, global_batch=4), training=Training(steps=6)
 )
 
 
-@pytest.mark.parametrize(
-    ("states", "expected"),
-    [
+def test_lagging_ranks_ignore_other_stages() -> None:
+    for states, expected in (
         # (step, phase, sequence) of ranks 0, 1 (stage 0) and 2, 3 (stage 1), which issue more collectives.
         ([(5, "idle", 40), (5, "idle", 40), (5, "forward", 90), (5, "forward", 91)], [2]),
         ([(5, "forward", 40), (5, "forward", 40), (5, "forward", 90), (5, "forward", 91)], [2]),
@@ -326,10 +324,34 @@ PIPELINE = Experiment(
         ([(5, "forward", 40), (5, "forward", 40), (4, "optimizer", 91), (4, "idle", 91)], [2]),
         ([(5, "forward", 41), (5, "forward", 40), (5, "idle", 91), (5, "idle", 91)], [1]),
         ([(5, "idle", 40), (5, "idle", 40), (5, "idle", 91), (5, "idle", 91)], [0, 1, 2, 3]),
-    ],
-)
-def test_lagging_ranks_ignore_collective_counts_of_other_stages(
-    states: list[tuple[int, str, int]], expected: list[int]
-) -> None:
-    positions = [Position(0, step, phase, sequence, "send", "pp", 1.0) for step, phase, sequence in states]
-    assert supervise.lagging_ranks(positions, Job(experiments=[PIPELINE])) == expected
+    ):
+        positions = [Position(0, *state, "send", "pp", 1.0) for state in states]
+        assert supervise.lagging_ranks(positions, Job(experiments=[PIPELINE])) == expected, states
+
+
+def test_failure_class_of_outcome_and_job_state() -> None:
+    for outcome, reason, state, expected in (
+        ("ok", "", "", ""),
+        ("diverged", "loss is nan at step 3", "", ""),
+        ("oom", "rank 1 at step 3: MemoryError", "", "out-of-memory"),
+        ("timeout", "the experiment did not end within 2 s (limits.timeout_s)", "", "time-out"),
+        ("hang", "no progress for 60 s (limits.hang_s): rank 1 is behind", "", "hang"),
+        ("error", "rank 1 was killed by signal 9 (SIGKILL) at step 1", "", "rank-killed"),
+        ("error", "rank 3 at step 1: DistBackendError: NCCL error in: x.cpp", "", "nccl"),
+        ("error", "rank 2 at step 4: lost node n2: no answer from the node for 15 s", "COMPLETED", "lost-node"),
+        ("error", "wrong hardware: node n2 has no GPU, but ...", "", "wrong-hardware"),
+        ("interrupted", "stopped by SLURM (SIGUSR2): preempted (rank 0 was at start-up)", "", "preempted"),
+        ("interrupted", "stopped by SLURM (SIGUSR2): time limit (rank 0 ...)", "", "time-limit"),
+        ("interrupted", "stopped by SLURM (SIGTERM): preempted, or the job reached its time limit",
+         "CANCELLED by 0", "cancelled"),
+        ("interrupted", "node failure on n2", "NODE_FAIL", "node-failure"),
+        ("interrupted", "stopped by SLURM (SIGUSR2): preempted (rank 0 ...)", "FAILED", "preempted"),
+        ("interrupted", "stopped by SLURM (SIGUSR2): preempted (rank 0 ...)", "TIMEOUT", "time-limit"),
+        ("interrupted", "stopped", "FAILED", "error"),
+        ("", "", "FAILED", "error"),
+        ("", "", "OUT_OF_MEMORY", "out-of-memory"),
+        ("", "", "RUNNING", ""),
+        ("error", "rank 0 ended with exit code 7 at step 1", "", "error"),
+    ):  # fmt: skip
+        assert failure_class(outcome, reason, state) == expected, (outcome, reason, state)
+        assert expected in ("", *FAILURE_CLASSES)

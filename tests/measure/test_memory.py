@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from repro.config import Layout
-from repro.config.enums import Category
+from repro.config.enums import Category, Phase
 from repro.engines import build_engine
 from repro.measure.memory import AllocationHistory, MemoryTracker, _with_total
 from repro.parallel import mesh as meshes
@@ -149,3 +150,54 @@ def test_meta_and_fake_tensors_have_no_bytes() -> None:
         assert tracker.live()["total"] == tracker.peak["total"] == 0
         model.to_empty(device="cpu")
         assert tracker.live()["total"] == tracker.peak["total"] == 400
+
+
+def test_only_forward_pass_allocations_count_as_activations() -> None:
+    """Unmarked tensors of other phases count as other, for example gradients of activations."""
+    with MemoryTracker() as tracker:
+        tensors = []
+        for phase in (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.IDLE, Phase.FORWARD):
+            tracker.phase = phase
+            tensors.append(torch.zeros(25))
+        views = [tensor[10:] for tensor in tensors]
+        live = tracker.live()
+    assert (live["activations"], live["other"], live["total"]) == (200, 400, 600)
+    assert len(views) == 6
+
+
+TORCH = """
+import sys, torch
+from repro.measure.memory import MemoryTracker
+with MemoryTracker():
+    torch.ones(2).add_(torch.empty(2))
+assert "torch._dynamo" not in sys.modules
+
+from repro.config import models
+from repro.config import Experiment, Layout
+from repro.simulate.trace.roles import roles, trace
+
+layout = Layout(tp=2, dp=2, zero=2, precision="fp16", recompute=True, micro_batch=1, global_batch=2)
+experiment = Experiment(name="x", model=models.load_model("tiny-parity"), layout=layout)
+(role,) = roles(experiment)
+before = trace(experiment, role)
+assert "torch._dynamo" not in sys.modules
+import torch._dynamo
+assert torch._dynamo.disable(len) is not len, "the real one"
+after = trace(experiment, role)
+assert sys.modules["torch._dynamo"] is torch._dynamo
+assert after.events == before.events
+"""
+RECORDS = """
+import sys
+from repro.config import systems
+from repro.config import OperatorSet
+from repro.simulate.record import simulation_facts
+assert all(simulation_facts(systems.load_system_file("selene"), kernels).numbers for kernels in OperatorSet)
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("code", [TORCH, RECORDS], ids=["torch", "records"])
+def test_compiler_and_torch_are_not_imported(code: str) -> None:
+    """The tracker and traces need no compiler, which loads slowly. The age check of records needs no torch."""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,12 +1,14 @@
-"""Tests of provenance: JSON data, no torch import, git states, no private values, missing git and drivers."""
+"""Tests of provenance."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,19 +71,19 @@ def test_git_state_distinguishes_changed_and_untracked_files(checkout: Path) -> 
     assert len(hashes) == 4
 
 
-@pytest.mark.parametrize("failing", ["diff", "ls-files"])
-def test_changes_are_unknown_if_one_git_command_fails(
-    monkeypatch: pytest.MonkeyPatch, checkout: Path, failing: str
-) -> None:
-    run = subprocess.run
+def test_git_state_is_unknown_if_a_command_fails(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+    run, commit = subprocess.run, state(checkout)["commit"]
 
-    def fail_one(command: list[str], **options: Any) -> Any:
+    def fail_one(failing: str, command: list[str], **options: Any) -> Any:
         return run(["false"] if failing in command else command, **options)
 
-    monkeypatch.setattr(subprocess, "run", fail_one)
-    found = state(checkout)
-    assert (found["dirty"], found["diff"]) == (None, None)
-    assert found["commit"]
+    for failing in ("diff", "ls-files"):
+        with mock.patch.object(subprocess, "run", partial(fail_one, failing)):
+            assert git_state(checkout) == {"commit": commit, "dirty": None, "diff": None}
+    with mock.patch.object(subprocess, "run", side_effect=subprocess.TimeoutExpired("git", 10)):
+        assert git_state(checkout) is None
+    monkeypatch.setenv("PATH", "")
+    assert git_state(checkout) is None
 
 
 def test_git_state_without_commit_or_checkout(tmp_path: Path) -> None:
@@ -93,29 +95,10 @@ def test_git_state_without_commit_or_checkout(tmp_path: Path) -> None:
     assert git_state(inner) is None, "a package inside another checkout"
 
 
-def test_git_state_is_none_without_git_and_after_a_timeout(
-    monkeypatch: pytest.MonkeyPatch, checkout: Path
-) -> None:
-    def slow(*arguments: Any, **keywords: Any) -> None:
-        raise subprocess.TimeoutExpired("git", keywords["timeout"])
-
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", "")
-        assert git_state(checkout) is None
-    monkeypatch.setattr(subprocess, "run", slow)
-    assert git_state(checkout) is None
-
-
 def test_environment_has_listed_and_no_private_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     safe = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "0"}
-    private = [
-        "SLURM_JWT",
-        "SLURM_JOB_USER",
-        "SLURM_SUBMIT_DIR",
-        "SLURM_JOB_NODELIST",
-        "TORCH_HOME",
-        "AWS_SECRET",
-    ]
+    of_slurm = [f"SLURM_{name}" for name in ("JWT", "JOB_USER", "SUBMIT_DIR", "JOB_NODELIST")]
+    private = [*of_slurm, "TORCH_HOME", "AWS_SECRET"]
     for key, value in (safe | dict.fromkeys(private, "x")).items():
         monkeypatch.setenv(key, value)
     found = environment()
@@ -125,18 +108,10 @@ def test_environment_has_listed_and_no_private_variables(monkeypatch: pytest.Mon
 
 def test_gpu_fields_that_the_driver_refuses_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     class FakeNvml:
-        NVMLError = RuntimeError
+        NVMLError = KeyError
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("NVML_"):
-                return 0
-
-            def query(*_: Any) -> Any:
-                if name not in reported:
-                    raise RuntimeError
-                return reported[name]
-
-            return query
+            return 0 if name.startswith("NVML_") else lambda *_: reported[name]
 
     reported = {
         **dict.fromkeys(("nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByIndex")),
@@ -154,26 +129,17 @@ def test_gpu_fields_that_the_driver_refuses_are_none(monkeypatch: pytest.MonkeyP
     assert gpus() == [], "no driver"
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "turbo"),
-    [
+def test_cpu_properties_are_read_from_system_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nFeatures\t: asimd sve\n\nprocessor\t: 1\nFeatures\t: none\n")
+    assert module._cpuinfo(path)["Features"] == "asimd sve", "another architecture has other fields"
+    assert module._cpuinfo(tmp_path / "missing") == {}
+    for file, content, turbo in (
         ("intel_pstate/no_turbo", "0", True),
         ("intel_pstate/no_turbo", "1", False),
         ("cpufreq/boost", "1", True),
         ("cpufreq/boost", "0", False),
         ("other", "1", None),
-    ],
-)
-def test_turbo_is_read_from_the_file_of_the_driver(
-    monkeypatch: pytest.MonkeyPatch, file: str, content: str, turbo: bool | None
-) -> None:
-    files = {Path("/sys/devices/system/cpu") / file: content}
-    monkeypatch.setattr(module, "_read", files.get)
-    assert module.cpu()["turbo"] is turbo
-
-
-def test_cpuinfo_of_other_architectures(tmp_path: Path) -> None:
-    path = tmp_path / "cpuinfo"
-    path.write_text("processor\t: 0\nFeatures\t: asimd sve\n\nprocessor\t: 1\nFeatures\t: none\n")
-    assert module._cpuinfo(path)["Features"] == "asimd sve"
-    assert module._cpuinfo(tmp_path / "missing") == {}
+    ):
+        monkeypatch.setattr(module, "_read", {Path("/sys/devices/system/cpu") / file: content}.get)
+        assert module.cpu()["turbo"] is turbo

@@ -1,4 +1,4 @@
-"""Tests of summaries and ratio intervals: known values, determinism and degenerate samples."""
+"""Tests of summaries and ratio intervals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_intervals_are_finite_and_ordered(pairs: list[tuple[float, float]]) -> N
         assert min(ratios) - 1e-9 <= low <= high <= max(ratios) + 1e-9
 
 
-@pytest.mark.parametrize("pairs", [[], [(1.0,)], [(0.0, 1.0)], [(1.0, float("nan"))], [(1.0, -2.0)]])
-def test_invalid_rounds_are_refused(pairs: list[tuple[float, ...]]) -> None:
-    with pytest.raises(ValueError, match="round"):
-        ratio_interval(pairs)
+def test_invalid_rounds_are_refused() -> None:
+    for pairs in ([], [(1.0,)], [(0.0, 1.0)], [(1.0, float("nan"))], [(1.0, -2.0)]):
+        with pytest.raises(ValueError, match="round"):
+            ratio_interval(pairs)  # type: ignore[arg-type]

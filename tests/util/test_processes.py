@@ -1,4 +1,4 @@
-"""Tests of the core affinity of a rank's threads, and of freed memory that remains in the process."""
+"""Tests of core affinity, of freed memory that remains in a process, and of workers that end with their parent."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import active_children
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from repro.util.processes import CoreAssignment
+from repro.launch.rank_process import process_state
+from repro.util.processes import CoreAssignment, Workers
+from tests.launch.runs import wait_for
 
 Affinity = dict[int, set[int]]
 
@@ -83,3 +89,37 @@ def count_page_faults(*args: str) -> int:
 def test_only_kept_memory_is_reused_without_page_faults() -> None:
     assert count_page_faults("keep") < 200
     assert count_page_faults() > STEP_PAGES / 2
+
+
+def test_interrupted_process_terminates_its_workers() -> None:
+    """Otherwise, Python would wait at exit until the workers finish their current calls."""
+    others = set(active_children())  # workers of other tests
+    with suppress(KeyboardInterrupt), Workers(2) as workers:
+        workers.count = 2
+        for _ in workers.completed(time.sleep, [(0,), (100,)]):
+            raise KeyboardInterrupt
+    wait_for(lambda: not set(active_children()) - others)
+
+
+USES_WORKERS = """
+import os, time
+from repro.util import processes
+processes.PRELOADED.clear()
+if __name__ == "__main__":
+    with processes.Workers() as some:
+        some.count = 2
+        print(*some.completed(os.getpid, [()] * 2), flush=True)
+        list(some.completed(time.sleep, [(100,)] * 2))
+"""
+
+
+def test_workers_end_after_their_parent_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "uses_workers.py"
+    script.write_text(USES_WORKERS)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}  # Python reports leaked resources
+    with subprocess.Popen([sys.executable, script], text=True, **streams) as process:
+        assert process.stdout is not None
+        worker_pids = {int(number) for number in process.stdout.readline().split()}
+        assert worker_pids
+        process.kill()
+    wait_for(lambda: not any(map(process_state, worker_pids)))
