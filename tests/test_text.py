@@ -14,8 +14,8 @@ from typing import TypeGuard
 import pytest
 
 from repro.config.files import read_toml
+from tests.structure import ROOT, sources
 
-ROOT = Path(__file__).parents[1]
 GENERATED = ("commands.md", "keys.md")
 """Reference pages that a command prints; they may have any length."""
 PAGES = (
@@ -73,18 +73,14 @@ def words(text: str) -> list[str]:
     return re.findall(r"\S*\w\S*", text)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name
-)
-def test_a_page_has_at_most_1500_words(page: Path) -> None:
-    """The README has at most 900 words."""
-    not_words = re.compile(r"!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
-    text = not_words.sub("", page.read_text(encoding="utf-8"))
-    assert len(words(text)) <= (MAX_README_WORDS if page.name == "README.md" else MAX_PAGE_WORDS)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_have_short_sentences_and_no_private_words(page: Path) -> None:
+def test_pages_and_sentences_are_short_and_have_no_private_words(page: Path) -> None:
+    """A page has at most 1,500 words, the README at most 900."""
+    text = re.sub(
+        r"!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    if page.name not in GENERATED:
+        assert len(words(text)) <= (MAX_README_WORDS if page.name == "README.md" else MAX_PAGE_WORDS)
     sentences = [s for text in texts(page) for s in re.split(r"(?<=[.!?:;])\s+", text)]
     assert [s for s in sentences if len(words(s)) > MAX_SENTENCE_WORDS] == []
     found = [(match[0], text) for text in texts(page) for match in PRIVATE_WORDS.finditer(text)]
@@ -155,7 +151,7 @@ def long_sentences(text: str) -> Iterator[str]:
                 yield sentence
 
 
-MODULES = [*sorted((ROOT / "repro").rglob("*.py")), *sorted((ROOT / "kernels").rglob("*.py"))]
+MODULES = [path for _, path in sources()]
 FOLDERS = sorted({str(Path(*module.relative_to(ROOT).parts[:2]).with_suffix("")) for module in MODULES})
 
 
@@ -174,20 +170,10 @@ def test_modules_have_plain_words_and_short_sentences(folder: str) -> None:
     assert found == []
 
 
-PROSE_KEYS = {
-    *(
-        "about",
-        "asks",
-        "because",
-        "conditions",
-        "contradictions",
-        "description",
-        "given",
-        "needs",
-        "not_comparable",
-    ),
-    *("note", "question", "text", "title"),
-}
+PROSE_KEYS = frozenset(
+    "about asks because conditions contradictions description given needs not_comparable note question text"
+    " title".split()
+)
 """Keys of data files whose values are phrases or sentences."""
 DATA_FILES = sorted(
     path for folder in ("repro", "suites", "slurm") for path in (ROOT / folder).rglob("*.toml")

@@ -36,6 +36,7 @@ def _imports(name: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: imports are absolute"
             named = [f"{node.module}.{alias.name}" for alias in node.names]
         for part in named:
             while part and part not in modules():
