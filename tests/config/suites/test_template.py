@@ -24,8 +24,7 @@ def test_suite_template_runs_without_changes(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "first.toml"]) == 0
     assert "next: repro run first.toml --dry-run" in capsys.readouterr().out
-    suite = load_suite(Path("first.toml"))
-    assert suite.name == "first"
+    assert load_suite(Path("first.toml")).name == "first"
     assert cli.main(["run", "first.toml"]) == 0
     records = latest(tmp_path / "results")
     assert {record["name"] for record in records.values()} == {"plain", "zero2", "tensor"}
@@ -60,25 +59,25 @@ def test_link_of_another_bandwidth_must_define_all_its_keys(key: str, tmp_path: 
     assert load_system_file(str(path)).links["inter-node"].per == "node"
 
 
+METRIC = ', metric = "exact-padding"'
+
+
 @pytest.mark.parametrize(
     ("left_out", "message"),
     [
         (r'\ntitle = "Claims.*', r'mine.toml: title: is missing: add title = "..." above'),
         (r'\ntitle = "A report.*', r"mine.toml: source\[OWN\].title: is missing"),
-        (
-            ', metric = "exact-padding"',
-            "metric: is missing, but expect is given: must be memory, the row's toler",
-        ),
+        (METRIC, "metric: is missing, but expect is given: must be memory, the row's toler"),
     ],
 )
 def test_error_names_a_missing_title_or_metric_class(left_out: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    text, count = re.subn(left_out, "", TEMPLATES["claim"].read_text(encoding="utf-8"))
+    path, template = tmp_path / "mine.toml", TEMPLATES["claim"].read_text(encoding="utf-8")
+    text, count = re.subn(left_out, "", template)
     assert count
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_ledger(own=[path])
-    path.write_text(TEMPLATES["claim"].read_text(encoding="utf-8").replace("exact-padding", "memory"))
+    path.write_text(template.replace("exact-padding", "memory"))
     claim = load_ledger(own=[path]).claim("own-states")
     assert [one.metric for row in claim.rows for one in row.evidence] == ["memory"] * 3
 
