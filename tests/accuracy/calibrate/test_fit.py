@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +17,7 @@ SIZES = [(2.0**k, 2.0**j) for k in range(10, 26, 3) for j in range(12, 34, 5)]
 TERM = st.floats(min_value=0.1, max_value=10.0)
 
 
-def points_of(rate: OperatorRate, noise: list[float] | None = None) -> list[TimedCall]:
-    factors = noise or [1.0] * len(SIZES)
+def points_of(rate: OperatorRate, factors: Sequence[float] = (1.0,) * len(SIZES)) -> list[TimedCall]:
     return [
         TimedCall(nbytes, flops, rate.seconds(flops=flops, nbytes=nbytes) * factor)
         for (nbytes, flops), factor in zip(SIZES, factors, strict=True)

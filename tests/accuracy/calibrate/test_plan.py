@@ -42,24 +42,23 @@ def test_plan_has_every_kind_of_group_of_the_layouts(
 
 
 @pytest.mark.parametrize(
-    ("per_node", "rank", "inside", "between"),
-    [(4, 2, (0, 1, 2, 3), None), (2, 1, (0, 1), (1, 3)), (1, 3, None, (0, 1, 2, 3))],
+    ("per_node", "rank", "expected"),
+    [
+        (4, 2, {INSIDE: (0, 1, 2, 3)}),
+        (2, 1, {INSIDE: (0, 1), BETWEEN: (1, 3)}),
+        (1, 3, {BETWEEN: (0, 1, 2, 3)}),
+    ],
 )
 def test_pipeline_groups_are_inside_or_between_nodes(
-    per_node: int,
-    rank: int,
-    inside: tuple[int, ...] | None,
-    between: tuple[int, ...] | None,
-    monkeypatch: pytest.MonkeyPatch,
+    per_node: int, rank: int, expected: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One group has the neighbours on a node, the other has the ranks of equal position on all nodes."""
     be_rank(rank, monkeypatch)
     found = {place: group.ranks for place, group in plan.pipeline_groups(4, per_node, "cpu").items()}
-    expected = {INSIDE: inside, BETWEEN: between}
-    assert found == {place: ranks for place, ranks in expected.items() if ranks is not None}
+    assert found == expected
 
 
-def test_plan_covers_every_strategy() -> None:
+def test_plan_covers_every_strategy_and_tensor_parallelism_stays_on_a_node() -> None:
     """The possible strategies depend on the number of ranks; all experiments have equal repeats."""
     for ranks in (1, 2, 3, 4, 8):
         found = plan.step_experiments("local", ranks, "fp32", quick=False)
@@ -67,9 +66,6 @@ def test_plan_covers_every_strategy() -> None:
         assert any(experiment.layout.zero == 3 for experiment in found)
         assert any(experiment.layout.pp > 1 for experiment in found) == (ranks > 1)
         assert any(experiment.layout.sp for experiment in found) == (ranks in (2, 4, 8))
-
-
-def test_tensor_parallelism_stays_on_a_node() -> None:
     found = plan.step_experiments("local", 8, "fp32", quick=False, per_node=2)
     assert {(e.layout.tp, e.layout.dp) for e in found if e.layout.tp > 1} == {(2, 4)}
     assert {e.layout.world for e in found} == {8}
