@@ -65,6 +65,8 @@ def test_row_without_a_value_is_named_and_contradicts_none(tmp_path: Path) -> No
     assert [(need.row, need.value, need.low) for need in found.unserved] == [("a-claim/b", None, None)]
     assert found.contradiction is None
     assert "no input value from 0.25 to 16 fits 1 row (a-claim/b)" in found.words
+    (found,) = implied(tmp_path, {"a": "15.0", "b": "17.0", "c": "60.0", "d": "500"})
+    assert found.torn == 1, "a and b agree, c disagrees; no value fits d"
 
 
 def test_systems_are_separate_and_weak_unknowns_are_ignored(tmp_path: Path) -> None:
@@ -84,11 +86,6 @@ def test_ratio_uses_one_value_for_both_steps(tmp_path: Path) -> None:
     result = judged(tmp_path, row("3.0", simulated=value(RATIO)), *records)
     (found,) = find_implied_inputs([result], records)
     assert found.needs[0].value == pytest.approx(6, rel=1e-6)
-
-
-def test_rows_that_disagree_with_most_others_are_torn(tmp_path: Path) -> None:
-    (found,) = implied(tmp_path, {"a": "15.0", "b": "17.0", "c": "60.0", "d": "500"})
-    assert found.torn == 1, "a and b agree, c disagrees; no value fits d"
 
 
 def test_curve_is_interpolated_between_its_points() -> None:
