@@ -21,7 +21,7 @@ from tests.training import TINY, micro_batches, smallest, tiny
 pytestmark = needs("torch")
 COUNTER_BYTES = 2048
 """Upper bound on the bytes of AdamW's step counters, one fp32 number per parameter tensor."""
-Messages = dict[tuple[str, str], tuple[int, int]]
+Messages = dict[tuple[str, str], tuple[int, ...]]
 
 
 def second_step(layout: Layout, engine: str, layers: int) -> Messages:
@@ -46,10 +46,7 @@ def second_step(layout: Layout, engine: str, layers: int) -> Messages:
 def per_layer(pool: RankPool, layout: Layout, engine: str) -> Messages:
     """Return calls and bytes per layer on rank 0, half the difference of four and two layers."""
     few, many = (pool.run(second_step, layout, engine, layers)[0] for layers in (2, 4))
-    return {
-        key: ((calls - few[key][0]) // 2, (payload - few[key][1]) // 2)
-        for key, (calls, payload) in many.items()
-    }
+    return {key: tuple((a - b) // 2 for a, b in zip(many[key], few[key], strict=True)) for key in many}
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
