@@ -11,8 +11,8 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from repro.config.files import read_toml
 
@@ -28,10 +28,7 @@ PRIVATE_CONSTANTS = frozenset({"CLOSE", "HERE", "LOOK_S", "MOST", "SHOWN", "SOME
 """Names of constants that do not name the limited quantity; no constant of the product may have one."""
 
 
-@dataclass(frozen=True)
-class PackageSize:
-    """Size of one package."""
-
+class PackageSize(NamedTuple):
     files: int
     lines: int
 
@@ -99,7 +96,7 @@ def excesses(root: Path = ROOT, budgets: Path = BUDGETS) -> list[str]:
         if budget is None:
             found.append(f"{budgets.name}: packages.{package}: missing; add files and lines")
             continue
-        for key, value in (("files", size.files), ("lines", size.lines)):
+        for key, value in size._asdict().items():
             if value > budget[key]:
                 found.append(
                     f"{budgets.name}: packages.{package}.{key} = {budget[key]}: the package has {value}; "

@@ -79,9 +79,8 @@ def check_version(uv: str, version: str, interpreter: str) -> str:
     """Run the commands of one version and return the outcome: `ok`, or the command that failed after its output."""
     started, environment = time.monotonic(), ENVIRONMENTS / version
     for command in commands(uv, interpreter, environment):
-        done = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, cwd=ROOT, check=False, **output)
         if done.returncode:
             print(done.stdout, flush=True)
             return f"failed: {' '.join(map(str, command))} (environment: {environment})"

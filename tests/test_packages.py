@@ -12,9 +12,9 @@ import pytest
 from tests.mutants.relevant import imports, modules
 from tests.structure import ROOT, excesses, measure
 
-PACKAGES = tuple(
-    "util config kernels emulate parallel model measure wrap engines results simulate launch claims accuracy"
-    " quality report cli".split()
+PACKAGES = (
+    *("util", "config", "kernels", "emulate", "parallel", "model", "measure", "wrap", "engines", "results"),
+    *("simulate", "launch", "claims", "accuracy", "quality", "report", "cli"),
 )
 """All packages in dependency order. A package imports only preceding packages, also inside functions."""
 MAX_SENTENCES = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ REPLICATED = TINY.layers * (3 + 1 + 4 + 1 + 4) * TINY.hidden + 2 * TINY.hidden
 """Elements of biases and norms, which stage 3 does not partition."""
 
 
+REPLICAS = Layout(dp=2, precision="bf16", micro_batch=2, bucket_bytes=20_000)
+
+
 def measure(layout: Layout) -> dict[str, Any]:
     experiment = tiny(layout, TINY, "deepspeed", steps=4, untimed_steps=3)
-    run = ExperimentRun(
-        experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"), lambda step, phase: None
-    )
+    mesh = meshes.distributed_mesh(layout, "cpu")
+    run = ExperimentRun(experiment, mesh, torch.device("cpu"), lambda step, phase: None)
     run.prelude()
     return run.result().as_dict()
 
@@ -78,10 +81,7 @@ def test_stage_3_does_not_partition_small_parameters(two: RankPool) -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_offload_leaves_no_optimizer_states_on_the_device(two: RankPool, zero: int) -> None:
     """Host memory has master weights and moments, 12 psi/d, and fp32 gradients (in stage 3, also in 16 bits)."""
-    layout = Layout(
-        dp=2, zero=zero, precision="bf16", micro_batch=2, bucket_bytes=20_000, offload_optimizer=True
-    )
-    result = two.run(measure, layout)[0]
+    result = two.run(measure, replace(REPLICAS, zero=zero, offload_optimizer=True))[0]
     configuration = result["software"]["configuration"]
     assert configuration["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     assert configuration["zero_force_ds_cpu_optimizer"] is False
