@@ -31,24 +31,16 @@ def random_layouts(count: int) -> list[Layout]:
     """Return valid layouts of engine `native` with random keys, from a fixed seed."""
     draw, found = random.Random(52), []
     while len(found) < count:
-        schedule = draw.choice(["1f1b", "gpipe", "interleaved"])
-        micro_batch, dp = draw.choice([1, 2, 4]), draw.choice([1, 2, 4])
-        keys: dict[str, Any] = {
-            **{axis: draw.choice([1, 2, 4]) for axis in ("tp", "pp")},
-            "dp": dp,
-            "cp": draw.choice([1, 1, 2]),
-            "zero": draw.randrange(4),
-            **{key: draw.random() < 0.5 for key in ("sp", "recompute", "overlap", "gather_overlap")},
-            "micro_batch": micro_batch,
-            "global_batch": dp * micro_batch * draw.choice([1, 2, 4, 8]),
-            "schedule": schedule,
-            "chunks": 2 if schedule == "interleaved" else 1,
-            "precision": draw.choice(["fp32", "bf16", "fp16"]),
-            "pa": draw.random() < 0.2,
-            "grad_dtype": draw.choice(["precision", "fp32"]),
-            "order": draw.choice(["tp-dp-pp", "tp-pp-dp", "dp-tp-pp"]),
-            "bucket_bytes": draw.choice([25_000_000, 100_000_000, 2**22]),
-        }
+        keys: dict[str, Any] = {axis: draw.choice([1, 2, 4]) for axis in ("dp", "tp", "pp", "micro_batch")}
+        keys |= {key: draw.random() < 0.5 for key in ("sp", "recompute", "overlap", "gather_overlap")}
+        keys |= {"cp": draw.choice([1, 1, 2]), "zero": draw.randrange(4), "pa": draw.random() < 0.2}
+        keys["global_batch"] = keys["dp"] * keys["micro_batch"] * draw.choice([1, 2, 4, 8])
+        keys["schedule"] = draw.choice(["1f1b", "gpipe", "interleaved"])
+        keys["chunks"] = 2 if keys["schedule"] == "interleaved" else 1
+        keys["precision"] = draw.choice(["fp32", "bf16", "fp16"])
+        keys["grad_dtype"] = draw.choice(["precision", "fp32"])
+        keys["order"] = draw.choice(["tp-dp-pp", "tp-pp-dp", "dp-tp-pp"])
+        keys["bucket_bytes"] = draw.choice([25_000_000, 100_000_000, 2**22])
         try:
             found.append(Layout(**keys))
         except ConfigError:
