@@ -7,8 +7,7 @@ import subprocess
 from pathlib import Path
 
 from repro.config.files import read_toml
-from tests.mutants.changed import new_files_in_the_index, sources
-from tests.mutants.relevant import ROOT, relevant
+from tests.mutants.relevant import ROOT, new_files_in_the_index, relevant, sources
 
 SETTINGS = read_toml(ROOT / "tests/mutants/packages.toml")
 

@@ -38,8 +38,7 @@ from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResul
 
 from repro.config.files import read_toml
 from repro.util.processes import die_with_parent
-from tests.mutants.changed import new_files_in_the_index, sources
-from tests.mutants.relevant import ROOT, relevant
+from tests.mutants.relevant import ROOT, new_files_in_the_index, relevant, sources
 
 SETTINGS = read_toml(Path(__file__).with_name("packages.toml"))
 PACKAGES = SETTINGS["package"]
