@@ -1,7 +1,6 @@
 """Print the size of every package and check the sizes against the budgets in `structure.toml`.
 
-`make structure` and `make check` run this module. A package that grows beyond its budget fails the check, so that
-growth is a decision in a commit. The limits of `[limits]` go down only.
+A package that grows beyond its budget fails the check. The limits of `[limits]` go down only.
 """
 
 from __future__ import annotations

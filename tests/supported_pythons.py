@@ -1,8 +1,6 @@
 """Run a part of the tests with each Python version that pyproject.toml names and this machine has.
 
-`make test-pythons` and continuous integration run this module. Each version gets an environment with the core of the
-suite, in which one training of two processes runs, and then the extras that the fast tests of `TESTS` need. The version
-of the current environment is omitted, because `make test` runs all tests with this version.
+In a new environment, one training of two processes runs with the core of the suite. The tests run with the extras.
 """
 
 from __future__ import annotations

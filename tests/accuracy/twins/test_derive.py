@@ -182,9 +182,8 @@ def test_output_states_the_calibration_of_both_sides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The original's V100 has a published calibration point. The twin's machine is calibrated."""
-    path = tmp_path / "here.toml"
-    path.write_text(toml(tables()))
-    arguments = ["twin", "ds-3p75x-lowbw", "--machine", str(path)]
+    (tmp_path / "here.toml").write_text(toml(tables()))
+    arguments = ["twin", "ds-3p75x-lowbw", "--machine", str(tmp_path / "here.toml")]
     assert main([*arguments, "--details"]) == 0
     assert f"Basis of predicted times: {PUBLISHED_POINT}, {CALIBRATED}. " in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0

@@ -1,9 +1,6 @@
 """Tests of errors and coverage of predicted rates: Megatron-LM on V100, and devices without their calibration.
 
-`repro validate` prints the numbers of Megatron-LM after a simulation of the suites. In the second test, each kind of
-device is left out in turn: its kernels get the range that the calibrations of the other devices give, and its published
-rates are predicted with this range. `python -m tests.accuracy.validate.test_prediction_errors` prints the table of
-docs/accuracy.md in some minutes.
+`python -m tests.accuracy.validate.test_prediction_errors` prints the table of docs/accuracy.md in some minutes.
 """
 
 from __future__ import annotations
@@ -133,7 +130,7 @@ def predicted_rates(device: str, step: int = 1) -> list[Point]:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_intervals_without_calibration_cover_published_rates(device: str) -> None:
-    """A sample of the rates; the module prints the table of docs/accuracy.md with all of them."""
+    """The device's kernels get the range that the calibrations of the other devices give. The test has a sample."""
     rates = predicted_rates(device, step=3)
     assert len(rates) >= 10
     covered = sum(rate.holds for rate in rates)

@@ -78,10 +78,15 @@ def test_every_quality_experiment_has_a_recipe_and_writes_checkpoints() -> None:
     assert EXPERIMENTS[YUAN].layout == yuan.layout, "the predicted throughput is that of this layout"
 
 
+def memory(suite: str, only: str, results: Path) -> dict[str, str]:
+    """Return the memory that a dry run shows for each experiment."""
+    rows = preview_run([SUITE_FOLDER / f"{suite}.toml"], [only], results, False, MEASURED, "")
+    return {row.name: row.memory for row in rows}
+
+
 def test_dry_run_shows_model_states_and_device_memory(tmp_path: Path) -> None:
     """Model states have 16 bytes per parameter of a rank, or 4 + 12/64 with ZeRO 1 over 64 ranks."""
-    arguments = ([SUITE_FOLDER / "quality.toml"], ["quality-*"], tmp_path, False, MEASURED, "")
-    found = {row.name: row.memory for row in preview_run(*arguments)}
+    found = memory("quality", "quality-*", tmp_path)
     width, stage = 16384, 2 * 12 * 16384**2
     expected = {
         "quality-355m": 16 * gpt_params(24, 1024),
@@ -97,16 +102,14 @@ def test_dry_run_shows_model_states_and_device_memory(tmp_path: Path) -> None:
 
 
 def test_dry_run_shows_the_memory_of_a_simulation(tmp_path: Path) -> None:
-    entry = committed.suite(SUITE_FOLDER / "turing_nlg.toml").entry("megatron-mp4")
-    arguments = ([SUITE_FOLDER / "turing_nlg.toml"], ["megatron-mp4"], tmp_path, False, MEASURED, "")
-    (row,) = preview_run(*arguments)
-    assert row.memory.endswith("GB of 32.7 GB: does not fit")
+    name = "megatron-mp4"
+    assert memory("turing_nlg", name, tmp_path)[name].endswith("GB of 32.7 GB: does not fit")
+    entry = committed.suite(SUITE_FOLDER / "turing_nlg.toml").entry(name)
     keys = {"suite": "turing_nlg", "key": entry.experiment.key, "evidence": SIMULATED}
     metrics = {"memory.peak_bytes": 20e9, "memory.reserved_bytes": 21e9}
     with Store(tmp_path) as store:
-        store.append(made_up("megatron-mp4", **keys, metrics=metrics))
-    (row,) = preview_run(*arguments)
-    assert row.memory == "21 GB of 32.7 GB, simulated: fits"
+        store.append(made_up(name, **keys, metrics=metrics))
+    assert memory("turing_nlg", name, tmp_path) == {name: "21 GB of 32.7 GB, simulated: fits"}
 
 
 def test_quality_rows_are_not_comparable_or_name_their_needs() -> None:
