@@ -33,20 +33,14 @@ def test_options_repeat_the_layout_of_each_software_and_stage(name: str, stage: 
 
 def test_layout_keys_of_a_suite_override_its_software(tmp_path: Path) -> None:
     text = """
-    [layouts.old]
-    software = "megatron-2019"
-    tp = 2
-    [[experiment]]
-    name = "ddp"
-    layout = { use = "old", dp = 2, zero = 0 }
-    [[experiment]]
-    name = "one copy"
-    layout = { use = "old", zero = 0, precision = "bf16" }
-    [[experiment]]
-    name = "buckets"
-    layout = { software = "today", dp = 64, micro_batch = 1 }
+    layouts.old = { software = "megatron-2019", tp = 2 }
+    experiment = [
+        { name = "ddp", layout = { use = "old", dp = 2, zero = 0 } },
+        { name = "one copy", layout = { use = "old", zero = 0, precision = "bf16" } },
+        { name = "buckets", layout = { software = "today", dp = 64, micro_batch = 1 } },
+    ]
     """
-    head = '[suite]\nname = "s"\n[defaults]\nmodel = "tiny.toml"\nlayout = { precision = "fp16", micro_batch = 2 }'
+    head = 'suite.name = "s"\ndefaults = { model = "tiny.toml", layout = { precision = "fp16", micro_batch = 2 } }'
     old = {"kernels": OperatorSet.UNFUSED, "tp_overlap": False, "tp": 2, "micro_batch": 2}
     assert layouts(tmp_path, text, head) == [
         Layout(**old, precision="fp16", dp=2, gradient_as_bucket_view=False),

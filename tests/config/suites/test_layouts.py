@@ -12,22 +12,10 @@ from repro.config.errors import ConfigError
 from tests.launch.runs import MODEL
 
 TEXT = """
-[suite]
-name = "s"
-
-[defaults]
-model = "tiny.toml"
-layout = { precision = "bf16", micro_batch = 2, zero = 0 }
-
-[layouts.C1]
-zero = 1
-tp = 2
-
-[layouts.C4]
-zero = 2
-tp = 2
-pa = true
-recompute = true
+suite.name = "s"
+defaults = { model = "tiny.toml", layout = { precision = "bf16", micro_batch = 2, zero = 0 } }
+layouts.C1 = { zero = 1, tp = 2 }
+layouts.C4 = { zero = 2, tp = 2, pa = true, recompute = true }
 """
 
 
@@ -56,27 +44,15 @@ def test_named_layout_overrides_defaults_and_keys_override_it(tmp_path: Path) ->
 
 
 NETWORKS = """
-[suite]
-name = "s"
-[defaults]
-model = "tiny.toml"
-layout.dp = 4
-[networks.slow]
-nodes = 2
-ranks_per_node = 2
-between = 8e6
-within = 20e6
-[[experiment]]
-name = "as it is"
-network = "slow"
-[[experiment]]
-name = "faster"
-network = { use = "slow", between = 16e6, within = 0 }
-[[experiment]]
-name = "inline"
-network = { nodes = 4, ranks_per_node = 1, between = 8e6 }
-[[experiment]]
-name = "none"
+suite.name = "s"
+defaults = { model = "tiny.toml", layout.dp = 4 }
+networks.slow = { nodes = 2, ranks_per_node = 2, between = 8e6, within = 20e6 }
+experiment = [
+    { name = "as it is", network = "slow" },
+    { name = "faster", network = { use = "slow", between = 16e6, within = 0 } },
+    { name = "inline", network = { nodes = 4, ranks_per_node = 1, between = 8e6 } },
+    { name = "none" },
+]
 """
 
 
