@@ -150,16 +150,11 @@ def test_original_of_a_twin_does_not_change_the_key() -> None:
 
 
 LIMITS = [limit for limit in vars(sizes).values() if isinstance(limit, sizes.SizeLimit)]
+MODEL_SIZES = ("layers", "decoder_layers", "hidden", "head_dim", "ffn", "vocab", "seq")
 model = partial(replace, MODEL)
 TOO_LARGE: list[tuple[Callable[[], object], str]] = [
-    (lambda: model(layers=10**9), "layers = 1000000000"),
-    (lambda: model(decoder_layers=10**9), "decoder_layers = 1000000000"),
-    (lambda: model(hidden=10**12), "hidden = 1000000000000"),
+    *((partial(model, **{key: 10**12}), f"{key} = {10**12}") for key in MODEL_SIZES),
     (lambda: model(heads=10**9, hidden=10**9), "hidden = 1000000000"),
-    (lambda: model(head_dim=10**9), "head_dim = 1000000000"),
-    (lambda: model(ffn=10**12), "ffn = 1000000000000"),
-    (lambda: model(vocab=10**12), "vocab = 1000000000000"),
-    (lambda: model(seq=10**12), "seq = 1000000000000"),
     (lambda: model(layers=4096, hidden=2**20), "parameters = 54"),
     (lambda: Layout(dp=10**9), "dp = 1000000000"),
     (lambda: Layout(dp=2**12, tp=2**12), "tp x pp x dp = 16777216"),

@@ -215,12 +215,6 @@ def test_error_of_a_damaged_or_different_checkpoint_is_one_line(
     assert line == message.replace("SIZE - 4", str(size - 4)).replace("SIZE", str(size))
 
 
-def test_folder_without_an_index_is_ignored(folder: Path) -> None:
-    assert start_dp1(folder) == HALF
-    (folder / index.FILE).unlink()
-    assert start_dp1(folder) == 0
-
-
 def test_file_that_shrinks_during_reading_is_named(folder: Path) -> None:
     loaded = index.read_index(folder)
     truncate(folder)
