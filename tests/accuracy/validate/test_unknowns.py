@@ -21,7 +21,7 @@ from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 from repro.simulate.time.calibration import calibration_point_of, calibration_points, uncertain_numbers
 from tests.accuracy.calibrate.test_gpu import rank_result
-from tests.accuracy.validate.steps import RINGS, judge_rates, step_record
+from tests.accuracy.validate.test_implied_inputs import RINGS, judge_rates, step_record
 from tests.claims.constructed_records import HEAD, row
 from tests.claims.test_possible import rate
 from tests.records import changed
