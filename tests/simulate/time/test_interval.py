@@ -42,7 +42,7 @@ from repro.simulate.time.predict import (
 )
 from repro.simulate.time.schedule import schedule_traces
 from repro.simulate.trace.roles import Trace, trace_roles
-from tests.config.system_arrays import array_values, system_of_case
+from tests.config.test_unknowns import array_values, system_of_case
 from tests.simulate.exact import use_exact_kernels
 
 SUITES = Path(__file__).parents[3] / "suites"
