@@ -17,7 +17,9 @@ from tests.training import tiny
 INTERLEAVED = {"pp": 2, "schedule": "interleaved", "chunks": 2, "global_batch": 2}
 SHARDED = "layout.zero = 1: must be ZeRO stage 0, 2 or 3 with tp or pp"
 OFFLOAD = {"dp": 2, "zero": 1, "offload_optimizer": True}
-OFFLOADED = "layout.offload_optimizer = true: must be false"
+BF16 = {"precision": "bf16"}
+FALSE = "true: must be false"
+OFFLOADED = f"layout.offload_optimizer = {FALSE}"
 SCALE = "training.loss_scale"
 REFUSED: list[tuple[Any, ...]] = [
     # engine, keys of the layout, error, keys of the training
@@ -32,7 +34,7 @@ REFUSED: list[tuple[Any, ...]] = [
     ("torch", {"dp": 2, "pp": 2, "zero": 1, "global_batch": 4}, SHARDED),
     (
         "torch",
-        {"dp": 2, "precision": "bf16", "gradient_as_bucket_view": False},
+        {"dp": 2, **BF16, "gradient_as_bucket_view": False},
         "layout.gradient_as_bucket_view = false: must be true in 16-bit training and with tp or pp",
     ),
     ("torch", {"pp": 2}, "layout.global_batch = 1: must be at least as many micro-batches as stages"),
@@ -41,17 +43,9 @@ REFUSED: list[tuple[Any, ...]] = [
     ("deepspeed", {"tp": 2, "sp": True}, "layout.sp = true: must be false"),
     ("deepspeed", {"dp": 2, "cb": False}, "layout.cb = false: must be true"),
     ("deepspeed", {"cuda_graphs": True}, "layout.cuda_graphs = true: must be false"),
-    (
-        "deepspeed",
-        {"recompute": True, "md": True},
-        "layout.md = true: must be false (true requires pa = true)",
-    ),
+    ("deepspeed", {"recompute": True, "md": True}, f"layout.md = {FALSE} (true requires pa = true)"),
     ("deepspeed", {"dp": 2, "offload_optimizer": True}, f"{OFFLOADED} (true requires zero = 1, 2 or 3)"),
-    (
-        "deepspeed",
-        {"precision": "bf16", "grad_dtype": "fp32"},
-        "layout.grad_dtype = 'fp32': must be precision",
-    ),
+    ("deepspeed", {**BF16, "grad_dtype": "fp32"}, "layout.grad_dtype = 'fp32': must be precision"),
     ("deepspeed", {"precision": "fp16"}, f"{SCALE} = 1000.0: must be a power of 2", {"loss_scale": 1000.0}),
     ("megatron", OFFLOAD, OFFLOADED),
     ("megatron", {"cuda_graphs": True}, "layout.cuda_graphs = true: must be false"),
