@@ -34,9 +34,8 @@ def command_lines(name: str, command: Any) -> Iterator[str]:
             continue
         names = ", ".join((*parameter.opts, *parameter.secondary_opts))
         is_argument = parameter.param_type_name == "argument"
-        value = (
-            "" if getattr(parameter, "is_flag", False) else parameter.metavar or str(parameter.name).upper()
-        )
+        is_flag = getattr(parameter, "is_flag", False)
+        value = "" if is_flag else parameter.metavar or str(parameter.name).upper()
         shown = (parameter.metavar or names.upper()) if is_argument else f"{names} {value}"
         default = parameter.default if parameter.default not in (None, "", False, ()) else ""
         yield f"| `{plain(shown)}` | {plain(parameter.help)} | {default} |"

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from argparse import RawDescriptionHelpFormatter
 from collections import Counter
 from pathlib import Path
 
@@ -83,17 +84,14 @@ def run_trial(store: Path, commit: str) -> dict[str, object]:
     if done.returncode not in (0, 1):
         raise SystemExit(f"repro compare failed: {done.stderr.strip()}")
     speed = next(change for change in json.loads(done.stdout)["changes"] if change["kind"] == "speed")
-    base = subprocess.check_output(
-        ["git", "-C", str(clone), "rev-parse", "--short=9", "base"], text=True
-    ).strip()
+    revision = ["git", "-C", str(clone), "rev-parse", "--short=9", "base"]
+    base = subprocess.check_output(revision, text=True).strip()
     trial = {"date": time.strftime("%Y-%m-%d"), "base": base, "commit": commit, **speed}
     return {**trial, "seconds": round(time.monotonic() - began), "load": round(os.getloadavg()[0], 2)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20, help="number of trials of each commit")
     parser.add_argument("--store", type=Path, default=ROOT / "build/compare_trials")
     arguments = parser.parse_args()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import textwrap
+from argparse import RawDescriptionHelpFormatter
 
 from tests.test_text import MODULES, ROOT, module_texts
 
@@ -34,9 +35,7 @@ def draw_texts(seed: int, count: int = TEXTS) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("seed", type=int)
     parser.add_argument("--origins", action="store_true", help="print the module of each text")
     arguments = parser.parse_args()

@@ -1,7 +1,6 @@
 """Print the size of every package and check the sizes against the budgets in `structure.toml`.
 
-`make structure` and `make check` run this module. A package that grows beyond its budget fails the check, so that
-growth is a decision in a commit. The limits of `[limits]` go down only.
+A package that grows beyond its budget fails the check. The limits of `[limits]` go down only.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from repro.config.files import read_toml
 
@@ -28,10 +27,7 @@ PRIVATE_CONSTANTS = frozenset({"CLOSE", "HERE", "LOOK_S", "MOST", "SHOWN", "SOME
 """Names of constants that do not name the limited quantity; no constant of the product may have one."""
 
 
-@dataclass(frozen=True)
-class PackageSize:
-    """Size of one package."""
-
+class PackageSize(NamedTuple):
     files: int
     lines: int
 
@@ -99,7 +95,7 @@ def excesses(root: Path = ROOT, budgets: Path = BUDGETS) -> list[str]:
         if budget is None:
             found.append(f"{budgets.name}: packages.{package}: missing; add files and lines")
             continue
-        for key, value in (("files", size.files), ("lines", size.lines)):
+        for key, value in size._asdict().items():
             if value > budget[key]:
                 found.append(
                     f"{budgets.name}: packages.{package}.{key} = {budget[key]}: the package has {value}; "

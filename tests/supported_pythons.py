@@ -1,8 +1,6 @@
 """Run a part of the tests with each Python version that pyproject.toml names and this machine has.
 
-`make test-pythons` and continuous integration run this module. Each version gets an environment with the core of the
-suite, in which one training of two processes runs, and then the extras that the fast tests of `TESTS` need. The version
-of the current environment is omitted, because `make test` runs all tests with this version.
+In a new environment, one training of two processes runs with the core of the suite. The tests run with the extras.
 """
 
 from __future__ import annotations
@@ -79,9 +77,8 @@ def check_version(uv: str, version: str, interpreter: str) -> str:
     """Run the commands of one version and return the outcome: `ok`, or the command that failed after its output."""
     started, environment = time.monotonic(), ENVIRONMENTS / version
     for command in commands(uv, interpreter, environment):
-        done = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, cwd=ROOT, check=False, **output)
         if done.returncode:
             print(done.stdout, flush=True)
             return f"failed: {' '.join(map(str, command))} (environment: {environment})"

@@ -7,20 +7,16 @@ import subprocess
 from pathlib import Path
 
 from repro.config.files import read_toml
-from tests.mutants.changed import new_files_in_the_index, sources
-from tests.mutants.relevant import ROOT, relevant
+from tests.mutants.relevant import ROOT, new_files_in_the_index, relevant, sources
 
 SETTINGS = read_toml(ROOT / "tests/mutants/packages.toml")
 
 
-def test_files_and_tests_of_every_package_exist() -> None:
+def test_settings_name_existing_files_tests_and_lines() -> None:
     for name, package in SETTINGS["package"].items():
         assert all(list(ROOT.glob(pattern)) for pattern in package["files"]), name
         assert all((ROOT / test).exists() for test in package["tests"]), name
     assert all(re.compile(pattern) for pattern in SETTINGS["exclude"])
-
-
-def test_faults_without_effect_are_listed_with_existing_lines() -> None:
     for known in SETTINGS["same"]:
         files = [ROOT / known["file"]] if "file" in known else list((ROOT / "repro").rglob("*.py"))
         lines = [f"{name} = " for name in known["constants"]] if "constants" in known else [known["from"]]
@@ -47,11 +43,8 @@ def test_tests_with_shared_fixtures_are_adjacent() -> None:
     assert len(slurm) > 5
     assert slurm == list(range(slurm[0], slurm[-1] + 1))
     assert slurm[-1] < len(found) - 1, "tests with longer import chains must follow"
-
-
-def test_subprocess_programs_need_all_tests_of_their_package() -> None:
     tests = ["tests/results/test_schema.py"]
-    assert relevant(Path("repro/launch/rank/program.py"), tests) == tests
+    assert relevant(Path("repro/launch/rank/program.py"), tests) == tests, "no test imports a subprocess"
 
 
 def test_untracked_files_count_as_changed(tmp_path: Path) -> None:

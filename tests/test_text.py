@@ -14,14 +14,12 @@ from typing import TypeGuard
 import pytest
 
 from repro.config.files import read_toml
+from tests.structure import ROOT, sources
 
-ROOT = Path(__file__).parents[1]
 GENERATED = ("commands.md", "keys.md")
 """Reference pages that a command prints; they may have any length."""
-PAGES = (
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-)
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 MAX_PAGE_WORDS = 1500
 MAX_README_WORDS = 900
 MAX_SENTENCE_WORDS = 25
@@ -73,18 +71,12 @@ def words(text: str) -> list[str]:
     return re.findall(r"\S*\w\S*", text)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name
-)
-def test_a_page_has_at_most_1500_words(page: Path) -> None:
-    """The README has at most 900 words."""
-    not_words = re.compile(r"!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
-    text = not_words.sub("", page.read_text(encoding="utf-8"))
-    assert len(words(text)) <= (MAX_README_WORDS if page.name == "README.md" else MAX_PAGE_WORDS)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_have_short_sentences_and_no_private_words(page: Path) -> None:
+def test_pages_and_sentences_are_short_and_have_no_private_words(page: Path) -> None:
+    """A page has at most 1,500 words, the README at most 900."""
+    text = re.sub(r"(?s)!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->", "", page.read_text(encoding="utf-8"))
+    if page.name not in GENERATED:
+        assert len(words(text)) <= (MAX_README_WORDS if page.name == "README.md" else MAX_PAGE_WORDS)
     sentences = [s for text in texts(page) for s in re.split(r"(?<=[.!?:;])\s+", text)]
     assert [s for s in sentences if len(words(s)) > MAX_SENTENCE_WORDS] == []
     found = [(match[0], text) for text in texts(page) for match in PRIVATE_WORDS.finditer(text)]
@@ -98,10 +90,9 @@ def test_headers_of_numbers_name_their_unit(page: Path) -> None:
         for line in body:
             for column, cell in list(enumerate(line))[1:]:
                 others = [other for index, other in enumerate(line) if index != column]
-                is_named = (
-                    UNIT.search(head[column]) or COUNT.match(head[column]) or head[0].startswith("ratio")
-                )
-                if NUMBER.fullmatch(cell) and not is_named and not any(map(VALUE_WITH_UNIT.search, others)):
+                is_named = UNIT.search(head[column]) or COUNT.match(head[column])
+                is_named = is_named or head[0].startswith("ratio") or any(map(VALUE_WITH_UNIT.search, others))
+                if NUMBER.fullmatch(cell) and not is_named:
                     missing.append((head[column], cell))
     assert missing == []
 
@@ -155,7 +146,7 @@ def long_sentences(text: str) -> Iterator[str]:
                 yield sentence
 
 
-MODULES = [*sorted((ROOT / "repro").rglob("*.py")), *sorted((ROOT / "kernels").rglob("*.py"))]
+MODULES = [path for _, path in sources()]
 FOLDERS = sorted({str(Path(*module.relative_to(ROOT).parts[:2]).with_suffix("")) for module in MODULES})
 
 
@@ -168,30 +159,17 @@ def test_modules_have_plain_words_and_short_sentences(folder: str) -> None:
             plain = re.sub(r"`[^`]*`", "CODE", text)
             found += [(module.name, match[0], text[:80]) for match in PRIVATE_WORDS.finditer(plain)]
         docstrings, _, messages = module_texts(module)
-        found += [
-            (module.name, "long", each) for text in docstrings + messages for each in long_sentences(text)
-        ]
+        for text in docstrings + messages:
+            found += [(module.name, "long", sentence) for sentence in long_sentences(text)]
     assert found == []
 
 
 PROSE_KEYS = {
-    *(
-        "about",
-        "asks",
-        "because",
-        "conditions",
-        "contradictions",
-        "description",
-        "given",
-        "needs",
-        "not_comparable",
-    ),
-    *("note", "question", "text", "title"),
+    *("about", "asks", "because", "conditions", "contradictions", "description", "given", "needs"),
+    *("not_comparable", "note", "question", "text", "title"),
 }
 """Keys of data files whose values are phrases or sentences."""
-DATA_FILES = sorted(
-    path for folder in ("repro", "suites", "slurm") for path in (ROOT / folder).rglob("*.toml")
-)
+DATA_FILES = sorted(path for name in ("repro", "suites", "slurm") for path in (ROOT / name).rglob("*.toml"))
 
 
 def data_texts(value: object, key: str = "") -> Iterator[str]:

@@ -29,7 +29,7 @@ from repro.report.text.cluster import print_cases
 from repro.util.console import new_table, stdout
 from repro.util.units import NO_VALUE
 from tests.accuracy.twins.conftest import tables
-from tests.claims.test_scores import scored
+from tests.claims.test_measurements import scored
 from tests.cli.samples import EXEMPT, SAMPLES, cases
 from tests.launch.slurm.conftest import ThreeCases
 

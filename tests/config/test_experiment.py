@@ -1,9 +1,11 @@
-"""Tests of the key of an experiment: settings that change it, settings that do not, and keys of older records."""
+"""Tests of an experiment: settings that change its key, keys of older records, and limits of sizes."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,49 +20,46 @@ from repro.config import (
     Training,
     TwinOf,
     from_dict,
+    sizes,
 )
 from repro.config.experiment import _chosen_layout as chosen_fields
 from tests.training import tiny
 
 MODEL = Model(name="tiny", layers=4, hidden=16, heads=4, vocab=64, seq=16)
+NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)
 BASE = Experiment(name="a", model=MODEL, layout=Layout(dp=2, micro_batch=4), training=Training(steps=6))
 
 
 def as_read(experiment: Experiment) -> dict[str, Any]:
     """Return the dictionary of an experiment as read from a record."""
-    found: dict[str, Any] = json.loads(json.dumps(experiment.as_dict()))
-    return found
+    return dict(json.loads(json.dumps(experiment.as_dict())))
 
 
 def test_names_timeouts_and_notes_do_not_change_the_key() -> None:
-    other = replace(
-        BASE,
-        name="b",
-        limits=Limits(timeout_s=1, hang_s=1),
-        model=replace(MODEL, note="a note", source="a paper", published_name="1B", published_params=1e9),
-    )
-    assert other.key == BASE.key
+    remarks = replace(MODEL, note="a note", source="a paper", published_name="1B", published_params=1e9)
+    assert replace(BASE, name="b", limits=Limits(timeout_s=1, hang_s=1), model=remarks).key == BASE.key
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"layout": Layout(dp=2, micro_batch=4, zero=1)},
-        {"layout": Layout(dp=2, micro_batch=4, cb=False)},
-        {"layout": Layout(dp=2, micro_batch=4, order="dp-tp-pp")},
-        {"layout": Layout(dp=2, micro_batch=4, global_batch=16)},
-        {"layout": Layout(dp=1, micro_batch=4, pp=2)},
-        {"training": Training(steps=7)},
-        {"training": Training(steps=6, clip=0.5)},
-        {"model": replace(MODEL, ffn=32)},
-        {"limits": Limits(memory_bytes=10**9)},
-        {"engine": "torch"},
-        {"system": "dgx2"},
-        {"network": EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)},
-    ],
-)
-def test_conditions_change_the_key(change: dict[str, Any]) -> None:
-    assert replace(BASE, **change).key != BASE.key
+CHANGES: list[dict[str, Any]] = [
+    {"layout": Layout(dp=2, micro_batch=4, zero=1)},
+    {"layout": Layout(dp=2, micro_batch=4, cb=False)},
+    {"layout": Layout(dp=2, micro_batch=4, order="dp-tp-pp")},
+    {"layout": Layout(dp=2, micro_batch=4, global_batch=16)},
+    {"layout": Layout(dp=1, micro_batch=4, pp=2)},
+    {"training": Training(steps=7)},
+    {"training": Training(steps=6, clip=0.5)},
+    {"model": replace(MODEL, ffn=32)},
+    {"limits": Limits(memory_bytes=10**9)},
+    {"engine": "torch"},
+    {"system": "dgx2"},
+    {"network": NETWORK},
+    {"network": replace(NETWORK, between=16e6)},
+]
+
+
+def test_every_change_of_a_condition_gives_another_key() -> None:
+    keys = [BASE.key, *(replace(BASE, **change).key for change in CHANGES)]
+    assert len(set(keys)) == len(keys)
 
 
 def test_defaults_keep_the_key_if_explicit_or_of_a_new_option() -> None:
@@ -70,27 +69,22 @@ def test_defaults_keep_the_key_if_explicit_or_of_a_new_option() -> None:
 
     explicit = {**vars(Layout()), "dp": 2, "micro_batch": 4, "global_batch": 8}
     assert replace(BASE, layout=Layout(**explicit)).key == BASE.key
+    within = [replace(BASE, network=network).key for network in (NETWORK, replace(NETWORK, within=0.0))]
+    assert within[0] == within[1]
     assert replace(BASE, layout=NewLayout(dp=2, micro_batch=4)).key == BASE.key
     assert replace(BASE, layout=NewLayout(dp=2, micro_batch=4, option=1)).key != BASE.key
 
 
 def test_experiment_is_read_from_a_record_with_missing_options() -> None:
     pipeline = replace(BASE, layout=Layout(pp=2, tp=2, stage_layers=(1, 3), micro_batch=2, global_batch=8))
-    assert from_dict(as_read(pipeline)) == pipeline
+    for other in (pipeline, replace(BASE, network=NETWORK)):
+        assert from_dict(as_read(other)) == other
     old = as_read(BASE)
     for key in old["layout"].keys() - {"dp", "tp", "micro_batch", "global_batch", "zero", "precision"}:
         del old["layout"][key]
     del old["network"]
     assert from_dict(old) == BASE
     assert from_dict(old).key == BASE.key
-
-
-def test_rates_of_an_emulated_network_change_the_key() -> None:
-    network = EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)
-    slow = replace(BASE, network=network)
-    assert from_dict(as_read(slow)) == slow
-    assert replace(BASE, network=replace(network, between=16e6)).key != slow.key
-    assert replace(BASE, network=replace(network, within=0.0)).key == slow.key
 
 
 def test_separate_ddp_buckets_need_zero_0_and_several_replicas() -> None:
@@ -114,10 +108,9 @@ def test_fp32_gradients_need_16_bit_precision() -> None:
         Layout(precision="bf16", grad_dtype="bf16")
 
 
-@pytest.mark.parametrize(
-    ("kernels", "overlapped"), [("fused", True), ("reference", True), ("softmax", False), ("unfused", False)]
-)
-def test_records_without_tp_overlap_keep_their_key(kernels: str, overlapped: bool) -> None:
+@pytest.mark.parametrize("kernels", ["fused", "reference", "softmax", "unfused"])
+def test_records_without_tp_overlap_keep_their_key(kernels: str) -> None:
+    overlapped = kernels in ("fused", "reference")
     experiment = replace(BASE, layout=Layout(tp=2, micro_batch=4, kernels=kernels, tp_overlap=overlapped))
     old = as_read(experiment)
     del old["layout"]["tp_overlap"]
@@ -154,3 +147,30 @@ def test_original_of_a_twin_does_not_change_the_key() -> None:
     assert (twin.key, hash(twin)) == (plain.key, hash(replace(twin)))
     with pytest.raises(ConfigError, match="part = 0"):
         replace(original, part=0)
+
+
+LIMITS = [limit for limit in vars(sizes).values() if isinstance(limit, sizes.SizeLimit)]
+MODEL_SIZES = ("layers", "decoder_layers", "hidden", "head_dim", "ffn", "vocab", "seq")
+model = partial(replace, MODEL)
+TOO_LARGE: list[tuple[Callable[[], object], str]] = [
+    *((partial(model, **{key: 10**12}), f"{key} = {10**12}") for key in MODEL_SIZES),
+    (lambda: model(heads=10**9, hidden=10**9), "hidden = 1000000000"),
+    (lambda: model(layers=4096, hidden=2**20), "parameters = 54"),
+    (lambda: Layout(dp=10**9), "dp = 1000000000"),
+    (lambda: Layout(dp=2**12, tp=2**12), "tp x pp x dp = 16777216"),
+    (lambda: Layout(micro_batch=10**12), "micro_batch = 1000000000000"),
+    (lambda: Layout(bucket_bytes=10**21), "bucket_bytes = 1000000000000000000000"),
+    (lambda: Layout(global_batch=10**6), "x pp x chunks = 1000000"),
+    (lambda: Layout(pp=8, global_batch=10**5), "x pp x chunks = 800000"),
+    (lambda: Training(steps=10**12), "steps = 1000000000000"),
+    (lambda: replace(BASE, model=model(seq=2**24), layout=Layout(micro_batch=2**20)), "largest tensor = "),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), TOO_LARGE, ids=[message for _, message in TOO_LARGE])
+def test_error_names_the_exceeded_limit_and_its_reason(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    line = str(caught.value)
+    assert message in line
+    assert any(f"at most {limit.value:,} ({limit.why})" in line for limit in LIMITS)

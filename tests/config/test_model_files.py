@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,126 +19,80 @@ SMALL = {
     *("limit-40m", "equal-stages", "odd-sizes", "tiny-shallow", "tiny-stages", "tiny-deep"),
 }
 """Models for smoke runs and tests; this project chose their shapes."""
-TABLES = {
-    # name: layers, hidden, heads, published MP degrees.  ZERO3 Tables 6 to 9.
-    "zero-60b-fig3": (75, 8192, 32, (16,)),
-    "zero-40b-fig6": (50, 8192, 32, (16,)),
-    "zero-50b": (62, 8192, 32, (16,)),
-    "zero-150b": (187, 8192, 64, (16,)),
-    "zero-60b-fig8": (75, 8192, 64, (16,)),
-    # Tables 1 and 2 print sizes only; this project chose the shapes.
-    "table1-7.5b": (4, 12288, 96, (1,)),
-    "table1-128b": (4, 50944, 398, (1,)),
-    "table1-1t": (4, 144128, 1126, (1,)),
-    "table2-1.3b": (27, 1920, 16, (1,)),
-    "table2-1.4b": (30, 1920, 16, (1,)),
-    "table2-5b": (43, 3072, 24, (4,)),
-    "table2-6.2b": (53, 3072, 24, (1,)),
-    "table2-12.5b": (61, 4096, 32, (2, 8)),
-    "table2-25b": (55, 6144, 32, (4, 16)),
-    "table2-2t": (155, 32768, 256, (16,)),
-    # DS-FEB20 tutorial sec. 3.1 and 3.3, figure; DS-HEAD zero.md.
-    "deepspeed-40b": (88, 6144, 32, (16,)),
-    "deepspeed-60b": (132, 6144, 32, (16,)),
-    "deepspeed-80b": (100, 8192, 64, (16,)),
-    "deepspeed-100b": (125, 8192, 64, (16,)),
-    "deepspeed-10b": (50, 4096, 32, (1,)),
-    "deepspeed-200b": (250, 8192, 64, (16,)),
-    # MEG1 Tables 1, 2 and 7; images/tables.tex.
-    "megatron-355m": (24, 1024, 16, (1,)),
-    "megatron-1.2b": (40, 1536, 16, (1,)),
-    "megatron-2.5b": (54, 1920, 20, (2,)),
-    "megatron-4.2b": (64, 2304, 24, (4,)),
-    "megatron-8.3b": (72, 3072, 32, (8,)),
-    "megatron-8.3b-h24": (72, 3072, 24, (8,)),
-    "megatron-8.3b-h16": (72, 3072, 16, (8,)),
-    "megatron-2020-1b": (24, 1920, 15, (1,)),
-    "megatron-2020-2b": (30, 2304, 18, (2,)),
-    "megatron-2020-4b": (36, 3072, 24, (4,)),
-    "megatron-2020-8b": (42, 4096, 32, (8,)),
-    "megatron-175b": (96, 12288, 96, (8,)),
-    "megatron-91b": (32, 15360, 128, (8,)),  # MEG-SC21 run_figure_16.sh
-    "megatron-fig7-1b": (4, 4096, 128, (1,)),  # MEG2 Fig. 7
-    # MEG-SC21 run_figure_11.sh, 13 and 14.
-    **{f"megatron-fig11-{layers}": (layers, 20480, 128, (8,)) for layers in (3, 6, 12, 24)},
-    "megatron-162.2b": (32, 20480, 128, (2, 4, 8, 16, 32)),
-    "megatron-5.9b": (32, 3840, 32, (1,)),
-    "turing-nlg-17b": (78, 4256, 28, (4,)),
-    "turing-nlg-17b-h32": (78, 4256, 32, (16,)),
-    "yuan-1.0-245b": (76, 16384, 128, (8,)),
-    "gpt2-1.5b": (48, 1600, 25, (1,)),
-    "gpt3-175b": (96, 12288, 96, (1,)),
-    # FOUNDRY scripts/train/yamls/pretrain; FLASH-REPO configs/experiment/pile.
-    "mpt-760m": (24, 1536, 12, (1,)),
-    "mpt-1b": (24, 2048, 16, (1,)),
-    "mpt-3b": (32, 2560, 20, (1,)),
-    "mpt-7b": (32, 4096, 32, (1,)),
-    "mpt-13b": (40, 5120, 40, (1,)),
-    "mpt-30b": (48, 7168, 56, (1,)),
-    "mpt-70b": (80, 8192, 64, (1,)),
-    "flash-1.3b": (24, 2048, 16, (1,)),
-    "flash-2.7b": (32, 2560, 20, (1,)),
-    # DLPERF Megatron-LM/README.md; BIGSCIENCE experiments and train.
-    "oneflow-16x1536": (16, 1536, 16, (1, 2, 4, 8)),
-    "oneflow-16x3072": (16, 3072, 32, (16,)),
-    "oneflow-24x2304": (24, 2304, 24, (4, 8)),
-    "bigscience-1.3b": (24, 2048, 16, (1, 2)),
-    "bigscience-13b": (40, 5120, 32, (2,)),
-    "bigscience-18b": (40, 6144, 32, (4,)),
-    "bigscience-22b": (32, 8192, 32, (4,)),
-    "bigscience-39b": (48, 8192, 32, (4,)),
-    "bigscience-52b": (64, 8192, 32, (4,)),
-    "bigscience-65b": (64, 9216, 32, (4,)),
-    "bigscience-104b": (64, 11600, 80, (4,)),
-    # VTRAIN data; CALCULON validation/seqsel/tab5; NEMO conf/training/gpt3/5b.yaml.
-    "vtrain-1.3b": (24, 2048, 16, (1, 2, 4, 8)),
-    "megatron-22b": (48, 6144, 64, (8,)),
-    "nemo-5b": (24, 4096, 32, (1, 2)),
-}
-
-PADDED = {1: 128384, 2: 128512, 8: 129024}
-"""Vocabulary of Llama 3 by tp: a multiple of 128 tp with the additional token of NullTokenizer."""
-OTHERS = {
-    # name: layers, hidden, heads, key heads, MLP, vocabulary.  2307.09288 Table 1 and config.json of the releases.
-    "llama2-7b": (32, 4096, 32, 32, 11008, 32000),
-    "llama2-13b": (40, 5120, 40, 40, 13824, 32000),
-    "llama2-70b": (80, 8192, 64, 8, 28672, 32000),
-    # 2407.21783 Table 3.
-    "llama3-8b": (32, 4096, 32, 8, 14336, 128256),
-    "llama3-70b": (80, 8192, 64, 8, 28672, 128256),
-    "llama3-405b": (126, 16384, 128, 8, 53248, 128256),
-    # 2310.06825 Table 1.
-    "mistral-7b": (32, 4096, 32, 8, 14336, 32000),
-    # 2412.15115 Table 1, and config.json.
-    "qwen2.5-0.5b": (24, 896, 14, 2, 4864, 151936),
-    "qwen2.5-1.5b": (28, 1536, 12, 2, 8960, 151936),
-    "qwen2.5-3b": (36, 2048, 16, 2, 11008, 151936),
-    "qwen2.5-7b": (28, 3584, 28, 4, 18944, 152064),
-    "qwen2.5-14b": (48, 5120, 40, 8, 13824, 152064),
-    "qwen2.5-32b": (64, 5120, 40, 8, 27648, 152064),
-    "qwen2.5-72b": (80, 8192, 64, 8, 29568, 152064),
-    # 2204.06745 sec. 2, 2211.05100 Table 3, config.json of Falcon.
-    "gpt-neox-20b": (44, 6144, 64, 64, 24576, 50432),
-    "bloom-176b": (70, 14336, 112, 112, 57344, 250880),
-    "falcon-7b": (32, 4544, 71, 1, 18176, 65024),
-    "falcon-40b": (60, 8192, 128, 8, 32768, 65024),
-    # SimuMax 4dcaae52 run_pretrain_llama3.sh: some layers of Llama 3, with a padded vocabulary.
-    **{f"llama3-70b-12l-tp{tp}": (12, 8192, 64, 8, 28672, vocab) for tp, vocab in PADDED.items()},
-    **{f"llama3-405b-4l-tp{tp}": (4, 16384, 128, 16, 53248, vocab) for tp, vocab in PADDED.items()},
-    # Sizes of the reports with the layers of Llama 2; this project chose the shapes.
-    "llama-like-1.5b": (28, 2048, 16, 16, 5632, 32000),
-    "llama-like-3b": (26, 3072, 24, 24, 8192, 32000),
-    "llama-like-17b": (37, 6144, 48, 48, 16384, 32000),
-    "llama-like-20b": (43, 6144, 48, 48, 16384, 32000),
-    "llama-like-40b": (49, 8192, 64, 64, 22016, 32000),
-    "llama-like-60b": (73, 8192, 64, 64, 22016, 32000),
-    "llama-like-80b": (98, 8192, 64, 64, 22016, 32000),
-    "llama-like-100b": (123, 8192, 64, 64, 22016, 32000),
-    "llama-like-175b": (96, 12288, 96, 96, 32768, 32000),
-    "llama-like-245b": (76, 16384, 128, 128, 43776, 32000),
-    "llama-like-1t": (128, 25600, 200, 200, 68352, 32000),
-}
+TABLES = """
+# NAME=LAYERSxHIDDENxHEADS/MP DEGREES.  ZERO3 Tables 6 to 9.
+zero-60b-fig3=75x8192x32/16 zero-40b-fig6=50x8192x32/16 zero-50b=62x8192x32/16 zero-150b=187x8192x64/16
+zero-60b-fig8=75x8192x64/16
+# Tables 1 and 2 print sizes only; this project chose the shapes.
+table1-7.5b=4x12288x96/1 table1-128b=4x50944x398/1 table1-1t=4x144128x1126/1 table2-1.3b=27x1920x16/1
+table2-1.4b=30x1920x16/1 table2-5b=43x3072x24/4 table2-6.2b=53x3072x24/1 table2-12.5b=61x4096x32/2,8
+table2-25b=55x6144x32/4,16 table2-2t=155x32768x256/16
+# DS-FEB20 tutorial sec. 3.1 and 3.3, figure; DS-HEAD zero.md.
+deepspeed-40b=88x6144x32/16 deepspeed-60b=132x6144x32/16 deepspeed-80b=100x8192x64/16
+deepspeed-100b=125x8192x64/16 deepspeed-10b=50x4096x32/1 deepspeed-200b=250x8192x64/16
+# MEG1 Tables 1, 2 and 7; images/tables.tex.
+megatron-355m=24x1024x16/1 megatron-1.2b=40x1536x16/1 megatron-2.5b=54x1920x20/2 megatron-4.2b=64x2304x24/4
+megatron-8.3b=72x3072x32/8 megatron-8.3b-h24=72x3072x24/8 megatron-8.3b-h16=72x3072x16/8
+megatron-2020-1b=24x1920x15/1 megatron-2020-2b=30x2304x18/2 megatron-2020-4b=36x3072x24/4
+megatron-2020-8b=42x4096x32/8 megatron-175b=96x12288x96/8
+# MEG-SC21 run_figure_16.sh.
+megatron-91b=32x15360x128/8
+# MEG2 Fig. 7.
+megatron-fig7-1b=4x4096x128/1
+# MEG-SC21 run_figure_11.sh, 13 and 14.
+megatron-fig11-3=3x20480x128/8 megatron-fig11-6=6x20480x128/8 megatron-fig11-12=12x20480x128/8
+megatron-fig11-24=24x20480x128/8 megatron-162.2b=32x20480x128/2,4,8,16,32 megatron-5.9b=32x3840x32/1
+turing-nlg-17b=78x4256x28/4 turing-nlg-17b-h32=78x4256x32/16 yuan-1.0-245b=76x16384x128/8 gpt2-1.5b=48x1600x25/1
+gpt3-175b=96x12288x96/1
+# FOUNDRY scripts/train/yamls/pretrain; FLASH-REPO configs/experiment/pile.
+mpt-760m=24x1536x12/1 mpt-1b=24x2048x16/1 mpt-3b=32x2560x20/1 mpt-7b=32x4096x32/1 mpt-13b=40x5120x40/1
+mpt-30b=48x7168x56/1 mpt-70b=80x8192x64/1 flash-1.3b=24x2048x16/1 flash-2.7b=32x2560x20/1
+# DLPERF Megatron-LM/README.md; BIGSCIENCE experiments and train.
+oneflow-16x1536=16x1536x16/1,2,4,8 oneflow-16x3072=16x3072x32/16 oneflow-24x2304=24x2304x24/4,8
+bigscience-1.3b=24x2048x16/1,2 bigscience-13b=40x5120x32/2 bigscience-18b=40x6144x32/4
+bigscience-22b=32x8192x32/4 bigscience-39b=48x8192x32/4 bigscience-52b=64x8192x32/4 bigscience-65b=64x9216x32/4
+bigscience-104b=64x11600x80/4
+# VTRAIN data; CALCULON validation/seqsel/tab5; NEMO conf/training/gpt3/5b.yaml.
+vtrain-1.3b=24x2048x16/1,2,4,8 megatron-22b=48x6144x64/8 nemo-5b=24x4096x32/1,2
+"""
+"""Published shapes of GPT-2 models."""
+OTHERS = """
+# NAME=LAYERSxHIDDENxHEADSxKEY HEADSxMLPxVOCABULARY.  2307.09288 Table 1 and config.json of the releases.
+llama2-7b=32x4096x32x32x11008x32000 llama2-13b=40x5120x40x40x13824x32000 llama2-70b=80x8192x64x8x28672x32000
+# 2407.21783 Table 3.
+llama3-8b=32x4096x32x8x14336x128256 llama3-70b=80x8192x64x8x28672x128256
+llama3-405b=126x16384x128x8x53248x128256
+# 2310.06825 Table 1.
+mistral-7b=32x4096x32x8x14336x32000
+# 2412.15115 Table 1, and config.json.
+qwen2.5-0.5b=24x896x14x2x4864x151936 qwen2.5-1.5b=28x1536x12x2x8960x151936 qwen2.5-3b=36x2048x16x2x11008x151936
+qwen2.5-7b=28x3584x28x4x18944x152064 qwen2.5-14b=48x5120x40x8x13824x152064 qwen2.5-32b=64x5120x40x8x27648x152064
+qwen2.5-72b=80x8192x64x8x29568x152064
+# 2204.06745 sec. 2, 2211.05100 Table 3, config.json of Falcon.
+gpt-neox-20b=44x6144x64x64x24576x50432 bloom-176b=70x14336x112x112x57344x250880
+falcon-7b=32x4544x71x1x18176x65024 falcon-40b=60x8192x128x8x32768x65024
+# SimuMax 4dcaae52 run_pretrain_llama3.sh: some layers of Llama 3, with a padded vocabulary.
+llama3-70b-12l-tp1=12x8192x64x8x28672x128384 llama3-70b-12l-tp2=12x8192x64x8x28672x128512
+llama3-70b-12l-tp8=12x8192x64x8x28672x129024 llama3-405b-4l-tp1=4x16384x128x16x53248x128384
+llama3-405b-4l-tp2=4x16384x128x16x53248x128512 llama3-405b-4l-tp8=4x16384x128x16x53248x129024
+# Sizes of the reports with the layers of Llama 2; this project chose the shapes.
+llama-like-1.5b=28x2048x16x16x5632x32000 llama-like-3b=26x3072x24x24x8192x32000
+llama-like-17b=37x6144x48x48x16384x32000 llama-like-20b=43x6144x48x48x16384x32000
+llama-like-40b=49x8192x64x64x22016x32000 llama-like-60b=73x8192x64x64x22016x32000
+llama-like-80b=98x8192x64x64x22016x32000 llama-like-100b=123x8192x64x64x22016x32000
+llama-like-175b=96x12288x96x96x32768x32000 llama-like-245b=76x16384x128x128x43776x32000
+llama-like-1t=128x25600x200x200x68352x32000
+"""
 """Models whose layers differ from those of GPT-2."""
+
+
+def shapes(table: str) -> dict[str, tuple[tuple[int, ...], list[int]]]:
+    """Return the sizes and the degrees of each model of a table."""
+    found = {}
+    for entry in re.sub("#.*", "", table).split():
+        name, sizes, *degrees = re.split("[=/]", entry)
+        found[name] = tuple(map(int, sizes.split("x"))), [int(n) for part in degrees for n in part.split(",")]
+    return found
 
 
 def test_every_packaged_model_has_its_printed_shape_and_tensor_parallel_degrees() -> None:
@@ -147,17 +102,16 @@ def test_every_packaged_model_has_its_printed_shape_and_tensor_parallel_degrees(
         for entry in committed.suite(Path(__file__).parents[2] / f"suites/{suite}.toml").entries:
             if entry.experiment.name.startswith(("fig2-", "fig4-", "64gpu-", "table1-")):
                 in_ledger.add(entry.experiment.model.name)
-    assert sorted(model_names()) == sorted({*TABLES, *OTHERS, *SMALL, "bert-large", "t5-11b", *in_ledger})
+    plain, others = shapes(TABLES), shapes(OTHERS)
+    assert sorted(model_names()) == sorted({*plain, *others, *SMALL, "bert-large", "t5-11b", *in_ledger})
     found = {name: load_model(name) for name in model_names()}
-    assert {name for name, model in found.items() if model.departures()} == set(OTHERS)
-    assert {
-        name: (m.layers, m.hidden, m.heads, m.key_heads, m.ffn_width, m.vocab)
-        for name, m in found.items()
-        if name in OTHERS
-    } == OTHERS
-    for name, (layers, hidden, heads, degrees) in TABLES.items():
+    assert {name for name, model in found.items() if model.departures()} == set(others)
+    for name, (sizes, _) in others.items():
         m = found[name]
-        assert (m.layers, m.hidden, m.heads, m.ffn_width) == (layers, hidden, heads, 4 * hidden), name
+        assert (m.layers, m.hidden, m.heads, m.key_heads, m.ffn_width, m.vocab) == sizes, name
+    for name, (sizes, degrees) in plain.items():
+        m = found[name]
+        assert (m.layers, m.hidden, m.heads, m.ffn_width) == (*sizes, 4 * m.hidden), name
         for degree in degrees:
             engines.check_layout_fits(Layout(tp=degree), m, m.seq)
 

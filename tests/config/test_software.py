@@ -33,20 +33,14 @@ def test_options_repeat_the_layout_of_each_software_and_stage(name: str, stage: 
 
 def test_layout_keys_of_a_suite_override_its_software(tmp_path: Path) -> None:
     text = """
-    [layouts.old]
-    software = "megatron-2019"
-    tp = 2
-    [[experiment]]
-    name = "ddp"
-    layout = { use = "old", dp = 2, zero = 0 }
-    [[experiment]]
-    name = "one copy"
-    layout = { use = "old", zero = 0, precision = "bf16" }
-    [[experiment]]
-    name = "buckets"
-    layout = { software = "today", dp = 64, micro_batch = 1 }
+    layouts.old = { software = "megatron-2019", tp = 2 }
+    experiment = [
+        { name = "ddp", layout = { use = "old", dp = 2, zero = 0 } },
+        { name = "one copy", layout = { use = "old", zero = 0, precision = "bf16" } },
+        { name = "buckets", layout = { software = "today", dp = 64, micro_batch = 1 } },
+    ]
     """
-    head = '[suite]\nname = "s"\n[defaults]\nmodel = "tiny.toml"\nlayout = { precision = "fp16", micro_batch = 2 }'
+    head = 'suite.name = "s"\ndefaults = { model = "tiny.toml", layout = { precision = "fp16", micro_batch = 2 } }'
     old = {"kernels": OperatorSet.UNFUSED, "tp_overlap": False, "tp": 2, "micro_batch": 2}
     assert layouts(tmp_path, text, head) == [
         Layout(**old, precision="fp16", dp=2, gradient_as_bucket_view=False),
@@ -96,12 +90,13 @@ def test_claim_command_finds_the_size_of_its_experiments(capsys: pytest.CaptureF
         main = [row for row in claim.rows if row.main][:1]
         read = [full.partition("/") for kind, full in experiments_of(main) if kind == "simulated"]
         found = [suites[suite].entry(name).experiment for suite, _, name in read]
-        fits = [
-            e.model.published_params for e in found if simulate(e, systems.load_system_file(e.system)).fits
-        ]
+        fit = (e for e in found if simulate(e, systems.load_system_file(e.system)).fits)
         assert cli.main([*shlex.split(claim.repeat)[1:], "--json"]) == 0
         out, note = capsys.readouterr()
-        assert f"{json.loads(out)['largest']['params']:.1e}" == f"{max(fits):.1e}", claim.id
+        assert (
+            f"{json.loads(out)['largest']['params']:.1e}"
+            == f"{max(e.model.published_params for e in fit):.1e}"
+        ), claim.id
         assert len(note.splitlines()) == 1
         assert "kernels = unfused" in note
         cli.main(["claims", claim.id])

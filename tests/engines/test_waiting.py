@@ -12,8 +12,14 @@ from torch import Tensor
 from repro.config.enums import Phase
 from repro.measure.timing import StageWaits, StepClock
 from tests.engines.needs import needs
-from tests.engines.stage_waits import BACKWARD_S, FORWARD_S, SCHEDULES, bubble_fraction, busy_and_idle
-from tests.engines.virtual_time import virtual_time
+from tests.engines.virtual_time import (
+    BACKWARD_S,
+    FORWARD_S,
+    SCHEDULES,
+    bubble_fraction,
+    busy_and_idle,
+    virtual_time,
+)
 from tests.pool import RankPool
 
 DELAY_S = 0.3

@@ -1,10 +1,15 @@
-"""Tests that can detect a fault in a file: tests that import the file, the tests with the fewest imports first."""
+"""Files of a package that changed, and tests that can detect a fault in a file: those with the fewest imports first."""
 
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import subprocess
+import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +41,7 @@ def _imports(name: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             named = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: imports are absolute"
             named = [f"{node.module}.{alias.name}" for alias in node.names]
         for part in named:
             while part and part not in modules():
@@ -74,3 +80,31 @@ def _distance(start: str, end: str) -> int | None:
         visited |= new
         queue.extend((imported, length + 1) for imported in new)
     return None
+
+
+def sources(root: Path, patterns: Iterable[str], base: str | None) -> list[Path]:
+    """Return files of the repository `root`, relative to `root`; with `base`, only files changed since this commit."""
+    found = {path.relative_to(root) for pattern in patterns for path in root.glob(pattern)}
+    if base:
+        with new_files_in_the_index(root):
+            changed = _git(root, "diff", "--name-only", base)
+        found &= set(map(Path, changed.splitlines()))
+    return sorted(found)
+
+
+@contextmanager
+def new_files_in_the_index(root: Path) -> Iterator[None]:
+    """Let `git diff` in this process show untracked files, with a copy of the index; the user's index is unchanged."""
+    index = root / _git(root, "rev-parse", "--git-path", "index").strip()
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy2(index, folder)
+        os.environ["GIT_INDEX_FILE"] = f"{folder}/{index.name}"
+        try:
+            _git(root, "add", "--intent-to-add", ".")
+            yield
+        finally:
+            del os.environ["GIT_INDEX_FILE"]
+
+
+def _git(root: Path, *words: str) -> str:
+    return subprocess.check_output(["git", *words], cwd=root, text=True)

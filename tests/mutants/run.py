@@ -38,8 +38,7 @@ from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResul
 
 from repro.config.files import read_toml
 from repro.util.processes import die_with_parent
-from tests.mutants.changed import new_files_in_the_index, sources
-from tests.mutants.relevant import ROOT, relevant
+from tests.mutants.relevant import ROOT, new_files_in_the_index, relevant, sources
 
 SETTINGS = read_toml(Path(__file__).with_name("packages.toml"))
 PACKAGES = SETTINGS["package"]
@@ -81,9 +80,8 @@ def _skip_all_but(work: WorkDB, sample: int | None, seed: int) -> None:
     if sample:
         random.Random(seed).shuffle(pending)
     selected = {item.job_id for item in islice(filter(_changes_program, pending), sample)}
-    skipped = WorkResult(
-        worker_outcome=WorkerOutcome.SKIPPED, output="a syntax error, no change, or not in the sample"
-    )
+    reason = "a syntax error, no change, or not in the sample"
+    skipped = WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output=reason)
     work.set_multiple_results([item.job_id for item in pending if item.job_id not in selected], skipped)
 
 
@@ -150,9 +148,8 @@ def _test_seconds(package: str, tests: set[str]) -> float:
     state = sha256(b"".join(path.read_bytes() for path in files) + repr(sorted(tests)).encode()).hexdigest()
     if cache.exists() and (before := json.loads(cache.read_text()))["state"] == state:
         return before["seconds"]
-    done = subprocess.run(
-        _pytest(sorted(tests)), cwd=tree, env=_environment(tree), capture_output=True, text=True
-    )
+    where = {"cwd": tree, "env": _environment(tree)}
+    done = subprocess.run(_pytest(sorted(tests)), capture_output=True, text=True, **where)
     if done.returncode:
         sys.exit(
             f"error: the tests of {package} fail without a fault, with exit code {done.returncode}:\n"
@@ -164,20 +161,8 @@ def _test_seconds(package: str, tests: set[str]) -> float:
 
 
 def _pytest(tests: Sequence[str]) -> list[str]:
-    limit = f"--timeout={SETTINGS['test_limit_s']}"
-    return [
-        sys.executable,
-        "-c",
-        PYTEST,
-        str(os.getpid()),
-        "-x",
-        "-m",
-        "",
-        "--no-header",
-        "--tb=line",
-        limit,
-        *tests,
-    ]
+    options = ["-x", "-m", "", "--no-header", "--tb=line", f"--timeout={SETTINGS['test_limit_s']}"]
+    return [sys.executable, "-c", PYTEST, str(os.getpid()), *options, *tests]
 
 
 def _environment(tree: Path) -> dict[str, str]:
@@ -242,9 +227,8 @@ def undetected_faults(rows: list[tuple[WorkItem, WorkResult]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
-    parser.add_argument(
-        "--package", choices=PACKAGES, action="append", help="a package instead of the changed lines"
-    )
+    package = {"choices": PACKAGES, "action": "append", "help": "a package instead of the changed lines"}
+    parser.add_argument("--package", **package)
     parser.add_argument("--base", default="main", help="commit to which lines are compared (default: main)")
     parser.add_argument("--sample", type=int, help="number of random faults of each package")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random sample (default: 0)")
@@ -266,9 +250,8 @@ def _report(options: argparse.Namespace) -> None:
     """Print the undetected faults of each package, and a table of all packages."""
     table = ["| package | faults | detected | time-out | no change | undetected | score |", "|---" * 7 + "|"]
     for package in options.package or PACKAGES:
-        with use_db(
-            session(package, None if options.package else options.base, options.sample, options.seed)
-        ) as work:
+        base = None if options.package else options.base
+        with use_db(session(package, base, options.sample, options.seed)) as work:
             run(package, work, options.workers)
             if rows := results(work):
                 table.append(row(package, rows))

@@ -1,4 +1,4 @@
-"""Tests of timed steps without messages: operators of the real step, on values that are not subnormal."""
+"""Tests of timed operators: calls with the bytes and FLOP of the trace, and timed steps without messages."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from repro.accuracy.calibrate import document
 from repro.accuracy.calibrate.benchmarks import TIMED_STEPS, SilentTransport, time_silent_step
+from repro.accuracy.calibrate.calls import bind, calls_of, choose
 from repro.accuracy.calibrate.clock import OperatorClock
 from repro.config import Layout
 from repro.config.timing import OperatorRate
 from repro.parallel import mesh as meshes
 from repro.parallel.ledger import SEND
-from repro.simulate.trace.events import Message
+from repro.simulate.trace.events import Message, Operator
 from repro.simulate.trace.roles import roles, trace
 from tests.training import tiny
 
+CPU = torch.device("cpu")
 LAYOUTS = {
     "dp": Layout(dp=4, zero=1, global_batch=8),
     "zero3": Layout(dp=4, zero=3, recompute=True, global_batch=4),
@@ -33,7 +38,7 @@ LAYOUTS = {
 def test_silent_step_calls_the_operators_of_the_real_step(layout: Layout) -> None:
     """A step has one interval of computation per message; their sum excludes the end of the step."""
     experiment = tiny(layout)
-    clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)
+    clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=1, neighbours=64)
     found = time_silent_step(experiment, clock)
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     expected, called = Counter[str](), Counter[str]()
@@ -89,6 +94,67 @@ def test_document_has_the_ratio_of_step_to_operator_seconds() -> None:
 
     found = document._step([step(14.0, 17.5, 140.0), step(21.0, 24.5, 21.0)], rates)
     assert found[document.STEP] == pytest.approx((1.25 + 1.5) / 2)
+
+
+CALLED = {
+    "dp": Layout(dp=2, zero=1, global_batch=6),
+    "zero3": Layout(dp=2, zero=3, recompute=True, global_batch=6),
+    "sp": Layout(tp=2, sp=True, global_batch=3),
+    "pp": Layout(pp=2, global_batch=4),
+    **{kernels: Layout(kernels=kernels, global_batch=3) for kernels in ("unfused", "softmax")},
+    "fp16": Layout(precision="fp16", global_batch=3),
+}
+
+
+@pytest.mark.parametrize("layout", CALLED.values(), ids=CALLED)
+def test_every_traced_operator_runs(layout: Layout) -> None:
+    experiment = tiny(layout, dropout=0.1)
+    traced = {
+        (event.name, event.read, event.written, event.flops)
+        for role in roles(experiment)
+        for event in trace(experiment, role, gloo=True).events
+        if isinstance(event, Operator)
+    }
+    # A trace repeats the events of a known block without its operators. The calls contain them nevertheless.
+    calls = calls_of(experiment, gloo=True)
+    assert {(c.name, c.operator.read, c.operator.written, c.operator.flops) for c in calls} == traced
+    generator = torch.Generator().manual_seed(0)
+    for call in calls:
+        out = bind(call, CPU, generator)()
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and "empty" not in call.name:
+                assert tensor.isfinite().all(), call
+
+
+def test_operands_are_distributed_as_in_training() -> None:
+    """Operands are normal with mean 0. Second moments and sums of exponentials are positive."""
+    operands: dict[str, list[torch.Tensor]] = {}
+
+    def record(name: str) -> Any:
+        def function(*args: Any, **kwargs: Any) -> None:
+            operands.setdefault(name, []).extend(leaf for leaf in tree_leaves(args) if torch.is_tensor(leaf))
+
+        return function
+
+    generator = torch.Generator().manual_seed(0)
+    for call in calls_of(tiny(CALLED["dp"]), gloo=True):
+        if call.name in ("aten.mm", "repro.adamw_", "repro.cross_entropy_backward_"):
+            bind(replace(call, function=record(call.name)), CPU, generator)()
+    factors = torch.cat([tensor.flatten() for tensor in operands["aten.mm"]])
+    assert abs(factors.mean()) < 0.02
+    assert abs(factors.std() - 1) < 0.02
+    moments = [tensor for tensor in operands["repro.adamw_"] if tensor.dim()]
+    assert sum(bool((tensor >= 0).all()) for tensor in moments) * 4 == len(moments), "one of four lists"
+    assert bool((operands["repro.cross_entropy_backward_"][2] > 0).all())
+
+
+def test_chosen_sizes_include_the_smallest_and_largest() -> None:
+    calls = [call for call in calls_of(tiny(CALLED["dp"]), gloo=True) if call.name == "aten.mm"]
+    chosen = choose(calls, 3)
+    assert len(chosen) == 3
+    sizes = [call.nbytes for call in calls]
+    assert {min(sizes), max(sizes)} <= {call.nbytes for call in chosen}
+    assert len(choose(calls[:1], 3)) == 1
 
 
 FAULTS = """

@@ -56,12 +56,8 @@ def test_simulated_records_have_the_seconds_of_the_twin(machine: System, lowbw: 
     suite = written_suite(tmp_path / "windtunnel_x.toml", NamedTwin(lowbw))
     results = tmp_path / "results"
     list(simulated.simulate_suites([(suite, list(suite.entries))], results, str(here), rerun=False))
-    found = {
-        line["name"]: line["metrics"]["step_seconds.median"] for line in latest(results, "simulated").values()
-    }
-    assert found == {
-        f"{member.original.name}@here": pytest.approx(member.after.step_s) for member in lowbw.members
-    }
+    found = {line["name"]: line["metrics"][STEP_SECONDS] for line in latest(results, "simulated").values()}
+    assert found == {f"{m.original.name}@here": pytest.approx(m.after.step_s) for m in lowbw.members}
     assert all(record.experiment.network is not None for record in read_records(results))  # type: ignore[union-attr]
 
 
@@ -86,23 +82,20 @@ def test_rank_computes_with_its_share_of_a_core() -> None:
         assert found.device.operators[name] == rate.slowed(1 / CORES_SHARE)
 
 
-@pytest.mark.parametrize(
-    ("facts", "network", "message"),
-    [
-        ({}, replace(ONE_NODE, flops_per_s=5e9), f"{COMPUTE_RATE_FACT}.*run repro calibrate again"),
-        (
-            {MESSAGE_CORES_FACT: 0},
-            ONE_NODE,
-            "half of the cores on which ranks compute: repro calibrate --suite",
-        ),
-    ],
-)
-def test_calibration_without_a_needed_fact_is_refused(
-    facts: dict[str, float], network: EmulatedNetwork, message: str
-) -> None:
-    """Scaled links need a measured compute rate, and messages need cores."""
-    with pytest.raises(ConfigError, match=message):
-        emulated_system(machine_with_facts(**facts), network)
+def test_unsuitable_calibration_is_refused() -> None:
+    """Scaled links need a measured compute rate, messages need cores and the ring of all ranks."""
+    old = tables()
+    del old["links"]["memory"]["collectives"]
+    here, scaled = machine_with_facts(), replace(ONE_NODE, flops_per_s=5e9)
+    few_cores = "half of the cores on which ranks compute: repro calibrate --suite"
+    for system, network, message in (
+        (here, scaled, f"{COMPUTE_RATE_FACT}.*run repro calibrate again"),
+        (machine_with_facts(**{MESSAGE_CORES_FACT: 0}), ONE_NODE, few_cores),
+        (here, EmulatedNetwork(nodes=2, ranks_per_node=4, between=1e7), "--gpus 8"),
+        (parse_system(old, name="old", file="old.toml"), ONE_NODE, "run repro calibrate again"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            emulated_system(system, network)
 
 
 def test_prediction_of_a_run_uses_its_recorded_links() -> None:
@@ -114,11 +107,9 @@ def test_prediction_of_a_run_uses_its_recorded_links() -> None:
         rates = {"rank sends": [times * 2e7] * 16, "node sends": [times * 8e6] * 4}
         facts: dict[str, Any] = {"mtu": 1500, "payload_share": 0.95, "rates": rates}
         facts |= {"round_trip_s": {}, "user_namespace": False}
-        rank = RankOnNetwork(
-            compute_flops_per_s=5e9, core_share=0.05, sent_bytes=0, received_bytes=0, facts=facts
-        )
-        experiment = tiny(Layout(dp=16))
-        on_network = replace(experiment, network=replace(network, **changed))
+        sizes = {"sent_bytes": 0, "received_bytes": 0}
+        rank = RankOnNetwork(compute_flops_per_s=5e9, core_share=0.05, facts=facts, **sizes)
+        on_network = replace(tiny(Layout(dp=16)), network=replace(network, **changed))
         record = made_up("a", experiment=on_network.as_dict(), metrics={STEP_SECONDS: 1.0})
         found = predict_measured_runs([replace(record, network=NetworkReport.from_ranks([rank]))], here)
         assert not found.missing

@@ -37,9 +37,8 @@ def test_scale_preserves_tp_and_dp_ratios(seed: int) -> None:
     pick = random.Random(seed)
     before = Layout(tp=pick.choice([2, 4, 8, 16]), dp=pick.choice([2, 4, 8, 64]), precision="fp16")
     fixed = pick.random() < 0.5
-    after = Layout(
-        tp=before.tp if fixed else pick.choice([2, 4]), dp=before.dp if fixed else pick.choice([2, 4])
-    )
+    tp, dp = (before.tp, before.dp) if fixed else (pick.choice([2, 4]), pick.choice([2, 4]))
+    after = Layout(tp=tp, dp=dp)
     hidden, seq = 8 * pick.randint(100, 2500), 64 * pick.randint(8, 64)
     k = 1 / pick.choice([2, 4, 8, 16])
     fast, slow, link = pick.uniform(1e12, 1e14), pick.uniform(1e9, 1e11), pick.uniform(1e9, 1e10)
@@ -77,13 +76,14 @@ def test_scaled_model_preserves_attention_and_vocabulary_shares(seed: int) -> No
 
 def test_scale_preserves_the_ratio_of_stage_compute_to_messages() -> None:
     """The ratio of a stage's compute to its sent tensor is 96 h (l/p) W / (t e F)."""
-    before = Layout(tp=8, pp=12, precision="fp16")
+    before = Layout(tp=8, pp=12, precision="fp16", sp=True)  # each tp rank sends an eighth of the tensor
     after = Layout(tp=4, pp=4)
     scale = Scale(width=1 / 32, tokens=1 / 32, element=2.0, rate=1e-4)
 
     def ratio(hidden: float, layers: int, layout: Layout, rate: float, link: float) -> float:
         stage = 96 * hidden**2 * layers / layout.pp / layout.tp / rate
-        return stage / (hidden * ELEMENT_BYTES[layout.precision] / link)
+        sent = hidden * ELEMENT_BYTES[layout.precision] / (layout.tp if layout.sp else 1)
+        return stage / (sent / link)
 
     factor = scale.pp_link(before, after, (96, 4))
     original = ratio(12288, 96, before, 1e14, 1e10)
@@ -93,9 +93,8 @@ def test_scale_preserves_the_ratio_of_stage_compute_to_messages() -> None:
 
 def test_models_with_other_layers_are_refused() -> None:
     model = Model(name="llama", layers=2, hidden=64, heads=8, vocab=64, seq=32, norm="rms", kv_heads=2)
-    with pytest.raises(
-        ConfigError, match=r"model = 'llama': must be a model with GPT-2's layer.* different norm"
-    ):
+    message = r"model = 'llama': must be a model with GPT-2's layer.* different norm"
+    with pytest.raises(ConfigError, match=message):
         scaled_model(model, 32, name="twin", width=32, layers=2, tp=1)
 
 
@@ -117,15 +116,12 @@ def test_twin_has_as_many_nodes_with_fewer_ranks(layout: Layout, system: System,
     assert shape_of(layout, system, 16) == shape
 
 
-def test_node_of_one_group_can_become_one_rank() -> None:
+def test_node_of_one_group_can_become_one_rank_and_stages_are_preserved() -> None:
     layout = Layout(tp=16, dp=8, micro_batch=48, zero=2, pa=True, recompute=True)
     shape = shape_of(layout, DGX2, 16, tp=1)
     assert shape == TwinShape(16, 1, 1, 1, 16)
     twin = shape.layout(layout)
     assert (twin.replica_batch, twin.pa, twin.precision) == (48, False, "fp32")
-
-
-def test_stages_are_preserved_if_ranks_suffice() -> None:
     layout = Layout(tp=8, pp=12, dp=4, micro_batch=1, global_batch=1536)
     with pytest.raises(ConfigError, match="nodes"):
         shape_of(layout, SELENE, 16)

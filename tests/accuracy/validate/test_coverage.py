@@ -33,47 +33,38 @@ def family(name: str, held: int, wider: int = 100) -> FamilyStatistics:
     return FamilyStatistics(name=name, median=0.1, worst=worst, **counts)
 
 
-@pytest.mark.parametrize(
-    ("rates", "ratios", "code"), [(80, 97, 0), (92, 79, 1), (98, 90, 1), (79, 98, 1), (100, 100, 1)]
-)
 def test_rates_and_ratios_must_both_be_in_the_range(
-    rates: int,
-    ratios: int,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [family("V100", 0), family(ALL_RATES, rates), family(RATIOS, ratios)]
-    monkeypatch.setattr(view.published, "family_statistics", lambda points: found)
-    assert view.print_coverage(tmp_path, (MIN_PERCENT, MAX_PERCENT)) == code
-    output = " ".join(capsys.readouterr().out.split())
-    assert output.startswith(
-        f"{rates} of 100 rates and {ratios} of 100 ratios lie in their widened 90 % intervals"
-    )
-    assert ("not both between 80 and 97 %" in output) == bool(code)
+    for rates, ratios, code in ((80, 97, 0), (92, 79, 1), (98, 90, 1), (79, 98, 1), (100, 100, 1)):
+        found = [family("V100", 0), family(ALL_RATES, rates), family(RATIOS, ratios)]
+        monkeypatch.setattr(view.published, "family_statistics", lambda points, found=found: found)
+        assert view.print_coverage(tmp_path, (MIN_PERCENT, MAX_PERCENT)) == code
+        output = " ".join(capsys.readouterr().out.split())
+        answer = f"{rates} of 100 rates and {ratios} of 100 ratios lie in their widened 90 % intervals"
+        assert output.startswith(answer)
+        assert ("not both between 80 and 97 %" in output) == bool(code)
 
 
-def test_store_without_predictions_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["validate", "--results", str(tmp_path), "--covered", "80", "97"]) == 1
-    assert "The results folder has too few predictions" in capsys.readouterr().out
+RANGE = "two percentages between 0 and 100, the smaller one first"
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "code", "message"),
     [
-        *(
-            (words, "two percentages between 0 and 100, the smaller one first")
-            for words in (["97", "80"], ["-1", "50"], ["80", "101"])
-        ),
-        (["80", "97", "--unknowns"], "cannot be combined with --svg"),
+        ("80 97", 1, "The results folder has too few predictions"),
+        ("97 80", 2, RANGE),
+        ("-1 50", 2, RANGE),
+        ("80 101", 2, RANGE),
+        ("80 97 --unknowns", 2, "cannot be combined with --svg"),
     ],
 )
-def test_invalid_range_or_another_option_is_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_empty_store_invalid_range_or_another_option_fails(
+    words: str, code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["validate", "--results", str(tmp_path), "--covered", *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert cli.main(["validate", "--results", str(tmp_path), "--covered", *words.split()]) == code
+    streams = capsys.readouterr()
+    assert message in " ".join((streams.out if code == 1 else streams.err).split())
 
 
 ROWS = st.tuples(st.sampled_from("ABC"), st.floats(-1, 1), st.sampled_from("abcdef"))
@@ -83,14 +74,10 @@ def residual(report: str, value: float, run: str = "", kind: str = "rate") -> Re
     return Residual(kind, frozenset({report}), frozenset({run} if run else ()), value)
 
 
-def test_score_is_a_log_distance_and_negative_inside() -> None:
-    assert conformity_score(10, 20, 40) == pytest.approx(log(2))
-    assert conformity_score(10, 20, 5) == pytest.approx(log(2))
-    assert conformity_score(10, 20, 12) == pytest.approx(-log(1.2))
-
-
-def test_margin_is_the_90_percent_quantile() -> None:
+def test_margin_is_the_90_percent_quantile_of_log_distances() -> None:
     """The margin is the 9th of 9 scores, ceil(10 x 0.9), and the 18th of 19; of 8 scores, the 9th does not exist."""
+    for published, distance in ((40, log(2)), (5, log(2)), (12, -log(1.2))):  # negative inside the interval
+        assert conformity_score(10, 20, published) == pytest.approx(distance)
     assert conformal_margin([0.1 * n for n in range(1, 10)]) == pytest.approx(0.9)
     assert conformal_margin([0.1 * n for n in range(19, 0, -1)]) == pytest.approx(1.8)
     assert conformal_margin([0.1] * 8) is conformal_margin([]) is None

@@ -8,14 +8,42 @@ from pathlib import Path
 import pytest
 
 from repro.accuracy.validate.implied_inputs import ImpliedInput, find_implied_inputs
+from repro.claims.judge import judge
+from repro.claims.verdicts import ClaimResult
+from repro.config import Experiment, Layout, Model, OperatorSet
 from repro.config.systems.unknowns import PACE
 from repro.report.figures import validation as figure
 from repro.report.figures.style import figure_style
 from repro.results.interval import Other, Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
-from tests.accuracy.validate.steps import RINGS, judge_rates, step_record
-from tests.claims.constructed_records import RATIO, judged, row, value
+from tests.claims.constructed_records import RATIO, judged, row, value, write_ledger
+from tests.claims.test_possible import rate, simulated
 from tests.records import changed
+
+MODEL = Model(name="m", layers=2, hidden=32, heads=2, vocab=256, seq=32)
+RINGS = "links.inter-node.rings"
+
+
+def step_record(system: str, name: str, **moves: tuple[float, float]) -> ExperimentRecord:
+    """Return a step of 10 s and 100 samples on `system`; `moves` has its seconds at both ends of an unknown."""
+    keys = {"rings": RINGS, "pace": PACE}
+    sensitivities = [
+        Sensitivity(key=keys[key], low=1, best=2, high=3, low_s=low, high_s=high)
+        for key, (low, high) in moves.items()
+    ]
+    record = simulated(f"s/{name}", 10.0, StepInterval(draws=[10.0] * 4, moves=sensitivities))
+    layout = Layout(precision="fp16", kernels=OperatorSet.UNFUSED)
+    experiment = Experiment(name=name, model=MODEL, layout=layout, system=system)
+    return changed(record, experiment=experiment.as_dict(), key=experiment.key)
+
+
+def judge_rates(path: Path, published: dict[str, str], *records: ExperimentRecord) -> list[ClaimResult]:
+    """Judge one row per published rate of a step, in samples per second."""
+    rows = "".join(
+        row(number, name, unit='"samples/s"', simulated=rate(f"s/{name}"))
+        for name, number in published.items()
+    )
+    return judge(write_ledger(path, rows), records)
 
 
 def with_curve(
@@ -65,6 +93,8 @@ def test_row_without_a_value_is_named_and_contradicts_none(tmp_path: Path) -> No
     assert [(need.row, need.value, need.low) for need in found.unserved] == [("a-claim/b", None, None)]
     assert found.contradiction is None
     assert "no input value from 0.25 to 16 fits 1 row (a-claim/b)" in found.words
+    (found,) = implied(tmp_path, {"a": "15.0", "b": "17.0", "c": "60.0", "d": "500"})
+    assert found.torn == 1, "a and b agree, c disagrees; no value fits d"
 
 
 def test_systems_are_separate_and_weak_unknowns_are_ignored(tmp_path: Path) -> None:
@@ -84,11 +114,6 @@ def test_ratio_uses_one_value_for_both_steps(tmp_path: Path) -> None:
     result = judged(tmp_path, row("3.0", simulated=value(RATIO)), *records)
     (found,) = find_implied_inputs([result], records)
     assert found.needs[0].value == pytest.approx(6, rel=1e-6)
-
-
-def test_rows_that_disagree_with_most_others_are_torn(tmp_path: Path) -> None:
-    (found,) = implied(tmp_path, {"a": "15.0", "b": "17.0", "c": "60.0", "d": "500"})
-    assert found.torn == 1, "a and b agree, c disagrees; no value fits d"
 
 
 def test_curve_is_interpolated_between_its_points() -> None:

@@ -1,9 +1,6 @@
 """Tests of errors and coverage of predicted rates: Megatron-LM on V100, and devices without their calibration.
 
-`repro validate` prints the numbers of Megatron-LM after a simulation of the suites. In the second test, each kind of
-device is left out in turn: its kernels get the range that the calibrations of the other devices give, and its published
-rates are predicted with this range. `python -m tests.accuracy.validate.test_prediction_errors` prints the table of
-docs/accuracy.md in some minutes.
+`python -m tests.accuracy.validate.test_prediction_errors` prints the table of docs/accuracy.md in some minutes.
 """
 
 from __future__ import annotations
@@ -16,15 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
-from repro.accuracy.validate.published import (
-    DIRECT,
-    RATE,
-    TIMED,
-    V100_MEGATRON,
-    Point,
-    family_statistics,
-    points,
-)
+from repro.accuracy.validate import published
+from repro.accuracy.validate.published import RATE, Point, points
 from repro.claims.judge import experiments_read, judge
 from repro.config import Experiment, systems
 from repro.config.quantity import Quantity
@@ -67,9 +57,9 @@ def test_median_error_is_20_percent_and_half_are_covered() -> None:
         name
         for claim in ledger.claims
         for row in claim.rows
-        if row.unit in DIRECT
+        if row.unit in published.DIRECT
         for evidence in row.evidence
-        if evidence.kind == "simulated" and any(metric in evidence.value.text for metric in TIMED)
+        if evidence.kind == "simulated" and any(metric in evidence.value.text for metric in published.TIMED)
         for name in experiments_read(evidence.value, row.variables)
     }
     records = [
@@ -80,7 +70,8 @@ def test_median_error_is_20_percent_and_half_are_covered() -> None:
         and f"{suite}/{experiment.name}" in read
     ]
     all_points = points(judge(ledger, records), records)
-    (family,) = (one for one in family_statistics(all_points) if one.name == V100_MEGATRON)
+    families = {one.name: one for one in published.family_statistics(all_points)}
+    family = families[published.V100_MEGATRON]
     rates = [point for point in all_points if point.kind == RATE and not point.left_out]
     errors = {point.name: point.error for point in rates}
     elsewhere = {name: error for name, error in errors.items() if name.startswith(("oneflow", "bigscience"))}
@@ -139,14 +130,13 @@ def predicted_rates(device: str, step: int = 1) -> list[Point]:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_intervals_without_calibration_cover_published_rates(device: str) -> None:
-    """A sample of the rates; the module prints the table of docs/accuracy.md with all of them."""
+    """The device's kernels get the range that the calibrations of the other devices give. The test has a sample."""
     rates = predicted_rates(device, step=3)
     assert len(rates) >= 10
     covered = sum(rate.holds for rate in rates)
     assert covered >= 0.7 * len(rates), [rate.name for rate in rates if not rate.holds]
-    assert {rate.rests_on for rate in rates} - {""} == {"uncalibrated"}, (
-        "a step that does not fit has no calibration"
-    )
+    # A step that does not fit has no calibration.
+    assert {rate.rests_on for rate in rates} - {""} == {"uncalibrated"}
 
 
 if __name__ == "__main__":

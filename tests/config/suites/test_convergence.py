@@ -40,10 +40,8 @@ def test_every_layout_has_the_same_training_and_a_row() -> None:
 
 
 def test_controls_differ_from_the_reference_only_in_summation_order() -> None:
-    for name in CONTROLS:
-        control = EXPERIMENTS[name]
-        assert control.course == REFERENCE.course
-        assert control.layout.world == 1
+    for control in map(EXPERIMENTS.__getitem__, CONTROLS):
+        assert (control.course, control.layout.world) == (REFERENCE.course, 1)
         assert control.key != REFERENCE.key
     for comparisons in (rows("at most"), rows("over")):
         assert all(others[0] == "fp32" and set(others[1:]) == CONTROLS for others in comparisons.values())

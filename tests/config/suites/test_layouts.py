@@ -12,22 +12,10 @@ from repro.config.errors import ConfigError
 from tests.launch.runs import MODEL
 
 TEXT = """
-[suite]
-name = "s"
-
-[defaults]
-model = "tiny.toml"
-layout = { precision = "bf16", micro_batch = 2, zero = 0 }
-
-[layouts.C1]
-zero = 1
-tp = 2
-
-[layouts.C4]
-zero = 2
-tp = 2
-pa = true
-recompute = true
+suite.name = "s"
+defaults = { model = "tiny.toml", layout = { precision = "bf16", micro_batch = 2, zero = 0 } }
+layouts.C1 = { zero = 1, tp = 2 }
+layouts.C4 = { zero = 2, tp = 2, pa = true, recompute = true }
 """
 
 
@@ -51,40 +39,26 @@ def test_named_layout_overrides_defaults_and_keys_override_it(tmp_path: Path) ->
     ]
     defaults = TEXT.replace("zero = 0", 'use = "C4"')
     assert layouts(tmp_path, names, defaults) == [replace(plain, **C4), replace(plain, **C1)]
-
-
-def test_given_world_size_is_checked_with_a_pipeline(tmp_path: Path) -> None:
     (layout,) = layouts(tmp_path, '[[experiment]]\nname = "a"\nlayout = { use = "C1", pp = 2, world = 4 }')
     assert layout.world == 4
 
 
 NETWORKS = """
-[suite]
-name = "s"
-[defaults]
-model = "tiny.toml"
-layout.dp = 4
-[networks.slow]
-nodes = 2
-ranks_per_node = 2
-between = 8e6
-within = 20e6
-[[experiment]]
-name = "as it is"
-network = "slow"
-[[experiment]]
-name = "faster"
-network = { use = "slow", between = 16e6, within = 0 }
-[[experiment]]
-name = "inline"
-network = { nodes = 4, ranks_per_node = 1, between = 8e6 }
-[[experiment]]
-name = "none"
+suite.name = "s"
+defaults = { model = "tiny.toml", layout.dp = 4 }
+networks.slow = { nodes = 2, ranks_per_node = 2, between = 8e6, within = 20e6 }
+experiment = [
+    { name = "as it is", network = "slow" },
+    { name = "faster", network = { use = "slow", between = 16e6, within = 0 } },
+    { name = "inline", network = { nodes = 4, ranks_per_node = 1, between = 8e6 } },
+    { name = "none" },
+]
 """
 
 
 def test_keys_of_an_experiment_override_its_named_network(tmp_path: Path) -> None:
-    layouts(tmp_path, NETWORKS, "")
+    """The suite file may start with a byte-order mark."""
+    layouts(tmp_path, NETWORKS, "\ufeff")
     found = [entry.experiment.network for entry in suites.load_suite(tmp_path / "s.toml").entries]
     assert found == [
         EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, within=20e6),
@@ -109,9 +83,3 @@ def test_suite_file_can_define_a_model(tmp_path: Path) -> None:
     (tmp_path / "two.toml").write_text(f'[[model]]\nname = "a"\n{sizes}[[model]]\nname = "b"\n{sizes}')
     path.write_text(text.format(sizes).replace('model = "own"', 'model = "two.toml:b"'))
     assert suites.load_suite(path).entry("one").experiment.model.name == "b"
-
-
-def test_suite_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "tiny.toml").write_text(MODEL)
-    (tmp_path / "s.toml").write_text(NETWORKS, encoding="utf-8-sig")
-    assert suites.load_suite(tmp_path / "s.toml").name == "s"

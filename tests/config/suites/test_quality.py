@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from repro.claims.formulas import gpt_params
-from repro.config import Experiment
 from repro.launch.run import preview_run
 from repro.results.schema import MEASURED, SIMULATED
 from repro.results.store import Store
@@ -22,30 +20,23 @@ MEGATRON = {"355M": "quality-355m", "2.5B": "quality-2.5b", "8.3B": "quality-8.3
 TURING, YUAN = "quality-turing-nlg-17b", "quality-yuan-245b"
 
 
-@pytest.mark.parametrize("label", MEGATRON)
-def test_megatron_experiments_have_the_shapes_of_table_2(label: str) -> None:
-    rows = committed.ledger().claim("meg1-table2-training").rows
-    (line,) = (row.variables for row in rows if row.label == f"{label}: days per epoch")
-    experiment = EXPERIMENTS[MEGATRON[label]]
-    model, layout = experiment.model, experiment.layout
-    assert (model.layers, model.hidden, model.heads) == tuple(line[k] for k in ("layers", "hidden", "heads"))
-    assert (layout.world, layout.dp, layout.global_batch) == (line["gpus"], 64, 512)
+def test_megatron_experiments_have_the_shapes_of_table_2() -> None:
+    rows = {row.label: row.variables for row in committed.ledger().claim("meg1-table2-training").rows}
+    for label, name in MEGATRON.items():
+        model, layout, line = (
+            EXPERIMENTS[name].model,
+            EXPERIMENTS[name].layout,
+            rows[f"{label}: days per epoch"],
+        )
+        assert {key: getattr(model, key) for key in ("layers", "hidden", "heads")}.items() <= line.items()
+        assert (layout.world, layout.dp, layout.global_batch) == (line["gpus"], 64, 512)
 
 
-SETTINGS: dict[str, Callable[[Experiment], float]] = {
-    "learning rate": lambda e: e.training.lr,
-    "smallest learning rate": lambda e: e.training.min_lr,
-    "warm-up": lambda e: e.training.warmup_steps,
-    "iterations": lambda e: e.training.steps,
-    "cosine over": lambda e: e.training.decay_steps,
-    "batch": lambda e: e.layout.global_batch,
-    "sequence": lambda e: e.seq,
-    "weight decay": lambda e: e.training.weight_decay,
-    "gradient clipping": lambda e: e.training.clip,
-    "dropout": lambda e: e.training.dropout,
-    "Adam's beta 1": lambda e: e.training.beta1,
-    "Adam's beta 2": lambda e: e.training.beta2,
-}
+SETTINGS = {"learning rate": "lr", "smallest learning rate": "min_lr", "warm-up": "warmup_steps"}
+SETTINGS |= {"iterations": "steps", "cosine over": "decay_steps", "batch": "global_batch", "sequence": "seq"}
+SETTINGS |= {"weight decay": "weight_decay", "gradient clipping": "clip", "dropout": "dropout"}
+SETTINGS |= {"Adam's beta 1": "beta1", "Adam's beta 2": "beta2"}
+"""Setting of an experiment by the label of its published number."""
 RECIPES = [
     *((name, "meg1-training-recipe") for name in MEGATRON.values()),
     (TURING, "tnlg-training-recipe"),
@@ -68,7 +59,8 @@ def test_recipe_has_the_published_numbers(name: str, claim: str) -> None:
         numbers = {**printed("meg1-training-recipe"), **numbers}
         del numbers["smallest learning rate"]
     samples = {label: numbers.pop(label) for label in tuple(numbers) if label.startswith("samples")}
-    found = {label: SETTINGS[label](experiment) for label in numbers}
+    settings = {**vars(experiment.training), **vars(experiment.layout), "seq": experiment.seq}
+    found = {label: settings[SETTINGS[label]] for label in numbers}
     assert found == pytest.approx(numbers, rel=1e-12)
     if samples:
         steps_per_sample = experiment.training.steps / samples["samples"]
@@ -86,10 +78,15 @@ def test_every_quality_experiment_has_a_recipe_and_writes_checkpoints() -> None:
     assert EXPERIMENTS[YUAN].layout == yuan.layout, "the predicted throughput is that of this layout"
 
 
+def memory(suite: str, only: str, results: Path) -> dict[str, str]:
+    """Return the memory that a dry run shows for each experiment."""
+    rows = preview_run([SUITE_FOLDER / f"{suite}.toml"], [only], results, False, MEASURED, "")
+    return {row.name: row.memory for row in rows}
+
+
 def test_dry_run_shows_model_states_and_device_memory(tmp_path: Path) -> None:
     """Model states have 16 bytes per parameter of a rank, or 4 + 12/64 with ZeRO 1 over 64 ranks."""
-    arguments = ([SUITE_FOLDER / "quality.toml"], ["quality-*"], tmp_path, False, MEASURED, "")
-    found = {row.name: row.memory for row in preview_run(*arguments)}
+    found = memory("quality", "quality-*", tmp_path)
     width, stage = 16384, 2 * 12 * 16384**2
     expected = {
         "quality-355m": 16 * gpt_params(24, 1024),
@@ -105,16 +102,14 @@ def test_dry_run_shows_model_states_and_device_memory(tmp_path: Path) -> None:
 
 
 def test_dry_run_shows_the_memory_of_a_simulation(tmp_path: Path) -> None:
-    entry = committed.suite(SUITE_FOLDER / "turing_nlg.toml").entry("megatron-mp4")
-    arguments = ([SUITE_FOLDER / "turing_nlg.toml"], ["megatron-mp4"], tmp_path, False, MEASURED, "")
-    (row,) = preview_run(*arguments)
-    assert row.memory.endswith("GB of 32.7 GB: does not fit")
+    name = "megatron-mp4"
+    assert memory("turing_nlg", name, tmp_path)[name].endswith("GB of 32.7 GB: does not fit")
+    entry = committed.suite(SUITE_FOLDER / "turing_nlg.toml").entry(name)
     keys = {"suite": "turing_nlg", "key": entry.experiment.key, "evidence": SIMULATED}
     metrics = {"memory.peak_bytes": 20e9, "memory.reserved_bytes": 21e9}
     with Store(tmp_path) as store:
-        store.append(made_up("megatron-mp4", **keys, metrics=metrics))
-    (row,) = preview_run(*arguments)
-    assert row.memory == "21 GB of 32.7 GB, simulated: fits"
+        store.append(made_up(name, **keys, metrics=metrics))
+    assert memory("turing_nlg", name, tmp_path) == {name: "21 GB of 32.7 GB, simulated: fits"}
 
 
 def test_quality_rows_are_not_comparable_or_name_their_needs() -> None:
@@ -126,9 +121,7 @@ def test_quality_rows_are_not_comparable_or_name_their_needs() -> None:
 
 
 def test_twins_continue_a_checkpoint_with_three_layouts() -> None:
-    twins = {
-        name: e for name, e in EXPERIMENTS.items() if name.startswith("twin-") and "-recipe-" not in name
-    }
+    twins = {n: e for n, e in EXPERIMENTS.items() if n.startswith("twin-") and "-recipe-" not in n}
     assert {e.system for e in twins.values()} == {"local"}
     assert len({str(twin.course) for twin in twins.values()}) == 1
     half = twins["twin-half-zero2-dp2"]

@@ -38,21 +38,16 @@ def cluster_profile(system: str) -> Profile:
     return found[0]
 
 
-def names(suite: Suite) -> list[str]:
-    """Return the names of all experiments of a suite."""
-    return [entry.experiment.name for entry in suite.entries]
-
-
 @pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
 def test_every_experiment_has_a_profile_with_enough_resources(suite: Suite, tmp_path: Path) -> None:
     """The dry runs with the cluster profiles of all systems plan every experiment of the suite once."""
-    planned: list[str] = []
+    planned, names = list[str](), sorted(entry.experiment.name for entry in suite.entries)
     for system in {entry.experiment.system for entry in suite.entries}:
         site = cluster_profile(system)
         intent = plan_submission(Path(suite.file), site, Store(tmp_path), only=[])
         document = submission_plan.dry_run_document(intent, tmp_path)
         planned += document["cases"]
-        assert sorted([*document["cases"], *document["not_for_this_profile"]]) == sorted(names(suite))
+        assert sorted([*document["cases"], *document["not_for_this_profile"]]) == names
         for array, row in zip(intent.arrays, document["arrays"], strict=True):
             assert f"#SBATCH --nodes={array.shape.nodes}\n" in row["script"]
             assert array.shape.tasks_per_node <= site.ranks_per_node
@@ -65,15 +60,7 @@ def test_every_experiment_has_a_profile_with_enough_resources(suite: Suite, tmp_
                 if not experiment.limits.timeout_s:
                     assert array.shape.time_min >= 24 * 60
                     assert array.shape.requeues >= 10
-    assert sorted(planned) == sorted(names(suite))
-
-
-@pytest.mark.parametrize("suite", LAB_SUITES, ids=lambda suite: suite.name)
-def test_suite_fits_the_lab(suite: Suite, tmp_path: Path) -> None:
-    intent = plan_submission(Path(suite.file), PROFILES["lab"], Store(tmp_path), only=[])
-    assert intent.cases
-    assert max(experiment.layout.world for experiment in intent.cases) <= LAB_RANKS
-    assert all(array.shape.nodes <= 4 for array in intent.arrays)
+    assert sorted(planned) == names
 
 
 def strategy(experiment: Experiment) -> set[str]:
@@ -91,7 +78,10 @@ def strategy(experiment: Experiment) -> set[str]:
 
 
 @pytest.mark.parametrize("suite", LAB_SUITES, ids=lambda suite: suite.name)
-def test_twins_have_every_strategy_of_the_published_experiments(suite: Suite) -> None:
+def test_twins_fit_the_lab_and_have_every_published_strategy(suite: Suite, tmp_path: Path) -> None:
+    intent = plan_submission(Path(suite.file), PROFILES["lab"], Store(tmp_path), only=[])
+    assert max(experiment.layout.world for experiment in intent.cases) <= LAB_RANKS
+    assert all(array.shape.nodes <= 4 for array in intent.arrays)
     cases = [entry.experiment for entry in suite.entries]
     published = set().union(*(strategy(e) for e in cases if e.system != "local"))
     assert published <= set().union(*(strategy(e) for e in cases if e.system == "local"))

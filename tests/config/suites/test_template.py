@@ -17,25 +17,23 @@ from repro.config.systems import load_system_file
 from tests.records import latest
 
 
-@pytest.mark.slow
-def test_suite_template_runs_without_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(autouse=True)
+def work_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+def test_suite_template_runs_without_changes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["init", "first.toml"]) == 0
     assert "next: repro run first.toml --dry-run" in capsys.readouterr().out
-    suite = load_suite(Path("first.toml"))
-    assert suite.name == "first"
+    assert load_suite(Path("first.toml")).name == "first"
     assert cli.main(["run", "first.toml"]) == 0
-    records = latest(tmp_path / "results")
+    records = latest(Path("results"))
     assert {record["name"] for record in records.values()} == {"plain", "zero2", "tensor"}
     assert {record["outcome"] for record in records.values()} == {"ok"}
 
 
-def test_every_template_is_read_by_its_reader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_template_is_read_by_its_reader(capsys: pytest.CaptureFixture[str]) -> None:
     for kind in TEMPLATES:
         assert cli.main(["init", kind, f"{kind}.toml"]) == 0
         assert f"{kind}.toml: a commented {kind}\nnext: repro " in capsys.readouterr().out
@@ -60,33 +58,32 @@ def test_link_of_another_bandwidth_must_define_all_its_keys(key: str, tmp_path: 
     assert load_system_file(str(path)).links["inter-node"].per == "node"
 
 
+METRIC = ', metric = "exact-padding"'
+
+
 @pytest.mark.parametrize(
     ("left_out", "message"),
     [
         (r'\ntitle = "Claims.*', r'mine.toml: title: is missing: add title = "..." above'),
         (r'\ntitle = "A report.*', r"mine.toml: source\[OWN\].title: is missing"),
-        (
-            ', metric = "exact-padding"',
-            "metric: is missing, but expect is given: must be memory, the row's toler",
-        ),
+        (METRIC, "metric: is missing, but expect is given: must be memory, the row's toler"),
     ],
 )
 def test_error_names_a_missing_title_or_metric_class(left_out: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    text, count = re.subn(left_out, "", TEMPLATES["claim"].read_text(encoding="utf-8"))
+    path, template = tmp_path / "mine.toml", TEMPLATES["claim"].read_text(encoding="utf-8")
+    text, count = re.subn(left_out, "", template)
     assert count
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_ledger(own=[path])
-    path.write_text(TEMPLATES["claim"].read_text(encoding="utf-8").replace("exact-padding", "memory"))
+    path.write_text(template.replace("exact-padding", "memory"))
     claim = load_ledger(own=[path]).claim("own-states")
     assert [one.metric for row in claim.rows for one in row.evidence] == ["memory"] * 3
 
 
 def test_init_quotes_special_names_and_rejects_existing_files_and_other_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     names = ('a"b.toml', "a b.toml", "ü.toml")
     for name in names:
         assert cli.main(["init", name]) == 0
@@ -102,5 +99,5 @@ def test_init_quotes_special_names_and_rejects_existing_files_and_other_paths(
     ):
         assert cli.main(["init", name]) == 2
         assert printed in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {*names, "there.toml"}
+    assert {path.name for path in Path().iterdir()} == {*names, "there.toml"}
     assert Path("there.toml").read_text() == "mine"

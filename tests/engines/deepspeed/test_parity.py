@@ -10,13 +10,14 @@ import torch
 
 from repro.config import Layout, Model
 from tests.engines.needs import needs
+from tests.engines.runs import pool_of
 from tests.parallel.test_architectures import FAMILIES
-from tests.pool import RankPool
 from tests.training import LEARNING, Trained, smallest, tiny, train
 
 pytestmark = needs("deepspeed")
 
 PLAIN = [Layout(dp=2, zero=zero, micro_batch=4, global_batch=8) for zero in range(4)]
+TP_DP = Layout(tp=2, dp=2, micro_batch=4, global_batch=8)
 VARIED = {
     **{f"z{layout.zero}-accumulate": replace(layout, micro_batch=2, recompute=True) for layout in PLAIN},
     **{f"z{layout.zero}-small-buckets": replace(layout, bucket_bytes=20_000) for layout in PLAIN[1:]},
@@ -38,10 +39,10 @@ def compare(found: list[Trained], expected: list[Trained], rtol: float) -> None:
 
 
 def train_both(
-    pool: RankPool, layout: Layout, model: Model | None = None, **training: Any
+    request: pytest.FixtureRequest, layout: Layout, model: Model | None = None, **training: Any
 ) -> tuple[list[Trained], list[Trained]]:
     """Return the results of all ranks in DeepSpeed and in engine native."""
-    model = model or smallest(layout)
+    pool, model = pool_of(request, layout), model or smallest(layout)
     plain = replace(layout, offload_optimizer=False)
     theirs, ours = (
         pool.run(train, tiny(used, model, engine, **training))
@@ -51,74 +52,56 @@ def train_both(
     return theirs, ours
 
 
-@pytest.mark.parametrize("layout", PLAIN, ids=lambda layout: f"z{layout.zero}")
-def test_20_steps_agree_with_engine_native(two: RankPool, layout: Layout) -> None:
-    compare(*train_both(two, layout), 1e-5)
+FP32: dict[str, tuple[Layout, dict[str, Any]]] = {
+    **{f"z{layout.zero}-20-steps": (layout, {}) for layout in PLAIN},
+    **{name: (layout, LEARNING) for name, layout in VARIED.items()},
+    "llama-z3": (PLAIN[3], {"model": FAMILIES["llama"], **LEARNING}),
+    "bloom-z3": (VARIED["z3-accumulate"], {"model": FAMILIES["bloom"], **LEARNING}),
+    "falcon-z2": (PLAIN[2], {"model": FAMILIES["falcon"], **LEARNING}),
+    "llama-tp2-z1": (Layout(tp=2, zero=1, micro_batch=8), {"model": FAMILIES["llama"], **LEARNING}),
+    **{f"tp2-dp2-z{zero}": (replace(TP_DP, zero=zero), LEARNING) for zero in range(4)},
+    "pa": (replace(TP_DP, zero=2, micro_batch=2, recompute=True, pa=True), LEARNING),
+    "pa-cpu": (replace(TP_DP, zero=2, micro_batch=2, recompute=True, pa=True, pa_cpu=True), LEARNING),
+    "pa-md": (replace(TP_DP, zero=2, micro_batch=2, recompute=True, pa=True, md=True), LEARNING),
+    **{f"no-clipping-z{zero}": (PLAIN[zero], {"clip": 0.0, **LEARNING}) for zero in (0, 2)},
+}
+"""Layouts, and keyword arguments of `train_both`."""
 
 
-@pytest.mark.parametrize("layout", VARIED.values(), ids=VARIED)
-def test_accumulation_buckets_and_overlap_preserve_parity(two: RankPool, layout: Layout) -> None:
-    compare(*train_both(two, layout, **LEARNING), 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("llama", PLAIN[3]),
-        ("bloom", VARIED["z3-accumulate"]),
-        ("falcon", PLAIN[2]),
-        ("llama", Layout(tp=2, zero=1, micro_batch=8)),
-    ],
-    ids=lambda value: value if isinstance(value, str) else f"tp{value.tp}-z{value.zero}",
-)
-def test_other_architectures_agree_with_engine_native(two: RankPool, family: str, layout: Layout) -> None:
-    compare(*train_both(two, layout, FAMILIES[family], **LEARNING), 1e-5)
+@pytest.mark.parametrize("name", FP32)
+def test_fp32_training_agrees_with_engine_native(request: pytest.FixtureRequest, name: str) -> None:
+    layout, training = FP32[name]
+    compare(*train_both(request, layout, **training), 1e-5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("zero", range(4))
-def test_mixed_precision_agrees_within_rounding(two: RankPool, zero: int, precision: str) -> None:
+def test_mixed_precision_agrees_within_rounding(
+    request: pytest.FixtureRequest, zero: int, precision: str
+) -> None:
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     layout = replace(PLAIN[zero], precision=precision)
     # Stage 0 sums gradients before it divides by dp, so that half the scale overflows: use a small scale.
-    theirs, ours = train_both(two, layout, loss_scale=2.0**12, **LEARNING)
-    compare(theirs, ours, 4 * unit)
+    compare(*train_both(request, layout, loss_scale=2.0**12, **LEARNING), 4 * unit)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_loss_scales_and_skipped_steps_agree(two: RankPool, zero: int) -> None:
+def test_loss_scales_and_skipped_steps_agree(request: pytest.FixtureRequest, zero: int) -> None:
     """The first steps overflow; with hysteresis, both engines skip the same steps."""
     rules = {"loss_scale": 2.0**22, "steps": 20, "lr": 6e-3}
-    theirs, ours = train_both(two, replace(PLAIN[zero], precision="fp16"), **rules)
+    theirs, ours = train_both(request, replace(PLAIN[zero], precision="fp16"), **rules)
     assert len(ours[0].skipped) > 3
     assert theirs[0].skipped == ours[0].skipped
     assert theirs[0].scale == ours[0].scale
-
-
-@pytest.mark.parametrize("zero", range(4))
-def test_tensor_parallel_training_agrees_with_engine_native(four: RankPool, zero: int) -> None:
-    layout = Layout(tp=2, dp=2, zero=zero, micro_batch=4, global_batch=8)
-    compare(*train_both(four, layout, **LEARNING), 1e-5)
-
-
-@pytest.mark.parametrize(
-    "keys", [{"pa": True}, {"pa": True, "pa_cpu": True}, {"pa": True, "md": True}], ids=str
-)
-def test_partitioned_activations_agree_with_engine_native(four: RankPool, keys: dict[str, bool]) -> None:
-    layout = replace(Layout(tp=2, dp=2, zero=2, micro_batch=2, global_batch=8, recompute=True), **keys)
-    compare(*train_both(four, layout, **LEARNING), 1e-5)
 
 
 @pytest.mark.parametrize(
     ("zero", "precision", "rtol"),
     [(1, "fp32", 1e-5), (2, "bf16", 4 * 2.0**-8), (3, "fp32", 1e-5), (3, "bf16", 4 * 2.0**-8)],
 )
-def test_offloaded_optimizer_preserves_parity(two: RankPool, zero: int, precision: str, rtol: float) -> None:
+def test_offloaded_optimizer_preserves_parity(
+    request: pytest.FixtureRequest, zero: int, precision: str, rtol: float
+) -> None:
     """Gradients of several micro-batches accumulate in host memory."""
     layout = replace(PLAIN[zero], micro_batch=2, precision=precision, offload_optimizer=True)
-    compare(*train_both(two, layout, **LEARNING), rtol)
-
-
-@pytest.mark.parametrize("layout", [PLAIN[0], PLAIN[2]], ids=lambda layout: f"z{layout.zero}")
-def test_norms_agree_without_clipping(two: RankPool, layout: Layout) -> None:
-    compare(*train_both(two, layout, clip=0.0, **LEARNING), 1e-5)
+    compare(*train_both(request, layout, **LEARNING), rtol)

@@ -1,18 +1,25 @@
-"""Tests of DeepSpeed's states and messages with external counters, compared with the ZeRO paper's formulas."""
+"""Tests of DeepSpeed's states and messages with external counters, and of the global state of the process."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from repro.config import Layout
+from repro.engines import build_engine
 from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
 from tests.pool import RankPool
-from tests.training import TINY, tiny
+from tests.training import TINY, micro_batches, smallest, tiny, train
 
 pytestmark = needs("deepspeed")
 
@@ -23,11 +30,13 @@ REPLICATED = TINY.layers * (3 + 1 + 4 + 1 + 4) * TINY.hidden + 2 * TINY.hidden
 """Elements of biases and norms, which stage 3 does not partition."""
 
 
+REPLICAS = Layout(dp=2, precision="bf16", micro_batch=2, bucket_bytes=20_000)
+
+
 def measure(layout: Layout) -> dict[str, Any]:
     experiment = tiny(layout, TINY, "deepspeed", steps=4, untimed_steps=3)
-    run = ExperimentRun(
-        experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"), lambda step, phase: None
-    )
+    mesh = meshes.distributed_mesh(layout, "cpu")
+    run = ExperimentRun(experiment, mesh, torch.device("cpu"), lambda step, phase: None)
     run.prelude()
     return run.result().as_dict()
 
@@ -78,10 +87,7 @@ def test_stage_3_does_not_partition_small_parameters(two: RankPool) -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_offload_leaves_no_optimizer_states_on_the_device(two: RankPool, zero: int) -> None:
     """Host memory has master weights and moments, 12 psi/d, and fp32 gradients (in stage 3, also in 16 bits)."""
-    layout = Layout(
-        dp=2, zero=zero, precision="bf16", micro_batch=2, bucket_bytes=20_000, offload_optimizer=True
-    )
-    result = two.run(measure, layout)[0]
+    result = two.run(measure, replace(REPLICAS, zero=zero, offload_optimizer=True))[0]
     configuration = result["software"]["configuration"]
     assert configuration["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     assert configuration["zero_force_ds_cpu_optimizer"] is False
@@ -99,3 +105,70 @@ def test_partitioned_activations_are_gathered_once_per_block(two: RankPool) -> N
     checkpoint = 2 * TINY.seq * TINY.hidden * 2
     assert [(row["group"], row["calls"]) for row in rows] == [("tp", TINY.layers)]
     assert rows[0]["payload_bytes"] == TINY.layers * checkpoint
+
+
+# -- global state ----------------------------------------------------------------------------------
+
+PARTITIONED = Layout(tp=2, dp=2, zero=2, micro_batch=2, global_batch=8, recompute=True, pa=True, md=True)
+PLAIN = Layout(dp=4, zero=3, micro_batch=2, global_batch=8, recompute=True)
+
+
+def alternating_losses(layouts: list[tuple[Layout, str]]) -> list[list[float]]:
+    """Return the losses of experiments that alternate after each step."""
+    experiments = [tiny(layout, smallest(layout), engine) for layout, engine in layouts]
+    grids = [meshes.distributed_mesh(layout, "cpu") for layout, _ in layouts]
+    engines = [build_engine(e, m, torch.device("cpu")) for e, m in zip(experiments, grids, strict=True)]
+    found: list[list[float]] = [[] for _ in layouts]
+    for step in range(3):
+        for i, (experiment, mesh) in enumerate(zip(experiments, grids, strict=True)):
+            norms = engines[i].step(micro_batches(experiment, mesh.dp.rank, step), lambda phase: None)
+            engines[i].synchronize()
+            found[i].append(norms.loss.item())
+    return found
+
+
+def test_alternating_experiments_have_unchanged_losses(four: RankPool) -> None:
+    """Each step restores the global state of checkpointing and groups; losses equal those of separate runs."""
+    runs = [(PARTITIONED, "deepspeed"), (PLAIN, "native"), (PLAIN, "deepspeed"), (PARTITIONED, "native")]
+    separate = [four.run(alternating_losses, [run])[0][0] for run in runs]
+    assert four.run(alternating_losses, runs)[0] == separate
+
+
+def torch_attributes() -> dict[str, int]:
+    """Return the identities of all attributes of modules in which DeepSpeed replaces functions."""
+    modules: list[Any] = [torch, torch.nn.functional, torch.nn.Module, torch.Tensor, torch.autograd, dist]
+    return {f"{module}.{name}": id(vars(module)[name]) for module in modules for name in vars(module)}
+
+
+def changed_attributes(layouts: list[Layout]) -> list[str]:
+    before = torch_attributes()
+    for layout in layouts:
+        train(tiny(layout, smallest(layout), "deepspeed", steps=4))
+    after = torch_attributes()
+    return [name for name in before if after.get(name) != before[name]]
+
+
+def test_training_leaves_torch_unchanged(two: RankPool) -> None:
+    layouts = [Layout(dp=2, zero=zero, micro_batch=4, recompute=zero == 3) for zero in range(4)]
+    two.run(train, tiny(layouts[0], engine="deepspeed", steps=4))  # torch imports modules on first use
+    assert two.run(changed_attributes, layouts) == [[], []]
+
+
+SCRIPT = """
+from repro import engines
+engines.import_libraries("deepspeed", "cpu")  # as before a memory limit
+from repro.config import Layout
+from tests.training import tiny, train
+trained = train(tiny(Layout(zero=2, micro_batch=8, precision="bf16"), engine="deepspeed", steps=4))
+assert len(trained.loss) == 4 and trained.parameters
+"""
+
+
+def test_single_process_prints_and_writes_nothing(tmp_path: Path) -> None:
+    """Without a launcher, there is no log, no compiled extension and no cache in the home directory."""
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TORCH_EXTENSIONS_DIR", None)
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -10,11 +10,10 @@ import pytest
 
 from repro.config import Layout
 from repro.config.enums import Phase
-from repro.parallel.pipeline.schedule import build_schedule as schedule
-from repro.parallel.pipeline.schedule import dependency_of
+from repro.parallel.pipeline.schedule import build_schedule, dependency_of
 from tests.engines.megatron.both import build, needs_megatron
 from tests.engines.runs import pool_of, result_of
-from tests.engines.stage_waits import bubble_fraction, busy_and_idle
+from tests.engines.virtual_time import bubble_fraction, busy_and_idle
 from tests.pool import RankPool
 from tests.training import TINY, micro_batches, smallest, tiny
 
@@ -109,10 +108,9 @@ def test_selective_recomputation_saves_memory_at_equal_losses(two: RankPool) -> 
 
 
 SCHEDULES = [
-    Layout(pp=2, micro_batch=1, global_batch=B),
-    Layout(pp=2, schedule="interleaved", chunks=2, micro_batch=1, global_batch=B),
-    Layout(pp=4, micro_batch=1, global_batch=B),
-    Layout(pp=4, schedule="interleaved", chunks=2, micro_batch=1, global_batch=B),
+    Layout(pp=pp, schedule=schedule, chunks=chunks, micro_batch=1, global_batch=B)
+    for pp in (2, 4)
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2))
 ]
 
 
@@ -137,7 +135,7 @@ def _waits(phases: list[Phase]) -> list[bool]:
 @pytest.mark.parametrize("layout", SCHEDULES, ids=lambda layout: f"{layout.schedule}-{layout.pp}")
 def test_stages_run_the_schedules_of_engine_native(request: pytest.FixtureRequest, layout: Layout) -> None:
     """The order of passes is that of `repro.parallel.pipeline.schedule`."""
-    ours = schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
+    ours = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
     for stage, order, phases in pool_of(request, layout).run(pass_order, layout):
         assert order == "".join(action.kind for action in ours[stage])
         received = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,16 +19,14 @@ from tests.training import LEARNING, Trained, micro_batches, smallest, tiny
 
 pytestmark = needs_megatron
 B = 8
-
+INTERLEAVED: dict[str, Any] = {"pp": 2, "schedule": "interleaved", "chunks": 2}
 LAYOUTS = {
     "tp": Layout(tp=2, micro_batch=8, global_batch=B),
     "tp-sp": Layout(tp=2, sp=True, micro_batch=4, global_batch=B),
     "pp": Layout(pp=2, micro_batch=2, global_batch=B),
-    "pp-interleaved": Layout(pp=2, schedule="interleaved", chunks=2, micro_batch=2, global_batch=B),
+    "pp-interleaved": Layout(micro_batch=2, global_batch=B, **INTERLEAVED),
     "pp-uneven": Layout(pp=2, stage_layers=(1, 2), micro_batch=2, global_batch=B),
-    "pp-separate-ends": Layout(
-        pp=2, schedule="interleaved", chunks=2, stage_layers=(0, 1, 1, 0), micro_batch=2, global_batch=B
-    ),
+    "pp-separate-ends": Layout(stage_layers=(0, 1, 1, 0), micro_batch=2, global_batch=B, **INTERLEAVED),
     "dp": Layout(dp=2, micro_batch=4, global_batch=B),
     "dp-accumulate": Layout(dp=2, micro_batch=1, bucket_bytes=3000, global_batch=B),
     "dp-no-overlap": Layout(dp=2, overlap=False, micro_batch=4, global_batch=B),
@@ -38,17 +37,11 @@ LAYOUTS = {
     "recompute-sp": Layout(tp=2, sp=True, recompute=True, micro_batch=8, global_batch=B),
     "pa": Layout(tp=2, recompute=True, pa=True, micro_batch=4, global_batch=B),
     "tp-dp-zero1-sp": Layout(tp=2, dp=2, zero=1, sp=True, micro_batch=2, global_batch=B),
-    "tp-sp-pp-interleaved": Layout(
-        tp=2, sp=True, pp=2, schedule="interleaved", chunks=2, micro_batch=2, global_batch=B
-    ),
+    "tp-sp-pp-interleaved": Layout(tp=2, sp=True, micro_batch=2, global_batch=B, **INTERLEAVED),
     "pp-dp-zero1": Layout(pp=2, dp=2, zero=1, micro_batch=1, bucket_bytes=3000, global_batch=B),
     "pp-dp-inner-stages": Layout(pp=2, dp=2, order="pp-dp-tp", micro_batch=1, global_batch=B),
-    "pp4-interleaved": Layout(
-        pp=4, schedule="interleaved", chunks=2, micro_batch=1, recompute=True, global_batch=B
-    ),
-    "pp4-interleaved-no-overlap": Layout(
-        pp=4, schedule="interleaved", chunks=2, micro_batch=1, overlap=False, global_batch=B
-    ),
+    "pp4-interleaved": Layout(recompute=True, global_batch=B, **INTERLEAVED | {"pp": 4}),
+    "pp4-interleaved-no-overlap": Layout(overlap=False, global_batch=B, **INTERLEAVED | {"pp": 4}),
 }
 
 
@@ -109,20 +102,23 @@ def test_training_agrees_without_clipping_under_cosine_decay(two: RankPool) -> N
         assert_same(megatron, native, loss=1e-5, norm=1e-5, parameters=1e-5)
 
 
+UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
 @pytest.mark.parametrize("name", ["tp-sp", "pp-interleaved", "dp", "zero1", "recompute"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", UNITS)
 def test_16_bit_training_agrees_within_rounding(two: RankPool, name: str, precision: str) -> None:
     """The first loss is that of equal 16-bit weights. In bf16, only megatron-core sums gradients in fp32."""
-    unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
+    unit = UNITS[precision]
     for megatron, native in two.run(train_both, replace(LAYOUTS[name], precision=precision), {"steps": 10}):
         assert abs(megatron.loss[0] / native.loss[0] - 1) <= unit / 16
         assert_same(megatron, native, loss=4 * unit, norm=16 * unit, parameters=4 * unit)
 
 
 @pytest.mark.parametrize("name", ["dp-accumulate", "zero1-accumulate"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", UNITS)
 def test_fp32_gradients_of_16_bit_training_agree(two: RankPool, name: str, precision: str) -> None:
-    unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
+    unit = UNITS[precision]
     layout = replace(LAYOUTS[name], precision=precision, grad_dtype="fp32")
     for megatron, native in two.run(train_both, layout, {"steps": 10}):
         assert_same(megatron, native, loss=4 * unit, norm=4 * unit, parameters=unit)

@@ -21,7 +21,7 @@ from tests.training import TINY, micro_batches, smallest, tiny
 pytestmark = needs("torch")
 COUNTER_BYTES = 2048
 """Upper bound on the bytes of AdamW's step counters, one fp32 number per parameter tensor."""
-Messages = dict[tuple[str, str], tuple[int, int]]
+Messages = dict[tuple[str, str], tuple[int, ...]]
 
 
 def second_step(layout: Layout, engine: str, layers: int) -> Messages:
@@ -46,10 +46,7 @@ def second_step(layout: Layout, engine: str, layers: int) -> Messages:
 def per_layer(pool: RankPool, layout: Layout, engine: str) -> Messages:
     """Return calls and bytes per layer on rank 0, half the difference of four and two layers."""
     few, many = (pool.run(second_step, layout, engine, layers)[0] for layers in (2, 4))
-    return {
-        key: ((calls - few[key][0]) // 2, (payload - few[key][1]) // 2)
-        for key, (calls, payload) in many.items()
-    }
+    return {key: tuple((a - b) // 2 for a, b in zip(many[key], few[key], strict=True)) for key in many}
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
@@ -69,21 +66,20 @@ VECTOR_BYTES = 1024
 """Upper bound on the bytes of a layer's norm weights, their gradients and gradient norms."""
 
 
-@pytest.mark.parametrize("engine", ["torch", "native"])
-def test_dtensor_sends_four_all_reduces_per_layer(two: RankPool, engine: str) -> None:
-    """Two all-reduces in forward and two in backward have the size of x (1909.08053 sec. 3)."""
-    rows = per_layer(two, Layout(tp=2, micro_batch=4), engine)
+@pytest.mark.parametrize(
+    ("engine", "recompute", "count"),
+    [("torch", False, 4), ("native", False, 4), ("torch", True, 5), ("native", True, 6)],
+)
+def test_layer_sends_all_reduces_over_tp(two: RankPool, engine: str, recompute: bool, count: int) -> None:
+    """Two all-reduces in forward and two in backward have the size of x (1909.08053 sec. 3).
+
+    Recomputation in torch stops at the last tensor that backward needs, one all-reduce earlier than in engine native.
+    """
+    rows = per_layer(two, Layout(tp=2, micro_batch=4, recompute=recompute), engine)
     assert {key for key, (_, payload) in rows.items() if payload} == {("tp", "all_reduce")}
     calls, payload = rows["tp", "all_reduce"]
-    assert calls == 4
-    assert 4 * BOUNDARY_BYTES <= payload < 4 * BOUNDARY_BYTES + VECTOR_BYTES
-
-
-def test_torch_recomputation_omits_the_last_all_reduce(two: RankPool) -> None:
-    """Recomputation stops at the last tensor that backward needs, one all-reduce earlier than in engine native."""
-    layout = Layout(tp=2, micro_batch=4, recompute=True)
-    calls = [per_layer(two, layout, engine)["tp", "all_reduce"][0] for engine in ("torch", "native")]
-    assert calls == [5, 6]
+    assert calls == count
+    assert count * BOUNDARY_BYTES <= payload < count * BOUNDARY_BYTES + VECTOR_BYTES
 
 
 def test_sequence_parallelism_sends_all_gathers_and_reduce_scatters(two: RankPool) -> None:

@@ -36,7 +36,7 @@ from repro.simulate.time.predict import (
 )
 from repro.simulate.time.schedule import schedule_traces
 from repro.simulate.trace.roles import Trace, trace_roles
-from tests.config.system_arrays import array_values, system_of_case
+from tests.config.test_unknowns import array_values, system_of_case
 from tests.simulate.time.networks import use_exact_kernels
 
 MODEL = Model(name="small", layers=8, hidden=2048, heads=16, vocab=50304, seq=1024)

@@ -28,6 +28,11 @@ from tests.pool import RankPool, forks
 from tests.training import TINY
 
 
+def resumed(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the starts of a run from a checkpoint."""
+    return list(result["checkpoints"]["resumed"])
+
+
 def rewrite(experiment: Experiment, root: Path) -> int:
     """Read a checkpoint and write it again; returns its step."""
     run = start(experiment, root)
@@ -103,21 +108,14 @@ LLAMA = replace(FAMILIES["llama"], biases="qkv")
 def test_replicated_key_heads_and_interleaved_stages_are_split_and_merged(
     model: Model, first: Layout, then: Layout, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    losses = train(
-        experiment(replace(LAYOUTS["dp1"], precision=first.precision), every=0, model=model), Path()
-    )["loss"]
+    alone = experiment(replace(LAYOUTS["dp1"], precision=first.precision), every=0, model=model)
     saved, other = (experiment(layout, model=model) for layout in (first, then))
     rel = 1e-6 if first.precision == "fp32" else 2.0**-11
-    resume_elsewhere(saved, other, tmp_path, request, losses, rel)
+    resume_elsewhere(saved, other, tmp_path, request, train(alone, Path())["loss"], rel)
 
 
 def resume_elsewhere(
-    saved: Experiment,
-    other: Experiment,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    losses: list[float],
-    rel: float = 1e-6,
+    saved: Experiment, other: Experiment, tmp_path: Path, request: Any, losses: list[float], rel: float = 1e-6
 ) -> None:
     """Train, rewrite the checkpoint under another layout and resume; compare with the losses of one process."""
     run_on(saved.layout, request)(train, saved, tmp_path, HALF)
@@ -129,9 +127,7 @@ def resume_elsewhere(
         assert torch.equal(values, rewritten[name]), name
     index.remove(checkpoint(tmp_path, other))
     result = run_on(other.layout, request)(train, other, tmp_path)
-    assert [(start["step"], start["key"]) for start in result["checkpoints"]["resumed"]] == [
-        (HALF, saved.key)
-    ]
+    assert [(start["step"], start["key"]) for start in resumed(result)] == [(HALF, saved.key)]
     assert result["loss"] == pytest.approx(losses, rel=rel)
     assert sum(map(len, result["rounds"])) == STEPS - HALF - 1, "times of the last start only"
 
@@ -208,19 +204,16 @@ def test_run_retains_two_checkpoints_and_finally_one(tmp_path: Path) -> None:
     result = train(frequent, tmp_path)
     assert index.complete(root) == [STEPS]
     assert result["checkpoints"]["written"] == [5, STEPS]
-    assert train(frequent, tmp_path)["checkpoints"]["resumed"] == [], (
-        "a repeated run of a finished experiment must start from step 0"
-    )
+    assert resumed(train(frequent, tmp_path)) == [], "a run of a finished experiment starts at step 0"
 
 
-def test_longer_run_of_same_name_resumes_at_the_end(tmp_path: Path, uninterrupted: list[float]) -> None:
-    train(experiment(LAYOUTS["dp1"], steps=4), tmp_path, 4)
-    result = train(experiment(LAYOUTS["dp1"]), tmp_path)
-    assert [start["step"] for start in result["checkpoints"]["resumed"]] == [4]
+def test_longer_run_of_same_name_resumes_at_the_end_and_another_name_on_request(
+    tmp_path: Path, uninterrupted: list[float]
+) -> None:
+    train(experiment(LAYOUTS["dp1"], steps=4), tmp_path / "shorter", 4)
+    result = train(experiment(LAYOUTS["dp1"]), tmp_path / "shorter")
+    assert [start["step"] for start in resumed(result)] == [4]
     assert result["loss"] == uninterrupted
-
-
-def test_run_of_another_name_resumes_only_on_request(tmp_path: Path) -> None:
     train(experiment(LAYOUTS["dp1"]), tmp_path, HALF)
     other = replace(experiment(LAYOUTS["dp1"], every=3), name="other")
     assert start(other, tmp_path).resumed == []
@@ -252,7 +245,7 @@ def test_all_ranks_stop_and_resume_at_the_same_step(tmp_path: Path, two: RankPoo
     assert message == ["stopped on request after step 3; the next run resumes from this step"] * 2
     (tmp_path / "stop").unlink()
     result = two.run(train, wanted, tmp_path)[0]
-    assert [start["step"] for start in result["checkpoints"]["resumed"]] == [3]
+    assert [start["step"] for start in resumed(result)] == [3]
     assert len(result["loss"]) == STEPS
 
 
@@ -289,7 +282,7 @@ def test_kill_during_a_write_leaves_the_preceding_checkpoint(
     assert index.complete(root) == [HALF - 1]
     assert (root / f"step-{2 * (HALF - 1)}").is_dir(), "the kill must leave a partial folder"
     result = train(killed, tmp_path)
-    assert [start["step"] for start in result["checkpoints"]["resumed"]] == [HALF - 1]
+    assert [start["step"] for start in resumed(result)] == [HALF - 1]
     assert result["loss"] == uninterrupted
     assert [path.name for path in root.glob("step-*")] == [f"step-{STEPS}"]
 

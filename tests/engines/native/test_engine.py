@@ -1,10 +1,11 @@
-"""Tests of captured micro-batches: obstacles of a capture, the record, and the predicted step time.
+"""Tests of engine native: captured micro-batches and their record and prediction, and memory that runs free.
 
 The capture itself needs a GPU (`tests/gpu/test_step.py`).
 """
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from repro.config.systems import load_system_file
 from repro.engines.native.engine import NativeEngine
 from repro.parallel import mesh as meshes
 from repro.simulate.step import simulate
+from tests.engines.runs import result_of
 from tests.training import TINY, tiny
 
 GRAPHS = Layout(micro_batch=2, global_batch=4, cuda_graphs=True)
@@ -63,3 +65,20 @@ def test_predicted_time_of_captured_step_excludes_the_host() -> None:
     # A prevented capture does not change the predicted time.
     prevented = replace(layout, recompute=True, pa_cpu=True)
     assert seconds(prevented) == seconds(replace(prevented, cuda_graphs=False))
+
+
+LAYOUTS = {f"ZeRO {zero}": Layout(global_batch=2, zero=zero, precision="bf16") for zero in range(4)}
+LAYOUTS["recomputed"] = Layout(micro_batch=2, zero=2, recompute=True, md=True)
+
+
+def count_tensors() -> int:
+    gc.collect()
+    return sum(type(each) in (torch.Tensor, torch.nn.Parameter) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ended_experiment_frees_all_tensors(name: str) -> None:
+    """The next experiment can use their memory."""
+    before = count_tensors()
+    result_of(tiny(LAYOUTS[name], steps=3, untimed_steps=1))
+    assert count_tensors() <= before
