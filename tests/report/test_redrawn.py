@@ -194,11 +194,7 @@ def test_predictions_with_uncertain_inputs_are_drawn_with_their_intervals() -> N
     assert panel_texts(drawing, 0) == ["+20%?"]
     ends = [tuple(line.get_ydata()) for line in drawing.figure.axes[0].lines]
     assert ends[:2] == [(0, pytest.approx(0.2)), pytest.approx((-0.3, 0.3))]
-    assert legend_texts(drawing) == [
-        "published",
-        "simulated",
-        "?: interval contains published value",
-    ]
+    assert legend_texts(drawing) == ["published", "simulated", "?: interval contains published value"]
 
 
 def test_steps_that_do_not_fit_are_marked(records: list[ExperimentRecord]) -> None:

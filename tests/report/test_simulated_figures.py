@@ -12,13 +12,7 @@ from overlaps import text_layout_errors
 from repro.claims.judge import judge
 from repro.config import Experiment, Layout
 from repro.parallel.pipeline.schedule import build_schedule
-from repro.report.figures import (
-    layout_fit,
-    peak_memory,
-    predicted_steps,
-    schedules,
-    zero_stages,
-)
+from repro.report.figures import layout_fit, peak_memory, predicted_steps, schedules, zero_stages
 from repro.report.figures.style import Drawing
 from repro.report.figures.values import View
 from repro.results.schema import ExperimentRecord
