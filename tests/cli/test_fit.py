@@ -73,31 +73,19 @@ def test_fit_names_the_zero_stages_of_the_software(capsys: pytest.CaptureFixture
     assert "ZeRO 0, 1 and 3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("heads", "keys", "capability", "has_note"),
-    [
+def test_fit_notes_attention_heads_without_a_fused_kernel(run: Run) -> None:
+    for heads, keys, capability, has_note in (
         (16, {}, "7.0", True),  # head width 100
         (25, {}, "7.0", False),  # head width 64, as in `suites/one_gpu.toml`
         (16, {}, "8.0", False),
         (16, {}, "", False),
         (16, {"precision": "fp32"}, "7.0", False),
         (16, {"kernels": "unfused"}, "7.0", False),
-    ],
-)
-def test_note_on_attention_heads_without_a_fused_kernel(
-    heads: int, keys: dict[str, str], capability: str, has_note: bool
-) -> None:
-    model, layout = (
-        replace(models.load_model("gpt2-1.5b"), heads=heads),
-        Layout(**{"precision": "fp16", **keys}),
-    )
-    assert bool(unfused_attention_note(model, layout, capability)) is has_note
-
-
-def test_fit_prints_the_attention_note(run: Run) -> None:
-    command = ["--system", "dgx2", "--gpus", "1", "--hidden", "1600", "--heads", "16", "--precision", "fp16"]
-    code, out = run("fit", *command, "--micro-batch", "1", "--recompute")
-    assert (code, "Attention heads of width 100 are not a multiple of 8" in " ".join(out.split())) == (
-        0,
-        True,
-    )
+    ):
+        model = replace(models.load_model("gpt2-1.5b"), heads=heads)
+        layout = Layout(**{"precision": "fp16", **keys})
+        assert bool(unfused_attention_note(model, layout, capability)) is has_note
+    options = "--system dgx2 --gpus 1 --hidden 1600 --heads 16 --precision fp16 --micro-batch 1 --recompute"
+    code, out = run("fit", *options.split())
+    assert code == 0
+    assert "Attention heads of width 100 are not a multiple of 8" in " ".join(out.split())

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from repro import cli
 from repro.config import ConfigError, systems
 from repro.simulate.plan.candidates import parse_memory_size
 from repro.simulate.plan.rows import OK, OOM
@@ -131,27 +130,24 @@ def test_only_worker_processes_of_a_plan_import_torch(tmp_path: Path) -> None:
 
 
 CONTEXT = systems.load_system_file("dgx2").context()
-LIMITS = (CONTEXT + 271e6, CONTEXT + 1e9)
+LIMITS = (CONTEXT + 271_000_000, CONTEXT + 1_000_000_000)
+TWO_LIMITS = ",".join(map(str, LIMITS))
 
 
 @pytest.fixture
-def shallow_model(tiny_model: str) -> str:
+def map_command(tiny_model: str) -> list[str]:
+    """Return the command of a map for a model of two layers, without memory limits."""
     path = Path(tiny_model)
     path.write_text(path.read_text().replace("layers = 4", "layers = 2"))
-    return tiny_model
+    options = "--system dgx2 --gpus 4 --global-batch 8 --recompute --map --memory-limit"
+    return ["plan", "--model", tiny_model, *options.split()]
 
 
-def map_command(model: str, *limits: float) -> list[str]:
-    plan = ["plan", "--model", model, "--system", "dgx2", "--gpus", "4", "--global-batch", "8", "--recompute"]
-    return [*plan, "--map", "--memory-limit", ",".join(f"{limit:.0f}" for limit in limits)]
-
-
-def test_json_of_a_map_has_every_cell_for_every_limit(
-    capsys: pytest.CaptureFixture[str], shallow_model: str
-) -> None:
-    assert cli.main([*map_command(shallow_model, *LIMITS), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["limits_bytes"] == [int(limit) for limit in LIMITS]
+def test_json_of_a_map_has_every_cell_for_every_limit(run: Run, map_command: list[str]) -> None:
+    code, out = run(*map_command, TWO_LIMITS, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["limits_bytes"] == list(LIMITS)
     assert len({(cell["tp"], cell["pp"]) for cell in found["cells"]}) == len(found["cells"]) == 6
     for cell in found["cells"]:
         if not cell["answers"]:
@@ -166,15 +162,15 @@ def test_json_of_a_map_has_every_cell_for_every_limit(
             layout = answer["layout"]
             assert (layout["zero"], layout["micro_batch"], layout["recompute"]) == (0, 1, True)
             communicators = answer["memory"]["communicator_bytes"]
-            assert answer["memory"]["limit_bytes"] == int(limit) - int(CONTEXT) - communicators
+            assert answer["memory"]["limit_bytes"] == limit - CONTEXT - communicators
             assert bool(answer["ruled_out_by"]) == (answer["outcome"] == OOM)
     first = {answer["outcome"] for cell in found["cells"] for answer in cell["answers"][:1]}
     assert OOM in first
 
 
-def test_text_of_a_map_shows_the_causes(capsys: pytest.CaptureFixture[str], shallow_model: str) -> None:
-    assert cli.main([*map_command(shallow_model, *LIMITS), "--pp", "1"]) == 0
-    out = capsys.readouterr().out
+def test_text_of_a_map_shows_the_causes(run: Run, map_command: list[str]) -> None:
+    code, out = run(*map_command, TWO_LIMITS, "--pp", "1")
+    assert code == 0
     for words in (
         "micro-batch 1, global batch 8",
         "recomputation",
@@ -187,29 +183,21 @@ def test_text_of_a_map_shows_the_causes(capsys: pytest.CaptureFixture[str], shal
     assert "tp x pp with more than" in out
     assert re.search(r", due to (parameters|gradients|optimizer states): \d x \d", out)
     assert max(map(len, out.splitlines())) <= 100
-    assert cli.main(map_command(shallow_model, CONTEXT + 1e5)) == 1, "no layout fits"
-    assert "does not fit" in capsys.readouterr().out
+    code, out = run(*map_command, str(CONTEXT + 100_000))
+    assert (code, "does not fit" in out) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("text", "bytes_"),
-    [
-        *(
-            ("32GB", 32e9),
-            ("32GiB", 32 * 2**30),
-            ("16e9", 16e9),
-            ("1.5 TB", 1.5e12),
-            ("500mb", 5e8),
-            ("7b", 7),
-        ),
-        ("", None),
-    ],
-)
-def test_memory_size_is_parsed(text: str, bytes_: float | None) -> None:
-    assert parse_memory_size(text) == bytes_
-
-
-@pytest.mark.parametrize("text", ["x", "-3", "0", "32 G", "1e99", "GB", "nan"])
-def test_invalid_memory_size_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="memory_limit"):
-        parse_memory_size(text)
+def test_memory_size_is_parsed_or_refused() -> None:
+    sizes = {
+        "32GB": 32e9,
+        "32GiB": 32 * 2**30,
+        "16e9": 16e9,
+        "1.5 TB": 1.5e12,
+        "500mb": 5e8,
+        "7b": 7,
+        "": None,
+    }
+    assert {text: parse_memory_size(text) for text in sizes} == sizes
+    for text in ("x", "-3", "0", "32 G", "1e99", "GB", "nan"):
+        with pytest.raises(ConfigError, match="memory_limit"):
+            parse_memory_size(text)
