@@ -20,24 +20,6 @@ from tests.cli.conftest import FIT, Run
 pytestmark = pytest.mark.usefixtures("in_process")
 
 
-@pytest.mark.slow
-def test_fit_prints_the_largest_model_as_json_and_text(run: Run) -> None:
-    command = [*FIT, "--zero", "1", "--memory-limit", "1.76GB"]
-    code, out = run(*command, "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert found["largest"]["params"] > 0
-    assert found["first_failing"]["layers"] == found["largest"]["layers"] + 1
-    assert found["binding"]
-    assert found["traces"] == len(found["trials"])
-    code, out = run(*command, "--details")
-    assert code == 0
-    size = units.parameter_count(found["largest"]["params"])
-    for words in (f"{size} parameters.", found["binding"], "Failure: ", "traces"):
-        assert words in out
-    assert max(map(len, out.splitlines())) <= 100
-
-
 def test_fit_compares_the_zero_stages(run: Run) -> None:
     """Without --zero, the table has one row per stage, equal to the result with --zero of this stage."""
     command = [*FIT, "--memory-limit", "1.4GB"]
@@ -45,12 +27,20 @@ def test_fit_compares_the_zero_stages(run: Run) -> None:
     assert code == 0
     rows = {line.split()[0]: line.split() for line in out.splitlines() if re.match(r" +\d ", line)}
     assert list(rows) == ["0", "1", "2", "3"]
-    largest = {}
+    parameters = {}
     for stage, row in rows.items():
-        found = json.loads(run(*command, "--zero", stage, "--json")[1])["largest"]
-        assert row[1:3] == [units.parameter_count(found["params"]), str(found["layers"])]
-        largest[stage] = found["params"]
-    assert f"parameters with ZeRO {max(largest, key=largest.__getitem__)}." in out
+        found = json.loads(run(*command, "--zero", stage, "--json")[1])
+        largest = found["largest"]
+        assert row[1:3] == [units.parameter_count(largest["params"]), str(largest["layers"])]
+        assert found["first_failing"]["layers"] == largest["layers"] + 1
+        assert found["traces"] == len(found["trials"])
+        parameters[stage] = largest["params"]
+    assert f"parameters with ZeRO {max(parameters, key=parameters.__getitem__)}." in out
+    code, out = run(*command, "--zero", stage, "--details")
+    assert code == 0
+    for words in (f"{row[1]} parameters.", found["binding"], "Failure: ", "traces"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_context_parallel_ranks_fit_more_layers(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Tests of `repro results`, of the tables at the end of `repro run`, and of stores with unusual lines."""
+"""Tests of `repro results`, and of the tables at the end of `repro run`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from repro.results.schema import ComparisonRecord, ExperimentRecord
 from repro.results.store import Store
 from repro.util.console import sparkline
 from tests.launch.runs import experiments, run, write_suite
-from tests.records import changed, made_up
+from tests.records import changed
 from tests.report import synthetic
 
 NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=1, between=8e6)
@@ -155,44 +155,10 @@ def test_run_ends_with_its_totals_and_results(tmp_path: Path, capsys: pytest.Cap
     assert out.startswith("faults, 2 experiments, measured")
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ([3.0, 2.0, 1.0], "█▅▁"),
-        ([1.0, None, 8.0], "▁ █"),
-        ([2.0, 2.0], "▁▁"),
-        ([], ""),
-        ([4.0, 4.0, 3.0, 3.0, 2.0, 2.0, 1.0, 1.0], "█▆▃▁"),
-    ],
-)
-def test_sparkline_scales_and_averages_its_values(values: list[Any], text: str) -> None:
-    assert sparkline(Console(), values, columns=4) == text
-
-
-INVALID: list[dict[str, Any]] = [
-    *({"metrics": {"step_seconds.median": value}} for value in ("fast", None, float("nan"))),
-    {"evidence": "guessed"},
-    {"wall_s": "long"},
-]
-
-
-def test_store_reports_invalid_records_and_ignores_blank_lines(tmp_path: Path) -> None:
-    (tmp_path / "records").mkdir()
-    rows = [*({**made_up("a").as_dict(), **keys} for keys in INVALID), made_up("b").as_dict()]
-    text = "\n".join(json.dumps(row) for row in rows)
-    (tmp_path / "records/a.jsonl").write_text(f"{text}\n\n  \n")
-    store = Store(tmp_path)
-    assert [record.name for record in store.records()] == ["b"]
-    assert len(store.skipped) == len(INVALID)
-    assert all(f"a.jsonl:{number}: " in line for number, line in enumerate(store.skipped, 1))
-
-
-def test_export_of_an_empty_table_prints_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("pandas", reason="pandas makes the table; it is in the extra report")
-    assert cli.main(["export", "--results", str(tmp_path), "--table", "records", "--format", "csv"]) == 0
-    assert (
-        capsys.readouterr().err == f"note: the table is empty, because the folder {tmp_path} has no records\n"
-    )
+def test_sparkline_scales_and_averages_its_values() -> None:
+    pairs: dict[str, list[Any]] = {"█▅▁": [3.0, 2.0, 1.0], "▁ █": [1.0, None, 8.0], "▁▁": [2.0, 2.0], "": []}
+    pairs["█▆▃▁"] = [4.0, 4.0, 3.0, 3.0, 2.0, 2.0, 1.0, 1.0]
+    assert [sparkline(Console(), values, columns=4) for values in pairs.values()] == list(pairs)
 
 
 def test_run_of_a_claim_selects_its_experiments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

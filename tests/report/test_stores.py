@@ -84,10 +84,11 @@ def test_invalid_lines_are_named_and_other_lines_are_read(tmp_path: Path) -> Non
         "{}": "kind: must be one of experiment",
         without("metrics"): "metrics: missing in a record of kind experiment",
         valid(metrics=[]): "metrics: of another type in a record of kind experiment",
+        valid(metrics={"step_seconds.median": float("nan")}): "not a record",
         valid(experiment={}): "experiment.model: missing in a record of kind experiment",
         '{"kind": "comparison"}': "suite: missing in a record of kind comparison",
     }
-    path = write(tmp_path, valid(), *remarks, valid(name="after"))
+    path = write(tmp_path, valid(), *remarks, "", "  ", valid(name="after"))
     found = evidence.read_store(tmp_path / "results")
     assert [record.name for record in found.records] == ["states-z0-dp1", "after"]
     for number, (remark, message) in enumerate(zip(found.torn, remarks.values(), strict=True), 2):
