@@ -11,6 +11,7 @@ import pytest
 
 from repro import cli
 from repro.launch.local_launch import max_ranks
+from repro.report.export import TABLES
 from tests.claims.test_user_ledger import USER_LEDGER
 from tests.launch.runs import MODEL as TINY
 
@@ -18,6 +19,7 @@ ONE = "simulate --model gpt2-1.5b --system dgx2"
 STEP, FIT, PLAN = f"{ONE} --gpus 8", "fit --system dgx2 --gpus 8", "plan --model gpt2-1.5b --gpus 8 --system"
 MEASURE = "fit --measure --system local --gpus 1"
 VERSUS = f"{STEP} --micro-batch 2 --versus"
+TWO = "schedule --pp 2 --micro-batches 2"
 NO_SELECTIVE = "--recompute = 'selective': must be none or block, since fused attention stores no scores to"
 NO_FOLDER = "--results = 'nowhere': no such folder"
 PRICED = f"{PLAN} dgx2 --tokens 1e9 --price-per-gpu-hour"
@@ -110,6 +112,18 @@ COMMANDS = [
     (f"{STEP} --launch jax --output x", "--launch = 'jax': must be one of megatron, torchtitan"),
     ("simulate --from none.sh --system dgx2 --gpus 8", "--from = 'none.sh': the file cannot be read"),
     ("plan --from none.txt --system dgx2 --gpus 8", "--from = 'none.txt': must be a file that ends in .sh,"),
+    # schedules
+    ("schedule --pp 4 --micro-batches 6 --chunks 2", "--micro-batches = 6: must be a multiple of"),
+    ("schedule --pp 0 --micro-batches 6", "--pp = 0: must be an integer of at least 1"),
+    ("schedule --pp 1 --micro-batches 6 --chunks 2", "--pp = 1: must be at least 2"),
+    (f"{TWO} --schedule zb", "--schedule = 'zb': must be one of gpipe, 1f1b"),
+    (f"{TWO} --schedule interleaved", "--chunks = 1: must be at least 2"),
+    (f"{TWO} --forward 0", "--forward = '0': must be a number greater than 0"),
+    (f"{TWO} --backward 1e9", "--backward = '1e9': must be a number greater"),
+    (f"{TWO} --backward 1/0", "--backward = '1/0': must be a number greater"),
+    ("schedule --pp 9999 --micro-batches 9999", "x chunks = 199960002: must be at most 1,000,000 ("),
+    (f"{TWO} --json --svg", "--json = true: cannot be combined with --svg"),
+    ("schedule --pp 2", "Missing option '--micro-batches'"),
     # empty arguments, missing folders and output files, which are checked before the command runs
     ("run ''", "argument = '': is empty"),
     (f"{STEP} --timeline ''", "--timeline = '': is empty"),
@@ -139,6 +153,13 @@ COMMANDS = [
     ("claims ds-3p75 --system dgx-h100", "did you mean ds-3p75x-lowbw"),
     ("claims tnlg-lambada --system dgx-h100", "for another system: its kind is quality, not one of"),
     ("claims yuan-bubble --system dgx-h100", "for another system: the value depends on sizes or on a"),
+    ("export --format excel", "--format = 'excel': must be one of csv, parquet, markdown, latex"),
+    ("export --table all", f"--table = 'all': must be one of {', '.join(TABLES)}, reference"),
+    ("export --format parquet", "--output"),
+    ("export --table records --claims zero-*", "--claims = 'zero-*': cannot be combined with --table rec"),
+    ("export --claims no-such-*", "--claims = 'no-such-*': must be a glob that matches ids"),
+    ("export --columns claim,size", "--columns = 'size': must be one of claim, about, title"),
+    ("export --output /nowhere/x.csv", "a file in an existing folder"),
     ("artifact --output /nowhere/x.md", "--output = '/nowhere/x.md': must be a file in an existing folder"),
     ("doctor --nodes 3", "--nodes = 3: must be 0 without --profile, or 0 or more with --profile"),
 ]

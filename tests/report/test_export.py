@@ -83,25 +83,6 @@ def test_export_of_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.
         assert err == f"note: the table is empty, because the folder {tmp_path} has no {table}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--format excel", "--format = 'excel': must be one of csv, parquet, markdown, latex"),
-        ("--table all", f"--table = 'all': must be one of {', '.join(TABLES)}, reference"),
-        ("--format parquet", "--output"),
-        ("--table records --claims zero-*", "--claims = 'zero-*': cannot be combined with --table rec"),
-        ("--claims no-such-*", "--claims = 'no-such-*': must be a glob that matches ids"),
-        ("--columns claim,size", "--columns = 'size': must be one of claim, about, title"),
-        ("--output /nowhere/x.csv", "a file in an existing folder"),
-    ],
-)
-def test_option_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
-    assert cli.main(["export", *arguments.split()]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
-
-
 def test_steps_that_do_not_fit_have_no_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The record has operator times, which claims compare with published rates, but no table contains them."""
     with Store(tmp_path) as store:
