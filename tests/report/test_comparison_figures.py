@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import synthetic
 
 from repro.config import EmulatedNetwork, Experiment, Layout, TwinOf
 from repro.config.experiment import TWIN_RATIO
 from repro.report.figures import comparisons
 from repro.results.measured import comparison_record, experiment_record
+from tests.report import synthetic
 
 pytestmark = pytest.mark.usefixtures("report_style")
 

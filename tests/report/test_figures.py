@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import synthetic
 
 from repro.report.figures import draw_all, loss_curves, peak_memory, zero_stages
 from repro.report.figures.style import CATEGORY_COLOURS, Drawing, make_axes, to_svg
@@ -15,6 +14,7 @@ from repro.report.views import Machines, record_row
 from repro.results.measured import experiment_record
 from repro.results.select import select
 from tests.records import changed
+from tests.report import synthetic
 
 pytestmark = pytest.mark.usefixtures("report_style")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from overlaps import text_layout_errors
 
 from repro.claims.expression import parse
 from repro.claims.judge import experiments_read, judge
@@ -22,6 +21,7 @@ from repro.simulate.record import failed_record
 from repro.simulate.time.calibration import PUBLISHED_POINT
 from tests import committed
 from tests.records import changed
+from tests.report.overlaps import text_layout_errors
 
 pytestmark = pytest.mark.usefixtures("report_style")
 LEDGER = committed.ledger()

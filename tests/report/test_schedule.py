@@ -12,7 +12,6 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from overlaps import text_layout_errors
 from rich.console import Console
 
 from repro import cli
@@ -31,6 +30,7 @@ from repro.report.text.schedule import draw_schedule as draw_text
 from repro.report.text.schedule_plan import make_schedule
 from repro.simulate.step import simulate
 from repro.simulate.time.breakdown import STAGE_SEND
+from tests.report.overlaps import text_layout_errors
 
 SVG = "{http://www.w3.org/2000/svg}"
 YUAN = ("--pp", "38", "--micro-batches", "480")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import synthetic
 
 from repro.config import Experiment, systems
 from repro.launch.simulated import simulate_experiment
@@ -19,6 +18,7 @@ from repro.results.store import Store
 from repro.results.tables import experiment_row
 from repro.simulate.record import failed_record
 from repro.simulate.time.calibration import BASES, PUBLISHED_POINT
+from tests.report import synthetic
 from tests.report.test_page import stored_rows
 from tests.report.test_simulated_figures import map_record
 

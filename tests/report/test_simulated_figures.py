@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import synthetic
-from overlaps import text_layout_errors
 
 from repro.claims.judge import judge
 from repro.config import Experiment, Layout
@@ -22,6 +20,8 @@ from repro.simulate.time.breakdown import STAGE_SEND
 from repro.simulate.time.calibration import UNCALIBRATED
 from tests import committed
 from tests.records import changed
+from tests.report import synthetic
+from tests.report.overlaps import text_layout_errors
 
 pytestmark = pytest.mark.usefixtures("report_style")
 GB = 10**9

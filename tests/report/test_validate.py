@@ -9,8 +9,6 @@ from math import exp
 from pathlib import Path
 
 import pytest
-import synthetic
-from overlaps import text_layout_errors
 
 from repro.accuracy.validate import machine as validate_machine
 from repro.accuracy.validate.published import (
@@ -43,6 +41,8 @@ from repro.simulate.record import failed_record
 from repro.simulate.time.calibration import BASES, PUBLISHED_POINT, UNCALIBRATED
 from tests import committed
 from tests.records import changed
+from tests.report import synthetic
+from tests.report.overlaps import text_layout_errors
 
 pytestmark = pytest.mark.usefixtures("report_style")
 LEDGER = committed.ledger()
